@@ -34,12 +34,14 @@ class RouterWeights(NamedTuple):
 
 
 class ExpertOps(Protocol):
-    """An implementation for one layer's dtype and form of weights, on `device`."""
-
-    device: torch.device
+    """An implementation for one layer's device, dtype and form of weights."""
 
     def method(self, experts: Sequence[ExpertParams], context: ParallelContext) -> ExpertMethod:
         """Returns the method of one projection of this rank's experts."""
+        ...
+
+    def loads(self, num_experts: int) -> torch.Tensor:
+        """Returns counters loads_E, int64 and 0, for `group`."""
         ...
 
     def route(self, x_TH: torch.Tensor, router: RouterWeights, spec: Moe) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,15 +74,18 @@ MakeExpertOps = Callable[[Place], ExpertOps]
 
 
 class TorchExperts:
-    """The twin, for any device, dtype and form of weights. make: linear methods."""
+    """The twin, for any device, dtype and form of weights. make: linear methods. device: None for the host."""
 
     def __init__(self, make: MakeMethod, place: Place, device: torch.device | None = None) -> None:
         self._make = make
         self._place = place
-        self.device = device or torch.device("cpu")
+        self._device = device
 
     def method(self, experts: Sequence[ExpertParams], context: ParallelContext) -> ExpertMethod:
         return EachExpert(self._make, experts, context, self._place)
+
+    def loads(self, num_experts: int) -> torch.Tensor:
+        return torch.zeros(num_experts, dtype=torch.int64, device=self._device)
 
     def route(self, x_TH: torch.Tensor, router: RouterWeights, spec: Moe) -> tuple[torch.Tensor, torch.Tensor]:
         logits_TE = F.linear(x_TH.float(), router.weight_EH, router.bias_E)

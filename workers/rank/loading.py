@@ -24,6 +24,7 @@ from tandem.workers.lora.device.rank_adapters import RankAdapters, open_adapters
 from tandem.workers.messages.handshake import RankLoaded, RankTiers
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.expert_loads import ExpertLoads
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import described
 from tandem.workers.planning.budget import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
@@ -32,7 +33,6 @@ from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.placing import place_weights
 from tandem.workers.planning.resolve import kv_groups, read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
 from tandem.workers.platforms.base import Platform
-from tandem.workers.rank.expert_loads import ExpertLoads
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.profiling import run_fullest_steps

@@ -22,11 +22,11 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.kernels.step_arrays import Send, StepArrays
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
+from tandem.workers.models.expert_loads import ExpertLoads
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NO_PLACE, Guess
 from tandem.workers.rank.batch import StepBatch, build_batch
 from tandem.workers.rank.drafts import NOT_FINITE_ID, Accepted, Drafts, accept, propose
-from tandem.workers.rank.expert_loads import ExpertLoads
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.pooler import Pooled, Pooler
 from tandem.workers.rank.row_results import row_results

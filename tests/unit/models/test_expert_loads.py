@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tandem import LLM, SamplingParams
+from tandem.workers.models import expert_loads
+from tandem.workers.models.expert_loads import PERIOD_S, ExpertLoads
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.rank import expert_loads
-from tandem.workers.rank.expert_loads import PERIOD_S, ExpertLoads
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 
 

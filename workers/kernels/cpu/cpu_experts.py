@@ -37,7 +37,6 @@ from tandem.workers.kernels.cpu.cpu_int8_gemm import (
 from tandem.workers.kernels.expert_ops import MakeExpertOps, RouterWeights, TorchExperts
 from tandem.workers.models.spec.arch import ClampedSwiglu, Moe, Scoring
 
-CPU = torch.device("cpu")
 LANES, BLOCK = 16, 64
 TOGETHER = {torch.float32: 1, torch.bfloat16: 2}
 """Inputs that the kernel multiplies at once."""
@@ -132,8 +131,6 @@ class Products(NamedTuple):
 class CpuExperts:
     """The compiled operations. make: linear methods, for what `products` does not multiply; None: for all."""
 
-    device = CPU
-
     def __init__(self, library: ctypes.CDLL, products: Products | None, make: MakeMethod, place: Place) -> None:
         self._twin = TorchExperts(make, place)
         self._products, self._place = products, place
@@ -160,6 +157,9 @@ class CpuExperts:
         if products is None or inputs % products.together or inputs > products.most:
             return self._twin.method(experts, context)
         return products.method(experts, context, self._place)
+
+    def loads(self, num_experts: int) -> torch.Tensor:
+        return self._twin.loads(num_experts)
 
     def route(self, x_TH: torch.Tensor, router: RouterWeights, spec: Moe) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, hidden = x_TH.shape

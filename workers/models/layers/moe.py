@@ -78,7 +78,7 @@ class MixtureOfExperts:
         self._middle = gating(spec.activation, ops) if swiglu is None else partial(experts.clamped_swiglu, swiglu)
         self._up = experts.method([ExpertParams(*each.merged("up")) for each in own], context)
         self._down = experts.method([ExpertParams(*each.merged("down")) for each in own], context)
-        self.loads_E = torch.zeros(spec.num_experts, dtype=torch.int64, device=experts.device)
+        self.loads_E = experts.loads(spec.num_experts)
         self._shared: _SharedExpert | None = None
         if params.shared is not None:
             self._shared = _SharedExpert(spec, params, params.shared, context, ops, make)
