@@ -103,6 +103,7 @@ def test_quantized_latents(kv_dtype: torch.dtype, bound: float, tmp_path: Path, 
     found, truth = (
         steps(make_decoder(folder, attention=each), kv_dtype) for each in (TorchAttention(), ReferenceAttention())
     )
-    torch.testing.assert_close(found, truth, rtol=0, atol=1e-4 * float(truth.abs().max()))
+    off = (found - truth).abs() > 1e-4 * truth.abs().max()  # a last bit may decide which of two codes is stored
+    assert off.float().mean() < 0.05 and (found - truth).norm() < 2e-3 * truth.norm()
     exact = steps(make_decoder(folder, attention=ReferenceAttention()))
     assert 0 < (truth - exact).norm() / exact.norm() < bound
