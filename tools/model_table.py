@@ -35,6 +35,7 @@ NAMES: Mapping[str, str] = {
     "GraniteMoeForCausalLM": "Granite 3.x 1B-A400M, 3B-A800M",
     "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite, V2.5",
     "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, in bf16",
+    "GptOssForCausalLM": "gpt-oss, in bf16",
     "GPT2LMHeadModel": "GPT-2",
     "BloomForCausalLM": "BLOOM, BLOOMZ",
     "Starcoder2ForCausalLM": "StarCoder 2",

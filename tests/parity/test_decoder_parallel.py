@@ -16,7 +16,7 @@ TinyFolder = Callable[[str], Path]
 PROMPTS = [prompt_ids(length, 200, seed=length) for length in (31, 18, 7)]
 IN_TEST = (
     *("phi3", "granite", "olmo2", "gemma3", "stablelm", "cohere", "gpt_neox", "opt-post", "gptj", "falcon-groups"),
-    *("mpt-six-heads", "qwen2_moe", "granitemoe", "deepseek_v2-lite", "deepseek_v3"),
+    *("mpt-six-heads", "qwen2_moe", "granitemoe", "deepseek_v2-lite", "deepseek_v3", "gpt_oss"),
 )
 STEPS = [
     [(0, PROMPTS[0][:20]), (2, PROMPTS[2][:-1])],
@@ -91,6 +91,7 @@ def test_random_weights_are_the_same_model_at_every_degree(ranks: RankProcesses,
         ("granitemoe", 2, 2),
         ("deepseek_v2", 2, 1),
         ("deepseek_v3", 2, 2),
+        ("gpt_oss", 2, 1),
     ],
 )
 def test_whole_experts_on_each_rank_equal_one_rank(

@@ -23,7 +23,7 @@ TINY_ROUND_OFFS = 48
 """The tiny checkpoints' wide weights grow one rounding to a tenth of the largest logit in bfloat16."""
 ROUTED = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe"}
 """Types of which a rounding may choose another expert, and so another text: test_decoder_logits.py has them."""
-ROUTED_IN_BF16 = ("deepseek_v2", "deepseek_v3")
+ROUTED_IN_BF16 = ("deepseek_v2", "deepseek_v3", "gpt_oss")
 """Types of which only the roundings of bfloat16 are large enough for that."""
 TRAINED_ROUND_OFFS = 8
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -42,6 +42,7 @@ LINEARS_OF: Mapping[str, Sequence[str]] = {
     "qwen2_moe": ATTENTION_LINEARS,
     "qwen3_moe": ATTENTION_LINEARS,
     "granitemoe": ATTENTION_LINEARS,
+    "gpt_oss": ATTENTION_LINEARS,
 }
 """Where they are not ALL_LINEARS, by transformers' model_type."""
 MOVE_S = 60.0

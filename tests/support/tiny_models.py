@@ -166,6 +166,21 @@ TINY_MODELS: tuple[TinyModel, ...] = (
     ),
     shallow("deepseek_v2-lite", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": MSCALED}, "deepseek_v2"),
     shallow("deepseek_v3", {**DEEPSEEK, **GROUPS, "rope_parameters": MSCALED}),
+    shallow(
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     shallow("granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
 )
 BY_NAME: Mapping[str, TinyModel] = {model.name: model for model in TINY_MODELS}

@@ -117,6 +117,8 @@ def _spec(published: Mapping[str, Any], overrides: Mapping[str, Any]) -> ArchSpe
     rope = local = long = None
     if kind is PositionKind.ROTARY:
         row = _rope_row(reader, family, positions, attention.rope_dim)
+        if not any(published.get(key) for key in SPELLINGS):
+            published = {**published, "rope_parameters": family.rotary.scaling}
         rope = local = rope_from_config(published, row, overrides)
         context = context_length(rope, positions, scaled=family.rotary.positions_scaled)
         long = long_rope(published, rope, row, overrides)
@@ -253,6 +255,7 @@ def _attention(reader: ConfigValues, family: Family, hidden_size: int) -> Gqa | 
         qkv_bias=reader.flag(family.qkv_bias),
         o_bias=reader.flag(family.o_bias),
         qk_norm=family.qk_norm if family.qk_norm_if is None or reader.flag(family.qk_norm_if) else None,
+        sinks=family.sinks,
     )
 
 

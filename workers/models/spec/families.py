@@ -438,6 +438,48 @@ FAMILIES: tuple[Family, ...] = (
         neutral={"topk_method": (None, "noaux_tc"), "scoring_func": (None, "sigmoid")},
         equal={"num_key_value_heads": "num_attention_heads"},
     ),
+    Family(
+        architecture="GptOssForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        sinks=True,
+        window=Window.ALTERNATING,
+        rotary=Rotary(
+            positions_scaled=True,
+            scaling={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        ),
+        moe=MoeKeys(
+            num_experts="num_local_experts",
+            top_k="num_experts_per_tok",
+            scoring=Scoring.TOP_SOFTMAX,
+            biased=True,
+            swiglu=("swiglu_alpha", "swiglu_limit"),
+        ),
+        names=ParameterNames(
+            stems=stems(ROUTER="mlp.router", GATE_UP="mlp.experts.gate_up_proj", DOWN="mlp.experts.down_proj"),
+            interleaved_experts=True,
+        ),
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+    ),
     *GPT_FAMILIES,
 )
 

@@ -38,9 +38,9 @@ class PositionKind(Enum):
 class Rotary:
     """How a family rotates. theta: the key of the base. share: the key of the part of a head that rotates, which may
     stand in the rope parameters too, and its default; None: all rotates, or `dim` is the key of how much. interleaved:
-    as in RopeSpec, or the key that says so. kinds: own
-    spellings of RopeKind. local_theta: the key and default of the base in layers with a window, which have an unscaled
-    rope of their own. positions_scaled: config.json's positions count the scaling already."""
+    as in RopeSpec, or the key that says so. kinds: own spellings of RopeKind. local_theta: the key and default of the
+    base in layers with a window, which have an unscaled rope of their own. positions_scaled: config.json's positions
+    count the scaling already. scaling: the rope parameters of a config.json without any."""
 
     theta: str = "rope_theta"
     share: str | None = None
@@ -50,6 +50,7 @@ class Rotary:
     kinds: Mapping[str, str] = field(default_factory=dict)
     local_theta: tuple[str, float] | None = None
     positions_scaled: bool = False
+    scaling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,8 @@ class MoeKeys:
     """config.json's keys of a mixture of experts. width: of an expert, None: the MLP's own key. renormalize: True, or
     the key that sets it. shared: of the shared expert's width, None without one; shared_count: of how many experts'
     width it has. scale: of what multiplies weights. correction: the router has one (Moe). groups: None without; they
-    count under `grouped_if` only, None: always.
+    count under `grouped_if` only, None: always. biased: router and experts have biases. swiglu: the keys of
+    ClampedSwiglu's alpha and limit, None where experts have a plain activation.
 
     first: the key of how many layers at the beginning have an MLP in place of experts. every: the key of n where only
     each n-th layer has experts, counted from 1 if counts_from_one, else from 0. dense: the key of the list of layers
@@ -97,6 +99,8 @@ class MoeKeys:
     every: str | None = None
     counts_from_one: bool = False
     dense: str | None = None
+    biased: bool = False
+    swiglu: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +120,8 @@ class Family:
     keys: config.json's names of what LLAMA_KEYS lists, where they differ. defaults: the values of absent keys, by
     config.json's names. gated: the MLP has a gate. moe: its MLPs are the experts of a mixture. activations: own
     spellings of Activation. norm_bias: a LayerNorm has one. norm_weight: norms have one. norms_store_offset: see Norm.
-    latent: attention is latent (Mla). extra_layers: the key of how many layers a checkpoint may have behind the last.
+    latent: attention is latent (Mla). sinks: heads have one (Gqa). extra_layers: the key of how many layers a
+    checkpoint may have behind the last.
     qk_norm: the kind of norm of q and k, qk_norm_if: the key that says whether there is one. place_if: places of norms
     under conditions, of which the first that holds counts, else `place`. no_final_norm_if: any of these takes the last
     norm away. one_kv_head_if: all of these make it one.
@@ -136,6 +141,7 @@ class Family:
     mlp_bias: bool | str = False
     head_bias: bool = False
     latent: bool = False
+    sinks: bool = False
     extra_layers: str | None = None
     qk_norm: QkNorm | None = None
     qk_norm_if: str | None = None

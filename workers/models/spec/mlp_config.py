@@ -4,7 +4,7 @@ Called by config_reader.py.
 """
 
 from tandem.configs.errors import UnsupportedModelError
-from tandem.workers.models.spec.arch import ExpertGroups, Gated, Moe, Plain
+from tandem.workers.models.spec.arch import ClampedSwiglu, ExpertGroups, Gated, Moe, Plain
 from tandem.workers.models.spec.config_values import ConfigValues, whole
 from tandem.workers.models.spec.family import Family, GroupKeys, MoeKeys
 
@@ -56,8 +56,18 @@ def _moe(reader: ConfigValues, keys: MoeKeys) -> Moe:
         scoring=keys.scoring,
         groups=_groups(reader, keys.groups, num_experts, top_k) if _is_grouped(reader, keys) else None,
         scale=1.0 if scale is None else scale,
+        router_bias=keys.biased,
         correction=keys.correction,
+        expert_bias=keys.biased,
+        swiglu=_swiglu(reader, keys.swiglu),
     )
+
+
+def _swiglu(reader: ConfigValues, keys: tuple[str, str] | None) -> ClampedSwiglu | None:
+    if keys is None:
+        return None
+    alpha, limit = (reader.number(key, 0.0, above=0) for key in keys)
+    return ClampedSwiglu(alpha, limit)
 
 
 def _shared(reader: ConfigValues, keys: MoeKeys, width: int) -> int | None:
