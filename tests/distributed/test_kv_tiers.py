@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 64,
 }
 TINY_POOL = 18
-"""Device blocks: not two of the longest prompts below."""
+"""Device blocks for each group of layers with KV of its own: not two of the longest prompts below."""
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +95,15 @@ def ask_for_ever(llm: LLM) -> None:
         ask(llm)
 
 
-PLAIN: dict[Path, tuple[list[list[int]], int]] = {}
+PLAIN: dict[Path, tuple[list[list[int]], int, int]] = {}
 
 
-def plain(folder: Path) -> tuple[list[list[int]], int]:
-    """The tokens without tiers and with enough blocks, and the bytes of a block."""
+def plain(folder: Path) -> tuple[list[list[int]], int, int]:
+    """The tokens without tiers and with enough blocks, the bytes of a block, and the blocks of a tiny pool."""
     if folder not in PLAIN:
         with opened(folder, num_gpu_blocks_override=200) as llm:
-            PLAIN[folder] = ask(llm), llm._engine._block_bytes
+            num_groups = len(llm._engine._manager.groups.windows)
+            PLAIN[folder] = ask(llm), llm._engine._block_bytes, TINY_POOL * num_groups
     return PLAIN[folder]
 
 
@@ -139,9 +140,9 @@ FAMILIES = [*FIRST_OF_FAMILY.values(), "qwen2-window", "llama-mqa-biased"]
 @pytest.mark.parametrize("name", some_in_parity(FAMILIES))
 def test_offload_on_gives_the_tokens_of_offload_off(name: str, folder_of: Any, tmp_path: Path) -> None:
     folder = folder_of(name)
-    wanted, block_bytes = plain(folder)
+    wanted, block_bytes, tiny_pool = plain(folder)
     tiers = {
-        "num_gpu_blocks_override": TINY_POOL,
+        "num_gpu_blocks_override": tiny_pool,
         "kv_offloading_size": gib(40, block_bytes),
         "kv_disk_path": str(tmp_path),
         "kv_disk_size": gib(400, 2 * block_bytes),
@@ -154,9 +155,9 @@ def test_offload_on_gives_the_tokens_of_offload_off(name: str, folder_of: Any, t
 @pytest.mark.parametrize("cut", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
 def test_tp_and_pp_with_tiers_equal_one_rank(cut: dict[str, int], folder_of: Any, tmp_path: Path) -> None:
     folder = folder_of("llama-gqa")
-    wanted, block_bytes = plain(folder)
+    wanted, block_bytes, tiny_pool = plain(folder)
     tiers = {
-        "num_gpu_blocks_override": TINY_POOL,
+        "num_gpu_blocks_override": tiny_pool,
         "kv_offloading_size": gib(30, block_bytes),
         "kv_disk_path": str(tmp_path),
         "kv_disk_size": gib(400, 2 * block_bytes),
@@ -198,7 +199,7 @@ def test_copies_that_are_slow_or_fail_change_no_token(
     how: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_of("llama-gqa")
-    wanted, block_bytes = plain(folder)
+    wanted, block_bytes, _ = plain(folder)
     calls = {"store": 0, "load": 0}
     copier = kv_copies.CpuCopier
     whole_store, whole_load = copier.store, copier.load
@@ -238,9 +239,9 @@ def test_a_rank_killed_amid_copies_leaves_nothing_and_its_files_are_found_again(
     victim: int, folder_of: Any, tmp_path: Path
 ) -> None:
     folder = folder_of("llama-gqa")
-    wanted, block_bytes = plain(folder)
+    wanted, block_bytes, tiny_pool = plain(folder)
     tiers = {
-        "num_gpu_blocks_override": TINY_POOL,
+        "num_gpu_blocks_override": tiny_pool,
         "kv_offloading_size": gib(20, block_bytes),
         "kv_disk_path": str(tmp_path),
         "kv_disk_size": gib(400, 2 * block_bytes),

@@ -12,7 +12,18 @@ ROOT = Path(__file__).resolve().parents[2]
 TANDEM = Path(sys.executable).parent / "tandem"
 SECTION = (ROOT / "docs" / "operations.md").read_text().partition("## Check a machine")[2].partition("\n## ")[0]
 COMMANDS = re.findall(r"^    \.venv/bin/tandem (doctor.*)$", SECTION, re.MULTILINE)
-CHOSEN = ["device", "dtype", "attention", "fused ops", "linear", "LoRA ops", "sampling", "collectives", "graphs"]
+CHOSEN = [
+    "device",
+    "dtype",
+    "attention",
+    "fused ops",
+    "linear",
+    "experts",
+    "LoRA ops",
+    "sampling",
+    "collectives",
+    "graphs",
+]
 
 
 def run(command: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +51,7 @@ def test_the_commands_of_the_guide(command: str) -> None:
         misfits = len(re.findall(r"^  - ", done.stdout, re.MULTILINE))
         rows = done.stdout.partition("Chosen here without flags\n")[2].partition("\n\n")[0].splitlines()
         chosen = [re.split(r"  +", row.strip())[0] for row in rows]
-    assert len(statuses) == 16 and "failed" not in statuses.values(), done.stdout
+    assert len(statuses) == 19 and "failed" not in statuses.values(), done.stdout
     assert statuses["KV store and load"] == statuses["all-reduce of two ranks"] == "ok"
     assert chosen == CHOSEN
     assert done.returncode == (1 if misfits else 0), done.stdout + done.stderr

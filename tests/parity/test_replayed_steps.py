@@ -136,7 +136,7 @@ def test_how_many_families_are_replayed() -> None:
         "cohere",
         "granite",
     }
-    assert len(families) == 26
+    assert len(families) == 27
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window"])

@@ -133,7 +133,7 @@ def test_an_adapter_counts_both_factors_of_every_linear(root: Path) -> None:
 def test_quantizing_holds_one_dense_matrix_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny_model(BY_NAME["llama-gqa"], root)
     made: list[weakref.ref[torch.Tensor]] = []
-    assemble = checkpoint.assemble
+    assemble = checkpoint._assemble
 
     def noted(slot: ParameterSlot, *rest: Any) -> torch.Tensor:
         assert all(tensor() is None for tensor in made), slot.params[0].name
@@ -142,6 +142,6 @@ def test_quantizing_holds_one_dense_matrix_at_a_time(root: Path, monkeypatch: py
             made.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(checkpoint, "assemble", noted)
+    monkeypatch.setattr(checkpoint, "_assemble", noted)
     rank_of(load_spec(folder), folder, Mesh(), torch.float32, quantization="int8")
     assert len(made) == 4 * 4 + 1

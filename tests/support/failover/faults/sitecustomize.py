@@ -63,7 +63,7 @@ def change_runner(module: Any) -> None:
     """Before each step of a rank: holds, deaths, and faults of rows."""
     import torch
 
-    run, sample = module.ModelRunner._run, module.sample
+    run, draw = module.ModelRunner._run, module.Sampling.draw
     spoiled: list[int] = []
 
     def is_held(hold: dict[str, Any], positions_T: Any) -> bool:
@@ -92,15 +92,15 @@ def change_runner(module: Any) -> None:
                 spoiled.extend(torch.nonzero(torch.isin(forward.logits_rows_S, last[rows])).flatten().tolist())
         return run(self, plan, batch, *rest)
 
-    def sample_spoiled(output: Any, *args: Any, **kwargs: Any) -> Any:
-        output[spoiled] = float("nan")
-        return sample(output, *args, **kwargs)
+    def draw_spoiled(self: Any, logits_SV: Any, *args: Any, **kwargs: Any) -> Any:
+        logits_SV[spoiled] = float("nan")
+        return draw(self, logits_SV, *args, **kwargs)
 
     def no_memory() -> None:
         raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
 
     module.ModelRunner._run = run_or_fail
-    module.sample = sample_spoiled
+    module.Sampling.draw = draw_spoiled
 
 
 def change_lanes(module: Any) -> None:
