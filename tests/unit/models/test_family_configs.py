@@ -203,6 +203,12 @@ def test_badly_typed_values_are_named(name: str, changes: dict[str, Any], words:
         spec_of(name, **changes)
 
 
+@pytest.mark.parametrize("value", [None, "7", 0, -1.0, float("nan")])
+def test_the_limit_of_a_clamped_activation(value: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"swiglu_limit is {value!r}, want a number above 0"):
+        spec_of("GptOss", swiglu_limit=value)
+
+
 def test_a_shared_expert_that_ranks_cannot_share() -> None:
     spec = spec_of("Qwen2Moe", moe_intermediate_size=32, shared_expert_intermediate_size=33)
     with pytest.raises(SettingsError, match="--tensor-parallel-size 2 does not divide the shared expert's width 33"):

@@ -5,7 +5,7 @@ Called by config_reader.py.
 
 from tandem.configs.errors import UnsupportedModelError
 from tandem.workers.models.spec.arch import ClampedSwiglu, ExpertGroups, Gated, Moe, Plain
-from tandem.workers.models.spec.config_values import ConfigValues, whole
+from tandem.workers.models.spec.config_values import ConfigValues, number, whole
 from tandem.workers.models.spec.family import Family, GroupKeys, MoeKeys
 
 
@@ -66,7 +66,7 @@ def _moe(reader: ConfigValues, keys: MoeKeys) -> Moe:
 def _swiglu(reader: ConfigValues, keys: tuple[str, str] | None) -> ClampedSwiglu | None:
     if keys is None:
         return None
-    alpha, limit = (reader.number(key, 0.0, above=0) for key in keys)
+    alpha, limit = (number(reader.spelled(key), reader.get(key, None), above=0) for key in keys)
     return ClampedSwiglu(alpha, limit)
 
 
