@@ -3,6 +3,7 @@
 Work is done when its call returns, so events and streams hold up nobody, and device memory is host memory.
 """
 
+import ctypes
 import mmap
 import time
 from collections.abc import Callable, Sequence
@@ -164,15 +165,23 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
 
 def _dense(dtype: torch.dtype) -> MakeMethod:
     """oneDNN packs fp32 always, bf16 and fp16 where the CPU multiplies them."""
-    if multiplies_by_row(dtype) and (library := cpu_invariant_library(dtype)) is not None:
+    library = _row_library(dtype)
+    if library is not None:
         return row_methods(library, None)
     return packed(skinny_gemm(dtype)) if can_pack(dtype) else plain
 
 
 def multiplies_by_row(dtype: torch.dtype) -> bool:
-    """Returns whether the row GEMM multiplies dense weights: bf16 where the CPU has no products of bf16 pairs. oneDNN
-    takes 1.2 to 6 times as long there."""
-    return dtype is torch.bfloat16 and skinny_gemm(dtype) is None and cpu_invariant_library(dtype) is not None
+    """Returns whether the row GEMM multiplies dense weights: bf16 on CPUs with AVX512 and without products of bf16
+    pairs."""
+    return _row_library(dtype) is not None
+
+
+def _row_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    if dtype is not torch.bfloat16 or skinny_gemm(dtype) is not None:
+        return None
+    library = cpu_invariant_library(dtype)
+    return library if library is not None and hasattr(library, "row_gemm_fills_registers") else None
 
 
 METHODS: dict[str | None, Callable[[torch.dtype], MakeMethod]] = {
