@@ -184,23 +184,6 @@ def pirate_and_plain() -> list[str]:
     return [adapted, adapted, plain]
 
 
-def test_make_serve_serves_and_ctrl_c_ends_it() -> None:
-    """The first of the README's two commands, on an installed virtual environment."""
-    port = free_port()
-    venv = BIN.parent
-    assert (venv / ".runtime-installed").exists(), "make dev has made this environment"
-    command = ["make", "serve", f"VENV={venv}", f"ARGS=--port {port} --device cpu"]
-    service = Service(command, port, cwd=REPOSITORY)
-    try:
-        service.wait_ready()
-        asked = {"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0}
-        assert "5" in service.post("/v1/chat/completions", asked).json()["choices"][0]["message"]["content"]
-        service.stop(signal.SIGINT)
-        service.check_gone()
-    finally:
-        service.clean()
-
-
 def test_a_rank_that_cannot_load_ends_the_start_with_one_line(tmp_path: Path) -> None:
     """Found only when the weights are read: the launcher says it and leaves nothing."""
     folder = tmp_path / "broken"

@@ -454,9 +454,7 @@ class Engine:
         if self._requests.get(state.request.request_id) is state:
             del self._requests[state.request.request_id]
         self._limits.leave(state.request)
-        self._grammars.leave(state)
-        if self._adapters is not None:
-            self._adapters.leave(state)
+        self._grammars.leave(state)  # it is no user of its adapter yet, as it has had no row
 
     def _start(self, state: RequestState) -> None:
         """Ends choices that were complete when they were resumed; queues the first of the others."""

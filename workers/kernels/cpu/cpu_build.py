@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.workers.kernels.cpu.kernel_cache import library_name, load_cached, store
+from tandem.workers.kernels.cpu.kernel_cache import compiling, library_name, load_cached, store
 
 log = logging.getLogger(__name__)
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
@@ -126,22 +126,33 @@ def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype |
     cached = load_cached(name)
     if cached is not None:
         return cached
+    with compiling() as waited:
+        found = load_cached(name) if waited else None
+        return found or _compile(name, [compiler, *FLAGS, *types, *map(str, sources)])
+
+
+def _compile(name: str, command: list[str]) -> ctypes.CDLL | None:
+    """Runs the compiler, and stores and loads what it makes; None if it fails."""
     try:
         built = os.memfd_create("tandem-kernels")
     except OSError as error:  # a sandbox
         _note_failure(str(error))
         return None
     library = f"/proc/self/fd/{built}"  # a path of the compiler's process, for the descriptor it inherits
-    command = [compiler, *FLAGS, *types, *map(str, sources), "-o", library, "-lm"]
     try:
         subprocess.run(
-            command, check=True, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL, pass_fds=(built,)
+            [*command, "-o", library, "-lm"],
+            check=True,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(built,),
         )
         loaded = ctypes.CDLL(library)  # the descriptor stays open, so that the next one has another name
         store(name, Path(library).read_bytes())
         return loaded
     except (OSError, subprocess.SubprocessError) as error:
-        _note_failure(_words_of(error, compiler)[-300:].strip())
+        _note_failure(_words_of(error, command[0])[-300:].strip())
         os.close(built)
         return None
 
