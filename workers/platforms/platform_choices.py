@@ -21,7 +21,7 @@ from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.platforms.base import Platform
 
 HEAD_DIM = 128
-"""Of most models. Others may differ in attention: the kernel takes multiples of 16 up to 256."""
+"""Of most models. Others may differ in attention: the kernel takes heads of up to 256 elements."""
 
 
 class PlatformChoice(NamedTuple):
