@@ -36,7 +36,7 @@ def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_by
         for bucket in buckets
         for width in widths
     ]
-    shared = activation_bytes(spec, mesh.tp_size, buckets[-1], 0, element_bytes) + ATTENTION_BYTES
+    shared = activation_bytes(spec, mesh, buckets[-1], 0, element_bytes) + ATTENTION_BYTES
     return shared + sum(sorted(kept, reverse=True)[:MAX_CAPTURES])
 
 

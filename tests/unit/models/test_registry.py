@@ -124,6 +124,9 @@ def test_unreadable_folders(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(SettingsError, match="not JSON"):
         load_spec(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(SettingsError, match="not JSON"):
+        load_spec(tmp_path)
 
 
 @pytest.mark.parametrize(

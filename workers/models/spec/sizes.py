@@ -100,23 +100,24 @@ def adapter_bytes(spec: ArchSpec, mesh: Mesh, rank: int, element_bytes: int) -> 
     return elements * element_bytes
 
 
-def activation_bytes(spec: ArchSpec, tp_size: int, max_num_tokens: int, max_num_seqs: int, element_bytes: int) -> int:
-    """Returns an estimate of a full step's bytes beside weights and KV, on the last stage.
+def activation_bytes(spec: ArchSpec, mesh: Mesh, max_num_tokens: int, max_num_seqs: int, element_bytes: int) -> int:
+    """Returns an estimate of a full step's bytes beside weights and KV, on a rank of the last stage.
 
     It counts the residual stream, the widest layer's input, merged outputs and result, and logits in float32 with the
-    sampler's copies.
+    sampler's copies. A rank of whole experts has rows for every expert of a token, as it may hold all of them.
     """
-    widest = max(_widest(layer, spec.hidden_size, tp_size) for layer in dict.fromkeys(spec.layers))
+    widest = max(_widest(layer, spec.hidden_size, mesh) for layer in dict.fromkeys(spec.layers))
     return max_num_tokens * (3 * spec.hidden_size + widest) * element_bytes + 3 * max_num_seqs * spec.vocab_size * 4
 
 
-def _widest(layer: LayerSpec, hidden: int, tp_size: int) -> int:
+def _widest(layer: LayerSpec, hidden: int, mesh: Mesh) -> int:
     """Returns the elements of a token that a layer holds at once beside the residual stream."""
-    width = layer.mlp.width // tp_size
+    width = layer.mlp.width // mesh.tp_size
     of_mlp = 3 * width
     if isinstance(layer.mlp, Moe):  # of every expert of a token: gate, up and their product, then that and the output
-        of_mlp = layer.mlp.top_k * max(3 * width, width + hidden) + 3 * (layer.mlp.shared or 0) // tp_size
-    return max(_attention_width(layer, tp_size), of_mlp)
+        width = layer.mlp.width if mesh.expert_parallel else width
+        of_mlp = layer.mlp.top_k * max(3 * width, width + hidden) + 3 * (layer.mlp.shared or 0) // mesh.tp_size
+    return max(_attention_width(layer, mesh.tp_size), of_mlp)
 
 
 def _attention_width(layer: LayerSpec, tp_size: int) -> int:
