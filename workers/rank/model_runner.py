@@ -22,7 +22,6 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.kernels.step_arrays import Send, StepArrays
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
-from tandem.workers.models.expert_loads import ExpertLoads
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NO_PLACE, Guess
 from tandem.workers.rank.batch import StepBatch, build_batch
@@ -151,7 +150,6 @@ class ModelRunner:
         link: StageLink | None = None,
         proposer: Proposer | None = None,
         guess: Guess | None = None,
-        expert_loads: ExpertLoads | None = None,
     ) -> None:
         self._model = model
         self._context = context
@@ -162,7 +160,6 @@ class ModelRunner:
         self._on_device = True
         self._platform = platform
         self._proposer = proposer
-        self._expert_loads = expert_loads
         self._exchanges = StepExchanges(context, link, platform)
         self._samples = context.is_last_stage and context.tp_rank == 0
         if self._samples:
@@ -415,7 +412,6 @@ class ModelRunner:
                 num_unguessed=num_unguessed,
                 device_s=step.done.seconds_since(step.began) - received_s,
                 wait_s=max(0.0, step.began.seconds_since(self._last_done)) + received_s,
-                expert_tokens=None if self._expert_loads is None else self._expert_loads.due(),
             )
         self._last_done = step.done
 

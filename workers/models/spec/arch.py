@@ -350,6 +350,11 @@ class ArchSpec:
         return len(self.layers)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some layers have a mixture of experts."""
+        return any(isinstance(layer.mlp, Moe) for layer in self.layers)
+
+    @property
     def kv_heads(self) -> int:
         """KV heads of the cache, which are those of each layer."""
         return self.layers[0].attention.num_kv_heads
@@ -367,7 +372,7 @@ class ArchSpec:
     def check_parallel(self, tp_size: int, pp_size: int = 1, *, expert_parallel: bool = False) -> None:
         """Raises SettingsError when the model cannot be sharded this way. The vocabulary may be any size: it is
         padded."""
-        if expert_parallel and not any(isinstance(layer.mlp, Moe) for layer in self.layers):
+        if expert_parallel and not self.has_experts:
             flag = "--enable-expert-parallel"
             raise SettingsError(f"{flag}: {self.architecture} has no experts", flag)
         for layer in dict.fromkeys(self.layers):
