@@ -167,10 +167,9 @@ def _graph_bytes(
 
 
 def _row_bytes(settings: EngineSettings, max_model_len: int) -> int:
-    """Bytes of the rows' block tables on a device with memory of its own, and of their tokens where it guesses
-    drafts."""
+    """Bytes of the rows' block tables and tokens on a device with memory of its own."""
     blocks = -(-max_model_len // settings.cache.block_size)
-    return 4 * settings.scheduler.max_num_seqs * (blocks + (max_model_len if settings.max_drafts else 0))
+    return 4 * settings.scheduler.max_num_seqs * (blocks + max_model_len)
 
 
 def layouts(spec: ArchSpec, num_ranks: int, *, expert_parallel: bool = False) -> list[tuple[int, int]]:

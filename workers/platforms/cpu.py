@@ -154,7 +154,7 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
         scratch_blocks=0,
         kv_copier=CpuCopier,
         weight_copier=partial(_weight_copier, copies_beside),
-        rows=lambda columns, guess: HostRows(columns),
+        rows=lambda columns, guess, keeps_tokens=False: HostRows(columns),
         zeros=_zeros,
         clear_blocks=_clear_blocks,
         copy_pages=_copy_pages,

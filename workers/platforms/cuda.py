@@ -200,7 +200,9 @@ def platform_on(
         scratch_blocks=1,
         kv_copier=partial(StreamCopier, accelerator),
         weight_copier=partial(StreamWeightCopier, accelerator),
-        rows=lambda columns, guess: TensorRows(columns, accelerator, device, guess),
+        rows=lambda columns, guess, keeps_tokens=False: TensorRows(
+            columns, accelerator, device, guess, keeps_tokens=keeps_tokens
+        ),
         zeros=partial(_zeros, device),
         clear_blocks=partial(_clear_blocks, accelerator),
         copy_pages=_copy_pages,

@@ -50,8 +50,8 @@ class StepBatch:
     drafts_S: torch.Tensor | None
 
 
-Prepare = Callable[[Ints, Ints, Send], Sampling]
-"""Prepares the sampling of a step from its rows and positions."""
+Prepare = Callable[[Ints, Ints, Ints, Send], Sampling]
+"""Prepares the sampling of a step from its rows, and the least and the greatest index that each token may have."""
 
 
 def build_batch(
@@ -90,11 +90,25 @@ def build_batch(
     slots_T, slots_S = (None, None) if adapters is None else (adapters.slots_T, adapters.slots_S)
     places = None if drafts is None else StepDrafts(drafts_R, back_S > 1, drafts.ids is None)
     logits_rows_S = starts[1:][row_S] - back_S
+    positions_S, beside, sampling, read_rows = end_R[row_S] + 1 - back_S, StepArrays(), None, None
+    if prepare is not None and len(row_S):
+        most_S = positions_S if spare_R is None else positions_S + spare_R[row_S]
+        sampling = prepare(sample_rows_S, positions_S, most_S, beside.send)
+        read_rows = sampling.read_rows
     rows = StepRows(
-        rows_R, begin_R, end_R, starts, lens_R, logits_rows_S, sample_rows_S, slots_T, slots_S, spare_R, places
+        rows_R,
+        begin_R,
+        end_R,
+        starts,
+        lens_R,
+        logits_rows_S,
+        sample_rows_S,
+        slots_T,
+        slots_S,
+        spare_R,
+        places,
+        read_rows,
     )
-    positions_S, beside = end_R[row_S] + 1 - back_S, StepArrays()
-    sampling = None if prepare is None or not len(row_S) else prepare(sample_rows_S, positions_S, beside.send)
     tensors = device_rows.step(rows, beside)
     forward = _forward(tensors, rows, adapters, table.block_size)
     return StepBatch(forward, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, tensors.drafts_S)

@@ -1,7 +1,8 @@
-"""Drafts on a device: a step is launched before the host has read the one ahead of it, drafts or not, and the tokens
-are those without drafts. Fake streams stand in for the device, torch's CUDA sanitizer watches them."""
+"""Drafts on a device, beside any logits processors: a step is launched before the host has read the one ahead of it,
+and the tokens are those of a host without drafts. Fake streams stand in for the device, torch's CUDA sanitizer watches
+them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,12 @@ import torch
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.messages.step import StepPlan
+from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
+from tandem.workers.sampling.processors import chain
+from tandem.workers.sampling.processors.logits_processor import Reads
+from tandem.workers.sampling.processors.penalties import Penalties
+from tandem.workers.speculation import proposer
 from tests.support.engine_ranks import EngineCase, Told, run_engine
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.tiny_models import BY_NAME, save_tiny_model
@@ -27,9 +33,25 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
-def requests_of(**more: Any) -> tuple[GenerationRequest, ...]:
-    """Rows that repeat themselves, some with random tokens. more: fields of the last one."""
+BUDGET = ThinkingBudget(tokens=2, start=(11,), end=(5, 6), inside=True)
+PROCESSED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.05, "frequency_penalty": -0.05},
+    {
+        "min_tokens": 8,
+        "stop_token_ids": tuple(range(0, 200, 3)),
+        "bad_words_token_ids": tuple((t, t) for t in range(200)),
+    },
+    {"presence_penalty": -0.2, "thinking_budget": BUDGET},
+    {"logit_bias": ((4, 0.5),), "allowed_token_ids": tuple(range(40)), "bad_words_token_ids": ((4, 5, 6), (7,))},
+]
+"""Of each row some, with tokens that go on repeating themselves."""
+
+
+def requests_of(processed: list[dict[str, Any]] | None = None, **more: Any) -> tuple[GenerationRequest, ...]:
+    """Rows that repeat themselves, some with random tokens. processed: fields for each. more: of the last one."""
     every = [{"max_tokens": 10 + 3 * place, "seed": place, **fields} for place, fields in enumerate(FIELDS)]
+    for fields, added in zip(every, processed or [], strict=False):
+        fields |= added
     every[-1] |= more
     return tuple(
         GenerationRequest(
@@ -103,18 +125,66 @@ def test_steps_with_drafts_are_launched_ahead_and_change_no_token(
     assert launches.accepted >= 2
 
 
-@pytest.mark.parity
-def test_ranks_guess_and_accept_alike(folder: Path) -> None:
-    case = case_of(folder, requests_of())
-    assert served(replace(case, drafts=3, tp_size=2)).tokens == served(replace(case, late=False)).tokens
+def test_logits_processors_that_read_tokens_wait_for_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(folder, requests_of(PROCESSED))
+    wanted = served(replace(case, late=False))
+    assert wanted.tokens != served(replace(case_of(folder, requests_of()), late=False)).tokens
+    launches = Launches(monkeypatch)
+    assert served(case).tokens == wanted.tokens
+    assert served(replace(case, drafts=3)).tokens == wanted.tokens
+    assert launches.ahead >= 8 and launches.waited == 0 and launches.accepted >= 2
 
 
-def test_rows_that_wait_for_their_tokens_and_tight_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row with a penalty ends early; until then the host proposes. Rows are preempted with drafts in flight."""
-    requests = requests_of(presence_penalty=0.5, max_tokens=12)
-    case = case_of(folder, requests)
+def test_rows_that_are_preempted_with_drafts_in_flight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(folder, requests_of(PROCESSED))
     wanted = served(replace(case, late=False))
     launches = Launches(monkeypatch)
-    told = served(replace(case, drafts=3, num_blocks=14))
+    told = served(replace(case, drafts=3, num_blocks=14, most_rows=3))
     assert told.tokens == wanted.tokens and told.num_preempted
-    assert launches.ahead and launches.waited and launches.accepted
+    assert launches.ahead and launches.waited == 0 and launches.accepted
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_ranks_guess_and_accept_alike(folder: Path, drafts: int) -> None:
+    case = case_of(folder, requests_of(PROCESSED))
+    assert served(replace(case, drafts=drafts, tp_size=2)).tokens == served(replace(case, late=False)).tokens
+
+
+class HostPenalties:
+    """Penalties without their form for devices."""
+
+    reads = Reads.TOKENS
+
+    def __init__(self) -> None:
+        own = Penalties()
+        self.bind, self.prepare, self.free = own.bind, own.prepare, own.free
+
+
+def late(patch: pytest.MonkeyPatch) -> None:
+    """As a grammar."""
+    patch.setattr(Penalties, "reads", Reads.TOKENS_LATE)
+
+
+def on_the_host(patch: pytest.MonkeyPatch) -> None:
+    """As a processor without a form for devices."""
+    patch.setattr(chain, "Penalties", HostPenalties)
+
+
+def without_guesses(patch: pytest.MonkeyPatch) -> None:
+    """As a proposer without one."""
+    patch.setattr(proposer, "GUESSES", {})
+
+
+@pytest.mark.parametrize("waits", [late, on_the_host, without_guesses])
+def test_rows_that_wait_for_their_tokens(
+    folder: Path, waits: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row waits and ends early; with its drafts, the host proposes. Other rows wait with it."""
+    case = case_of(folder, requests_of(PROCESSED[:3], presence_penalty=0.5, max_tokens=8))
+    wanted = served(replace(case, late=False))
+    launches = Launches(monkeypatch)
+    waits(monkeypatch)
+    told = served(replace(case, drafts=3, num_blocks=14))
+    assert told.tokens == wanted.tokens
+    assert launches.waited and launches.accepted
