@@ -1,7 +1,6 @@
 """A service whose only group freezes: readiness fails, and it recovers by itself.
 
-In float32 and the usual mode: a stream that moves goes on there as it would have. (test_failover_*.py say the same of
-bf16 in batch-invariant mode, to the last bit.)
+In bf16 and batch-invariant mode, as test_failover_*.py; one_service/ loses groups in float32 and the usual mode.
 """
 
 import os
@@ -19,7 +18,7 @@ from tests.support.service import Service, is_alive, tandem_serve, wait_for
 
 pytestmark = pytest.mark.cluster
 
-ONE_GROUP = ("demo", "-tp", "2", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "256")
+ONE_GROUP = ("demo", "-tp", "2", "--device", "cpu", "--batch-invariant", "--num-gpu-blocks-override", "256")
 ASKED = {
     "model": "demo",
     "prompt": "The",

@@ -7,6 +7,7 @@ degree.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import Param
@@ -14,6 +15,7 @@ from tandem.parallel.quantization.weight_formats import DENSE, WeightFormat, hel
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Mla, Moe
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.kv_layout import block_layouts, kv_layout, kv_layouts
+from tandem.workers.models.spec.parameters import ParameterTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def rank_weights(
     packs: dense matrices are packed (CPU, except float16), so a tied table is held twice where both the lookup and the
     head are on this rank. form: of the weights of linear layers; the head too then holds a form of its own.
     """
-    table, own = parameters_of(spec), layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)
+    table, own = _table_of(spec), layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)
     matrices, all_bytes = [], 0
     for layer in (table.layers[index] for index in own):
         held = tuple(held_bytes(form, param, mesh, element_bytes) for param in layer.matrices)
@@ -74,6 +76,13 @@ def rank_weights(
     )
 
 
+@lru_cache(maxsize=1)
+def _table_of(spec: ArchSpec) -> ParameterTable:
+    """Returns parameters_of(), which takes a second for tens of thousands of experts and is asked for every stage of
+    every layout that `tandem plan` compares."""
+    return parameters_of(spec)
+
+
 def _whole(params: Iterable[Param]) -> int:
     """Returns the elements of parameters that every rank of a stage holds."""
     return sum(param.num_elements for param in params)
@@ -91,7 +100,7 @@ def adapter_bytes(spec: ArchSpec, mesh: Mesh, rank: int, element_bytes: int) -> 
     A [rank, inputs] and B [outputs, rank] are sharded as the base matrix is: A by inputs, B by outputs, the other
     whole.
     """
-    table = parameters_of(spec)
+    table = _table_of(spec)
     elements = sum(
         rank * sum(param.local_shape(mesh))
         for layer in layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)

@@ -27,6 +27,7 @@ from tandem.configs.schema import (
 )
 from tandem.offload.kv.disk_io import file_bytes
 from tandem.parallel.mesh import Mesh
+from tandem.workers.models.spec import sizes
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of
@@ -300,6 +301,8 @@ def test_the_best_layout_needs_no_streaming_and_stays_in_a_node(large: Path) -> 
     assert layouts(spec, 6) == [(2, 3), (1, 6)]
     assert layouts(spec, 7) == [(1, 7)]
 
+    made = sizes._table_of.cache_info().misses
+
     def best(num_ranks: int, gib: float) -> tuple[int, int] | None:
         found = best_of([plan_on_gpu(large, gib, tp=tp, pp=pp) for tp, pp in layouts(spec, num_ranks)])
         return None if found is None else (found.tp_size, found.pp_size)
@@ -308,6 +311,7 @@ def test_the_best_layout_needs_no_streaming_and_stays_in_a_node(large: Path) -> 
     assert best(16, 80) == (8, 2)
     assert best(6, 80) == (2, 3)
     assert best(1, 3) is None
+    assert sizes._table_of.cache_info().misses <= made + 1, "a table of 61 layers of 256 experts takes a second"
 
 
 def test_what_must_fit_is_what_was_asked_for(large: Path) -> None:
