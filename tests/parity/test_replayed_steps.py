@@ -18,13 +18,13 @@ from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
 from tandem.offload.weights.weight_stream import Copier, WeightCopyError
 from tandem.parallel.context import ParallelContext
 from tandem.workers.graphs.cpu_graphs import MAX_CAPTURES, RUNS_BEFORE_CAPTURE
+from tandem.workers.kernels.cpu.cpu_build import cpu_library
 from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
-from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.lora.device.rank_adapters import open_adapters
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import cpu_platform, multiplies_by_row
 from tests.support.adapters import save_random_adapter
 from tests.support.engine_ranks import RunsOut
 from tests.support.lora_ranks import MAX_RANK, put_all, with_adapters
@@ -34,7 +34,7 @@ from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 NUM_ROWS, MAX_LEN = 5, 60
 LONG = 2 * PARTITION_TOKENS + 40
-pytestmark = pytest.mark.skipif(skinny_gemm(BF16) is None, reason="this CPU multiplies no bf16 pairs")
+pytestmark = pytest.mark.skipif(cpu_library(BF16) is None, reason="needs a C compiler")
 Step = list[tuple[int, list[int]]]
 
 
@@ -200,6 +200,8 @@ def test_a_step_that_runs_out_of_memory_is_run_again(folders: Callable[[str], Pa
 def test_steps_of_more_than_kernels_are_never_replayed(
     folders: Callable[[str], Path], name: str, copier: Callable[[], Copier] | None
 ) -> None:
+    if name == "gpt2-narrow" and multiplies_by_row(BF16):
+        pytest.skip("the row GEMM multiplies weights of any width")
     more = {} if copier is None else {"streamed": (0, 1, 2), "copier": copier()}
     decoder = decoder_of(folders(name), **more)
     logits_of(decoder, random_steps(2), replays=True)

@@ -3,6 +3,7 @@
 Work is done when its call returns, so events and streams hold up nobody, and device memory is host memory.
 """
 
+import ctypes
 import mmap
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.kernels.cpu.cpu_build import (
     compiler_words,
+    cpu_invariant_library,
     cpu_library,
     cpu_lora_library,
     cpu_sampling_library,
@@ -40,6 +42,7 @@ from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
+from tandem.workers.kernels.invariant.row_gemm import row_methods
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.planning.budget import available_cores
@@ -141,7 +144,7 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
         backend=GLOO,
         memory=None,
         copies_beside=copies_beside,
-        packs=can_pack,
+        packs=lambda dtype: can_pack(dtype) or multiplies_by_row(dtype),
         linear_methods=_linear_methods,
         attention=_attention,
         expert_ops=_expert_ops,
@@ -162,7 +165,23 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
 
 def _dense(dtype: torch.dtype) -> MakeMethod:
     """oneDNN packs fp32 always, bf16 and fp16 where the CPU multiplies them."""
+    library = _row_library(dtype)
+    if library is not None:
+        return row_methods(library, None)
     return packed(skinny_gemm(dtype)) if can_pack(dtype) else plain
+
+
+def multiplies_by_row(dtype: torch.dtype) -> bool:
+    """Returns whether the row GEMM multiplies dense weights: bf16 on CPUs with AVX512 and without products of bf16
+    pairs."""
+    return _row_library(dtype) is not None
+
+
+def _row_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    if dtype is not torch.bfloat16 or skinny_gemm(dtype) is not None:
+        return None
+    library = cpu_invariant_library(dtype)
+    return library if library is not None and hasattr(library, "row_gemm_fills_registers") else None
 
 
 METHODS: dict[str | None, Callable[[torch.dtype], MakeMethod]] = {

@@ -19,6 +19,7 @@ from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.platforms.base import Platform
+from tandem.workers.platforms.cpu import multiplies_by_row
 
 HEAD_DIM = 128
 """Of most models. Others may differ in attention: the kernel takes multiples of 16 up to 256."""
@@ -45,6 +46,7 @@ def _on_cpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
     instead = missing or "there is no such kernel for this machine"
     has_attention, has_fused = isinstance(attention, CpuAttention), isinstance(fused, CpuFusedOps)
     has_gemm, has_sampling = skinny_gemm(dtype) is not None, isinstance(platform.sampling_ops(), CpuSampling)
+    replays = has_attention and has_fused and (has_gemm or multiplies_by_row(dtype))
     experts = platform.expert_ops(dtype)(as_given)
     has_experts = isinstance(experts, CpuExperts) and experts.has_products
     shares = platform.backend.shares_memory and sys.platform == "linux" and machine() in ("x86_64", "AMD64")
@@ -55,7 +57,7 @@ def _on_cpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
         PlatformChoice(
             "experts",
             "grouped products" if has_experts else "torch, expert by expert",
-            compiled if has_experts else missing or "the kernel needs a CPU and a compiler with AVX512-BF16",
+            compiled if has_experts else missing or "the kernel needs a CPU and a compiler with AVX512",
         ),
         PlatformChoice(
             "LoRA ops", "torch" if lora is TorchLora else "compiled", instead if lora is TorchLora else compiled
@@ -68,9 +70,9 @@ def _on_cpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
         ),
         PlatformChoice(
             "graphs",
-            "replayed steps" if has_attention and has_fused and has_gemm else "none",
+            "replayed steps" if replays else "none",
             "decode steps of at most 64 rows with TP 1 consist of kernels, views and copies"
-            if has_attention and has_fused and has_gemm
+            if replays
             else f"a decode step contains operations that are no kernels{'' if missing is None else f': {missing}'}",
         ),
     ]
@@ -80,6 +82,9 @@ def _linear(platform: Platform, dtype: torch.dtype, has_gemm: bool, missing: str
     """missing: why there are no kernels at all."""
     if has_gemm:
         return PlatformChoice("linear", "skinny GEMM, oneDNN above 64 rows", "this CPU multiplies pairs of bf16")
+    if multiplies_by_row(dtype):
+        reason = "this CPU multiplies no pairs of bf16, and oneDNN is slower without"
+        return PlatformChoice("linear", "row GEMM", reason)
     if platform.packs(dtype):
         reason = missing or "the skinny GEMM needs a CPU and a compiler with AVX512-BF16"
         return PlatformChoice("linear", "oneDNN", reason)

@@ -24,12 +24,13 @@ from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import ExpertOps, RouterWeights, TorchExperts
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
+from tandem.workers.kernels.invariant.row_gemm import row_methods
 from tandem.workers.kernels.kv_store import LARGEST, SCALE_DTYPE, LayerKV, TorchKVStore, as_indexable
 from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables, TorchLora
 from tandem.workers.kernels.sampling_ops import Draws, TorchSampling
 from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.models.spec.arch import Activation, AttentionParams, Moe
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import cpu_platform, multiplies_by_row
 from tandem.workers.self_checks.outcome import Check, NotHere, relative_error, require
 
 BF16 = torch.bfloat16
@@ -53,6 +54,7 @@ def kernel_checks() -> list[Check]:
         Check("kernel chunk attention", lambda: _attention((([9], 4, 2), ([70, 33], 8, 8), ([300], 16, 2)), 9)),
         Check("kernel KV quantization", lambda: _kv_store(((1, 2, 128), (33, 8, 64), (100, 4, 128)))),
         Check("kernel skinny GEMM", lambda: _skinny_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
+        Check("kernel row GEMM", lambda: _row_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
         Check("kernel int8 GEMM", lambda: _int8_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
         Check("kernel experts", lambda: _experts(((1, 1024, 768), (7, 512, 1000), (200, 256, 512)))),
         Check("kernel sampling", lambda: _sampling(((1, 1000), (7, 32_000), (8, 151_936)))),
@@ -214,13 +216,25 @@ def _kv_store(shapes: Sequence[tuple[int, int, int]]) -> str:
 def _skinny_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
     platform, gemm, errors = cpu_platform(), skinny_gemm(BF16), []
     if gemm is None:
-        instead = "oneDNN" if platform.packs(BF16) else "torch"
+        instead = "the row GEMM" if multiplies_by_row(BF16) else "oneDNN" if platform.packs(BF16) else "torch"
         raise _no_kernel("the CPU and its compiler must know AVX512-BF16", f"{instead} multiplies")
     for rows, inputs, outputs in shapes:
         x, weight = _noise(rows, inputs), _noise(outputs, inputs)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         require(gemm.bind(packed, None, outputs) is not None, "the kernel does not know oneDNN's layout")
         method = platform.linear_methods(BF16)((), ParallelContext.single())
+        method.take(weight, None)
+        errors.append(relative_error(method.apply(x), x.float() @ weight.float().T))
+    return _worst(errors)
+
+
+def _row_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
+    library, errors = cpu_build.cpu_invariant_library(BF16), []
+    if library is None:
+        raise _no_kernel()
+    for rows, inputs, outputs in shapes:
+        x, weight = _noise(rows, inputs), _noise(outputs, inputs)
+        method = row_methods(library, None)((), ParallelContext.single())
         method.take(weight, None)
         errors.append(relative_error(method.apply(x), x.float() @ weight.float().T))
     return _worst(errors)
@@ -253,7 +267,7 @@ def _experts(shapes: Sequence[tuple[int, int, int]]) -> str:
             weights = [_noise(outputs + expert, inputs)[expert:] for expert in range(4)]
             methods = _grouped(ours, weights), _grouped(twin, [weight.to(wide) for weight in weights])
             if not isinstance(methods[0], StackedExperts):
-                raise _no_kernel("the CPU and its compiler must know AVX512-BF16", "torch multiplies expert by expert")
+                raise _no_kernel("the CPU and its compiler must know AVX512", "torch multiplies expert by expert")
             x, router = _noise(tokens, inputs), RouterWeights(_noise(8, inputs, dtype=torch.float32) * inputs**-0.5)
             sums, spec = [], Moe(num_experts=8, top_k=3, width=outputs, activation=Activation.SILU)
             for ops, method, given in zip((ours, twin), methods, (x, x.to(wide)), strict=True):

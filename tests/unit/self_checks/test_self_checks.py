@@ -26,6 +26,7 @@ from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.fused_ops import TorchFusedOps
+from tandem.workers.kernels.invariant.row_gemm import RowMethod
 from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.platforms import platform_choices
@@ -91,6 +92,7 @@ def replay_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
         ("kernel KV quantization", CpuKVStore, "write", nothing_done, "keys in torch.int8 differ"),
         ("kernel KV quantization", CpuKVStore, "gather", result_spoiled, "what is read from torch.int8 differs"),
         ("kernel skinny GEMM", cpu_skinny_gemm._Product, "__call__", result_spoiled, "differs from its torch twin"),
+        ("kernel row GEMM", RowMethod, "apply", result_spoiled, "differs from its torch twin"),
         ("kernel int8 GEMM", CpuInt8Method, "apply", result_spoiled, "differs from its torch twin by 0.0"),
         ("kernel experts", DenseExperts, "apply", result_spoiled, "differs from its torch twin by 0.0"),
         ("kernel experts", Int8Experts, "apply", result_spoiled, "differs from its torch twin by 0.0"),
@@ -151,6 +153,8 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Platform:
     monkeypatch.setattr(kernel_checks, "int8_kernel", lambda _: None)
     for module in (kernel_checks, platform_choices):
         monkeypatch.setattr(module, "skinny_gemm", lambda _: None)
+        monkeypatch.setattr(module, "multiplies_by_row", lambda _: False)
+    monkeypatch.setattr(cpu_build, "cpu_invariant_library", lambda _: None)
     monkeypatch.setattr(CpuKVStore, "make", lambda *_: None)
     return made
 

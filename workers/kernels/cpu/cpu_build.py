@@ -68,8 +68,8 @@ def cpu_experts_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 @cache
 def cpu_invariant_library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Returns what --batch-invariant needs beside the other kernels, for tensors of `dtype`; None as for
-    cpu_library."""
+    """Returns the row GEMM for tensors of `dtype`, of --batch-invariant and of CPUs that do not multiply pairs of bf16;
+    None as for cpu_library."""
     return _compiled(INVARIANT_SOURCES, dtype, None)
 
 

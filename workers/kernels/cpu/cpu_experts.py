@@ -3,12 +3,12 @@
 Formulas as in expert_ops.py, whose TorchExperts is the twin and serves widths of partial vectors (of 16 elements). A
 product reads the weights of experts that have tokens, once per 64 of their rows, and nothing of the others; threads
 take blocks of 64 outputs as they get done with others. A row's result does not depend on its batch mates. Sums in
-float32 (bf16: by VDPBF16PS, which treats denormals as 0), or of integers as in cpu_int8_gemm.py, rounded once. No call
-depends on what experts are chosen, so decode steps are replayed.
+float32 (bf16: by VDPBF16PS where the CPU has it, which treats denormals as 0), or of integers as in cpu_int8_gemm.py,
+rounded once. No call depends on what experts are chosen, so decode steps are replayed.
 
-The layout of dense weights: [experts] blocks of 64 outputs, each [I / n][64][n], padded with zeros; n = 2 inputs that
-are multiplied at once in bf16, 1 in float32. T tokens, E experts, K of them per token, P = T * K pairs, I inputs, O
-outputs.
+The layout of dense weights: [experts] blocks of 64 outputs, each [I / n][64][n], padded with zeros; n inputs are
+multiplied at once: 2 in bf16 by VDPBF16PS, else 1. T tokens, E experts, K of them per token, P = T * K pairs, I
+inputs, O outputs.
 """
 
 import ctypes
@@ -38,16 +38,17 @@ from tandem.workers.kernels.expert_ops import MakeExpertOps, RouterWeights, Torc
 from tandem.workers.models.spec.arch import ClampedSwiglu, Moe, Scoring
 
 LANES, BLOCK = 16, 64
-TOGETHER = {torch.float32: 1, torch.bfloat16: 2}
-"""Inputs that the kernel multiplies at once."""
 SCORINGS = (Scoring.SOFTMAX, Scoring.TOP_SOFTMAX, Scoring.SIGMOID)
 """In the order of cpu_experts.c."""
 
 
 class DenseBlocks:
-    """One expert's weight in the kernel's layout: an ExpertForm."""
+    """One expert's weight in the kernel's layout: an ExpertForm. together: inputs that are multiplied at once."""
 
-    def __init__(self, weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> None:
+    def __init__(
+        self, together: int, weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given
+    ) -> None:
+        self._together = together
         self._place = place
         self.nbytes = 0
 
@@ -56,25 +57,29 @@ class DenseBlocks:
 
     def _take(self, weight_OI: torch.Tensor) -> None:
         self.nbytes = weight_OI.nbytes
-        self._place(in_blocks(weight_OI))
+        self._place(in_blocks(weight_OI, self._together))
 
 
-def in_blocks(weight_OI: torch.Tensor) -> torch.Tensor:
-    """Returns a weight in the kernel's layout, [blocks, I / n, 64, n]."""
+def in_blocks(weight_OI: torch.Tensor, together: int) -> torch.Tensor:
+    """Returns a weight in the kernel's layout, [blocks, I / n, 64, n] with n = `together`."""
     outputs, inputs = weight_OI.shape
-    together = TOGETHER[weight_OI.dtype]
     padded_OI = weight_OI.new_zeros(-(-outputs // BLOCK) * BLOCK, inputs)
     padded_OI[:outputs] = weight_OI
     return padded_OI.view(-1, BLOCK, inputs // together, together).transpose(1, 2).contiguous()
 
 
 class DenseExperts(StackedExperts):
-    """The products with dense weights. kernel: grouped_gemm."""
+    """The products with dense weights. kernel: grouped_gemm; together: inputs that it multiplies at once."""
 
     def __init__(
-        self, kernel: Kernel, experts: Sequence[ExpertParams], context: ParallelContext, place: Place = as_given
+        self,
+        kernel: Kernel,
+        together: int,
+        experts: Sequence[ExpertParams],
+        context: ParallelContext,
+        place: Place = as_given,
     ) -> None:
-        super().__init__(DenseBlocks, experts, context, place)
+        super().__init__(partial(DenseBlocks, together), experts, context, place)
         self._kernel = kernel
 
     def apply(self, x: torch.Tensor, groups: Groups, *, gathers: bool) -> torch.Tensor:
@@ -231,7 +236,7 @@ def cpu_experts(dtype: torch.dtype, quantization: str | None, make: MakeMethod) 
 
 def _products(library: ctypes.CDLL, dtype: torch.dtype, quantization: str | None, make: MakeMethod) -> Products | None:
     if quantization is None:
-        return _dense(library, dtype) if hasattr(library, "grouped_gemm") else None
+        return _dense(library) if hasattr(library, "grouped_gemm") else None
     planes = {"int8": PLANES[dtype], "w8a8": 1}.get(quantization)
     kernel = grouped_int8_kernel(dtype)
     if planes is None or kernel is None:
@@ -239,9 +244,10 @@ def _products(library: ctypes.CDLL, dtype: torch.dtype, quantization: str | None
     return Products(partial(Int8Experts, kernel, planes, make), QUAD, MOST_INPUTS)
 
 
-def _dense(library: ctypes.CDLL, dtype: torch.dtype) -> Products:
+def _dense(library: ctypes.CDLL) -> Products:
     kernel = Kernel(
         library, "grouped_gemm", POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER, NUMBER, NUMBER,
         NUMBER, NUMBER, COUNT,
     )  # fmt: skip
-    return Products(partial(DenseExperts, kernel), TOGETHER[dtype])
+    together = ctypes.c_int.in_dll(library, "grouped_together").value
+    return Products(partial(DenseExperts, kernel, together), together)

@@ -1,10 +1,11 @@
-"""Products whose rows do not depend on each other, for any number of rows, inputs and outputs: of --batch-invariant.
+"""Products whose rows do not depend on each other, for any number of rows, inputs and outputs.
 
     y[t, o] = b[o] + sum_i x[t, i] W[o, i],  summed in float32, in runs of 128 inputs, in order
 
-oneDNN splits a sum otherwise for other numbers of rows. bf16 and float32. Where the skinny GEMM multiplies a weight
-(kernels/cpu/cpu_skinny_gemm.py) it does so here too, for all rows, 64 at a time, since its rows are independent. A
-reduction that is the same for all batch sizes is the idea of Thinking Machines' "Defeating Nondeterminism in LLM
+--batch-invariant needs them, as oneDNN splits a sum otherwise for other numbers of rows. CPUs that multiply no pairs of
+bf16 use them for all bf16 weights, as oneDNN takes longer there. bf16 and float32. Where the skinny GEMM multiplies a
+weight (kernels/cpu/cpu_skinny_gemm.py) it does so here too, for all rows, 64 at a time, since its rows are independent.
+A reduction that is the same for all batch sizes is the idea of Thinking Machines' "Defeating Nondeterminism in LLM
 Inference" (2025). T rows, I inputs, O outputs.
 
 The layout: blocks of 64 outputs, [O / 64][I][64], padded with zeros.
@@ -17,7 +18,7 @@ import torch
 
 from tandem.configs.errors import SettingsError
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear_methods import Arrive, LinearMethod, MakeMethod, PackedMethod, Place, as_given
+from tandem.parallel.linear_methods import Arrive, DenseMethod, LinearMethod, MakeMethod, PackedMethod, Place, as_given
 from tandem.parallel.params import Param
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import DEPTH, CpuSkinnyGemm
@@ -82,6 +83,8 @@ def row_methods(library: ctypes.CDLL, skinny: CpuSkinnyGemm | None) -> MakeMetho
     kernel = Kernel(library, "row_gemm", POINTER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, NUMBER, COUNT)
 
     def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
+        if not all(weight.packs for weight in weights):
+            return DenseMethod(place)
         if skinny is not None and weights[0].span(1, context.mesh).length % DEPTH == 0:
             return SkinnyMethod(place, skinny)
         return RowMethod(kernel, place)

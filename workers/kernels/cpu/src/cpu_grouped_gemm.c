@@ -1,26 +1,29 @@
-/* Products of rows with the weights of their experts, for CPUs with AVX512 (and pairs of bf16). See cpu_experts.py for
-   the layout and the meaning. */
+/* Products of rows with the weights of their experts, for CPUs with AVX512. See cpu_experts.py for the layout and the
+   meaning. */
 #include "cpu_grouped.h"
-#if defined(__AVX512F__) && (ELEMENT == 0 || defined(__AVX512BF16__))
+#ifdef __AVX512F__
 
 #define TILE_UNROLLED _Pragma("GCC unroll 24")
 #define STEPS_UNROLLED _Pragma("GCC unroll 2")
 #define BLOCK 64 /* outputs of one block of weights */
-#if ELEMENT == 0
-#define TOGETHER 1 /* inputs of one output that stand together */
-INLINE __m512 add_products(__m512 sum, __m512 weights, const element *x) {
-  return _mm512_fmadd_ps(weights, _mm512_set1_ps(*x), sum);
-}
-#else
-#define TOGETHER 2
+#if ELEMENT == 1 && defined(__AVX512BF16__)
+#define TOGETHER 2 /* inputs of one output that stand together */
+INLINE __m512 load_weights(const element *w) { return _mm512_loadu_ps((const float *)w); }
 INLINE __m512 add_products(__m512 sum, __m512 weights, const element *x) {
   int32_t pair;
   memcpy(&pair, x, sizeof pair);
   return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(pair));
 }
+#else
+#define TOGETHER 1
+INLINE __m512 load_weights(const element *w) { return (__m512)load(w); }
+INLINE __m512 add_products(__m512 sum, __m512 weights, const element *x) {
+  return _mm512_fmadd_ps(weights, _mm512_set1_ps(load_one(x)), sum);
+}
 #endif
+const int grouped_together = TOGETHER;
 #define LINE (BLOCK * TOGETHER) /* elements of a step: what stands together, of all outputs of a block */
-#define LINE_BYTES 256
+#define LINE_BYTES (LINE * (long)sizeof(element))
 #define RUN 64      /* steps that stay in the L1 cache while rows pass over them */
 #define GROUP 64    /* rows whose sums are kept at a time */
 #define TILE_ROWS 6 /* times 4 vectors of outputs: 24 sums and what feeds them fill the registers */
@@ -39,7 +42,7 @@ INLINE void multiply(const element *w, const element *const *x, long from, float
     __m512 weights[VECTORS];
     for (long o = 0; o < a_step; o += 64) _mm_prefetch(ahead + s * a_step + o, _MM_HINT_T0);
     TILE_UNROLLED for (int v = 0; v < VECTORS; v++)
-      weights[v] = _mm512_loadu_ps((const float *)(w + s * LINE) + v * LANES);
+      weights[v] = load_weights(w + s * LINE + v * LANES * TOGETHER);
     TILE_UNROLLED for (int r = 0; r < R; r++)
       TILE_UNROLLED for (int v = 0; v < VECTORS; v++)
         sum[r * VECTORS + v] = add_products(sum[r * VECTORS + v], weights[v], row[r] + s * TOGETHER);

@@ -5,6 +5,9 @@
 #define VECTORS (BLOCK / LANES)
 #define PIECE 60 /* rows that share one read of the weight */
 #define TILE_ROWS 6 /* times VECTORS: 24 sums and what feeds them fill the registers */
+#ifdef __AVX512F__
+const int row_gemm_fills_registers = 1; /* elsewhere a tile's sums do not fit into them */
+#endif
 #define RUN 128 /* inputs whose weights stay in the L1 cache while a piece's rows pass over them */
 
 INLINE floats spread(element x) {
