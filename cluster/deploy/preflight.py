@@ -36,7 +36,7 @@ from tandem.workers.planning.resolve import (
 )
 from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.text.generation_config import generation_of
-from tandem.workers.text.tokenizer import find_backend, read_json
+from tandem.workers.text.vocabulary.vocabulary_files import find_vocabulary, read_json
 
 RANK_BYTES, COORDINATOR_BYTES = 250 * 2**20, 100 * 2**20
 """Resident memory of an idle process of each kind (torch, Ray), as `make bench-startup` measures it."""
@@ -73,7 +73,7 @@ def check_model(settings: ServiceSettings) -> ArchSpec:
     pooling_facts(settings.engine)
     generation_of(model)
     text_folder = Path(model.tokenizer or model.model)
-    find_backend(text_folder, read_json(text_folder / "tokenizer_config.json"))
+    find_vocabulary(text_folder, read_json(text_folder / "tokenizer_config.json"))
     return spec
 
 

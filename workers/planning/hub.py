@@ -15,9 +15,9 @@ from tandem.parallel.stored.headers import INDEX, find_weights, no_weights, weig
 INSTEAD = "give the folder of a model, or fill that cache where the hub can be reached (`hf download`)"
 BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.json", "chat_template.jinja",
-    "additional_chat_templates/*.jinja", "modules.json", "*_Pooling/config.json", "quantize_config.json",
-    "quant_config.json", "hf_quant_config.json", "LICENSE*",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "tekken.json", "vocab.txt", "spiece.model",
+    "*.tiktoken", "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "modules.json",
+    "*_Pooling/config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json", "LICENSE*",
 )  # fmt: skip
 
 

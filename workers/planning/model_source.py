@@ -29,6 +29,11 @@ DIGESTED = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "tekken.json",
 )
 """What a model's ids mean and how its weights are computed with, in small files."""
 

@@ -21,7 +21,8 @@ import jinja2.parser
 import jinja2.sandbox
 
 from tandem.workers.messages.errors import RequestRefused, SettingsError
-from tandem.workers.text.tokenizer import ModelTokenizer, read_json
+from tandem.workers.text.tokenizer import ModelTokenizer
+from tandem.workers.text.vocabulary.vocabulary_files import read_json
 
 _CONTINUE_MARK = "\x00continue-here\x00"
 ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tandem.workers.text.tokenizer import ModelTokenizer
+from tandem.workers.text.vocabulary.byte_alphabet import byte_level_alphabet
 
 REPLACEMENT = "\ufffd"
 
@@ -37,8 +38,8 @@ class PieceTable:
         self._bytes: dict[int, bytes] = {}
         self.text_shown: dict[int, str | None] = {}
         self.text_hidden: dict[int, str | None] = {}
-        self.strips_first_space = kind != "byte_level"
-        self.replaces_each_byte = kind == "byte_fallback"
+        self.strips_first_space = kind == "byte_fallback"
+        self.replaces_each_byte = kind != "byte_level"
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token, special tokens spelled out; b"" for an unknown id."""
@@ -66,7 +67,7 @@ class PieceTable:
             if all(char in table for char in piece):
                 return bytes(table[char] for char in piece)
             return piece.encode("utf-8", "replace")
-        if self._kind == "byte_fallback" and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             try:
                 return bytes([int(piece[3:5], 16)])
             except ValueError:
@@ -181,16 +182,9 @@ class DetokenizerFactory:
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode("utf-8", "replace")
 
 
-def byte_level_alphabet() -> list[str]:
-    """Returns GPT-2's character for each of the 256 bytes: itself where printable, else the next from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    free = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(free)) for byte in range(256)]
-
-
 def decoder_kind(decoder: dict[str, Any] | None) -> str | None:
-    """Returns how a tokenizer.json decoder spells tokens: byte_level, byte_fallback, or None when a table cannot
-    represent it."""
+    """Returns how a tokenizer.json decoder spells tokens: byte_level, byte_fallback (Llama's), byte_fallback_spaced
+    (Gemma's, which keeps a first space), or None when a table cannot represent it."""
     if decoder is None:
         return None
     if decoder["type"] == "ByteLevel":
@@ -206,4 +200,6 @@ def decoder_kind(decoder: dict[str, Any] | None) -> str | None:
     ]
     if steps == sentencepiece:
         return "byte_fallback"
+    if steps == sentencepiece[:-1]:
+        return "byte_fallback_spaced"
     return "byte_level" if [step["type"] for step in steps] == ["ByteLevel"] else None

@@ -1,19 +1,17 @@
 """A model folder's tokenizer, without transformers: text to token ids and back.
 
-Used by the gateway, offline runs and the CLI. Reads tokenizer.json (the `tokenizers` library) or GPT-2's older files,
-tokenizer_config.json, special_tokens_map.json and generation_config.json. Immutable after loading, so threads may share
-it. detokenizer.py decodes token by token.
+Used by the gateway, offline runs and the CLI. Reads the vocabulary (vocabulary/), tokenizer_config.json,
+special_tokens_map.json and generation_config.json. Immutable after loading, so threads may share it. detokenizer.py
+decodes token by token.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
-from tandem.parallel.stored.headers import POINTER, is_pointer
-from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused, SettingsError
+from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
 from tandem.workers.text.generation_config import (
     FILE,
     GenerationConfig,
@@ -21,20 +19,12 @@ from tandem.workers.text.generation_config import (
     generation_config,
     read_file,
 )
-
-NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-BYTE_LEVEL = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
-"""Classes of tokenizers that vocab.json and merges.txt are enough for; others split texts in ways of their own."""
-SLOW_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
-MAKE_FAST = (
-    "python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('FOLDER').save_pretrained('NEW')\" "
-    "(of a tokenizer.model after `pip install sentencepiece`), and serve with --tokenizer NEW"
-)
+from tandem.workers.text.vocabulary.declared_tokens import NAMED_SPECIAL_TOKENS, add_declared, content_of, in_config
+from tandem.workers.text.vocabulary.vocabulary_files import read_json, read_vocabulary
 
 
 class ModelTokenizer:
-    """tokenizer.json with the special tokens and defaults of the other files in its folder."""
+    """A vocabulary with the special tokens and defaults of the other files in its folder."""
 
     def __init__(
         self,
@@ -120,15 +110,17 @@ def last_tokens(token_ids: list[int], keep: int | None, max_model_len: int) -> l
 
 def load_tokenizer(folder: Path | str, generation: GenerationConfig | None = None) -> ModelTokenizer:
     """Loads the tokenizer of a model folder. generation: defaults, and the ids that end a text beside the tokenizer's
-    own EOS; None: as the folder's files say. SettingsError when tokenizer.json is missing or broken."""
+    own EOS; None: as the folder's files say. SettingsError when the vocabulary is missing, broken or not read."""
     folder = Path(folder)
     config = read_json(folder / "tokenizer_config.json")
-    tokenizer = read_backend(folder, config)
+    vocabulary = read_vocabulary(folder, config)
+    tokenizer = vocabulary.tokenizer
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    special_tokens = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
+    special_map = read_json(folder / "special_tokens_map.json")
+    special_tokens = _special_tokens(config, special_map, vocabulary.special_tokens)
     _complete_added_tokens(tokenizer, config, special_tokens)
-    _apply_bos_eos(tokenizer, config, special_tokens)
+    _apply_bos_eos(tokenizer, {**vocabulary.config, **config}, special_tokens)
     if generation is None:
         generation = generation_config(read_file(folder / FILE), {}, str(folder / FILE))
     ends = generation.eos_token_ids
@@ -143,91 +135,27 @@ def load_tokenizer(folder: Path | str, generation: GenerationConfig | None = Non
     )
 
 
-def read_backend(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """Reads tokenizer.json, or the vocab.json and merges.txt of GPT-2's kind. config: tokenizer_config.json.
-    SettingsError as in find_backend(), and for broken files."""
-    path = find_backend(folder, config)
-    try:
-        return _byte_level(folder, config) if path.name == "vocab.json" else Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise SettingsError(f"{path} cannot be read: {error}", "--tokenizer") from error
-
-
-def find_backend(folder: Path, config: Mapping[str, Any]) -> Path:
-    """Returns the tokenizer.json of a folder, or the vocab.json beside which merges.txt is enough. SettingsError when
-    there is neither, which says what to do."""
-    path, older = folder / "tokenizer.json", folder / "vocab.json"
-    if path.is_file():
-        if is_pointer(path):
-            raise SettingsError(f"{path}: {POINTER}", "--tokenizer")
-        return path
-    if older.is_file() and (folder / "merges.txt").is_file() and config.get("tokenizer_class") in BYTE_LEVEL:
-        return older
-    found = [name for name in SLOW_FILES if (folder / name).is_file()]
-    found += sorted(path.name for path in folder.glob("*.tiktoken"))
-    if not found:
-        raise SettingsError(f"{folder} holds no tokenizer.json", "--tokenizer")
-    raise SettingsError(
-        f"{folder} holds no tokenizer.json, but {found[0]}, which is not read. Make one of it: {MAKE_FAST}",
-        "--tokenizer",
-    )
-
-
-def _byte_level(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """Makes the tokenizer of vocab.json, merges.txt and added_tokens.json, as GPT-2's is made of them."""
-    tokenizer = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    added = sorted(read_json(folder / "added_tokens.json").items(), key=lambda item: int(item[1]))
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, _ in added])
-    return tokenizer
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns a JSON object from a file; {} when there is no file. SettingsError when it is not an object."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SettingsError(f"{path} is not JSON: {error}", "--tokenizer") from error
-    if not isinstance(value, dict):
-        raise SettingsError(f"{path} does not hold a JSON object", "--tokenizer")
-    return value
-
-
-def _content(token: Any) -> str | None:
-    """Returns a special token's text, which is a string or an object with `content`."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the named special tokens (bos_token, ...); tokenizer_config.json wins, as in transformers."""
+def _special_tokens(
+    config: Mapping[str, Any], special_map: Mapping[str, Any], vocabulary: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the named special tokens (bos_token, ...); tokenizer_config.json wins, as in transformers, then comes
+    special_tokens_map.json, then what the vocabulary's own file says."""
     found = {}
     for name in NAMED_SPECIAL_TOKENS:
-        token = _content(config[name]) if name in config else _content(special_map.get(name))
+        token = next((content_of(one[name]) for one in (config, special_map, vocabulary) if name in one), None)
         if token is not None:
             found[name] = token
     return found
 
 
 def _complete_added_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """Adds tokens that only tokenizer_config.json declares; marks the named special tokens as special."""
+    """Adds tokens that only tokenizer_config.json declares; marks the named special tokens as special. SettingsError
+    when one would get another id than it is declared with."""
     known = tokenizer.get_added_tokens_decoder()
-    declared: Mapping[str, Any] = config.get("added_tokens_decoder") or {}
-    for token_id, spec in sorted(declared.items(), key=lambda item: int(item[0])):
-        content = _content(spec)
-        if content is None or int(token_id) in known:
-            continue
-        flags = {key: bool(spec[key]) for key in ("lstrip", "rstrip", "single_word", "normalized") if key in spec}
-        special = bool(spec.get("special", False))
-        tokenizer.add_tokens([AddedToken(content, special=special, **flags)])
+    add_declared(tokenizer, {i: token for i, token in in_config(config).items() if i not in known})
     specials = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     missing = [token for token in dict.fromkeys(special_tokens.values()) if token not in specials]
-    extra = [token for token in map(_content, config.get("additional_special_tokens") or []) if token]
+    extra = [token for token in map(content_of, config.get("additional_special_tokens") or []) if token]
     missing += [token for token in extra if token not in specials and token not in missing]
     if missing:
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])

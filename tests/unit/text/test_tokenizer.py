@@ -110,13 +110,27 @@ def test_older_files_are_read_as_transformers_reads_them(tmp_path: Path) -> None
     assert load_tokenizer(tmp_path).encode("<|a|><|b|>", add_special_tokens=False) == [50257, 50258]
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "vocab.json", "qwen.tiktoken"])
-def test_files_that_are_not_read_say_what_to_do(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("vocab.txt", "which is not read. Make one of it: python -c"),
+        ("vocab.json", "which is not read without merges.txt or for its tokenizer_class. Make one of it: python -c"),
+        ("spiece.model", r"which is not read. Make one of it: .* \(first `pip install sentencepiece`\)"),
+        ("tokenizer.model.v3", r"which is not read. Make one of it: .* \(first `pip install sentencepiece`\)"),
+        ("qwen.tiktoken", "which does not say how texts are split. Take the tokenizer.json"),
+        ("tiktoken.model", "which does not say how texts are split. Take the tokenizer.json"),
+    ],
+)
+def test_files_that_are_not_read_say_what_to_do(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / name).write_text("{}")
-    with pytest.raises(
-        SettingsError, match=rf"no tokenizer.json, but {name}, which is not read. Make one of it: python"
-    ):
+    with pytest.raises(SettingsError, match=rf"no tokenizer.json, but {name}, {words}"):
         load_tokenizer(tmp_path)
+
+
+def test_a_declared_id_that_the_vocabulary_does_not_give_is_refused(folder: Callable[..., Path]) -> None:
+    at = folder(tokenizer_config={"added_tokens_decoder": {"300": {"content": "<far>", "special": True}}})
+    with pytest.raises(SettingsError, match="token '<far>' is declared with id 300, but the vocabulary gives it 259"):
+        load_tokenizer(at)
 
 
 def test_reads_defaults_and_all_eos_ids(folder: Callable[..., Path]) -> None:
