@@ -17,7 +17,15 @@ import torch
 
 from tandem.configs.errors import SettingsError
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear_methods import Arrive, LinearMethod, MakeMethod, PackedMethod, Place, as_given
+from tandem.parallel.linear_methods import (
+    Arrive,
+    DenseMethod,
+    LinearMethod,
+    MakeMethod,
+    PackedMethod,
+    Place,
+    as_given,
+)
 from tandem.parallel.params import Param
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import DEPTH, CpuSkinnyGemm
@@ -78,10 +86,12 @@ class SkinnyMethod(PackedMethod):
 
 def row_methods(library: ctypes.CDLL, skinny: CpuSkinnyGemm | None) -> MakeMethod:
     """Returns the MakeMethod of dense weights. library: of cpu_invariant_library(). skinny: multiplies any number of
-    rows; None where it has no such kernel."""
+    rows; None where it has no such kernel. A weight whose parts are multiplied by others is left to them."""
     kernel = Kernel(library, "row_gemm", POINTER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, NUMBER, COUNT)
 
     def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
+        if not all(weight.packs for weight in weights):
+            return DenseMethod(place)  # the latents' heads: kernels/cpu/cpu_latent_attention.py
         if skinny is not None and weights[0].span(1, context.mesh).length % DEPTH == 0:
             return SkinnyMethod(place, skinny)
         return RowMethod(kernel, place)
