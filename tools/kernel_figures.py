@@ -49,11 +49,11 @@ def latent_section() -> str:
     pairs = "multiplies pairs of bf16" if record["multiplies_pairs"] else "does not multiply pairs of bf16"
     return f"""## Latent attention on CPU
 
-`make bench-latents` takes DeepSeek's widths with 16 heads, as in V2-Lite, and 128, as in V3, in
-bf16 on one thread of a CPU that {pairs}; others took {taken} % of the machine. Products between latents and heads
-are included. The roofline is the larger of a plain read of the latents and the heads' matrix, and a matmul of as many
-operations as the way that is taken needs, in turn with the kernel. Torch operations are what decodes took before there
-was a kernel, and take where there is no compiler:
+`make bench-latents` takes DeepSeek's widths with 16 heads, as in V2-Lite, and 128, as in V3, in bf16 on one thread of a
+CPU that {pairs}; others took {taken} % of the machine. Products between latents and heads are included. The
+roofline is the larger of a plain read of the latents and the heads' matrix, and a matmul, in bf16 or float32, whichever
+is faster, of as many operations as the way that is taken needs, in turn with the kernel. Torch operations are what
+decodes took before there was a kernel, and take where there is no compiler:
 
 {table(head, _latents(decodes))}
 

@@ -4,9 +4,10 @@
 
 DeepSeek's widths (latents of 512, keys of 64 that rotate, heads of 128) with the 16 heads of V2-Lite and the 128 of V3,
 one thread, bf16, CPU seconds of that thread, as in cpu_attention.py. Products that absorb and release are included. The
-roofline is the larger of two times: a plain read of the latents that are seen and of the heads' matrix, and a matmul
-of as many multiplications and additions as the way that is taken (attention/latent.py) needs. Decodes over torch
-operations, which served them before there was a kernel and serve them where there is no compiler, are called in turn.
+roofline is the larger of two times: a plain read of the latents that are seen and of the heads' matrix, and a matmul,
+in bf16 or float32, whichever is faster, of as many multiplications and additions as the way that is taken needs
+(attention/latent.py). Torch operations, which served decodes before there was a kernel and serve them where there is no
+compiler, are called in turn.
 """
 
 import argparse
@@ -99,20 +100,21 @@ def measured(case: LatentCase, memory: Memory, repeats: int) -> dict[str, Any]:
     steps = batches(case.as_heads, len(kv.keys))
     ours = cpu_platform().attention(torch.bfloat16, spec.head_dim, None, True)
     assert isinstance(ours, CpuAttention), "there is no C compiler"
-    multiply, per_matmul = multiplying()
     ways: dict[str, Callable[[int], object]] = {
-        "ours": attending(ours, steps, case, kv), "read": reading(memory, case.num_bytes), "multiply": multiply,
+        "ours": attending(ours, steps, case, kv), "read": reading(memory, case.num_bytes),
+        "bfloat16": multiplying()[0], "float32": multiplying(torch.float32)[0],
     }  # fmt: skip
     if case.queries == 1 and case.heads * case.rows * case.context <= BESIDE_TORCH:
         ways["torch"] = attending(TorchAttention(), steps, case, kv)
     with OtherCpu() as other, torch.inference_mode():
         found = in_turn(ways, repeats)
-    least = {"read": found["read"], "multiply": case.num_operations / per_matmul * found["multiply"]}
+    rate = multiplying()[1] / min(found["bfloat16"], found["float32"])
+    least = {"read": found["read"], "multiply": case.num_operations / rate}
     bound = max(least, key=lambda name: least[name])
     return {
         "heads": case.heads, "rows": case.rows, "context": case.context, "queries": case.queries,
         "ms": found["ours"] * 1e3, "bound": bound, "of_roofline": least[bound] / found["ours"],
-        "read_gb_s": case.num_bytes / found["read"] / 1e9, "gflop_s": per_matmul / found["multiply"] / 1e9,
+        "read_gb_s": case.num_bytes / found["read"] / 1e9, "gflop_s": rate / 1e9,
         "torch_ms": found["torch"] * 1e3 if "torch" in found else None, "other_cpu": other.share,
     }  # fmt: skip
 

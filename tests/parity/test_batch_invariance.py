@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tandem import LLM, SamplingParams
+from tandem.offload.weights.weight_copiers import InlineCopier
 from tandem.parallel.context import ParallelContext
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
@@ -189,17 +190,26 @@ def test_a_text_alone_and_in_a_crowd_in_chunks(name: str, dtype: str, tiny_folde
         assert torch.equal(torch.cat(parts), whole)
 
 
-@DTYPES
-def test_decode_steps_with_latents_are_replayed(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "streamed"), [("bfloat16", ()), ("float32", (0, 1, 2))])
+def test_decode_steps_with_latents_are_replayed(dtype: str, streamed: tuple[int, ...], tmp_path: Path) -> None:
     """To the same bits, on CPUs whose usual products are none of the kernels that a step is captured with, too. Without
     experts, whose products are torch's there."""
     tiny, kind = BY_NAME["deepseek_v2"], getattr(torch, dtype)
-    folder = save_tiny_model(replace(tiny, changes={**tiny.changes, "first_k_dense_replace": 2}), tmp_path)
+    changes = {**tiny.changes, "num_hidden_layers": 4, "first_k_dense_replace": 4}
+    folder = save_tiny_model(replace(tiny, changes=changes), tmp_path)
     spec, platform = load_spec(folder), batch_invariant(cpu_platform())
     prompts = [prompt_ids(length, spec.vocab_size, seed=length) for length in (130, 33, 5)]
     found = []
     for replays in (False, True):
-        decoder = build_decoder(spec, ParallelContext.single(), folder=folder, dtype=kind, platform=platform)
+        decoder = build_decoder(
+            spec,
+            ParallelContext.single(),
+            folder=folder,
+            dtype=kind,
+            platform=platform,
+            streamed=streamed,
+            copier=InlineCopier(),
+        )
         decoder.graphs.can_replay &= replays
         rows = PagedRows(decoder, len(prompts), 150, kind, platform=platform)
         logits = [rows.step([*enumerate(prompts)])]
@@ -208,4 +218,5 @@ def test_decode_steps_with_latents_are_replayed(dtype: str, tmp_path: Path) -> N
             logits.append(rows.step(work))
         found.append(torch.cat(logits))
         assert decoder.graphs.num_replays == (8 - RUNS_BEFORE_CAPTURE - 1 if replays else 0)
+        decoder.close()
     assert torch.equal(*found)

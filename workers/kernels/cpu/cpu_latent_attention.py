@@ -33,8 +33,9 @@ MAX_WIDTH = 1024
 """The most elements of a token in the cache."""
 TOGETHER = 32
 """Heads of a task."""
-PARTS_BYTES = 64 * 2**20
-"""Memory for the sums of a step's parts of contexts, but at least for those of one row."""
+PARTS_BYTES = 512 * 2**10
+"""Memory of each thread for the sums of parts of contexts, unless one row has more: beyond a core's cache they would
+cost a third of a decode's time."""
 
 
 class CpuLatentAttention:
@@ -65,11 +66,12 @@ class CpuLatentAttention:
         """Reserves memory for this work, before each step's first call with it."""
         padded, length = up_to(2 * LANES, width), up_to(LANES, work.longest)
         part = up_to(LANES, num_heads * (padded + 2))
-        work.room.value = max(work.most_parts, min(work.num_tasks.value, PARTS_BYTES // (4 * part)))
+        threads = torch.get_num_threads()
+        work.room.value = max(work.most_parts, min(work.num_tasks.value, threads * PARTS_BYTES // (4 * part)))
         # Of a thread: queries, scores, two pointers to each token, and tokens as floats.
         work.scratch_size.value = min(num_heads, TOGETHER) * (padded + length) + 4 * length + length * padded
         self._partials.reserve(work.room.value * part)
-        self._scratch.reserve(torch.get_num_threads() * work.scratch_size.value)
+        self._scratch.reserve(threads * work.scratch_size.value)
 
     def attend(
         self,

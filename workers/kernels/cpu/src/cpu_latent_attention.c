@@ -24,7 +24,8 @@ INLINE void values_in_order(floats *sum, int vectors) { in_order(sum, vectors); 
 INLINE operand load_row(const query_part *at, int left) { (void)left; return load_query(at); }
 INLINE void load_values(floats *value, const query_part *at, int left) {
   (void)left;
-  memcpy(value, at, 2 * sizeof *value);
+  value[0] = load_query(at);
+  value[1] = load_query(at + LANES);
 }
 INLINE void values_in_order(floats *sum, int vectors) { (void)sum, (void)vectors; }
 #endif
