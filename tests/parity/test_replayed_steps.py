@@ -61,7 +61,7 @@ def two_threads() -> Iterator[None]:
 
 def decoder_of(folder: Path, kv_dtype: torch.dtype | None = None, **more: object) -> Decoder:
     spec = load_spec(folder)
-    attention = cpu_platform().attention(BF16, spec.head_dim, kv_dtype)
+    attention = cpu_platform().attention(BF16, spec.head_dim, kv_dtype, spec.has_latents)
     context = ParallelContext.single()
     return build_decoder(spec, context, folder=folder, dtype=BF16, platform=cpu_platform(), attention=attention, **more)  # type: ignore[arg-type]
 
@@ -95,11 +95,9 @@ def check(decoder: Callable[[], Decoder], kv_dtype: torch.dtype | None = None) -
     replaying.close()
 
 
-LATENT = {"deepseek_v2", "deepseek_v3"}
-"""Families whose latent attention is more than kernels."""
-NARROW = {"gpt2-narrow", "qwen2_moe", "qwen2_moe-sparse"}
+NARROW = {"gpt2-narrow", "qwen2_moe", "qwen2_moe-sparse", "deepseek_v2"}
 """Models whose widths the products of few rows do not take."""
-REPLAYED = [tiny.name for tiny in TINY_MODELS if tiny.name not in NARROW and tiny.model_type not in LATENT]
+REPLAYED = [tiny.name for tiny in TINY_MODELS if tiny.name not in NARROW]
 IN_TEST = {
     "llama-gqa",
     "qwen3_moe",
@@ -111,6 +109,7 @@ IN_TEST = {
     "cohere",
     "granite",
     "stablelm-parallel",
+    "deepseek_v3",
 }
 
 
@@ -135,11 +134,13 @@ def test_how_many_families_are_replayed() -> None:
         "falcon",
         "cohere",
         "granite",
+        "deepseek_v2",
+        "deepseek_v3",
     }
-    assert len(families) == 27
+    assert len(families) == 29
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window", "deepseek_v3"])
 @pytest.mark.parametrize("before", range(RUNS_BEFORE_CAPTURE + 2))
 def test_contexts_that_outgrow_a_partition_at_any_step(
     folders: Callable[[str], Path], two_threads: None, name: str, before: int
@@ -167,7 +168,8 @@ def test_quantized_weights(folders: Callable[[str], Path], quantization: str) ->
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 def test_a_quantized_cache(folders: Callable[[str], Path], kv_dtype: torch.dtype) -> None:
-    check(lambda: decoder_of(folders("qwen3"), kv_dtype), kv_dtype)
+    for name in ("qwen3", "deepseek_v3"):
+        check(lambda name=name: decoder_of(folders(name), kv_dtype), kv_dtype)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("streamed", [(1,), (0, 3), (0, 1, 2), (0, 1, 2, 3)])

@@ -86,6 +86,8 @@ DEEPSEEK = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+EVEN = {"q_lora_rank": 64, "v_head_dim": 24}
+"""Widths that the products of few rows take (tests/parity/test_replayed_steps.py)."""
 GROUPS = {"n_group": 4, "topk_group": 2}
 MSCALED = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 
@@ -164,8 +166,8 @@ TINY_MODELS: tuple[TinyModel, ...] = (
             "routed_scaling_factor": 1.5,
         },
     ),
-    shallow("deepseek_v2-lite", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": MSCALED}, "deepseek_v2"),
-    shallow("deepseek_v3", {**DEEPSEEK, **GROUPS, "rope_parameters": MSCALED}),
+    shallow("deepseek_v2-lite", {**DEEPSEEK, **EVEN, "q_lora_rank": None, "rope_parameters": MSCALED}, "deepseek_v2"),
+    shallow("deepseek_v3", {**DEEPSEEK, **EVEN, **GROUPS, "rope_parameters": MSCALED}),
     shallow(
         "gpt_oss",
         {

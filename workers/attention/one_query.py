@@ -13,7 +13,9 @@ import torch
 
 from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.latent import LatentHeads
 from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS, CpuDecodeAttention, DecodeWork, Rows
+from tandem.workers.kernels.cpu.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 
@@ -22,11 +24,12 @@ MOST_PARTS = 1024
 
 
 class OneQueryAttention:
-    """The backend. It keeps scratch memory between steps, so one instance serves one decoder on one thread."""
+    """The backend, of heads or of latents by its kernel. It keeps scratch memory between steps, so one instance serves
+    one decoder on one thread."""
 
     name = "cpu-one-query"
 
-    def __init__(self, kernel: CpuDecodeAttention) -> None:
+    def __init__(self, kernel: CpuDecodeAttention | CpuLatentAttention) -> None:
         self._kernel = kernel
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
@@ -45,7 +48,9 @@ class _Step:
     """One step; work is laid out once per distinct window and shared by all layers. most_parts: of one call; None: one
     call for the whole step, as a captured one must have."""
 
-    def __init__(self, batch: ForwardBatch, kernel: CpuDecodeAttention, most_parts: int | None) -> None:
+    def __init__(
+        self, batch: ForwardBatch, kernel: CpuDecodeAttention | CpuLatentAttention, most_parts: int | None
+    ) -> None:
         self._batch = batch
         self._kernel = kernel
         self._most_parts = most_parts
@@ -60,18 +65,38 @@ class _Step:
         kv: LayerKV,
         params: AttentionParams,
     ) -> torch.Tensor:
-        works = self._works.get(params.window)
-        if works is None:
-            batch, self._heads = self._batch, q_TND.shape[1:]
-            pieces = _pieces(_queries(batch, params.window), self._most_parts)
-            works = [DecodeWork(rows, batch.block_table_RN, batch.block_size) for rows in pieces]
-            self._works[params.window] = works
-            for work in works:
-                self._kernel.reserve(work, *self._heads)
+        kernel = self._kernel
+        assert isinstance(kernel, CpuDecodeAttention), "a backend of latents"
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
-        for work in works:
-            self._kernel.attend(q_TND, kv, out_TND, work, params)
+        for work in self._works_of(params.window, q_TND.shape[1:]):
+            kernel.attend(q_TND, kv, out_TND, work, params)
         return out_TND
+
+    def attend_latent(
+        self,
+        q_TND: torch.Tensor,
+        latents_T1E: torch.Tensor,
+        kv: LayerKV,
+        params: AttentionParams,
+        heads: LatentHeads,
+    ) -> torch.Tensor:
+        """Every token absorbed, in prompts too."""
+        kernel, spec = self._kernel, heads.spec
+        assert isinstance(kernel, CpuLatentAttention), "a backend of heads"
+        works = self._works_of(params.window, (q_TND.shape[1], spec.head_dim))
+        return kernel.attend(q_TND, kv, works, params, spec, heads.of_heads())
+
+    def _works_of(self, window: int | None, heads: Sequence[int]) -> list[DecodeWork]:
+        """heads: how many there are and how wide they are in the cache."""
+        works = self._works.get(window)
+        if works is None:
+            batch, self._heads = self._batch, heads
+            pieces = _pieces(_queries(batch, window), self._most_parts)
+            works = [DecodeWork(rows, batch.block_table_RN, batch.block_size) for rows in pieces]
+            self._works[window] = works
+            for work in works:
+                self._kernel.reserve(work, *heads)
+        return works
 
     def set_batch(self, batch: ForwardBatch) -> None:
         self._batch = batch

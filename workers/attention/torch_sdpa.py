@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
 from tandem.workers.attention.chunks import (
     Chunk,
-    ChunkAttention,
     Gatherer,
     SdpaChunks,
     additive_mask,
@@ -86,21 +85,14 @@ class _Layout:
 
 
 class TorchStep:
-    """One step; layouts are made once per distinct window and shared by all layers. of_latents: attends in chunks over
-    keys and values that were made of latents, None: SDPA."""
+    """One step; layouts are made once per distinct window and shared by all layers."""
 
-    def __init__(
-        self,
-        batch: ForwardBatch,
-        gatherer: Gatherer,
-        is_bounded: bool,
-        of_latents: ChunkAttention | None = None,
-    ) -> None:
+    def __init__(self, batch: ForwardBatch, gatherer: Gatherer, is_bounded: bool) -> None:
         self._batch = batch
         self._is_bounded = is_bounded
         self._gatherer = gatherer
         self._sdpa = SdpaChunks()
-        self._of_latents = LatentChunks(gatherer, of_latents or self._sdpa, keeps_scores=is_bounded)
+        self._of_latents = LatentChunks(gatherer, self._sdpa, keeps_scores=is_bounded)
         self._general = GeneralAttention(batch, gatherer)
         self._layouts: dict[int | None, _Layout] = {}
 

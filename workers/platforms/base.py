@@ -34,8 +34,11 @@ class DeviceMemory(NamedTuple):
 class MakeAttention(Protocol):
     """Chooses the attention backend."""
 
-    def __call__(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, /) -> AttentionBackend:
-        """kv_dtype: the cache's dtype, None for `dtype`."""
+    def __call__(
+        self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False, /
+    ) -> AttentionBackend:
+        """head_dim: elements of a head in the cache, or has_latents: of a latent and its key. kv_dtype: the cache's
+        dtype, None for `dtype`."""
         ...
 
 

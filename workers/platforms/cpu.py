@@ -37,6 +37,7 @@ from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
+from tandem.workers.kernels.cpu.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
@@ -196,9 +197,12 @@ def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> Make
     return by_weight(METHODS[quantization](dtype), _dense(dtype))
 
 
-def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+def _attention(
+    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
+) -> AttentionBackend:
     storage = dtype if kv_dtype is None else kv_dtype
-    kernel = CpuDecodeAttention.make(dtype, head_dim, storage)
+    make = CpuLatentAttention.make if has_latents else CpuDecodeAttention.make
+    kernel: CpuLatentAttention | CpuDecodeAttention | None = make(dtype, head_dim, storage)
     store, chunk_kernel = CpuKVStore.make(dtype, storage), CpuChunkAttention.make(dtype)
     if kernel is None or store is None or chunk_kernel is None:
         return TorchAttention()

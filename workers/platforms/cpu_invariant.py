@@ -33,6 +33,7 @@ from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
+from tandem.workers.kernels.cpu.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import MakeExpertOps
@@ -84,12 +85,16 @@ def _exact(make: MakeMethod) -> MakeMethod:
     return make_exact
 
 
-def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+def _attention(
+    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
+) -> AttentionBackend:
     storage = dtype if kv_dtype is None else kv_dtype
-    kernel = CpuDecodeAttention.make(dtype, head_dim, storage)
+    make = CpuLatentAttention.make if has_latents else CpuDecodeAttention.make
+    kernel: CpuLatentAttention | CpuDecodeAttention | None = make(dtype, head_dim, storage)
     if kernel is None or CpuKVStore.make(dtype, storage) is None:
         _required(cpu_library, dtype)
-        raise SettingsError(f"there is no attention kernel for heads of {head_dim} elements", FLAG)
+        what = "latents and keys" if has_latents else "heads"
+        raise SettingsError(f"there is no attention kernel for {what} of {head_dim} elements", FLAG)
     return OneQueryAttention(kernel)
 
 

@@ -223,7 +223,10 @@ def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> Make
     return plain
 
 
-def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+def _attention(
+    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
+) -> AttentionBackend:
+    """The same for heads and latents."""
     return TorchAttention(is_bounded=True, replays=True)
 
 

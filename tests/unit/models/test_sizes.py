@@ -51,7 +51,7 @@ def rank_of(
 ) -> Decoder:
     """The decoder of one rank, loaded without the others."""
     context = ParallelContext(mesh)
-    attention = cpu_platform().attention(dtype, spec.head_dim)
+    attention = cpu_platform().attention(dtype, spec.head_dim, None, spec.has_latents)
     return build_decoder(
         spec,
         context,

@@ -22,6 +22,7 @@ from tandem.workers.kernels.cpu.cpu_experts import CpuExperts, DenseExperts, Int
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import CpuInt8Method
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
+from tandem.workers.kernels.cpu.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.expert_ops import TorchExperts
@@ -102,6 +103,13 @@ def replay_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
         ("kernel grouped LoRA", CpuLora, "add", nothing_done, "differs from its torch twin"),
         ("kernel decode attention", CpuAttention, "prepare", attention_spoiled, "differs from its torch twin"),
         ("kernel chunk attention", CpuAttention, "prepare", attention_spoiled, "differs from its torch twin"),
+        (
+            "kernel latent attention",
+            CpuLatentAttention,
+            "release",
+            result_spoiled,
+            "differs from its torch twin by 0.0",
+        ),
         ("replayed steps", CpuGraphs, "_replay", replay_spoiled, "differs from the eager one"),
         ("KV store and load", CpuCopier, "load", one_block_missing, "came back from the host slab changed"),
         ("KV store and load", CpuCopier, "store", nothing_done, "came back from the host slab changed"),

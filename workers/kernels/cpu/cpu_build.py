@@ -21,6 +21,7 @@ from tandem.workers.kernels.cpu.kernel_cache import compiling, library_name, loa
 log = logging.getLogger(__name__)
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}
+LATENT_SOURCES = ("cpu_latent_attention.c",)
 CACHE_SOURCES = ("cpu_decode_attention.c", "cpu_kv_quant.c")
 SOURCES = (*CACHE_SOURCES, "cpu_chunk_attention.c", "cpu_fused_ops.c", "cpu_skinny_gemm.c")
 LORA_SOURCES = ("cpu_lora.c",)
@@ -45,6 +46,13 @@ def cpu_library(dtype: torch.dtype, storage: torch.dtype | None = None) -> ctype
     if storage is dtype:
         return cpu_library(dtype)
     return _compiled(SOURCES if storage is None else CACHE_SOURCES, dtype, storage)
+
+
+@cache
+def cpu_latent_library(dtype: torch.dtype, storage: torch.dtype | None = None) -> ctypes.CDLL | None:
+    """Returns the kernels of attention over latents; None, and storage, as for cpu_library."""
+    # A separate library too: few models have latents.
+    return _compiled(LATENT_SOURCES, dtype, None if storage is dtype else storage)
 
 
 @cache

@@ -37,12 +37,13 @@ class DecodeWork:
 
     tasks: int32 [tasks, 5]: row of the block table, token, first position, last position + 1, the query's position.
     rows: int32 [rows, 3]: token, first task, last task + 1. Captured calls read the rows that set_rows was last given.
+    most_parts: tasks of a row; room: of how many tasks a kernel holds the sums at a time, where it does not hold all.
     """
 
     def __init__(self, rows: Rows, block_table_RN: torch.Tensor, block_size: int) -> None:
         self.table, self.tasks, self.rows = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         self.table_stride, self.num_tasks, self.num_rows = ctypes.c_long(), ctypes.c_long(), ctypes.c_long()
-        self.scratch_size = ctypes.c_long()
+        self.scratch_size, self.room = ctypes.c_long(), ctypes.c_long()
         self.set_rows(rows, block_table_RN, block_size)
 
     def set_rows(self, rows: Rows, block_table_RN: torch.Tensor, block_size: int) -> None:
@@ -50,6 +51,7 @@ class DecodeWork:
         assert block_table_RN.stride(1) == 1
         tasks, spans = partition_rows(rows, block_size)
         self.longest = max(stop - start for _, _, start, stop, _ in tasks)
+        self.most_parts = max(stop - start for _, start, stop in spans)
         arrays = (torch.from_numpy(np.array(numbers, np.int32)) for numbers in (tasks, spans))
         self._held = held = (block_table_RN, *arrays)
         for cell, tensor in zip((self.table, self.tasks, self.rows), held, strict=True):
@@ -92,9 +94,9 @@ class CpuDecodeAttention:
 
     def reserve(self, work: DecodeWork, num_heads: int, head_dim: int) -> None:
         """Reserves memory for this work, before each step's first call with it."""
-        padded = _up_to(2 * LANES, head_dim)
-        work.scratch_size.value = num_heads * (padded + _up_to(LANES, work.longest))  # of a thread: queries and scores
-        self._partials.reserve(work.num_tasks.value * _up_to(LANES, num_heads * (padded + 2)))
+        padded = up_to(2 * LANES, head_dim)
+        work.scratch_size.value = num_heads * (padded + up_to(LANES, work.longest))  # of a thread: queries and scores
+        self._partials.reserve(work.num_tasks.value * up_to(LANES, num_heads * (padded + 2)))
         self._scratch.reserve(torch.get_num_threads() * work.scratch_size.value)
 
     def attend(
@@ -114,6 +116,6 @@ class CpuDecodeAttention:
         )  # fmt: skip
 
 
-def _up_to(unit: int, size: int) -> int:
+def up_to(unit: int, size: int) -> int:
     """Returns the least multiple of `unit` that is not below size."""
     return -(-size // unit) * unit
