@@ -24,12 +24,11 @@ from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NO_PLACE, Guess
-from tandem.workers.rank.batch import StepBatch, build_batch
+from tandem.workers.rank.batch import StepBatch, build_batch, preparing
 from tandem.workers.rank.drafts import NOT_FINITE_ID, Accepted, Drafts, accept, propose
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.pooler import Pooled, Pooler
 from tandem.workers.rank.row_results import row_results
-from tandem.workers.rank.row_sampling import preparing
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.step_exchanges import StepExchanges, Verdict
 from tandem.workers.rank.transfers.load_gate import LoadGate

@@ -11,10 +11,9 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.platforms.base import Platform
-from tandem.workers.rank.batch import build_batch
+from tandem.workers.rank.batch import build_batch, preparing
 from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.kv_cache import KVCache
-from tandem.workers.rank.row_sampling import preparing
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.speculation.proposer import make_guess
 

@@ -2,6 +2,7 @@
 and the tokens are those of a host without drafts. Fake streams stand in for the device, torch's CUDA sanitizer watches
 them."""
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,10 @@ from tandem.workers.sampling.processors import chain
 from tandem.workers.sampling.processors.logits_processor import Reads
 from tandem.workers.sampling.processors.penalties import Penalties
 from tandem.workers.speculation import proposer
-from tests.support.engine_ranks import EngineCase, Told, run_engine
+from tests.support.engine_ranks import EngineCase, Fault, Told, run_engine
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.tiny_models import BY_NAME, save_tiny_model
+from tests.unit.sampling.test_device_tokens import some_sampling
 
 PROMPTS = [[5, 6, 7, 8] * 4, [9, 3, 9, 3, 9], [11] * 7, [4, 5, 6, 4, 5, 6, 4]]
 FIELDS: list[dict[str, Any]] = [
@@ -135,6 +137,42 @@ def test_logits_processors_that_read_tokens_wait_for_nothing(folder: Path, monke
     told = served(replace(case, drafts=3, num_blocks=14))
     assert told.tokens == wanted.tokens and told.num_preempted
     assert launches.ahead >= 8 and launches.waited == 0 and launches.accepted >= 2
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mix_of_logits_processors(folder: Path, seed: int) -> None:
+    """With memory that is tight or runs out, TP, rows that others get next."""
+    rng = random.Random(seed)
+    tp_size, drafts, num_blocks, most_rows = 1 + (seed == 3), 3 * (seed != 2), rng.choice((14, 96)), rng.choice((2, 4))
+    faults = [
+        Fault(
+            rng.randrange(tp_size),
+            rng.randrange(12),
+            rng.randrange(5),
+            rng.choice((rng.randrange(10), rng.randrange(80))),
+        )
+        for _ in range(seed % 3)
+    ]
+    case = EngineCase(folder, 1, 1, requests_of([some_fields(rng) for _ in PROMPTS]), num_blocks=96)
+    wanted = served(case)
+    more = {"drafts": drafts, "num_blocks": num_blocks, "most_rows": most_rows, "faults": tuple(faults)}
+    told = served(replace(case, late=True, tp_size=tp_size, **more))
+    refused = {request_id for request_id, reasons in told.reasons.items() if "error" in reasons}
+    assert len(refused) <= told.num_alone
+    for key, tokens in wanted.tokens.items():
+        mine = told.tokens.get(key, [])
+        assert mine == (tokens[: len(mine)] if key[0] in refused else tokens)
+
+
+def some_fields(rng: random.Random) -> dict[str, Any]:
+    """Fields of SamplingParams for a mix of logits processors."""
+    sampling = some_sampling(rng)
+    names = set(SamplingParams.__struct_fields__) - {"temperature", "seed", "logprobs", *FIELDS[1], *FIELDS[3]}
+    fields = {name: getattr(sampling, name) for name in sampling.__struct_fields__ if name in names}
+    fields["stop_token_ids"] = tuple(range(0, 200, 7)) if sampling.min_tokens else ()
+    fields["allowed_token_ids"] = tuple(range(16)) if sampling.allowed_token_ids else None
+    return fields
 
 
 @pytest.mark.parity

@@ -16,8 +16,7 @@ from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
 from tandem.workers.platforms.device_rows import DeviceRows, Ints
 from tandem.workers.platforms.tensor_rows import StepBuffer, TensorRows
-from tandem.workers.rank.batch import build_batch
-from tandem.workers.rank.row_sampling import preparing
+from tandem.workers.rank.batch import build_batch, preparing
 from tandem.workers.rank.row_table import RowTable
 
 CPU = torch.device("cpu")
