@@ -172,21 +172,22 @@ def _memory(settings: EngineSettings, asked: _Asked) -> Memory:
     from tandem.cluster.deploy import devices
 
     device, size = devices.device_memory(settings.device.device)
-    if device == "cpu" and settings.cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization:
-        raise no_gpu_share()
     if asked.device_memory_gib is not None:
         size = int(asked.device_memory_gib * GIB)
     elif size is None:
         raise SettingsError("there is no CUDA device here to ask; say how many GiB one has", "--device-memory")
     else:
         check_offload(settings.device.cpu_offload_gib, host_bytes=0, ranks_on_node=1)
-    return Memory(
+    memory = Memory(
         device=device,
         device_bytes=size,
         host_bytes=available_bytes() if asked.device_memory_gib is None else None,
         host_tier_bytes=int(asked.host_tier_gib * GIB),
         disk_tier_bytes=int(asked.disk_tier_gib * GIB),
     )
+    if memory.is_shared and settings.cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization:
+        raise no_gpu_share()
+    return memory
 
 
 def _stored(model: ModelSettings, spec: ArchSpec, *, is_own: bool) -> StoredCheckpoint | None:

@@ -138,7 +138,7 @@ def spec_of(qk_norm: bool) -> ArchSpec:
     return ArchSpec(
         architecture="Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM", vocab_size=97, hidden_size=32,
         layers=(layer,) * LAYERS, max_position_embeddings=256, final_norm=norm, tie_word_embeddings=qk_norm,
-        torch_dtype="bfloat16", bos_token_id=None, eos_token_ids=(),
+        torch_dtype="bfloat16", eos_token_ids=(),
     )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ def rope_of(architecture: str, config: dict[str, Any], overrides: dict[str, Any]
     [
         ({"rope_thetta": 5.0}, "rope_thetta is not a key that Qwen3ForCausalLM reads; did you mean rope_theta?"),
         ({"model_type": "qwen3"}, "model_type is not a key that Qwen3ForCausalLM reads"),
+        ({"bos_token_id": 5}, "bos_token_id is not a key that Qwen3ForCausalLM reads"),
         ({"rope_scaling": {**YARN, "faktor": 2}}, "rope_scaling.faktor is not one of rope_type, type, rope_theta"),
         ({"hidden_size": "64"}, "hidden_size is '64', want a positive integer"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),

@@ -177,7 +177,6 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8}
         ("StableLm", {"rope_scaling": {"partial_rotary_factor": "x"}}, "partial_rotary_factor of the rope parameters"),
         ("Llama", {"eos_token_id": "x"}, "eos_token_id is 'x', want an integer"),
         ("Llama", {"eos_token_id": [2, None]}, "eos_token_id is None, want an integer"),
-        ("Llama", {"bos_token_id": "x"}, "bos_token_id is 'x', want an integer"),
         ("SmolLM3", {"no_rope_layers": 5}, "no_rope_layers is 5, want a list"),
         ("SmolLM3", {"no_rope_layers": ["x"] * 6}, "no_rope_layers 'x' is not supported"),
         ("Gemma3", {"layer_types": 7}, "layer_types is 7, want a list"),

@@ -316,7 +316,6 @@ class ArchSpec:
     final_norm: Norm | None
     tie_word_embeddings: bool
     torch_dtype: str | None
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     positions: Learned | None = None
     embedding_norm: Norm | None = None

@@ -139,8 +139,7 @@ def _spec(published: Mapping[str, Any], overrides: Mapping[str, Any]) -> ArchSpe
         final_norm=_norm(reader, family) if has_final_norm else None,
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         torch_dtype=_dtype(config, overridden),
-        bos_token_id=next(iter(_ids(reader, "bos_token_id")), None),
-        eos_token_ids=_ids(reader, "eos_token_id"),
+        eos_token_ids=_eos_token_ids(reader),
         positions=Learned(positions, family.position_offset) if kind is PositionKind.LEARNED else None,
         embedding_norm=_norm(reader, family) if family.embedding_norm else None,
         embedding_scale=_scale(reader, family.scales.embeddings)
@@ -336,7 +335,8 @@ def _dtype(config: Mapping[str, Any], overridden: frozenset[str]) -> str | None:
     return None if value in (None, "auto") else str(value).removeprefix("torch.")
 
 
-def _ids(reader: ConfigValues, key: str) -> tuple[int, ...]:
+def _eos_token_ids(reader: ConfigValues) -> tuple[int, ...]:
+    key = "eos_token_id"
     value = reader.get(key, [])
     ids = value if isinstance(value, list) else [value]
     return tuple(whole(key, each, least=-1) for each in ids)
