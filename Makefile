@@ -106,7 +106,7 @@ bench-startup: $(DEV) ## seconds to the first answer, idle CPU and memory of all
 	$(BIN)/python -m benchmarks.service.startup $(ARGS)
 
 bench-load: $(DEV) ## loading a checkpoint over merely reading its file, with the page cache cold and warm, in turns
-	$(BIN)/python -m benchmarks.engine.loading $(ARGS)
+	MALLOC_MMAP_THRESHOLD_=131072 $(BIN)/python -m benchmarks.engine.loading $(ARGS)
 
 bench-routing: $(DEV) ## the choice of a group in a gateway, with 16, 64 and 256 groups
 	$(BIN)/python -m benchmarks.service.routing $(ARGS)

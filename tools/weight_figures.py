@@ -69,11 +69,13 @@ turns' (in parentheses of the least times).
 {table(head, [cells(state) for state in figures])}
 
 The goal is {LOADING_GOAL}: by medians it is {met("cold")} and {met("warm")}. Loading writes every weight into new
-memory, in the layout that is multiplied, and the table of the embedding twice. Most of its CPU is oneDNN's packing,
-which costs several times what copying the file into one small buffer does: a warm file's loading is bound by that, not
-by reading. Other processes took {percent(found["other_cpu"])} of the two cores meanwhile, which stretches what computes
-more than what waits for a disk: the figures are of a busy machine on which times vary severalfold, and no gain of
-reading ahead can be told from them."""
+memory, in the layout that is multiplied, and the table of the embedding twice. Writing the file's bytes into new memory
+takes one thread {figures["warm"]["write_s"]:.2f} s ({figures["warm"]["write_cpu_s"]:.2f} of CPU), most of it the
+kernel's to provide pages: a warm file's loading is bound by that, and takes
+{figures["warm"]["load_roofline_ratio"]:.1f} times as long as reading and writing together. Other processes took
+{percent(found["other_cpu"])} of the two cores meanwhile, which stretches what computes more than what waits for a disk:
+the figures are of a busy machine on which times vary severalfold, and no gain of reading ahead can be told from
+them."""
 
 
 def experts_section() -> str:

@@ -3,9 +3,11 @@
     python -m benchmarks.engine.loading [--model qwen3-0.6b] [--turns 5] [--threads N]
 
 Random bf16 weights of a known shape in a temporary folder. In turns: the file is read into one buffer of 16 MiB by one
-thread, which is the floor; a rank's decoder is loaded from it, slices read ahead; and loaded without reading ahead,
-each parameter read when it is needed. Cold: before each, the file's pages are dropped (posix_fadvise). Loading
-converts, packs and writes all weights into new memory, so CPU seconds are printed beside the time.
+thread; as many bytes are written into new memory by one thread; a rank's decoder is loaded, slices read ahead; and
+loaded without reading ahead, each parameter read when it is needed. Cold: before each, the file's pages are dropped
+(posix_fadvise). Loading packs all weights into new memory, so reading and writing together are its roofline; CPU
+seconds are printed beside the time. MALLOC_MMAP_THRESHOLD_=131072, as `make bench-load` has it, gives later turns new
+memory too, as a rank that starts has.
 """
 
 import argparse
@@ -42,6 +44,11 @@ def read_file(file: Path) -> None:
             pass
 
 
+def write_new(num_bytes: int) -> None:
+    """Writes as many bytes into memory that has no pages yet."""
+    torch.empty(num_bytes, dtype=torch.uint8).numpy().fill(1)
+
+
 def drop_pages(file: Path) -> None:
     """Takes the file out of the page cache; its bytes must be on disk."""
     descriptor = os.open(file, os.O_RDONLY)
@@ -76,6 +83,7 @@ def measure(folder: Path, file: Path, turns: int) -> dict[str, dict[str, list[tu
     """Returns (seconds, CPU seconds) of each turn by state and kind of work; prints each turn."""
     works: dict[str, Callable[[], None]] = {
         "read": lambda: read_file(file),
+        "write": lambda: write_new(file.stat().st_size),
         "load": lambda: load_once(folder, Bounds()),
         "not ahead": lambda: load_once(folder, Bounds(0, 0)),
     }
@@ -105,6 +113,7 @@ def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
         ratios = [load / read for (load, _), (read, _) in zip(times[name], times["read"], strict=True)]
         result[f"{name}_ratio"] = statistics.median(ratios)
         result[f"{name}_least_ratio"] = least[name] / least["read"]
+        result[f"{name}_roofline_ratio"] = medians[name] / (medians["read"] + medians["write"])
     return result
 
 
@@ -130,7 +139,8 @@ def main() -> None:
         print(
             f"{state}: reading {size / 1e9:.2f} GB {of['read_s']:.2f} s, loading {of['load_s']:.2f} s, "
             f"{of['load_ratio']:.2f} times as long (least times {of['load_least_ratio']:.2f}); without reading ahead "
-            f"{of['not ahead_ratio']:.2f} ({of['not ahead_least_ratio']:.2f})"
+            f"{of['not ahead_ratio']:.2f} ({of['not ahead_least_ratio']:.2f}); writing as much new memory "
+            f"{of['write_s']:.2f} s, loading {of['load_roofline_ratio']:.2f} times reading and writing"
         )
     print(f"other processes took {other.share:.0%} of the machine")
     options.folder = None

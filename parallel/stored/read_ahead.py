@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from tandem.configs.errors import SettingsError
+from tandem.parallel.stored.fresh_pages import provide_pages
 from tandem.parallel.stored.slices import Block, Slice
 
 THREADS: Final = 4
@@ -90,12 +91,14 @@ class ReadAhead:
         return not reading or held <= (self._bounds.pair if len(reading) == 1 else self._bounds.many)
 
     def _begin(self, slices: tuple[Slice, ...], pool: ThreadPoolExecutor) -> tuple[ReadSlices, list[Future[None]]]:
+        is_new = not self._spare[_nbytes(slices)]
         data = self._room(_nbytes(slices))
-        view = memoryview(data.numpy())
+        view, address = memoryview(data.numpy()), data.data_ptr()
         futures, first = [], 0
         for part in (part for one in slices for block in one.blocks for part in block.parts(PART_BYTES)):
             target = view[first : first + part.nbytes]
-            futures.append(pool.submit(_read, part, self._descriptor(part), target))
+            new_at = address + first if is_new else None
+            futures.append(pool.submit(_read, part, self._descriptor(part), target, new_at))
             first += part.nbytes
         return ReadSlices(slices, data), futures
 
@@ -133,7 +136,10 @@ def _nbytes(slices: tuple[Slice, ...]) -> int:
     return sum(one.nbytes for one in slices)
 
 
-def _read(block: Block, descriptor: int, target: memoryview) -> None:
+def _read(block: Block, descriptor: int, target: memoryview, new_at: int | None) -> None:
+    """new_at: the target's address where it is new memory."""
+    if new_at is not None:
+        provide_pages(new_at, target.nbytes)
     try:
         block.read(descriptor, target)
     except OSError as error:

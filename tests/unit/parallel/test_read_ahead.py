@@ -13,6 +13,7 @@ from tandem.configs.errors import SettingsError
 from tandem.parallel.checkpoint import ParameterSlot, SafetensorsSource, load
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import WHOLE, Param, Shard, Source
+from tandem.parallel.stored import read_ahead
 from tandem.parallel.stored.read_ahead import Bounds, ReadAhead
 from tandem.parallel.stored.slices import PAGE_BYTES, Slice, slice_of
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
@@ -61,6 +62,19 @@ def test_what_is_held_at_once_is_bounded(folder: Path, bounds: Bounds, most: int
     only = ReadAhead(groups(folder)[:8], bounds)
     memory = {read.data.data_ptr() for read in only}
     assert only.most_bytes <= bounds.many and len(memory) * SIZE <= bounds.many, "memory is used again"
+
+
+def test_pages_are_asked_for_of_new_memory_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is used again has its pages."""
+    provided: dict[int, int] = {}
+
+    def note(address: int, num_bytes: int) -> None:
+        assert address not in provided
+        provided[address] = num_bytes
+
+    monkeypatch.setattr(read_ahead, "provide_pages", note)
+    memory = {found.data.data_ptr() for found in ReadAhead(groups(folder)[:8], Bounds(many=2 * SIZE, pair=2 * SIZE))}
+    assert len(memory) == 2 and provided == dict.fromkeys(memory, SIZE)
 
 
 def test_the_next_is_read_while_one_is_packed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

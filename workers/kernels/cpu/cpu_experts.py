@@ -36,9 +36,10 @@ from tandem.workers.kernels.cpu.cpu_int8_gemm import (
     padded_bytes,
 )
 from tandem.workers.kernels.expert_ops import MakeExpertOps, RouterWeights, TorchExperts
+from tandem.workers.kernels.weight_blocks import in_blocks
 from tandem.workers.models.spec.arch import ClampedSwiglu, Moe, Scoring
 
-LANES, BLOCK = 16, 64
+LANES = 16
 SCORINGS = (Scoring.SOFTMAX, Scoring.TOP_SOFTMAX, Scoring.SIGMOID)
 """In the order of cpu_experts.c."""
 
@@ -59,14 +60,6 @@ class DenseBlocks:
     def _take(self, weight_OI: torch.Tensor) -> None:
         self.nbytes = weight_OI.nbytes
         self._place(in_blocks(weight_OI, self._together))
-
-
-def in_blocks(weight_OI: torch.Tensor, together: int) -> torch.Tensor:
-    """Returns a weight in the kernel's layout, [blocks, I / n, 64, n] with n = `together`."""
-    outputs, inputs = weight_OI.shape
-    padded_OI = weight_OI.new_zeros(-(-outputs // BLOCK) * BLOCK, inputs)
-    padded_OI[:outputs] = weight_OI
-    return padded_OI.view(-1, BLOCK, inputs // together, together).transpose(1, 2).contiguous()
 
 
 class DenseExperts(StackedExperts):

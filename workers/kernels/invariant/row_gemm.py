@@ -22,8 +22,7 @@ from tandem.parallel.linear_methods import Arrive, DenseMethod, LinearMethod, Ma
 from tandem.parallel.params import Param
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import DEPTH, CpuSkinnyGemm
-
-BLOCK = 64
+from tandem.workers.kernels.weight_blocks import BLOCK, in_blocks
 
 
 class RowMethod(LinearMethod):
@@ -41,12 +40,9 @@ class RowMethod(LinearMethod):
         self.nbytes = 0
 
     def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
-        outputs, inputs = self._shape = weight_OI.shape[0], weight_OI.shape[1]
+        _, inputs = self._shape = weight_OI.shape[0], weight_OI.shape[1]
         self.nbytes = weight_OI.nbytes
-        packed = weight_OI.new_zeros(-(-outputs // BLOCK), inputs, BLOCK)
-        for block, rows_OI in zip(packed, weight_OI.split(BLOCK), strict=True):
-            block[:, : len(rows_OI)] = rows_OI.T
-        self._packed, self._arrive = self._place(packed)
+        self._packed, self._arrive = self._place(in_blocks(weight_OI, 1).view(-1, inputs, BLOCK))
         self._bias_O = bias_O
 
     def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
