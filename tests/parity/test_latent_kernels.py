@@ -14,10 +14,10 @@ from tandem.workers.attention.latent import LatentStep
 from tandem.workers.attention.latent_heads import DenseHeads
 from tandem.workers.attention.one_query import OneQueryAttention
 from tandem.workers.attention.reference import ReferenceAttention
-from tandem.workers.kernels.cpu import cpu_latent_attention
 from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS
-from tandem.workers.kernels.cpu.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.kv_store import LayerKV, encode
+from tandem.workers.kernels.latents import cpu_latent_attention
+from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.models.spec.arch import AttentionParams, Mla
 from tandem.workers.platforms.cpu import cpu_platform
 from tests.parity.test_attention import random_batch

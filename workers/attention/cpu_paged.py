@@ -18,8 +18,8 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.latent import LatentChunks, LatentHeads
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention, DecodeWork, Rows
-from tandem.workers.kernels.cpu.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
+from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.models.spec.arch import AttentionParams
 
 

@@ -15,8 +15,8 @@ from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, Repl
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.latent import LatentHeads
 from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS, CpuDecodeAttention, DecodeWork, Rows
-from tandem.workers.kernels.cpu.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.kv_store import LayerKV
+from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.models.spec.arch import AttentionParams
 
 MOST_PARTS = 1024

@@ -15,7 +15,8 @@ FLAG = "--batch-invariant"
 LANES = 16
 """Elements that a compiled kernel takes at a time."""
 MOST_HEAD_DIM, MOST_LATENT = 256, 1024
-"""MAX_HEAD_DIM of kernels/cpu/cpu_decode_attention.py and MAX_WIDTH of cpu_latent_attention.py, which load torch."""
+"""MAX_HEAD_DIM of kernels/cpu/cpu_decode_attention.py and MAX_WIDTH of kernels/latents/cpu_latent_attention.py, which
+load torch."""
 
 
 def check_batch_invariant(settings: EngineSettings, spec: ArchSpec, device: str) -> None:

@@ -33,13 +33,13 @@ from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
-from tandem.workers.kernels.cpu.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.invariant.each_token import EachToken
 from tandem.workers.kernels.invariant.row_gemm import row_methods
+from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import METHODS

@@ -22,12 +22,12 @@ from tandem.workers.kernels.cpu.cpu_experts import CpuExperts, DenseExperts, Int
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import CpuInt8Method
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
-from tandem.workers.kernels.cpu.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import RowMethod
+from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.platforms import platform_choices

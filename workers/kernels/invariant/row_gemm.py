@@ -80,7 +80,7 @@ def row_methods(library: ctypes.CDLL, skinny: CpuSkinnyGemm | None) -> MakeMetho
 
     def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
         if not all(weight.packs for weight in weights):
-            return DenseMethod(place)  # the latents' heads: kernels/cpu/cpu_latent_attention.py
+            return DenseMethod(place)  # the latents' heads: kernels/latents/cpu_latent_attention.py
         if skinny is not None and weights[0].span(1, context.mesh).length % DEPTH == 0:
             return SkinnyMethod(place, skinny)
         return RowMethod(kernel, place)
