@@ -10,14 +10,16 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
 from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer, chunk_of
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.latent import LatentChunks, LatentHeads
+from tandem.workers.attention.one_query import queries_of
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
-from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention, DecodeWork, Rows
+from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention, DecodeTable, DecodeWork
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
 from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.models.spec.arch import AttentionParams
@@ -53,15 +55,15 @@ class CpuAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The grouping of a step's rows under one window. tokens: of the decodes, in order."""
+    """The rows of a step as the layers of one group with one window see them."""
 
     decodes: DecodeWork | None
+    table: DecodeTable
     chunks: list[Chunk]
-    tokens: list[int]
 
 
 class _CpuStep:
-    """One step; layouts are made once per distinct window and shared by all layers."""
+    """One step; decodes are sorted once per distinct window, layouts made once for each group of layers too."""
 
     def __init__(
         self,
@@ -74,7 +76,8 @@ class _CpuStep:
         self._kernel = kernel
         self._chunk_attention = chunk_attention
         self._gatherer = gatherer
-        self._layouts: dict[int | None, _Layout] = {}
+        self._works: dict[int | None, DecodeWork | None] = {}
+        self._layouts: dict[tuple[int | None, int], _Layout] = {}
         self._heads: Sequence[int] = ()
 
     def attend(
@@ -87,10 +90,10 @@ class _CpuStep:
     ) -> torch.Tensor:
         kernel = self._kernel
         assert isinstance(kernel, CpuDecodeAttention), "a backend of latents"
-        layout = self._layout_of(params.window, q_TND.shape[1:], kv.keys.dtype is k_TKD.dtype)
+        layout = self._layout_of(params.window, kv.group, q_TND.shape[1:], kv.keys.dtype is k_TKD.dtype)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
         if layout.decodes is not None:
-            kernel.attend(q_TND, kv, out_TND, layout.decodes, params)
+            kernel.attend(q_TND, kv, out_TND, layout.decodes, layout.table, params)
         for chunk in layout.chunks:
             k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
             own = slice(chunk.start, chunk.stop)
@@ -107,10 +110,10 @@ class _CpuStep:
     ) -> torch.Tensor:
         kernel, spec = self._kernel, heads.spec
         assert isinstance(kernel, CpuLatentAttention) and params.window is None, "a backend of heads"
-        layout = self._layout_of(None, (q_TND.shape[1], spec.head_dim), kv.keys.dtype is q_TND.dtype)
+        layout = self._layout_of(None, kv.group, (q_TND.shape[1], spec.head_dim), kv.keys.dtype is q_TND.dtype)
         if layout.decodes is None or layout.chunks:
             return self._with_chunks(layout, q_TND, latents_T1E, kv, params, heads)
-        return kernel.attend(q_TND, kv, [layout.decodes], params, spec, heads.of_heads())
+        return kernel.attend(q_TND, kv, [layout.decodes], layout.table, params, spec, heads.of_heads())
 
     def _with_chunks(
         self,
@@ -125,9 +128,9 @@ class _CpuStep:
         out_TNV = q_TND.new_empty((*q_TND.shape[:2], heads.spec.v_dim))
         if layout.decodes is not None:
             assert isinstance(self._kernel, CpuLatentAttention)
-            tokens_D = torch.tensor(layout.tokens)
-            q_DND, weight_NXL = q_TND[tokens_D], heads.of_heads()
-            out_TNV[tokens_D] = self._kernel.attend(q_DND, kv, [layout.decodes], params, heads.spec, weight_NXL)
+            tokens_D = torch.from_numpy(queries_of(self._batch, DECODE_QUERIES).token)
+            works, q_DND, weight_NXL = [layout.decodes], q_TND[tokens_D], heads.of_heads()
+            out_TNV[tokens_D] = self._kernel.attend(q_DND, kv, works, layout.table, params, heads.spec, weight_NXL)
         chunks = LatentChunks(self._gatherer, self._chunk_attention, keeps_scores=False)
         for chunk in layout.chunks:
             out_TNV[chunk.start : chunk.stop] = chunks.attend(chunk, q_TND, latents_T1E, kv, params, heads)
@@ -136,49 +139,41 @@ class _CpuStep:
     def set_batch(self, batch: ForwardBatch) -> None:
         assert not any(layout.chunks for layout in self._layouts.values())
         self._batch = batch
-        for window, layout in self._layouts.items():
-            if layout.decodes is not None:
-                layout.decodes.set_rows(_decodes(batch, window), batch.block_table_RN, batch.block_size)
-                self._reserve(layout)
+        queries = queries_of(batch, DECODE_QUERIES)
+        for work in self._works.values():
+            if work is not None:
+                work.set_queries(queries)
+                self._kernel.reserve(work, *self._heads)
+        for (_, group), layout in self._layouts.items():
+            layout.table.set_table(batch.block_table(group))
 
-    def _layout_of(self, window: int | None, heads: Sequence[int], is_exact: bool) -> _Layout:
+    def _layout_of(self, window: int | None, group: int, heads: Sequence[int], is_exact: bool) -> _Layout:
         """heads: how many there are and how wide they are in the cache."""
-        layout = self._layouts.get(window)
+        layout = self._layouts.get((window, group))
         if layout is None:
-            layout = self._layouts[window] = self._lay_out(window, is_exact)
             self._heads = heads
-            self._reserve(layout)
+            layout = self._layouts[window, group] = self._lay_out(window, group, is_exact)
         return layout
 
-    def _reserve(self, layout: _Layout) -> None:
-        if layout.decodes is not None:
-            self._kernel.reserve(layout.decodes, *self._heads)
-
-    def _lay_out(self, window: int | None, is_exact: bool) -> _Layout:
+    def _lay_out(self, window: int | None, group: int, is_exact: bool) -> _Layout:
         """Sorts the rows of a step into decodes and prefill chunks."""
-        batch = self._batch
+        batch = self._batch.of_group(group)
         starts = accumulate(batch.query_lens_list, initial=0)
         chunks = [
             chunk_of(batch, row, start, window, is_exact)
             for row, (start, num_queries) in enumerate(zip(starts, batch.query_lens_list, strict=False))
             if num_queries > DECODE_QUERIES
         ]
-        decodes = _decodes(batch, window)
-        tokens = [token for _, token, _, _ in decodes]
-        if isinstance(self._kernel, CpuLatentAttention):  # it gets the decodes' tokens alone
-            decodes = [(row, place, first, last) for place, (row, _, first, last) in enumerate(decodes)]
-        work = DecodeWork(decodes, batch.block_table_RN, batch.block_size) if decodes else None
-        return _Layout(work, chunks, tokens)
+        return _Layout(self._work(window), DecodeTable(batch.block_table_RN), chunks)
 
-
-def _decodes(batch: ForwardBatch, window: int | None) -> Rows:
-    """Returns the queries of rows with few of them, each as a row of its own: the context of one ends where the next
-    token's begins."""
-    starts = accumulate(batch.query_lens_list, initial=0)
-    rows = zip(starts, batch.query_lens_list, batch.seq_lens_list, strict=False)
-    return [
-        (row, start + query, 0 if window is None else max(0, end - window), end)
-        for row, (start, num_queries, seq_len) in enumerate(rows)
-        if num_queries <= DECODE_QUERIES
-        for query, end in enumerate(range(seq_len - num_queries + 1, seq_len + 1))
-    ]
+    def _work(self, window: int | None) -> DecodeWork | None:
+        """Returns the decodes of a window; None if there are none."""
+        if window not in self._works:
+            queries = queries_of(self._batch, DECODE_QUERIES)
+            if isinstance(self._kernel, CpuLatentAttention):  # it gets the decodes' tokens alone
+                queries = queries._replace(token=np.arange(len(queries.token)))
+            work = DecodeWork(queries, window, self._batch.block_size) if len(queries.token) else None
+            self._works[window] = work
+            if work is not None:
+                self._kernel.reserve(work, *self._heads)
+        return self._works[window]

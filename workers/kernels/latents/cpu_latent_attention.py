@@ -24,7 +24,7 @@ import torch
 
 from tandem.workers.kernels.cpu.cpu_build import cpu_latent_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel, Scratch
-from tandem.workers.kernels.cpu.cpu_decode_attention import LANES, DecodeWork, up_to
+from tandem.workers.kernels.cpu.cpu_decode_attention import LANES, DecodeTable, DecodeWork, up_to
 from tandem.workers.kernels.cpu.cpu_kv_quant import address
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams, Mla
@@ -78,6 +78,7 @@ class CpuLatentAttention:
         q_TND: torch.Tensor,
         kv: LayerKV,
         works: Iterable[DecodeWork],
+        table: DecodeTable,
         params: AttentionParams,
         spec: Mla,
         weight_NXL: torch.Tensor,
@@ -88,18 +89,24 @@ class CpuLatentAttention:
         q_TNE = self.absorb(q_TND, spec, weight_NXL)
         out_TNL = torch.empty(*q_TND.shape[:2], spec.kv_rank, dtype=q_TND.dtype)
         for work in works:
-            self._attend_rows(q_TNE, kv, out_TNL, work, params.scale)
+            self._attend_rows(q_TNE, kv, out_TNL, work, table, params.scale)
         return self.release(out_TNL, spec, weight_NXL)
 
     def _attend_rows(
-        self, q_TNE: torch.Tensor, kv: LayerKV, out_TNL: torch.Tensor, work: DecodeWork, scale: float
+        self,
+        q_TNE: torch.Tensor,
+        kv: LayerKV,
+        out_TNL: torch.Tensor,
+        work: DecodeWork,
+        table: DecodeTable,
+        scale: float,
     ) -> None:
         """Fills the rows' tokens of out_TNL."""
         _, num_heads, width = q_TNE.shape
         assert q_TNE.is_contiguous() and kv.keys.is_contiguous() and kv.keys.shape[2:] == (1, width)
         self._attend(
-            q_TNE.data_ptr(), kv.keys.data_ptr(), address(kv.key_scales), out_TNL.data_ptr(), work.table,
-            work.table_stride, work.tasks, work.rows, work.num_rows, self._partials.address, work.room,
+            q_TNE.data_ptr(), kv.keys.data_ptr(), address(kv.key_scales), out_TNL.data_ptr(), table.address,
+            table.stride, work.tasks, work.rows, work.num_rows, self._partials.address, work.room,
             self._scratch.address, work.scratch_size, num_heads, width, out_TNL.shape[2], kv.keys.shape[1], scale,
             torch.get_num_threads(),
         )  # fmt: skip
