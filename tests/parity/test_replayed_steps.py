@@ -29,7 +29,7 @@ from tests.support.adapters import save_random_adapter
 from tests.support.engine_ranks import RunsOut
 from tests.support.lora_ranks import MAX_RANK, put_all, with_adapters
 from tests.support.paged_rows import PagedRows, prompt_ids
-from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
+from tests.support.tiny_models import BY_NAME, TINY_MODELS, TinyModel, save_tiny_model
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 NUM_ROWS, MAX_LEN = 5, 60
@@ -100,6 +100,8 @@ LATENT = {"deepseek_v2", "deepseek_v3"}
 NARROW = {"gpt2-narrow", "qwen2_moe", "qwen2_moe-sparse"}
 """Models whose widths the products of few rows do not take."""
 REPLAYED = [tiny.name for tiny in TINY_MODELS if tiny.name not in NARROW and tiny.model_type not in LATENT]
+GELU_EXPERTS = TinyModel("gelu-experts", "mixtral", {**BY_NAME["mixtral"].changes, "hidden_act": "gelu_pytorch_tanh"})
+"""No family of the registry has experts with another activation than SiLU, but config.json may ask for one."""
 IN_TEST = {
     "llama-gqa",
     "qwen3_moe",
@@ -110,6 +112,7 @@ IN_TEST = {
     "olmo2",
     "cohere",
     "granite",
+    "granitemoe",
     "stablelm-parallel",
 }
 
@@ -119,6 +122,11 @@ IN_TEST = {
 )
 def test_every_family_is_replayed(folders: Callable[[str], Path], name: str) -> None:
     check(lambda: decoder_of(folders(name)))
+
+
+def test_experts_with_another_activation_are_replayed(tmp_path: Path) -> None:
+    folder = save_tiny_model(GELU_EXPERTS, tmp_path)
+    check(lambda: decoder_of(folder))
 
 
 def test_how_many_families_are_replayed() -> None:

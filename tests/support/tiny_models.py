@@ -183,6 +183,17 @@ TINY_MODELS: tuple[TinyModel, ...] = (
     ),
     shallow("granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
 )
+GROUPED = TinyModel(
+    "grouped",
+    "gemma3_text",
+    {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+)
+"""Gemma 3 with windows that texts soon pass, on three of four layers: four groups with KV block tables of their own."""
 BY_NAME: Mapping[str, TinyModel] = {model.name: model for model in TINY_MODELS}
 SHALLOW = tuple(model.name for model in TINY_MODELS if model.is_shallow)
 

@@ -15,9 +15,10 @@ from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, Repl
 from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer, chunk_of
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.latent import LatentHeads
+from tandem.workers.attention.one_query import queries_of
 from tandem.workers.attention.torch_sdpa import TorchStep
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
-from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention, DecodeWork, Rows
+from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention, DecodeTable, DecodeWork
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 
@@ -49,14 +50,15 @@ class CpuAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The grouping of a step's rows under one window."""
+    """The rows of a step as the layers of one group with one window see them."""
 
     decodes: DecodeWork | None
+    table: DecodeTable
     chunks: list[Chunk]
 
 
 class _CpuStep:
-    """One step; layouts are made once per distinct window and shared by all layers."""
+    """One step; decodes are sorted once per distinct window, layouts made once for each group of layers too."""
 
     def __init__(
         self,
@@ -69,7 +71,8 @@ class _CpuStep:
         self._kernel = kernel
         self._chunk_attention = chunk_attention
         self._gatherer = gatherer
-        self._layouts: dict[int | None, _Layout] = {}
+        self._works: dict[int | None, DecodeWork | None] = {}
+        self._layouts: dict[tuple[int | None, int], _Layout] = {}
         self._heads: Sequence[int] = ()
         self._of_latents: TorchStep | None = None
 
@@ -81,15 +84,14 @@ class _CpuStep:
         kv: LayerKV,
         params: AttentionParams,
     ) -> torch.Tensor:
-        window = params.window
-        layout = self._layouts.get(window)
+        key = params.window, kv.group
+        layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[window] = self._lay_out(window, kv.keys.dtype is k_TKD.dtype)
             self._heads = q_TND.shape[1:]
-            self._reserve(layout)
+            layout = self._layouts[key] = self._lay_out(*key, kv.keys.dtype is k_TKD.dtype)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
         if layout.decodes is not None:
-            self._kernel.attend(q_TND, kv, out_TND, layout.decodes, params)
+            self._kernel.attend(q_TND, kv, out_TND, layout.decodes, layout.table, params)
         for chunk in layout.chunks:
             k_JKD, v_JKD = self._gatherer.context(chunk, k_TKD, v_TKD, kv)
             own = slice(chunk.start, chunk.stop)
@@ -111,36 +113,31 @@ class _CpuStep:
     def set_batch(self, batch: ForwardBatch) -> None:
         assert not any(layout.chunks for layout in self._layouts.values())
         self._batch = batch
-        for window, layout in self._layouts.items():
-            if layout.decodes is not None:
-                layout.decodes.set_rows(_decodes(batch, window), batch.block_table_RN, batch.block_size)
-                self._reserve(layout)
+        queries = queries_of(batch, DECODE_QUERIES)
+        for work in self._works.values():
+            if work is not None:
+                work.set_queries(queries)
+                self._kernel.reserve(work, *self._heads)
+        for (_, group), layout in self._layouts.items():
+            layout.table.set_table(batch.block_table(group))
 
-    def _reserve(self, layout: _Layout) -> None:
-        if layout.decodes is not None:
-            self._kernel.reserve(layout.decodes, *self._heads)
-
-    def _lay_out(self, window: int | None, is_exact: bool) -> _Layout:
+    def _lay_out(self, window: int | None, group: int, is_exact: bool) -> _Layout:
         """Sorts the rows of a step into decodes and prefill chunks."""
-        batch = self._batch
+        batch = self._batch.of_group(group)
         starts = accumulate(batch.query_lens_list, initial=0)
         chunks = [
             chunk_of(batch, row, start, window, is_exact)
             for row, (start, num_queries) in enumerate(zip(starts, batch.query_lens_list, strict=False))
             if num_queries > DECODE_QUERIES
         ]
-        decodes = _decodes(batch, window)
-        return _Layout(DecodeWork(decodes, batch.block_table_RN, batch.block_size) if decodes else None, chunks)
+        return _Layout(self._work(window), DecodeTable(batch.block_table_RN), chunks)
 
-
-def _decodes(batch: ForwardBatch, window: int | None) -> Rows:
-    """Returns the queries of rows with few of them, each as a row of its own: the context of one ends where the next
-    token's begins."""
-    starts = accumulate(batch.query_lens_list, initial=0)
-    rows = zip(starts, batch.query_lens_list, batch.seq_lens_list, strict=False)
-    return [
-        (row, start + query, 0 if window is None else max(0, end - window), end)
-        for row, (start, num_queries, seq_len) in enumerate(rows)
-        if num_queries <= DECODE_QUERIES
-        for query, end in enumerate(range(seq_len - num_queries + 1, seq_len + 1))
-    ]
+    def _work(self, window: int | None) -> DecodeWork | None:
+        """Returns the decodes of a window; None if there are none."""
+        if window not in self._works:
+            queries = queries_of(self._batch, DECODE_QUERIES)
+            work = DecodeWork(queries, window, self._batch.block_size) if len(queries.token) else None
+            self._works[window] = work
+            if work is not None:
+                self._kernel.reserve(work, *self._heads)
+        return self._works[window]

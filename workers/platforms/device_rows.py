@@ -187,13 +187,11 @@ class HostRows:
         columns, count = self._columns, len(self._columns.windows)
         width = int(-(-rows.end_R.max() // columns.block_size))
         seen = {window: _seen(columns, rows, window, width) for window in dict.fromkeys(columns.windows)}
-        tables = []
-        for group, window in enumerate(columns.windows):
-            ids = columns.block_ids[:, group::count]
-            slots_T = ids[row_T, block_T].astype(np.int64) * columns.block_size + offset_T
-            table_RN = own_blocks(ids[rows.rows_R, :width], *seen[window])
-            tables.append(GroupTable(torch.from_numpy(slots_T), torch.from_numpy(table_RN)))
-        return tables
+        ids = columns.block_ids.reshape(len(columns.block_ids), -1, count)
+        slots_TG = ids[row_T, block_T].astype(np.int64) * columns.block_size + offset_T[:, None]
+        slots_GT, ids_RNG = np.array(slots_TG.T, order="C"), ids[rows.rows_R, :width]
+        tables = (own_blocks(ids_RNG[..., group], *seen[window]) for group, window in enumerate(columns.windows))
+        return [GroupTable(*map(torch.from_numpy, pair)) for pair in zip(slots_GT, tables, strict=True)]
 
 
 def _seen(

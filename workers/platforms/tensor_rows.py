@@ -4,7 +4,7 @@ The copy holds the step's rows, the tokens that the host knows, and what changed
 saw these rows; ids, positions and slots are derived on the device. A copy of the columns on the host says what the
 device has, so that no change can be missed, whatever made it. Drafts are guessed and accepted here too, so that the
 host may be behind by as many tokens as are in flight. T tokens, R rows of a step, S tokens that are sampled by B rows,
-Q rows with drafts, D drafts of a row, N blocks and L tokens of the longest row.
+Q rows with drafts, D drafts of a row, N blocks and L tokens of the longest row, G groups of layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tandem.offload.copies.accelerator import Accelerator, Event
+from tandem.offload.kv.kv_groups import UNLIMITED
 from tandem.workers.attention.forward_batch import GroupTable
 from tandem.workers.kernels.step_arrays import Array, StepArrays
 from tandem.workers.platforms.device_rows import (
@@ -110,6 +111,7 @@ class TensorRows:
         self._block_ids = torch.zeros(self._blocks.shape, dtype=torch.int32, device=device)
         shape = (len(self._base), 0 if guess is None else columns.token_ids.shape[1])
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._reach_G11 = torch.tensor(_reaches(columns.windows), device=device)[:, None, None]
         self._sampled: _Sampled | None = None
 
     @property
@@ -249,11 +251,9 @@ class TensorRows:
             behind_S = sent["behind_S"]
             drafts_S = torch.where(behind_S >= 0, ids_T[behind_S.clamp(min=0)], NO_PLACE)
             ids_T = ids_T.clamp(min=0)
-        tables_RN = [self._own_blocks(group, sent, begin_R, width) for group in range(len(self._columns.windows))]
-        groups = [
-            GroupTable(table_RN[place_T, positions_T // size].long() * size + positions_T % size, table_RN)
-            for table_RN in tables_RN
-        ]
+        tables_GRN = self._own_blocks(sent, begin_R, width)
+        slots_GT = tables_GRN[:, place_T, positions_T // size].long() * size + positions_T % size
+        groups = [GroupTable(slots_T, table_RN) for slots_T, table_RN in zip(slots_GT, tables_GRN, strict=True)]
         return StepTensors(
             ids_T,
             positions_T,
@@ -268,18 +268,15 @@ class TensorRows:
             tuple(groups[1:]),
         )
 
-    def _own_blocks(
-        self, group: int, sent: Mapping[str, torch.Tensor], begin_R: torch.Tensor, width: int
-    ) -> torch.Tensor:
-        """Returns what own_blocks() of device_rows.py does, for a group."""
-        window, num_groups = self._columns.windows[group], len(self._columns.windows)
-        table_RN = self._block_ids[sent["rows_R"], group : width * num_groups : num_groups]
+    def _own_blocks(self, sent: Mapping[str, torch.Tensor], begin_R: torch.Tensor, width: int) -> torch.Tensor:
+        """Returns what own_blocks() of device_rows.py does, for all groups [G, R, N]."""
+        num_groups = len(self._columns.windows)
+        table_RNG = self._block_ids[sent["rows_R"], : width * num_groups].unflatten(1, (width, num_groups))
+        tables_GRN = table_RNG.permute(2, 0, 1).contiguous()
         place_N = torch.arange(width, device=self._device)
-        own_RN = place_N < sent["num_blocks_R"][:, None]
-        if window is None:
-            return torch.where(own_RN, table_RN, table_RN[:, :1])
-        first_R1 = ((begin_R - (window - 1)).clamp(min=0) // self._columns.block_size)[:, None]
-        return torch.where(own_RN & (place_N >= first_R1), table_RN, table_RN.gather(1, first_R1))
+        first_GR1 = (begin_R[:, None] - self._reach_G11).clamp(min=0) // self._columns.block_size
+        seen_GRN = (place_N < sent["num_blocks_R"][:, None]) & (place_N >= first_GR1)
+        return torch.where(seen_GRN, tables_GRN, tables_GRN.gather(2, first_GR1))
 
     def _with_guesses(
         self, sent: Mapping[str, torch.Tensor], ids_T: torch.Tensor, width: int, num_drafts: int
@@ -334,6 +331,11 @@ class _Sampled(NamedTuple):
     count_B: torch.Tensor
     most: int
     drafts_S: torch.Tensor | None
+
+
+def _reaches(windows: Sequence[int | None]) -> list[int]:
+    """Returns how far back the tokens of each group of layers see."""
+    return [UNLIMITED if window is None else window - 1 for window in windows]
 
 
 def _runs(rows_S: Ints) -> tuple[Ints, Ints, Ints]:

@@ -379,7 +379,7 @@ class ModelRunner:
             is_bad_S = ids_S == NOT_FINITE_ID
             is_bad_S[1:] &= drafts_S[:-1] != NO_PLACE
             is_bad_S[:1] = False  # as all those behind NO_PLACE: a known token
-            for group in range(1 + len(forward.further_groups)):
+            for group in range(forward.num_groups):
                 slots_S = forward.of_group(group).slot_mapping_T[forward.logits_rows_S]
                 self.kv.clear_on_device(torch.where(is_bad_S, slots_S, scratch * forward.block_size))
         except torch.OutOfMemoryError:

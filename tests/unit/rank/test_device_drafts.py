@@ -16,9 +16,10 @@ from tandem.workers.messages.step import StepPlan
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
 from tests.support.engine_ranks import EngineCase, Told, run_engine
 from tests.support.thread_ranks import ThreadRanks
-from tests.support.tiny_models import BY_NAME, save_tiny_model
+from tests.support.tiny_models import BY_NAME, GROUPED, save_tiny_model
 
 PROMPTS = [[5, 6, 7, 8] * 4, [9, 3, 9, 3, 9], [11] * 7, [4, 5, 6, 4, 5, 6, 4]]
+POOL = 60
 FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.4, "top_k": 2},
@@ -118,3 +119,19 @@ def test_rows_that_wait_for_their_tokens_and_tight_memory(folder: Path, monkeypa
     told = served(replace(case, drafts=3, num_blocks=14))
     assert told.tokens == wanted.tokens and told.num_preempted
     assert launches.ahead and launches.waited and launches.accepted
+
+
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.parity)])
+def test_groups_of_layers_give_blocks_back_with_drafts_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int
+) -> None:
+    """From a pool that could not hold the longest text in all of four groups; blocks that a window has passed hold
+    other rows' tokens by then. The tokens are those of steps without drafts that keep all KV."""
+    requests = requests_of(max_tokens=60)
+    case = replace(case_of(save_tiny_model(GROUPED, tmp_path), requests), max_num_batched_tokens=8, num_blocks=POOL)
+    wanted = served(replace(case, late=False, is_hybrid=False, num_blocks=96))
+    launches = Launches(monkeypatch)
+    told = served(replace(case, drafts=3, tp_size=tp_size))
+    longest = max(len(ids) for ids in told.tokens.values()) + len(PROMPTS[-1])
+    assert 4 * (longest // 4) > POOL and told.tokens == wanted.tokens
+    assert launches.ahead >= 8 and launches.accepted >= 2

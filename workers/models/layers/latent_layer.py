@@ -90,7 +90,7 @@ class LatentAttentionLayer:
 
     def __call__(self, x_TH: torch.Tensor, inputs: LayerInputs, kv: LayerKV) -> torch.Tensor:
         """Returns [T, H], before the residual. `kv`: this layer's cache, to which the step's tokens are added."""
-        spec, step = self._spec, inputs.attention(kv.group)
+        spec, step = self._spec, inputs.attention
         assert isinstance(step, LatentStep), "an attention backend without latents"
         q_TX, latents_TL, k_TR = self._latents(x_TH).split((spec.q_rank or 0, spec.kv_rank, spec.rope_dim), dim=-1)
         q_TND = self._q(x_TH if self._q_norm is None else self._q_norm.alone(q_TX.contiguous()))
