@@ -251,7 +251,7 @@ def test_a_model_larger_than_the_device_streams_what_it_must(large: Path) -> Non
     ("gib", "context", "cache", "flag", "words"),
     [
         (4, 32768, {}, "--tensor-parallel-size", "with 80 of 80 layers in host memory"),
-        (12, 131072, {}, "--max-model-len", "--max-model-len 9680 would do"),
+        (12, 131072, {}, "--max-model-len", "--max-model-len 9584 would do"),
         (80, 4096, {"kv_cache_memory_bytes": 70 * GIB}, "--kv-cache-memory-bytes", "70 GiB of KV on a rank"),
         (80, 4096, {"num_blocks": 10**6}, "--num-gpu-blocks-override", "are left for it"),
     ],
