@@ -108,10 +108,10 @@ def random_rows(rng: random.Random) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize(("dtype", "storage"), CACHES, ids=str)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_steps(seed: int, dtype: torch.dtype, storage: torch.dtype) -> None:
     rng = random.Random(seed)
-    for _ in range(3):
+    for _ in range(2):
         spec = mla(
             heads=rng.choice((1, 2, 3, 5, 8, 35)),
             kv_rank=rng.choice((8, 16, 24, 40, 64, 100, 136)),
@@ -126,7 +126,7 @@ def test_random_steps(seed: int, dtype: torch.dtype, storage: torch.dtype) -> No
 @pytest.mark.parametrize(("dtype", "storage"), CACHES, ids=str)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_the_widths_of_deepseek(heads: int, dtype: torch.dtype, storage: torch.dtype) -> None:
-    batch = random_batch(random.Random(0), 16, [1, 2, 1], [300, 33, 128])
+    batch = random_batch(random.Random(0), 16, [1, 2], [140, 33])
     check(mla(heads, 512, 128, 64, 128), batch, dtype, storage)
 
 
