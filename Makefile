@@ -14,9 +14,9 @@ DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
 .PHONY: install dev serve check check-kernels format test parity chaos fuzz mutate bench bench-engine bench-serve \
-  bench-attention bench-startup bench-load bench-sampling bench-structured bench-quantization bench-invariant \
-  bench-speculation bench-routing bench-overload bench-batching bench-multiturn bench-weight-stream bench-lora \
-  bench-moe performance model-table docs clean help
+  bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
+  bench-invariant bench-speculation bench-routing bench-overload bench-batching bench-multiturn bench-weight-stream \
+  bench-lora bench-moe performance model-table docs clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -95,6 +95,9 @@ bench-invariant: $(DEV) ## cost of --batch-invariant: CPU time of decode steps a
 
 bench-attention: $(DEV) ## attention kernels on CPU: share of the roofline, windows, soft-caps, ALiBi, sinks, head sizes
 	$(BIN)/python -m benchmarks.kernels.cpu_attention $(ARGS)
+
+bench-latents: $(DEV) ## latent attention on CPU: share of the roofline, beside torch operations
+	$(BIN)/python -m benchmarks.kernels.latent_attention $(ARGS)
 
 bench-serve: $(DEV) ## the same workload over HTTP and offline, A-B-A-B
 	$(BIN)/python -m benchmarks.service.serve $(ARGS)

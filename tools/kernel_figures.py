@@ -1,4 +1,4 @@
-"""The section of docs/performance.md on attention kernels. Used by performance.py; needs the standard library only."""
+"""The sections of docs/performance.md on attention kernels. Used by performance.py; needs the standard library only."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -37,6 +37,50 @@ groups multiply more for each byte, and are bound by that:
 
 Prefill chunks of 16 heads of 128 reach {_reached(usual)} % of the rate of a matmul, and of heads of 64, 80 and 256
 {_reached(others)} %."""
+
+
+def latent_section() -> str:
+    record = read_json("latent-attention.json")
+    figures = record["figures"]
+    decodes = [each for each in figures if each["queries"] == 1]
+    chunks = [each for each in figures if each["queries"] > 1]
+    taken = span((100 * each["other_cpu"] for each in figures), 0)
+    head = ["heads", "rows", "context", "ms", "of the roofline", "bound by", "torch operations, over ours"]
+    pairs = "multiplies pairs of bf16" if record["multiplies_pairs"] else "does not multiply pairs of bf16"
+    return f"""## Latent attention on CPU
+
+`make bench-latents` takes DeepSeek's widths with 16 heads, as in V2-Lite, and 128, as in V3, in bf16 on one thread of a
+CPU that {pairs}; others took {taken} % of the machine. Products between latents and heads are included. The
+roofline is the larger of a plain read of the latents and the heads' matrix, and a matmul, in bf16 or float32, whichever
+is faster, of as many operations as the way that is taken needs, in turn with the kernel. Torch operations are what
+decodes took before there was a kernel, and take where there is no compiler:
+
+{table(head, _latents(decodes))}
+
+Prefill chunks of 16 heads, one row, expanded or absorbed by what takes fewer multiplications, are matmuls and the
+chunk kernel:
+
+{table(["tokens", "context", "ms", "of the roofline"], _latent_chunks(chunks))}"""
+
+
+def _latents(decodes: Iterable[Figure]) -> list[list[str]]:
+    return [
+        [
+            *(whole(each[key]) for key in ("heads", "rows", "context")),
+            f"{each['ms']:.2f}",
+            percent(each["of_roofline"]),
+            {"read": "reading", "multiply": "multiplying"}[each["bound"]],
+            f"{each['torch_ms'] / each['ms']:.1f}" if each["torch_ms"] else "–",
+        ]
+        for each in decodes
+    ]
+
+
+def _latent_chunks(chunks: Iterable[Figure]) -> list[list[str]]:
+    return [
+        [whole(each["queries"]), whole(each["context"]), f"{each['ms']:.1f}", percent(each["of_roofline"])]
+        for each in chunks
+    ]
 
 
 def _rooflines(decodes: Iterable[Figure]) -> list[list[str]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tools import result_files
 from tools.invariance_figures import invariance_section
-from tools.kernel_figures import attention_section
+from tools.kernel_figures import attention_section, latent_section
 from tools.result_files import (
     NUMBER,
     ROOT,
@@ -392,6 +392,7 @@ def render() -> str:
         offload_section(),
         decode_section(),
         attention_section(),
+        latent_section(),
         loading_section(),
         quantization_section(),
         experts_section(),

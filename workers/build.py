@@ -42,6 +42,7 @@ def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:
         model_revision=fingerprint(folder, settings),
         kv_dtype=_stored_as(ready),
         kv_groups=kv_groups(settings, spec, max_model_len),
+        has_experts=spec.has_experts,
     )
 
 

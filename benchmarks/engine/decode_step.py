@@ -74,7 +74,7 @@ def build(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         spec = load_spec(folder)
-    attention = Switch({kv: platform.attention(dtype, spec.head_dim, kv) for kv in kv_dtypes})
+    attention = Switch({kv: platform.attention(dtype, spec.head_dim, kv, spec.has_latents) for kv in kv_dtypes})
     decoder = build_decoder(
         spec,
         ParallelContext.single(),

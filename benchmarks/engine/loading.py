@@ -62,7 +62,10 @@ def drop_pages(file: Path) -> None:
 def load_once(folder: Path, bounds: Bounds) -> None:
     """Loads a decoder as a rank alone does, and drops it."""
     spec, platform = load_spec(folder), cpu_platform()
-    attention, stream = platform.attention(BF16, spec.head_dim, None), WeightStream((), platform.weight_copier(0))
+    attention, stream = (
+        platform.attention(BF16, spec.head_dim, None, spec.has_latents),
+        WeightStream((), platform.weight_copier(0)),
+    )
     decoder = Decoder(spec, ParallelContext.single(), attention, platform, BF16, stream)
     source = SafetensorsSource(open_checkpoint(folder, spec), bounds)
     decoder.load(source, dtype=BF16, device=platform.device, progress=False)

@@ -61,6 +61,9 @@ class NoRanks:
             self._encode(plan)
         self._results.append(StepResult(step_id=plan.step_id, rows=rows))
 
+    def count_experts(self) -> None:
+        """The model has none."""
+
     def poll(self, timeout_s: float) -> StepResult | TransferResult | None:
         """Takes the next message. With the wire it is decoded; the encoding, which ranks do, happens once per number of
         rows."""

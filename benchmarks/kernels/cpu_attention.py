@@ -163,9 +163,9 @@ def reading(memory: Memory, num_bytes: int) -> Callable[[int], object]:
     return lambda turn: words[turn % places * size : (turn % places + 1) * size].sum()
 
 
-def multiplying() -> tuple[Callable[[int], object], int]:
+def multiplying(dtype: torch.dtype = torch.bfloat16) -> tuple[Callable[[int], object], int]:
     """A matmul and its operations."""
-    square = torch.randn(1024, 1024).bfloat16()
+    square = torch.randn(1024, 1024).to(dtype)
     return lambda _: square @ square, 2 * 1024**3
 
 

@@ -68,7 +68,7 @@ def check_model(settings: ServiceSettings) -> ArchSpec:
     spec = read_spec(settings.engine)
     check_batch_invariant(settings.engine, spec, settings.engine.device.device or "cpu")
     if model.load_format == "safetensors":
-        open_checkpoint(Path(model.model), spec)
+        open_checkpoint(Path(model.model), spec, model.hf_overrides)
     resolve_max_model_len(settings.engine, spec)
     pooling_facts(settings.engine)
     generation_of(model)

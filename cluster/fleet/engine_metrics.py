@@ -15,7 +15,8 @@ from prometheus_client.registry import Collector
 
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.workers.engine.base.drafting import DraftStats
-from tandem.workers.engine.base.stats import EngineStats, ExpertStats, HistogramStats, OffloadStats
+from tandem.workers.engine.base.expert_reports import ExpertStats
+from tandem.workers.engine.base.stats import EngineStats, HistogramStats, OffloadStats
 
 GAUGE, COUNTER, HISTOGRAM = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily] | type[HistogramMetricFamily]

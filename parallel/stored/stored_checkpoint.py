@@ -28,7 +28,7 @@ class StoredCheckpoint:
     `expected`: all parameters of the model, on whatever rank; tensors with one of ignored_suffixes or ignored_prefixes
     may be present too.
     base_prefix: what names begin with unless the checkpoint is of the model without its head, as embedding models are
-    saved (model.layers.0... and layers.0...).
+    saved (model.layers.0... and layers.0...). described_by: what `expected` was made of, for errors.
     """
 
     def __init__(
@@ -38,8 +38,10 @@ class StoredCheckpoint:
         ignored_suffixes: tuple[str, ...] = (),
         base_prefix: str = "",
         ignored_prefixes: tuple[str, ...] = (),
+        described_by: str = "config.json",
     ) -> None:
         self._folder = folder
+        self._described_by = described_by
         params = tuple(expected)
         wanted = {name for param in params for name in param.source.names}
         self.files, stored = _stored_tensors(folder)
@@ -86,7 +88,8 @@ class StoredCheckpoint:
         wanted = source.shape or (wanted[::-1] if source.transposed else wanted)
         if tensor.shape != wanted:
             raise SettingsError(
-                f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, config.json makes it {list(wanted)}",
+                f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, {self._described_by} makes it "
+                f"{list(wanted)}",
                 "MODEL",
             )
         return tensor

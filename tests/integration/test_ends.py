@@ -1,4 +1,5 @@
-"""How a service ends: signals to the launcher or to all, in the start and later; dead processes; drains."""
+"""How a service ends: signals in the start, a second signal, drains. The last tests of other files end their services
+in other ways (tests/support/ends.py)."""
 
 import signal
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.ends import interrupt_everyone
 from tests.support.service import BIN, Service, free_port, run_tandem_status, tandem_serve, title_of, wait_for
 from tests.support.stream import Stream
 
@@ -71,36 +73,6 @@ def test_a_signal_to_every_process_ends_the_start_soon_whenever_it_comes(
         service.clean()
 
 
-def interrupt_everyone(service: Service, number: signal.Signals) -> None:
-    service.process.send_signal(number)
-    for process in service.descendants():
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-
-
-def test_a_signal_to_every_process_of_a_running_service_ends_it_soon() -> None:
-    """Nothing can be drained then. A signal to the launcher's process group alone is not that: see the other tests."""
-    with tandem_serve("demo", "--device", "cpu") as service:
-        interrupt_everyone(service, signal.SIGTERM)
-        began_s = time.monotonic()
-        assert service.process.wait(30) in (0, 128 + signal.SIGTERM), service.output
-        print(f"ended after {time.monotonic() - began_s:.2f} s")
-        assert "Traceback" not in service.output
-        service.check_gone()
-
-
-def test_a_service_whose_ray_has_died_ends_with_one_line() -> None:
-    with tandem_serve("demo", "--device", "cpu") as service:
-        (raylet,) = [p for p in service.descendants() if Path(title_of(p).partition(" ")[0]).name == "raylet"]
-        raylet.kill()
-        assert service.process.wait(30) == 2, service.output
-        *_, error, stopped = service.output.splitlines()
-        assert error == "tandem: error: Ray's own processes have died; the service cannot go on"
-        assert stopped.startswith("tandem: stopped: nothing is left running")
-        assert "Traceback" not in service.output
-        service.check_gone()
-
-
 def naming(folder: Path) -> list[psutil.Process]:
     """Processes with a folder below on their command line, as Ray's own have, seen before or not."""
     found = []
@@ -109,18 +81,6 @@ def naming(folder: Path) -> list[psutil.Process]:
             if f"{folder}/td-" in title_of(process):
                 found.append(process)
     return found
-
-
-def test_a_killed_launcher_takes_all_with_it_and_everything_is_named() -> None:
-    with tandem_serve("demo", "--device", "cpu") as service:
-        (reaper,) = service.titled("tandem reaper")
-        (launcher,) = reaper.children()
-        launcher.kill()
-        assert service.process.wait(30) == 1
-        *_, died, stopped = service.output.splitlines()
-        assert died == "tandem: the launcher died (SIGKILL)"
-        assert stopped.startswith("tandem: stopped: nothing is left running") and "; had to be killed: " in stopped
-        service.check_gone()
 
 
 def test_a_second_signal_does_not_wait_for_requests() -> None:

@@ -1,10 +1,15 @@
-"""A service whose only group freezes: readiness fails, and it recovers by itself."""
+"""A service whose only group freezes: readiness fails, and it recovers by itself.
+
+In bf16 and batch-invariant mode, as test_failover_*.py; one_service/ loses groups in float32 and the usual mode.
+"""
 
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -13,22 +18,37 @@ from tests.support.service import Service, is_alive, tandem_serve, wait_for
 
 pytestmark = pytest.mark.cluster
 
-ONE_GROUP = ("demo", "-tp", "2", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "256")
-ASKED = {"model": "demo", "prompt": "The", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+ONE_GROUP = ("demo", "-tp", "2", "--device", "cpu", "--batch-invariant", "--num-gpu-blocks-override", "256")
+ASKED = {
+    "model": "demo",
+    "prompt": "The",
+    "max_tokens": 600,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
 
 
 def test_readiness_falls_within_15_s_and_comes_back() -> None:
     """With a request, which is answered by the group that takes the frozen one's place. (test_service.py freezes ranks
     while nothing runs.)"""
     with tandem_serve(*ONE_GROUP) as service, ThreadPoolExecutor(1) as pool:
-        wanted = service.post("/v1/completions", ASKED).json()["choices"][0]["text"]
+        wanted = told(service.post("/v1/completions", ASKED))
         post = pool.submit(service.post, "/v1/completions", ASKED)
         wait_for(lambda: post.done() or any(r.kv_used > 0 for r in group_records(service)), 10, "it holds blocks", 0.01)
         freeze_and_wait(service)
-        assert post.result().json()["choices"][0]["text"] == wanted
-        assert service.post("/v1/completions", ASKED).json()["choices"][0]["text"] == wanted
+        assert told(post.result()) == wanted
+        assert told(service.post("/v1/completions", ASKED)) == wanted
         assert service.stop() == 0, service.output
         service.check_gone()
+
+
+def told(answer: httpx.Response) -> tuple[dict[str, Any], list[int]]:
+    """The choice, and what is billed."""
+    body = answer.json()
+    (choice,) = body["choices"]
+    assert len(choice["token_ids"]) == ASKED["max_tokens"] and choice["finish_reason"] == "length"
+    return choice, [body["usage"][name] for name in ("prompt_tokens", "completion_tokens")]
 
 
 def freeze_and_wait(service: Service) -> None:

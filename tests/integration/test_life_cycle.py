@@ -130,7 +130,7 @@ def test_serve_run_with_the_shipped_file(tmp_path: Path) -> None:
     config["http_options"]["port"] = port
     (application,) = config["applications"]
     application["args"]["lora_config"] = {"dynamic_lora_loading_path": str(folder), "max_num_adapters_per_replica": 4}
-    application["args"]["engine_kwargs"] |= {"max_loras": 2, "dtype": "float32", "device": "cpu"}
+    application["args"]["engine_kwargs"] |= {"max_loras": 2, "batch_invariant": True, "device": "cpu"}
     file = tmp_path / "serve.yaml"
     file.write_text(yaml.safe_dump(config))
     env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
@@ -177,28 +177,11 @@ def says(service: Service, model: str) -> str:
 def pirate_and_plain() -> list[str]:
     """The offline engine's answers: the adapter's twice, the model's own."""
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-    with LLM("demo", dtype="float32", device="cpu", enable_lora=True) as llm:
+    with LLM("demo", batch_invariant=True, device="cpu", enable_lora=True) as llm:
         ref = llm.load_adapter(PIRATE)
         adapted, plain = (llm.chat([QUESTION], params, use_tqdm=False, lora_request=r)[0].text for r in (ref, None))
     assert adapted != plain
     return [adapted, adapted, plain]
-
-
-def test_make_serve_serves_and_ctrl_c_ends_it() -> None:
-    """The first of the README's two commands, on an installed virtual environment."""
-    port = free_port()
-    venv = BIN.parent
-    assert (venv / ".runtime-installed").exists(), "make dev has made this environment"
-    command = ["make", "serve", f"VENV={venv}", f"ARGS=--port {port} --device cpu"]
-    service = Service(command, port, cwd=REPOSITORY)
-    try:
-        service.wait_ready()
-        asked = {"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0}
-        assert "5" in service.post("/v1/chat/completions", asked).json()["choices"][0]["message"]["content"]
-        service.stop(signal.SIGINT)
-        service.check_gone()
-    finally:
-        service.clean()
 
 
 def test_a_rank_that_cannot_load_ends_the_start_with_one_line(tmp_path: Path) -> None:

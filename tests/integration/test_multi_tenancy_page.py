@@ -2,8 +2,12 @@
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from tests.support.ends import end_by_a_dead_ray
 from tests.support.service import BIN, Service, free_port, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,20 +39,24 @@ def paste(service: Service, commands: str) -> str:
     return done.stdout
 
 
-def test_the_page_as_a_newcomer_pastes_it() -> None:
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
     (start,) = re.findall(r"^    \.venv/bin/(tandem serve .*)$", PAGE, re.MULTILINE)
     port = free_port()
     command = [str(BIN / "tandem"), *start.split()[1:], "--port", str(port), "--device", "cpu"]
-    service = Service(command, port, cwd=ROOT)
+    running = Service(command, port, cwd=ROOT)
     try:
-        service.wait_ready()
-        *blocks, bill = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-        tenants, adapters, answers, refusals, limit = paste(service, "\necho ---\n".join(blocks)).split("---\n")
-        accepted = 2 + statuses(limit).count(200)
-        wait_for(lambda: rows(paste(service, bill)) >= accepted, 60, "rows come a second or so after their requests")
-        usage = paste(service, bill)
+        yield running.wait_ready()
     finally:
-        service.clean()
+        running.clean()
+
+
+def test_the_page_as_a_newcomer_pastes_it(service: Service) -> None:
+    *blocks, bill = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    tenants, adapters, answers, refusals, limit = paste(service, "\necho ---\n".join(blocks)).split("---\n")
+    accepted = 2 + statuses(limit).count(200)
+    wait_for(lambda: rows(paste(service, bill)) >= accepted, 60, "rows come a second or so after their requests")
+    usage = paste(service, bill)
     assert "alice" in tenants and "bob" in tenants
     assert "pirate@" in adapters and "alice" in adapters and "public" in adapters
     assert statuses(answers) == [200, 200, 200]
@@ -60,3 +68,7 @@ def test_the_page_as_a_newcomer_pastes_it() -> None:
     assert "x-ratelimit-remaining-requests: 0" in limit.lower() and "retry-after:" in limit.lower()
     assert re.search(r"alice +pirate +pirate@", usage) and re.search(r"bob +shout +shout@", usage)
     assert rows(usage) == accepted, "a row for each request that was accepted"
+
+
+def test_a_service_whose_ray_has_died_ends_with_one_line(service: Service) -> None:
+    end_by_a_dead_ray(service)

@@ -21,7 +21,7 @@ from tests.support.service import free_port, wait_for
 ADMIN = {"authorization": "Bearer root"}
 ARGS: dict[str, Any] = {
     "model_loading_config": {"model_id": "demo", "model_source": "demo"},
-    "engine_kwargs": {"dtype": "float32", "device": "cpu", "max_num_seqs": 16, "shutdown_timeout": 20},
+    "engine_kwargs": {"batch_invariant": True, "device": "cpu", "max_num_seqs": 16, "shutdown_timeout": 20},
     "gateway_config": {"admin_api_key": "root"},
     "deployment_config": {"num_replicas": 1},
 }
@@ -68,10 +68,12 @@ def groups(cluster: Cluster) -> set[str]:
 
 
 class Streams:
-    """Streams one after the other on threads of their own, and requests without a key beside them, until stop()."""
+    """Greedy streams of one prompt, one after the other on threads of their own, and requests without a key beside
+    them, until stop(). ends: when each began and ended, and its last line; texts: what those said that ended well."""
 
     def __init__(self, cluster: Cluster, key: str, threads: int) -> None:
         self.ends: list[tuple[float, float, str]] = []
+        self.texts: set[str] = set()
         self.keyless: list[int] = []
         self._cluster = cluster
         self._key = key
@@ -87,10 +89,17 @@ class Streams:
         self._pool.shutdown()
 
     def _stream_on(self) -> None:
-        asked = {"model": "demo", "prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        asked = {
+            "model": "demo",
+            "prompt": "Once",
+            "max_tokens": 200,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
         headers = {"authorization": f"Bearer {self._key}"}
         while not self._stop.is_set():
-            began_s, last = time.monotonic(), ""
+            began_s, last, pieces = time.monotonic(), "", list[str]()
             try:
                 with plain_http.stream(
                     "POST", self._cluster.url + "/v1/completions", json=asked, headers=headers, timeout=90
@@ -100,6 +109,10 @@ class Streams:
                         if "error" in line or answer.status_code != 200:
                             last = f"{answer.status_code}: {line}"
                             break
+                        if line.startswith("data: {"):
+                            pieces += [choice["text"] for choice in json.loads(line.removeprefix("data: "))["choices"]]
+                    else:
+                        self.texts.add("".join(pieces))
             except httpx.HTTPError as error:
                 last = f"{type(error).__name__}: {error}"
             self.ends.append((began_s, time.monotonic(), last))
@@ -135,6 +148,7 @@ def test_a_redeploy_keeps_tenants_keys_and_running_streams(cluster: Cluster) -> 
         streams.stop()
     print(f"redeployed in {ended_s - began_s:.1f} s, {len(streams.ends)} streams")
     assert {end for _, _, end in streams.ends} == {"data: [DONE]"}
+    assert len(streams.texts) == 1, "a stream that moved says what all say"
     assert any(began < began_s < end for began, end, _ in streams.ends), "one ran when the redeploy began"
     assert streams.keyless and set(streams.keyless) == {401}, "keys are required all the time"
     asked = {"model": "demo", "prompt": "Once", "max_tokens": 4}

@@ -14,6 +14,7 @@ import pytest
 
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.workers.messages.step import StepPlan
+from tests.support.ends import end_by_a_killed_launcher
 from tests.support.plain_http import plain_http
 from tests.support.service import Service, run_tandem, tandem_serve, wait_for
 
@@ -32,12 +33,10 @@ def step_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def closed(step_log: Path) -> Iterator[Service]:
-    """One small group behind an admin key; Ctrl-C at the end leaves nothing."""
+    """One small group behind an admin key. The last test ends it."""
     small = ("--device", "cpu", "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", str(ROWS))
     with tandem_serve("demo", *small, "--admin-api-key", "root", "--step-log", str(step_log)) as running:
         yield running
-        assert running.stop() == 0, running.output
-        running.check_gone()
 
 
 def tenants(service: Service, *arguments: str) -> str:
@@ -290,3 +289,7 @@ def test_a_gateway_that_dies_leaves_a_row_and_no_place_taken(closed: Service) ->
 
 def run_json(service: Service, tenant: str) -> str:
     return run_tandem("usage", "--tenant", tenant, "--format", "json", "--redis-url", redis_url(service)).stdout
+
+
+def test_a_killed_launcher_takes_all_with_it_and_everything_is_named(closed: Service) -> None:
+    end_by_a_killed_launcher(closed)

@@ -1,11 +1,13 @@
-"""A newcomer's terminal: every phase is printed, `tandem complete` and `chat` find the service, the last line is true.
-Before that, in the same service: what README.md and docs/serving.md tell to paste, pasted (only the port is another);
-and who waits longer than --queue-timeout is told so.
+"""A newcomer's terminal: `make serve`, the first of README.md's two commands, on an installed virtual environment.
+Every phase is printed, `tandem complete` and `chat` find the service, the last line is true. Before that, in the same
+service: what README.md and docs/serving.md tell to paste, pasted (only the port is another); and who waits longer than
+--queue-timeout is told so.
 """
 
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,7 +21,7 @@ import openai
 import pytest
 
 from tests.support.plain_http import plain_http
-from tests.support.service import BIN, REPOSITORY, Service, tandem_serve, wait_for
+from tests.support.service import BIN, REPOSITORY, Service, free_port, wait_for
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 pytestmark = pytest.mark.cluster
@@ -30,9 +32,15 @@ def vllm_named() -> Iterator[Service]:
     """A service whose metrics are called as vLLM's, of few rows and little patience, which parses calls."""
     few = ("--max-num-seqs", "4", "--queue-timeout", "4")
     parsers = ("--enable-auto-tool-choice", "--reasoning-parser", "qwen3")
-    own = ("--metrics-prefix", "vllm", *few, *parsers)
-    with tandem_serve("demo", "--device", "cpu", "--dtype", "float32", *own) as running:
-        yield running
+    own = ("--metrics-prefix", "vllm", "--device", "cpu", "--dtype", "float32", *few, *parsers)
+    port, venv = free_port(), BIN.parent
+    assert (venv / ".runtime-installed").exists(), "make dev has made this environment"
+    command = ["make", "serve", f"VENV={venv}", f"ARGS={shlex.join((*own, '--port', str(port)))}"]
+    service = Service(command, port, cwd=REPOSITORY)
+    try:
+        yield service.wait_ready()
+    finally:
+        service.clean()
 
 
 def tandem(service: Service, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
@@ -194,7 +202,7 @@ def test_a_terminal_from_start_to_end(vllm_named: Service) -> None:
     assert {"vllm:num_requests_running", "vllm:generation_tokens_total", "vllm:http_requests_total"} <= names
     assert not [name for name in names if name.startswith("tandem")]
 
-    assert service.stop(signal.SIGINT) == 0
+    service.stop(signal.SIGINT)  # the status is make's
     service.check_gone()
     lines = [line.removeprefix("tandem: ") for line in service.output.splitlines() if line.startswith("tandem: ")]
     begun = [line for line in lines if line.endswith(" ...")]

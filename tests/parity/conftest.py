@@ -52,7 +52,7 @@ def make_decoder() -> MakeDecoder:
             folder=folder,
             dtype=dtype,
             platform=cpu_platform(),
-            attention=attention or cpu_platform().attention(dtype, spec.head_dim),
+            attention=attention or cpu_platform().attention(dtype, spec.head_dim, None, spec.has_latents),
         )
 
     return make

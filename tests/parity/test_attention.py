@@ -13,7 +13,7 @@ from tandem.workers.attention import pieces
 from tandem.workers.attention.backend import AttentionBackend, AttentionStep
 from tandem.workers.attention.chunks import Gatherer
 from tandem.workers.attention.cpu_paged import CpuAttention
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable
 from tandem.workers.attention.reference import ReferenceAttention
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
@@ -69,16 +69,18 @@ def check(
     slopes: tuple[float, ...] | None = None,
     sinks: tuple[float, ...] | None = None,
 ) -> None:
-    """Same output as the oracle, and the same cache afterwards. Quantized: what is rounded to half precision on the way
-    may differ by one more rounding."""
+    """Same output as the oracle, and the same cache afterwards, for a layer of the second group. Quantized: what is
+    rounded to half precision on the way may differ by one more rounding."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
+    own = GroupTable(batch.slot_mapping_T, batch.block_table_RN)
+    batch = dataclasses.replace(batch, block_table_RN=torch.zeros_like(batch.block_table_RN), further_groups=(own,))
     num_heads, num_kv_heads = heads
     storage = kv_dtype or dtype
-    tokens, blocks = batch.num_tokens, int(batch.block_table_RN.max()) + 2
+    tokens, blocks = batch.num_tokens, int(own.block_table_RN.max()) + 2
     # Strided views, as the decoder passes them: q, k and v are parts of one merged product.
     qkv = noise(tokens, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -88,6 +90,7 @@ def check(
         ops = cpu_platform().fused_ops(dtype) if isinstance(each, CpuAttention) else TorchFusedOps()
         keys, key_scales, values, value_scales = (None if plane is None else plane.clone() for plane in planes)
         kv = LayerKV(keys, values, key_scales, value_scales)
+        kv.group = 1
         ops.store(k, v, kv, batch.slot_mapping_T)
         outputs.append(each.prepare(batch).attend(q, k, v, kv, params))
         caches.append([as_indexable(plane) for plane in (keys, values, key_scales, value_scales) if plane is not None])

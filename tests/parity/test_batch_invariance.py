@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,9 +18,11 @@ import pytest
 import torch
 
 from tandem import LLM, SamplingParams
+from tandem.offload.weights.weight_copiers import InlineCopier
 from tandem.parallel.context import ParallelContext
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
+from tandem.workers.graphs.cpu_graphs import RUNS_BEFORE_CAPTURE
 from tandem.workers.models.decoder import build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.platforms.cpu import cpu_platform
@@ -27,7 +30,7 @@ from tandem.workers.platforms.cpu_invariant import batch_invariant
 from tests.support.adapters import save_random_adapter
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.seen_logits import SeenLogits, seeing
-from tests.support.tiny_models import some_in_parity
+from tests.support.tiny_models import BY_NAME, save_tiny_model, some_in_parity
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
 VOCAB = 700
@@ -155,13 +158,14 @@ FAMILIES = (
     "llama-gqa", "mistral-window", "gpt2", "qwen3", "phi3-longrope", "olmo", "olmo2", "stablelm", "stablelm-parallel",
     "cohere", "gpt_neox", "opt", "opt-post", "gptj", "falcon", "starcoder2", "ministral", "granite", "smollm3",
     "gemma", "gemma2", "gemma3", "llama-gelu", "llama-mqa-biased", "bloom-six-heads", "mpt", "falcon-alibi",
-    "qwen3-untied", "gpt2-narrow", "mixtral", "qwen2_moe", "granitemoe",
+    "qwen3-untied", "gpt2-narrow", "mixtral", "qwen2_moe", "granitemoe", "deepseek_v2", "deepseek_v2-lite",
+    "deepseek_v3",
 )  # fmt: skip
 """One for each kind of attention, norm, position and MLP that the mode takes."""
 
 
 @DTYPES
-@pytest.mark.parametrize("name", some_in_parity(FAMILIES, but=("olmo2",)))
+@pytest.mark.parametrize("name", some_in_parity(FAMILIES, but=("olmo2", "deepseek_v3")))
 def test_a_text_alone_and_in_a_crowd_in_chunks(name: str, dtype: str, tiny_folder: Callable[[str], Path]) -> None:
     folder, kind = tiny_folder(name), getattr(torch, dtype)
     spec, platform = load_spec(folder), batch_invariant(cpu_platform())
@@ -184,3 +188,35 @@ def test_a_text_alone_and_in_a_crowd_in_chunks(name: str, dtype: str, tiny_folde
             found[place].append(part.clone())
     for whole, parts in zip(alone, found, strict=True):
         assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize(("dtype", "streamed"), [("bfloat16", ()), ("float32", (0, 1, 2))])
+def test_decode_steps_with_latents_are_replayed(dtype: str, streamed: tuple[int, ...], tmp_path: Path) -> None:
+    """To the same bits, on CPUs whose usual products are none of the kernels that a step is captured with, too. Without
+    experts, whose products are torch's there."""
+    tiny, kind = BY_NAME["deepseek_v2"], getattr(torch, dtype)
+    changes = {**tiny.changes, "num_hidden_layers": 4, "first_k_dense_replace": 4}
+    folder = save_tiny_model(replace(tiny, changes=changes), tmp_path)
+    spec, platform = load_spec(folder), batch_invariant(cpu_platform())
+    prompts = [prompt_ids(length, spec.vocab_size, seed=length) for length in (130, 33, 5)]
+    found = []
+    for replays in (False, True):
+        decoder = build_decoder(
+            spec,
+            ParallelContext.single(),
+            folder=folder,
+            dtype=kind,
+            platform=platform,
+            streamed=streamed,
+            copier=InlineCopier(),
+        )
+        decoder.graphs.can_replay &= replays
+        rows = PagedRows(decoder, len(prompts), 150, kind, platform=platform)
+        logits = [rows.step([*enumerate(prompts)])]
+        for step in range(10):
+            work = [(row, [3 + (7 * step + row) % 190]) for row in range(len(prompts) - step // 8)]
+            logits.append(rows.step(work))
+        found.append(torch.cat(logits))
+        assert decoder.graphs.num_replays == (8 - RUNS_BEFORE_CAPTURE - 1 if replays else 0)
+        decoder.close()
+    assert torch.equal(*found)

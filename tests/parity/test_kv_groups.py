@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tandem import LLM, SamplingParams
+from tests.support.adapters import load_adapted_peer, save_random_adapter
 from tests.support.tiny_models import TinyModel, load_peer, save_tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
@@ -39,18 +40,20 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return saved
 
 
+def greedy(peer: Any, ids: list[int], count: int) -> list[int]:
+    """What a model of transformers or peft answers."""
+    peer.generation_config.eos_token_id = None
+    inputs = torch.tensor([ids])
+    mask = torch.ones_like(inputs)
+    out = peer.generate(input_ids=inputs, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return list(out[0, len(ids) :].tolist())
+
+
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> list[list[int]]:
     """What transformers answers to PROMPTS."""
     peer = load_peer(folder)
-    peer.generation_config.eos_token_id = None
-    answers = []
-    for ids in PROMPTS:
-        inputs = torch.tensor([ids])
-        mask = torch.ones_like(inputs)
-        out = peer.generate(inputs, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
-        answers.append(out[0, len(ids) :].tolist())
-    return answers
+    return [greedy(peer, ids, TOKENS) for ids in PROMPTS]
 
 
 @contextmanager
@@ -119,3 +122,34 @@ def test_windows_decide_what_the_pool_holds(folder: Path) -> None:
         assert llm._engine.max_len < len(PROMPTS[2])
     with serving(folder) as llm:
         assert llm._engine.max_len == 256
+
+
+@pytest.mark.parametrize("folder", ["mixed"], indirect=True)
+def test_rows_with_adapters_give_blocks_back_too(folder: Path, wanted: list[list[int]], tmp_path: Path) -> None:
+    """Two adapters and none in one batch, of one long prompt and short ones, from a pool that is too small for all at
+    once; from one with room, where the second time each finds the blocks of its own adapter."""
+    count = 40
+    adapters = [save_random_adapter(folder, tmp_path / str(seed), rank=4 + 4 * seed, seed=seed) for seed in range(2)]
+    prompts = [PROMPTS[2], PROMPTS[2], PROMPTS[0], PROMPTS[3]]
+    expected = [
+        wanted[2][:count],
+        greedy(load_adapted_peer(folder, adapters[0]), PROMPTS[2], count),
+        greedy(load_adapted_peer(folder, adapters[1]), PROMPTS[0], count),
+        greedy(load_adapted_peer(folder, adapters[0]), PROMPTS[3], count),
+    ]
+    assert expected[0] != expected[1] and expected[2] != wanted[0][:count], "every adapter must matter"
+    for room, rounds in ({}, 1), ({"num_gpu_blocks_override": 1000}, 2):
+        with serving(folder, enable_lora=True, max_loras=2, max_lora_rank=8, **room) as llm:
+            first, second = (llm.load_adapter(adapter) for adapter in adapters)
+            for _ in range(rounds):
+                outputs = llm.generate(
+                    [{"prompt_token_ids": ids} for ids in prompts],
+                    SamplingParams(temperature=0, max_tokens=count, ignore_eos=True),
+                    lora_request=[None, first, second, first],
+                    use_tqdm=False,
+                )
+                assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+            stats = llm._engine.stats()
+            llm._engine.check_invariants()
+            assert stats.used_blocks == 0
+            assert (stats.preemptions > 0) == (not room) and (stats.prefix_cache_hits > 0) == bool(room)

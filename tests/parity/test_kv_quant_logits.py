@@ -45,7 +45,7 @@ class Rows:
         self._folder, self._make = folder, make
 
     def of(self, kv_dtype: torch.dtype | None, num_rows: int = 1, max_len: int = PROMPT_LEN) -> PagedRows:
-        attention = cpu_platform().attention(torch.float32, self.spec.head_dim, kv_dtype)
+        attention = cpu_platform().attention(torch.float32, self.spec.head_dim, kv_dtype, self.spec.has_latents)
         return PagedRows(self._make(self._folder, attention=attention), num_rows, max_len, kv_dtype=kv_dtype)
 
     def error(self, kv_dtype: torch.dtype) -> float:

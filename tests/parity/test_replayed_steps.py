@@ -29,7 +29,7 @@ from tests.support.adapters import save_random_adapter
 from tests.support.engine_ranks import RunsOut
 from tests.support.lora_ranks import MAX_RANK, put_all, with_adapters
 from tests.support.paged_rows import PagedRows, prompt_ids
-from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
+from tests.support.tiny_models import BY_NAME, TINY_MODELS, TinyModel, save_tiny_model
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 NUM_ROWS, MAX_LEN = 5, 60
@@ -61,7 +61,7 @@ def two_threads() -> Iterator[None]:
 
 def decoder_of(folder: Path, kv_dtype: torch.dtype | None = None, **more: object) -> Decoder:
     spec = load_spec(folder)
-    attention = cpu_platform().attention(BF16, spec.head_dim, kv_dtype)
+    attention = cpu_platform().attention(BF16, spec.head_dim, kv_dtype, spec.has_latents)
     context = ParallelContext.single()
     return build_decoder(spec, context, folder=folder, dtype=BF16, platform=cpu_platform(), attention=attention, **more)  # type: ignore[arg-type]
 
@@ -95,11 +95,11 @@ def check(decoder: Callable[[], Decoder], kv_dtype: torch.dtype | None = None) -
     replaying.close()
 
 
-LATENT = {"deepseek_v2", "deepseek_v3"}
-"""Families whose latent attention is more than kernels."""
-NARROW = {"gpt2-narrow", "qwen2_moe", "qwen2_moe-sparse"}
+NARROW = {"gpt2-narrow", "qwen2_moe", "qwen2_moe-sparse", "deepseek_v2"}
 """Models whose widths the products of few rows do not take."""
-REPLAYED = [tiny.name for tiny in TINY_MODELS if tiny.name not in NARROW and tiny.model_type not in LATENT]
+REPLAYED = [tiny.name for tiny in TINY_MODELS if tiny.name not in NARROW]
+GELU_EXPERTS = TinyModel("gelu-experts", "mixtral", {**BY_NAME["mixtral"].changes, "hidden_act": "gelu_pytorch_tanh"})
+"""No family of the registry has experts with another activation than SiLU, but config.json may ask for one."""
 IN_TEST = {
     "llama-gqa",
     "qwen3_moe",
@@ -110,7 +110,9 @@ IN_TEST = {
     "olmo2",
     "cohere",
     "granite",
+    "granitemoe",
     "stablelm-parallel",
+    "deepseek_v3",
 }
 
 
@@ -119,6 +121,11 @@ IN_TEST = {
 )
 def test_every_family_is_replayed(folders: Callable[[str], Path], name: str) -> None:
     check(lambda: decoder_of(folders(name)))
+
+
+def test_experts_with_another_activation_are_replayed(tmp_path: Path) -> None:
+    folder = save_tiny_model(GELU_EXPERTS, tmp_path)
+    check(lambda: decoder_of(folder))
 
 
 def test_how_many_families_are_replayed() -> None:
@@ -135,11 +142,13 @@ def test_how_many_families_are_replayed() -> None:
         "falcon",
         "cohere",
         "granite",
+        "deepseek_v2",
+        "deepseek_v3",
     }
-    assert len(families) == 27
+    assert len(families) == 29
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window", "deepseek_v3"])
 @pytest.mark.parametrize("before", range(RUNS_BEFORE_CAPTURE + 2))
 def test_contexts_that_outgrow_a_partition_at_any_step(
     folders: Callable[[str], Path], two_threads: None, name: str, before: int
@@ -167,7 +176,8 @@ def test_quantized_weights(folders: Callable[[str], Path], quantization: str) ->
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 def test_a_quantized_cache(folders: Callable[[str], Path], kv_dtype: torch.dtype) -> None:
-    check(lambda: decoder_of(folders("qwen3"), kv_dtype), kv_dtype)
+    for name in ("qwen3", "deepseek_v3"):
+        check(lambda name=name: decoder_of(folders(name), kv_dtype), kv_dtype)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("streamed", [(1,), (0, 3), (0, 1, 2), (0, 1, 2, 3)])

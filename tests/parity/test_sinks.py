@@ -74,7 +74,7 @@ def with_sinks(spec: ArchSpec) -> ArchSpec:
 def logits_with_sinks(folder: Path, ids: list[int], context: ParallelContext) -> torch.Tensor:
     """A whole prompt, then as many tokens one by one."""
     spec = with_sinks(load_spec(folder))
-    attention = cpu_platform().attention(torch.float32, spec.head_dim)
+    attention = cpu_platform().attention(torch.float32, spec.head_dim, None, spec.has_latents)
     decoder: Decoder = build_decoder(
         spec, context, folder=folder, dtype=torch.float32, platform=cpu_platform(), attention=attention
     )

@@ -63,7 +63,7 @@ def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None
         folder=case.folder,
         dtype=case.dtype,
         platform=cpu_platform(),
-        attention=cpu_platform().attention(case.dtype, spec.head_dim, case.kv_dtype),
+        attention=cpu_platform().attention(case.dtype, spec.head_dim, case.kv_dtype, spec.has_latents),
         load_format=case.load_format,  # type: ignore[arg-type]
         streamed=[layer for layer in case.streamed if layer in local],
         quantization=case.quantization,

@@ -49,7 +49,7 @@ class AdaptedCase:
 def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | None:
     """On this rank; on the last stage all steps' logits [sum of S, V], None elsewhere."""
     spec = load_spec(case.folder)
-    attention = cpu_platform().attention(case.dtype, spec.head_dim)
+    attention = cpu_platform().attention(case.dtype, spec.head_dim, None, spec.has_latents)
     decoder = build_decoder(
         spec,
         context,

@@ -6,11 +6,12 @@ block up is found out.
 
 import random
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
 from tandem.workers.attention.backend import KVTensors
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable
 from tandem.workers.kernels.kv_store import as_indexable
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.platforms.base import Platform
@@ -20,15 +21,16 @@ from tandem.workers.rank.kv_cache import KVCache
 
 @dataclass(slots=True)
 class PagedRow:
-    """One sequence: its blocks, and how many of its tokens are in the cache."""
+    """One sequence: its blocks, by group of layers, and how many of its tokens are in the cache."""
 
-    blocks: list[int]
+    blocks: list[list[int]]
     length: int = 0
 
 
 @dataclass(slots=True)
 class PagedRows:
-    """KV tensors for `num_rows` rows of up to `max_len` tokens, and the rows' bookkeeping."""
+    """KV tensors for `num_rows` rows of up to `max_len` tokens, and the rows' bookkeeping. windows: of the groups of
+    layers, as the decoder has them; a block that a row's window has passed is never named again."""
 
     decoder: Decoder
     num_rows: int
@@ -38,16 +40,18 @@ class PagedRows:
     shuffle: bool = True
     kv_dtype: torch.dtype | None = None
     platform: Platform = field(default_factory=cpu_platform)
+    windows: tuple[int | None, ...] = (None,)
     rows: list[PagedRow] = field(init=False)
     kv: KVTensors = field(init=False)
 
     def __post_init__(self) -> None:
-        per_row = -(-self.max_len // self.block_size)
-        ids = list(range(1, 1 + self.num_rows * per_row))  # block 0 is what padded tables point at
+        per_row, groups = -(-self.max_len // self.block_size), len(self.windows)
+        ids = list(range(1, 1 + self.num_rows * groups * per_row))  # block 0 is what padded tables point at
         if self.shuffle:
             random.Random(0).shuffle(ids)
-        self.rows = [PagedRow(ids[row * per_row : (row + 1) * per_row]) for row in range(self.num_rows)]
-        decoder, num_blocks = self.decoder, 1 + self.num_rows * per_row
+        tables = [ids[start : start + per_row] for start in range(0, len(ids), per_row)]
+        self.rows = [PagedRow(tables[row * groups : (row + 1) * groups]) for row in range(self.num_rows)]
+        decoder, num_blocks = self.decoder, 1 + len(ids)
         dtype, platform = self.kv_dtype or self.dtype, self.platform
         cache = KVCache.allocate(decoder.kv_layouts, num_blocks, self.block_size, dtype, platform)
         for plane in cache.planes:
@@ -56,33 +60,41 @@ class PagedRows:
 
     def batch(self, work: list[tuple[int, list[int]]], all_logits: bool = False) -> ForwardBatch:
         """The batch in which each named row gets these tokens; advances the rows. Logits of the last tokens, or all."""
-        ids, positions, slots, starts, seq_lens = [], [], [], [0], []
-        for row_id, tokens in work:
-            row = self.rows[row_id]
-            for token in tokens:
-                ids.append(token)
-                positions.append(row.length)
-                slots.append(row.blocks[row.length // self.block_size] * self.block_size + row.length % self.block_size)
-                row.length += 1
-            starts.append(len(ids))
-            seq_lens.append(row.length)
-        used = [-(-length // self.block_size) for length in seq_lens]
-        table = torch.zeros(len(work), max(used), dtype=torch.int32)
-        for index, ((row_id, _), count) in enumerate(zip(work, used, strict=True)):
-            table[index, :count] = torch.tensor(self.rows[row_id].blocks[:count])
-        logits_rows = list(range(len(ids))) if all_logits else [stop - 1 for stop in starts[1:]]
+        begins = [self.rows[row_id].length for row_id, _ in work]
+        places = [range(begin, begin + len(tokens)) for begin, (_, tokens) in zip(begins, work, strict=True)]
+        for (row_id, _), own in zip(work, places, strict=True):
+            self.rows[row_id].length = own.stop
+        seq_lens = [own.stop for own in places]
+        starts = [0, *accumulate(len(tokens) for _, tokens in work)]
+        own_group, *further = (
+            self._table([row_id for row_id, _ in work], places, group) for group in range(len(self.windows))
+        )
+        logits_rows = list(range(starts[-1])) if all_logits else [stop - 1 for stop in starts[1:]]
         return ForwardBatch(
-            input_ids_T=torch.tensor(ids),
-            positions_T=torch.tensor(positions),
-            slot_mapping_T=torch.tensor(slots),
+            input_ids_T=torch.tensor([token for _, tokens in work for token in tokens]),
+            positions_T=torch.tensor([place for own in places for place in own]),
+            slot_mapping_T=own_group.slot_mapping_T,
             query_starts=torch.tensor(starts, dtype=torch.int32),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            block_table_RN=table,
+            block_table_RN=own_group.block_table_RN,
             logits_rows_S=torch.tensor(logits_rows),
             query_lens_list=[len(tokens) for _, tokens in work],
             seq_lens_list=seq_lens,
             block_size=self.block_size,
+            further_groups=tuple(further),
         )
+
+    def _table(self, row_ids: list[int], places: list[range], group: int) -> GroupTable:
+        """Slots of the positions `places` of these rows, and the rows' block tables."""
+        size, window = self.block_size, self.windows[group]
+        slots = []
+        table = torch.zeros(len(row_ids), max(-(-own.stop // size) for own in places), dtype=torch.int32)
+        for index, (row_id, own) in enumerate(zip(row_ids, places, strict=True)):
+            blocks = self.rows[row_id].blocks[group]
+            slots += [blocks[place // size] * size + place % size for place in own]
+            used, first = -(-own.stop // size), 0 if window is None else max(0, own.start + 1 - window) // size
+            table[index, :used] = torch.tensor([blocks[max(first, place)] for place in range(used)])
+        return GroupTable(torch.tensor(slots), table)
 
     @torch.inference_mode()
     def step(self, work: list[tuple[int, list[int]]], all_logits: bool = False) -> torch.Tensor:

@@ -36,13 +36,13 @@ def seeing(seen: SeenLogits) -> Iterator[None]:
     draw = Sampling.draw
 
     def noted(
-        self: Sampling, logits_SV: torch.Tensor, accelerator: Accelerator, positions_S: torch.Tensor | None = None
+        self: Sampling, logits_SV: torch.Tensor, accelerator: Accelerator, *on_device: torch.Tensor | None
     ) -> Drawn:
         for place, (row, position) in enumerate(zip(self._rows_S.tolist(), self._positions_S.tolist(), strict=True)):
             tokens, _ = self._history(row, position)
             assert len(tokens) == position and (tokens >= 0).all(), "a token that is not known yet"
             seen.take(tokens.tobytes(), logits_SV[place].clone())
-        return draw(self, logits_SV, accelerator, positions_S)
+        return draw(self, logits_SV, accelerator, *on_device)
 
     with mock.patch.object(Sampling, "draw", noted):
         yield

@@ -86,6 +86,8 @@ DEEPSEEK = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+EVEN = {"q_lora_rank": 64, "v_head_dim": 24}
+"""Widths that the products of few rows take (tests/parity/test_replayed_steps.py)."""
 GROUPS = {"n_group": 4, "topk_group": 2}
 MSCALED = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 
@@ -164,8 +166,8 @@ TINY_MODELS: tuple[TinyModel, ...] = (
             "routed_scaling_factor": 1.5,
         },
     ),
-    shallow("deepseek_v2-lite", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": MSCALED}, "deepseek_v2"),
-    shallow("deepseek_v3", {**DEEPSEEK, **GROUPS, "rope_parameters": MSCALED}),
+    shallow("deepseek_v2-lite", {**DEEPSEEK, **EVEN, "q_lora_rank": None, "rope_parameters": MSCALED}, "deepseek_v2"),
+    shallow("deepseek_v3", {**DEEPSEEK, **EVEN, **GROUPS, "rope_parameters": MSCALED}),
     shallow(
         "gpt_oss",
         {
@@ -183,6 +185,17 @@ TINY_MODELS: tuple[TinyModel, ...] = (
     ),
     shallow("granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
 )
+GROUPED = TinyModel(
+    "grouped",
+    "gemma3_text",
+    {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+)
+"""Gemma 3 with windows that texts soon pass, on three of four layers: four groups with KV block tables of their own."""
 BY_NAME: Mapping[str, TinyModel] = {model.name: model for model in TINY_MODELS}
 SHALLOW = tuple(model.name for model in TINY_MODELS if model.is_shallow)
 

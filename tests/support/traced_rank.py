@@ -25,6 +25,7 @@ from tandem.workers.lora.device.layout import ShardShape, pack
 from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.messages.request import AdapterRef
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
+from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.messages.transfer import CopyKV, PlaceAdapter
 from tandem.workers.models.spec.kv_layout import KVLayout
 from tandem.workers.rank.kv_cache import KVCache
@@ -34,11 +35,23 @@ from tandem.workers.rank.transfers.adapter_lanes import PlaceLane
 from tandem.workers.rank.transfers.kv_lanes import MemoryLane
 from tandem.workers.rank.transfers.load_gate import LoadGate
 from tests.support.traced_accelerator import TracedAccelerator, traced_platform
+from tests.unit.sampling.naive_twin import choose
 
 VOCAB, LAYERS, BLOCKS, BLOCK_SIZE, DIM = 61, 3, 24, 2, 16
 INPUTS, OUTPUTS, RANK_OF_ADAPTER = 16, 32, 8
 GREEDY = RowSampling(temperature=0.0)
-BIASED = RowSampling(temperature=0.0, repetition_penalty=1.5)
+SAMPLINGS = (
+    GREEDY,
+    RowSampling(temperature=0.0, repetition_penalty=1.5, presence_penalty=2.0),
+    RowSampling(
+        temperature=0.0,
+        min_tokens=2,
+        stop_token_ids=tuple(range(0, VOCAB, 3)),
+        bad_words_token_ids=tuple((token, (7 * token) % VOCAB) for token in range(VOCAB)),
+        thinking_budget=ThinkingBudget(tokens=1, start=(1,), end=(5, 6), inside=True),
+    ),
+)
+"""What they choose depends on the tokens before."""
 
 
 def next_token(context: list[int]) -> int:
@@ -118,6 +131,7 @@ class Row:
     used_by: int = 0
     awaits: list[int] = field(default_factory=list)
     sampling: RowSampling = GREEDY
+    prompt_len: int = 0
     start: int = 0
     slot: int | None = None
     value: int = 0
@@ -156,6 +170,7 @@ class Rank:
         blocks = [self.free.pop() for _ in range(-(-(len(prompt) + more) // BLOCK_SIZE))]
         number = next(n for n in range(9) if n not in {row.number for row in self.rows})
         row = Row(number, list(prompt), blocks, len(prompt) + more, len(prompt), sampling=sampling)
+        row.prompt_len = len(prompt)
         self.rows.append(row)
         return row
 
@@ -197,9 +212,9 @@ class Rank:
         assert result is not None and [r.row for r in result.rows] == [row.number for row in samplers]
         for row, found in zip(samplers, result.rows, strict=True):
             if len(row.tokens) < row.wanted:
-                if row.sampling is GREEDY:
-                    expected = (next_token(row.tokens) + self.model.constant + row.value) % VOCAB
-                    assert found.token_ids == [expected], "a token of what the row had"
+                best = (next_token(row.tokens) + self.model.constant + row.value) % VOCAB
+                expected = choose(np.eye(VOCAB)[best], row.sampling, row.tokens, row.prompt_len)
+                assert found.token_ids == [expected], "a token of what the row had"
                 row.tokens += found.token_ids
         self.collected += 1
 

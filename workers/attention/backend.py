@@ -1,8 +1,9 @@
 """The Protocol of paged attention (PagedAttention, Kwon et al. 2023) and the KV tensors that it reads and writes.
 
 The decoder calls `prepare` once per step and `attend` once per layer, after the layer's K and V have been stored
-(FusedOps.store). Backends keep no state between steps. T tokens, N query heads, K KV heads, D head dim. Caches are
-[num_blocks, block_size, K, D], FlashAttention's paged layout, in a storage dtype that may differ from q's
+(FusedOps.store). A step serves all groups of layers: the block table of a layer is that of its cache's group
+(ForwardBatch.of_group). Backends keep no state between steps. T tokens, N query heads, K KV heads, D head dim. Caches
+are [num_blocks, block_size, K, D], FlashAttention's paged layout, in a storage dtype that may differ from q's
 (workers/kernels/kv_store.py). A query sees every key and value as the cache has stored it, those of its own step
 included, so results do not depend on how tokens are split into steps. Where the cache stores them unchanged, the step's
 own need not be gathered: the first chunk of a prompt reads no cache.
@@ -65,7 +66,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        """Groups the rows of a step. The batch must stay unchanged until the step has finished."""
+        """Sorts the rows of a step, for all its layers. The batch must stay unchanged until the step has finished."""
         ...
 
     def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:

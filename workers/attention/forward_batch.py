@@ -49,6 +49,15 @@ class ForwardBatch:
     spare_lens_list: list[int] | None = None
     further_groups: tuple[GroupTable, ...] = ()
 
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of layers with block tables of their own."""
+        return 1 + len(self.further_groups)
+
+    def block_table(self, group: int) -> torch.Tensor:
+        """Returns block_table_RN of a group of layers."""
+        return self.further_groups[group - 1].block_table_RN if group else self.block_table_RN
+
     def of_group(self, group: int) -> "ForwardBatch":
         """Returns the batch as the layers of a group see it."""
         if not group:

@@ -16,12 +16,12 @@ from tandem.workers.models.spec.arch import AttentionParams
 
 
 class GeneralAttention:
-    """One step; rows are sorted out once per distinct window."""
+    """One step; rows are sorted once for each group of layers and window."""
 
     def __init__(self, batch: ForwardBatch, gatherer: Gatherer) -> None:
         self._batch = batch
         self._gatherer = gatherer
-        self._chunks: dict[int | None, list[Chunk]] = {}
+        self._chunks: dict[tuple[int | None, int], list[Chunk]] = {}
 
     def attend(
         self,
@@ -32,17 +32,18 @@ class GeneralAttention:
         params: AttentionParams,
     ) -> torch.Tensor:
         """Returns out_TND. The step's keys and values have been written to the cache."""
-        if params.window not in self._chunks:
-            self._chunks[params.window] = self._lay_out(params.window, kv.keys.dtype is k_TKD.dtype)
+        key = params.window, kv.group
+        if key not in self._chunks:
+            self._chunks[key] = self._lay_out(*key, kv.keys.dtype is k_TKD.dtype)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
-        for chunk in self._chunks[params.window]:
+        for chunk in self._chunks[key]:
             own = slice(chunk.start, chunk.stop)
             pieces = context_pieces(self._gatherer, chunk, k_TKD, v_TKD, kv)
             out_TND[own] = attend_in_pieces(q_TND[own], pieces, chunk.context_len, params, chunk.before)
         return out_TND
 
-    def _lay_out(self, window: int | None, is_exact: bool) -> list[Chunk]:
-        batch = self._batch
+    def _lay_out(self, window: int | None, group: int, is_exact: bool) -> list[Chunk]:
+        batch = self._batch.of_group(group)
         starts = accumulate(batch.query_lens_list, initial=0)
         return [
             chunk_of(batch, row, start, window, is_exact)

@@ -36,6 +36,10 @@ class LatentHeads(Protocol):
 
     spec: Mla
 
+    def of_heads(self) -> torch.Tensor:
+        """Returns the matrix, [N, P + V, L]: a head's rows make its key of a latent, then its value."""
+        ...
+
     def absorb(self, q_TND: torch.Tensor) -> torch.Tensor:
         """Returns q_TNE, whose products with what the cache has are the scores."""
         ...

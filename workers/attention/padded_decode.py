@@ -38,7 +38,9 @@ class PaddedDecode:
         self._store = store
         self._scratch_block = scratch_block
         self._block_size = batch.block_size
-        self._table_TW = torch.empty((num_tokens, width), dtype=torch.int64, device=device)
+        self._tables_TW = [
+            torch.empty((num_tokens, width), dtype=torch.int64, device=device) for _ in range(batch.num_groups)
+        ]
         self._lens_T1 = torch.empty((num_tokens, 1), dtype=torch.int64, device=device)
         self._position_J = torch.arange(width * batch.block_size, device=device)
         self._tokens_T = torch.arange(num_tokens, dtype=torch.int32, device=device)
@@ -49,9 +51,11 @@ class PaddedDecode:
     def set_batch(self, batch: ForwardBatch) -> None:
         count = batch.num_tokens
         row_T = torch.searchsorted(batch.query_starts[1:], self._tokens_T[:count], right=True)
-        width = min(self._table_TW.shape[1], batch.block_table_RN.shape[1])
-        self._table_TW.fill_(self._scratch_block)
-        self._table_TW[:count, :width] = batch.block_table_RN[row_T, :width]
+        for group, table_TW in enumerate(self._tables_TW):
+            table_RN = batch.block_table(group)
+            width = min(table_TW.shape[1], table_RN.shape[1])
+            table_TW.fill_(self._scratch_block)
+            table_TW[:count, :width] = table_RN[row_T, :width]
         self._lens_T1.fill_(1)
         self._lens_T1[:count, 0] = batch.positions_T + 1
         for (window, dtype), mask_TJ in self._masks.items():
@@ -61,11 +65,12 @@ class PaddedDecode:
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, params: AttentionParams
     ) -> torch.Tensor:
         mask_TJ = self._mask_of(params.window, q_TND.dtype if params.is_plain else torch.float32)
-        rows = max(1, piece_blocks(kv, q_TND.dtype) // self._table_TW.shape[1])
+        table_TW = self._tables_TW[kv.group]
+        rows = max(1, piece_blocks(kv, q_TND.dtype) // table_TW.shape[1])
         outputs = []
         for start in range(0, len(q_TND), rows):
             own = slice(start, start + rows)
-            k_RKJD, v_RKJD = self._gathered(self._table_TW[own], kv, q_TND.dtype)
+            k_RKJD, v_RKJD = self._gathered(table_TW[own], kv, q_TND.dtype)
             q_RKGD = q_TND[own].unflatten(1, (k_RKJD.shape[1], -1))
             mask_R11J = mask_TJ[own, None, None]
             if params.is_plain:
@@ -84,11 +89,12 @@ class PaddedDecode:
         heads: LatentHeads,
     ) -> torch.Tensor:
         mask_TJ = self._mask_of(None, torch.float32)
-        rows = max(1, piece_blocks(kv, q_TND.dtype) // self._table_TW.shape[1])
+        table_TW = self._tables_TW[kv.group]
+        rows = max(1, piece_blocks(kv, q_TND.dtype) // table_TW.shape[1])
         q_TNE, outputs = heads.absorb(q_TND), []
         for start in range(0, len(q_TND), rows):
             own = slice(start, start + rows)
-            table_RW = self._table_TW[own]
+            table_RW = table_TW[own]
             latents_BS1E = q_TND.new_empty((table_RW.numel(), *kv.keys.shape[1:]))
             self._store.gather(kv.keys, kv.key_scales, table_RW.flatten(), latents_BS1E)
             latents_RJE = latents_BS1E.view(len(table_RW), -1, heads.spec.head_dim)

@@ -45,7 +45,7 @@ class _ReferenceStep:
         kv: LayerKV,
         params: AttentionParams,
     ) -> torch.Tensor:
-        batch = self.batch
+        batch = self.batch.of_group(kv.group)
         out_TND = torch.empty_like(q_TND)
         start = 0
         for row, (num_queries, seq_len) in enumerate(zip(batch.query_lens_list, batch.seq_lens_list, strict=True)):
@@ -71,7 +71,7 @@ class _ReferenceStep:
         heads: LatentHeads,
     ) -> torch.Tensor:
         """Keys and values of every head, made of every latent."""
-        batch = self.batch
+        batch = self.batch.of_group(kv.group)
         out_TNV = q_TND.new_empty((*q_TND.shape[:2], heads.spec.v_dim))
         start = 0
         for row, (num_queries, seq_len) in enumerate(zip(batch.query_lens_list, batch.seq_lens_list, strict=True)):

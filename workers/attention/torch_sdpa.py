@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
 from tandem.workers.attention.chunks import (
     Chunk,
-    ChunkAttention,
     Gatherer,
     SdpaChunks,
     additive_mask,
@@ -86,23 +85,16 @@ class _Layout:
 
 
 class TorchStep:
-    """One step; layouts are made once per distinct window and shared by all layers. of_latents: attends in chunks over
-    keys and values that were made of latents, None: SDPA."""
+    """One step; layouts are made once for each group of layers and window."""
 
-    def __init__(
-        self,
-        batch: ForwardBatch,
-        gatherer: Gatherer,
-        is_bounded: bool,
-        of_latents: ChunkAttention | None = None,
-    ) -> None:
+    def __init__(self, batch: ForwardBatch, gatherer: Gatherer, is_bounded: bool) -> None:
         self._batch = batch
         self._is_bounded = is_bounded
         self._gatherer = gatherer
         self._sdpa = SdpaChunks()
-        self._of_latents = LatentChunks(gatherer, of_latents or self._sdpa, keeps_scores=is_bounded)
+        self._of_latents = LatentChunks(gatherer, self._sdpa, keeps_scores=is_bounded)
         self._general = GeneralAttention(batch, gatherer)
-        self._layouts: dict[int | None, _Layout] = {}
+        self._layouts: dict[tuple[int | None, int], _Layout] = {}
 
     def attend(
         self,
@@ -157,12 +149,14 @@ class TorchStep:
         return out_TNV
 
     def _layout_of(self, window: int | None, kv: LayerKV, dtype: torch.dtype) -> "_Layout":
-        if window not in self._layouts:
+        key = window, kv.group
+        if key not in self._layouts:
             max_blocks = max(1, GROUP_BYTES // (2 * kv.keys[0].numel() * dtype.itemsize))
             is_exact = kv.keys.dtype is dtype
             longest = piece_blocks(kv, dtype) if self._is_bounded else None
-            self._layouts[window] = _lay_out(self._batch, window, dtype, max_blocks, is_exact, longest)
-        return self._layouts[window]
+            batch = self._batch.of_group(kv.group)
+            self._layouts[key] = _lay_out(batch, window, dtype, max_blocks, is_exact, longest)
+        return self._layouts[key]
 
     def _fits(self, chunk: Chunk, q_TND: torch.Tensor, kv: LayerKV, window: int | None) -> bool:
         """Whether SDPA needs no mask, or both its scores, should it keep them, and the gather stay within bounds."""

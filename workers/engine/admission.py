@@ -15,8 +15,8 @@ from tandem.workers.messages.request import GenerationRequest
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of the model for the engine: limits, end tokens, the names in the keys of its KV blocks, and its groups of
-    layers, None for one without a window."""
+    """Facts of the model for the engine: limits, end tokens, the names in the keys of its KV blocks, its groups of
+    layers, None for one without a window, and whether some have experts."""
 
     max_model_len: int
     vocab_size: int
@@ -24,6 +24,7 @@ class ModelFacts:
     model_revision: str
     kv_dtype: str
     kv_groups: KVGroups | None = None
+    has_experts: bool = False
 
 
 class Deadlines:

@@ -16,6 +16,7 @@ from tandem.workers.engine.admission import Deadlines, ModelFacts, QueueLimits, 
 from tandem.workers.engine.base.arrivals import Arrivals, closing_delta, end_of
 from tandem.workers.engine.base.blockers import Blocker
 from tandem.workers.engine.base.drafting import Drafting
+from tandem.workers.engine.base.expert_reports import ExpertReports
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.base.stats import Collector, EngineStats, TenantCounts, engine_stats
 from tandem.workers.engine.blocks.block_manager import BlockManager
@@ -45,7 +46,7 @@ from tandem.workers.messages.request import (
     Loss,
     TokenDelta,
 )
-from tandem.workers.messages.step import StepResult
+from tandem.workers.messages.step import ExpertTokens, StepResult
 from tandem.workers.messages.transfer import TransferResult
 
 __all__ = ["Engine", "ModelFacts", "OutputSink"]
@@ -125,6 +126,7 @@ class Engine:
             batching=batching_policy(settings.scheduler, self._waiting, clock),
             grammars=self._grammars,
         )
+        self._experts = ExpertReports(executor.count_experts, stages if facts.has_experts else 0, clock)
         self._collector = Collector()
         self._forget_at_s = 0.0
         eos = frozenset(facts.eos_token_ids)
@@ -199,13 +201,15 @@ class Engine:
 
     @property
     def is_copying(self) -> bool:
-        """Whether transfers of KV or adapters are in flight: call turn() soon, also without work."""
-        return self._transfers.is_busy
+        """Whether transfers of KV or adapters, or questions to the ranks, are in flight: call turn() soon, also without
+        work."""
+        return self._transfers.is_busy or self._experts.is_open
 
     @property
     def idle_s(self) -> float:
         """Seconds until turn() is needed without work and transfers; inf: never."""
-        return math.inf if self._adapters is None else max(0.0, self._adapters.look_again_s - self._clock())
+        adapters_s = math.inf if self._adapters is None else self._adapters.look_again_s
+        return max(0.0, min(adapters_s, self._experts.look_again_s) - self._clock())
 
     def flush_transfers(self, timeout_s: float) -> None:
         """Waits at most timeout_s for transfers of KV to end, so that lower tiers keep their blocks. Called before
@@ -251,10 +255,12 @@ class Engine:
             step, plan = scheduled
             self._in_flight_steps.append(step)
             self._executor.submit(plan)
+            self._experts.note_step()
             self._count_plan(step, started_s)
             if self._log is not None:
                 self._log.write(plan)
             progress = True
+        self._experts.poll()
         submitted_s = self._clock()
         self._collector.schedule_s += submitted_s - started_s
         if not self._in_flight_steps and (progress or not self.is_copying):
@@ -265,7 +271,6 @@ class Engine:
         if result is None:
             return self._take_transfers() or progress
         step = self._applied = self._in_flight_steps.popleft()
-        self._collector.expert_tokens = result.expert_tokens or self._collector.expert_tokens
         if result.failure is None:
             deltas, ended = self._results.apply(step, result, now_s)
             self._costs.observe_step(step.num_prefill_tokens, step.num_decode, result.device_s)
@@ -307,6 +312,7 @@ class Engine:
             offload=None if self._offload is None else self._offload.stats(self._block_bytes),
             adapters=None if self._adapters is None else self._adapters.stats(),
             drafts=None if self._drafting is None else self._drafting.stats(),
+            experts=self._experts.stats,
         )
 
     @property
@@ -374,8 +380,11 @@ class Engine:
     def _poll(self, timeout_s: float) -> None:
         """Waits for a message of the ranks; takes it and what else is there, up to the next result."""
         message = self._executor.poll(timeout_s)
-        while isinstance(message, TransferResult):
-            self._answers.append(message)
+        while isinstance(message, TransferResult | ExpertTokens):
+            if isinstance(message, TransferResult):
+                self._answers.append(message)
+            else:
+                self._experts.take(message)
             message = self._executor.poll(0.0)
         if message is not None:
             self._arrived.append(message)
@@ -454,9 +463,7 @@ class Engine:
         if self._requests.get(state.request.request_id) is state:
             del self._requests[state.request.request_id]
         self._limits.leave(state.request)
-        self._grammars.leave(state)
-        if self._adapters is not None:
-            self._adapters.leave(state)
+        self._grammars.leave(state)  # it is no user of its adapter yet, as it has had no row
 
     def _start(self, state: RequestState) -> None:
         """Ends choices that were complete when they were resumed; queues the first of the others."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.offload.kv.tiered_store import TieredStore
-from tandem.workers.messages.step import StepPlan, StepResult
+from tandem.workers.messages.step import ExpertTokens, StepPlan, StepResult
 from tandem.workers.messages.transfer import TransferOp, TransferResult
 
 
@@ -53,7 +53,12 @@ class Executor(Protocol):
         need adapter_pages."""
         ...
 
-    def poll(self, timeout_s: float) -> StepResult | TransferResult | None:
+    def count_experts(self) -> None:
+        """Asks for the loads of experts; each stage answers once with ExpertTokens, behind the plans submitted so
+        far."""
+        ...
+
+    def poll(self, timeout_s: float) -> StepResult | TransferResult | ExpertTokens | None:
         """Returns the next message of the ranks, None after timeout_s. Results of steps come in plan order.
 
         GroupLost when a rank has died, is frozen or makes no progress.

@@ -42,7 +42,7 @@ class LocalRanks:
         """Refuses what no rank could load before any is started. SettingsError."""
         spec, model = read_spec(self._settings), self._settings.model
         if model.load_format == "safetensors":
-            open_checkpoint(Path(model.model), spec)
+            open_checkpoint(Path(model.model), spec, model.hf_overrides)
 
     def lost(self) -> str | None:
         for rank, process in enumerate(self.processes):

@@ -11,10 +11,10 @@ import zmq
 
 from tandem.workers.messages.channel import ChannelContext, bind_router, lanes_name
 from tandem.workers.messages.handshake import AllocateKV, FromRank, RankSetup, Shutdown, ToRank
-from tandem.workers.messages.step import StepPlan
+from tandem.workers.messages.step import CountExperts, StepPlan
 
 CLOSE_LINGER_MS = 200
-FOR_THE_RANK = (RankSetup, AllocateKV, StepPlan, Shutdown)
+FOR_THE_RANK = (RankSetup, AllocateKV, StepPlan, CountExperts, Shutdown)
 """Messages for a rank's own socket; all others are transfers, for its lanes."""
 
 

@@ -37,7 +37,7 @@ from tandem.workers.messages.handshake import (
     Shutdown,
     ToRank,
 )
-from tandem.workers.messages.step import StepPlan, StepResult
+from tandem.workers.messages.step import CountExperts, ExpertTokens, StepPlan, StepResult
 from tandem.workers.messages.transfer import TransferOp, TransferResult
 from tandem.workers.planning.budget import available_bytes
 from tandem.workers.planning.start_notes import adapter_notes, kernel_notes, weight_notes
@@ -140,11 +140,15 @@ class RankGroup:
         self._broadcast(plan)
         self._steps.submitted(plan)
 
+    def count_experts(self) -> None:
+        """Asks every rank for the loads of its experts. GroupLost when a rank's connection is gone."""
+        self._broadcast(CountExperts())
+
     def transfer(self, op: TransferOp) -> None:
         """Sends an op to the lanes of all ranks. GroupLost when a rank's connection is gone."""
         self._broadcast(op)
 
-    def poll(self, timeout_s: float) -> StepResult | TransferResult | None:
+    def poll(self, timeout_s: float) -> StepResult | TransferResult | ExpertTokens | None:
         """Returns the next message, results of steps in plan order; None after timeout_s.
 
         GroupLost within 0.1 s of a rank's end or failure, 6 s after a rank froze, and when no step has finished for
@@ -152,7 +156,7 @@ class RankGroup:
         """
         self._raise_if_broken()
         message = self._receive(timeout_s)
-        if message is None or isinstance(message, TransferResult):
+        if message is None or isinstance(message, TransferResult | ExpertTokens):
             return message
         assert isinstance(message, StepResult), f"a rank sent {type(message).__name__} while steps run"
         expected = self._steps.finished().step_id

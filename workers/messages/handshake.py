@@ -5,7 +5,7 @@ Encoded as in request.py. workers/executor/rank_group.py has their order.
 
 import msgspec
 
-from tandem.workers.messages.step import StepPlan, StepResult
+from tandem.workers.messages.step import CountExperts, ExpertTokens, StepPlan, StepResult
 from tandem.workers.messages.transfer import TransferOp, TransferResult
 
 
@@ -127,7 +127,17 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Order to every rank to finish and exit with status 0."""
 
 
-ToRank = RankSetup | AllocateKV | StepPlan | TransferOp | Shutdown
+ToRank = RankSetup | AllocateKV | StepPlan | CountExperts | TransferOp | Shutdown
 
 
-FromRank = Hello | RankListening | RankLoading | RankLoaded | RankReady | RankFailed | StepResult | TransferResult
+FromRank = (
+    Hello
+    | RankListening
+    | RankLoading
+    | RankLoaded
+    | RankReady
+    | RankFailed
+    | StepResult
+    | ExpertTokens
+    | TransferResult
+)

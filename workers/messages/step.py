@@ -1,4 +1,7 @@
-"""Messages between coordinator and ranks for one step: StepPlan and StepResult. Encoded as in request.py."""
+"""Messages between coordinator and ranks for steps: StepPlan and StepResult, and what the experts of steps have got.
+
+Encoded as in request.py.
+"""
 
 from typing import Final
 
@@ -130,7 +133,6 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     for hidden states. failure: why the step counts for nothing, as a device ran out of memory; None otherwise. What the
     plan freed, bound, copied and appended to tables stands; its rows are as they were before it once a plan has rolled
     them back.
-    expert_tokens: now and then, by layer of the last stage, tokens that each of its experts has got since the start.
     """
 
     step_id: int
@@ -139,4 +141,13 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     device_s: float = 0.0
     wait_s: float = 0.0
     num_unguessed: int = 0
-    expert_tokens: dict[int, list[int]] | None = None
+
+
+class CountExperts(msgspec.Struct, frozen=True, array_like=True, tag="count_experts"):
+    """Order to every rank to say what its experts have got in the plans before it. One rank of each stage answers."""
+
+
+class ExpertTokens(msgspec.Struct, frozen=True, array_like=True, tag="expert_tokens"):
+    """Answer of a stage to CountExperts: by layer of it with experts, tokens that each has got since the start."""
+
+    by_layer: dict[int, list[int]]

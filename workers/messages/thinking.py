@@ -50,6 +50,11 @@ class ThinkingSpan:
         other._last, other.tokens, other.seen = self._last, self.tokens, self.seen
         return other
 
+    @property
+    def num_open(self) -> int:
+        """How many of the last tokens may be a mark's, as none of an earlier mark's are: at most the mark's length."""
+        return len(self._last)
+
     def next_of_end(self) -> tuple[int, int]:
         """Returns how many of the last tokens are the beginning of the end mark, and the token that would continue
         it."""

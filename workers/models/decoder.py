@@ -324,7 +324,7 @@ def build_decoder(
     weights = rank_weights(spec, context.mesh, dtype.itemsize, platform.packs(dtype), form)
     held = weights.layer_bytes * len(streamed)
     stream = WeightStream(streamed, copier or platform.weight_copier(held))
-    attention = attention or platform.attention(dtype, spec.head_dim, kv_dtype)
+    attention = attention or platform.attention(dtype, spec.head_dim, kv_dtype, spec.has_latents)
     decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization, windows)
     source: Source
     if load_format == "dummy":

@@ -7,11 +7,13 @@ one pool for what a step computes, and each keeps its static inputs, its outputs
 from typing import Final
 
 from tandem.configs.schema import EngineSettings
+from tandem.offload.kv.kv_groups import KVGroups
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.models.spec.sizes import activation_bytes
 from tandem.workers.planning.budget import ATTENTION_BYTES, GATHER_BYTES
+from tandem.workers.planning.resolve import kv_groups
 
 BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Tokens of captured steps."""
@@ -31,24 +33,20 @@ def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_by
     while 2 * width <= limit:
         width *= 2
         widths.append(width)
-    kept = [
-        capture_bytes(spec, bucket, width, settings.cache.block_size, element_bytes)
-        for bucket in buckets
-        for width in widths
-    ]
-    shared = activation_bytes(spec, mesh.tp_size, buckets[-1], 0, element_bytes) + ATTENTION_BYTES
+    groups = kv_groups(settings, spec, max_model_len)
+    kept = [capture_bytes(spec, groups, bucket, width, element_bytes) for bucket in buckets for width in widths]
+    shared = activation_bytes(spec, mesh, buckets[-1], 0, element_bytes) + ATTENTION_BYTES
     return shared + sum(sorted(kept, reverse=True)[:MAX_CAPTURES])
 
 
-def capture_bytes(spec: ArchSpec, num_tokens: int, num_blocks: int, block_size: int, element_bytes: int) -> int:
+def capture_bytes(spec: ArchSpec, groups: KVGroups, num_tokens: int, num_blocks: int, element_bytes: int) -> int:
     """Returns the most bytes that one capture keeps: of so many tokens that attend to so many blocks each."""
     stream = 3 * spec.hidden_size * element_bytes  # an input and two outputs
     rotary = len(spec.ropes) * 2 * spec.rope_dim * 4
-    positions = num_blocks * block_size
-    windows = len({layer.params.window for layer in spec.layers})
-    masks = windows * positions * 4
-    tables = LONG * windows * (num_blocks + 3)  # with slots and lengths, of each group of layers
-    return num_tokens * (stream + rotary + masks + tables + LONG) + LONG * windows * positions
+    positions = num_blocks * groups.block_size
+    masks = len({layer.params.window for layer in spec.layers}) * positions * 4
+    tables = LONG * (groups.count * (num_blocks + 1) + 2)  # with slots; lengths and the tokens' numbers
+    return num_tokens * (stream + rotary + masks + tables + LONG) + LONG * positions
 
 
 def _most_blocks(spec: ArchSpec, mesh: Mesh, block_size: int, element_bytes: int, max_model_len: int) -> int:

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import EngineSettings
-from tandem.workers.models.spec.arch import ArchSpec, Gqa, Moe, RopeKind
+from tandem.workers.models.spec.arch import ArchSpec, Gqa, Mla, Moe, RopeKind
 from tandem.workers.planning.resolve import resolve_dtype
 
 FLAG = "--batch-invariant"
 LANES = 16
 """Elements that a compiled kernel takes at a time."""
-MOST_HEAD_DIM = 256
-"""MAX_HEAD_DIM of kernels/cpu/cpu_decode_attention.py, which loads torch."""
+MOST_HEAD_DIM, MOST_LATENT = 256, 1024
+"""MAX_HEAD_DIM of kernels/cpu/cpu_decode_attention.py and MAX_WIDTH of kernels/latents/cpu_latent_attention.py, which
+load torch."""
 
 
 def check_batch_invariant(settings: EngineSettings, spec: ArchSpec, device: str) -> None:
@@ -41,9 +42,9 @@ def _obstacles(settings: EngineSettings, spec: ArchSpec, device: str) -> Iterato
 def _of_model(spec: ArchSpec) -> Iterator[str]:
     for layer in spec.layers:
         attention = layer.attention
-        if not isinstance(attention, Gqa):
-            yield "latent attention"
-        elif attention.head_dim > MOST_HEAD_DIM:
+        if isinstance(attention, Mla) and attention.head_dim > MOST_LATENT:
+            yield f"latents and keys of {attention.head_dim} elements; the kernel takes {MOST_LATENT}"
+        elif isinstance(attention, Gqa) and attention.head_dim > MOST_HEAD_DIM:
             yield f"attention heads of {attention.head_dim} elements; the kernel takes {MOST_HEAD_DIM}"
         if isinstance(layer.mlp, Moe) and spec.hidden_size % LANES:
             yield f"experts in a model {spec.hidden_size} wide, which is no multiple of {LANES}"

@@ -125,7 +125,7 @@ def plan_group(
     tiers = _tiers(settings, stages, memory, tp_size, max_model_len, groups)
     problems = [
         *_problems(settings, stages, memory, max_model_len, groups),
-        *_host_problems(stages, memory, tp_size, tiers[0].size_bytes),
+        *_host_problems(stages, memory, tp_size, tiers[0].size_bytes, int(settings.device.cpu_offload_gib * GIB)),
     ]
     notes = pool_notes(settings.cache, max_model_len, groups)
     whole = _kept_whole(settings, stages)
@@ -145,7 +145,7 @@ def least_bytes(
         kv = cache.num_blocks * block
     tokens, seqs = scheduler.max_num_batched_tokens, settings.most_samples
     adapters = adapter_room(settings.lora, spec, mesh, DTYPE_BYTES[dtype]).device_bytes
-    activations = activation_bytes(spec, mesh.tp_size, tokens, seqs, DTYPE_BYTES[dtype])
+    activations = activation_bytes(spec, mesh, tokens, seqs, DTYPE_BYTES[dtype])
     graphs = _graph_bytes(settings, spec, mesh, dtype, kv_dtype, max_model_len, replays=True)
     return kv + adapters + activations + ATTENTION_BYTES + _row_bytes(settings, max_model_len) + graphs
 
@@ -167,10 +167,9 @@ def _graph_bytes(
 
 
 def _row_bytes(settings: EngineSettings, max_model_len: int) -> int:
-    """Bytes of the rows' block tables on a device with memory of its own, and of their tokens where it guesses
-    drafts."""
+    """Bytes of the rows' block tables and tokens on a device with memory of its own."""
     blocks = -(-max_model_len // settings.cache.block_size)
-    return 4 * settings.scheduler.max_num_seqs * (blocks + (max_model_len if settings.max_drafts else 0))
+    return 4 * settings.scheduler.max_num_seqs * (blocks + max_model_len)
 
 
 def layouts(spec: ArchSpec, num_ranks: int, *, expert_parallel: bool = False) -> list[tuple[int, int]]:
@@ -219,7 +218,7 @@ def _stage(
         save = bytes_to_save(needed, budget, save)
     placement = place_layers(weights.num_layers, weights.layer_bytes, save, weights.may_stream)
     tokens, seqs = scheduler.max_num_batched_tokens, settings.most_samples
-    activations = activation_bytes(spec, mesh.tp_size, tokens, seqs, element)
+    activations = activation_bytes(spec, mesh, tokens, seqs, element)
     room = adapter_room(settings.lora, spec, mesh, element)
     graphs = 0
     if not memory.is_shared:
@@ -243,14 +242,16 @@ def _stage(
 def _share_machine(
     settings: EngineSettings, stages: tuple[StagePlan, ...], memory: Memory, tp_size: int, context_blocks: int
 ) -> tuple[StagePlan, ...]:
-    """Sets the KV budgets of CPU ranks: equal parts of the memory that weights leave, or of 40 % of it where no flag
-    sizes the cache, and at most the KV of max_num_seqs contexts, of context_blocks each."""
+    """Sets the KV budgets of CPU ranks: equal parts of the memory that weights leave. Where no flag sizes the cache, of
+    40 % of it, and at most the KV of max_num_seqs contexts, of context_blocks each."""
     left = memory.device_bytes - _machine_weights(stages, tp_size)
-    share = (left if settings.cache.kv_cache_memory_bytes else int(CPU_SHARE * left)) // (tp_size * len(stages))
+    cache, ranks = settings.cache, tp_size * len(stages)
     blocks = settings.scheduler.max_num_seqs * context_blocks
 
     def budget(stage: StagePlan) -> int:
-        return min(share, blocks * settings.cache.block_size * stage.kv_token_bytes)
+        if cache.num_blocks is not None or cache.kv_cache_memory_bytes is not None:
+            return left // ranks
+        return min(int(CPU_SHARE * left) // ranks, blocks * cache.block_size * stage.kv_token_bytes)
 
     return tuple(replace(stage, kv_budget_bytes=budget(stage)) for stage in stages)
 
@@ -320,6 +321,9 @@ def _problems(
     found = []
     if fullest.kv_budget_bytes < 0:
         found.append(_no_room_for_weights(settings, fullest, memory))
+    elif cache.num_blocks is not None and cache.num_blocks < groups.count:
+        message = f"{cache.num_blocks} hold no token: each of the model's {groups.count} groups of layers has its own"
+        found.append(Problem("--num-gpu-blocks-override", message))
     elif (asked := _asked_kv(settings, fullest)) and asked[1] > fullest.kv_budget_bytes:
         left = gib(fullest.kv_budget_bytes)
         found.append(
@@ -331,10 +335,15 @@ def _problems(
     return found
 
 
-def _host_problems(stages: tuple[StagePlan, ...], memory: Memory, tp_size: int, pool_bytes: int) -> list[Problem]:
+def _host_problems(
+    stages: tuple[StagePlan, ...], memory: Memory, tp_size: int, pool_bytes: int, offload_bytes: int
+) -> list[Problem]:
     """Problems in host memory, which streamed weights, the host tier and adapter copies share. On CPU they share it
-    with the ranks' device memory."""
+    with the ranks' device memory. offload_bytes: --cpu-offload-gb."""
     kept, tier = tp_size * sum(stage.placement.host_bytes for stage in stages), memory.host_tier_bytes
+    if memory.is_shared and memory.host_bytes is None and offload_bytes > memory.device_bytes:
+        message = f"{gib(offload_bytes)} of weights in a machine with {gib(memory.device_bytes)}"
+        return [Problem("--cpu-offload-gb", message)]
     copies = tp_size * sum(stage.adapter_room.host_bytes for stage in stages)
     if memory.is_shared:
         left = max(0, memory.device_bytes - _machine_weights(stages, tp_size) - pool_bytes)

@@ -66,7 +66,7 @@ def read_pooling(
     kind, normalize = _DEFAULT if given and _names_kind(given) else _from_modules(folder)
     if given:
         kind, normalize = _from_flag(given, kind, normalize)
-    return PoolingFacts(size=size, kind=kind, normalize=normalize, dimensions=_dimensions(config, size))
+    return PoolingFacts(size=size, kind=kind, normalize=normalize, dimensions=_dimensions(config, overrides, size))
 
 
 def _names_kind(given: Mapping[str, Any]) -> bool:
@@ -78,7 +78,7 @@ def _from_flag(given: Mapping[str, Any], kind: Kind, normalize: bool) -> tuple[K
         if value is None:
             continue
         if key in TYPE_KEYS:
-            if value not in BY_FLAG:
+            if not isinstance(value, str) or value not in BY_FLAG:
                 raise SettingsError(f"{key} {value!r} is not one of {', '.join(BY_FLAG)}", FLAG)
             kind = BY_FLAG[value]
         elif key in NORMALIZE_KEYS:
@@ -112,10 +112,10 @@ def _from_modules(folder: Path) -> tuple[Kind, bool]:
 def _kind_of(file: Path) -> Kind:
     config = _read(file, dict)
     given = config.get("pooling_mode")
-    modes = [given] if isinstance(given, str) else list(given or ())
+    modes = list(given or ()) if isinstance(given, list | tuple | None) else [given]
     prefix = "pooling_mode_"
     modes += [key.removeprefix(prefix) for key, value in config.items() if key.startswith(prefix) and value is True]
-    if len(modes) != 1 or modes[0] not in BY_FILE:
+    if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in BY_FILE:
         shown = ", ".join(map(str, modes)) or "none"
         raise UnsupportedModelError(
             f"{file}: pooling mode {shown} is not supported; supported is one of lasttoken, mean", FLAG
@@ -123,14 +123,15 @@ def _kind_of(file: Path) -> Kind:
     return BY_FILE[modes[0]]
 
 
-def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...] | None:
+def _dimensions(config: Mapping[str, Any], overrides: Mapping[str, Any], size: int) -> tuple[int, ...] | None:
     given = config.get("matryoshka_dimensions")
     if given is None:
         return () if config.get("is_matryoshka") else None
     if not (isinstance(given, list) and given and all(isinstance(d, int) and 1 <= d <= size for d in given)):
-        raise UnsupportedModelError(
-            f"config.json: matryoshka_dimensions {given!r} must be a list of numbers from 1 to {size}", "MODEL"
-        )
+        words = f"matryoshka_dimensions {given!r} must be a list of numbers from 1 to {size}"
+        if "matryoshka_dimensions" in overrides:
+            raise UnsupportedModelError(words, "--hf-overrides")
+        raise UnsupportedModelError(f"config.json: {words}", "MODEL")
     return tuple(given)
 
 

@@ -34,8 +34,11 @@ class DeviceMemory(NamedTuple):
 class MakeAttention(Protocol):
     """Chooses the attention backend."""
 
-    def __call__(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, /) -> AttentionBackend:
-        """kv_dtype: the cache's dtype, None for `dtype`."""
+    def __call__(
+        self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False, /
+    ) -> AttentionBackend:
+        """head_dim: elements of a head in the cache, or has_latents: of a latent and its key. kv_dtype: the cache's
+        dtype, None for `dtype`."""
         ...
 
 
@@ -62,6 +65,14 @@ class MakeKVCopier(Protocol):
     def __call__(self, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor, /) -> BlockCopier: ...
 
 
+class MakeRows(Protocol):
+    """Makes the device's view of a row table."""
+
+    def __call__(self, columns: Columns, guess: Guess | None, /, *, keeps_tokens: bool = False) -> DeviceRows:
+        """guess: what guesses drafts there, where the device is for that. keeps_tokens: DeviceRows.tokens is read."""
+        ...
+
+
 class MakeGraphs(Protocol):
     """Makes the runner of a stage's layers."""
 
@@ -77,10 +88,10 @@ class Platform:
     memory: measures a device that has memory of its own; None where device and host share memory. copies_beside: bytes
     move while the rank computes without taking from it. packs: whether dense matrices of a dtype are packed.
     scratch_blocks: KV blocks beside those of sequences, for padded tokens. weight_copier: takes the bytes of the
-    streamed layers. rows: makes the device's view of a row table, which guesses drafts by what it is given. zeros:
-    zeroed memory of a shape. clear_blocks: zeroes blocks, which are in dim 1. copy_pages: host memory to device memory,
-    for adapters. sampling_ops: from logits to tokens; the first call may compile. kernel_notes: lines for the user
-    about kernels for a dtype that could not be had, as far as they have been asked for.
+    streamed layers. zeros: zeroed memory of a shape. clear_blocks: zeroes blocks, which are in dim 1. copy_pages: host
+    memory to device memory, for adapters. sampling_ops: from logits to tokens; the first call may compile.
+    kernel_notes: lines for the user about kernels for a dtype that could not be had, as far as they have been asked
+    for.
     """
 
     name: Device
@@ -99,7 +110,7 @@ class Platform:
     scratch_blocks: int
     kv_copier: MakeKVCopier
     weight_copier: Callable[[int], Copier]
-    rows: Callable[[Columns, Guess | None], DeviceRows]
+    rows: MakeRows
     zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
     clear_blocks: Callable[[torch.Tensor, Sequence[int]], None]
     copy_pages: Callable[[torch.Tensor, torch.Tensor], None]

@@ -43,6 +43,7 @@ from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import row_methods
+from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.planning.budget import available_cores
@@ -154,7 +155,7 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
         scratch_blocks=0,
         kv_copier=CpuCopier,
         weight_copier=partial(_weight_copier, copies_beside),
-        rows=lambda columns, guess: HostRows(columns),
+        rows=lambda columns, guess, keeps_tokens=False: HostRows(columns),
         zeros=_zeros,
         clear_blocks=_clear_blocks,
         copy_pages=_copy_pages,
@@ -196,9 +197,12 @@ def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> Make
     return by_weight(METHODS[quantization](dtype), _dense(dtype))
 
 
-def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+def _attention(
+    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
+) -> AttentionBackend:
     storage = dtype if kv_dtype is None else kv_dtype
-    kernel = CpuDecodeAttention.make(dtype, head_dim, storage)
+    make = CpuLatentAttention.make if has_latents else CpuDecodeAttention.make
+    kernel: CpuLatentAttention | CpuDecodeAttention | None = make(dtype, head_dim, storage)
     store, chunk_kernel = CpuKVStore.make(dtype, storage), CpuChunkAttention.make(dtype)
     if kernel is None or store is None or chunk_kernel is None:
         return TorchAttention()

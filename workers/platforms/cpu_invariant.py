@@ -8,13 +8,16 @@ torch computes some rows otherwise than others.
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from tandem.configs.errors import SettingsError
-from tandem.parallel.linear_methods import MakeMethod, by_weight
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given, by_weight
+from tandem.parallel.params import Param
+from tandem.parallel.quantization.int8 import Int8Method
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.one_query import OneQueryAttention
 from tandem.workers.kernels.cpu.cpu_build import (
@@ -34,7 +37,9 @@ from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
+from tandem.workers.kernels.invariant.each_token import EachToken
 from tandem.workers.kernels.invariant.row_gemm import row_methods
+from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import METHODS
@@ -64,15 +69,32 @@ def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> Make
         return dense
     if int8_kernel(dtype) is None:
         raise SettingsError(f"there is no kernel for {quantization} weights on this CPU", FLAG)
-    return by_weight(METHODS[quantization](dtype), dense)
+    return by_weight(_exact(METHODS[quantization](dtype)), dense)
 
 
-def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+def _exact(make: MakeMethod) -> MakeMethod:
+    """Refuses the twin that sums in float32. Those of the others sum integers."""
+
+    def make_exact(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
+        method = make(weights, context, place=place)
+        if type(method) is Int8Method:
+            inputs = weights[0].span(1, context.mesh).length
+            raise SettingsError(f"the kernel for int8 weights takes no {inputs} inputs, as {weights[0].name} has", FLAG)
+        return method
+
+    return make_exact
+
+
+def _attention(
+    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
+) -> AttentionBackend:
     storage = dtype if kv_dtype is None else kv_dtype
-    kernel = CpuDecodeAttention.make(dtype, head_dim, storage)
+    make = CpuLatentAttention.make if has_latents else CpuDecodeAttention.make
+    kernel: CpuLatentAttention | CpuDecodeAttention | None = make(dtype, head_dim, storage)
     if kernel is None or CpuKVStore.make(dtype, storage) is None:
         _required(cpu_library, dtype)
-        raise SettingsError(f"there is no attention kernel for heads of {head_dim} elements", FLAG)
+        what = "latents and keys" if has_latents else "heads"
+        raise SettingsError(f"there is no attention kernel for {what} of {head_dim} elements", FLAG)
     return OneQueryAttention(kernel)
 
 
@@ -89,7 +111,7 @@ def _expert_ops(dtype: torch.dtype, quantization: str | None = None) -> MakeExpe
 
 def _lora_ops(dtype: torch.dtype) -> LoraOps:
     """Long runs of an adapter's tokens pass no matmul either."""
-    return CpuLora(_required(cpu_lora_library, dtype), gemm_tokens=sys.maxsize)
+    return CpuLora(_required(cpu_lora_library, dtype), gemm_tokens=sys.maxsize, twin=EachToken())
 
 
 def _required(library: Callable[[torch.dtype], ctypes.CDLL | None], dtype: torch.dtype) -> ctypes.CDLL:

@@ -200,7 +200,9 @@ def platform_on(
         scratch_blocks=1,
         kv_copier=partial(StreamCopier, accelerator),
         weight_copier=partial(StreamWeightCopier, accelerator),
-        rows=lambda columns, guess: TensorRows(columns, accelerator, device, guess),
+        rows=lambda columns, guess, keeps_tokens=False: TensorRows(
+            columns, accelerator, device, guess, keeps_tokens=keeps_tokens
+        ),
         zeros=partial(_zeros, device),
         clear_blocks=partial(_clear_blocks, accelerator),
         copy_pages=_copy_pages,
@@ -221,7 +223,10 @@ def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> Make
     return plain
 
 
-def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+def _attention(
+    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
+) -> AttentionBackend:
+    """The same for heads and latents."""
     return TorchAttention(is_bounded=True, replays=True)
 
 

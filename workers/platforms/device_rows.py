@@ -60,7 +60,8 @@ class StepRows:
     among the tokens. lens_R: their numbers of tokens. logits_rows_S: places of the logits. sample_rows_S: rows of the
     sampled tokens. slots_T, slots_S: int32, adapter slots of the tokens and of those sampled, None without adapters.
     drafts: where rows have any. Where drafts of earlier steps are in flight, positions count one token for each of
-    these steps; spare_R: by how much a row may be ahead of that, None for no row.
+    these steps; spare_R: by how much a row may be ahead of that, None for no row. read_rows: rows whose tokens are read
+    on the device (DeviceRows.tokens), None for none.
     """
 
     rows_R: Ints
@@ -74,6 +75,7 @@ class StepRows:
     slots_S: npt.NDArray[np.int32] | None
     spare_R: Ints | None = None
     drafts: "StepDrafts | None" = None
+    read_rows: Ints | None = None
 
     @property
     def most_R(self) -> Ints:
@@ -118,6 +120,13 @@ class DeviceRows(Protocol):
     @property
     def guesses(self) -> bool: ...
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The rows' tokens, int32 [rows, tokens], once step() was called: of its read_rows the known ones, and behind
+        them the drafts of this step; for others some id of the vocabulary. Where device and host have memory of their
+        own, only for rows that keep their tokens."""
+        ...
+
     def step(self, rows: StepRows, beside: StepArrays) -> StepTensors:
         """Brings the columns' changes of these rows to the device, with the arrays of other parts of the step, and
         derives the step's tensors there. All of them last until the next call."""
@@ -143,6 +152,10 @@ class HostRows:
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        return torch.from_numpy(self._columns.token_ids)
 
     def step(self, rows: StepRows, beside: StepArrays) -> StepTensors:
         self.send_late(beside)
@@ -187,13 +200,11 @@ class HostRows:
         columns, count = self._columns, len(self._columns.windows)
         width = int(-(-rows.end_R.max() // columns.block_size))
         seen = {window: _seen(columns, rows, window, width) for window in dict.fromkeys(columns.windows)}
-        tables = []
-        for group, window in enumerate(columns.windows):
-            ids = columns.block_ids[:, group::count]
-            slots_T = ids[row_T, block_T].astype(np.int64) * columns.block_size + offset_T
-            table_RN = own_blocks(ids[rows.rows_R, :width], *seen[window])
-            tables.append(GroupTable(torch.from_numpy(slots_T), torch.from_numpy(table_RN)))
-        return tables
+        ids = columns.block_ids.reshape(len(columns.block_ids), -1, count)
+        slots_TG = ids[row_T, block_T].astype(np.int64) * columns.block_size + offset_T[:, None]
+        slots_GT, ids_RNG = np.array(slots_TG.T, order="C"), ids[rows.rows_R, :width]
+        tables = (own_blocks(ids_RNG[..., group], *seen[window]) for group, window in enumerate(columns.windows))
+        return [GroupTable(*map(torch.from_numpy, pair)) for pair in zip(slots_GT, tables, strict=True)]
 
 
 def _seen(

@@ -22,7 +22,7 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import multiplies_by_row
 
 HEAD_DIM = 128
-"""Of most models. Others may differ in attention: the kernel takes multiples of 16 up to 256."""
+"""Of most models. Others may differ in attention: the kernel takes heads of up to 256 elements."""
 
 
 class PlatformChoice(NamedTuple):

@@ -4,17 +4,17 @@ The copy holds the step's rows, the tokens that the host knows, and what changed
 saw these rows; ids, positions and slots are derived on the device. A copy of the columns on the host says what the
 device has, so that no change can be missed, whatever made it. Drafts are guessed and accepted here too, so that the
 host may be behind by as many tokens as are in flight. T tokens, R rows of a step, S tokens that are sampled by B rows,
-Q rows with drafts, D drafts of a row, N blocks and L tokens of the longest row.
+Q rows with drafts, D drafts of a row, N blocks and L tokens of the longest row, G groups of layers.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tandem.offload.copies.accelerator import Accelerator, Event
+from tandem.offload.kv.kv_groups import UNLIMITED
 from tandem.workers.attention.forward_batch import GroupTable
 from tandem.workers.kernels.step_arrays import Array, StepArrays
 from tandem.workers.platforms.device_rows import (
@@ -84,17 +84,23 @@ class StepBuffer:
 
 
 class TensorRows:
-    """The rows. guess: what guesses drafts here; None: nothing does.
+    """The rows. guess: what guesses drafts here; None: nothing does. keeps_tokens: the rows' tokens may be read here.
 
     _base, _lives, _blocks: what the device's tensors hold or will when the work given so far has run: known tokens
-    without accepted drafts, of which life of the row, and block ids. _told: the life of which the device has all
-    tokens.
+    without accepted drafts, of which life of the row, and block ids. _told, _told_base: the life of which the device
+    has the first tokens, and how many, but for accepted drafts.
     """
 
     is_ahead = True
 
     def __init__(
-        self, columns: Columns, accelerator: Accelerator, device: torch.device, guess: Guess | None = None
+        self,
+        columns: Columns,
+        accelerator: Accelerator,
+        device: torch.device,
+        guess: Guess | None = None,
+        *,
+        keeps_tokens: bool = False,
     ) -> None:
         self._columns = columns
         self._device = device
@@ -104,17 +110,25 @@ class TensorRows:
         self._base = np.zeros_like(columns.num_known)
         self._lives = np.full_like(self._base, UNKNOWN)
         self._told = np.full_like(self._base, UNKNOWN)
+        self._told_base = np.zeros_like(self._base)
         self._blocks = np.zeros_like(columns.block_ids)
         self._last_token = torch.zeros(len(self._base), dtype=torch.int64, device=device)
         self._num_known = torch.zeros_like(self._last_token)
         self._block_ids = torch.zeros(self._blocks.shape, dtype=torch.int32, device=device)
-        shape = (len(self._base), 0 if guess is None else columns.token_ids.shape[1])
+        self._keeps_tokens = keeps_tokens or guess is not None
+        shape = (len(self._base), columns.token_ids.shape[1] if self._keeps_tokens else 0)
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._reach_G11 = torch.tensor(_reaches(columns.windows), device=device)[:, None, None]
         self._sampled: _Sampled | None = None
 
     @property
     def guesses(self) -> bool:
         return self._guess is not None
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        assert self._keeps_tokens, "these rows keep no tokens"
+        return self._tokens
 
     def step(self, rows: StepRows, beside: StepArrays) -> StepTensors:
         try:
@@ -135,6 +149,7 @@ class TensorRows:
             self._forget()
             return False
         self._base[sampled.numbers] += 1
+        self._told_base[sampled.numbers] += 1
         return True
 
     def _step(self, rows: StepRows, beside: StepArrays) -> StepTensors:
@@ -166,6 +181,8 @@ class TensorRows:
         arrays |= {name: slots for name, slots in adapters.items() if slots is not None}
         if rows.drafts is not None:
             arrays |= self._draft_arrays(rows, rows.drafts, place_T, steps_T)
+        if rows.read_rows is not None or (rows.drafts is not None and rows.drafts.guessed):
+            arrays |= self._untold(rows)
         numbers, first_B, count_B = _runs(rows.sample_rows_S)
         arrays |= {"rows_B": numbers, "first_B": first_B, "count_B": count_B}
         tensors = self._buffer.fill([*arrays.values(), *beside.arrays])
@@ -175,6 +192,8 @@ class TensorRows:
             self._num_known.index_copy_(0, sent["count_rows"], sent["counts"])
         if len(blocks):
             self._block_ids.view(-1).index_copy_(0, sent["block_places"], sent["blocks"])
+        if len(sent.get("told", ())):
+            self._tokens.view(-1).index_copy_(0, sent["told_places"], sent["told"])
         derived = self._derived(sent, rows, width)
         drafts_S, most = derived.drafts_S, int(count_B.max(initial=1)) - 1
         self._sampled = _Sampled(numbers, sent["rows_B"], sent["first_B"], sent["count_B"], most, drafts_S)
@@ -205,7 +224,7 @@ class TensorRows:
     def _draft_arrays(self, rows: StepRows, drafts: StepDrafts, place_T: Ints, steps_T: Ints) -> dict[str, Array]:
         """behind_S: the place of the draft behind each token that samples, -1 for none. Where the device guesses:
         rows_Q, most_Q, the rows with drafts and how many; draft_T: each token's place among their drafts [Q, D], -1 for
-        one that is no draft; told_places, told: tokens of these rows that the device lacks."""
+        one that is no draft."""
         arrays: dict[str, Array] = {"behind_S": np.where(drafts.behind_S, rows.logits_rows_S + 1, -1)}
         if not drafts.guessed:
             return arrays
@@ -214,27 +233,26 @@ class TensorRows:
         order_R = np.cumsum(drafts.most_R > 0) - 1
         number_T = steps_T - (rows.lens_R - drafts.most_R)[place_T]
         draft_T = np.where(number_T >= 0, order_R[place_T] * most_Q.max() + number_T, -1)
-        rows_Q = rows.rows_R[with_drafts]
-        places, tokens = self._untold(rows_Q)
-        return arrays | {
-            "rows_Q": rows_Q,
-            "most_Q": most_Q,
-            "draft_T": draft_T,
-            "told_places": places,
-            "told": tokens,
-        }
+        return arrays | {"rows_Q": rows.rows_R[with_drafts], "most_Q": most_Q, "draft_T": draft_T}
 
-    def _untold(self, rows_Q: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Notes the rows whose tokens the device lacks; returns the tokens that the host has read, and their places in
-        the flat table. What was sampled since a row was bound, the device has noted."""
+    def _untold(self, rows: StepRows) -> dict[str, Array]:
+        """Notes that the device gets the tokens of rows that are read here or have drafts that are guessed here. told,
+        told_places: tokens that the host has read and the device lacks, and their places in the flat table. What was
+        sampled since a row was bound, the device has noted."""
         columns = self._columns
-        new = rows_Q[self._told[rows_Q] != columns.lives[rows_Q]]
-        self._told[new] = columns.lives[new]
-        ends = columns.num_known[new] - columns.num_unread[new]
-        width = columns.token_ids.shape[1]
-        spans = [np.arange(row * width, row * width + end) for row, end in zip(new, ends, strict=True)]
+        asked = [np.empty(0, np.int64) if rows.read_rows is None else rows.read_rows]
+        if rows.drafts is not None and rows.drafts.guessed:
+            asked.append(rows.rows_R[rows.drafts.most_R > 0])
+        numbers = np.unique(np.concatenate(asked))
+        known, accepted = columns.num_known[numbers], columns.num_accepted[numbers]
+        is_new = self._told[numbers] != columns.lives[numbers]
+        firsts = np.where(is_new, 0, self._told_base[numbers] + accepted)
+        ends = known - columns.num_unread[numbers]
+        self._told[numbers], self._told_base[numbers] = columns.lives[numbers], known - accepted
+        lacks, width = np.flatnonzero(firsts < ends), columns.token_ids.shape[1]
+        spans = [np.arange(firsts[at], ends[at]) + numbers[at] * width for at in lacks]
         places = np.concatenate([np.empty(0, np.int64), *spans])
-        return places, columns.token_ids.reshape(-1)[places]
+        return {"told_places": places, "told": columns.token_ids.reshape(-1)[places]}
 
     def _derived(self, sent: Mapping[str, torch.Tensor], rows: StepRows, width: int) -> StepTensors:
         rows_R, place_T, size = sent["rows_R"], sent["place_T"], self._columns.block_size
@@ -249,11 +267,12 @@ class TensorRows:
             behind_S = sent["behind_S"]
             drafts_S = torch.where(behind_S >= 0, ids_T[behind_S.clamp(min=0)], NO_PLACE)
             ids_T = ids_T.clamp(min=0)
-        tables_RN = [self._own_blocks(group, sent, begin_R, width) for group in range(len(self._columns.windows))]
-        groups = [
-            GroupTable(table_RN[place_T, positions_T // size].long() * size + positions_T % size, table_RN)
-            for table_RN in tables_RN
-        ]
+            if rows.read_rows is not None:  # behind the known tokens, until the sampled ones take their places
+                columns_T = positions_T.clamp(max=self._tokens.shape[1] - 1)
+                self._tokens[rows_R[place_T], columns_T] = ids_T.int()
+        tables_GRN = self._own_blocks(sent, begin_R, width)
+        slots_GT = tables_GRN[:, place_T, positions_T // size].long() * size + positions_T % size
+        groups = [GroupTable(slots_T, table_RN) for slots_T, table_RN in zip(slots_GT, tables_GRN, strict=True)]
         return StepTensors(
             ids_T,
             positions_T,
@@ -268,18 +287,15 @@ class TensorRows:
             tuple(groups[1:]),
         )
 
-    def _own_blocks(
-        self, group: int, sent: Mapping[str, torch.Tensor], begin_R: torch.Tensor, width: int
-    ) -> torch.Tensor:
-        """Returns what own_blocks() of device_rows.py does, for a group."""
-        window, num_groups = self._columns.windows[group], len(self._columns.windows)
-        table_RN = self._block_ids[sent["rows_R"], group : width * num_groups : num_groups]
+    def _own_blocks(self, sent: Mapping[str, torch.Tensor], begin_R: torch.Tensor, width: int) -> torch.Tensor:
+        """Returns what own_blocks() of device_rows.py does, for all groups [G, R, N]."""
+        num_groups = len(self._columns.windows)
+        table_RNG = self._block_ids[sent["rows_R"], : width * num_groups].unflatten(1, (width, num_groups))
+        tables_GRN = table_RNG.permute(2, 0, 1).contiguous()
         place_N = torch.arange(width, device=self._device)
-        own_RN = place_N < sent["num_blocks_R"][:, None]
-        if window is None:
-            return torch.where(own_RN, table_RN, table_RN[:, :1])
-        first_R1 = ((begin_R - (window - 1)).clamp(min=0) // self._columns.block_size)[:, None]
-        return torch.where(own_RN & (place_N >= first_R1), table_RN, table_RN.gather(1, first_R1))
+        first_GR1 = (begin_R[:, None] - self._reach_G11).clamp(min=0) // self._columns.block_size
+        seen_GRN = (place_N < sent["num_blocks_R"][:, None]) & (place_N >= first_GR1)
+        return torch.where(seen_GRN, tables_GRN, tables_GRN.gather(2, first_GR1))
 
     def _with_guesses(
         self, sent: Mapping[str, torch.Tensor], ids_T: torch.Tensor, width: int, num_drafts: int
@@ -287,8 +303,6 @@ class TensorRows:
         """Returns the ids with guesses, where there are any, in the drafts' places. width: of the longest row, at
         most."""
         assert self._guess is not None
-        if len(sent["told"]):
-            self._tokens.view(-1).index_copy_(0, sent["told_places"], sent["told"])
         tokens_QL = self._tokens[:, :width][sent["rows_Q"]]
         guesses_QD = self._guess(tokens_QL, self._num_known[sent["rows_Q"]], sent["most_Q"], num_drafts)
         draft_T = sent["draft_T"]
@@ -304,7 +318,7 @@ class TensorRows:
         if sampled.drafts_S is not None:
             same_BD = (ids_S == sampled.drafts_S)[at_BD] & (place_D < sampled.count_B[:, None] - 1)
             accepted_B1 = same_BD.long().cumprod(1).sum(1, keepdim=True)
-        if self._guess is not None:
+        if self._keeps_tokens:
             column_BD = (known_B[:, None] + place_D).clamp(max=self._tokens.shape[1] - 1)
             self._tokens[rows_B[:, None], column_BD] = ids_BD.int()
         self._last_token.index_copy_(0, rows_B, ids_BD.gather(1, accepted_B1)[:, 0])
@@ -317,8 +331,9 @@ class TensorRows:
             torch.cat((held, held.new_zeros((more, *held.shape[1:]))))
             for held in (self._last_token, self._num_known, self._block_ids, self._tokens)
         )
-        self._base, self._lives, self._told = (
-            np.append(held, np.full(more, UNKNOWN, np.int64)) for held in (self._base, self._lives, self._told)
+        self._base, self._lives, self._told, self._told_base = (
+            np.append(held, np.full(more, UNKNOWN, np.int64))
+            for held in (self._base, self._lives, self._told, self._told_base)
         )
         self._blocks = np.append(self._blocks, np.zeros((more, self._blocks.shape[1]), np.int32), axis=0)
 
@@ -334,6 +349,11 @@ class _Sampled(NamedTuple):
     count_B: torch.Tensor
     most: int
     drafts_S: torch.Tensor | None
+
+
+def _reaches(windows: Sequence[int | None]) -> list[int]:
+    """Returns how far back the tokens of each group of layers see."""
+    return [UNLIMITED if window is None else window - 1 for window in windows]
 
 
 def _runs(rows_S: Ints) -> tuple[Ints, Ints, Ints]:

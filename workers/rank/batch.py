@@ -13,12 +13,15 @@ import torch
 
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
+from tandem.workers.kernels.sampling_ops import SamplingOps
 from tandem.workers.kernels.step_arrays import Send, StepArrays
 from tandem.workers.messages.step import StepPlan
 from tandem.workers.platforms.device_rows import DeviceRows, Ints, StepDrafts, StepRows, StepTensors
 from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.row_table import RowTable
+from tandem.workers.sampling.processors.device_tokens import DeviceTokens
 from tandem.workers.sampling.sampler import Sampling
+from tandem.workers.sampling.sampling_table import READS_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,22 @@ class StepBatch:
     drafts_S: torch.Tensor | None
 
 
-Prepare = Callable[[Ints, Ints, Send], Sampling]
-"""Prepares the sampling of a step from its rows and positions."""
+Prepare = Callable[[Ints, Ints, Ints, Send], Sampling]
+"""Prepares the sampling of a step from its rows, and the least and the greatest index that each token may have."""
+
+
+def preparing(table: RowTable, ops: SamplingOps, *, is_ahead: bool) -> Prepare:
+    """Returns what prepares the sampling of a step of these rows. is_ahead: they live on a device that may be ahead of
+    the table; logits processors then read tokens there."""
+
+    def prepare(rows_S: Ints, positions_S: Ints, most_S: Ints, send: Send) -> Sampling:
+        tokens = None
+        if is_ahead and (table.sampling.flags[rows_S] & READS_TOKENS).any():
+            read_S = table.num_known[rows_S] - table.num_unread[rows_S]
+            tokens = DeviceTokens(table.prompt_len[rows_S], read_S, most_S)
+        return Sampling(rows_S, positions_S, table.sampling, table.history, ops, send, is_ahead=is_ahead, tokens=tokens)
+
+    return prepare
 
 
 def build_batch(
@@ -90,11 +107,25 @@ def build_batch(
     slots_T, slots_S = (None, None) if adapters is None else (adapters.slots_T, adapters.slots_S)
     places = None if drafts is None else StepDrafts(drafts_R, back_S > 1, drafts.ids is None)
     logits_rows_S = starts[1:][row_S] - back_S
+    positions_S, beside, sampling, read_rows = end_R[row_S] + 1 - back_S, StepArrays(), None, None
+    if prepare is not None and len(row_S):
+        most_S = positions_S if spare_R is None else positions_S + spare_R[row_S]
+        sampling = prepare(sample_rows_S, positions_S, most_S, beside.send)
+        read_rows = sampling.read_rows
     rows = StepRows(
-        rows_R, begin_R, end_R, starts, lens_R, logits_rows_S, sample_rows_S, slots_T, slots_S, spare_R, places
+        rows_R,
+        begin_R,
+        end_R,
+        starts,
+        lens_R,
+        logits_rows_S,
+        sample_rows_S,
+        slots_T,
+        slots_S,
+        spare_R,
+        places,
+        read_rows,
     )
-    positions_S, beside = end_R[row_S] + 1 - back_S, StepArrays()
-    sampling = None if prepare is None or not len(row_S) else prepare(sample_rows_S, positions_S, beside.send)
     tensors = device_rows.step(rows, beside)
     forward = _forward(tensors, rows, adapters, table.block_size)
     return StepBatch(forward, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, tensors.drafts_S)

@@ -24,7 +24,6 @@ from tandem.workers.lora.device.rank_adapters import RankAdapters, open_adapters
 from tandem.workers.messages.handshake import RankLoaded, RankTiers
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.models.decoder import Decoder, build_decoder
-from tandem.workers.models.expert_loads import ExpertLoads
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import described
 from tandem.workers.planning.budget import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
@@ -80,10 +79,10 @@ class LoadedRank:
             link = StageLink(context, self.spec.hidden_size, self.dtype, self.platform.device)
         proposer = make_proposer(self.settings.speculative)
         guess = make_guess(self.settings.speculative)
-        loads = ExpertLoads(decoder.expert_loads)
-        runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer, guess, loads)
+        runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer, guess)
         _warm_up(runner, self.max_model_len, block_size, len(windows), relays=context.pp_size > 1)
-        loads.clear()
+        for loads_E in decoder.expert_loads.values():
+            loads_E.zero_()
         return runner
 
     def open_kv_lanes(self, runner: ModelRunner, tiers: RankTiers, lanes: Lanes) -> None:

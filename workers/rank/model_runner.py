@@ -20,12 +20,11 @@ from tandem.parallel.pipeline import StageLink
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
-from tandem.workers.kernels.step_arrays import Send, StepArrays
+from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
-from tandem.workers.models.expert_loads import ExpertLoads
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NO_PLACE, Guess
-from tandem.workers.rank.batch import StepBatch, build_batch
+from tandem.workers.rank.batch import StepBatch, build_batch, preparing
 from tandem.workers.rank.drafts import NOT_FINITE_ID, Accepted, Drafts, accept, propose
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.pooler import Pooled, Pooler
@@ -35,7 +34,7 @@ from tandem.workers.rank.step_exchanges import StepExchanges, Verdict
 from tandem.workers.rank.transfers.load_gate import LoadGate
 from tandem.workers.sampling.prompt_logprobs import PromptScorer, Scored, ScoredRows
 from tandem.workers.sampling.sampler import Drawn, Sampling
-from tandem.workers.sampling.sampling_table import EDITS, READS_TOKENS
+from tandem.workers.sampling.sampling_table import READS_LATE, READS_ON_HOST
 from tandem.workers.speculation.proposer import Proposer
 
 Ints = npt.NDArray[np.int64]
@@ -151,22 +150,20 @@ class ModelRunner:
         link: StageLink | None = None,
         proposer: Proposer | None = None,
         guess: Guess | None = None,
-        expert_loads: ExpertLoads | None = None,
     ) -> None:
         self._model = model
         self._context = context
         self.kv = kv
         self.gate: LoadGate | None = None
         self._table = table
-        self._rows = platform.rows(table, guess)
+        self._samples = context.is_last_stage and context.tp_rank == 0
+        self._rows = platform.rows(table, guess, keeps_tokens=self._samples)
         self._on_device = True
         self._platform = platform
         self._proposer = proposer
-        self._expert_loads = expert_loads
         self._exchanges = StepExchanges(context, link, platform)
-        self._samples = context.is_last_stage and context.tp_rank == 0
-        if self._samples:
-            platform.sampling_ops()  # compiled now, not in the first step
+        ops = platform.sampling_ops() if self._samples else None  # compiled now, not in the first step
+        self._prepare = None if ops is None else preparing(table, ops, is_ahead=self._rows.is_ahead)
         self._appends = context.pp_size == 1
         self._pooler = Pooler(platform.accelerator, steps_in_flight=max(2, context.pp_size))
         self._scorer = PromptScorer(platform.accelerator, reads=self._samples)
@@ -181,8 +178,8 @@ class ModelRunner:
         raises.
 
         On CPU the step is computed when it returns. On a device nothing is read back before, drafts included, but for a
-        row whose logits processors read its tokens (Reads), and drafts of a step with such a row or of a proposer that
-        has no form for devices.
+        row with a grammar or another logits processor that reads tokens on the host alone (Reads), and drafts of such a
+        row or of a proposer that has no form for devices.
 
         A rank that runs out of device memory takes part in the rest of the step's exchanges with zeros, and the step
         counts for nothing in the whole group: StepResult.failure. So does each plan made before the engine knew. Rows
@@ -251,7 +248,8 @@ class ModelRunner:
         other."""
         if self._proposer is None or not any(work.max_drafts for work in plan.work):
             return None
-        if self._rows.guesses and not (self._flags_of(plan) & EDITS).any():
+        with_drafts = [work.row for work in plan.work if work.max_drafts]
+        if self._rows.guesses and not (self._flags_of(with_drafts) & (READS_LATE | READS_ON_HOST)).any():
             return Drafts.on_device(plan)
         if self._steps:
             self.settle(self._steps[-1])
@@ -268,27 +266,22 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, drafts: Drafts | None) -> _Computed:
         if self._steps and self._samples and self._waits_for_tokens(plan):
             self.settle(self._steps[-1])
-        batch = build_batch(plan, self._table, self._rows, drafts, self._sampling if self._samples else None)
+        batch = build_batch(plan, self._table, self._rows, drafts, self._prepare)
         computed = self._run(plan, batch, drafts, self._tensors())
         self._awaits.clear()
         return computed
 
     def _waits_for_tokens(self, plan: StepPlan) -> bool:
-        """Whether logits processors of some row read its tokens ahead of the forward pass, or behind it where drafts in
-        flight leave its positions open."""
+        """Whether logits processors of some row read its tokens on the host, ahead of the forward pass, or behind it
+        where drafts in flight leave its positions open."""
         rows_S = [work.row for work in plan.work if work.samples]
-        flags_S = self._flags_of(plan)
-        is_open = self._table.max_accepted[rows_S] > 0
-        return bool(((flags_S & READS_TOKENS > 0) | (flags_S & EDITS > 0) & is_open).any())
+        flags_S = self._flags_of(rows_S)
+        is_open_S = self._table.max_accepted[rows_S] > 0
+        return bool(((flags_S & READS_ON_HOST > 0) | (flags_S & READS_LATE > 0) & is_open_S).any())
 
-    def _flags_of(self, plan: StepPlan) -> npt.NDArray[np.uint8]:
-        """The sampling flags of the rows that sample."""
-        return self._table.sampling.flags[[work.row for work in plan.work if work.samples]]
-
-    def _sampling(self, rows_S: Ints, positions_S: Ints, send: Send) -> Sampling:
-        table, ops = self._table, self._platform.sampling_ops()
-        is_ahead = self._rows.is_ahead
-        return Sampling(rows_S, positions_S, table.sampling, table.history, ops, send, is_ahead=is_ahead)
+    def _flags_of(self, rows: list[int]) -> npt.NDArray[np.uint8]:
+        """The rows' sampling flags."""
+        return self._table.sampling.flags[rows]
 
     def _tensors(self) -> KVTensors:
         """The cache; with an overlapped load, layer by layer as it arrives."""
@@ -328,10 +321,11 @@ class ModelRunner:
             arrays = StepArrays()
             sampling.prepare_late(arrays.send)
             self._rows.send_late(arrays)
-        positions_S = None
-        if sampling.is_random and self._rows.is_ahead:
+        positions_S = tokens_NL = None
+        if sampling.reads_positions and self._rows.is_ahead:
             positions_S = forward.positions_T[forward.logits_rows_S] + 1
-        return sampling.draw(logits_SV, self._platform.accelerator, positions_S)
+            tokens_NL = None if sampling.read_rows is None else self._rows.tokens
+        return sampling.draw(logits_SV, self._platform.accelerator, positions_S, tokens_NL)
 
     def _forward(
         self, plan: StepPlan, batch: StepBatch, kv: KVTensors, hidden_TH: torch.Tensor | None
@@ -382,7 +376,7 @@ class ModelRunner:
             is_bad_S = ids_S == NOT_FINITE_ID
             is_bad_S[1:] &= drafts_S[:-1] != NO_PLACE
             is_bad_S[:1] = False  # as all those behind NO_PLACE: a known token
-            for group in range(1 + len(forward.further_groups)):
+            for group in range(forward.num_groups):
                 slots_S = forward.of_group(group).slot_mapping_T[forward.logits_rows_S]
                 self.kv.clear_on_device(torch.where(is_bad_S, slots_S, scratch * forward.block_size))
         except torch.OutOfMemoryError:
@@ -415,7 +409,6 @@ class ModelRunner:
                 num_unguessed=num_unguessed,
                 device_s=step.done.seconds_since(step.began) - received_s,
                 wait_s=max(0.0, step.began.seconds_since(self._last_done)) + received_s,
-                expert_tokens=None if self._expert_loads is None else self._expert_loads.due(),
             )
         self._last_done = step.done
 

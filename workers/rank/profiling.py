@@ -11,11 +11,10 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.platforms.base import Platform
-from tandem.workers.rank.batch import build_batch
+from tandem.workers.rank.batch import build_batch, preparing
 from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.row_table import RowTable
-from tandem.workers.sampling.sampler import sample
 from tandem.workers.speculation.proposer import make_guess
 
 
@@ -29,7 +28,7 @@ def fullest_plan(
     drafts = min(max_drafts, length - 1)
     own, all_blocks = (-(-tokens // block_size) * num_groups for tokens in (length, max_model_len))
     blocks = [place % own for place in range(all_blocks)]
-    sampling = RowSampling(temperature=1.0, top_p=0.9)
+    sampling = RowSampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1)
     return StepPlan(
         step_id=0,
         new_rows=[
@@ -78,13 +77,16 @@ def run_fullest_steps(
         drafts = Drafts.on_device(plan) if any(work.max_drafts for work in plan.work) else None
         if drafts is not None and guess is None:
             drafts = Drafts(drafts.counts_R, {})  # those of the host, wherever they come from
-        batch = build_batch(plan, table, platform.rows(table, guess), drafts)
+        samples = context.is_last_stage and context.tp_rank == 0
+        rows_there = platform.rows(table, guess, keeps_tokens=samples)
+        prepare = preparing(table, platform.sampling_ops(), is_ahead=rows_there.is_ahead) if samples else None
+        batch = build_batch(plan, table, rows_there, drafts, prepare)
         hidden_TH = None
         if not context.is_first_stage:
             hidden_TH = torch.zeros(batch.forward.num_tokens, hidden_size, dtype=dtype, device=platform.device)
         output = decoder.forward(batch.forward, kv.tensors, hidden_TH)
-        if context.is_last_stage and context.tp_rank == 0:
-            positions_S = batch.sample_positions_S
-            sample(output, batch.sample_rows_S, positions_S, table.sampling, table.history, platform)
+        if batch.sampling is not None:
+            positions_S = batch.forward.positions_T[batch.forward.logits_rows_S] + 1
+            batch.sampling.draw(output, platform.accelerator, positions_S, rows_there.tokens)
         used_bytes = max(used_bytes, kv.nbytes)
     return used_bytes

@@ -41,7 +41,7 @@ from tandem.workers.messages.handshake import (
     Shutdown,
     ToRank,
 )
-from tandem.workers.messages.step import StepPlan
+from tandem.workers.messages.step import CountExperts, ExpertTokens, StepPlan
 from tandem.workers.messages.transfer import TransferResult
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.platforms.cuda import open_platform
@@ -104,6 +104,8 @@ class RankServer:
         """
         if isinstance(message, StepPlan):
             yield from self._step(message)
+        elif isinstance(message, CountExperts):
+            yield from self._count_experts()
         elif isinstance(message, RankSetup):
             yield from self._load(message)
         elif isinstance(message, AllocateKV):
@@ -199,6 +201,13 @@ class RankServer:
         with self._runner_of_step() as runner:
             self._steps.append(runner.launch(plan))
         yield from self.done_steps()
+
+    def _count_experts(self) -> Iterator[ExpertTokens]:
+        """Ranks of a stage route alike, so its first one speaks for all. Waits until the device has run what it has."""
+        assert self._loaded is not None, "a question before AllocateKV, or after a step that failed"
+        if self._loaded.context.tp_rank == 0:
+            loads = self._loaded.decoder.expert_loads
+            yield ExpertTokens({layer: loads_E.tolist() for layer, loads_E in loads.items()})
 
     def done_steps(self) -> Iterator[FromRank]:
         """Yields the results of launched steps that the device has run."""

@@ -23,8 +23,9 @@ from tandem.workers.messages.step import NOT_FINITE, NOTHING_LEFT
 from tandem.workers.platforms.base import Platform
 from tandem.workers.sampling.logprobs import ChosenLogprobs, RawLogprobs
 from tandem.workers.sampling.philox import uniforms, uniforms_on_device
+from tandem.workers.sampling.processors.device_tokens import DeviceTokens
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, History
-from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, READS_LATE, SamplingTable
+from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, READS_LATE, READS_TOKENS, SamplingTable
 
 Ints = npt.NDArray[np.int64]
 
@@ -81,6 +82,7 @@ class Sampling:
     its sequence of the token to choose. history(row, position) gives the row's tokens before that position, drafts too,
     and the length of its prompt; only logits processors ask for it. send: takes arrays to the device by the time of
     draw(). is_ahead: the device's counts may be ahead of positions_S, and draw() gets the positions that it has.
+    tokens: the rows' tokens there, for logits processors that read tokens; None: they read them on the host.
     """
 
     def __init__(
@@ -93,9 +95,11 @@ class Sampling:
         send: Send,
         *,
         is_ahead: bool = False,
+        tokens: DeviceTokens | None = None,
     ) -> None:
         self._rows_S, self._positions_S = rows_S, positions_S
         self._table, self._history, self._ops = table, history, ops
+        self._tokens = tokens
         self._flags_S = table.flags[rows_S]
         self._used = int(np.bitwise_or.reduce(self._flags_S))
         self._changes = self._changes_by(send, late=False) if self._used & EDITS else []
@@ -103,9 +107,14 @@ class Sampling:
         self._random = self._random_of(send, is_ahead) if self._used & RANDOM else None
 
     @property
-    def is_random(self) -> bool:
-        """Whether tokens are drawn, and not only the best ones chosen."""
-        return self._random is not None
+    def reads_positions(self) -> bool:
+        """Whether draw() wants the positions that the device has, where it may be ahead."""
+        return self._random is not None or self._tokens is not None
+
+    @property
+    def read_rows(self) -> Ints | None:
+        """The rows whose tokens draw() reads on the device; None for none."""
+        return None if self._tokens is None else np.unique(self._rows_S[self._flags_S & READS_TOKENS > 0])
 
     @property
     def prepares_late(self) -> bool:
@@ -118,10 +127,17 @@ class Sampling:
         self._changes += self._changes_by(send, late=True)
 
     def draw(
-        self, logits_SV: torch.Tensor, accelerator: Accelerator, device_positions_S: torch.Tensor | None = None
+        self,
+        logits_SV: torch.Tensor,
+        accelerator: Accelerator,
+        device_positions_S: torch.Tensor | None = None,
+        device_tokens_NL: torch.Tensor | None = None,
     ) -> Drawn:
         """Chooses a token per place. logits_SV (float32) is overwritten. device_positions_S: int64, where is_ahead and
-        is_random."""
+        reads_positions. device_tokens_NL: int32, the tokens of all rows of the table, where there are read_rows."""
+        if self._tokens is not None:
+            assert device_positions_S is not None and device_tokens_NL is not None
+            self._tokens.arrive(device_tokens_NL, device_positions_S)
         raw, logprobs = None, None
         if self._logged is not None:
             raw = RawLogprobs.of(logits_SV[self._logged.at()], self._logged.wanted)
@@ -139,7 +155,9 @@ class Sampling:
     # ---- inside ----
 
     def _changes_by(self, send: Send, *, late: bool) -> list[Change]:
-        return self._table.chain.prepare(self._rows_S, self._positions_S, self._history, send, self._ops, late=late)
+        return self._table.chain.prepare(
+            self._rows_S, self._positions_S, self._history, send, self._ops, late=late, tokens=self._tokens
+        )
 
     def _logged_of(self, send: Send) -> "_Logged":
         places = np.flatnonzero(self._flags_S & LOGPROBS)

@@ -20,6 +20,7 @@ EDITS: Final = 2  # some logits processor changes the logits before the choice
 LOGPROBS: Final = 4
 READS_TOKENS: Final = 8  # some logits processor reads the row's tokens before the forward pass
 READS_LATE: Final = 16  # and some behind it
+READS_ON_HOST: Final = 32  # some of those before it cannot read them on a device
 GREEDY_BELOW: Final = 1e-5  # as in vLLM: a temperature this small is greedy
 
 
@@ -64,6 +65,7 @@ class SamplingTable:
             + EDITS * bool(reads)
             + READS_TOKENS * (Reads.TOKENS in reads)
             + READS_LATE * (Reads.TOKENS_LATE in reads)
+            + READS_ON_HOST * self.chain.waits(row)
         )
         self.temperature[row] = sampling.temperature
         self.top_k[row] = min(sampling.top_k, self.vocab_size)

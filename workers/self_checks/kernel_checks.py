@@ -4,6 +4,7 @@ The twin computes the same bf16 inputs in float32, so an error above TOLERANCE i
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -17,6 +18,8 @@ from tandem.parallel.params import Param, Source
 from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
 from tandem.parallel.quantization.weight_formats import FORMATS
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.latent import LatentStep
+from tandem.workers.attention.latent_heads import DenseHeads
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu import cpu_build
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
@@ -29,7 +32,7 @@ from tandem.workers.kernels.kv_store import LARGEST, SCALE_DTYPE, LayerKV, Torch
 from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables, TorchLora
 from tandem.workers.kernels.sampling_ops import Draws, TorchSampling
 from tandem.workers.kernels.step_arrays import StepArrays
-from tandem.workers.models.spec.arch import Activation, AttentionParams, Moe
+from tandem.workers.models.spec.arch import Activation, AttentionParams, Mla, Moe
 from tandem.workers.platforms.cpu import cpu_platform, multiplies_by_row
 from tandem.workers.self_checks.outcome import Check, NotHere, relative_error, require
 
@@ -52,6 +55,7 @@ def kernel_checks() -> list[Check]:
             "kernel decode attention", lambda: _attention((([5], 4, 2), ([300, 1, 17], 8, 8), ([129] * 8, 16, 2)), 1)
         ),
         Check("kernel chunk attention", lambda: _attention((([9], 4, 2), ([70, 33], 8, 8), ([300], 16, 2)), 9)),
+        Check("kernel latent attention", lambda: _latents((([5], 4), ([300, 1, 17], 16), ([129] * 4, 40)))),
         Check("kernel KV quantization", lambda: _kv_store(((1, 2, 128), (33, 8, 64), (100, 4, 128)))),
         Check("kernel skinny GEMM", lambda: _skinny_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
         Check("kernel row GEMM", lambda: _row_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
@@ -154,6 +158,25 @@ def _attention(cases: Sequence[tuple[list[int], int, int]], num_queries: int) ->
         ours = backend.prepare(batch).attend(q, k, v, kv, params)
         require(torch.equal(kv.keys.float(), wide.keys), "the step's keys are not in the cache")
         errors.append(relative_error(ours, expected))
+    return _worst(errors)
+
+
+def _latents(cases: Sequence[tuple[list[int], int]]) -> str:
+    """cases: context lengths of the rows, heads. DeepSeek's widths."""
+    errors, params = [], AttentionParams(192**-0.5)
+    for lens, heads in cases:
+        spec = Mla(num_heads=heads, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+        backend, batch = cpu_platform().attention(BF16, spec.head_dim, None, True), attention_batch(lens, 1)
+        if isinstance(backend, TorchAttention):
+            raise _no_kernel()
+        q, latents, weight = _noise(len(lens), heads, 192), _noise(len(lens), 1, 576), _noise(heads * 256, 512) / 16
+        plane, outputs = _noise(int(batch.block_table_RN.max()) + 1, BLOCK, 1, 576), []
+        for each, dtype in ((backend, BF16), (TorchAttention(), torch.float32)):
+            step, wide = each.prepare(batch), [x.to(dtype) for x in (q, latents, weight, plane)]
+            assert isinstance(step, LatentStep)
+            kv, projections = LayerKV.of(wide[3:], []), DenseHeads(spec, partial(wide.__getitem__, 2))
+            outputs.append(step.attend_latent(wide[0], wide[1], kv, params, projections))
+        errors.append(relative_error(*outputs))
     return _worst(errors)
 
 

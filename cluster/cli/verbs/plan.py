@@ -19,14 +19,14 @@ from msgspec.structs import replace
 from tandem.cluster.cli.flags import with_service_options
 from tandem.cluster.cli.verbs.plan_report import report
 from tandem.configs.errors import SettingsError
-from tandem.configs.load import build_settings
+from tandem.configs.load import build_settings, no_gpu_share
 from tandem.configs.options import OPTIONS
-from tandem.configs.schema import EngineSettings
+from tandem.configs.schema import CacheSettings, EngineSettings, ModelSettings
 from tandem.parallel.stored.headers import INDEX, find_weights, has_other_weights, no_weights
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.families import parameters_of
-from tandem.workers.planning.budget import GIB, available_bytes
+from tandem.workers.planning.budget import GIB, available_bytes, check_offload
 from tandem.workers.planning.hub import Wanted
 from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.model_source import find_model
@@ -147,7 +147,7 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
     found = layouts(spec, num_ranks, expert_parallel=given.enable_expert_parallel)
     candidates = [model.plan(*layout) for layout in found]
     best = best_of(candidates)
-    stored = _stored(Path(model.settings.model.model), spec, is_own=Path(name).expanduser().is_dir())
+    stored = _stored(model.settings.model, spec, is_own=Path(name).expanduser().is_dir())
     return {
         "model": name,
         "architecture": spec.architecture,
@@ -167,7 +167,8 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
 
 
 def _memory(settings: EngineSettings, asked: _Asked) -> Memory:
-    """The memory to plan for: of --device-memory, else this machine's. SettingsError when there is no CUDA device."""
+    """The memory to plan for: of --device-memory, else this machine's. SettingsError when there is no CUDA device, and
+    for flags that the device or this machine has no use for."""
     from tandem.cluster.deploy import devices
 
     device, size = devices.device_memory(settings.device.device)
@@ -175,18 +176,24 @@ def _memory(settings: EngineSettings, asked: _Asked) -> Memory:
         size = int(asked.device_memory_gib * GIB)
     elif size is None:
         raise SettingsError("there is no CUDA device here to ask; say how many GiB one has", "--device-memory")
-    return Memory(
+    else:
+        check_offload(settings.device.cpu_offload_gib, host_bytes=0, ranks_on_node=1)
+    memory = Memory(
         device=device,
         device_bytes=size,
         host_bytes=available_bytes() if asked.device_memory_gib is None else None,
         host_tier_bytes=int(asked.host_tier_gib * GIB),
         disk_tier_bytes=int(asked.disk_tier_gib * GIB),
     )
+    if memory.is_shared and settings.cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization:
+        raise no_gpu_share()
+    return memory
 
 
-def _stored(folder: Path, spec: ArchSpec, *, is_own: bool) -> StoredCheckpoint | None:
+def _stored(model: ModelSettings, spec: ArchSpec, *, is_own: bool) -> StoredCheckpoint | None:
     """The checkpoint, checked as ranks would check it; None for a config.json alone, and for a model of the hub (not
     is_own) whose files are not all here. SettingsError when ranks could not load it."""
+    folder = Path(model.model)
     names = [path.name for path in folder.iterdir()]
     if not any(name.endswith(".safetensors") or name == INDEX for name in names):
         if has_other_weights(names):
@@ -194,7 +201,7 @@ def _stored(folder: Path, spec: ArchSpec, *, is_own: bool) -> StoredCheckpoint |
         return None
     if not is_own and not all(file.exists() for file in find_weights(folder)[0]):
         return None
-    return open_checkpoint(folder, spec)
+    return open_checkpoint(folder, spec, model.hf_overrides)
 
 
 def _checkpoint(stored: StoredCheckpoint, num_parameters: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Call: one request to a service on a thread of its own, and what came of it, chunk by chunk."""
 
 import json
-import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -23,15 +22,6 @@ class Said:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
-
-    def agrees(self, other: "Said") -> bool:
-        """Equal, log probabilities up to rounding: a token after a resume comes from a prefill."""
-        return (self.text, self.token_ids, self.finish_reason, len(self.logprobs)) == (
-            other.text,
-            other.token_ids,
-            other.finish_reason,
-            len(other.logprobs),
-        ) and all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(self.logprobs, other.logprobs, strict=True))
 
 
 class Call:
@@ -84,12 +74,6 @@ class Call:
         """Answered whole, every choice with an end."""
         has_ends = bool(self.choices) and all(said.finish_reason for said in self.choices.values())
         return self.ended and self.error is None and self.status == 200 and has_ends
-
-    def agrees(self, other: "Call") -> bool:
-        """Whether both were told the same."""
-        return self.choices.keys() == other.choices.keys() and all(
-            said.agrees(other.choices[index]) for index, said in self.choices.items()
-        )
 
     def _run(self, url: str) -> None:
         try:

@@ -51,7 +51,7 @@ def test_settings(device: str, flags: dict[str, Any], words: str | None) -> None
     [
         ("llama-gqa", None),
         ("mistral-window", None),
-        ("deepseek_v2", "latent attention"),
+        ("deepseek_v2", None),
         ("mixtral", None),
         ("gemma2", None),
         ("bloom", None),
@@ -68,6 +68,13 @@ def test_models(name: str, words: str | None, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     found = refusal(tmp_path)
     assert found is None if words is None else words in str(found)
+
+
+def test_latents_wider_than_the_kernel(tmp_path: Path) -> None:
+    tiny = BY_NAME["deepseek_v2"]
+    changes = {**BASE, **tiny.changes, "kv_lora_rank": 1024, "architectures": ["DeepseekV2ForCausalLM"]}
+    AutoConfig.for_model(tiny.model_type, **changes).save_pretrained(tmp_path)
+    assert "latents and keys of 1040 elements; the kernel takes 1024" in str(refusal(tmp_path))
 
 
 def test_an_engine_does_not_start() -> None:
@@ -97,6 +104,8 @@ def test_a_machine_without_a_kernel(missing: str) -> None:
     assert refused.value.flag == "--batch-invariant"
     with pytest.raises(SettingsError, match="heads of 264 elements"):
         platform.attention(torch.float32, 264)
+    with pytest.raises(SettingsError, match="latents and keys of 1040 elements"):
+        platform.attention(torch.float32, 1040, None, True)
 
 
 def test_kv_of_the_usual_mode_is_not_taken_from_disk() -> None:

@@ -202,11 +202,13 @@ def harness(
     patience: int = 1,
     drafts: int = 0,
     windows: tuple[int | None, ...] = (None,),
+    experts: tuple[dict[int, list[int]], ...] = (),
     **scheduler: Any,
 ) -> Harness:
     """An engine over a FakeExecutor; further keywords are SchedulerSettings' fields. patience: steps without progress
     that are no sign of a standstill (late transfers). drafts: --speculative-config's num_speculative_tokens; 0: off.
-    adapter_cache, transfers: the real ones or defective. windows: of the groups of layers."""
+    adapter_cache, transfers: the real ones or defective. windows: of the groups of layers. experts: loads of
+    experts that each stage reports, by layer."""
     limits = SchedulerSettings(
         **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": asynchronous, **scheduler}
     )
@@ -234,10 +236,11 @@ def harness(
         tiers=tiers,
         adapters=adapters,
         windows=windows,
+        experts=experts,
     )
     in_flight = (stages if stages > 1 else 1 + asynchronous) * limits.max_num_batched_tokens
     groups = KVGroups(block_size, windows, in_flight)
-    facts = ModelFacts(max_model_len, VOCAB, (EOS,), "revision", "float32", groups)
+    facts = ModelFacts(max_model_len, VOCAB, (EOS,), "revision", "float32", groups, bool(experts))
     sink, clock = Sink(), FakeClock()
     with (
         mock.patch("tandem.workers.engine.engine.AdapterCache", adapter_cache),

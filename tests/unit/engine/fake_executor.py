@@ -15,7 +15,7 @@ block.
 import math
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,7 +26,7 @@ from fake_tiers import GARBAGE, FakeTiers, Slot, TierPlan
 from tandem.workers.engine.blocks.block_manager import NO_BLOCK
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.messages.request import Pool, PromptLogprobs, TokenLogprobs
-from tandem.workers.messages.step import RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult
+from tandem.workers.messages.step import ExpertTokens, RowInit, RowResult, RowSampling, RowWork, StepPlan, StepResult
 from tandem.workers.messages.transfer import CompileGrammar, CopyKV, DropGrammar, TransferOp, TransferResult
 
 
@@ -106,8 +106,11 @@ class FakeExecutor:
         tiers: TierPlan | None = None,
         adapters: AdapterPlan | None = None,
         windows: tuple[int | None, ...] = (None,),
+        experts: Sequence[dict[int, list[int]]] = (),
     ) -> None:
         self.windows = windows
+        self.experts = experts
+        self.num_counts = 0
         self.num_blocks, self.block_size, self.num_rows = num_blocks, block_size, num_rows
         self.stages, self.vocab_size = stages, vocab_size
         self.roots = roots or {}
@@ -132,7 +135,7 @@ class FakeExecutor:
         self._touched: deque[tuple[set[int], set[int]]] = deque()
         self._slots: deque[set[int]] = deque()
         self._stalled = 0
-        self._messages: deque[StepResult | TransferResult | None] = deque()
+        self._messages: deque[StepResult | TransferResult | ExpertTokens | None] = deque()
 
     # ---- Executor ----
 
@@ -177,7 +180,13 @@ class FakeExecutor:
         self._results.append(StepResult(step_id=plan.step_id, rows=results, device_s=device_s, failure=failure))
         self.most_in_flight = max(self.most_in_flight, len(self._results))
 
-    def poll(self, timeout_s: float) -> StepResult | TransferResult | None:
+    def count_experts(self) -> None:
+        """Each stage answers, one for each look."""
+        self.num_counts += 1
+        for by_layer in self.experts:
+            self._messages += [ExpertTokens(by_layer), None]
+
+    def poll(self, timeout_s: float) -> StepResult | TransferResult | ExpertTokens | None:
         """One look at the ranks gives the answers of their lanes, then a result or nothing."""
         if not self._messages:
             self._look()

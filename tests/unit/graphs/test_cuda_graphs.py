@@ -1,5 +1,5 @@
 """CudaGraphs on the CPU: the recorded-graph twin captures, and what is replayed on later steps equals those steps run
-eagerly, bit for bit: families, adapters, rows with drafts, padding, quantized caches."""
+eagerly, bit for bit: families, adapters, groups of layers, rows with drafts, padding, quantized caches."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tandem.configs.schema import EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
+from tandem.offload.kv.kv_groups import KVGroups
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.groups import GLOO
 from tandem.workers.graphs.cuda_graphs import RUNS_BEFORE_CAPTURE, CudaGraphs, Replay
@@ -17,6 +19,7 @@ from tandem.workers.graphs.graph_runner import NoGraphs, Outputs
 from tandem.workers.lora.device.rank_adapters import open_adapters
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.kv_layout import kv_windows
 from tandem.workers.planning.budget import ATTENTION_BYTES, MIB
 from tandem.workers.planning.graph_room import capture_bytes, graph_bytes
 from tandem.workers.platforms.base import DeviceMemory, Platform
@@ -28,9 +31,10 @@ from tests.support.lora_ranks import put_all, with_adapters
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.recorded_graph import RecordedGraph
 from tests.support.slot_lora import SlotLora
-from tests.support.tiny_models import BY_NAME, save_tiny_model
+from tests.support.tiny_models import BY_NAME, GROUPED, save_tiny_model
 
-CPU, ROWS, MAX_LEN = torch.device("cpu"), 4, 70
+CPU, ROWS, MAX_LEN, BLOCK = torch.device("cpu"), 4, 70, 16
+ONE_GROUP = (None,)
 Step = tuple[list[tuple[int, list[int]]], list[int]]
 """Rows with their tokens, and the rows' adapter slots."""
 
@@ -72,7 +76,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder(name: str) -> Path:
         if name not in made:
-            made[name] = save_tiny_model(BY_NAME[name], root)
+            made[name] = save_tiny_model({**BY_NAME, GROUPED.name: GROUPED}[name], root)
         return made[name]
 
     return folder
@@ -95,9 +99,13 @@ def steps_of(seed: int, with_slots: bool) -> list[Step]:
 
 @torch.no_grad()
 def logits_of(
-    decoder: Decoder, platform: Platform, steps: list[Step], kv_dtype: torch.dtype | None = None
+    decoder: Decoder,
+    platform: Platform,
+    steps: list[Step],
+    kv_dtype: torch.dtype | None = None,
+    windows: tuple[int | None, ...] = ONE_GROUP,
 ) -> tuple[list[torch.Tensor], PagedRows]:
-    rows = PagedRows(decoder, ROWS, MAX_LEN, block_size=16, kv_dtype=kv_dtype, platform=platform)
+    rows = PagedRows(decoder, ROWS, MAX_LEN, block_size=BLOCK, kv_dtype=kv_dtype, platform=platform, windows=windows)
     found = []
     for work, slots in steps:
         batch = rows.batch(work, all_logits=True)
@@ -105,10 +113,18 @@ def logits_of(
     return found, rows
 
 
-def decoder_on(platform: Platform, folder: Path, adapters: list[Path], kv_dtype: torch.dtype | None = None) -> Decoder:
+def decoder_on(
+    platform: Platform,
+    folder: Path,
+    adapters: list[Path],
+    kv_dtype: torch.dtype | None = None,
+    windows: tuple[int | None, ...] = ONE_GROUP,
+) -> Decoder:
     spec = load_spec(folder)
     context = ParallelContext.single()
-    decoder = build_decoder(spec, context, folder=folder, dtype=torch.float32, platform=platform, kv_dtype=kv_dtype)
+    decoder = build_decoder(
+        spec, context, folder=folder, dtype=torch.float32, platform=platform, kv_dtype=kv_dtype, windows=windows
+    )
     if adapters:
         settings = LoraSettings(enable_lora=True, max_loras=2, max_lora_rank=8)
         opened = open_adapters(
@@ -120,21 +136,30 @@ def decoder_on(platform: Platform, folder: Path, adapters: list[Path], kv_dtype:
 
 @pytest.mark.parametrize(
     ("name", "num_adapters", "kv_dtype"),
-    [("qwen3", 2, None), ("gemma2", 0, None), ("bloom", 0, None), ("mistral-window", 0, torch.int8)],
+    [
+        ("qwen3", 2, None),
+        ("gemma2", 0, None),
+        ("bloom", 0, None),
+        ("mistral-window", 0, torch.int8),
+        ("grouped", 2, None),
+        ("grouped", 0, torch.int8),
+    ],
 )
 def test_replays_equal_eager_steps(
     folders: Callable[[str], Path], tmp_path: Path, name: str, num_adapters: int, kv_dtype: torch.dtype | None
 ) -> None:
-    """At the same padding bit for bit, the cache too; against steps without padding up to the order of sums."""
+    """At the same padding bit for bit, the cache too; against steps without padding, and with one block table for all
+    layers, up to the order of sums."""
     folder, steps = folders(name), steps_of(3, num_adapters > 0)
     adapters = [save_random_adapter(folder, tmp_path / f"a{n}", rank=4 + n, seed=n) for n in range(num_adapters)]
     found = {}
     for kind, capture in (("replayed", recorded), ("padded", eagerly), ("plain", None)):
         platform = device(capture or recorded)
-        decoder = decoder_on(platform, folder, adapters, kv_dtype)
+        windows = kv_windows(load_spec(folder), MAX_LEN) if capture else ONE_GROUP
+        decoder = decoder_on(platform, folder, adapters, kv_dtype, windows)
         if capture is None:
             decoder.graphs = NoGraphs()
-        found[kind] = (*logits_of(decoder, platform, steps, kv_dtype), decoder.graphs)
+        found[kind] = (*logits_of(decoder, platform, steps, kv_dtype, windows), decoder.graphs)
     (replayed, cache, graphs), (padded, padded_cache, _), (plain, _, _) = found.values()
     assert graphs.num_replays >= 8 and graphs.can_replay
     for ours, same, other in zip(replayed, padded, plain, strict=True):
@@ -147,7 +172,7 @@ def test_replays_equal_eager_steps(
 def test_padded_tokens_write_the_scratch_block_alone(folders: Callable[[str], Path]) -> None:
     platform = device(recorded)
     decoder = decoder_on(platform, folders("qwen3"), [])
-    rows = PagedRows(decoder, ROWS, MAX_LEN, block_size=16, platform=platform)
+    rows = PagedRows(decoder, ROWS, MAX_LEN, block_size=BLOCK, platform=platform)
     assert rows.kv.scratch_block == len(rows.kv.layers[0].keys) - 1
     with torch.no_grad():
         for step in range(RUNS_BEFORE_CAPTURE + 3):
@@ -200,20 +225,19 @@ def test_one_graph_serves_any_mix_of_adapters(folders: Callable[[str], Path], tm
     assert decoder.graphs.num_replays == len(mixes) - RUNS_BEFORE_CAPTURE
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "bloom"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "bloom", "grouped"])
 def test_a_capture_keeps_no_more_than_the_plan_says(folders: Callable[[str], Path], name: str) -> None:
-    platform = device(recorded)
-    decoder = decoder_on(platform, folders(name), [])
-    logits_of(decoder, platform, steps_of(3, with_slots=False))
+    platform, spec = device(recorded), load_spec(folders(name))
+    groups = KVGroups(BLOCK, kv_windows(spec, MAX_LEN))
+    decoder = decoder_on(platform, folders(name), [], windows=groups.windows)
+    logits_of(decoder, platform, steps_of(3, with_slots=False), windows=groups.windows)
     captures = decoder.graphs._captures._held  # type: ignore[attr-defined]
     assert len(captures) >= 2
     for (key, bucket), captured in captures.items():
         inputs = captured.inputs
-        attention = [value for step in inputs._replayable for value in vars(step).values()]
-        attention = [value for value in attention if isinstance(value, torch.Tensor)]
-        attention += [mask for step in inputs._replayable for mask in step._masks.values()]
+        attention = [leaf for leaf in tree_leaves(vars(inputs.attention)) if isinstance(leaf, torch.Tensor)]
         kept = sum(tensor.nbytes for tensor in (*inputs._tensors(), *captured.outputs, *attention))
-        most = capture_bytes(load_spec(folders(name)), bucket, key[0], 16, 4)
+        most = capture_bytes(spec, groups, bucket, key[0], 4)
         assert most / 2 <= kept <= most, (bucket, key[0])
 
 

@@ -21,6 +21,7 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.step_arrays import sending_with
 from tandem.workers.messages.step import RowSampling
+from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.arch import (
     Activation,
@@ -37,8 +38,9 @@ from tandem.workers.platforms.base import DeviceMemory
 from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
 from tandem.workers.platforms.cuda import platform_on
 from tandem.workers.rank.kv_cache import KVCache
+from tandem.workers.sampling.processors.device_tokens import DeviceTokens
 from tandem.workers.sampling.sampler import Sampling, sample
-from tandem.workers.sampling.sampling_table import SamplingTable
+from tandem.workers.sampling.sampling_table import READS_TOKENS, SamplingTable
 from tests.support.recorded_graph import RecordedGraph, RefusedError
 
 CPU = torch.device("cpu")
@@ -49,6 +51,16 @@ SAMPLINGS = {
     "greedy": RowSampling(temperature=0.0),
     "random": RowSampling(temperature=1.0),
     "top-p": RowSampling(temperature=1.0, top_p=0.9, top_k=7, min_p=0.01, frequency_penalty=0.5),
+    "all": RowSampling(
+        temperature=1.0,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        min_tokens=7,
+        stop_token_ids=(3, 90),
+        bad_words_token_ids=((11, 12, 40), (13, 41), (42,)),
+        logit_bias=((5, 1.0),),
+        thinking_budget=ThinkingBudget(tokens=6, start=(50,), end=(13, 14), inside=True),
+    ),
 }
 
 
@@ -126,7 +138,7 @@ def spec_of(qk_norm: bool) -> ArchSpec:
     return ArchSpec(
         architecture="Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM", vocab_size=97, hidden_size=32,
         layers=(layer,) * LAYERS, max_position_embeddings=256, final_norm=norm, tie_word_embeddings=qk_norm,
-        torch_dtype="bfloat16", bos_token_id=None, eos_token_ids=(),
+        torch_dtype="bfloat16", eos_token_ids=(),
     )  # fmt: skip
 
 
@@ -212,25 +224,41 @@ def forward(decoder: Decoder, batch: ForwardBatch, kv: KVTensors) -> torch.Tenso
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_a_graph_can_hold_sampling(kind: str) -> None:
-    """Its parameters have come with the rows; a replay draws what other logits and positions ask for."""
-    sampling = SAMPLINGS[kind]
-    table, rows = SamplingTable(3, 97), np.arange(3)
-    for row in rows:
-        table.bind(int(row), sampling)
-    logits = torch.randn(3, 97, generator=torch.Generator().manual_seed(0))
-    positions = rows + 9
+    """Its parameters have come with the rows; a replay draws what other logits, positions and tokens ask for: logits
+    processors read them on the device."""
+    rows, accelerator, held = np.arange(3), HostAccelerator(), np.arange(5, 25, dtype=np.int32) % 17
+
+    def bound() -> SamplingTable:
+        table = SamplingTable(3, 97)
+        for row in rows:
+            table.bind(int(row), SAMPLINGS[kind])
+        return table
 
     def history(row: int, position: int) -> tuple[npt.NDArray[np.int32], int]:
-        return np.arange(20, dtype=np.int32), 5
+        return held[:position], 5
 
-    send = sending_with(HostAccelerator().to_device)
-    mine = Sampling(rows, positions, table, history, GPU.sampling_ops(), send, is_ahead=True)
-    at = torch.from_numpy(positions.copy())
-    graph = RecordedGraph.capture(lambda: mine.draw(logits.clone(), HostAccelerator(), at).ids_S)
-    assert torch.equal(graph.outputs, sample(logits.clone(), rows, positions, table, history, GPU).ids_S)
-    logits.copy_(logits.flip(1))
-    at += 1
-    assert torch.equal(graph.replay(), sample(logits.clone(), rows, positions + 1, table, history, GPU).ids_S)
+    def plain() -> tuple[torch.Tensor, torch.Tensor]:
+        edited = logits.clone()
+        return sample(edited, rows, at.numpy(), bound(), history, GPU).ids_S, edited
+
+    def body() -> tuple[torch.Tensor, torch.Tensor]:
+        edited = logits.clone()
+        return mine.draw(edited, accelerator, at, there).ids_S, edited
+
+    logits = torch.randn(3, 97, generator=torch.Generator().manual_seed(0))
+    positions, table, send = rows + 9, bound(), sending_with(accelerator.to_device)
+    reads = table.flags[0] & READS_TOKENS > 0
+    tokens = DeviceTokens(np.full(3, 5), np.full(3, 7), positions + 4) if reads else None
+    mine = Sampling(rows, positions, table, history, GPU.sampling_ops(), send, is_ahead=True, tokens=tokens)
+    at, there = torch.from_numpy(positions.copy()), torch.from_numpy(np.tile(held, (3, 1)))
+    graph = RecordedGraph.capture(body)
+    assert all(map(torch.equal, graph.outputs, plain()))
+    for step in range(1, 4):
+        logits.copy_(logits.flip(1))
+        at += 1
+        held[7:] = np.roll(held[7:], step)  # behind those that the host has read
+        there.copy_(torch.from_numpy(np.tile(held, (3, 1))))
+        assert all(map(torch.equal, graph.replay(), plain())), step
 
 
 def test_a_row_with_more_blocks_needs_another_graph_today() -> None:

@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
 from tandem.workers.kernels.cpu import cpu_build, kernel_cache
+from tandem.workers.kernels.cpu.kernel_cache import compiling
 from tests.support.service import wait_for
 
 BUILD = (
@@ -71,6 +73,27 @@ def test_what_one_process_has_built_the_next_one_takes(folders: tuple[Path, Path
     assert list(temp.iterdir()) == []
 
 
+def test_one_process_at_a_time_compiles(folders: tuple[Path, Path]) -> None:
+    first, naps_s = ExitStack(), []
+    assert not first.enter_context(compiling())
+
+    def nap(seconds: float) -> None:
+        naps_s.append(seconds)
+        if len(naps_s) == 3:
+            first.close()
+
+    with compiling(sleep=nap) as waited:
+        assert waited and len(naps_s) == 3
+    assert list(folders[1].iterdir()) == [], "the lock is no file"
+
+
+def test_nobody_waits_for_ever_for_a_process_that_stands_still(folders: tuple[Path, Path]) -> None:
+    times_s = iter(range(0, 1000, 50))
+    naps_s: list[float] = []
+    with compiling(), compiling(clock=lambda: next(times_s), sleep=naps_s.append) as waited:
+        assert waited and len(naps_s) == 2, "at 50 and 100 s; WAIT_S is over at the next look"
+
+
 def test_all_cached_libraries_of_one_process_are_different_ones(folders: tuple[Path, Path], tmp_path: Path) -> None:
     path, log = counting(tmp_path / "bin", tmp_path / "log"), tmp_path / "log"
     assert [built(path, BUILD_ALL) for _ in range(2)] == ["3\n"] * 2
@@ -127,7 +150,7 @@ def test_where_nothing_can_be_kept_it_is_built_each_time(folders: tuple[Path, Pa
     _, kept = folders
     kept.parent.mkdir(parents=True)
     kept.write_text("a file where the folder should be")
-    assert built() == "True\n"
+    assert built(counting(tmp_path / "bin", tmp_path / "log")) == "True\n"
     assert kept.read_text() == "a file where the folder should be"
 
 
@@ -153,7 +176,7 @@ def test_no_file_is_left_by_a_process_that_is_killed_while_it_compiles(
         wait_for(begun.exists, 60, "the compiler runs")
         process.kill()
         process.communicate(timeout=60)
-        assert list(temp.iterdir()) == [] and not kept.exists()
+        assert list(temp.iterdir()) == list(kept.iterdir()) == []
     finally:
         over.touch()
 

@@ -1,5 +1,6 @@
 """Kernels of --batch-invariant: right, and to the last bit the same for a row alone and among any others."""
 
+from dataclasses import replace
 from shutil import which
 from typing import Any
 
@@ -7,14 +8,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tandem.configs.errors import SettingsError
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear_methods import LinearMethod
+from tandem.parallel.linear_methods import LinearMethod, as_given, packed
 from tandem.parallel.params import Param, Source
 from tandem.workers.kernels.cpu.cpu_build import cpu_invariant_library, cpu_library
+from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
+from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
+from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.invariant.row_gemm import RowMethod, SkinnyMethod, row_methods
-from tandem.workers.models.spec.arch import Activation
+from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables
+from tandem.workers.models.spec.arch import Activation, ClampedSwiglu
+from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu_invariant import batch_invariant
 
 pytestmark = pytest.mark.skipif(which("gcc") is None and which("cc") is None, reason="needs a C compiler")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -33,9 +41,13 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def param_of(outputs: int, inputs: int) -> Param:
+    return Param(name="w.weight", shape=(outputs, inputs), role="w", source=Source(("w.weight",)))
+
+
 def method_of(outputs: int, inputs: int, dtype: torch.dtype) -> LinearMethod:
-    weight = Param(name="w.weight", shape=(outputs, inputs), role="w", source=Source(("w.weight",)))
-    return row_methods(library(dtype), skinny_gemm(dtype, max_rows=10**9))([weight], ParallelContext.single())
+    make = row_methods(library(dtype), skinny_gemm(dtype, max_rows=10**9))
+    return make([param_of(outputs, inputs)], ParallelContext.single())
 
 
 @DTYPES
@@ -74,6 +86,66 @@ def test_an_activation_is_the_same_alone_and_among_others(dtype: torch.dtype, ki
             )
             for first, last in RUNS:
                 assert torch.equal(ops.activate(x[first:last], kind, gated=False), y[first:last]), (width, first, last)
+
+
+@DTYPES
+def test_the_experts_activation_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
+    """Also where a rank's part of an expert is no multiple of a vector."""
+    ops, twin = cpu_experts(dtype, None, packed(None))(as_given), TorchExperts(packed(None), as_given)
+    spec = ClampedSwiglu(1.702, 7.0)
+    for width in (64, 24, 360, 5):
+        rows = 4 * draw(ROWS, 2 * width, dtype=dtype)
+        y = ops.clamped_swiglu(spec, rows)
+        expected = twin.clamped_swiglu(spec, rows.float())
+        torch.testing.assert_close(y.float(), expected, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=1e-6)
+        for first, last in RUNS:
+            assert torch.equal(ops.clamped_swiglu(spec, rows[first:last]), y[first:last]), (width, first, last)
+
+
+@DTYPES
+@pytest.mark.parametrize("outputs", [304, 301])
+def test_an_adapter_of_any_width_is_the_same_alone_and_among_others(dtype: torch.dtype, outputs: int) -> None:
+    """As one on the head of a vocabulary of any size."""
+    inputs, rank, stride = 64, 16, 320
+    ops = batch_invariant(cpu_platform()).lora_ops(dtype)
+    slab, starts = draw(2 * rank * stride, dtype=dtype), torch.arange(2 * rank)[None] * stride
+    a_rows, b_rows = (part.contiguous() for part in starts.split(rank, dim=1))
+    ranks, scales = torch.tensor([rank], dtype=torch.int32), torch.tensor([0.5])
+    tables = ProjectionTables(a_rows, b_rows, ranks, scales, inputs, outputs, start=0)
+    x, before = draw(ROWS, inputs, dtype=dtype, seed=1), draw(ROWS, outputs, dtype=dtype, seed=2)
+
+    def added(first: int, last: int) -> torch.Tensor:
+        y, slots = before[first:last].clone(), torch.zeros(last - first, dtype=torch.int32)
+        ops.add(y, x[first:last], slab, [tables], AdapterRows(slots, [(0, last - first, 0)]))
+        return y
+
+    y = added(0, ROWS)
+    a, b = (slab.view(-1, stride)[rows] for rows in (slice(rank), slice(rank, None)))
+    expected = before.double() + 0.5 * (x.double() @ a[:, :inputs].double().T) @ b[:, :outputs].double()
+    torch.testing.assert_close(y.double(), expected, rtol=max(torch.finfo(dtype).eps, 1e-5), atol=1e-3)
+    for first, last in RUNS:
+        assert torch.equal(added(first, last), y[first:last]), (first, last)
+
+
+@pytest.mark.skipif(int8_kernel(torch.float32) is None, reason="needs a CPU with AVX512-VNNI")
+@pytest.mark.parametrize(
+    ("inputs", "refused"), [(96, None), (94, "the kernel for int8 weights takes no 94 inputs, as w")]
+)
+def test_int8_products_that_would_sum_in_float32_are_refused(inputs: int, refused: str | None) -> None:
+    platform = batch_invariant(cpu_platform())
+    weight = replace(param_of(70, inputs), merge="w", takes_format=True)
+    make = platform.linear_methods(torch.float32, "int8")
+    if refused is not None:
+        with pytest.raises(SettingsError, match=refused) as found:
+            make([weight], ParallelContext.single())
+        assert found.value.flag == "--batch-invariant"
+        make = platform.linear_methods(torch.float32, "w8a8")
+    method = make([weight], ParallelContext.single())
+    method.take(draw(70, inputs, dtype=torch.float32), None)
+    x = draw(ROWS, inputs, dtype=torch.float32, seed=1)
+    y = method.apply(x)
+    for first, last in RUNS:
+        assert torch.equal(method.apply(x[first:last]), y[first:last]), (first, last)
 
 
 @DTYPES

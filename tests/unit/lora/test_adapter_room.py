@@ -34,7 +34,7 @@ def opened(
     folder: Path, spec: ArchSpec, mesh: Mesh, lora: LoraSettings = LORA, dtype: torch.dtype = torch.float32
 ) -> RankAdapters:
     """As the rank at `mesh` opens them."""
-    attention = cpu_platform().attention(dtype, spec.head_dim)
+    attention = cpu_platform().attention(dtype, spec.head_dim, None, spec.has_latents)
     decoder = build_decoder(
         spec, ParallelContext(mesh), folder=folder, dtype=dtype, platform=cpu_platform(), attention=attention
     )

@@ -36,10 +36,22 @@ def rope_of(architecture: str, config: dict[str, Any], overrides: dict[str, Any]
     [
         ({"rope_thetta": 5.0}, "rope_thetta is not a key that Qwen3ForCausalLM reads; did you mean rope_theta?"),
         ({"model_type": "qwen3"}, "model_type is not a key that Qwen3ForCausalLM reads"),
+        ({"bos_token_id": 5}, "bos_token_id is not a key that Qwen3ForCausalLM reads"),
         ({"rope_scaling": {**YARN, "faktor": 2}}, "rope_scaling.faktor is not one of rope_type, type, rope_theta"),
         ({"hidden_size": "64"}, "hidden_size is '64', want a positive integer"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
         ({"rope_scaling": 4}, "rope_scaling is 4, want an object"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor is not read by the rope type 'default'"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}},
+            "rope_scaling.beta_fast is not read by the rope type 'linear'",
+        ),
+        ({"rope_parameters": {"full_atention": NEW}}, "rope_parameters.full_atention is not one of full_attention"),
+        (
+            {"rope_parameters": {"full_attention": NEW, "rope_theta": 5.0}},
+            "rope_parameters.rope_theta is not read beside full_attention",
+        ),
+        ({"rope_parameters": YARN, "rope_scaling": YARN}, "rope_parameters and rope_scaling are two names of one"),
     ],
 )
 def test_what_is_wrong_with_an_override_names_the_flag(overrides: dict[str, Any], words: str) -> None:
@@ -77,6 +89,15 @@ def test_overridden_scaling_keeps_the_part_that_rotates(key: str) -> None:
     assert rope_of("StableLmForCausalLM", published, {key: {**linear, "partial_rotary_factor": 0.125}}).dim == 2
     assert rope_of("StableLmForCausalLM", published, {"partial_rotary_factor": 0.25}).dim == 4
     assert rope_of("GPTNeoXForCausalLM", published, {"rotary_pct": 0.25, "rotary_emb_base": 9.0}).theta == 9.0
+
+
+def test_an_overridden_trained_context_wins_over_the_top_level() -> None:
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    published = {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_scaling": factors}
+    given = {"rope_scaling": {**factors, "original_max_position_embeddings": 32}}
+    assert rope_of("Phi3ForCausalLM", published, {}).trained_context == 16
+    assert rope_of("Phi3ForCausalLM", published, {"rope_scaling": factors}).trained_context == 16
+    assert rope_of("Phi3ForCausalLM", published, given).trained_context == 32
 
 
 def test_scaling_overridden_with_null_is_gone() -> None:

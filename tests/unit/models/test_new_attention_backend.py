@@ -21,10 +21,11 @@ from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.kv_layout import kv_windows
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
 from tests.support.paged_rows import PagedRows, prompt_ids
-from tests.support.tiny_models import BY_NAME, save_tiny_model
+from tests.support.tiny_models import BY_NAME, GROUPED, TinyModel, save_tiny_model
 
 
 class InventedAttention:
@@ -52,7 +53,7 @@ class InventedStep:
     ) -> torch.Tensor:
         if not params.is_plain:
             return self.general.attend(q_TND, k_TKD, v_TKD, kv, params)
-        batch, rows = self.batch, []
+        batch, rows = self.batch.of_group(kv.group), []
         for row, start in enumerate(accumulate(batch.query_lens_list[:-1], initial=0)):
             queries, length = batch.query_lens_list[row], batch.seq_lens_list[row]
             own, before = slice(start, start + queries), length - queries
@@ -77,10 +78,12 @@ def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None =
 
 def text(platform: Platform, folder: Path) -> tuple[Decoder, list[int], torch.Tensor]:
     """Greedy tokens of a prompt in two chunks beside another row, and the last logits."""
+    spec = load_spec(folder)
+    windows = kv_windows(spec, 80)
     decoder = build_decoder(
-        load_spec(folder), ParallelContext.single(), folder=folder, dtype=torch.float32, platform=platform
+        spec, ParallelContext.single(), folder=folder, dtype=torch.float32, platform=platform, windows=windows
     )
-    rows, prompt = PagedRows(decoder, 2, 80), prompt_ids(40, 200)
+    rows, prompt = PagedRows(decoder, 2, 80, windows=windows), prompt_ids(40, 200)
     rows.step([(0, prompt[:25]), (1, prompt[:7])])
     tokens = [int(rows.step([(0, prompt[25:])])[0].argmax())]
     while len(tokens) < 12:
@@ -88,9 +91,9 @@ def text(platform: Platform, folder: Path) -> tuple[Decoder, list[int], torch.Te
     return decoder, tokens, rows.step([(0, tokens[-1:])])
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "gemma2"])
-def test_a_backend_is_a_class_that_a_platform_chooses(tmp_path: Path, name: str) -> None:
-    folder = save_tiny_model(BY_NAME[name], tmp_path)
+@pytest.mark.parametrize("tiny", [BY_NAME["mistral-window"], BY_NAME["gemma2"], GROUPED], ids=lambda tiny: tiny.name)
+def test_a_backend_is_a_class_that_a_platform_chooses(tmp_path: Path, tiny: TinyModel) -> None:
+    folder = save_tiny_model(tiny, tmp_path)
     (decoder, ours, logits), (_, theirs, expected) = (
         text(platform, folder) for platform in (replace(cpu_platform(), attention=_attention), cpu_platform())
     )

@@ -63,6 +63,8 @@ def test_the_flag_wins_then_the_folder_then_the_last_token(
         (PLAIN, {**OLD, "pooling_mode_cls_token": True}, "pooling mode cls_token is not supported"),
         (PLAIN, {"pooling_mode": "weightedmean"}, "pooling mode weightedmean is not supported"),
         (PLAIN, {"pooling_mode": ["mean", "max"]}, "pooling mode mean, max is not supported"),
+        (PLAIN, {"pooling_mode": 5}, "pooling mode 5 is not supported"),
+        (PLAIN, {"pooling_mode": [["mean"]]}, r"pooling mode \['mean'\] is not supported"),
         (PLAIN, OLD, "pooling mode none is not supported"),
         ([*PLAIN, module("Dense", "2_Dense")], {"pooling_mode": "mean"}, "module Dense is not supported"),
     ],
@@ -79,6 +81,7 @@ def test_other_pooling_is_refused_by_name_with_the_flag_that_helps(
     ("given", "words"),
     [
         ({"pooling_type": "CLS"}, "pooling_type 'CLS' is not one of LAST, MEAN"),
+        ({"pooling_type": ["MEAN"]}, r"pooling_type \['MEAN'\] is not one of LAST, MEAN"),
         ({"normalize": "yes"}, "normalize 'yes' must be true or false"),
         ({"enable_chunked_processing": True}, "enable_chunked_processing is not supported; supported: pooling_type"),
     ],
@@ -119,6 +122,8 @@ def test_matryoshka_dimensions_lie_within_the_model(tmp_path: Path) -> None:
     for wrong in ([], [0], [65], "8"):
         with pytest.raises(UnsupportedModelError, match="matryoshka_dimensions"):
             read_pooling(folder_of(tmp_path, matryoshka_dimensions=wrong), SIZE, {})
+    with pytest.raises(UnsupportedModelError, match=r"^--hf-overrides: matryoshka_dimensions"):
+        read_pooling(folder_of(tmp_path), SIZE, {"matryoshka_dimensions": [65]})
 
 
 def test_a_request_asks_within_these_facts() -> None:

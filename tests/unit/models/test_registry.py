@@ -47,9 +47,9 @@ def test_classic_and_new_keys_mean_the_same() -> None:
 
 
 def test_absent_keys_take_the_family_defaults_and_null_means_none() -> None:
-    spec = spec_from_config(config("MistralForCausalLM", bos_token_id=None, eos_token_id=[2, 7]))
+    spec = spec_from_config(config("MistralForCausalLM", eos_token_id=[2, 7]))
     assert windows_of(spec) == (4096,) * 4
-    assert (spec.bos_token_id, spec.eos_token_ids) == (None, (2, 7))
+    assert spec.eos_token_ids == (2, 7)
     assert windows_of(spec_from_config(config("MistralForCausalLM", sliding_window=None))) == (None,) * 4
     assert spec_from_config(config("Qwen3ForCausalLM")).head_dim == 128
     assert spec_from_config(config("Qwen3ForCausalLM", head_dim=None)).head_dim == 8
@@ -122,6 +122,9 @@ def test_unreadable_folders(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"config\.json"):
         load_spec(tmp_path)
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SettingsError, match="not JSON"):
+        load_spec(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(SettingsError, match="not JSON"):
         load_spec(tmp_path)
 

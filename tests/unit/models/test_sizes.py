@@ -16,9 +16,9 @@ from tandem.parallel.mesh import Mesh
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config_reader import load_spec, spec_from_config
 from tandem.workers.models.spec.families import parameters_of
-from tandem.workers.models.spec.sizes import adapter_bytes, kv_token_bytes, rank_weights
+from tandem.workers.models.spec.sizes import activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.rank.kv_cache import block_bytes
 from tests.support.tiny_models import BY_NAME, save_tiny_model, some_in_parity
@@ -51,7 +51,7 @@ def rank_of(
 ) -> Decoder:
     """The decoder of one rank, loaded without the others."""
     context = ParallelContext(mesh)
-    attention = cpu_platform().attention(dtype, spec.head_dim)
+    attention = cpu_platform().attention(dtype, spec.head_dim, None, spec.has_latents)
     return build_decoder(
         spec,
         context,
@@ -128,6 +128,25 @@ def test_an_adapter_counts_both_factors_of_every_linear(root: Path) -> None:
     cut = [adapter_bytes(spec, Mesh(2, 2, rank), 16, 2) for rank in range(4)]
     assert len(set(cut)) == 1
     assert whole * spec.num_layers * 2 // 4 < cut[0] < whole * spec.num_layers * 2 // 2
+
+
+def test_a_rank_of_whole_experts_has_rows_for_all_of_a_tokens() -> None:
+    """As wide as an expert is, where ranks that share experts have a part of each."""
+    hidden, width, top_k = 64, 128, 2
+    spec = spec_from_config(
+        {
+            "architectures": ["MixtralForCausalLM"],
+            "vocab_size": 100,
+            "num_hidden_layers": 2,
+            "hidden_size": hidden,
+            "intermediate_size": width,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+        }
+    )
+    parts, whole = (activation_bytes(spec, Mesh(4, expert_parallel=own), 1, 0, 2) for own in (False, True))
+    assert parts == 2 * (3 * hidden + top_k * (width // 4 + hidden))
+    assert whole == 2 * (3 * hidden + top_k * 3 * width)
 
 
 def test_quantizing_holds_one_dense_matrix_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

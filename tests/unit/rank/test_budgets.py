@@ -43,7 +43,7 @@ DOWNLOADS = {"greedy": 2, "all fields": 6}
 
 
 def decode_counts(folder: Path, num_layers: int, sampling: RowSampling) -> dict[str, int]:
-    """Counts of launching the third decode step, and of waiting for it ("waits")."""
+    """Counts of launching the third decode step while the two before are in flight, and of waiting for it ("waits")."""
     model = save_tiny_model(TinyModel(f"of-{num_layers}", "qwen3", {"num_hidden_layers": num_layers}), folder)
     spec, accelerator = load_spec(model), TracedAccelerator()
     platform = traced_platform(accelerator)
@@ -57,14 +57,16 @@ def decode_counts(folder: Path, num_layers: int, sampling: RowSampling) -> dict[
             for row in range(ROWS)
         ]
         first = [RowWork(row=row, num_tokens=PROMPT, samples=True, new_block_ids=[row]) for row in range(ROWS)]
-        runner.launch(StepPlan(step_id=1, work=first, new_rows=inits)).result()
+        steps = [runner.launch(StepPlan(step_id=1, work=first, new_rows=inits))]
         for step_id in (2, 3):
             accelerator.counts.clear()
             work = [RowWork(row=row, num_tokens=1, samples=True) for row in range(ROWS)]
-            step = runner.launch(StepPlan(step_id=step_id, work=work))
-            counts = dict(accelerator.counts)
+            steps.append(runner.launch(StepPlan(step_id=step_id, work=work)))
+        counts = dict(accelerator.counts)
+        for step in steps:
+            accelerator.counts.clear()
             step.result()
-            counts["waits"] = accelerator.counts["synchronizations"] - counts.get("synchronizations", 0)
+        counts["waits"] = accelerator.counts["synchronizations"]
         decoder.close()
     return counts
 

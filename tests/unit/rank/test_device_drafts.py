@@ -1,7 +1,9 @@
-"""Drafts on a device: a step is launched before the host has read the one ahead of it, drafts or not, and the tokens
-are those without drafts. Fake streams stand in for the device, torch's CUDA sanitizer watches them."""
+"""Drafts on a device, beside any logits processors: a step is launched before the host has read the one ahead of it,
+and the tokens are those of a host without drafts. Fake streams stand in for the device, torch's CUDA sanitizer watches
+them."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,19 @@ import torch
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.messages.step import StepPlan
+from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
-from tests.support.engine_ranks import EngineCase, Told, run_engine
+from tandem.workers.sampling.processors import chain
+from tandem.workers.sampling.processors.logits_processor import Reads
+from tandem.workers.sampling.processors.penalties import Penalties
+from tandem.workers.speculation import proposer
+from tests.support.engine_ranks import EngineCase, Fault, Told, run_engine
 from tests.support.thread_ranks import ThreadRanks
-from tests.support.tiny_models import BY_NAME, save_tiny_model
+from tests.support.tiny_models import BY_NAME, GROUPED, save_tiny_model
+from tests.unit.sampling.test_device_tokens import some_sampling
 
 PROMPTS = [[5, 6, 7, 8] * 4, [9, 3, 9, 3, 9], [11] * 7, [4, 5, 6, 4, 5, 6, 4]]
+POOL = 60
 FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.4, "top_k": 2},
@@ -27,9 +36,25 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
-def requests_of(**more: Any) -> tuple[GenerationRequest, ...]:
-    """Rows that repeat themselves, some with random tokens. more: fields of the last one."""
+BUDGET = ThinkingBudget(tokens=2, start=(11,), end=(5, 6), inside=True)
+PROCESSED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.05, "frequency_penalty": -0.05},
+    {
+        "min_tokens": 8,
+        "stop_token_ids": tuple(range(0, 200, 3)),
+        "bad_words_token_ids": tuple((t, t) for t in range(200)),
+    },
+    {"presence_penalty": -0.2, "thinking_budget": BUDGET},
+    {"logit_bias": ((4, 0.5),), "allowed_token_ids": tuple(range(40)), "bad_words_token_ids": ((4, 5, 6), (7,))},
+]
+"""Of each row some, with tokens that go on repeating themselves."""
+
+
+def requests_of(processed: list[dict[str, Any]] | None = None, **more: Any) -> tuple[GenerationRequest, ...]:
+    """Rows that repeat themselves, some with random tokens. processed: fields for each. more: of the last one."""
     every = [{"max_tokens": 10 + 3 * place, "seed": place, **fields} for place, fields in enumerate(FIELDS)]
+    for fields, added in zip(every, processed or [], strict=False):
+        fields |= added
     every[-1] |= more
     return tuple(
         GenerationRequest(
@@ -56,17 +81,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 class Launches:
-    """Counts steps of a runner. ahead: launched while a step with drafts was not read, which then still was not.
-    accepted: drafts."""
+    """Counts steps of a runner. proposed: with drafts from the host. ahead: launched while a step with drafts was not
+    read, which then still was not. accepted: drafts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.with_drafts = self.ahead = self.waited = self.accepted = 0
+        self.proposed = self.ahead = self.waited = self.accepted = 0
         launch, settle_one = ModelRunner.launch, ModelRunner._settle_one
 
         def counted(runner: ModelRunner, plan: StepPlan) -> StepHandle:
             unread = [step for step in runner._steps if step.computed is not None and step.computed.drafts is not None]
             step = launch(runner, plan)
-            self.with_drafts += step.computed is not None and step.computed.drafts is not None
+            drafts = None if step.computed is None else step.computed.drafts
+            self.proposed += drafts is not None and drafts.ids is not None
             if unread and plan.work:
                 self.ahead += not unread[-1].settled
                 self.waited += unread[-1].settled
@@ -103,18 +129,112 @@ def test_steps_with_drafts_are_launched_ahead_and_change_no_token(
     assert launches.accepted >= 2
 
 
-@pytest.mark.parity
-def test_ranks_guess_and_accept_alike(folder: Path) -> None:
-    case = case_of(folder, requests_of())
-    assert served(replace(case, drafts=3, tp_size=2)).tokens == served(replace(case, late=False)).tokens
-
-
-def test_rows_that_wait_for_their_tokens_and_tight_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row with a penalty ends early; until then the host proposes. Rows are preempted with drafts in flight."""
-    requests = requests_of(presence_penalty=0.5, max_tokens=12)
-    case = case_of(folder, requests)
+def test_logits_processors_that_read_tokens_wait_for_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are preempted with drafts in flight."""
+    case = case_of(folder, requests_of(PROCESSED))
     wanted = served(replace(case, late=False))
     launches = Launches(monkeypatch)
+    assert served(case).tokens == wanted.tokens
     told = served(replace(case, drafts=3, num_blocks=14))
     assert told.tokens == wanted.tokens and told.num_preempted
-    assert launches.ahead and launches.waited and launches.accepted
+    assert launches.ahead >= 8 and launches.waited == 0 and launches.accepted >= 2
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mix_of_logits_processors(folder: Path, seed: int) -> None:
+    """With memory that is tight or runs out, TP, rows that others get next."""
+    rng = random.Random(seed)
+    tp_size, drafts, num_blocks, most_rows = 1 + (seed == 3), 3 * (seed != 2), rng.choice((14, 96)), rng.choice((2, 4))
+    faults = [
+        Fault(
+            rng.randrange(tp_size),
+            rng.randrange(12),
+            rng.randrange(5),
+            rng.choice((rng.randrange(10), rng.randrange(80))),
+        )
+        for _ in range(seed % 3)
+    ]
+    case = EngineCase(folder, 1, 1, requests_of([some_fields(rng) for _ in PROMPTS]), num_blocks=96)
+    wanted = served(case)
+    more = {"drafts": drafts, "num_blocks": num_blocks, "most_rows": most_rows, "faults": tuple(faults)}
+    told = served(replace(case, late=True, tp_size=tp_size, **more))
+    refused = {request_id for request_id, reasons in told.reasons.items() if "error" in reasons}
+    assert len(refused) <= told.num_alone
+    for key, tokens in wanted.tokens.items():
+        mine = told.tokens.get(key, [])
+        assert mine == (tokens[: len(mine)] if key[0] in refused else tokens)
+
+
+def some_fields(rng: random.Random) -> dict[str, Any]:
+    """Fields of SamplingParams for a mix of logits processors."""
+    sampling = some_sampling(rng)
+    names = set(SamplingParams.__struct_fields__) - {"temperature", "seed", "logprobs", *FIELDS[1], *FIELDS[3]}
+    fields = {name: getattr(sampling, name) for name in sampling.__struct_fields__ if name in names}
+    fields["stop_token_ids"] = tuple(range(0, 200, 7)) if sampling.min_tokens else ()
+    fields["allowed_token_ids"] = tuple(range(16)) if sampling.allowed_token_ids else None
+    return fields
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_ranks_guess_and_accept_alike(folder: Path, drafts: int) -> None:
+    case = case_of(folder, requests_of(PROCESSED))
+    assert served(replace(case, drafts=drafts, tp_size=2)).tokens == served(replace(case, late=False)).tokens
+
+
+class HostPenalties:
+    """Penalties without their form for devices."""
+
+    reads = Reads.TOKENS
+
+    def __init__(self) -> None:
+        own = Penalties()
+        self.bind, self.prepare, self.free = own.bind, own.prepare, own.free
+
+
+def late(patch: pytest.MonkeyPatch) -> None:
+    """As a grammar."""
+    patch.setattr(Penalties, "reads", Reads.TOKENS_LATE)
+
+
+def on_the_host(patch: pytest.MonkeyPatch) -> None:
+    """As a processor without a form for devices."""
+    patch.setattr(chain, "Penalties", HostPenalties)
+
+
+def without_guesses(patch: pytest.MonkeyPatch) -> None:
+    """As a proposer without one."""
+    patch.setattr(proposer, "GUESSES", {})
+
+
+@pytest.mark.parametrize(
+    "waits", [late, *(pytest.param(each, marks=pytest.mark.parity) for each in (on_the_host, without_guesses))]
+)
+def test_rows_that_wait_for_their_tokens(
+    folder: Path, waits: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row waits and ends early; with its drafts, the host proposes. Other rows wait with it."""
+    case = case_of(folder, requests_of(PROCESSED[:3], presence_penalty=0.5, max_tokens=8))
+    wanted = served(replace(case, late=False))
+    launches = Launches(monkeypatch)
+    waits(monkeypatch)
+    told = served(replace(case, drafts=3, num_blocks=14))
+    assert told.tokens == wanted.tokens
+    assert launches.proposed
+
+
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.parity)])
+def test_groups_of_layers_give_blocks_back_with_drafts_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int
+) -> None:
+    """From a pool that could not hold the longest text in all of four groups; blocks that a window has passed hold
+    other rows' tokens by then. The tokens are those of steps without drafts that keep all KV."""
+    requests = requests_of(max_tokens=60)
+    case = replace(case_of(save_tiny_model(GROUPED, tmp_path), requests), max_num_batched_tokens=8, num_blocks=POOL)
+    wanted = served(replace(case, late=False, is_hybrid=False, num_blocks=96))
+    launches = Launches(monkeypatch)
+    told = served(replace(case, drafts=3, tp_size=tp_size))
+    longest = max(len(ids) for ids in told.tokens.values()) + len(PROMPTS[-1])
+    assert 4 * (longest // 4) > POOL and told.tokens == wanted.tokens
+    assert launches.ahead >= 8 and launches.accepted >= 2

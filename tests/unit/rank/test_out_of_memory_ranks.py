@@ -3,6 +3,7 @@ step, and the same tokens come as without it. Ranks are threads here, each with 
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,12 @@ from tests.support.tiny_models import TinyModel, save_tiny_model
 
 LAYERS = 2
 LARGE = 30  # a prompt's length
-GREEDY, MIXED = {"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.5, "logprobs": 2}
+GREEDY: dict[str, Any] = {
+    "temperature": 0.0,
+    "frequency_penalty": -0.1,
+    "bad_words_token_ids": ((3, 3), (4, 3, 3), (9,)),
+}
+MIXED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.5, "logprobs": 2}
 GROUPS = [(2, 1), (1, 2), (2, 2)]
 IDS = ["tp2", "pp2", "tp2pp2"]
 

@@ -10,16 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.kernels.step_arrays import Array
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
 from tandem.workers.platforms.device_rows import DeviceRows, Ints
 from tandem.workers.platforms.tensor_rows import StepBuffer, TensorRows
-from tandem.workers.rank.batch import build_batch
+from tandem.workers.rank.batch import build_batch, preparing
 from tandem.workers.rank.row_table import RowTable
 
 CPU = torch.device("cpu")
 GREEDY = RowSampling(temperature=0.0)
+READING = RowSampling(temperature=0.0, presence_penalty=1.0)
+"""Its tokens are read on the device."""
 VOCAB = 50
 
 
@@ -30,8 +33,8 @@ class NaiveRow:
     blocks: list[int] = field(default_factory=list)
 
 
-def init(row: int, tokens: list[int], computed: int = 0) -> RowInit:
-    return RowInit(row=row, token_ids=tokens, prompt_len=len(tokens), num_computed=computed, sampling=GREEDY)
+def init(row: int, tokens: list[int], computed: int = 0, sampling: RowSampling = GREEDY) -> RowInit:
+    return RowInit(row=row, token_ids=tokens, prompt_len=len(tokens), num_computed=computed, sampling=sampling)
 
 
 def compare(
@@ -39,7 +42,8 @@ def compare(
 ) -> None:
     """Applies the plan to both; every tensor must say the same."""
     table.apply(plan)
-    batch = build_batch(plan, table, device_rows)
+    prepare = preparing(table, TorchSampling(), is_ahead=device_rows.is_ahead)
+    batch = build_batch(plan, table, device_rows, prepare=prepare)
     ids, positions, slots, starts, lens, logits_rows = [], [], [], [0], [], []
     for work in plan.work:
         row = rows[work.row]
@@ -56,6 +60,10 @@ def compare(
         lens.append(row.computed)
         if work.samples:
             logits_rows.append(len(ids) - 1)
+    if batch.sampling is not None and (read_rows := batch.sampling.read_rows) is not None:
+        for row in read_rows.tolist():
+            known = rows[row].tokens
+            assert device_rows.tokens[row, : len(known)].tolist() == known, "in flight or read, the device has them"
     forward = batch.forward
     assert forward.input_ids_T.tolist() == ids
     assert forward.positions_T.tolist() == positions
@@ -83,7 +91,9 @@ def test_any_course_of_plans(data: st.DataObject, block_size: int, on_device: bo
     """Rows are bound (beyond the table's capacity too), grow in chunks, sample, are replaced and freed. On a device the
     host learns tokens of one step while the next one is made."""
     table = RowTable(2, 200, block_size, VOCAB)
-    device_rows = TensorRows(table, HostAccelerator(), CPU) if on_device else cpu_platform().rows(table, None)
+    device_rows: DeviceRows = cpu_platform().rows(table, None)
+    if on_device:
+        device_rows = TensorRows(table, HostAccelerator(), CPU, keeps_tokens=True)
     late: list[tuple[Ints, list[int], Ints]] = []
     rows: dict[int, NaiveRow] = {}
     next_block = 0
@@ -94,7 +104,7 @@ def test_any_course_of_plans(data: st.DataObject, block_size: int, on_device: bo
                 tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30))
                 computed = data.draw(st.integers(0, len(tokens) - 1))
                 rows[row] = NaiveRow(list(tokens), computed)
-                new_rows.append(init(row, tokens, computed))
+                new_rows.append(init(row, tokens, computed, READING if row % 2 else GREEDY))
                 freed += [row] if data.draw(st.booleans()) else []
         work = []
         for row in data.draw(st.lists(st.sampled_from(sorted(rows)), min_size=1, unique=True)):

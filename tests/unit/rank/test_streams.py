@@ -16,6 +16,7 @@ from tandem.offload.weights.weight_copiers import StreamWeightCopier
 from tandem.offload.weights.weight_stream import Copy, Wait, WeightStream
 from tandem.workers.lora.device.host_copy import HostCopy
 from tandem.workers.lora.device.slab import AdapterSlab
+from tandem.workers.messages.step import RowSampling
 from tandem.workers.messages.transfer import CopyKV, TransferResult
 from tandem.workers.platforms import tensor_rows
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
@@ -29,11 +30,10 @@ from tests.support.traced_accelerator import (
     traced_platform,
 )
 from tests.support.traced_rank import (
-    BIASED,
     BLOCK_SIZE,
-    GREEDY,
     INPUTS,
     OUTPUTS,
+    SAMPLINGS,
     VOCAB,
     AdapterRank,
     MixedModel,
@@ -119,7 +119,7 @@ class History:
     def add(self) -> None:
         draw = self.data.draw
         prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=7))
-        row = self.rank.add(prompt, draw(st.integers(1, 4)), draw(st.sampled_from([GREEDY, GREEDY, BIASED])))
+        row = self.rank.add(prompt, draw(st.integers(1, 4)), draw(st.sampled_from(SAMPLINGS)))
         row.slot = draw(st.sampled_from([None, *sorted(self.content)]))
         row.value = 0 if row.slot is None else value_of(self.content[row.slot])
 
@@ -252,9 +252,11 @@ def test_tokens_that_are_read_before_their_event_are_found(rank: Rank) -> None:
     assert drawn.collect().token_ids == [next_token([3, 1, 4])]
 
 
-def test_a_step_takes_the_tokens_of_the_one_before_from_the_device(rank: Rank) -> None:
-    """Three steps of two rows, of which the host reads nothing until all are launched; one copy brings each."""
-    first, second = rank.add([3, 1, 4], 4), rank.add([2, 7], 4)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "penalties", "words"])
+def test_a_step_takes_the_tokens_of_the_one_before_from_the_device(rank: Rank, sampling: RowSampling) -> None:
+    """Three steps of two rows, of which the host reads nothing until all are launched; one copy brings each. Logits
+    processors read them there too."""
+    first, second = rank.add([3, 1, 4], 4, sampling), rank.add([2, 7], 4)
     rank.launch([(first, 3), (second, 2)])
     rank.accelerator.counts.clear()
     for _ in range(2):

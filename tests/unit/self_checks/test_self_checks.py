@@ -27,6 +27,7 @@ from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import RowMethod
+from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.platforms import platform_choices
@@ -102,6 +103,13 @@ def replay_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
         ("kernel grouped LoRA", CpuLora, "add", nothing_done, "differs from its torch twin"),
         ("kernel decode attention", CpuAttention, "prepare", attention_spoiled, "differs from its torch twin"),
         ("kernel chunk attention", CpuAttention, "prepare", attention_spoiled, "differs from its torch twin"),
+        (
+            "kernel latent attention",
+            CpuLatentAttention,
+            "release",
+            result_spoiled,
+            "differs from its torch twin by 0.0",
+        ),
         ("replayed steps", CpuGraphs, "_replay", replay_spoiled, "differs from the eager one"),
         ("KV store and load", CpuCopier, "load", one_block_missing, "came back from the host slab changed"),
         ("KV store and load", CpuCopier, "store", nothing_done, "came back from the host slab changed"),

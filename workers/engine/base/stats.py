@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tandem.workers.engine.base.drafting import DraftStats
+from tandem.workers.engine.base.expert_reports import ExpertStats
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockManager
 
@@ -103,23 +104,6 @@ class AdapterStats:
 
 
 @dataclass(frozen=True)
-class ExpertStats:
-    """Loads of experts since the start, on the last stage. tokens: of each expert, added over layers. imbalance: by
-    layer, the tokens of its busiest expert over the mean of its experts."""
-
-    tokens: list[int]
-    imbalance: dict[int, float]
-
-    @classmethod
-    def of(cls, tokens_of_layers: dict[int, list[int]]) -> "ExpertStats":
-        """tokens_of_layers: of each expert, by layer."""
-        imbalance = {
-            layer: max(tokens) * len(tokens) / max(1, sum(tokens)) for layer, tokens in tokens_of_layers.items()
-        }
-        return cls([sum(each) for each in zip(*tokens_of_layers.values(), strict=True)], imbalance)
-
-
-@dataclass(frozen=True)
 class TenantStats:
     """One tenant's counts. waiting: sequences that wait now. Counted from the start: generation_tokens; and of requests
     that got a row prompt_tokens, their number (queued_requests) and the sum of their seconds in the queue (queue_s)."""
@@ -192,7 +176,7 @@ class TenantCounts:
 
 @dataclass(slots=True, eq=False)
 class Collector:
-    """Counts behind EngineStats, written by the engine's thread. expert_tokens: as the ranks have reported last."""
+    """Counts behind EngineStats, written by the engine's thread."""
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -210,7 +194,6 @@ class Collector:
         )
     )
     tenants: dict[str, TenantCounts] = field(default_factory=dict)
-    expert_tokens: dict[int, list[int]] | None = None
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
     e2e_latency: Histogram = field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))
@@ -230,6 +213,7 @@ def engine_stats(
     offload: OffloadStats | None,
     adapters: AdapterStats | None,
     drafts: DraftStats | None,
+    experts: ExpertStats | None,
 ) -> EngineStats:
     """Returns a frozen copy of all counts; O(live sequences). output_tokens: charged by tenant, from the start."""
     pool = manager.pool
@@ -271,7 +255,7 @@ def engine_stats(
         adapters=adapters,
         tenants=_tenants(live, collector.tenants, dict(output_tokens)),
         drafts=drafts,
-        experts=None if collector.expert_tokens is None else ExpertStats.of(collector.expert_tokens),
+        experts=experts,
     )
 
 

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
-from tandem.workers.kernels.cpu.kernel_cache import library_name, load_cached, store
+from tandem.workers.kernels.cpu.kernel_cache import compiling, library_name, load_cached, store
 
 log = logging.getLogger(__name__)
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}
+LATENT_SOURCES = ("cpu_latent_attention.c",)
 CACHE_SOURCES = ("cpu_decode_attention.c", "cpu_kv_quant.c")
 SOURCES = (*CACHE_SOURCES, "cpu_chunk_attention.c", "cpu_fused_ops.c", "cpu_skinny_gemm.c", "cpu_weight_blocks.c")
 LORA_SOURCES = ("cpu_lora.c",)
@@ -45,6 +46,13 @@ def cpu_library(dtype: torch.dtype, storage: torch.dtype | None = None) -> ctype
     if storage is dtype:
         return cpu_library(dtype)
     return _compiled(SOURCES if storage is None else CACHE_SOURCES, dtype, storage)
+
+
+@cache
+def cpu_latent_library(dtype: torch.dtype, storage: torch.dtype | None = None) -> ctypes.CDLL | None:
+    """Returns the kernels of attention over latents; None, and storage, as for cpu_library."""
+    # A separate library too: few models have latents.
+    return _compiled(LATENT_SOURCES, dtype, None if storage is dtype else storage)
 
 
 @cache
@@ -126,22 +134,33 @@ def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype |
     cached = load_cached(name)
     if cached is not None:
         return cached
+    with compiling() as waited:
+        found = load_cached(name) if waited else None
+        return found or _compile(name, [compiler, *FLAGS, *types, *map(str, sources)])
+
+
+def _compile(name: str, command: list[str]) -> ctypes.CDLL | None:
+    """Runs the compiler, and stores and loads what it makes; None if it fails."""
     try:
         built = os.memfd_create("tandem-kernels")
     except OSError as error:  # a sandbox
         _note_failure(str(error))
         return None
     library = f"/proc/self/fd/{built}"  # a path of the compiler's process, for the descriptor it inherits
-    command = [compiler, *FLAGS, *types, *map(str, sources), "-o", library, "-lm"]
     try:
         subprocess.run(
-            command, check=True, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL, pass_fds=(built,)
+            [*command, "-o", library, "-lm"],
+            check=True,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(built,),
         )
         loaded = ctypes.CDLL(library)  # the descriptor stays open, so that the next one has another name
         store(name, Path(library).read_bytes())
         return loaded
     except (OSError, subprocess.SubprocessError) as error:
-        _note_failure(_words_of(error, compiler)[-300:].strip())
+        _note_failure(_words_of(error, command[0])[-300:].strip())
         os.close(built)
         return None
 

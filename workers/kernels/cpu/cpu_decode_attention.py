@@ -14,9 +14,10 @@ N query heads, K KV heads, G = N / K, D head dim.
 """
 
 import ctypes
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tandem.workers.kernels.cpu.cpu_build import cpu_library
@@ -28,49 +29,75 @@ from tandem.workers.models.spec.arch import AttentionParams
 MAX_HEAD_DIM = 256
 PARTITION_TOKENS = 128
 LANES = 16
-Rows = Sequence[tuple[int, int, int, int]]
-Task = tuple[int, int, int, int, int]
+Ints = npt.NDArray[np.int64]
+
+
+class Queries(NamedTuple):
+    """Tokens to attend for, each as a row of its own: its row in the block table, its place in the step, and the end of
+    its context, the position behind its own."""
+
+    row: Ints
+    token: Ints
+    end: Ints
+
+
+class DecodeTable:
+    """An int32 block table. Captured calls read the one that set_table was last given."""
+
+    def __init__(self, block_table_RN: torch.Tensor) -> None:
+        self.address, self.stride = ctypes.c_void_p(), ctypes.c_long()
+        self.set_table(block_table_RN)
+
+    def set_table(self, block_table_RN: torch.Tensor) -> None:
+        assert block_table_RN.stride(1) == 1
+        self._held = block_table_RN
+        self.address.value, self.stride.value = block_table_RN.data_ptr(), block_table_RN.stride(0)
 
 
 class DecodeWork:
-    """The rows of a step that are attended under one window, split into partitions, for all layers with that window.
+    """Queries under one window, split into partitions, for all layers with that window, whatever their block tables.
 
     tasks: int32 [tasks, 5]: row of the block table, token, first position, last position + 1, the query's position.
-    rows: int32 [rows, 3]: token, first task, last task + 1. Captured calls read the rows that set_rows was last given.
+    rows: int32 [rows, 3]: token, first task, last task + 1. Captured calls read the queries that set_queries was last
+    given. most_parts: tasks of a row; room: of how many tasks a kernel holds the sums at a time, where it does not hold
+    all.
     """
 
-    def __init__(self, rows: Rows, block_table_RN: torch.Tensor, block_size: int) -> None:
-        self.table, self.tasks, self.rows = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        self.table_stride, self.num_tasks, self.num_rows = ctypes.c_long(), ctypes.c_long(), ctypes.c_long()
-        self.scratch_size = ctypes.c_long()
-        self.set_rows(rows, block_table_RN, block_size)
+    def __init__(self, queries: Queries, window: int | None, block_size: int) -> None:
+        self._window, self._block_size = window, block_size
+        self.tasks, self.rows = ctypes.c_void_p(), ctypes.c_void_p()
+        self.num_tasks, self.num_rows = ctypes.c_long(), ctypes.c_long()
+        self.scratch_size, self.room = ctypes.c_long(), ctypes.c_long()
+        self.set_queries(queries)
 
-    def set_rows(self, rows: Rows, block_table_RN: torch.Tensor, block_size: int) -> None:
-        """Replaces the rows: (row of the int32 block table, token, first visible position, last position + 1)."""
-        assert block_table_RN.stride(1) == 1
-        tasks, spans = partition_rows(rows, block_size)
-        self.longest = max(stop - start for _, _, start, stop, _ in tasks)
-        arrays = (torch.from_numpy(np.array(numbers, np.int32)) for numbers in (tasks, spans))
-        self._held = held = (block_table_RN, *arrays)
-        for cell, tensor in zip((self.table, self.tasks, self.rows), held, strict=True):
-            cell.value = tensor.data_ptr()
-        self.table_stride.value, self.num_tasks.value = block_table_RN.stride(0), len(tasks)
-        self.num_rows.value = len(spans)
+    def set_queries(self, queries: Queries) -> None:
+        """Replaces the queries, of which there is one at least."""
+        self._held = tasks, rows = partitions(queries, self._window, self._block_size)
+        self.longest = int((tasks[:, 3] - tasks[:, 2]).max())
+        self.most_parts = int((rows[:, 2] - rows[:, 1]).max())
+        self.tasks.value, self.rows.value = tasks.ctypes.data, rows.ctypes.data
+        self.num_tasks.value, self.num_rows.value = len(tasks), len(rows)
 
 
-def partition_rows(rows: Rows, block_size: int) -> tuple[list[Task], list[tuple[int, int, int]]]:
-    """Returns the partitions of all rows, and each row's range of them, as in DecodeWork."""
+def partitions(
+    queries: Queries, window: int | None, block_size: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Returns tasks and rows as in DecodeWork: contexts are cut at multiples of PARTITION_TOKENS."""
     size = max(1, PARTITION_TOKENS // block_size) * block_size
-    tasks: list[Task] = []
-    spans: list[tuple[int, int, int]] = []
-    for table_row, token, first, last in rows:
-        begin = len(tasks)
-        starts = [first, *range((first // size + 1) * size, last, size)]
-        tasks += [
-            (table_row, token, start, stop, last - 1) for start, stop in zip(starts, [*starts[1:], last], strict=True)
-        ]
-        spans.append((token, begin, len(tasks)))
-    return tasks, spans
+    row, token, end = queries
+    first = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
+    hidden = first // size
+    counts = (end - 1) // size - hidden + 1
+    ends = counts.cumsum()
+    of = np.arange(len(counts)).repeat(counts)
+    start = (np.arange(len(of)) + (hidden - ends + counts)[of]) * size
+    last = end[of]
+    tasks = np.empty((len(of), 5), np.int32)
+    tasks[:, 0], tasks[:, 1], tasks[:, 4] = row[of], token[of], last - 1
+    tasks[:, 2], tasks[:, 3] = np.maximum(start, first[of]), np.minimum(start + size, last)
+    rows = np.empty((len(counts), 3), np.int32)
+    rows[:, 0], rows[:, 1], rows[:, 2] = token, ends - counts, ends
+    return tasks, rows
 
 
 class CpuDecodeAttention:
@@ -92,13 +119,19 @@ class CpuDecodeAttention:
 
     def reserve(self, work: DecodeWork, num_heads: int, head_dim: int) -> None:
         """Reserves memory for this work, before each step's first call with it."""
-        padded = _up_to(2 * LANES, head_dim)
-        work.scratch_size.value = num_heads * (padded + _up_to(LANES, work.longest))  # of a thread: queries and scores
-        self._partials.reserve(work.num_tasks.value * _up_to(LANES, num_heads * (padded + 2)))
+        padded = up_to(2 * LANES, head_dim)
+        work.scratch_size.value = num_heads * (padded + up_to(LANES, work.longest))  # of a thread: queries and scores
+        self._partials.reserve(work.num_tasks.value * up_to(LANES, num_heads * (padded + 2)))
         self._scratch.reserve(torch.get_num_threads() * work.scratch_size.value)
 
     def attend(
-        self, q_TND: torch.Tensor, kv: LayerKV, out_TND: torch.Tensor, work: DecodeWork, params: AttentionParams
+        self,
+        q_TND: torch.Tensor,
+        kv: LayerKV,
+        out_TND: torch.Tensor,
+        work: DecodeWork,
+        table: DecodeTable,
+        params: AttentionParams,
     ) -> None:
         """Fills the rows' tokens of out_TND (contiguous). The heads of q are contiguous per token; memory has been
         reserved."""
@@ -107,13 +140,13 @@ class CpuDecodeAttention:
         assert kv.keys.is_contiguous() and kv.values.is_contiguous()
         self._attend(
             q_TND.data_ptr(), q_TND.stride(0), kv.keys.data_ptr(), kv.values.data_ptr(), address(kv.key_scales),
-            address(kv.value_scales), out_TND.data_ptr(), work.table, work.table_stride, work.tasks, work.num_tasks,
+            address(kv.value_scales), out_TND.data_ptr(), table.address, table.stride, work.tasks, work.num_tasks,
             work.rows, work.num_rows, self._partials.address, self._scratch.address, work.scratch_size,
             num_heads, kv.keys.shape[2], head_dim, kv.keys.shape[1], params.scale, params.softcap or 0.0,
             self._of_heads.array(params.slopes), self._of_heads.array(params.sinks), torch.get_num_threads(),
         )  # fmt: skip
 
 
-def _up_to(unit: int, size: int) -> int:
+def up_to(unit: int, size: int) -> int:
     """Returns the least multiple of `unit` that is not below size."""
     return -(-size // unit) * unit

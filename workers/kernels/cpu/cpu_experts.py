@@ -18,6 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
@@ -187,8 +188,9 @@ class CpuExperts:
 
     def clamped_swiglu(self, spec: ClampedSwiglu, gate_up_PM: torch.Tensor) -> torch.Tensor:
         rows, width = gate_up_PM.shape[0], gate_up_PM.shape[1] // 2
-        if width % LANES:
-            return self._twin.clamped_swiglu(spec, gate_up_PM)
+        if width % LANES:  # torch would take the last elements of all rows otherwise than those before them
+            halves = F.pad(gate_up_PM.unflatten(1, (2, width)), (0, -width % LANES))
+            return self.clamped_swiglu(spec, halves.flatten(1))[:, :width].contiguous()
         assert gate_up_PM.is_contiguous()
         out_PM = torch.empty(rows, width, dtype=gate_up_PM.dtype)
         self._swiglu(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel, Scratch, keep
-from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables, TorchLora
+from tandem.workers.kernels.lora_ops import AdapterRows, LoraOps, ProjectionTables, TorchLora
 
 LANES = 16
 KNOWN_LAYERS = 512
@@ -86,7 +86,7 @@ def pack_layer(projections: Sequence[ProjectionTables]) -> Layer:
 
 
 class CpuLora:
-    """The compiled kernel for one element type.
+    """The compiled kernel for one element type. twin: for layers with partial vectors.
 
     It keeps scratch memory, layers and the last step's work between calls, so an AdapterRows must not change after its
     first use. The tables' content may.
@@ -95,8 +95,8 @@ class CpuLora:
     warm_up_tokens: tuple[int, ...] = (1, 64)
     reads_slots = False
 
-    def __init__(self, library: ctypes.CDLL, gemm_tokens: int = GEMM_TOKENS) -> None:
-        self._twin = TorchLora()
+    def __init__(self, library: ctypes.CDLL, gemm_tokens: int = GEMM_TOKENS, twin: LoraOps = TorchLora()) -> None:
+        self._twin = twin
         self._gemm_tokens = gemm_tokens
         self._scratch = Scratch()
         self._rows = AdapterRows(torch.empty(0, dtype=torch.int32), [])

@@ -1,23 +1,28 @@
 """Caches compiled kernels in the user's cache folder, so that the next process loads them instead of compiling.
 
 A library's name is a digest of its sources, flags, compiler and CPU. A file appears whole or not at all, and is loaded
-only if it is whole and only its user could have written it. Without a usable folder each process compiles.
+only if it is whole and only its user could have written it. One process at a time compiles, so that ranks which start
+together do not all do the same work. Without a usable folder each process compiles.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tandem.configs.environment import kernel_cache_folder
 
 log = logging.getLogger(__name__)
 UNUSED_S = 60 * 86400
+WAIT_S = 120.0
+"""How long a process waits for another one's compilation: that may have been stopped in the middle."""
+POLL_S = 0.05
 DIGEST = hashlib.sha256().digest_size
 CPU_FACTS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
 """Lines of /proc/cpuinfo that decide what -march=native means."""
@@ -51,12 +56,29 @@ def load_cached(name: str) -> ctypes.CDLL | None:
         return None
 
 
+@contextmanager
+def compiling(
+    clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+) -> Iterator[bool]:
+    """Holds the right to compile for this user; yields whether another process had it, which may have compiled the same
+    library. Waits for that one WAIT_S at most. Without a usable folder nobody waits."""
+    descriptor = _open_folder()
+    try:
+        deadline_s, waited = clock() + WAIT_S, False
+        while descriptor is not None and not _locked(descriptor) and clock() < deadline_s:
+            waited = True
+            sleep(POLL_S)
+        yield waited
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
 def store(name: str, library: bytes) -> None:
     """Stores a library for later processes, in place of one that could not be loaded; a failure only costs them
     time."""
     try:
-        folder = kernel_cache_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = _made_folder()
         nameless = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600)  # ends with this process unless it is linked
         try:
             with open(nameless, "wb", closefd=False) as file:
@@ -72,6 +94,31 @@ def store(name: str, library: bytes) -> None:
         pass  # another process that started at the same time was first
     except (OSError, RuntimeError) as error:
         log.info("compiled kernels are not cached for the next start: %s", error)
+
+
+def _made_folder() -> Path:
+    folder = kernel_cache_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _open_folder() -> int | None:
+    """Returns a descriptor to lock; None without a usable folder."""
+    try:
+        return os.open(_made_folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (OSError, RuntimeError):
+        return None
+
+
+def _locked(descriptor: int) -> bool:
+    """Returns whether this process has the lock now, or there are no locks on this file system."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _remove_old(folder: Path) -> None:

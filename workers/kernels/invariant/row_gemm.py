@@ -75,12 +75,12 @@ class SkinnyMethod(PackedMethod):
 
 def row_methods(library: ctypes.CDLL, skinny: CpuSkinnyGemm | None) -> MakeMethod:
     """Returns the MakeMethod of dense weights. library: of cpu_invariant_library(). skinny: multiplies any number of
-    rows; None where it has no such kernel."""
+    rows; None where it has no such kernel. A weight whose parts are multiplied by others is left to them."""
     kernel = Kernel(library, "row_gemm", POINTER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, NUMBER, COUNT)
 
     def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
         if not all(weight.packs for weight in weights):
-            return DenseMethod(place)
+            return DenseMethod(place)  # the latents' heads: kernels/latents/cpu_latent_attention.py
         if skinny is not None and weights[0].span(1, context.mesh).length % DEPTH == 0:
             return SkinnyMethod(place, skinny)
         return RowMethod(kernel, place)

@@ -62,7 +62,7 @@ class AttentionLayer:
         qk_TSD = self._ops.norm_rotate(qk_TSD, weight_SD, self._eps, cos_T1D, sin_T1D)
         q_TND, k_TKD = qk_TSD.split((num_heads, num_kv_heads), dim=1)
         self._ops.store(k_TKD, v_TKD, kv, inputs.slots_T[kv.group])
-        out_TND = inputs.attention(kv.group).attend(q_TND, k_TKD, v_TKD, kv, self._params)
+        out_TND = inputs.attention.attend(q_TND, k_TKD, v_TKD, kv, self._params)
         return self._o(out_TND.flatten(1))
 
     def linears(self) -> Iterator[AdaptableLinear]:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear
 from tandem.parallel.linear_methods import DenseMethod, MakeMethod
 from tandem.workers.attention.latent import LatentStep
+from tandem.workers.attention.latent_heads import DenseHeads
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.layer_inputs import LayerInputs
@@ -25,39 +25,18 @@ from tandem.workers.models.spec.parameter_names import Role
 from tandem.workers.models.spec.parameters import LayerParams
 
 
-class Heads:
+class Heads(DenseHeads):
     """The LatentHeads of a layer: one dense matrix, of which all products read parts."""
 
     def __init__(self, spec: Mla, params: LayerParams, context: ParallelContext, make: MakeMethod) -> None:
-        self.spec = spec
         self._params, _ = params.merged("kv_b")
         method = make(self._params, context)
         assert isinstance(method, DenseMethod), "a form whose elements cannot be read"
         self._method = method
-
-    def absorb(self, q_TND: torch.Tensor) -> torch.Tensor:
-        nope = self.spec.nope_dim
-        q_TNL = (q_TND[..., :nope].transpose(0, 1) @ self._of_heads()[:, :nope]).transpose(0, 1)
-        return torch.cat((q_TNL, q_TND[..., nope:]), dim=-1)
-
-    def release(self, out_TNL: torch.Tensor) -> torch.Tensor:
-        of_values_NLV = self._of_heads()[:, self.spec.nope_dim :].transpose(1, 2)
-        return (out_TNL.transpose(0, 1) @ of_values_NLV).transpose(0, 1)
-
-    def expand(self, latents_JE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        spec = self.spec
-        latents_JL, turned_JR = latents_JE.split((spec.kv_rank, spec.rope_dim), dim=-1)
-        kv_JNX = F.linear(latents_JL, self._method.weight()).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
-        k_JNP, v_JNV = kv_JNX.split((spec.nope_dim, spec.v_dim), dim=-1)
-        turned_JNR = turned_JR[:, None].expand(-1, k_JNP.shape[1], -1)
-        return torch.cat((k_JNP, turned_JNR), dim=-1), v_JNV
+        super().__init__(spec, method.weight)
 
     def slots(self) -> Iterator[ParameterSlot]:
         yield from self._method.slots(self._params, lambda: None)
-
-    def _of_heads(self) -> torch.Tensor:
-        """Returns the matrix as [N, P + V, L]."""
-        return self._method.weight().unflatten(0, (-1, self.spec.nope_dim + self.spec.v_dim))
 
 
 class LatentAttentionLayer:
@@ -90,28 +69,30 @@ class LatentAttentionLayer:
 
     def __call__(self, x_TH: torch.Tensor, inputs: LayerInputs, kv: LayerKV) -> torch.Tensor:
         """Returns [T, H], before the residual. `kv`: this layer's cache, to which the step's tokens are added."""
-        spec, step = self._spec, inputs.attention(kv.group)
+        spec, step = self._spec, inputs.attention
         assert isinstance(step, LatentStep), "an attention backend without latents"
         q_TX, latents_TL, k_TR = self._latents(x_TH).split((spec.q_rank or 0, spec.kv_rank, spec.rope_dim), dim=-1)
-        q_TND = self._q(x_TH if self._q_norm is None else self._q_norm.alone(q_TX.contiguous()))
+        q_TND = self._q(x_TH if self._q_norm is None else self._q_norm.alone(_in_one_piece(q_TX)))
         q_TND = q_TND.unflatten(-1, (-1, spec.key_dim))
-        q_TND, k_T1R = self._rotated(q_TND, k_TR[:, None], inputs)
-        latents_T1E = torch.cat((self._norm.alone(latents_TL.contiguous())[:, None], k_T1R), dim=-1)
+        latents_T1E = _empty_like(k_TR, k_TR.shape[0], 1, spec.head_dim)
+        latents_T1E[:, 0, : spec.kv_rank] = self._norm.alone(_in_one_piece(latents_TL))
+        latents_T1E[:, 0, spec.kv_rank :] = k_TR
+        self._rotate(q_TND[..., spec.nope_dim :], latents_T1E[..., spec.kv_rank :], inputs)
         self._ops.store(latents_T1E, latents_T1E, kv, inputs.slots_T[kv.group])
         out_TNV = step.attend_latent(q_TND, latents_T1E, kv, self._params, self._heads)
         return self._o(out_TNV.flatten(1))
 
-    def _rotated(
-        self, q_TND: torch.Tensor, k_T1R: torch.Tensor, inputs: LayerInputs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns both with their last R elements rotated, as new tensors."""
+    def _rotate(self, q_TNR: torch.Tensor, k_T1R: torch.Tensor, inputs: LayerInputs) -> None:
+        """Rotates both in place, side by side."""
         if self._rope is None:
-            return q_TND, k_T1R
-        angles = inputs.angles[self._rope]
-        q_TNP, q_TNR = q_TND.split((self._spec.nope_dim, self._spec.rope_dim), dim=-1)
-        qk_TSR = torch.cat((q_TNR, k_T1R), dim=1)
+            return
+        angles, heads = inputs.angles[self._rope], q_TNR.shape[1]
+        qk_TSR = _empty_like(q_TNR, q_TNR.shape[0], heads + 1, q_TNR.shape[2])
+        qk_TSR[:, :heads] = q_TNR
+        qk_TSR[:, heads:] = k_T1R
         qk_TSR = self._ops.norm_rotate(qk_TSR, None, 0.0, angles.cos_T1D, angles.sin_T1D)
-        return torch.cat((q_TNP, qk_TSR[:, :-1]), dim=-1), qk_TSR[:, -1:]
+        q_TNR.copy_(qk_TSR[:, :heads])
+        k_T1R.copy_(qk_TSR[:, heads:])
 
     def linears(self) -> Iterator[AdaptableLinear]:
         yield from (self._latents, self._q, self._o)
@@ -124,3 +105,12 @@ class LatentAttentionLayer:
         yield from self._norm.slots()
         yield from self._heads.slots()
         yield from self._o.slots()
+
+
+def _in_one_piece(x_TX: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of some columns. Here and above copies are made by operations that a step may be captured with."""
+    return _empty_like(x_TX, *x_TX.shape).copy_(x_TX)
+
+
+def _empty_like(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)

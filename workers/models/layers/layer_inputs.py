@@ -1,7 +1,7 @@
 """The inputs of a step's layers, as one record that a graph can hold. Made by decoder.py. T tokens, H hidden size."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -25,15 +25,15 @@ class LayerInputs:
     backend: AttentionBackend
     kv: KVTensors
     num_tokens: int
-    _steps: dict[int, AttentionStep] = field(default_factory=dict)
-    _replayable: tuple[ReplayableStep, ...] = ()
+    _step: AttentionStep | None = None
+    _replayable: ReplayableStep | None = None
 
-    def attention(self, group: int) -> AttentionStep:
-        """Returns the step's attention over the block tables of a group of layers."""
-        step = self._steps.get(group)
-        if step is None:
-            step = self._steps[group] = self.backend.prepare(self.batch.of_group(group))
-        return step
+    @property
+    def attention(self) -> AttentionStep:
+        """The step's attention, which all layers share."""
+        if self._step is None:
+            self._step = self.backend.prepare(self.batch)
+        return self._step
 
     @property
     def graph_key(self) -> Hashable | None:
@@ -48,10 +48,7 @@ class LayerInputs:
             return tensor.new_empty((num_tokens, *tensor.shape[1:]))
 
         adapters = self.adapters
-        steps = tuple(
-            self.backend.prepare_replay(self.batch.of_group(group), num_tokens, self.kv.scratch_block)
-            for group in range(len(self.slots_T))
-        )
+        step = self.backend.prepare_replay(self.batch, num_tokens, self.kv.scratch_block)
         static = LayerInputs(
             self.batch,
             room(self.residual_TH),
@@ -61,21 +58,20 @@ class LayerInputs:
             self.backend,
             self.kv,
             num_tokens,
-            dict(enumerate(steps)),
-            steps,
+            step,
+            step,
         )
         static.take(self)
         return static
 
     def take(self, inputs: "LayerInputs", /) -> None:
-        assert self._replayable, "inputs of one step alone"
+        assert self._replayable is not None, "inputs of one step alone"
         count = inputs.num_tokens
         if count < self.num_tokens:
             self._pad(count)
         for mine, its in zip(self._tensors(), inputs._tensors(), strict=True):
             (mine if count == self.num_tokens else mine[:count]).copy_(its)
-        for group, step in enumerate(self._replayable):
-            step.set_batch(inputs.batch.of_group(group))
+        self._replayable.set_batch(inputs.batch)
 
     def _tensors(self) -> list[torch.Tensor]:
         tensors = [self.residual_TH, *self.slots_T]

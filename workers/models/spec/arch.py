@@ -316,7 +316,6 @@ class ArchSpec:
     final_norm: Norm | None
     tie_word_embeddings: bool
     torch_dtype: str | None
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     positions: Learned | None = None
     embedding_norm: Norm | None = None
@@ -350,6 +349,11 @@ class ArchSpec:
         return len(self.layers)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some layers have a mixture of experts."""
+        return any(isinstance(layer.mlp, Moe) for layer in self.layers)
+
+    @property
     def kv_heads(self) -> int:
         """KV heads of the cache, which are those of each layer."""
         return self.layers[0].attention.num_kv_heads
@@ -360,6 +364,11 @@ class ArchSpec:
         return self.layers[0].attention.head_dim
 
     @property
+    def has_latents(self) -> bool:
+        """Whether the cache has latents in place of keys and values, as that of each layer."""
+        return isinstance(self.layers[0].attention, Mla)
+
+    @property
     def rope_dim(self) -> int:
         """Elements of a head that positions may turn, which are as many in each layer."""
         return self.layers[0].attention.rope_dim
@@ -367,7 +376,7 @@ class ArchSpec:
     def check_parallel(self, tp_size: int, pp_size: int = 1, *, expert_parallel: bool = False) -> None:
         """Raises SettingsError when the model cannot be sharded this way. The vocabulary may be any size: it is
         padded."""
-        if expert_parallel and not any(isinstance(layer.mlp, Moe) for layer in self.layers):
+        if expert_parallel and not self.has_experts:
             flag = "--enable-expert-parallel"
             raise SettingsError(f"{flag}: {self.architecture} has no experts", flag)
         for layer in dict.fromkeys(self.layers):

@@ -55,7 +55,7 @@ def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) ->
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read {file}: {error.strerror}", "MODEL") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{file} is not JSON: {error}", "MODEL") from error
     if not isinstance(config, dict):
         raise SettingsError(f"{file} is not a JSON object", "MODEL")
@@ -87,9 +87,12 @@ def _complaint(published: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _check_overrides(overrides: Mapping[str, Any], reader: ConfigValues, architecture: str, *, rotates: bool) -> None:
+def _check_overrides(overrides: Mapping[str, Any], reader: ConfigValues, family: Family, *, rotates: bool) -> None:
     """UnsupportedModelError for the first override that nothing has read. reader: has read what it reads."""
+    architecture, kinds = family.architecture, family.rotary.kinds
     asked = {*READ_BESIDE, *reader.asked, *(SPELLINGS if rotates else ())}
+    if all(overrides.get(key) for key in SPELLINGS):
+        raise UnsupportedModelError(f"{' and '.join(SPELLINGS)} are two names of one thing", OVERRIDES)
     for key, value in overrides.items():
         inside = {name.partition(".")[2] for name in asked if name.startswith(f"{key}.")}
         if key not in asked and not inside:
@@ -97,7 +100,7 @@ def _check_overrides(overrides: Mapping[str, Any], reader: ConfigValues, archite
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UnsupportedModelError(f"{key} is not a key that {architecture} reads{hint}", OVERRIDES)
         if key in SPELLINGS:
-            check_rope_keys(key, value)
+            check_rope_keys(key, value, kinds)
         unread = sorted(set(value) - inside) if inside and isinstance(value, Mapping) else []
         if unread:
             raise UnsupportedModelError(f"{key}.{unread[0]} is not a key that {architecture} reads", OVERRIDES)
@@ -136,8 +139,7 @@ def _spec(published: Mapping[str, Any], overrides: Mapping[str, Any]) -> ArchSpe
         final_norm=_norm(reader, family) if has_final_norm else None,
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         torch_dtype=_dtype(config, overridden),
-        bos_token_id=next(iter(_ids(reader, "bos_token_id")), None),
-        eos_token_ids=_ids(reader, "eos_token_id"),
+        eos_token_ids=_eos_token_ids(reader),
         positions=Learned(positions, family.position_offset) if kind is PositionKind.LEARNED else None,
         embedding_norm=_norm(reader, family) if family.embedding_norm else None,
         embedding_scale=_scale(reader, family.scales.embeddings)
@@ -151,7 +153,7 @@ def _spec(published: Mapping[str, Any], overrides: Mapping[str, Any]) -> ArchSpe
         if family.extra_layers is None
         else whole(family.extra_layers, reader.get(family.extra_layers, 0), 0),
     )
-    _check_overrides(overrides, reader, family.architecture, rotates=kind is PositionKind.ROTARY)
+    _check_overrides(overrides, reader, family, rotates=kind is PositionKind.ROTARY)
     return found
 
 
@@ -318,8 +320,11 @@ def _windows(reader: ConfigValues, family: Family, num_layers: int) -> tuple[int
         return tuple(window if layer >= first else None for layer in range(num_layers))
     by_type = {"full_attention": None, "sliding_attention": window}
     unknown = [kind for kind in layer_types if text("layer_types", kind) not in by_type]
-    if unknown or len(layer_types) != num_layers:
-        raise reader.unsupported("layer_types", unknown[0] if unknown else layer_types, tuple(by_type))
+    if unknown:
+        raise reader.unsupported("layer_types", unknown[0], tuple(by_type))
+    if len(layer_types) != num_layers:
+        words = f"config.json: layer_types names {len(layer_types)} layers, {reader.key('num_layers')} is {num_layers}"
+        raise UnsupportedModelError(words, "MODEL")
     return tuple(by_type[kind] for kind in layer_types)
 
 
@@ -330,7 +335,8 @@ def _dtype(config: Mapping[str, Any], overridden: frozenset[str]) -> str | None:
     return None if value in (None, "auto") else str(value).removeprefix("torch.")
 
 
-def _ids(reader: ConfigValues, key: str) -> tuple[int, ...]:
+def _eos_token_ids(reader: ConfigValues) -> tuple[int, ...]:
+    key = "eos_token_id"
     value = reader.get(key, [])
     ids = value if isinstance(value, list) else [value]
     return tuple(whole(key, each, least=-1) for each in ids)

@@ -1,8 +1,9 @@
 """Reads values of config.json by a family's row, and makes the errors for what is invalid. Torch-free."""
 
 import math
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from tandem.configs.errors import UnsupportedModelError
 from tandem.workers.models.spec.arch import Activation
@@ -42,6 +43,9 @@ ACTIVATIONS: Mapping[str, str] = {
     "swish": "silu",
 }
 """Other spellings of activations."""
+LARGEST: Final = sys.float_info.max
+MOST_WHOLE: Final = 2**53
+"""Integers from there on are no sizes, and floats do not tell them apart."""
 _ABSENT = object()
 
 
@@ -62,14 +66,14 @@ def wrong_weights(what: str) -> UnsupportedModelError:
 def number(key: str, value: Any, above: float = -math.inf) -> float:
     """Returns a finite number greater than `above`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= above:
+    if not is_number or not -LARGEST <= value <= LARGEST or value <= above:
         raise wrong(key, value, "a number" if above == -math.inf else f"a number above {above:g}")
     return float(value)
 
 
 def whole(key: str, value: Any, least: int = 1) -> int:
     """Returns an integer that is not less than `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MOST_WHOLE:
         raise wrong(key, value, "a positive integer" if least == 1 else f"an integer from {least} on")
     return value
 

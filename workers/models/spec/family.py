@@ -1,7 +1,7 @@
 """Family: the row of data that says how an architecture's config.json and checkpoint have what ArchSpec needs.
 
-The rows are in families.py and gpt_families.py; config_reader.py reads config.json by a row, parameters.py names
-parameters by it. Torch-free.
+The rows are in family_rows/; config_reader.py reads config.json by a row, parameters.py names parameters by it.
+Torch-free.
 """
 
 from collections.abc import Mapping

@@ -62,6 +62,11 @@ LLAMA_STEMS: Mapping[Role, str] = MappingProxyType(
 )
 
 
+def stems(**changes: str) -> Mapping[Role, str]:
+    """Returns Llama's names with others for some roles."""
+    return MappingProxyType({**LLAMA_STEMS, **{Role[role]: stem for role, stem in changes.items()}})
+
+
 class FusedQkv(StrEnum):
     """How a checkpoint keeps q, k and v. APART: in three tensors. IN_TURN: in one, all rows of q, then k, then v.
     BY_HEAD: in one, for each KV head the rows of its query heads, then its own of k and v."""

@@ -20,6 +20,7 @@ REQUIRED: Mapping[RopeKind, tuple[str, ...]] = {
     RopeKind.YARN: (),
     RopeKind.LONGROPE: ("short_factor", "long_factor"),
 }
+TRAINED = "original_max_position_embeddings"
 SPELLINGS = ("rope_parameters", "rope_scaling")
 KEYS = (
     "rope_type",
@@ -42,6 +43,20 @@ KEYS = (
 """The keys of rope parameters that are read."""
 KEPT = ("rope_theta", "partial_rotary_factor")
 """What a model keeps where the user's rope parameters lack it."""
+OF_ANY = ("rope_type", "type", *KEPT)
+OF_KIND: Mapping[RopeKind, tuple[str, ...]] = {
+    RopeKind.DEFAULT: (),
+    RopeKind.LINEAR: ("factor",),
+    RopeKind.DYNAMIC: ("factor",),
+    RopeKind.LLAMA3: ("factor", "low_freq_factor", "high_freq_factor", TRAINED),
+    RopeKind.YARN: (
+        *("factor", TRAINED, "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+    ),
+    RopeKind.LONGROPE: ("short_factor", "long_factor", "factor", TRAINED, "attention_factor"),
+}
+"""The keys of rope parameters that change what is computed: of any kind, and of each."""
+LAYER_KINDS = ("full_attention", "sliding_attention")
+"""Keys of rope parameters with a rope for each kind of layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +97,8 @@ def rope_from_config(config: Mapping[str, Any], row: RopeRow, overrides: Mapping
     if missing:
         raise UnsupportedModelError(f"config.json: rope type {kind.value!r} needs {missing[0]!r}", "MODEL")
     dim = _rotating(given, row)
-    trained = _trained_context(given, kind, row)
+    by_user = any(key in overrides for key in SPELLINGS)
+    trained = _trained_context(given, kind, row, by_user=by_user)
     factors: tuple[float, ...] = ()
     if kind is RopeKind.LONGROPE:
         short, long = (_factors(given, key, dim // 2) for key in ("short_factor", "long_factor"))
@@ -114,13 +130,26 @@ def long_rope(config: Mapping[str, Any], rope: RopeSpec, row: RopeRow, overrides
     return LongRope(rope.trained_context, _factors(given, "short_factor", len(rope.factors)))
 
 
-def check_rope_keys(name: str, given: Any) -> None:
-    """UnsupportedModelError for a key of the user's rope parameters that nothing reads. name: of the parameters."""
-    for key, value in (given or {}).items():
-        if isinstance(value, dict):  # of a kind of layers
-            check_rope_keys(f"{name}.{key}", value)
-        elif key not in KEYS:
-            raise UnsupportedModelError(f"{name}.{key} is not one of {', '.join(KEYS)}", "--hf-overrides")
+def check_rope_keys(name: str, given: Mapping[str, Any] | None, spellings: Mapping[str, str]) -> None:
+    """UnsupportedModelError for a key of the user's rope parameters that nothing reads. name: of the parameters.
+    spellings: the family's own of RopeKind."""
+    values = {key: value for key, value in (given or {}).items() if value is not None}
+    nested = {key: value for key, value in values.items() if isinstance(value, dict)}
+    for key in values:
+        if key not in (known := LAYER_KINDS if key in nested else KEYS):
+            raise _unread(name, key, f"one of {', '.join(known)}")
+        if nested and key not in nested:
+            raise _unread(name, key, f"read beside {next(iter(nested))}")
+    for key, value in nested.items():
+        check_rope_keys(f"{name}.{key}", value, spellings)
+    kind = _kind({} if nested else values, spellings)
+    for key in values:
+        if key not in (*nested, *OF_ANY, *OF_KIND[kind]):
+            raise _unread(name, key, f"read by the rope type {kind.value!r}")
+
+
+def _unread(name: str, key: str, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name}.{key} is not {what}", "--hf-overrides")
 
 
 def _named(key: str) -> str:
@@ -205,10 +234,11 @@ def _kind(given: Mapping[str, Any], spellings: Mapping[str, str]) -> RopeKind:
         ) from None
 
 
-def _trained_context(given: Mapping[str, Any], kind: RopeKind, row: RopeRow) -> int:
-    """Returns original_max_position_embeddings for the kinds that scale from it, else config.json's own positions."""
+def _trained_context(given: Mapping[str, Any], kind: RopeKind, row: RopeRow, *, by_user: bool) -> int:
+    """Returns original_max_position_embeddings for the kinds that scale from it, else config.json's own positions.
+    by_user: the user gave the rope parameters, which then win over the top level."""
     if kind not in (RopeKind.LLAMA3, RopeKind.YARN, RopeKind.LONGROPE):
         return row.positions
-    key = "original_max_position_embeddings"
-    own = whole(_named(key), given[key]) if key in given else None
-    return row.trained or own or row.default_trained or row.positions
+    own = whole(_named(TRAINED), given[TRAINED]) if TRAINED in given else None
+    first, second = (own, row.trained) if by_user else (row.trained, own)
+    return first or second or row.default_trained or row.positions

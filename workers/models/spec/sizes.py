@@ -7,6 +7,7 @@ degree.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import Param
@@ -14,6 +15,7 @@ from tandem.parallel.quantization.weight_formats import DENSE, WeightFormat, hel
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Mla, Moe
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.kv_layout import block_layouts, kv_layout, kv_layouts
+from tandem.workers.models.spec.parameters import ParameterTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def rank_weights(
     packs: dense matrices are packed (CPU, except float16), so a tied table is held twice where both the lookup and the
     head are on this rank. form: of the weights of linear layers; the head too then holds a form of its own.
     """
-    table, own = parameters_of(spec), layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)
+    table, own = _table_of(spec), layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)
     matrices, all_bytes = [], 0
     for layer in (table.layers[index] for index in own):
         held = tuple(held_bytes(form, param, mesh, element_bytes) for param in layer.matrices)
@@ -74,6 +76,13 @@ def rank_weights(
     )
 
 
+@lru_cache(maxsize=1)
+def _table_of(spec: ArchSpec) -> ParameterTable:
+    """Returns parameters_of(), which takes a second for tens of thousands of experts and is asked for every stage of
+    every layout that `tandem plan` compares."""
+    return parameters_of(spec)
+
+
 def _whole(params: Iterable[Param]) -> int:
     """Returns the elements of parameters that every rank of a stage holds."""
     return sum(param.num_elements for param in params)
@@ -91,7 +100,7 @@ def adapter_bytes(spec: ArchSpec, mesh: Mesh, rank: int, element_bytes: int) -> 
     A [rank, inputs] and B [outputs, rank] are sharded as the base matrix is: A by inputs, B by outputs, the other
     whole.
     """
-    table = parameters_of(spec)
+    table = _table_of(spec)
     elements = sum(
         rank * sum(param.local_shape(mesh))
         for layer in layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)
@@ -100,23 +109,24 @@ def adapter_bytes(spec: ArchSpec, mesh: Mesh, rank: int, element_bytes: int) -> 
     return elements * element_bytes
 
 
-def activation_bytes(spec: ArchSpec, tp_size: int, max_num_tokens: int, max_num_seqs: int, element_bytes: int) -> int:
-    """Returns an estimate of a full step's bytes beside weights and KV, on the last stage.
+def activation_bytes(spec: ArchSpec, mesh: Mesh, max_num_tokens: int, max_num_seqs: int, element_bytes: int) -> int:
+    """Returns an estimate of a full step's bytes beside weights and KV, on a rank of the last stage.
 
     It counts the residual stream, the widest layer's input, merged outputs and result, and logits in float32 with the
-    sampler's copies.
+    sampler's copies. A rank of whole experts has rows for every expert of a token, as it may hold all of them.
     """
-    widest = max(_widest(layer, spec.hidden_size, tp_size) for layer in dict.fromkeys(spec.layers))
+    widest = max(_widest(layer, spec.hidden_size, mesh) for layer in dict.fromkeys(spec.layers))
     return max_num_tokens * (3 * spec.hidden_size + widest) * element_bytes + 3 * max_num_seqs * spec.vocab_size * 4
 
 
-def _widest(layer: LayerSpec, hidden: int, tp_size: int) -> int:
+def _widest(layer: LayerSpec, hidden: int, mesh: Mesh) -> int:
     """Returns the elements of a token that a layer holds at once beside the residual stream."""
-    width = layer.mlp.width // tp_size
+    width = layer.mlp.width // mesh.tp_size
     of_mlp = 3 * width
     if isinstance(layer.mlp, Moe):  # of every expert of a token: gate, up and their product, then that and the output
-        of_mlp = layer.mlp.top_k * max(3 * width, width + hidden) + 3 * (layer.mlp.shared or 0) // tp_size
-    return max(_attention_width(layer, tp_size), of_mlp)
+        width = layer.mlp.width if mesh.expert_parallel else width
+        of_mlp = layer.mlp.top_k * max(3 * width, width + hidden) + 3 * (layer.mlp.shared or 0) // mesh.tp_size
+    return max(_attention_width(layer, mesh.tp_size), of_mlp)
 
 
 def _attention_width(layer: LayerSpec, tp_size: int) -> int:

@@ -14,6 +14,7 @@ from tandem.workers.kernels.step_arrays import Send
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.allowed_tokens import AllowedTokens
 from tandem.workers.sampling.processors.bad_words import BadWords
+from tandem.workers.sampling.processors.device_tokens import DeviceTokens, ReadsOnDevice
 from tandem.workers.sampling.processors.grammar import GrammarMask
 from tandem.workers.sampling.processors.logit_bias import LogitBias
 from tandem.workers.sampling.processors.logits_processor import (
@@ -47,6 +48,12 @@ class ProcessorChain:
 
     def __init__(self, processors: Sequence[LogitsProcessor], capacity: int) -> None:
         self._processors = processors
+        self._on_device = [each if isinstance(each, ReadsOnDevice) else None for each in processors]
+        waits = [
+            each.reads == Reads.TOKENS and reader is None
+            for each, reader in zip(processors, self._on_device, strict=True)
+        ]
+        self._waits = np.array(waits, np.bool_)
         self._reads = np.array([processor.reads for processor in processors], np.int64)
         self._needs = np.zeros((capacity, len(processors)), np.bool_)
 
@@ -57,6 +64,10 @@ class ProcessorChain:
         needs = [processor.bind(row, sampling) for processor in self._processors]
         self._needs[row] = needs
         return {processor.reads for processor, need in zip(self._processors, needs, strict=True) if need}
+
+    def waits(self, row: int) -> bool:
+        """Whether some processor of the row reads its tokens on the host alone."""
+        return bool((self._needs[row] & self._waits).any())
 
     def free(self, row: int) -> None:
         """Forgets the row. Idempotent."""
@@ -70,7 +81,15 @@ class ProcessorChain:
         self._needs = np.pad(self._needs, ((0, capacity - len(self._needs)), (0, 0)))
 
     def prepare(
-        self, rows_S: Ids, positions_S: Ids, history: History, send: Send, ops: SamplingOps, *, late: bool
+        self,
+        rows_S: Ids,
+        positions_S: Ids,
+        history: History,
+        send: Send,
+        ops: SamplingOps,
+        *,
+        late: bool,
+        tokens: DeviceTokens | None = None,
     ) -> list[Change]:
         """Returns what changes the logits, in order. late: by the processors that read tokens late; else by all
         others. Arguments as for Sampling."""
@@ -80,5 +99,9 @@ class ProcessorChain:
         for which in np.flatnonzero(mine_P).tolist():
             places = np.flatnonzero(needs_SP[:, which])
             rows = SampledRows(places, rows_S[places], positions_S[places], history, send, ops)
-            changes.append(self._processors[which].prepare(rows))
+            reader = None if late or tokens is None else self._on_device[which]
+            if reader is None or tokens is None:
+                changes.append(self._processors[which].prepare(rows))
+            else:
+                changes.append(reader.prepare_on_device(rows, tokens))
         return [change for change in changes if change is not None]

@@ -1,8 +1,12 @@
 """MinTokens: stop tokens cannot be chosen while fewer than min_tokens are out. See logits_processor.py."""
 
+import numpy as np
+import torch
+
 from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
-from tandem.workers.sampling.processors.logits_processor import Ids, Reads, SampledRows, known_ids
+from tandem.workers.sampling.processors.device_tokens import DeviceTokens
+from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Ids, Reads, SampledRows, known_ids
 
 
 class MinTokens:
@@ -27,6 +31,25 @@ class MinTokens:
             _, prompt_len = rows.history(row, position)
             columns.append(ids if position - prompt_len < least else ids[:0])
         return rows.forbid(columns)
+
+    def prepare_on_device(self, rows: SampledRows, tokens: DeviceTokens) -> Change | None:
+        ends_P = tokens.prompt_len_S[rows.places_P] + [self._rows[row][0] for row in rows.rows_P.tolist()]
+        may_be_early_P = rows.positions_P < ends_P
+        columns = [
+            self._rows[row][1] if may_be else self._rows[row][1][:0]
+            for row, may_be in zip(rows.rows_P.tolist(), may_be_early_P.tolist(), strict=True)
+        ]
+        if not any(map(len, columns)):
+            return None
+        at = rows.at(columns)
+        ends = rows.send(np.repeat(ends_P, [len(ids) for ids in columns]))
+
+        def change(logits_SV: torch.Tensor) -> None:
+            places, ids = at()
+            is_early = tokens.positions_S[places] < ends()
+            logits_SV[places, ids] = logits_SV[places, ids].masked_fill_(is_early, FORBIDDEN)
+
+        return change
 
     def free(self, row: int) -> None:
         del self._rows[row]

@@ -4,15 +4,20 @@ Repetition: every token of prompt or output; positive logits are divided by the 
 et al. 2019). Then every token of the output: minus frequency times its count, minus presence (OpenAI's definition).
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
+from tandem.workers.sampling.processors.device_tokens import DeviceTokens, PlaceTokens
 from tandem.workers.sampling.processors.logits_processor import Reads, SampledRows
 from tandem.workers.sampling.processors.token_counts import TokenCounts
+
+PART: Final = 16
+"""Places whose tokens are counted at once on a device, which bounds the memory: each takes some 33 bytes for a token of
+the vocabulary, and 19 for one of its context."""
 
 
 class _Row(NamedTuple):
@@ -65,5 +70,45 @@ class Penalties:
 
         return change
 
+    def prepare_on_device(self, rows: SampledRows, tokens: DeviceTokens) -> Change | None:
+        """Counts of all tokens are made anew in each step, from the tokens: a count that was kept would have to be
+        taken back with rejected drafts, steps that fail and rows that are preempted."""
+        penalties_3P = np.array([self._rows[row][:3] for row in rows.rows_P.tolist()], np.float32).T
+        own, sent = PlaceTokens(rows, tokens), rows.send(np.ascontiguousarray(penalties_3P))
+        repeats = bool((penalties_3P[0] != 1.0).any())
+
+        def change(logits_SV: torch.Tensor) -> None:
+            for start in range(0, len(rows.places_P), PART):
+                part = slice(start, start + PART)
+                _penalize(logits_SV, own, sent()[:, part, None], part, repeats=repeats)
+
+        return change
+
     def free(self, row: int) -> None:
         del self._rows[row]
+
+
+def _penalize(
+    logits_SV: torch.Tensor, own: PlaceTokens, penalties_3P1: torch.Tensor, part: slice, *, repeats: bool
+) -> None:
+    """Changes the logits of some places. repeats: some of them have a repetition penalty."""
+    places_P, tokens_PL = own.places_P[part], own.tokens_PL(part).long()
+    positions_P1, prompts_P1 = own.positions_P[part, None], own.prompts_P[part, None]
+    repetition_P1, frequency_P1, presence_P1 = penalties_3P1
+    values_PV = logits_SV[places_P]
+    count_PV = _counted(tokens_PL, prompts_P1, positions_P1, logits_SV.shape[1])
+    if repeats:
+        is_there_PV = _counted(tokens_PL, torch.zeros_like(prompts_P1), positions_P1, logits_SV.shape[1]) > 0
+        factor_PV = torch.where(is_there_PV, repetition_P1, 1.0)
+        values_PV = torch.where(values_PV > 0, values_PV / factor_PV, values_PV * factor_PV)
+    less_PV = frequency_P1 * count_PV
+    less_PV += presence_P1 * (count_PV > 0)
+    logits_SV[places_P] = values_PV - less_PV
+
+
+def _counted(tokens_PL: torch.Tensor, first_P1: torch.Tensor, end_P1: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Returns how often each token of the vocabulary occurs from index `first` to before `end`, float32 [P, V]."""
+    place_L = torch.arange(tokens_PL.shape[1], device=tokens_PL.device)
+    inside_PL = (place_L >= first_P1) & (place_L < end_P1)
+    count_PV = torch.zeros(len(tokens_PL), vocab_size, device=tokens_PL.device)
+    return count_PV.scatter_add_(1, tokens_PL, inside_PL.float())

@@ -12,6 +12,7 @@ import torch
 from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.messages.thinking import ThinkingBudget, ThinkingSpan
+from tandem.workers.sampling.processors.device_tokens import DeviceTokens, PlaceTokens
 from tandem.workers.sampling.processors.logits_processor import Ids, Reads, SampledRows, Tokens
 
 PREFERENCE: Final = 1e9
@@ -55,6 +56,27 @@ class ThinkingBudgets:
 
         return change
 
+    def prepare_on_device(self, rows: SampledRows, tokens: DeviceTokens) -> Change | None:
+        """The host reads up to where it has tokens, the device reads on."""
+        own, spans = PlaceTokens(rows, tokens), []
+        for row, prompt_len, read in zip(
+            rows.rows_P.tolist(), own.prompt_len_P.tolist(), own.read_P.tolist(), strict=True
+        ):
+            known, _ = rows.history(row, read)
+            spans.append((self._rows[row][0], self._caught_up(row, known[prompt_len:]), read))
+        sent = rows.send(np.array([_numbers(*span, _longest(spans)) for span in spans], np.int64))
+
+        def change(logits_SV: torch.Tensor) -> None:
+            reader = _DeviceSpans(own, sent())
+            for _ in range(own.most_unread):
+                reader.read_on()
+            is_over_P, ids_P = reader.preferred()
+            at = own.places_P, ids_P
+            values_P = logits_SV[at]
+            logits_SV[at] = torch.where(is_over_P, values_P + PREFERENCE, values_P)
+
+        return change
+
     def free(self, row: int) -> None:
         del self._rows[row]
 
@@ -66,6 +88,61 @@ class ThinkingBudgets:
             self._rows[row] = budget, span
         span.add(output[span.seen :].tolist())
         return span
+
+
+class _DeviceSpans:
+    """ThinkingSpan on a device, for P places at once, each from what the host has read of it. M tokens of the longest
+    mark."""
+
+    def __init__(self, own: PlaceTokens, numbers_PC: torch.Tensor) -> None:
+        self._own = own
+        columns_C = numbers_PC.T
+        self._is_inside_P = columns_C[0] > 0
+        self._tokens_P, self._open_P, self._budget_P, self._next_P, self._start_len_P, self._end_len_P = columns_C[1:7]
+        self._starts_PM, self._ends_PM = numbers_PC[:, 7:].chunk(2, 1)
+        self._positions_P = own.positions_P
+        self._places_P = torch.arange(len(numbers_PC), device=numbers_PC.device)
+        self._place_M = torch.arange(self._ends_PM.shape[1], device=numbers_PC.device)
+
+    def read_on(self) -> None:
+        """Reads the next token of each place that has one more."""
+        is_more_P = self._next_P < self._positions_P
+        self._next_P = self._next_P + is_more_P
+        self._open_P = self._open_P + is_more_P
+        self._tokens_P = self._tokens_P + (is_more_P & self._is_inside_P)
+        mark_PM = torch.where(self._is_inside_P[:, None], self._ends_PM, self._starts_PM)
+        len_P = torch.where(self._is_inside_P, self._end_len_P, self._start_len_P)
+        is_mark_P = is_more_P & (self._open_P >= len_P) & self._ends_with(mark_PM, len_P)
+        self._tokens_P = self._tokens_P - torch.where(is_mark_P & self._is_inside_P, self._end_len_P, 0)
+        self._is_inside_P = self._is_inside_P ^ is_mark_P
+        self._open_P = self._open_P.masked_fill(is_mark_P, 0)
+
+    def preferred(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns whether the thinking is over its budget, and the next token of its end mark."""
+        begun_P = torch.zeros_like(self._tokens_P)
+        for size in range(1, self._ends_PM.shape[1]):
+            size_P = torch.full_like(begun_P, size)
+            fits_P = (size_P <= self._open_P) & (size_P < self._end_len_P)
+            begun_P = torch.where(fits_P & self._ends_with(self._ends_PM, size_P), size_P, begun_P)
+        is_over_P = self._is_inside_P & (self._tokens_P - begun_P >= self._budget_P)
+        return is_over_P, self._ends_PM.gather(1, begun_P[:, None])[:, 0]
+
+    def _ends_with(self, mark_PM: torch.Tensor, len_P: torch.Tensor) -> torch.Tensor:
+        """Returns whether the tokens read so far end with the first ones of a mark; bool [P]."""
+        columns_PM = (self._next_P - len_P)[:, None] + self._place_M
+        found_PM = self._own.at(self._places_P, columns_PM.clamp(max=self._own.width - 1))
+        return ((found_PM == mark_PM) | (self._place_M >= len_P[:, None])).all(1)
+
+
+def _longest(spans: list[tuple[ThinkingBudget, ThinkingSpan, int]]) -> int:
+    return max(max(len(budget.start), len(budget.end)) for budget, _, _ in spans)
+
+
+def _numbers(budget: ThinkingBudget, span: ThinkingSpan, read: int, longest: int) -> list[int]:
+    """A row of _DeviceSpans' numbers: what the host knows of a place, and the marks, as long as the longest of all."""
+    marks = [[*mark, *[0] * (longest - len(mark))] for mark in (budget.start, budget.end)]
+    known = (span.is_inside, span.tokens, span.num_open, budget.tokens, read, len(budget.start), len(budget.end))
+    return [*map(int, known), *marks[0], *marks[1]]
 
 
 def _new_span(budget: ThinkingBudget) -> ThinkingSpan:

@@ -27,6 +27,7 @@ from tandem.configs.schema import (
 )
 from tandem.offload.kv.disk_io import file_bytes
 from tandem.parallel.mesh import Mesh
+from tandem.workers.models.spec import sizes
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of
@@ -132,6 +133,11 @@ def test_a_plan_with_windows_is_what_a_rank_finds(tmp_path: Path) -> None:
     whole = replace(settings, cache=replace(settings.cache, disable_hybrid_kv_cache_manager=True))
     plan = plan_group(whole, load_spec(folder), Memory("cpu", 8 * GIB), "bfloat16", "bfloat16", CONTEXT)
     assert plan.kv_groups.windows == (None,) and plan.device_tokens == plan.tokens_kept_whole
+    one = replace(settings, cache=replace(settings.cache, num_blocks=1))
+    plan = plan_group(one, load_spec(folder), Memory("cpu", 8 * GIB), "bfloat16", "bfloat16", CONTEXT)
+    assert [problem.flag for problem in plan.problems] == ["--num-gpu-blocks-override"]
+    with pytest.raises(SettingsError, match="1 hold no token: each of the model's 2 groups"):
+        load_single(one)
 
 
 def test_the_command_takes_quantization_and_refuses_what_a_device_has_not(folder: Path) -> None:
@@ -161,6 +167,31 @@ def test_a_cpu_pool_is_sized_as_ranks_size_it(folder: Path) -> None:
     left = 2 * 2**20 - 2 * stage.weights.total_bytes
     needs = KVNeeds(stage.kv_token_bytes * 16, 16, CONTEXT, settings.scheduler.max_num_seqs)
     assert plan.device_tokens == 16 * cpu_blocks(settings.cache, needs, left, 2)
+
+
+@pytest.mark.parametrize("flag", ["num_blocks", "kv_cache_memory_bytes"])
+def test_a_cpu_pool_that_a_flag_sizes_is_bound_by_memory_alone(folder: Path, flag: str) -> None:
+    """Neither by 40 % of it nor by the contexts of all rows, of which there is one."""
+    spec, settings = load_spec(folder), settings_for(folder)
+    settings = replace(settings, scheduler=replace(settings.scheduler, max_num_seqs=1))
+    [stage] = plan_group(settings, spec, Memory("cpu", 8 * GIB), "bfloat16", "bfloat16", CONTEXT).stages
+    block = 16 * stage.kv_token_bytes
+    needs, num_blocks = KVNeeds(block, 16, CONTEXT, 1), 40
+    assert needs.most_blocks < num_blocks
+    size = num_blocks if flag == "num_blocks" else num_blocks * block
+    settings = replace(settings, cache=replace(settings.cache, **{flag: size}))
+
+    def plan(left: int) -> GroupPlan:
+        memory = Memory("cpu", stage.weights.total_bytes + left)
+        return plan_group(settings, spec, memory, "bfloat16", "bfloat16", CONTEXT)
+
+    left = num_blocks * block
+    assert plan(left).fits and plan(left).device_tokens == 16 * num_blocks
+    assert cpu_blocks(settings.cache, needs, left, 1) == num_blocks
+    [problem] = plan(left - 1).problems
+    with pytest.raises(SettingsError) as refused:
+        cpu_blocks(settings.cache, needs, left - 1, 1)
+    assert problem.flag == refused.value.flag
 
 
 def test_a_gpu_plan_adds_up(large: Path) -> None:
@@ -270,6 +301,8 @@ def test_the_best_layout_needs_no_streaming_and_stays_in_a_node(large: Path) -> 
     assert layouts(spec, 6) == [(2, 3), (1, 6)]
     assert layouts(spec, 7) == [(1, 7)]
 
+    made = sizes._table_of.cache_info().misses
+
     def best(num_ranks: int, gib: float) -> tuple[int, int] | None:
         found = best_of([plan_on_gpu(large, gib, tp=tp, pp=pp) for tp, pp in layouts(spec, num_ranks)])
         return None if found is None else (found.tp_size, found.pp_size)
@@ -278,6 +311,7 @@ def test_the_best_layout_needs_no_streaming_and_stays_in_a_node(large: Path) -> 
     assert best(16, 80) == (8, 2)
     assert best(6, 80) == (2, 3)
     assert best(1, 3) is None
+    assert sizes._table_of.cache_info().misses <= made + 1, "a table of 61 layers of 256 experts takes a second"
 
 
 def test_what_must_fit_is_what_was_asked_for(large: Path) -> None:
@@ -304,11 +338,22 @@ def test_headers_tell_what_a_checkpoint_holds(folder: Path, tmp_path: Path) -> N
 def test_a_checkpoint_that_ranks_could_not_load_fits_nowhere(folder: Path, tmp_path: Path) -> None:
     """Refused with the words of loading, from the headers alone."""
     shutil.copytree(folder, broken := tmp_path / "broken")
+    fewer, wider = {"num_hidden_layers": 1}, {"intermediate_size": 8}
+    with pytest.raises(
+        SettingsError, match=r"^--hf-overrides: .* does not belong to the model; config.json alone fits"
+    ):
+        open_checkpoint(broken, load_spec(broken, fewer), fewer)
+    with pytest.raises(
+        SettingsError, match=r", config.json with --hf-overrides makes it \[.*8.*; config.json alone fits"
+    ):
+        open_checkpoint(broken, load_spec(broken, wider), wider)
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, broken / "model.safetensors")
     with pytest.raises(SettingsError, match=r"broken: tensor model.norm.weight is in none of its safetensors files"):
         planned(broken)
+    with pytest.raises(SettingsError, match=r"^MODEL: .*broken.* does not belong to the model$"):
+        open_checkpoint(broken, load_spec(broken, fewer), fewer)
     (broken / "model.safetensors").rename(broken / "pytorch_model.bin")
     with pytest.raises(SettingsError, match=r"pytorch_model.bin: such files are pickles, which can run code"):
         planned(broken)
@@ -400,6 +445,7 @@ def test_the_command_says_what_does_not_fit(large: Path) -> None:
         (["--ranks", "0"], "--ranks: 0 must be"),
         (["--cpu-offload-gb", "-2"], "--cpu-offload-gb: -2.0 must be at least 0"),
         (["-tp", "3"], "--tensor-parallel-size 3 does not divide"),
+        (["--device", "cpu", "--cpu-offload-gb", "1000000"], "--cpu-offload-gb 1e+06 is more than the "),
     ],
 )
 def test_bad_values_are_one_line_that_names_the_flag(large: Path, arguments: list[str], words: str) -> None:
@@ -413,5 +459,9 @@ def test_a_machine_without_gpu_is_asked_for_its_size(large: Path, monkeypatch: p
     with pytest.raises(SettingsError, match="no CUDA device here") as refused:
         plan_command._memory(settings, plan_command._Asked(None, 0.0, 0.0, None))
     assert refused.value.flag == "--device-memory"
+    shared = EngineSettings(model=settings.model, cache=CacheSettings(gpu_memory_utilization=0.5))
+    with pytest.raises(SettingsError, match="has no meaning on CPU") as refused:
+        plan_command._memory(shared, plan_command._Asked(None, 0.0, 0.0, None))
+    assert refused.value.flag == "--gpu-memory-utilization"
     monkeypatch.setattr(devices, "cuda_memory_bytes", lambda: 7 * GIB)
     assert plan_command._memory(settings, plan_command._Asked(None, 0.0, 0.0, None)).device_bytes == 7 * GIB

@@ -1,90 +1,11 @@
 /* Paged attention of rows with one query each, for CPUs. See cpu_decode_attention.py for shapes and meaning. */
 #include <omp.h>
 
-#include "cpu_stored.h"
+#include "cpu_attention.h"
 
 #define MAX_DIM 256
 #define MAX_TILE 4
 #define SPAN 4 /* tokens that all heads read before the next ones: they are contiguous, so the reads stream */
-#define LINE (64 / (int)sizeof(stored)) /* elements of a cache line */
-#define PAIR (2 * LANES)
-
-/* A product of q and k: pairs of bf16 where the CPU multiplies them, floats elsewhere. */
-#if ELEMENT == 1 && STORED == 0 && defined(__AVX512BF16__)
-#define WIDE 32
-typedef __m512i operand;
-typedef element query_part;
-INLINE operand load_query(const query_part *at) { return _mm512_loadu_si512(at); }
-INLINE operand load_key(const stored *at, int left) {
-  return left < WIDE ? _mm512_maskz_loadu_epi16((1u << left) - 1, at) : _mm512_loadu_si512(at);
-}
-INLINE floats multiply_add(floats sum, operand a, operand b) {
-  return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-}
-INLINE void copy_query(query_part *to, const element *q, long dim, long padded) {
-  memset(to + dim, 0, (padded - dim) * sizeof *to);
-  memcpy(to, q, dim * sizeof *to);
-}
-#else
-#define WIDE LANES
-typedef floats operand;
-typedef float query_part;
-INLINE operand load_query(const query_part *at) { floats x; memcpy(&x, at, sizeof x); return x; }
-INLINE operand load_key(const stored *at, int left) { return load_stored_some(at, left); }
-INLINE floats multiply_add(floats sum, operand a, operand b) { return sum + a * b; }
-INLINE void copy_query(query_part *to, const element *q, long dim, long padded) {
-  for (long i = 0; i < padded; i += LANES) {
-    const floats x = i < dim ? load_some(q + i, dim - i) : (floats){};
-    memcpy(to + i, &x, sizeof x);
-  }
-}
-#endif
-
-/* Two vectors of values, of which `left` elements exist, the rest zero. For bf16 the even and the odd ones, split by a
-   shift and a mask; `in_order` restores the order in the sums. */
-#if STORED == 3 || (STORED == 0 && ELEMENT == 1)
-INLINE void load_two(floats *value, const stored *at, int left) {
-  if (left <= LANES) {
-    value[0] = load_stored_some(at, left);
-    value[1] = (floats){};
-    return;
-  }
-  words pairs;
-#ifdef MASKED
-  pairs = (words)(left < PAIR ? _mm512_maskz_loadu_epi16((1u << left) - 1, at) : _mm512_loadu_si512(at));
-#else
-  if (left < PAIR) pairs = (words){};
-  memcpy(&pairs, at, left < PAIR ? left * sizeof *at : sizeof pairs);
-#endif
-  value[0] = (floats)(pairs << 16);
-  value[1] = (floats)(pairs & 0xffff0000u);
-}
-INLINE void in_order(floats *sum, int vectors) {
-  for (int i = 0; i + 1 < vectors; i += 2) {
-    const floats even = sum[i], odd = sum[i + 1];
-    sum[i] = __builtin_shuffle(even, odd, (ints){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-    sum[i + 1] = __builtin_shuffle(even, odd, (ints){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
-  }
-}
-#else
-INLINE void load_two(floats *value, const stored *at, int left) {
-  value[0] = load_stored_some(at, left);
-  value[1] = left > LANES ? load_stored_some(at + LANES, left - LANES) : (floats){};
-}
-INLINE void in_order(floats *sum, int vectors) { (void)sum, (void)vectors; }
-#endif
-
-/* The sum of each of four vectors' lanes. */
-INLINE void sum_four(const floats *x, float *sums) {
-  const ints low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
-  const ints first = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
-  const floats a = __builtin_shuffle(x[0], x[1], low) + __builtin_shuffle(x[0], x[1], low + 2);
-  const floats b = __builtin_shuffle(x[2], x[3], low) + __builtin_shuffle(x[2], x[3], low + 2);
-  floats c = __builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, first + 2); /* four sums in each quarter */
-  c += __builtin_shuffle(c, (ints){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-  c += __builtin_shuffle(c, (ints){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-  memcpy(sums, &c, 4 * sizeof *sums);
-}
 
 /* What all tasks of a call share. padded: a head's elements in scratch memory. slopes, sinks: of query heads, or null;
    softcap: 0 for none. */
@@ -103,19 +24,11 @@ typedef struct {
   long count, token; /* elements of one token */
 } span;
 
-INLINE long slot_of(const int32_t *blocks, long block_size, long position) {
-  return blocks[position / block_size] * block_size + position % block_size;
-}
 /* The end of the span that starts here: within one block. */
 INLINE long span_end(long position, long last, long block_size) {
   const long block_end = position - position % block_size + block_size;
   const long stop = position + SPAN < block_end ? position + SPAN : block_end;
   return stop < last ? stop : last;
-}
-
-/* Asks for what is read after this place, while this is computed. */
-INLINE void prefetch(const stored *next, int elements) {
-  for (int i = 0; i < elements; i += LINE) __builtin_prefetch(next + i, 0, 3);
 }
 
 /* Scores of a span's tokens, of G query heads of D elements that share KV head h. */
@@ -211,36 +124,22 @@ INLINE void span_values(const work *w, const span *s, long h, const float *score
     add_two(sums + whole, value + whole, next + whole, s->token, weight, s->count, P, left, G);
 }
 
-/* Scores to weights, their maximum and their sum. first: the position of the first score; count: of scores; length: with
-   padding; query: the position of the query. */
+/* A head's scores to weights. first: the position of the first score; query: of the query; count: of scores; length:
+   with padding. */
 INLINE void softmax_head(const work *w, float *row, long n, long first, long query, long count, long length,
                          float *stats) {
-  floats x, most = {}, weight = {};
   if (w->softcap > 0 || w->slopes) {
     const floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const float slope = w->slopes ? w->slopes[n] : 0;
     for (long j = 0; j < length; j += LANES) {
+      floats x;
       memcpy(&x, row + j, sizeof x);
       if (w->softcap > 0) x = capped(x, w->softcap);
       x += slope * (lane + (float)(first + j - query));
       memcpy(row + j, &x, sizeof x);
     }
   }
-  for (long j = count; j < length; j++) row[j] = -INFINITY;
-  most -= INFINITY;
-  for (long j = 0; j < length; j += LANES) {
-    memcpy(&x, row + j, sizeof x);
-    most = choose_lanes(x > most, x, most);
-  }
-  most = (floats){} + max_lanes(most);
-  for (long j = 0; j < length; j += LANES) {
-    memcpy(&x, row + j, sizeof x);
-    x = exponential(x - most);
-    memcpy(row + j, &x, sizeof x);
-    weight += x;
-  }
-  stats[0] = most[0];
-  stats[1] = sum_lanes(weight);
+  softmax_row(row, count, length, stats);
 }
 
 #define TILES(call)              \
@@ -311,25 +210,10 @@ FIXED(attend_any, w->dim)
 /* The sum of a row's partitions, for one head. */
 static void merge_partitions(const work *w, const float *partials, long partial_size, long tasks, long n,
                              element *out) {
-  const long stats = w->heads * w->padded + 2 * n;
-  float most = w->sinks ? w->sinks[n] : -INFINITY;
-  for (long t = 0; t < tasks; t++) {
-    const float m = partials[t * partial_size + stats];
-    most = m > most ? m : most;
-  }
-  float weight = w->sinks ? expf(w->sinks[n] - most) : 0;
   floats sum[MAX_DIM / LANES];
-  memset(sum, 0, sizeof sum);
-  for (long t = 0; t < tasks; t++) {
-    const float *part = partials + t * partial_size;
-    const float factor = expf(part[stats] - most);
-    weight += part[stats + 1] * factor;
-    for (long i = 0; i < w->dim; i += LANES) {
-      floats x;
-      memcpy(&x, part + n * w->padded + i, sizeof x);
-      sum[i / LANES] += x * factor;
-    }
-  }
+  const long stats = w->heads * w->padded + 2 * n;
+  const float weight = merge_parts(sum, partials, partial_size, tasks, n * w->padded, stats, w->dim,
+                                   w->sinks ? w->sinks + n : 0);
   in_order(sum, (w->dim + LANES - 1) / LANES);
   for (long i = 0; i < w->dim; i += LANES) store_some(out + n * w->dim + i, sum[i / LANES] / weight, w->dim - i);
 }

@@ -1,0 +1,41 @@
+"""The products between latents and heads with one matrix, in torch: LatentHeads.
+
+T tokens, N query heads, P elements of a key that do not rotate and R that do, D = P + R, L of a latent, E = L + R, V of
+a value.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from tandem.workers.models.spec.arch import Mla
+
+
+class DenseHeads:
+    """The projections of a matrix [N * (P + V), L]: for each head, what makes its key of a latent, then its value.
+    weight: returns it, before each use."""
+
+    def __init__(self, spec: Mla, weight: Callable[[], torch.Tensor]) -> None:
+        self.spec = spec
+        self._weight = weight
+
+    def of_heads(self) -> torch.Tensor:
+        return self._weight().unflatten(0, (-1, self.spec.nope_dim + self.spec.v_dim))
+
+    def absorb(self, q_TND: torch.Tensor) -> torch.Tensor:
+        nope = self.spec.nope_dim
+        q_TNL = (q_TND[..., :nope].transpose(0, 1) @ self.of_heads()[:, :nope]).transpose(0, 1)
+        return torch.cat((q_TNL, q_TND[..., nope:]), dim=-1)
+
+    def release(self, out_TNL: torch.Tensor) -> torch.Tensor:
+        of_values_NLV = self.of_heads()[:, self.spec.nope_dim :].transpose(1, 2)
+        return (out_TNL.transpose(0, 1) @ of_values_NLV).transpose(0, 1)
+
+    def expand(self, latents_JE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = self.spec
+        latents_JL, turned_JR = latents_JE.split((spec.kv_rank, spec.rope_dim), dim=-1)
+        kv_JNX = F.linear(latents_JL, self._weight()).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
+        k_JNP, v_JNV = kv_JNX.split((spec.nope_dim, spec.v_dim), dim=-1)
+        turned_JNR = turned_JR[:, None].expand(-1, k_JNP.shape[1], -1)
+        return torch.cat((k_JNP, turned_JNR), dim=-1), v_JNV

@@ -1,0 +1,1 @@
+"""Families of models as rows of data."""
