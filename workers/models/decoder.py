@@ -4,10 +4,10 @@ Built on each rank by `build_decoder`, run by the model runner under torch.infer
 has no notion of requests, scheduling or sampling. T tokens of a step, S rows that sample, H hidden size, V vocabulary.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -310,13 +310,14 @@ def build_decoder(
     copier: Copier | None = None,
     quantization: str | None = None,
     windows: tuple[int | None, ...] = (None,),
+    overrides: Mapping[str, Any] | None = None,
 ) -> Decoder:
     """Returns this rank's decoder with its weights, from `folder` or random (load_format dummy).
 
     kv_dtype: the cache's dtype, None for `dtype`; attention and copier: in place of the platform's. `streamed`: indices
     on this rank of layers that are kept in host memory and pass through the device. Such a decoder must be closed.
     quantization: of linear layers and the head, a key of FORMATS (parallel/quantization/weight_formats.py). windows: of
-    the groups of layers that have block tables of their own (spec/kv_layout.py).
+    the groups of layers that have block tables of their own (spec/kv_layout.py). overrides: --hf-overrides, for errors.
     on_bytes: a callback for the loading's progress, on every rank; `progress`: shows a bar, on rank 0. Raises
     SettingsError for a model that cannot be sharded this way, and for a checkpoint that does not match its config.json.
     """
@@ -330,7 +331,7 @@ def build_decoder(
     if load_format == "dummy":
         source = DummySource(seed, dtype)
     else:
-        source = SafetensorsSource(open_checkpoint(folder, spec))
+        source = SafetensorsSource(open_checkpoint(folder, spec, overrides))
     decoder.load(
         source, dtype=dtype, device=platform.device, progress=progress and context.rank == 0, on_bytes=on_bytes
     )

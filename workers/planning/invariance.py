@@ -8,12 +8,16 @@ from collections.abc import Iterator
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import EngineSettings
+from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec, Gqa, Mla, Moe, RopeKind
+from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.planning.resolve import resolve_dtype
 
 FLAG = "--batch-invariant"
 LANES = 16
 """Elements that a compiled kernel takes at a time."""
+INPUTS = 4
+"""QUAD of kernels/cpu/cpu_int8_gemm.py, which loads torch."""
 MOST_HEAD_DIM, MOST_LATENT = 256, 1024
 """MAX_HEAD_DIM of kernels/cpu/cpu_decode_attention.py and MAX_WIDTH of kernels/latents/cpu_latent_attention.py, which
 load torch."""
@@ -35,6 +39,8 @@ def _obstacles(settings: EngineSettings, spec: ArchSpec, device: str) -> Iterato
     if dtype == "float16":
         yield "--dtype float16; bfloat16 and float32 have the kernels"
     yield from _of_model(spec)
+    if settings.model.quantization == "int8":
+        yield from _of_integers(settings, spec)
     if settings.lora.enable_lora:
         yield from _of_adapters(settings, spec)
 
@@ -50,6 +56,16 @@ def _of_model(spec: ArchSpec) -> Iterator[str]:
             yield f"experts in a model {spec.hidden_size} wide, which is no multiple of {LANES}"
     if any(rope.kind is RopeKind.DYNAMIC for rope in spec.ropes):
         yield "rope_scaling of type dynamic"
+
+
+def _of_integers(settings: EngineSettings, spec: ArchSpec) -> Iterator[str]:
+    """The kernel of int8 weights takes inputs four at a time; its twin, which takes the others, sums in float32."""
+    tp_size = settings.parallel.tensor_parallel_size
+    mesh = Mesh(tp_size, expert_parallel=settings.parallel.enable_expert_parallel)
+    for weight in parameters_of(spec):
+        if weight.takes_format and (inputs := weight.span(1, mesh).length) % INPUTS:
+            yield f"--quantization int8 of {weight.name}, which has {inputs} inputs on a rank: no multiple of {INPUTS}"
+            return
 
 
 def _of_adapters(settings: EngineSettings, spec: ArchSpec) -> Iterator[str]:

@@ -250,6 +250,7 @@ def _build(chosen: _Chosen, placement: LayerPlacement, on_bytes: OnBytes | None)
             streamed=placement.streamed,
             quantization=model.quantization,
             windows=chosen.groups.windows,
+            overrides=model.hf_overrides,
         )
     except torch.OutOfMemoryError as error:
         raise SettingsError(

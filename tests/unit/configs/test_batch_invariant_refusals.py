@@ -77,6 +77,21 @@ def test_latents_wider_than_the_kernel(tmp_path: Path) -> None:
     assert "latents and keys of 1040 elements; the kernel takes 1024" in str(refusal(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("form", "tp_size", "words"),
+    [
+        ("int8", 1, None),
+        ("int8", 2, "--quantization int8 of model.layers.0.mlp.down_proj.weight, which has 46 inputs on a rank"),
+        ("w8a8", 2, None),
+    ],
+)
+def test_int8_layers_that_the_kernel_does_not_take(tmp_path: Path, form: str, tp_size: int, words: str | None) -> None:
+    changes = {**BASE, **BY_NAME["llama-gqa"].changes, "intermediate_size": 92, "architectures": ["LlamaForCausalLM"]}
+    AutoConfig.for_model("llama", **changes).save_pretrained(tmp_path)
+    found = refusal(tmp_path, quantization=form, tensor_parallel_size=tp_size)
+    assert found is None if words is None else words in str(found)
+
+
 def test_an_engine_does_not_start() -> None:
     with pytest.raises(SettingsError, match="it is not to be had with --dtype float16") as refused:
         LLM("demo", batch_invariant=True, dtype="float16")
