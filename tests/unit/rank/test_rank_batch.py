@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.configs.schema import SpeculativeSettings
 from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.kernels.step_arrays import Array
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
@@ -17,7 +18,9 @@ from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
 from tandem.workers.platforms.device_rows import DeviceRows, Ints
 from tandem.workers.platforms.tensor_rows import StepBuffer, TensorRows
 from tandem.workers.rank.batch import build_batch, preparing
+from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.row_table import RowTable
+from tandem.workers.speculation.ngram_on_device import NgramOnDevice
 
 CPU = torch.device("cpu")
 GREEDY = RowSampling(temperature=0.0)
@@ -143,6 +146,48 @@ def test_any_course_of_plans(data: st.DataObject, block_size: int, on_device: bo
             table.fill(at, late.pop()[1])
         for row, token in zip(appended, ids, strict=True):
             rows[row].tokens.append(token)
+
+
+@pytest.mark.parametrize("guessed", [True, False])
+def test_what_is_read_on_a_device_has_the_drafts_behind_the_known_tokens(guessed: bool) -> None:
+    """Those that the device guesses and those of the host, beside a row without; rejected ones give way to what was
+    sampled, and what the host appends comes too."""
+    table, prompt = RowTable(2, 40, 4, VOCAB), [7, 8, 9, 7, 8]
+    guess = NgramOnDevice(SpeculativeSettings(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2))
+    rows = TensorRows(table, HostAccelerator(), CPU, guess if guessed else None, keeps_tokens=True)
+    prepare = preparing(table, TorchSampling(), is_ahead=True)
+    inits = [init(row, prompt[: 5 - row], 4 - row, READING) for row in range(2)]
+    work = [
+        RowWork(
+            row=row, num_tokens=1, samples=True, new_block_ids=[4 * row + n for n in range(4)], max_drafts=3 - 3 * row
+        )
+        for row in range(2)
+    ]
+    plan = StepPlan(step_id=1, work=work, new_rows=inits)
+    table.apply(plan)
+    if not guessed:
+        table.draft(0, [9, 7, 8])
+    drafts = Drafts.on_device(plan) if guessed else Drafts(np.array([3, 0]), {0: [9, 7, 8]})
+    batch = build_batch(plan, table, rows, drafts, prepare)
+    assert rows.tokens[0, :8].tolist() == [*prompt, 9, 7, 8] and rows.tokens[1, :4].tolist() == prompt[:4]
+    assert batch.sampling is not None and batch.sampling.read_rows is not None
+    rows.append(torch.tensor([9, 5, 6, 6, 3]))  # one draft is accepted
+    table.reserve(np.arange(2))
+    for row, tokens in ((0, [9, 5]), (1, [3])):
+        table.accept(row, tokens, 3 - 3 * row)
+    known = [[*prompt, 9, 5], [*prompt[:4], 3]]
+    for step in (2, 3):
+        more = [RowWork(row=row, num_tokens=2, samples=True, token_ids=[11]) for row in range(2)]
+        plan = StepPlan(step_id=step, work=more)
+        table.apply(plan)
+        build_batch(plan, table, rows, None, prepare)
+        for row, tokens in enumerate(known):
+            tokens.append(11)
+            assert rows.tokens[row, : len(tokens)].tolist() == tokens, step
+            tokens.append(20 + step)
+        rows.append(torch.tensor([20 + step] * 2))
+        table.reserve(np.arange(2))
+        table.fill(np.arange(2), [20 + step] * 2)
 
 
 def test_history_is_prompt_and_output() -> None:

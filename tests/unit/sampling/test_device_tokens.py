@@ -2,6 +2,7 @@
 the last bit, however far the device is ahead; and as the definitions say."""
 
 import random
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,16 @@ from tandem.workers.sampling.sampling_table import READS_LATE, READS_ON_HOST, RE
 from tests.unit.sampling.chain_now import Ahead, apply_chain, apply_on_device
 from tests.unit.sampling.naive_twin import adjusted
 
-VOCAB, FEW, WIDTH = 40, 6, 48
-"""Tokens are few, so that words, marks and repetitions occur."""
+VOCAB, FEW, WIDTH = 40, (0, 0, 0, 1, 1, 2, 3, 4, 5), 48
+"""Tokens are few, so that words, repetitions and marks that overlap occur."""
+OVERLAPPING = ((0, 0), (0, 0, 0), (0, 1, 0))
 
 
 def some_sampling(rng: random.Random) -> RowSampling:
     """Each processor in about half of the rows."""
 
     def ids(most: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(FEW) for _ in range(rng.randint(1, most)))
+        return tuple(rng.choice(FEW) for _ in range(rng.randint(1, most)))
 
     fields: dict[str, Any] = {}
     if rng.random() < 0.5:
@@ -36,7 +38,7 @@ def some_sampling(rng: random.Random) -> RowSampling:
     if rng.random() < 0.5:
         fields["bad_words_token_ids"] = (*(ids(4) for _ in range(12)), (2, VOCAB), (VOCAB + 1, 2))
     if rng.random() < 0.5:
-        start, end = ids(3), ids(3)
+        start, end = (rng.choice((ids(3), *OVERLAPPING)) for _ in range(2))
         fields["thinking_budget"] = ThinkingBudget(
             tokens=rng.randrange(5), start=start, end=end, inside=rng.random() < 0.5
         )
@@ -58,7 +60,7 @@ class Row:
         self.drafts: list[int] = []
 
     def _some(self, count: int) -> list[int]:
-        return [self._rng.randrange(FEW) for _ in range(count)]
+        return [self._rng.choice(FEW) for _ in range(count)]
 
     def go_on(self) -> None:
         """Some tokens more, of which the host reads some; now and then the last ones that it has not read are taken
@@ -137,7 +139,7 @@ def test_a_device_changes_logits_as_the_host_does(seed: int, monkeypatch: pytest
             sampling = RowSampling(**{**_fields(row.sampling), "stop_token_ids": (3, VOCAB - 1)})
             sampling = RowSampling(**{**_fields(sampling), "bad_words_token_ids": _known(sampling)})
             plain = adjusted(logits[place].double().numpy(), sampling, tokens, row.prompt_len)
-            assert got[place].tolist() == pytest.approx(plain.tolist(), rel=1e-5)
+            assert got[place].tolist() == pytest.approx(plain.tolist(), rel=1e-5, abs=1e-5)
 
 
 def _fields(sampling: RowSampling) -> dict[str, Any]:
@@ -146,6 +148,26 @@ def _fields(sampling: RowSampling) -> dict[str, Any]:
 
 def _known(sampling: RowSampling) -> tuple[tuple[int, ...], ...]:
     return tuple(word for word in sampling.bad_words_token_ids if word[-1] < VOCAB)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("start", "end"), [*product([(0,), (0, 0), (0, 1, 0)], [(0, 0), (0, 1, 0), (1, 0, 1, 0)])])
+def test_every_short_thinking_is_read_on(start: tuple[int, ...], end: tuple[int, ...], inside: bool) -> None:
+    """All outputs of seven tokens out of two, of which the host has read none, some or all."""
+    outputs = [*product([0, 1], repeat=7)]
+    held = np.array([(2, *output) for output in outputs], np.int32)
+    budget = ThinkingBudget(tokens=1, start=start, end=end, inside=inside)
+    on_host, on_device = (SamplingTable(len(held), 8) for _ in range(2))
+    for table in (on_host, on_device):
+        for row in range(len(held)):
+            table.bind(row, RowSampling(temperature=0.0, thinking_budget=budget))
+    rows, positions, prompts = np.arange(len(held)), np.full(len(held), 8), np.ones(len(held), np.int64)
+    read = 1 + rows % 8
+    wanted, got = torch.zeros(len(held), 8), torch.zeros(len(held), 8)
+    apply_chain(on_host.chain, wanted, rows, positions, lambda row, position: (held[row, :position], 1))
+    ahead = Ahead(torch.from_numpy(held), torch.from_numpy(positions), prompts, read, read, positions)
+    apply_on_device(on_device.chain, got, rows, ahead, lambda row, position: (held[row, :position], 1))
+    assert torch.equal(got, wanted) and got.any() and not got.any(1).all()
 
 
 def test_rows_that_are_freed_or_bound_again_forget_their_words_and_thinking() -> None:
