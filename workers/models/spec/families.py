@@ -1,5 +1,7 @@
 """The registry of model families, whose rows of data are in family_rows/. Torch-free."""
 
+import difflib
+
 from tandem.configs.errors import UnsupportedModelError
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.family import Family
@@ -17,12 +19,15 @@ def supported_architectures() -> tuple[str, ...]:
 
 
 def family_of(architecture: str) -> Family:
-    """The row of an architecture. Raises UnsupportedModelError with the supported list."""
+    """The row of an architecture. Raises UnsupportedModelError with the nearest name."""
     for family in FAMILIES:
         if architecture in (family.architecture, *family.aliases):
             return family
+    names = [name for family in FAMILIES for name in (family.architecture, *family.aliases)]
+    close = difflib.get_close_matches(architecture, names, n=1) if isinstance(architecture, str) else []
+    nearest = f"the nearest that is: {close[0]}; " if close else ""
     raise UnsupportedModelError(
-        f"architecture {architecture!r} is not supported; supported: {', '.join(supported_architectures())}", "MODEL"
+        f"architecture {architecture!r} is not supported; {nearest}docs/models.md has all {len(FAMILIES)}", "MODEL"
     )
 
 
