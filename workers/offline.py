@@ -66,7 +66,7 @@ from tandem.workers.text.beam_search import BeamSearchParams
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
 from tandem.workers.text.choice_text import ChoiceText
 from tandem.workers.text.detokenizer import DetokenizerFactory
-from tandem.workers.text.tokenizer import check_token_ids, last_tokens, load_tokenizer
+from tandem.workers.text.tokenizer import check_text_ids, check_token_ids, last_tokens, load_tokenizer
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
@@ -100,7 +100,8 @@ class LLM:
         self._pooling = pooling_facts(self.settings)
         text_folder = Path(self.settings.model.tokenizer or self.settings.model.model)
         generation = model_generation(self.settings.model, read_spec(self.settings))
-        self.tokenizer = load_tokenizer(text_folder, generation)
+        flag = "MODEL" if self.settings.model.tokenizer is None else "--tokenizer"
+        self.tokenizer = load_tokenizer(text_folder, generation, flag)
         self._template: ChatTemplate | None = find_chat_template(text_folder, chat_template, self.tokenizer)
         self._factory = DetokenizerFactory(self.tokenizer)
         self._executor = open_executor(self.settings)
@@ -308,7 +309,7 @@ class LLM:
         output = EmbeddingRequestOutput(request_id=name, prompt=text, prompt_token_ids=ids, outputs=EmbeddingOutput())
         run.outputs[name] = output
         try:
-            check_token_ids(ids, self._facts.vocab_size, "prompts")
+            self._check_ids(text, ids)
             self._engine.add_request(
                 GenerationRequest(
                     request_id=name,
@@ -411,7 +412,7 @@ class LLM:
         try:
             if isinstance(prompt, RequestRefused):
                 raise prompt
-            check_token_ids(ids, self._facts.vocab_size, "prompts")
+            self._check_ids(text, ids)
             self._engine.add_request(
                 GenerationRequest(
                     request_id=name, prompt_token_ids=ids, sampling=params, adapter=adapter, cache_salt=salt
@@ -430,6 +431,12 @@ class LLM:
         if ids is None:
             ids = self.tokenizer.encode(prompt.text or "", add_special_tokens=True)
         return prompt.text, ids, prompt.cache_salt
+
+    def _check_ids(self, text: str | None, ids: list[int]) -> None:
+        """Refuses ids outside the model's vocabulary. text: what they were made of, None if they were given."""
+        if text is not None:
+            check_text_ids(self.tokenizer, ids, self._facts.vocab_size, "prompts")
+        check_token_ids(ids, self._facts.vocab_size, "prompts")
 
     def _choice_text(self, prompt: list[int], params: SamplingParams) -> ChoiceText:
         eos = frozenset(self._facts.eos_token_ids)

@@ -36,7 +36,6 @@ from tandem.workers.planning.resolve import (
 )
 from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.text.generation_config import generation_of
-from tandem.workers.text.vocabulary.vocabulary_files import find_vocabulary, read_json
 
 RANK_BYTES, COORDINATOR_BYTES = 250 * 2**20, 100 * 2**20
 """Resident memory of an idle process of each kind (torch, Ray), as `make bench-startup` measures it."""
@@ -62,8 +61,8 @@ def with_device(settings: ServiceSettings, chosen: Device) -> ServiceSettings:
 
 
 def check_model(settings: ServiceSettings) -> ArchSpec:
-    """Checks that the model has a known architecture and just the weights of it, by their headers, a tokenizer and
-    defaults of sampling, can be sharded as requested, and fits --max-model-len. Returns its spec."""
+    """Checks that the model has a known architecture and just the weights of it, by their headers, and defaults of
+    sampling, can be sharded as requested, and fits --max-model-len. Its texts are check_text()'s. Returns its spec."""
     model = settings.engine.model
     spec = read_spec(settings.engine)
     check_batch_invariant(settings.engine, spec, settings.engine.device.device or "cpu")
@@ -72,8 +71,6 @@ def check_model(settings: ServiceSettings) -> ArchSpec:
     resolve_max_model_len(settings.engine, spec)
     pooling_facts(settings.engine)
     generation_of(model)
-    text_folder = Path(model.tokenizer or model.model)
-    find_vocabulary(text_folder, read_json(text_folder / "tokenizer_config.json"))
     return spec
 
 

@@ -13,23 +13,20 @@ from prometheus_client import CollectorRegistry
 
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.sources import roots_of
-from tandem.cluster.gateway.chat.format_choice import choose_formats
 from tandem.cluster.gateway.generation.dispatch import Dispatch
 from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.http.auth import KnownKeys, StaticKeys, TenantKeys
 from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, Peers
 from tandem.cluster.gateway.http.text_workers import TextWorkers
+from tandem.cluster.gateway.model_text import read_model_text
 from tandem.cluster.gateway.services import Accounts, TextServices, extra_stop_token_ids
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.configs.schema import GatewaySettings, ServiceSettings
-from tandem.workers.build import eos_token_ids, model_generation, resolve_max_model_len
+from tandem.workers.build import resolve_max_model_len
 from tandem.workers.engine.probation import probation_tokens
-from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.planning.resolve import pooling_facts
-from tandem.workers.text.chat_template import find_chat_template
 from tandem.workers.text.detokenizer import DetokenizerFactory
-from tandem.workers.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("tandem.gateway")
 
@@ -47,30 +44,25 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
     """Text in and out of the service's model, whose folder `settings.engine.model.model` is here (the launcher resolved
     it). SettingsError when the folder lacks what a gateway needs."""
     model = settings.engine.model
-    folder = Path(model.model)
-    text_folder = Path(model.tokenizer) if model.tokenizer is not None else folder
-    spec = load_spec(folder, model.hf_overrides or None)
-    tokenizer = load_tokenizer(text_folder, model_generation(model, spec))
-    template = find_chat_template(text_folder, model.chat_template, tokenizer)
-    formats = choose_formats(settings.gateway, None if template is None else template.for_tools.source)
-    if formats.note is not None:
-        log.info(formats.note)
+    text = read_model_text(settings)
+    for note in text.notes():
+        log.info(note)
     return TextServices(
         settings=settings.gateway,
         model_names=model_names(settings),
-        tokenizer=tokenizer,
-        detokenizers=DetokenizerFactory(tokenizer),
-        chat_template=template,
-        tool_format=formats.tool,
-        reasoning_format=formats.reasoning,
-        max_model_len=resolve_max_model_len(settings.engine, spec),
-        vocab_size=spec.vocab_size,
-        extra_stop_token_ids=extra_stop_token_ids(tokenizer, frozenset(eos_token_ids(model, spec))),
+        tokenizer=text.tokenizer,
+        detokenizers=DetokenizerFactory(text.tokenizer),
+        chat_template=text.template,
+        tool_format=text.formats.tool,
+        reasoning_format=text.formats.reasoning,
+        max_model_len=resolve_max_model_len(settings.engine, text.spec),
+        vocab_size=text.spec.vocab_size,
+        extra_stop_token_ids=extra_stop_token_ids(text.tokenizer, frozenset(text.eos_token_ids)),
         pooling=pooling_facts(settings.engine),
         workers=TextWorkers(meter=metrics),
         max_drafts=settings.engine.max_drafts,
         batching_policy=settings.engine.scheduler.batching_policy,
-        fingerprint=f"tandem-{model.revision or folder.name}"[:64],
+        fingerprint=f"tandem-{model.revision or Path(model.model).name}"[:64],
     )
 
 

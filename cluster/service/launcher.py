@@ -42,6 +42,7 @@ from tandem.cluster.wire.service_facts import ServiceFacts, groups_per_node, new
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ServiceSettings
 from tandem.offload.host.host_process import HostProcess
+from tandem.workers.planning.start_notes import rope_notes
 
 WATCH_PERIOD_S = 1.0
 RAY_POLL_S = 0.2
@@ -147,13 +148,14 @@ class Launcher:
         self._announce(facts, announced)
 
     def _check(self) -> None:
-        from tandem.cluster.gateway.chat.format_choice import check_formats  # jinja2, tokenizers
+        from tandem.cluster.gateway.model_text import check_text  # jinja2, tokenizers
 
         settings = self._settings = choose_device(self._settings)
         check_port(settings.gateway.host, settings.gateway.port)
         server_context(settings.gateway)
-        check_model(settings)
-        self._print_if(check_formats(settings))
+        spec = check_model(settings)
+        for line in (*rope_notes(settings.engine, spec), *check_text(settings)):
+            self._console.print_line(line)
         if self._address is None:
             check_processes(settings)
         for line in check_adapters(settings):

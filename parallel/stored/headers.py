@@ -22,6 +22,7 @@ MOST_HEADER_BYTES: Final = 100_000_000
 STORED_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}
 """Bytes of an element in the dtypes that weights are read from."""
 POINTER: Final = "git has left a pointer in its place; `git lfs pull` in its folder gets the file itself"
+FETCH: Final = "fetch the model's folder again, or this file of it"
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
 OTHER_FORMATS: Final = (".h5", ".msgpack", ".onnx")
 CONVERT: Final = (
@@ -111,17 +112,22 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(8), "little")
             if is_pointer(file):
                 raise ValueError(POINTER)
-            if length > min(MOST_HEADER_BYTES, size):
+            if size < 8 or (8 + length > size and length <= MOST_HEADER_BYTES):
+                raise SettingsError(
+                    f"{file} is cut off: it has {size} bytes, which is no whole header; {FETCH}", "MODEL"
+                )
+            if length > MOST_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(stream.read(length))
         tensors = [_tensor(file, 8 + length, *item) for item in header.items() if item[0] != "__metadata__"]
     except OSError as error:
-        raise SettingsError(f"cannot read {file}: {error.strerror}", "MODEL") from error
+        advice = f"; {FETCH}" if isinstance(error, FileNotFoundError) else ""
+        raise SettingsError(f"cannot read {file}: {error.strerror}{advice}", "MODEL") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SettingsError(f"{file} is not a safetensors file: {error}", "MODEL") from error
     end = max((tensor.start + tensor.nbytes for tensor in tensors), default=0)
     if end > size:
-        raise SettingsError(f"{file} is cut off: it has {size} bytes, and its tensors end at {end}", "MODEL")
+        raise SettingsError(f"{file} is cut off: it has {size} bytes, and its tensors end at {end}; {FETCH}", "MODEL")
     return {tensor.name: tensor for tensor in tensors}
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from tandem.configs.errors import SettingsError
 from tandem.parallel.params import Param
-from tandem.parallel.stored.headers import INDEX, STORED_BYTES, StoredTensor, find_weights, read_header
+from tandem.parallel.stored.headers import FETCH, INDEX, STORED_BYTES, StoredTensor, find_weights, read_header
 
 QUANTIZED: Final[dict[str, tuple[str, ...]]] = {
     "GPTQ or AWQ": (".qweight", ".qzeros", ".g_idx"),
@@ -73,7 +73,9 @@ class StoredCheckpoint:
             if name in self._tensors:
                 return name
         words = " or ".join(names)
-        raise SettingsError(f"{self._folder}: tensor {words} is in none of its safetensors files", "MODEL")
+        # with overrides the folder may be whole
+        advice = f"; if a file is missing, {FETCH}" if self._described_by == "config.json" else ""
+        raise SettingsError(f"{self._folder}: tensor {words} is in none of its safetensors files{advice}", "MODEL")
 
     def _checked(self, param: Param, name: str, rows: int) -> StoredTensor:
         """Returns a stored tensor whose dtype and shape are those of the model."""
@@ -103,7 +105,7 @@ def _stored_tensors(folder: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
         return files, {name: tensor for header in headers.values() for name, tensor in header.items()}
     for name, file in index.items():
         if name not in headers[file]:
-            raise SettingsError(f"{folder / file}: tensor {name} is not in it, where {INDEX} has it", "MODEL")
+            raise SettingsError(f"{folder / file}: tensor {name} is not in it, where {INDEX} has it; {FETCH}", "MODEL")
     return files, {name: headers[file][name] for name, file in index.items()}
 
 

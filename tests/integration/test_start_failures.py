@@ -67,6 +67,13 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
     assert "config.json" in one_line(str(tmp_path))
 
 
+def test_a_broken_chat_template(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% if messages %}{{ messages }")
+    text = one_line(str(folder))
+    assert "--chat-template: chat template (chat_template.jinja): unexpected '}'" in text and "gateway" not in text
+
+
 def test_tensor_parallel_that_does_not_divide() -> None:
     text = one_line("demo", "-tp", "7")
     assert "--tensor-parallel-size" in text and "7" in text and "heads" in text

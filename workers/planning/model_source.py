@@ -98,11 +98,11 @@ def find_model(name: str, revision: str | None, flag: str, wanted: Wanted = TEXT
             raise SettingsError(f"{name} is a folder; only models of the hub have revisions", "--revision")
         return folder.resolve()
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if folder.is_file() and folder.suffix in (".gguf", ".bin", ".safetensors"):
-        raise (
-            no_weights(str(folder.parent), [folder.name])
-            if folder.suffix != ".safetensors"
-            else SettingsError(f"{name} is a file; give its folder, which has config.json and the tokenizer too", flag)
+    if folder.is_file() and folder.suffix in (".gguf", ".bin"):
+        raise no_weights(str(folder.parent), [folder.name])
+    if folder.is_file():
+        raise SettingsError(
+            f"{name} is a file; {flag} is the folder that it is in, with config.json and tokenizer", flag
         )
     if looks_like_path or folder.exists() or not HUB_ID.fullmatch(name):
         raise SettingsError(f"{name}: no such folder", flag)

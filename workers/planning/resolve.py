@@ -8,19 +8,22 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.configs.schema import EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
-from tandem.workers.models.spec.arch import ArchSpec, RopeKind
+from tandem.workers.models.spec.arch import ArchSpec, RopeKind, RopeSpec
 from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.families import family_of
 from tandem.workers.models.spec.kv_layout import kv_windows
 from tandem.workers.planning.pooling_config import PoolingFacts, read_pooling
 
 SAMPLE_BYTES = 2**16
 SAMPLES = 16
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+YARN_KEYS: Final = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+"""What yarn scales by, beside its factor; a field of RopeSpec each."""
 QUANTIZING_DEVICES: Final = ("cpu",)
 """Devices with linear methods of quantized weights (workers/platforms)."""
 
@@ -61,13 +64,29 @@ def resolve_max_model_len(settings: EngineSettings, spec: ArchSpec) -> int:
 
 
 def _longer(asked: int, spec: ArchSpec) -> str:
-    """Words on how a model that was trained with fewer positions gets a context of `asked` tokens."""
-    own = spec.max_position_embeddings
-    if asked < own or any(rope.kind is not RopeKind.DEFAULT for rope in spec.ropes) or len(spec.ropes) != 1:
+    """Words on how a model trained with fewer positions gets a context of `asked` tokens, or that it cannot."""
+    if asked < 1:
         return ""
-    factor = math.ceil(asked / own * 4) / 4
-    scaling = json.dumps({"rope_scaling": {"rope_type": "yarn", "factor": factor}})
-    return f"; positions that it was not trained for need scaling, at some loss of quality: --hf-overrides '{scaling}'"
+    own = spec.max_position_embeddings
+    if not spec.ropes:
+        return "; it cannot be made longer, as the model has no rotary positions that could be scaled"
+    # a rope of layers with a window needs no scaling, and is not given any by the parameters of one rope
+    whole = [layer.position for layer in spec.layers if layer.position and layer.params.window is None]
+    rope = whole[0] if whole else spec.ropes[0]
+    if rope.kind is RopeKind.LONGROPE:
+        return "; it cannot be made longer, as longrope's factors are those of this context"
+    scaled = family_of(spec.architecture).rotary.positions_scaled
+    trained = rope.trained_context or own
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": math.ceil(asked / trained * 4) / 4}
+    if scaled or rope.kind is not RopeKind.DEFAULT:
+        scaling["original_max_position_embeddings"] = trained
+    if rope.kind is RopeKind.YARN:
+        scaling |= {key: getattr(rope, key) for key in YARN_KEYS if getattr(rope, key) != getattr(RopeSpec(), key)}
+    overrides = {"rope_scaling": scaling} | ({"max_position_embeddings": asked} if scaled else {})
+    return (
+        "; positions that it was not trained for need scaling, at some loss of quality: --hf-overrides "
+        f"'{json.dumps(overrides)}'"
+    )
 
 
 def kv_groups(settings: EngineSettings, spec: ArchSpec, max_model_len: int) -> KVGroups:

@@ -1,6 +1,8 @@
-"""Notes about a starting group for the launcher and the log: missing kernels, streamed weights, adapters, KV pool.
+"""Notes about a starting group for the launcher and the log: missing kernels, streamed weights, adapters, KV pool,
+LongRoPE's factors.
 
-Called by workers/executor/ with the messages of loaded ranks, by those that build an engine, and by planner.py.
+Called by workers/executor/ with the messages of loaded ranks, by those that build an engine, by planner.py and by
+the launcher.
 Torch-free.
 """
 
@@ -8,9 +10,10 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from tandem.configs.schema import CacheSettings
+from tandem.configs.schema import CacheSettings, EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.messages.handshake import RankLoaded
+from tandem.workers.models.spec.arch import ArchSpec
 
 MIB, GIB = 2**20, 2**30
 
@@ -53,6 +56,19 @@ def adapter_notes(loaded: Sequence[RankLoaded]) -> tuple[str, ...]:
         return ()
     page_bytes = sum(message.adapter_page_bytes for message in loaded)
     return (f"adapters: {num_pages} device pages ({_mib(num_pages * page_bytes)} over {len(loaded)} rank(s))",)
+
+
+def rope_notes(settings: EngineSettings, spec: ArchSpec) -> tuple[str, ...]:
+    """One line about which of LongRoPE's factors --max-model-len has chosen; none for other models."""
+    if not spec.short_factors:
+        return ()
+    context, trained = settings.model.max_model_len or spec.max_position_embeddings, spec.short_context
+    if context <= trained:
+        return (f"longrope: the short factors, as --max-model-len {context} is within the trained {trained} tokens",)
+    return (
+        f"longrope: the long factors for all prompts, as --max-model-len {context} is beyond the trained {trained} "
+        "tokens; texts of shorter ones differ from transformers', which has the short factors for them",
+    )
 
 
 def pool_notes(cache: CacheSettings, max_model_len: int, groups: KVGroups) -> tuple[str, ...]:

@@ -190,7 +190,7 @@ def chosen_templates(folder: Path, override: str | None) -> Chosen | None:
     its `default`, with `tool_use` for tools, as transformers chooses them. None when the model has none. SettingsError
     when `override` is neither, or none is the default of several."""
     if override is not None and Path(override).is_file():
-        return Chosen(NamedTemplate(Path(override).read_text(encoding="utf-8"), Path(override).name))
+        return Chosen(NamedTemplate(_text(Path(override)), Path(override).name))
     named = model_templates(folder)
     if override is not None:
         if override not in named:
@@ -205,6 +205,13 @@ def chosen_templates(folder: Path, override: str | None) -> Chosen | None:
     return Chosen(main, None if tools == main else tools)
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise SettingsError(f"chat template ({path.name}): {error}", "--chat-template") from error
+
+
 def _or_names(named: Mapping[str, NamedTemplate]) -> str:
     return f"; the model has {', '.join(named)}" if named else ""
 
@@ -214,11 +221,7 @@ def model_templates(folder: Path) -> dict[str, NamedTemplate]:
     additional_chat_templates, else of chat_template.json, else of tokenizer_config.json."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    named = {
-        name: NamedTemplate(path.read_text(encoding="utf-8"), path.name)
-        for name, path in files.items()
-        if path.is_file()
-    }
+    named = {name: NamedTemplate(_text(path), path.name) for name, path in files.items() if path.is_file()}
     for file in ("chat_template.json", "tokenizer_config.json"):
         if "default" in named:
             break

@@ -93,6 +93,18 @@ class ModelTokenizer:
             )
 
 
+def check_text_ids(tokenizer: ModelTokenizer, token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Refuses a text's ids outside the model's vocabulary: RequestRefused names the first one, and why there is one."""
+    if tokenizer.vocab_size > vocab_size and token_ids and max(token_ids) >= vocab_size:
+        bad = next(i for i in token_ids if i >= vocab_size)
+        raise RequestRefused(
+            f"The text has the token {tokenizer.piece(bad)!r} with id {bad}, for which the model has no row: its "
+            f"tokenizer has {tokenizer.vocab_size} tokens, more than the model's vocabulary of {vocab_size}.",
+            code="invalid_value",
+            param=param,
+        )
+
+
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Refuses ids outside the model's vocabulary: RequestRefused names the first one."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
@@ -108,12 +120,15 @@ def last_tokens(token_ids: list[int], keep: int | None, max_model_len: int) -> l
     return token_ids if keep is None else token_ids[-(max_model_len if keep == -1 else keep) :]
 
 
-def load_tokenizer(folder: Path | str, generation: GenerationConfig | None = None) -> ModelTokenizer:
+def load_tokenizer(
+    folder: Path | str, generation: GenerationConfig | None = None, flag: str = "--tokenizer"
+) -> ModelTokenizer:
     """Loads the tokenizer of a model folder. generation: defaults, and the ids that end a text beside the tokenizer's
-    own EOS; None: as the folder's files say. SettingsError when the vocabulary is missing, broken or not read."""
+    own EOS; None: as the folder's files say. flag: what gives the folder. SettingsError when the vocabulary is missing,
+    broken or not read."""
     folder = Path(folder)
     config = read_json(folder / "tokenizer_config.json")
-    vocabulary = read_vocabulary(folder, config)
+    vocabulary = read_vocabulary(folder, config, flag)
     tokenizer = vocabulary.tokenizer
     tokenizer.no_truncation()
     tokenizer.no_padding()

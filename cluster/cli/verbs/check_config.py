@@ -43,11 +43,12 @@ def _checked(settings: ServiceSettings) -> ServiceSettings:
     SettingsError."""
     from tandem.cluster.deploy.preflight import check_adapters, check_model
     from tandem.cluster.deploy.resolved_settings import resolve_settings
-    from tandem.cluster.gateway.chat.format_choice import check_formats
+    from tandem.cluster.gateway.model_text import check_text
+    from tandem.workers.planning.start_notes import rope_notes
 
     settings = resolve_settings(settings)
-    check_model(settings)
-    if (note := check_formats(settings)) is not None:
+    spec = check_model(settings)
+    for note in (*rope_notes(settings.engine, spec), *check_text(settings)):
         say(note)
     check_adapters(settings)
     return settings

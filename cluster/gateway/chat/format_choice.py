@@ -1,14 +1,12 @@
 """ChosenFormats: how a service's model writes tool calls and thinking, by the flags or by the chat template.
 
-Called by the gateway, and before anything starts by the launcher and `tandem check-config`. Torch-free.
+Torch-free.
 """
 
-from pathlib import Path
 from typing import NamedTuple
 
 from tandem.configs.errors import SettingsError
-from tandem.configs.schema import GatewaySettings, ServiceSettings
-from tandem.workers.text.chat_template import chosen_templates
+from tandem.configs.schema import GatewaySettings
 from tandem.workers.text.output.format_list import REASONING_FORMATS, TOOL_FORMATS, tool_format_of
 from tandem.workers.text.output.formats import ReasoningFormat, ToolFormat
 
@@ -45,11 +43,3 @@ def choose_formats(settings: GatewaySettings, template: str | None) -> ChosenFor
         raise SettingsError(f"needs --tool-call-parser: {why}", "--enable-auto-tool-choice")
     by_template = settings.enable_auto_tool_choice and named is None
     return ChosenFormats(name, settings.reasoning_parser, by_template=by_template)
-
-
-def check_formats(settings: ServiceSettings) -> str | None:
-    """Checks the choice for a service whose model is a folder. Returns ChosenFormats.note."""
-    model = settings.engine.model
-    found = chosen_templates(Path(model.tokenizer or model.model), model.chat_template)
-    chosen = choose_formats(settings.gateway, None if found is None else found.of_tools)
-    return chosen.note

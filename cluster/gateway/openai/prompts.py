@@ -15,7 +15,7 @@ from tandem.cluster.gateway.openai.fields.chat_checks import check_conversation,
 from tandem.cluster.gateway.openai.schemas import ChatBody, CommonBody, CompletionBody, Message, TokenizeBody, invalid
 from tandem.cluster.gateway.services import TextServices
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
-from tandem.workers.text.tokenizer import check_token_ids
+from tandem.workers.text.tokenizer import check_text_ids, check_token_ids
 
 
 class Prompt(NamedTuple):
@@ -45,7 +45,10 @@ def chat_prompt(services: TextServices, body: ChatBody | TokenizeBody) -> Prompt
     truncates = isinstance(body, ChatBody) and body.truncate_prompt_tokens is not None
     if isinstance(body, ChatBody) and not truncates:
         services.tokenizer.check_bytes(text, services.max_model_len, "messages")
-    return Prompt(services.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), text)
+    token_ids = services.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    if isinstance(body, ChatBody):
+        check_text_ids(services.tokenizer, token_ids, services.vocab_size, "messages")
+    return Prompt(token_ids, text)
 
 
 def text_prompt(services: TextServices, body: TokenizeBody) -> Prompt:
@@ -85,7 +88,9 @@ def tokenized(
     prompts: list[Prompt] = []
     for item in items:
         if isinstance(item, str):
-            prompts.append(Prompt(services.tokenizer.encode(item, add_special_tokens=add_special_tokens), item))
+            token_ids = services.tokenizer.encode(item, add_special_tokens=add_special_tokens)
+            check_text_ids(services.tokenizer, token_ids, services.vocab_size, param)
+            prompts.append(Prompt(token_ids, item))
         else:
             check_token_ids(item, services.vocab_size, param)
             prompts.append(Prompt(item, None))

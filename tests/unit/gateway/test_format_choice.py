@@ -5,7 +5,8 @@ from typing import get_args
 
 import pytest
 
-from tandem.cluster.gateway.chat.format_choice import check_formats, choose_formats
+from tandem.cluster.gateway.chat.format_choice import choose_formats
+from tandem.cluster.gateway.model_text import check_text
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings, settings_from_serve_args
 from tandem.configs.schema import GatewaySettings, ReasoningParser, ToolCallParser
@@ -62,7 +63,7 @@ def test_the_launcher_and_check_config_check_the_choice(tmp_path: Path) -> None:
     template = tmp_path / "plain.jinja"
     template.write_text("{{ messages }}")
     auto = {"enable_auto_tool_choice": True}
-    assert check_formats(build_settings(str(DEMO), auto)) == "tool calls are parsed as hermes, by the chat template"
+    assert check_text(build_settings(str(DEMO), auto)) == ("tool calls are parsed as hermes, by the chat template",)
     with pytest.raises(SettingsError, match="the chat template does not say how calls look"):
-        check_formats(build_settings(str(DEMO), {**auto, "chat_template": str(template)}))
-    assert check_formats(build_settings(str(DEMO), {"chat_template": str(template)})) is None
+        check_text(build_settings(str(DEMO), {**auto, "chat_template": str(template)}))
+    assert check_text(build_settings(str(DEMO), {"chat_template": str(template)})) == ()

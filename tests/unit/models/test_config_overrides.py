@@ -8,6 +8,7 @@ import pytest
 from tandem.configs.errors import UnsupportedModelError
 from tandem.workers.models.spec.arch import ArchSpec, RopeKind, RopeSpec
 from tandem.workers.models.spec.config_reader import spec_from_config
+from tandem.workers.models.spec.rope_config import KEYS
 from tests.unit.models.test_family_configs import BASE, MPT
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -50,6 +51,10 @@ def rope_of(architecture: str, config: dict[str, Any], overrides: dict[str, Any]
         (
             {"rope_parameters": {"full_attention": NEW, "rope_theta": 5.0}},
             "rope_parameters.rope_theta is not read beside full_attention",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factr": 4}},
+            f"rope_parameters.factr is not one of {', '.join(KEYS)}; did you mean factor?",
         ),
         ({"rope_parameters": YARN, "rope_scaling": YARN}, "rope_parameters and rope_scaling are two names of one"),
     ],

@@ -127,6 +127,12 @@ def test_a_model_that_is_not_served_is_refused_before_its_weights(hub: Hub) -> N
 def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").touch()
     assert "GGUF (m.gguf), which is not read" in refusal(str(tmp_path / "m.gguf"))[0]
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+        words = refusal(str(tmp_path / name))[0]
+        assert (
+            words == f"{tmp_path / name} is a file; MODEL is the folder that it is in, with config.json and tokenizer"
+        )
 
 
 def test_llm_takes_a_path_for_a_folder(cached: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -93,10 +93,12 @@ def test_overrides_win_over_aliases_in_the_file(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         (
-            {"architectures": ["T5ForConditionalGeneration"]},
-            "'T5ForConditionalGeneration' is not supported; supported: Llama",
+            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            "'Gemma3ForConditionalGeneration' is not supported; the nearest that is: Gemma3ForCausalLM; docs/models.md",
         ),
-        ({"architectures": []}, "architectures"),
+        ({"architectures": ["X"]}, "'X' is not supported; docs/models.md has all"),
+        ({"architectures": []}, "config.json has no architectures: a list with the name"),
+        ({"architectures": None}, "config.json has no architectures: a list with the name"),
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported; supported: silu"),
         ({"rope_scaling": {"rope_type": "proportional"}}, "rope type 'proportional'"),
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "needs 'short_factor'"),

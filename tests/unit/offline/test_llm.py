@@ -1,5 +1,6 @@
 """LLM: the offline API, on the bundled demo model. Texts are the demo's; equality between ways of asking is ours."""
 
+import json
 import math
 import shutil
 import signal
@@ -462,7 +463,12 @@ def test_another_tokenizer_is_used(llm: LLM, tmp_path: Path) -> None:
         template.write_text(
             "{{ messages[0].content }}, said {{ how or 'plainly' }}{% for t in tools or [] %}{{ t.name }}{% endfor %}"
         )
+    file = folder / "tokenizer_config.json"
+    more_tokens = {"added_tokens_decoder": {"768": {"content": "<far>", "special": True}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | more_tokens))
     with LLM("demo", dtype="float32", max_num_seqs=2, tokenizer=str(folder)) as other:
+        (far,) = other.generate("Once<far>", GREEDY, use_tqdm=False)
+        assert str(far.outputs[0].error).startswith("The text has the token '<far>' with id 768, for which")
         once = [{"role": "user", "content": "Once"}]
         (output,) = other.chat(once, GREEDY, use_tqdm=False)
         more = {"tools": [{"name": "t"}], "chat_template_kwargs": {"how": "loud"}}

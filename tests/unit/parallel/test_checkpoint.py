@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from tandem.configs.errors import SettingsError
 from tandem.parallel.checkpoint import DummySource, ParameterSlot, SafetensorsSource, Source, load
@@ -114,7 +114,9 @@ def test_load_tells_how_far_it_is(source: SafetensorsSource) -> None:
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_named(folder: Path) -> None:
-    with pytest.raises(SettingsError, match="tensor c is in none"):
+    with pytest.raises(
+        SettingsError, match=r"tensor c is in none of its safetensors files; if a file is missing, fetch"
+    ):
         opened(folder, A_PARAM, B_PARAM, param("c", 1))
     with pytest.raises(SettingsError, match=r"two\.safetensors: tensor b does not belong"):
         opened(folder, A_PARAM)
@@ -128,11 +130,17 @@ def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
     (folder / "one.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(SettingsError, match=r"one\.safetensors is not a safetensors file"):
         opened(folder, A_PARAM, B_PARAM)
+    for size in (0, 5, 30):
+        (folder / "one.safetensors").write_bytes(save({"a": A})[:size])
+        with pytest.raises(
+            SettingsError, match=rf"one\.safetensors is cut off: it has {size} bytes.*; fetch the model's"
+        ):
+            opened(folder, A_PARAM, B_PARAM)
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(SettingsError, match="index"):
         opened(folder, A_PARAM, B_PARAM)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "gone.safetensors"}}))
-    with pytest.raises(SettingsError, match=r"gone\.safetensors"):
+    with pytest.raises(SettingsError, match=r"gone\.safetensors: No such file or directory; fetch the"):
         opened(folder, B_PARAM)
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -123,8 +123,9 @@ def test_older_files_are_read_as_transformers_reads_them(tmp_path: Path) -> None
 )
 def test_files_that_are_not_read_say_what_to_do(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / name).write_text("{}")
-    with pytest.raises(SettingsError, match=rf"no tokenizer.json, but {name}, {words}"):
+    with pytest.raises(SettingsError, match=rf"no tokenizer.json, but {name}, {words}") as refused:
         load_tokenizer(tmp_path)
+    assert ("Make one" in words) == (f"T.from_pretrained('{tmp_path}').save_pretrained('NEW')" in str(refused.value))
 
 
 def test_a_declared_id_that_the_vocabulary_does_not_give_is_refused(folder: Callable[..., Path]) -> None:

@@ -24,7 +24,7 @@ from tandem.workers.models.spec.arch import (
     Norm,
     RopeSpec,
 )
-from tandem.workers.models.spec.config_values import ConfigValues, text, whole, wrong_weights
+from tandem.workers.models.spec.config_values import ConfigValues, entries, text, whole, wrong_weights
 from tandem.workers.models.spec.families import family_of
 from tandem.workers.models.spec.family import Family, PositionKind, Window
 from tandem.workers.models.spec.mlp_config import layer_mlps
@@ -89,7 +89,7 @@ def _complaint(published: Mapping[str, Any]) -> str | None:
 
 def _check_overrides(overrides: Mapping[str, Any], reader: ConfigValues, family: Family, *, rotates: bool) -> None:
     """UnsupportedModelError for the first override that nothing has read. reader: has read what it reads."""
-    architecture, kinds = family.architecture, family.rotary.kinds
+    architecture = family.architecture
     asked = {*READ_BESIDE, *reader.asked, *(SPELLINGS if rotates else ())}
     if all(overrides.get(key) for key in SPELLINGS):
         raise UnsupportedModelError(f"{' and '.join(SPELLINGS)} are two names of one thing", OVERRIDES)
@@ -99,8 +99,6 @@ def _check_overrides(overrides: Mapping[str, Any], reader: ConfigValues, family:
             close = difflib.get_close_matches(key, asked, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UnsupportedModelError(f"{key} is not a key that {architecture} reads{hint}", OVERRIDES)
-        if key in SPELLINGS:
-            check_rope_keys(key, value, kinds)
         unread = sorted(set(value) - inside) if inside and isinstance(value, Mapping) else []
         if unread:
             raise UnsupportedModelError(f"{key}.{unread[0]} is not a key that {architecture} reads", OVERRIDES)
@@ -109,6 +107,12 @@ def _check_overrides(overrides: Mapping[str, Any], reader: ConfigValues, family:
 def _spec(published: Mapping[str, Any], overrides: Mapping[str, Any]) -> ArchSpec:
     config, overridden = {**published, **overrides}, frozenset(overrides)
     architectures = config.get("architectures") or []
+    if architectures == []:
+        raise UnsupportedModelError(
+            "config.json has no architectures: a list with the name of the model's class, such as "
+            '["LlamaForCausalLM"]; docs/models.md has them',
+            "MODEL",
+        )
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise UnsupportedModelError(f"config.json: architectures is {architectures!r}, want exactly one name", "MODEL")
     family = family_of(architectures[0])
@@ -119,6 +123,8 @@ def _spec(published: Mapping[str, Any], overrides: Mapping[str, Any]) -> ArchSpe
     attention, kind = _attention(reader, family, hidden_size), _positions(reader, family)
     rope = local = long = None
     if kind is PositionKind.ROTARY:
+        for key in (key for key in SPELLINGS if key in overrides):
+            check_rope_keys(key, entries(key, overrides[key] or {}), family.rotary.kinds)
         row = _rope_row(reader, family, positions, attention.rope_dim)
         if not any(published.get(key) for key in SPELLINGS):
             published = {**published, "rope_parameters": family.rotary.scaling}

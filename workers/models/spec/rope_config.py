@@ -3,6 +3,7 @@
 Called by families.py. Torch-free; the formulas are in positions.py.
 """
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,7 +138,9 @@ def check_rope_keys(name: str, given: Mapping[str, Any] | None, spellings: Mappi
     nested = {key: value for key, value in values.items() if isinstance(value, dict)}
     for key in values:
         if key not in (known := LAYER_KINDS if key in nested else KEYS):
-            raise _unread(name, key, f"one of {', '.join(known)}")
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise _unread(name, key, f"one of {', '.join(known)}{hint}")
         if nested and key not in nested:
             raise _unread(name, key, f"read beside {next(iter(nested))}")
     for key, value in nested.items():

@@ -1,6 +1,6 @@
 """Which file of a folder holds the vocabulary, and the `tokenizers` tokenizer made of it.
 
-Called by tokenizer.py, and before anything starts by cluster/deploy/preflight.py. Read are tokenizer.json, GPT-2's
+Called by tokenizer.py. Read are tokenizer.json, GPT-2's
 vocab.json with merges.txt, SentencePiece's tokenizer.model and Mistral's tekken.json, in this order. A file that is not
 read is refused by name, with what to do.
 """
@@ -26,7 +26,7 @@ SENTENCEPIECE = frozenset({"", "LlamaTokenizer", "GemmaTokenizer", "PreTrainedTo
 TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 CONVERT = (
-    "Make one of it: python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('FOLDER')"
+    "Make one of it: python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
     ".save_pretrained('NEW')\", and serve with --tokenizer NEW"
 )
 CONVERT_SENTENCEPIECE = f"{CONVERT} (first `pip install sentencepiece`)"
@@ -58,56 +58,59 @@ class Vocabulary:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_vocabulary(folder: Path, config: Mapping[str, Any]) -> Vocabulary:
-    """Reads a folder's vocabulary. config: tokenizer_config.json. SettingsError as in find_vocabulary(), and for broken
-    files."""
-    path = find_vocabulary(folder, config)
+def read_vocabulary(folder: Path, config: Mapping[str, Any], flag: str = "--tokenizer") -> Vocabulary:
+    """Reads a folder's vocabulary. config: tokenizer_config.json. flag: what gives the folder. SettingsError as in
+    find_vocabulary(), and for broken files."""
+    path = find_vocabulary(folder, config, flag)
     try:
         return READERS[path.name](path, config)
     except SettingsError as error:
-        raise SettingsError(f"{path}: {error.args[0]}", "--tokenizer") from error
+        raise SettingsError(f"{path}: {error.args[0]}", flag) from error
     except Exception as error:  # the library raises bare Exception
-        raise SettingsError(f"{path} cannot be read: {error or type(error).__name__}", "--tokenizer") from error
+        raise SettingsError(f"{path} cannot be read: {error or type(error).__name__}", flag) from error
 
 
-def find_vocabulary(folder: Path, config: Mapping[str, Any]) -> Path:
+def find_vocabulary(folder: Path, config: Mapping[str, Any], flag: str) -> Path:
     """Returns the file of READERS that a folder's vocabulary is read from: the first that is there and is enough.
     SettingsError when there is none, which says what to do."""
     of_class = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     if (path := folder / "tokenizer.json").is_file():
-        return _no_pointer(path)
+        return _no_pointer(path, flag)
     if (path := folder / "vocab.json").is_file() and (folder / "merges.txt").is_file() and of_class in BYTE_LEVEL:
         return path
     if (path := folder / "tokenizer.model").is_file():
-        return _no_pointer(_sentencepiece(path, of_class))
+        return _no_pointer(_sentencepiece(path, of_class, flag), flag)
     if (path := folder / "tekken.json").is_file():
-        return _no_pointer(path)
+        return _no_pointer(path, flag)
     for name, advice in NOT_READ.items():
         if found := sorted(folder.glob(name)):
-            raise SettingsError(f"{folder} holds no tokenizer.json, but {found[0].name}, {advice}", "--tokenizer")
-    raise SettingsError(f"{folder} holds no tokenizer.json", "--tokenizer")
+            raise SettingsError(
+                f"{folder} holds no tokenizer.json, but {found[0].name}, {advice.format(folder=folder)}", flag
+            )
+    advice = "or give a folder that does" if flag == "--tokenizer" else "or pass --tokenizer with a folder that does"
+    raise SettingsError(f"{folder} holds no tokenizer.json: copy the tokenizer's files into it, {advice}", flag)
 
 
-def _no_pointer(path: Path) -> Path:
+def _no_pointer(path: Path, flag: str) -> Path:
     if is_pointer(path):
-        raise SettingsError(f"{path}: {POINTER}", "--tokenizer")
+        raise SettingsError(f"{path}: {POINTER}", flag)
     return path
 
 
-def _sentencepiece(path: Path, of_class: str) -> Path:
+def _sentencepiece(path: Path, of_class: str, flag: str) -> Path:
     """Refuses a tokenizer.model that is tiktoken's, as Llama 3's own, and classes that do more than the file says."""
     with path.open("rb") as file:
         tiktoken = TIKTOKEN.match(file.read(1024)) is not None
     if tiktoken:
         raise SettingsError(
             f"{path.parent} holds no tokenizer.json, but {path.name} of tiktoken's kind, {OF_TRANSFORMERS}",
-            "--tokenizer",
+            flag,
         )
     if of_class not in SENTENCEPIECE:
         raise SettingsError(
             f"{path.parent} holds no tokenizer.json, but {path.name}, which is not read for {of_class}. "
-            f"{CONVERT_SENTENCEPIECE}",
-            "--tokenizer",
+            f"{CONVERT_SENTENCEPIECE.format(folder=path.parent)}",
+            flag,
         )
     return path
 
