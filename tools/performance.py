@@ -373,10 +373,10 @@ Every figure here comes from a benchmark in this repository; the raw output, its
 `benchmarks/results/latest`.
 
 **GPU speed has not been measured.** Runs used two cores of an AMD CPU with AVX512-BF16, where a section does not name
-another, and bf16 with random weights. Other processes took at most 2 % of the machine unless a section says otherwise. The machine reads memory at 40 or 70 GB/s,
-for minutes at a time, so absolute figures vary by a third. Compare within one table: its runs alternate or follow each
-other. The roofline is the time that the bytes and operations of a run need at the bandwidth and matmul rate measured
-beside it."""
+another, and bf16 with random weights. Other processes took at most 2 % of the machine unless a section says otherwise.
+The machine reads memory at 40 or 70 GB/s, for minutes at a time, so absolute figures vary by a third. Compare within
+one table: its runs alternate or follow each other. The roofline is the time that the bytes and operations of a run need
+at the bandwidth and matmul rate measured beside it."""
 
 
 def render() -> str:
