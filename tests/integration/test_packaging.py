@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.service import REPOSITORY, Service, free_port
+from tests.support.service import REPOSITORY, Service, free_port, wait_for
 
 OWN_PACKAGES = ("cluster", "configs", "offload", "parallel", "workers")
 OFFLINE = """
@@ -120,6 +120,7 @@ def test_ray_workers_come_from_the_wheel(served: Service, installed: Path) -> No
     assert ranks
     libraries = {path for rank in ranks for path in rank.environ().get("PYTHONPATH", "").split(os.pathsep)}
     assert str(installed) in libraries
+    wait_for(lambda: "serving demo" in served.output, 60, "the launcher knows that all is up")
     assert served.stop() == 0, served.output
     served.check_gone()
 

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.service import Service, title_of
+from tests.support.service import Service, title_of, wait_for
+
+
+def wait_until_up(service: Service) -> None:
+    """The launcher knows a moment after the gateway does; an end before that is one of the start."""
+    wait_for(lambda: "serving demo" in service.output, 60, "the launcher knows that all is up")
 
 
 def interrupt_everyone(service: Service, number: int) -> None:
@@ -21,6 +26,7 @@ def interrupt_everyone(service: Service, number: int) -> None:
 
 def end_by_a_signal_to_all(service: Service) -> None:
     """Nothing can be drained then. A signal to the launcher's process group alone is not that."""
+    wait_until_up(service)
     interrupt_everyone(service, signal.SIGTERM)
     began_s = time.monotonic()
     assert service.process.wait(30) in (0, 128 + signal.SIGTERM), service.output
@@ -31,6 +37,7 @@ def end_by_a_signal_to_all(service: Service) -> None:
 
 def end_by_a_dead_ray(service: Service) -> None:
     """The launcher says so in one line."""
+    wait_until_up(service)
     (raylet,) = [p for p in service.descendants() if Path(title_of(p).partition(" ")[0]).name == "raylet"]
     raylet.kill()
     assert service.process.wait(30) == 2, service.output
@@ -43,6 +50,7 @@ def end_by_a_dead_ray(service: Service) -> None:
 
 def end_by_a_killed_launcher(service: Service) -> None:
     """The reaper ends everything, and names what it had to kill."""
+    wait_until_up(service)
     (reaper,) = service.titled("tandem reaper")
     (launcher,) = reaper.children()
     launcher.kill()
