@@ -12,18 +12,6 @@ SOCKET_PATH_ROOM = 84
 API_KEY = "TANDEM_API_KEY"
 """The key that `tandem chat` and `tandem complete` send where no flag gives one. `ps` shows flags to other users."""
 
-OPENMP_SPINS = 1000
-"""How often a thread of OpenMP looks for work before it sleeps: 20 to 50 us on x86, about as long as ranks spin for
-each other (parallel/exchange/shared_memory.py). The library's own 300,000 take milliseconds, in which a core that
-others want does nothing."""
-
-
-def limit_openmp_spins() -> None:
-    """Bounds the time that waiting threads keep their cores, unless the user chose it by OMP_WAIT_POLICY or
-    GOMP_SPINCOUNT. OpenMP reads its variables when torch loads it, so this comes first; later it has no effect."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(OPENMP_SPINS))
-
 
 def variable(name: str) -> str | None:
     """The variable that a setting names (configs/secrets.py); None when it is not set."""
