@@ -1,4 +1,4 @@
-"""Skinny GEMM on CPU: products of few rows with all matrices of a model, by our kernel and by oneDNN.
+"""Dense products on CPU with all matrices of a model, by our kernel (skinny GEMM or row GEMM) and by oneDNN.
 
     python -m benchmarks.kernels.cpu_skinny_gemm [--model qwen3-0.6b] [--rows 1 4 8 16 32 64] [--threads N]
 
@@ -20,10 +20,12 @@ import torch
 
 from benchmarks.machine import OtherCpu
 from benchmarks.models import SHAPES
-from tandem.parallel.linear_methods import PackedMethod
-from tandem.workers.kernels.cpu.cpu_skinny_gemm import CpuSkinnyGemm, skinny_gemm
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear_methods import MakeMethod, PackedMethod
+from tandem.workers.kernels.cpu.cpu_skinny_gemm import MAX_ROWS, skinny_gemm
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.platforms.cpu import cpu_platform, multiplies_by_row
 
 
 def matrix_sizes(spec: ArchSpec) -> list[tuple[int, int]]:
@@ -47,12 +49,12 @@ def in_turn(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, fl
     return {name: statistics.median(all_of) for name, all_of in times.items()}
 
 
-def measure(sizes: list[tuple[int, int]], kernel: CpuSkinnyGemm, rows: list[int], repeats: int) -> None:
+def measure(sizes: list[tuple[int, int]], make: MakeMethod, rows: list[int], repeats: int) -> None:
     """Prints a line per number of rows."""
     pairs = []
     for outputs, inputs in sizes:
         weight = torch.randn(outputs, inputs).mul_(0.02).bfloat16()
-        pairs.append((PackedMethod(), PackedMethod(skinny_gemm=kernel)))
+        pairs.append((PackedMethod(), make((), ParallelContext.single())))
         for method in pairs[-1]:
             method.take(weight, None)
     num_bytes = sum(2 * outputs * inputs for outputs, inputs in sizes)
@@ -82,18 +84,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    kernel = skinny_gemm(torch.bfloat16)
-    if kernel is None:
+    by_row = multiplies_by_row(torch.bfloat16)
+    if not by_row and skinny_gemm(torch.bfloat16) is None:
         parser.error(
             "this CPU, compiler or build of torch lacks a feature that the kernel needs; oneDNN multiplies alone"
         )
-    if wrong := [count for count in options.rows if not 1 <= count <= kernel.max_rows]:
-        parser.error(f"--rows {wrong[0]}: from 1 to {kernel.max_rows}")
+    if wrong := [count for count in options.rows if count < 1 or (count > MAX_ROWS and not by_row)]:
+        parser.error(f"--rows {wrong[0]}: from 1 to {MAX_ROWS}")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(msgspec.json.encode(SHAPES[options.model]))
         sizes = matrix_sizes(load_spec(folder))
-    print(f"{options.model} bf16, {options.threads} threads, {len(sizes)} products a pass")
-    measure(sizes, kernel, options.rows, options.repeats)
+    name = "row GEMM" if by_row else "skinny GEMM"
+    print(f"{options.model} bf16, {name}, {options.threads} threads, {len(sizes)} products a pass")
+    measure(sizes, cpu_platform().linear_methods(torch.bfloat16), options.rows, options.repeats)
 
 
 if __name__ == "__main__":
