@@ -66,7 +66,8 @@ def test_the_prompt_is_that_of_transformers(source: str, name: str, tools: list[
     assert template is not None
     settings = GatewaySettings()
     metrics = GatewayMetrics(CollectorRegistry(), "tandem", MODEL)
-    text = make_text(settings, metrics, tokenizer, chat_template=template, max_model_len=4096)
+    given = {"vocab_size": tokenizer.vocab_size, "max_model_len": 4096}
+    text = make_text(settings, metrics, tokenizer, chat_template=template, **given)
     kwargs = {"open_thinking": True} if template.takes("open_thinking") else {}
     messages = CONVERSATIONS[name]
     wanted = theirs.apply_chat_template(
