@@ -127,12 +127,12 @@ def load_tokenizer(
     own EOS; None: as the folder's files say. flag: what gives the folder. SettingsError when the vocabulary is missing,
     broken or not read."""
     folder = Path(folder)
-    config = read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json", flag)
     vocabulary = read_vocabulary(folder, config, flag)
     tokenizer = vocabulary.tokenizer
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    special_map = read_json(folder / "special_tokens_map.json")
+    special_map = read_json(folder / "special_tokens_map.json", flag)
     special_tokens = _special_tokens(config, special_map, vocabulary.special_tokens)
     _complete_added_tokens(tokenizer, config, special_tokens)
     _apply_bos_eos(tokenizer, {**vocabulary.config, **config}, special_tokens)
@@ -140,7 +140,7 @@ def load_tokenizer(
         generation = generation_config(read_file(folder / FILE), {}, str(folder / FILE))
     ends = generation.eos_token_ids
     if ends is None:
-        ends = _listed_ids(read_json(folder / "config.json").get("eos_token_id"))
+        ends = _listed_ids(read_json(folder / "config.json", flag).get("eos_token_id"))
     return ModelTokenizer(
         tokenizer,
         special_tokens=special_tokens,

@@ -205,6 +205,33 @@ def test_badly_typed_values_are_named(name: str, changes: dict[str, Any], words:
         spec_of(name, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 4}}, "'yarn': rope_theta is 1, want another"),
+        (
+            {
+                "max_position_embeddings": 8,
+                "rope_scaling": {**LONG, "long_factor": [1.0] * 8, "original_max_position_embeddings": 1},
+            },
+            "'longrope': original_max_position_embeddings is 1, want more than 1",
+        ),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 4, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "'llama3': high_freq_factor is 4.0, want more than low_freq_factor 4.0",
+        ),
+        (
+            {"head_dim": 8, "partial_rotary_factor": 0.25, "rope_scaling": {"type": "dynamic", "factor": 4}},
+            "'dynamic': 2 elements of a head rotate, want more",
+        ),
+    ],
+)
+def test_ropes_whose_formula_divides_by_zero_are_refused(changes: dict[str, Any], words: str) -> None:
+    name = "Phi3" if "longrope" in words else "StableLm" if "dynamic" in words else "Llama"
+    with pytest.raises(UnsupportedModelError, match=words):
+        spec_of(name, **changes)
+
+
 @pytest.mark.parametrize("value", [None, "7", 0, -1.0, float("nan")])
 def test_the_limit_of_a_clamped_activation(value: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=f"swiglu_limit is {value!r}, want a number above 0"):

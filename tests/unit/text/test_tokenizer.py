@@ -189,8 +189,9 @@ def test_broken_files_are_settings_errors(tmp_path: Path, content: str) -> None:
 def test_broken_neighbours_are_settings_errors(tmp_path: Path, content: str) -> None:
     small_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(SettingsError):
-        load_tokenizer(tmp_path)
+    with pytest.raises(SettingsError, match=r"tokenizer_config\.json") as refusal:
+        load_tokenizer(tmp_path, flag="MODEL")
+    assert refusal.value.flag == "MODEL", "the folder of the model, not one that --tokenizer gave"
 
 
 def test_refuses_what_no_tokens_can_spell_before_tokenizing(folder: Callable[..., Path]) -> None:

@@ -104,7 +104,7 @@ def rope_from_config(config: Mapping[str, Any], row: RopeRow, overrides: Mapping
     if kind is RopeKind.LONGROPE:
         short, long = (_factors(given, key, dim // 2) for key in ("short_factor", "long_factor"))
         factors = long if row.positions > trained else short
-    return RopeSpec(
+    rope = RopeSpec(
         theta=row.theta if row.theta_given else _number(given, "rope_theta", row.theta),
         kind=kind,
         factor=_number(given, "factor", row.positions / trained),
@@ -121,6 +121,24 @@ def rope_from_config(config: Mapping[str, Any], row: RopeRow, overrides: Mapping
         interleaved=row.interleaved,
         factors=factors,
     )
+    _check_formula(rope, dim)
+    return rope
+
+
+def _check_formula(rope: RopeSpec, dim: int) -> None:
+    """UnsupportedModelError for numbers that the kind's formula (layers/positions.py) divides by zero with, each of
+    them right for another kind. dim: elements of a head that rotate."""
+    problem = None
+    if rope.kind is RopeKind.YARN and rope.theta == 1:
+        problem = "rope_theta is 1, want another number"
+    if rope.kind is RopeKind.LONGROPE and rope.attention_factor is None and rope.factor > 1 >= rope.trained_context:
+        problem = f"{TRAINED} is {rope.trained_context}, want more than 1 without an attention_factor"
+    if rope.kind is RopeKind.LLAMA3 and rope.high_freq_factor <= rope.low_freq_factor:
+        problem = f"high_freq_factor is {rope.high_freq_factor}, want more than low_freq_factor {rope.low_freq_factor}"
+    if rope.kind is RopeKind.DYNAMIC and dim == 2:
+        problem = "2 elements of a head rotate, want more"
+    if problem is not None:
+        raise UnsupportedModelError(f"config.json: rope type {rope.kind.value!r}: {problem}", "MODEL")
 
 
 def long_rope(config: Mapping[str, Any], rope: RopeSpec, row: RopeRow, overrides: Mapping[str, Any]) -> LongRope | None:

@@ -156,14 +156,15 @@ READERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Vocabulary]] = {
 }
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns a JSON object from a file; {} when there is no file. SettingsError when it is not an object."""
+def read_json(path: Path, flag: str = "--tokenizer") -> dict[str, Any]:
+    """Returns a JSON object from a file; {} when there is no file. SettingsError when it is not an object, with `flag`,
+    what gives the folder."""
     if not path.is_file():
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise SettingsError(f"{path} is not JSON: {error}", "--tokenizer") from error
+        raise SettingsError(f"{path} is not JSON: {error}", flag) from error
     if not isinstance(value, dict):
-        raise SettingsError(f"{path} does not hold a JSON object", "--tokenizer")
+        raise SettingsError(f"{path} does not hold a JSON object", flag)
     return value
