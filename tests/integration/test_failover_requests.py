@@ -234,15 +234,34 @@ def test_how_soon_all_is_free_when_clients_leave(scene: Scene) -> None:
 # ---- a gateway ----
 
 
+def held_streams(scene: Scene) -> list[Call]:
+    """Streams that run in both groups, which are held, so that none ends. A group that was slow for a moment is avoided
+    for another: then once more."""
+
+    def is_decided(calls: list[Call]) -> bool:
+        running = [record.running for record in group_records(scene.service)]
+        in_one = sum(running) == len(calls) and 0 in running
+        return len(scene.held()) == 2 or in_one or any(call.is_over for call in calls)
+
+    for _ in range(5):
+        calls = streams(scene, 8, 600)
+        for call in calls:
+            call.wait_for_tokens(1)
+        scene.faults.hold_any_step()
+        wait_for(lambda calls=calls: is_decided(calls), HEAL_S, "held, or over")  # type: ignore[misc]
+        if len(scene.held()) == 2 and not any(call.is_over for call in calls):
+            return calls
+        scene.faults.release()
+        for call in calls:
+            call.result()
+    raise AssertionError("five times, all streams ran in one group")
+
+
 def test_a_gateway_that_dies_leaves_no_orphan_and_no_clean_end(scene: Scene) -> None:
     """FT-05: its clients see a broken transfer, its requests end in their groups, each has a row."""
     scene.wait_until_two_serve()
+    calls = held_streams(scene)
     aborted = sum_aborted(scene)
-    calls = streams(scene, 8, 600)
-    for call in calls:
-        call.wait_for_tokens(1)
-    scene.faults.hold_any_step()
-    wait_for(lambda: len(scene.held()) == 2, HEAL_S, "both groups are held: no stream ends now")
     victim = gateway_at(scene, calls[0].port)
     cut = [call for call in calls if gateway_at(scene, call.port).pid == victim.pid]
     victim.kill()
