@@ -20,6 +20,7 @@ import pytest
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.tenants.billing_record import BillingRecord, read_usage
 from tandem.workers.messages.step import StepPlan
+from tests.support.ends import end_by_a_drain
 from tests.support.service import Service, tandem_serve, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -29,7 +30,7 @@ PROMPT = 1500
 """Tokens: some 47 steps of one prompt alone. None is the beginning of another: its first tokens are its number."""
 TOGETHER = 3
 """Clients that come and leave at once. A step has room for one prompt only, so the others wait."""
-WAIT_S = 60.0
+WAIT_S, DRAIN_S = 60.0, 12
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +42,9 @@ def step_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def closed(step_log: Path) -> Iterator[Service]:
     small = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4")
     steps = ("--max-num-batched-tokens", str(STEP_TOKENS), "--step-log", str(step_log))
-    with tandem_serve("demo", *small, *steps, "--admin-api-key", "root") as running:
+    ends = ("--shutdown-timeout", str(DRAIN_S))
+    with tandem_serve("demo", *small, *steps, *ends, "--admin-api-key", "root") as running:
         yield running
-        assert running.stop() == 0, running.output
-        running.check_gone()
 
 
 class BegunPrompts:
@@ -206,3 +206,7 @@ def test_a_thousand_hang_ups_are_billed(closed: Service, step_log: Path) -> None
 @pytest.mark.chaos
 def test_a_thousand_hang_ups_use_up_the_minute(closed: Service, step_log: Path) -> None:
     check_the_minute(closed, step_log, "limited-thousand", 1000)
+
+
+def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late_requests(closed: Service) -> None:
+    end_by_a_drain(closed, ADMIN, DRAIN_S)

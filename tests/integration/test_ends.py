@@ -1,9 +1,8 @@
-"""How a service ends: signals in the start, a second signal, drains. The last tests of other files end their services
-in other ways (tests/support/ends.py)."""
+"""How a service ends whose start gets a signal. The last tests of other files end services that run
+(tests/support/ends.py)."""
 
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,12 +10,9 @@ import psutil
 import pytest
 
 from tests.support.ends import interrupt_everyone
-from tests.support.service import BIN, Service, free_port, run_tandem_status, tandem_serve, title_of, wait_for
-from tests.support.stream import Stream
+from tests.support.service import BIN, Service, free_port, title_of, wait_for
 
 pytestmark = pytest.mark.cluster
-
-PROMPT = "Once upon a time"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -81,52 +77,3 @@ def naming(folder: Path) -> list[psutil.Process]:
             if f"{folder}/td-" in title_of(process):
                 found.append(process)
     return found
-
-
-def test_a_second_signal_does_not_wait_for_requests() -> None:
-    """A hundred and twenty rows make steps so slow that none of the requests is over by then."""
-    with tandem_serve("demo", "--device", "cpu", "--shutdown-timeout", "60", "--max-num-seqs", "256") as service:
-        asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 2000, "n": 10, "ignore_eos": True}
-        streams = [Stream(service, asked) for _ in range(12)]
-        service.interrupt()
-        wait_for(lambda: "stopping" in service.output, 30, "the first signal is heard")
-        service.interrupt()
-        assert service.process.wait(30) == 0
-        for stream in streams:
-            *_, error, done = stream.join()
-            assert done == "data: [DONE]" and "shutting down" in error
-        assert "tandem: 12 requests were cut off by the second signal\n" in service.output
-        service.check_gone()
-
-
-def test_a_drain_ends_short_streams_well_cuts_long_ones_cleanly_and_refuses_late_requests() -> None:
-    """A hundred choices over three rows last far longer than the timeout, at any speed; a few tokens far less."""
-    asked = {"model": "demo", "prompt": PROMPT, "ignore_eos": True}
-    arguments = ["demo", "--device", "cpu", "--shutdown-timeout", "12", "--max-num-seqs", "3"]
-    with tandem_serve(*arguments) as service, ThreadPoolExecutor(1) as pool:
-        many = {**asked, "max_tokens": 1000, "n": 100}
-        long = [Stream(service, many)]
-        whole = [pool.submit(service.post, "/v1/completions", many)]
-        wait_for(lambda: service.get("/load").json()["requests_in_this_gateway"] == 2, 60, "both are in")
-        short = [Stream(service, {**asked, "max_tokens": 50, "priority": -1}) for _ in range(2)]
-        service.interrupt(signal.SIGTERM)  # to the process group; Ray's processes are not in it
-        wait_for(lambda: service.get("/readyz").status_code == 503, 30, "the gateway drains")
-        late = service.post("/v1/completions", {**asked, "max_tokens": 4})
-        assert (late.status_code, late.json()["error"]["code"]) == (503, "service_unavailable")
-        assert late.headers["retry-after"] and late.headers["x-request-id"] and late.headers["connection"] == "close"
-        assert service.get("/livez").status_code == 200
-        head, group = run_tandem_status(service).splitlines()[:2]
-        assert service.url in head and head.endswith(", stopping") and "running" in group
-        for stream in short:
-            assert stream.join()[-1] == "data: [DONE]" and not any('"error"' in line for line in stream.join())
-        for stream in long:
-            *_, error, done = stream.join()
-            assert done == "data: [DONE]" and "shutting down" in error
-        for answer in whole:
-            assert (answer.result().status_code, "shutting down" in answer.result().text) == (503, True)
-        assert service.process.wait(30) == 0
-        service.check_gone()
-        stopping, cut_off, stopped = service.output.partition(f"{service.port}/v1\n")[2].splitlines()
-        assert "requests in flight have up to 12 s to finish (--shutdown-timeout)" in stopping
-        assert cut_off == "tandem: 2 requests were cut off after 12 s (--shutdown-timeout)"
-        assert stopped.startswith("tandem: stopped: nothing is left running")

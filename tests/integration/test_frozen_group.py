@@ -1,4 +1,4 @@
-"""A service whose only group freezes: readiness fails, and it recovers by itself.
+"""A service whose only group freezes: readiness fails, and it recovers by itself. It ends by two signals.
 
 In bf16 and batch-invariant mode, as test_failover_*.py; one_service/ loses groups in float32 and the usual mode.
 """
@@ -6,6 +6,7 @@ In bf16 and batch-invariant mode, as test_failover_*.py; one_service/ loses grou
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,12 +14,16 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.ends import end_by_a_second_signal
 from tests.support.records import group_records
 from tests.support.service import Service, is_alive, tandem_serve, wait_for
 
 pytestmark = pytest.mark.cluster
 
-ONE_GROUP = ("demo", "-tp", "2", "--device", "cpu", "--batch-invariant", "--num-gpu-blocks-override", "256")
+ONE_GROUP = (
+    "demo", "-tp", "2", "--device", "cpu", "--batch-invariant", "--num-gpu-blocks-override", "256",
+    "--shutdown-timeout", "60",
+)  # fmt: skip
 ASKED = {
     "model": "demo",
     "prompt": "The",
@@ -29,18 +34,22 @@ ASKED = {
 }
 
 
-def test_readiness_falls_within_15_s_and_comes_back() -> None:
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with tandem_serve(*ONE_GROUP) as running:
+        yield running
+
+
+def test_readiness_falls_within_15_s_and_comes_back(service: Service) -> None:
     """With a request, which is answered by the group that takes the frozen one's place. (test_service.py freezes ranks
     while nothing runs.)"""
-    with tandem_serve(*ONE_GROUP) as service, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
         wanted = told(service.post("/v1/completions", ASKED))
         post = pool.submit(service.post, "/v1/completions", ASKED)
         wait_for(lambda: post.done() or any(r.kv_used > 0 for r in group_records(service)), 10, "it holds blocks", 0.01)
         freeze_and_wait(service)
         assert told(post.result()) == wanted
         assert told(service.post("/v1/completions", ASKED)) == wanted
-        assert service.stop() == 0, service.output
-        service.check_gone()
 
 
 def told(answer: httpx.Response) -> tuple[dict[str, Any], list[int]]:
@@ -64,3 +73,7 @@ def freeze_and_wait(service: Service) -> None:
     wait_for(lambda: service.get("/readyz").status_code == 200, 180, "the group is replaced")
     print(f"ready again {time.monotonic() - frozen_s:.2f} s after a rank froze")
     assert len({p.pid for p in service.titled("tandem rank")} - before) == 2
+
+
+def test_a_second_signal_does_not_wait_for_requests(service: Service) -> None:
+    end_by_a_second_signal(service)

@@ -3,12 +3,17 @@ own would take ten processes."""
 
 import signal
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from tests.support.service import Service, title_of, wait_for
+from tests.support.service import Service, run_tandem_status, title_of, wait_for
+from tests.support.stream import Stream
+
+ASKED = {"model": "demo", "prompt": "Once upon a time", "ignore_eos": True}
 
 
 def wait_until_up(service: Service) -> None:
@@ -59,3 +64,55 @@ def end_by_a_killed_launcher(service: Service) -> None:
     assert died == "tandem: the launcher died (SIGKILL)"
     assert stopped.startswith("tandem: stopped: nothing is left running") and "; had to be killed: " in stopped
     service.check_gone()
+
+
+def end_by_a_second_signal(service: Service) -> None:
+    """It does not wait for requests, however long --shutdown-timeout is. Theirs are many times the tokens that the cache
+    holds, so they take turns, and none is over by then."""
+    wait_until_up(service)
+    streams = [Stream(service, {**ASKED, "max_tokens": 2000}) for _ in range(12)]
+    service.interrupt()
+    wait_for(lambda: "stopping" in service.output, 30, "the first signal is heard")
+    service.interrupt()
+    assert service.process.wait(30) == 0
+    for stream in streams:
+        *_, error, done = stream.join()
+        assert done == "data: [DONE]" and "shutting down" in error
+    assert "tandem: 12 requests were cut off by the second signal\n" in service.output
+    service.check_gone()
+
+
+def end_by_a_drain(service: Service, headers: Mapping[str, str], timeout_s: int) -> None:
+    """Short streams end well, long ones are cut cleanly, late requests are refused. timeout_s: --shutdown-timeout. A
+    hundred choices over three or four rows last far longer, at any speed; a few tokens far less."""
+    wait_until_up(service)
+    many = {**ASKED, "max_tokens": 1000, "n": 100}
+    with ThreadPoolExecutor(1) as pool:
+        long = Stream(service, many, headers)
+        whole = pool.submit(service.post, "/v1/completions", many, headers=headers)
+        wait_for(lambda: service.get("/load").json()["requests_in_this_gateway"] == 2, 60, "both are in")
+        short = [Stream(service, {**ASKED, "max_tokens": 50, "priority": -1}, headers) for _ in range(2)]
+        service.interrupt(signal.SIGTERM)  # to the process group; Ray's processes are not in it
+        wait_for(lambda: service.get("/readyz").status_code == 503, 30, "the gateway drains")
+        _check_refused(service, headers)
+        for stream in short:
+            assert stream.join()[-1] == "data: [DONE]" and not any('"error"' in line for line in stream.join())
+        *_, error, done = long.join()
+        assert done == "data: [DONE]" and "shutting down" in error
+        assert (whole.result().status_code, "shutting down" in whole.result().text) == (503, True)
+    assert service.process.wait(30) == 0
+    service.check_gone()
+    stopping, cut_off, stopped = service.output.partition(f"{service.port}/v1\n")[2].splitlines()
+    assert f"requests in flight have up to {timeout_s} s to finish (--shutdown-timeout)" in stopping
+    assert cut_off == f"tandem: 2 requests were cut off after {timeout_s} s (--shutdown-timeout)"
+    assert stopped.startswith("tandem: stopped: nothing is left running")
+
+
+def _check_refused(service: Service, headers: Mapping[str, str]) -> None:
+    """A service that drains tells late requests so, and who asks what it does."""
+    late = service.post("/v1/completions", {**ASKED, "max_tokens": 4}, headers=headers)
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "service_unavailable")
+    assert late.headers["retry-after"] and late.headers["x-request-id"] and late.headers["connection"] == "close"
+    assert service.get("/livez").status_code == 200
+    head, group = run_tandem_status(service).splitlines()[:2]
+    assert service.url in head and head.endswith(", stopping") and "running" in group

@@ -1,6 +1,7 @@
 """A streaming request of its own thread, against a running service."""
 
 import threading
+from collections.abc import Mapping
 
 import httpx
 
@@ -11,8 +12,9 @@ from tests.support.service import Service
 class Stream:
     """A streaming request on a thread of its own; it has begun when the constructor returns."""
 
-    def __init__(self, service: Service, asked: dict[str, object]) -> None:
+    def __init__(self, service: Service, asked: Mapping[str, object], headers: Mapping[str, str] = {}) -> None:
         self._lines: list[str] = []
+        self._headers = dict(headers)
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(service.url, {**asked, "stream": True}))
         self._thread.start()
@@ -24,7 +26,9 @@ class Stream:
 
     def _read(self, url: str, asked: dict[str, object]) -> None:
         try:
-            with plain_http.stream("POST", url + "/v1/completions", json=asked, timeout=60) as response:
+            with plain_http.stream(
+                "POST", url + "/v1/completions", json=asked, headers=self._headers, timeout=60
+            ) as response:
                 for line in response.iter_lines():
                     if line:
                         self._lines.append(line)

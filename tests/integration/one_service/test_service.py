@@ -650,7 +650,7 @@ def posting(service: Service) -> Iterator[None]:
     over = threading.Event()
 
     def post() -> None:
-        while not over.is_set():
+        while not over.wait(0.05):
             try:
                 answers = service.post("/v1/completions", asked), service.get("/readyz")
             except httpx.HTTPError as error:
