@@ -1,149 +1,177 @@
-"""A new version of an application under Ray Serve: every replica is replaced, the service stays what it was."""
+"""A new version of an application under Ray Serve: every replica is replaced, the service stays what it was, and no
+secret is logged or shown meanwhile."""
 
 import json
-import os
+import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
+from tandem.workers.messages.channel import new_secret
+from tests.support.doors import ADMIN, API, ASKED, METRICS, SENT, ask_with_keys, assert_unsaid, bearer, logged
 from tests.support.plain_http import plain_http
-from tests.support.ray_head import ray_head, short_folder
-from tests.support.service import free_port, wait_for
+from tests.support.service import BIN, REPOSITORY, Service, free_port, title_of, wait_for
+from tests.support.unbroken_streams import Streams
 
-ADMIN = {"authorization": "Bearer root"}
-ARGS: dict[str, Any] = {
-    "model_loading_config": {"model_id": "demo", "model_source": "demo"},
-    "engine_kwargs": {"batch_invariant": True, "device": "cpu", "max_num_seqs": 16, "shutdown_timeout": 20},
-    "gateway_config": {"admin_api_key": "root"},
-    "deployment_config": {"num_replicas": 1},
-}
-DRIVER = """
-import json, sys, ray
-from ray import serve
-from tandem.cluster.app import build
+REPLACED_S = 120.0
+LOOK_INSIDE = """
+import json, sys
+import ray
+
+def secrets_of(_):
+    import gc
+    ours = [thing for thing in gc.get_objects() if str(type(thing).__module__).startswith("tandem.")]
+    fields = [(name, value) for thing in ours for name, value in getattr(thing, "__dict__", {}).items()]
+    values = [value if name.endswith("secret") else getattr(value, "secret", None) for name, value in fields]
+    passwords = [value[2] for name, value in fields if name == "_listen" and value is not None]
+    return [value for value in values if isinstance(value, str)], passwords
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
-app = build(json.loads(sys.argv[4]))
-serve.start(http_options={"host": sys.argv[2], "port": int(sys.argv[3])}, logging_config={"log_level": "WARNING"})
-serve.run(app, name="tandem")
+names = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "tandem" in actor["name"]]
+asked = [ray.get_actor(**name).__ray_call__.remote(secrets_of) for name in names]
+answers = ray.get(asked, timeout=60)
+found = [sorted({secret for answer in answers for secret in answer[at]}) for at in (0, 1)]
+print(json.dumps([*found, ray._private.worker.global_worker.node.address_info["webui_url"]]))
 """
-DEPLOY_S = 240.0
+"""Asks the processes of a service for the secrets of its channels and the passwords of Redis servers that they have
+started, over Ray, as only who may use this Ray can."""
 
 
-class Cluster:
-    """A Ray with Serve in it. temp: its folder."""
+def look_inside(service: Service) -> tuple[list[str], list[str], str]:
+    """The secrets of the channels, the passwords of Redis, and the address of Ray's REST API."""
+    words = [word for process in service.descendants() for word in process.cmdline()]
+    address = next(word.partition("=")[2] for word in words if re.match(r"--gcs-address=.", word))
+    command = [sys.executable, "-c", LOOK_INSIDE, address]
+    done = subprocess.run(command, env=service.environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    secrets, passwords, dashboard = json.loads(done.stdout.splitlines()[-1])
+    return secrets, passwords, f"http://{dashboard}"
 
-    def __init__(self, address: str, env: dict[str, str], temp: Path) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.temp = temp
-        self._address = address
-        self._env = {**os.environ, **env}
 
-    def deploy(self, args: dict[str, Any], host: str = "127.0.0.1") -> subprocess.CompletedProcess[str]:
-        """Returns when the version runs, or why it does not."""
-        command = [sys.executable, "-c", DRIVER, self._address, host, str(self.port), json.dumps(args)]
-        return subprocess.run(command, env=self._env, cwd=self.temp, capture_output=True, text=True, timeout=DEPLOY_S)
+class Rest:
+    """Serve's REST API, asked with the token of its Ray."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url = url
+        self._headers = bearer(token)
+
+    def text(self) -> str:
+        """What it says of the applications: their whole configuration, among other things."""
+        answer = plain_http.get(f"{self.url}/api/serve/applications/", headers=self._headers, timeout=30)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    def deployed(self) -> tuple[str, float]:
+        """The state of the application, and when it was deployed."""
+        (application,) = json.loads(self.text())["applications"].values()
+        return application["status"], application["last_deployed_time_s"]
+
+
+class Deployed:
+    """An application under `serve run FILE`. Its keys are given by reference, its Ray asks for a token."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "keys").write_text(f"{API}\n")
+        (folder / "token").write_text(token := new_secret())
+        self.token = token
+        self._file = folder / "serve.yaml"
+        self._config: dict[str, Any] = yaml.safe_load((REPOSITORY / "configs" / "serve" / "demo.yaml").read_text())
+        self._config["http_options"]["port"] = port = free_port()
+        (application,) = self._config["applications"]
+        self._args = application["args"]
+        self._args["gateway_config"] = {
+            "api_key": f"file:{folder / 'keys'}", "admin_api_key": "env:ROOT", "metrics_api_key": "env:SCRAPE"
+        }  # fmt: skip
+        self._write("INFO", batch_invariant=True, device="cpu", max_num_seqs=16, shutdown_timeout=20)
+        env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local", "ROOT": ADMIN, "SCRAPE": METRICS}
+        env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
+        self.service = Service([str(BIN / "serve"), "run", str(self._file)], port, env=env)
+
+    def redeploy(self, rest: Rest, log_level: str, **engine: Any) -> None:
+        """`serve deploy` with other settings, which does not wait for the new version."""
+        self._write(log_level, **engine)
+        command = [str(BIN / "serve"), "deploy", str(self._file), "--address", rest.url]
+        done = subprocess.run(command, env=self.service.environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+    def replicas(self) -> set[int]:
+        """The processes of the replicas, of all versions; one that is just made has a longer title."""
+        titles = {process.pid: title_of(process) for process in self.service.descendants()}
+        return {pid for pid, title in titles.items() if "ServeReplica:tandem:" in title or "::tandem#tandem-" in title}
+
+    def groups(self) -> set[str]:
+        """The groups that the gateway which answers knows."""
+        lines = self.service.get("/metrics", headers=bearer(METRICS)).text.splitlines()
+        found = (line for line in lines if line.startswith("tandem:num_requests_running{"))
+        return {line.partition('engine="')[2].partition('"')[0] for line in found}
+
+    def _write(self, log_level: str, **engine: Any) -> None:
+        self._config["logging_config"] = {"log_level": log_level, "enable_access_log": True}
+        self._args["engine_kwargs"] |= engine
+        self._file.write_text(yaml.safe_dump(self._config))
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with short_folder() as temp, ray_head(temp) as (address, env):
-        yield Cluster(address, env, temp)
-
-
-def groups(cluster: Cluster) -> set[str]:
-    """The groups that the gateway which answers knows."""
-    lines = plain_http.get(cluster.url + "/metrics", timeout=30).text.splitlines()
-    found = (line for line in lines if line.startswith("tandem:num_requests_running{"))
-    return {line.partition('engine="')[2].partition('"')[0] for line in found}
-
-
-class Streams:
-    """Greedy streams of one prompt, one after the other on threads of their own, and requests without a key beside
-    them, until stop(). ends: when each began and ended, and its last line; texts: what those said that ended well."""
-
-    def __init__(self, cluster: Cluster, key: str, threads: int) -> None:
-        self.ends: list[tuple[float, float, str]] = []
-        self.texts: set[str] = set()
-        self.keyless: list[int] = []
-        self._cluster = cluster
-        self._key = key
-        self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(threads + 1)
-        self._loops = [self._pool.submit(self._stream_on) for _ in range(threads)]
-        self._loops.append(self._pool.submit(self._knock))
-
-    def stop(self) -> None:
-        self._stop.set()
-        for loop in self._loops:
-            loop.result(120)
-        self._pool.shutdown()
-
-    def _stream_on(self) -> None:
-        asked = {
-            "model": "demo",
-            "prompt": "Once",
-            "max_tokens": 200,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        headers = {"authorization": f"Bearer {self._key}"}
-        while not self._stop.is_set():
-            began_s, last, pieces = time.monotonic(), "", list[str]()
-            try:
-                with plain_http.stream(
-                    "POST", self._cluster.url + "/v1/completions", json=asked, headers=headers, timeout=90
-                ) as answer:
-                    for line in answer.iter_lines():
-                        last = line or last
-                        if "error" in line or answer.status_code != 200:
-                            last = f"{answer.status_code}: {line}"
-                            break
-                        if line.startswith("data: {"):
-                            pieces += [choice["text"] for choice in json.loads(line.removeprefix("data: "))["choices"]]
-                    else:
-                        self.texts.add("".join(pieces))
-            except httpx.HTTPError as error:
-                last = f"{type(error).__name__}: {error}"
-            self.ends.append((began_s, time.monotonic(), last))
-
-    def _knock(self) -> None:
-        asked = {"model": "demo", "prompt": "Once", "max_tokens": 1}
-        while not self._stop.wait(0.1):
-            self.keyless.append(
-                plain_http.post(self._cluster.url + "/v1/completions", json=asked, timeout=90).status_code
-            )
-
-
-def changed(**engine: Any) -> dict[str, Any]:
-    return ARGS | {"engine_kwargs": ARGS["engine_kwargs"] | engine}
-
-
-def test_a_redeploy_keeps_tenants_keys_and_running_streams(cluster: Cluster) -> None:
-    done = cluster.deploy(ARGS)
-    assert done.returncode == 0, done.stderr
-    made = plain_http.post(cluster.url + "/admin/tenants", json={"name": "acme"}, headers=ADMIN, timeout=60)
-    assert made.status_code == 201, made.text
-    key = made.json()["key"]
-    (old,) = groups(cluster)
-    streams = Streams(cluster, key, 1)
+def deployed(tmp_path: Path) -> Iterator[Deployed]:
+    deployed = Deployed(tmp_path)
     try:
-        wait_for(lambda: streams.ends, 120, "streams run")
+        deployed.service.wait_ready()
+        yield deployed
+        deployed.service.stop()
+    finally:
+        deployed.service.clean()
+
+
+def make_tenants(client: httpx.Client) -> list[str]:
+    """Two keys of a new tenant, both of which were used."""
+    limits = {"tokens_per_minute": 10_000_000}
+    made = client.post("/admin/tenants", json={"name": "acme", **limits}, headers=bearer(ADMIN))
+    assert made.status_code == 201, made.text
+    rotated = client.post("/admin/tenants/acme/rotate-key", json={"grace_s": 600}, headers=bearer(ADMIN))
+    keys = [made.json()["key"], rotated.json()["key"]]
+    for key in keys:
+        assert client.post("/v1/completions", json=ASKED, headers=bearer(key)).status_code == 200
+        assert client.get("/admin/tenants", headers=bearer(key)).status_code == 403
+    return keys
+
+
+def assert_nowhere(service: Service, rest: Rest, secrets: Collection[str]) -> None:
+    """No line of a log, no command line and no answer of Serve's REST API has a secret."""
+    assert_unsaid(service, secrets)
+    commands = [" ".join(process.cmdline()) for process in service.descendants()]
+    assert any(line.startswith("ray::ServeReplica:tandem:") for line in commands)
+    shown = rest.text()
+    assert "env:ROOT" in shown
+    for secret in secrets:
+        assert secret not in shown
+        assert not [line for line in commands if secret in line]
+
+
+def redeploy_under_streams(deployed: Deployed, rest: Rest, key: str) -> None:
+    """Deploys another version while streams run, and says that none of them noticed. There are fewer of them while
+    the new version's processes start: nothing changes for them until one is there."""
+    (old,) = deployed.groups()
+    old_replicas = deployed.replicas()
+    _, before_s = rest.deployed()
+    streams = Streams(deployed.service.url, key)
+    try:
+        wait_for(lambda: streams.ends and streams.has_just_begun, 120, "streams run", 0.02)
         began_s = time.monotonic()
-        done = cluster.deploy(changed(max_num_seqs=8))
-        assert done.returncode == 0, done.stderr
+        streams.relax()
+        deployed.redeploy(rest, "DEBUG", max_num_seqs=8)
+        wait_for(lambda: deployed.replicas() - old_replicas, REPLACED_S, "replicas of the new version", 0.5)
+        streams.hurry()
+        wait_for(lambda: (now := rest.deployed())[0] == "RUNNING" and now[1] > before_s, REPLACED_S, "it runs", 0.5)
+        wait_for(lambda: len(now := deployed.groups()) == 1 and old not in now, 60, "the group is another", 0.5)
+        wait_for(lambda: not deployed.replicas() & old_replicas, 60, "the old replicas have left", 0.5)
         ended_s = time.monotonic()
-        wait_for(lambda: old not in groups(cluster) and len(groups(cluster)) == 1, 60, "the group is another")
     finally:
         streams.stop()
     print(f"redeployed in {ended_s - began_s:.1f} s, {len(streams.ends)} streams")
@@ -151,23 +179,27 @@ def test_a_redeploy_keeps_tenants_keys_and_running_streams(cluster: Cluster) -> 
     assert len(streams.texts) == 1, "a stream that moved says what all say"
     assert any(began < began_s < end for began, end, _ in streams.ends), "one ran when the redeploy began"
     assert streams.keyless and set(streams.keyless) == {401}, "keys are required all the time"
-    asked = {"model": "demo", "prompt": "Once", "max_tokens": 4}
-    answer = plain_http.post(
-        cluster.url + "/v1/completions", json=asked, headers={"authorization": f"Bearer {key}"}, timeout=60
-    )
-    assert answer.status_code == 200, "the tenant and its key are there"
 
 
-def test_a_ray_without_tokens_and_an_open_service_that_others_reach_are_refused() -> None:
-    """The second also where Serve was not running when the application was built."""
-    args = ARGS | {"gateway_config": {"auth": "open"}}
-    with short_folder() as temp, ray_head(temp, asks_for_token=False) as (address, env):
-        cluster = Cluster(address, env, temp)
-        done = cluster.deploy(args)
-        assert done.returncode != 0
-        assert "asks nobody for a token" in done.stderr and "`allow_unauthenticated_ray: true`" in done.stderr
-        # an address that other machines do not reach either, only Serve does not know that
-        done = cluster.deploy(args | {"allow_unauthenticated_ray": True}, host="127.0.0.2")
-        assert done.returncode != 0
-        logs = [file.read_text(errors="replace") for file in temp.rglob("*.log") if file.is_file()]
-        assert any("on loopback only, and http_options has host 127.0.0.2" in text for text in logs)
+def test_a_redeploy_keeps_tenants_keys_and_running_streams_and_tells_no_secret(deployed: Deployed) -> None:
+    """At INFO, at which Serve logs the arguments of the application that it builds, and deployed anew at DEBUG."""
+    service = deployed.service
+    with httpx.Client(base_url=service.url, timeout=60) as client:
+        ask_with_keys(client)
+        keys = make_tenants(client)
+        channels, passwords, dashboard = look_inside(service)
+        rest = Rest(dashboard, deployed.token)
+        assert channels and all(len(secret) == 64 for secret in channels)
+        assert len(passwords) == 1, "the private Redis's"
+        secrets = {API, ADMIN, METRICS, SENT, deployed.token, *keys, *channels, *passwords}
+        assert any("env:ROOT" in text for text in logged(service).values()), "the arguments are logged, as references"
+        assert_nowhere(service, rest, secrets)
+        redeploy_under_streams(deployed, rest, keys[1])
+        ask_with_keys(client)
+        for key in keys:
+            answer = client.post("/v1/completions", json=ASKED, headers=bearer(key))
+            assert answer.status_code == 200, "the tenant and its keys are there"
+        assert any("DEBUG " in text for text in logged(service).values())
+        channels, again, _ = look_inside(service)
+        assert again == passwords, "the Redis is the same"
+        assert_nowhere(service, rest, {*secrets, *channels})
