@@ -20,7 +20,8 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.messages.errors import GroupLost, RequestRefused
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest, TokenDelta
-from tandem.workers.planning.start_notes import warn_of_pool
+from tandem.workers.planning.resolve import read_spec
+from tandem.workers.planning.start_notes import warn_of_pool, warn_of_rope
 
 log = logging.getLogger("tandem.offline")
 RequestKey = tuple[str, int]
@@ -113,6 +114,7 @@ class LocalDispatch:
         try:
             ready = executor.start()
             facts = model_facts(self._settings, ready)
+            warn_of_rope(self._settings, read_spec(self._settings), log)
             warn_of_pool(self._settings.cache, facts, log)
             engine = Engine(self._settings, facts, executor, ready, self)
         except Exception as error:

@@ -71,6 +71,12 @@ def rope_notes(settings: EngineSettings, spec: ArchSpec) -> tuple[str, ...]:
     )
 
 
+def warn_of_rope(settings: EngineSettings, spec: ArchSpec, log: logging.Logger) -> None:
+    """Logs rope_notes() as a warning where texts differ from those of transformers."""
+    if spec.short_factors and (settings.model.max_model_len or spec.max_position_embeddings) > spec.short_context:
+        log.warning("%s", *rope_notes(settings, spec))
+
+
 def pool_notes(cache: CacheSettings, max_model_len: int, groups: KVGroups) -> tuple[str, ...]:
     """One line when the KV pool is smaller than a context of max_model_len tokens, which only --num-gpu-blocks-override
     allows; else none. The last token of a context needs no KV."""
