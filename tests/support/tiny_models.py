@@ -197,6 +197,12 @@ GROUPED = TinyModel(
 )
 """Gemma 3 with windows that texts soon pass, on three of four layers: four groups with KV block tables of their own."""
 BY_NAME: Mapping[str, TinyModel] = {model.name: model for model in TINY_MODELS}
+ONE_OF_EACH = (
+    "llama-gqa", "llama-mqa-biased", "mistral-window", "qwen2", "qwen3-untied", "smollm3", "mixtral", "gemma2", "gpt2",
+    "bloom",
+)  # fmt: skip
+"""Of the models that are not shallow one or two of each type: the others differ in ropes, activations, numbers of heads
+and files, which only some tests are about."""
 SHALLOW = tuple(model.name for model in TINY_MODELS if model.is_shallow)
 
 
