@@ -46,7 +46,7 @@ SHARING = {
     "one service": ("integration/one_service/test_service", "integration/one_service/test_official_clients"),
     "four ranks": (
         "distributed/test_memory_faults", "parity/test_decoder_parallel", "parity/test_kv_quant_logits",
-        "parity/test_lora_logits", "parity/test_quantized_logits", "parity/test_streamed_layers",
+        "parity/test_lora_logits", "parity/test_quantized_logits", "parity/test_sinks", "parity/test_streamed_layers",
         "unit/parallel/test_shared_memory", "unit/rank/test_weight_placement",
     ),
 }  # fmt: skip

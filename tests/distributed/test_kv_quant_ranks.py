@@ -202,7 +202,15 @@ def test_blocks_that_went_to_disk_come_back_bit_by_bit(
         assert check_through_all_tiers(served, undisturbed[kv]).blocks["load"] == bits.num_compared
 
 
-@pytest.mark.parametrize(("kv", "tp", "pp"), [("int8", 2, 1), ("int8", 1, 2), ("fp8", 2, 1)])
+CUTS = [
+    ("int8", 2, 1),
+    pytest.param("int8", 1, 2, marks=pytest.mark.parity),
+    pytest.param("fp8", 2, 1, marks=pytest.mark.parity),
+]
+"""test_kv_tiers.py has PP2, test_blocks_that_went_to_disk fp8."""
+
+
+@pytest.mark.parametrize(("kv", "tp", "pp"), CUTS)
 @pytest.mark.usefixtures("copying_always_wins")
 def test_tp_and_pp_equal_one_rank(
     folder: Path, undisturbed: Undisturbed, kv: str, tp: int, pp: int, tmp_path: Path

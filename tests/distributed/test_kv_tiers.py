@@ -152,7 +152,11 @@ def test_offload_on_gives_the_tokens_of_offload_off(name: str, folder_of: Any, t
         llm._engine.check_invariants()
 
 
-@pytest.mark.parametrize("cut", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
+CUTS = [pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.parity), {"pipeline_parallel_size": 2}]
+"""At TP2 the ranks of test_a_rank_killed_amid_copies below give the tokens of one, too."""
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=["tp2", "pp2"])
 def test_tp_and_pp_with_tiers_equal_one_rank(cut: dict[str, int], folder_of: Any, tmp_path: Path) -> None:
     folder = folder_of("llama-gqa")
     wanted, block_bytes, tiny_pool = plain(folder)
@@ -234,7 +238,7 @@ def test_copies_that_are_slow_or_fail_change_no_token(
     assert calls["load"] > 0
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.chaos), 1])
 def test_a_rank_killed_amid_copies_leaves_nothing_and_its_files_are_found_again(
     victim: int, folder_of: Any, tmp_path: Path
 ) -> None:

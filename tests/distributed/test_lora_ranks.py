@@ -1,6 +1,5 @@
 """Adapters over real rank processes: TP2 and PP3 write what one rank writes; what is refused harms nobody."""
 
-import contextlib
 import os
 import signal
 from pathlib import Path
@@ -18,12 +17,13 @@ from tandem.configs.schema import (
 )
 from tandem.workers.build import open_executor
 from tandem.workers.engine.executor import ExecutorReady
+from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.lora.peft.peft_folder import WEIGHT_FILE
 from tandem.workers.messages.request import AdapterRef
-from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan, StepResult
+from tandem.workers.messages.step import StepResult
 from tandem.workers.messages.transfer import DropAdapter, TransferResult
 from tests.support.adapters import AdapterDriver, error_of, ref_of, save_random_adapter
-from tests.support.executor_driver import ExecutorDriver, Job
+from tests.support.executor_driver import ExecutorDriver, Job, plan_of_one_row
 from tests.support.paged_rows import prompt_ids
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 
@@ -58,8 +58,22 @@ def settings_for(base: Path, tp_size: int, pp_size: int) -> EngineSettings:
     )
 
 
+def check_that_a_transfer_waits_for_no_step(executor: RankGroup) -> None:
+    """Rank 0 is inside a collective, whose other rank stands still."""
+    os.kill(executor.rank_pids[1], signal.SIGSTOP)
+    executor.submit(plan_of_one_row())
+    assert executor.poll(0.3) is None
+    executor.transfer(DropAdapter(ticket=10**6, adapter=AdapterRef(name="a", digest="d", source="s")))
+    first = executor.poll(3.0)
+    assert isinstance(first, TransferResult) and (first.rank, first.ticket, first.failure) == (0, 10**6, None)
+    os.kill(executor.rank_pids[1], signal.SIGCONT)
+    others = [executor.poll(60.0) for _ in range(2)]
+    assert {type(message) for message in others} == {TransferResult, StepResult}
+
+
 class Run:
-    """What one group wrote, and the pages that each adapter took on its fullest rank."""
+    """What one group wrote, and the pages that each adapter took on its fullest rank; at TP2 also that a transfer waits
+    for no step."""
 
     def __init__(
         self, base: Path, adapters: list[Path], tp_size: int, pp_size: int, broken: Path | None = None
@@ -79,6 +93,8 @@ class Run:
                 Job(prompt_ids(3 + 4 * row, 200, seed=row), 16, adapter_slot=slot) for row, slot in enumerate(SLOTS)
             ]
             self.texts = ExecutorDriver(executor, self.ready, BLOCK_SIZE).generate(jobs, depth=pp_size)
+            if tp_size == 2:
+                check_that_a_transfer_waits_for_no_step(executor)
         finally:
             executor.close()
 
@@ -103,20 +119,3 @@ def test_ranks_write_what_one_rank_writes(
     assert len(run.refusals) == tp_size * pp_size and all("has changed" in (words or "") for words in run.refusals)
     assert run.ready.adapter_pages == 3 * run.pages[0], "room for --max-loras of the highest rank, on every stage"
     assert any(note.startswith("adapters: ") for note in run.ready.tier_notes)
-
-
-def test_a_transfer_waits_for_no_step(base: Path) -> None:
-    """Rank 0 is inside a collective, whose other rank stands still."""
-    with contextlib.closing(open_executor(settings_for(base, 2, 1))) as executor:
-        executor.start()
-        init = RowInit(row=0, token_ids=[1, 2], prompt_len=2, num_computed=0, sampling=RowSampling(temperature=0.0))
-        work = RowWork(row=0, num_tokens=2, samples=True, new_block_ids=[0])
-        os.kill(executor.rank_pids[1], signal.SIGSTOP)
-        executor.submit(StepPlan(step_id=1, work=[work], new_rows=[init]))
-        assert executor.poll(0.3) is None
-        executor.transfer(DropAdapter(ticket=9, adapter=AdapterRef(name="a", digest="d", source="s")))
-        first = executor.poll(3.0)
-        assert isinstance(first, TransferResult) and (first.rank, first.ticket, first.failure) == (0, 9, None)
-        os.kill(executor.rank_pids[1], signal.SIGCONT)
-        others = [executor.poll(60.0) for _ in range(2)]
-        assert {type(message) for message in others} == {TransferResult, StepResult}

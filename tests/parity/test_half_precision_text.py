@@ -16,7 +16,7 @@ from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.config_reader import load_spec
 from tests.parity.test_decoder_logits import STORIES
 from tests.support.paged_rows import PagedRows, prompt_ids
-from tests.support.tiny_models import BY_NAME, TINY_MODELS, load_peer, some_in_parity
+from tests.support.tiny_models import BY_NAME, ONE_OF_EACH, TINY_MODELS, load_peer
 
 PROMPTS, PROMPT_LEN, OUTPUT_LEN = 6, 45, 40
 TINY_ROUND_OFFS = 48
@@ -80,7 +80,14 @@ def check(folder: Path, make_decoder: MakeDecoder, dtype: torch.dtype, round_off
 
 
 @DTYPES
-@pytest.mark.parametrize("name", some_in_parity(tiny.name for tiny in TINY_MODELS if tiny.model_type not in ROUTED))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(tiny.name, marks=() if tiny.name in ONE_OF_EACH else pytest.mark.parity)
+        for tiny in TINY_MODELS
+        if tiny.model_type not in ROUTED
+    ],
+)
 def test_tiny_checkpoints_write_what_transformers_writes(
     name: str, dtype: torch.dtype, tiny_folder: TinyFolder, make_decoder: MakeDecoder
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from tandem import LLM, SamplingParams
 from tests.support.adapters import load_adapted_peer, save_random_adapter
-from tests.support.tiny_models import TinyModel, load_peer, save_tiny_model
+from tests.support.tiny_models import TinyModel, greedy_after, load_peer, save_tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
 WINDOW, TOKENS, BLOCK = 16, 90, 4
@@ -41,19 +41,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def greedy(peer: Any, ids: list[int], count: int) -> list[int]:
-    """What a model of transformers or peft answers."""
+    """What a model of peft answers."""
     peer.generation_config.eos_token_id = None
     inputs = torch.tensor([ids])
     mask = torch.ones_like(inputs)
     out = peer.generate(input_ids=inputs, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
     return list(out[0, len(ids) :].tolist())
-
-
-@pytest.fixture(scope="module")
-def wanted(folder: Path) -> list[list[int]]:
-    """What transformers answers to PROMPTS."""
-    peer = load_peer(folder)
-    return [greedy(peer, ids, TOKENS) for ids in PROMPTS]
 
 
 @contextmanager
@@ -69,6 +62,17 @@ def answers(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[list
     asked = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, **params)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked)
     return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> list[list[int]]:
+    """What transformers answers to PROMPTS: proposed by an engine with room, and seen to be that."""
+    with serving(folder, num_gpu_blocks_override=1000, max_num_seqs=5) as llm:
+        told = [answer for (answer,) in answers(llm, PROMPTS)]
+    peer = load_peer(folder)
+    assert told == [greedy_after(peer, ids, answer) for ids, answer in zip(PROMPTS, told, strict=True)]
+    assert [len(answer) for answer in told] == [TOKENS] * len(PROMPTS)
+    return told
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,12 @@ def case(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def engines(case: str) -> Iterator[tuple[LLM, LLM]]:
-    """One engine with drafts, one without; both with one adapter."""
+    """One engine with drafts, one without; both with one adapter. The one without is always a single rank."""
     threads = torch.get_num_threads()
+    alone = {flag: value for flag, value in CASES[case].items() if flag != "tensor_parallel_size"}
     with (
         LLM("demo", speculative_config=NGRAM, **COMMON | CASES[case]) as drafting,
-        LLM("demo", **COMMON | CASES[case]) as plain,
+        LLM("demo", **COMMON | alone) as plain,
     ):
         yield drafting, plain
     torch.set_num_threads(threads)

@@ -27,7 +27,8 @@ SMALL: dict[str, Any] = {
     "max_num_seqs": 5,
     "max_num_batched_tokens": 48,
 }
-COPIERS = {"copied beside steps": 1, "copied by the computing threads": available_cores()}
+BESIDE, BY_THREADS = "copied beside steps", "copied by the computing threads"
+COPIERS = {BESIDE: 1, BY_THREADS: available_cores()}
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +67,24 @@ def said(llm: LLM) -> list[tuple[str, list[int]]]:
     return [(output.text, output.outputs[0].token_ids) for wave in waves for output in wave]
 
 
-@pytest.mark.parametrize("threads", COPIERS.values(), ids=COPIERS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen3", "llama-gqa"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "copier"),
+    [
+        ("qwen3", "float32", BESIDE),
+        ("qwen3", "bfloat16", BY_THREADS),
+        ("llama-gqa", "float32", BY_THREADS),
+        ("llama-gqa", "bfloat16", BESIDE),
+        pytest.param("qwen3", "float32", BY_THREADS, marks=pytest.mark.parity),
+        pytest.param("qwen3", "bfloat16", BESIDE, marks=pytest.mark.parity),
+        pytest.param("llama-gqa", "float32", BESIDE, marks=pytest.mark.parity),
+        pytest.param("llama-gqa", "bfloat16", BY_THREADS, marks=pytest.mark.parity),
+    ],
+)
 def test_a_model_of_twice_the_device_writes_the_same_text(
-    name: str, dtype: str, threads: int, deep: Callable[[str], Path]
+    name: str, dtype: str, copier: str, deep: Callable[[str], Path]
 ) -> None:
-    flags = {**SMALL, "dtype": dtype, "cpu_threads": threads}
+    """make test has every pair of model, dtype and copier, make parity all three together."""
+    flags = {**SMALL, "dtype": dtype, "cpu_threads": COPIERS[copier]}
     with LLM(deep(name), **flags) as whole:
         wanted = said(whole)
         weight_bytes = decoder_of(whole).weight_bytes

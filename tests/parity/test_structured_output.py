@@ -50,8 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": NGRAM},
     "preemption": {"num_gpu_blocks_override": 24, "enable_prefix_caching": False},
     "swap and drafts": {"num_gpu_blocks_override": 16, "kv_offloading_size": 0.05, "speculative_config": NGRAM},
-    "small chunks": {"max_num_batched_tokens": 24},
-    "tp2": {"tensor_parallel_size": 2},
+    "small chunks on two ranks": {"max_num_batched_tokens": 24, "tensor_parallel_size": 2},
 }
 STORY = "Once upon a time there was a little dog. The little dog was red. The little dog was big. "
 KINDS: list[dict[str, Any]] = [

@@ -54,6 +54,13 @@ class Job:
         )
 
 
+def plan_of_one_row() -> StepPlan:
+    """A step of one new row, with a number that no driver comes to."""
+    init = RowInit(row=0, token_ids=[1, 2], prompt_len=2, num_computed=0, sampling=RowSampling(temperature=0.0))
+    work = RowWork(row=0, num_tokens=2, samples=True, new_block_ids=[0])
+    return StepPlan(step_id=10**6, work=[work], new_rows=[init])
+
+
 class ExecutorDriver:
     """Runs jobs on a started executor; each call uses rows 0.. and takes blocks from the end of the pool."""
 

@@ -197,6 +197,12 @@ GROUPED = TinyModel(
 )
 """Gemma 3 with windows that texts soon pass, on three of four layers: four groups with KV block tables of their own."""
 BY_NAME: Mapping[str, TinyModel] = {model.name: model for model in TINY_MODELS}
+ONE_OF_EACH = (
+    "llama-gqa", "llama-mqa-biased", "mistral-window", "qwen2", "qwen3-untied", "smollm3", "mixtral", "gemma2", "gpt2",
+    "bloom",
+)  # fmt: skip
+"""Of the models that are not shallow one or two of each type: the others differ in ropes, activations, numbers of heads
+and files, which only some tests are about."""
 SHALLOW = tuple(model.name for model in TINY_MODELS if model.is_shallow)
 
 
@@ -230,6 +236,14 @@ def save_tiny_model(tiny: TinyModel, folder: Path, seed: int = 0, dtype: torch.d
     target = folder / tiny.name
     model.to(dtype).save_pretrained(target, max_shard_size=tiny.max_shard_size)
     return target
+
+
+def greedy_after(peer: Any, ids: list[int], told: list[int]) -> list[int]:
+    """Returns the peer's most likely token at every place of `told` behind `ids`: where the two are equal, `told` is
+    what it would write itself, for the price of one step."""
+    with torch.inference_mode():
+        logits_TV = peer(torch.tensor([[*ids, *told]])).logits[0]
+    return logits_TV[len(ids) - 1 : -1].argmax(-1).tolist()  # type: ignore[no-any-return]
 
 
 def load_peer(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

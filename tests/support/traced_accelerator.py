@@ -11,15 +11,14 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.cuda import _sanitizer
-from torch.cuda._sanitizer import EventHandler, TensorInfo, zip_arguments
+from torch.cuda._sanitizer import EventHandler, TensorInfo
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,6 +33,8 @@ aten = torch.ops.aten
 _sanitizer.traceback = SimpleNamespace(  # it would take the stack at every operation
     StackSummary=SimpleNamespace(extract=lambda *args, **kwargs: []), walk_stack=lambda frame: []
 )
+has_expired = torch.UntypedStorage._expired
+"""What StorageWeakRef.expired() comes to, at a third of its cost; it is asked for all memory at every kernel."""
 MAIN = 0
 POISON = -7
 READS_ON_HOST = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
@@ -254,7 +255,9 @@ class TracedAccelerator:
     ) -> None:
         """A kernel on the current stream, `made` allocated for it there; Race when it is not ordered after what it
         touches, or after the uses of freed memory that it may have been given."""
-        self._note_freed()
+        made = list(made)
+        if made:
+            self._note_freed()
         for tensor in made:
             self._watch(tensor, self._here.stream)
             self._reuse(name)
@@ -272,17 +275,20 @@ class TracedAccelerator:
     def _watch(self, tensor: torch.Tensor, stream: int | None) -> None:
         """Notes a tensor's memory until it is freed. stream: where it was allocated; None: not in a trace."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() and storage.data_ptr() not in self._storages:
-            self._storages[storage.data_ptr()] = StorageWeakRef(storage), stream
+        address = storage.data_ptr()
+        if address in self._storages and has_expired(self._storages[address][0].cdata):
+            self._note_freed()
+        if address and address not in self._storages:
+            self._storages[address] = StorageWeakRef(storage), stream
 
     def _note_freed(self) -> None:
         """Memory that nobody refers to any more is free on its stream; its address may be another tensor's by now."""
-        for address, (storage, stream) in list(self._storages.items()):
-            if storage.expired():
-                del self._storages[address]
-                uses = self.handler.tensors_accessed.accesses.pop(address, None)
-                if uses is not None and stream is not None:
-                    self._freed[stream].append(uses)
+        freed = [at for at, (storage, _) in list(self._storages.items()) if has_expired(storage.cdata)]
+        for address in freed:
+            _, stream = self._storages.pop(address)
+            uses = self.handler.tensors_accessed.accesses.pop(address, None)
+            if uses is not None and stream is not None:
+                self._freed[stream].append(uses)
 
     def _reuse(self, name: str) -> None:
         """The current stream allocates: all that was freed there may be given out."""
@@ -327,8 +333,42 @@ def _untraced() -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """An operator, and what it does to its arguments, by place and by name: "r" reads it, "w" writes it, "" makes
+    a view of it or finds no tensor there."""
+
+    name: str
+    by_place: tuple[str, ...]
+    by_name: dict[str, str]
+    is_view: bool
+    reads_on_host: bool
+    is_indexed: bool
+
+
+@cache
+def signature(func: Any) -> _Signature:
+    """Returns an operator's, by its schema, which is read once: every call asks."""
+    uses = {}
+    for argument in func._schema.arguments:
+        info, has_tensors = argument.alias_info, "Tensor" in str(argument.type)
+        uses[argument.name] = ("r" if info is None else "w" if info.is_write else "") if has_tensors else ""
+    return _Signature(str(func), tuple(uses.values()), uses, is_view(func), func in READS_ON_HOST, func in INDEXED)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that an argument or an output is made of."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, (list, tuple)) else []
+
+
 class _Trace(TorchDispatchMode):
     """Feeds every operation of one thread to the accelerator."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled under it, and the guard against that costs more than most operations
 
     def __init__(self, accelerator: TracedAccelerator) -> None:
         super().__init__()
@@ -336,30 +376,29 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         accelerator, kwargs = self._accelerator, kwargs or {}
-        accelerator.counts["operators"] += not is_view(func)
-        accelerator.counts["reads on the host"] += func in READS_ON_HOST
-        reads: list[Any] = []
-        writes: list[Any] = []
-        for argument, value in zip_arguments(func._schema, args, kwargs):
-            info = argument.alias_info
-            if info is None or info.is_write:
-                tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-                (reads if info is None else writes).extend(tensors)
-        places = self._indexed(func, args)
+        uses = signature(func)
+        if uses.is_view:
+            return func(*args, **kwargs)
+        accelerator.counts["operators"] += 1
+        accelerator.counts["reads on the host"] += uses.reads_on_host
+        touched: dict[str, list[torch.Tensor]] = {"r": [], "w": [], "": []}
+        for use, value in zip(uses.by_place, args, strict=False):
+            touched[use] += tensors_in(value) if use else ()
+        for name, value in kwargs.items():
+            use = uses.by_name[name]
+            touched[use] += tensors_in(value) if use else ()
+        reads, writes = touched["r"], touched["w"]
+        places = self._indexed(func, args) if uses.is_indexed and accelerator.is_shared(args[0]) else None
         output = func(*args, **kwargs)
-        made = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        if not is_view(func):
-            known = {id(tensor) for tensor in (*reads, *writes)}
-            made = [tensor for tensor in made if id(tensor) not in known]
-            part = {id(args[0]): places} if places is not None else {}
-            ins, outs = ([part.get(id(t), t) for t in touched] for touched in (reads, [*writes, *made]))
-            accelerator.launch(str(func), ins, outs, made)
+        known = {id(tensor) for tensor in (*reads, *writes)}
+        made = [tensor for tensor in tensors_in(output) if id(tensor) not in known]
+        part = {id(args[0]): places} if places is not None else {}
+        ins, outs = ([part.get(id(t), t) for t in tensors] for tensors in (reads, [*writes, *made]))
+        accelerator.launch(uses.name, ins, outs, made)
         return output
 
-    def _indexed(self, func: Any, args: Any) -> set[int] | None:
-        """The cells that an operation by index touches of its first argument, where that is shared memory."""
-        if func not in INDEXED or not self._accelerator.is_shared(args[0]):
-            return None
+    def _indexed(self, func: Any, args: Any) -> set[int]:
+        """The cells of its first argument, which is shared memory, that an operation by index touches."""
         target, *where = args[:3]
         if func is aten.index.Tensor:
             at = tuple(slice(None) if index is None else index for index in where[0])
@@ -368,6 +407,7 @@ class _Trace(TorchDispatchMode):
         return self._accelerator.cells_at(target, addresses(target).index_select(dim, index))
 
 
+@cache
 def is_view(func: Any) -> bool:
     """Whether it only makes another view: its outputs alias inputs that it does not write."""
     returns = func._schema.returns
