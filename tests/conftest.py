@@ -4,10 +4,11 @@ A runner that was started with `&` by a script, or under nohup, ignores SIGINT, 
 that a test starts and interrupts would inherit that.
 """
 
+import gc
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,6 +39,19 @@ def pytest_configure(config: pytest.Config) -> None:
         cache = tempfile.TemporaryDirectory(prefix="tandem-cache-")
         os.environ["XDG_CACHE_HOME"] = cache.name  # kernels are compiled once per run
         config.add_cleanup(cache.cleanup)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """What the collection loads and makes stays until the end: nothing looks through its millions of objects again and
+    again for what could be freed."""
+    gc.disable()
+    session.config.add_cleanup(gc.unfreeze)  # at exit, some libraries tell of objects that were not freed
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 WAITING = ("tests/integration/", "tests/distributed/")

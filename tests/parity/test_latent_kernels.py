@@ -14,6 +14,7 @@ from tandem.workers.attention.latent import LatentStep
 from tandem.workers.attention.latent_heads import DenseHeads
 from tandem.workers.attention.one_query import OneQueryAttention
 from tandem.workers.attention.reference import ReferenceAttention
+from tandem.workers.kernels.cpu.cpu_build import obstacle
 from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS
 from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.kernels.latents import cpu_latent_attention
@@ -31,9 +32,7 @@ CACHES = [
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Of the largest value."""
-pytestmark = pytest.mark.skipif(
-    CpuLatentAttention.make(torch.float32, 64, torch.float32) is None, reason="there is no C compiler"
-)
+pytestmark = pytest.mark.skipif(obstacle(torch.float32) is not None, reason="there is no C compiler")
 
 
 def mla(heads: int, kv_rank: int, nope: int, rope: int, v_dim: int) -> Mla:

@@ -34,8 +34,13 @@ from tests.support.tiny_models import BY_NAME, TINY_MODELS, TinyModel, save_tiny
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 NUM_ROWS, MAX_LEN = 5, 60
 LONG = 2 * PARTITION_TOKENS + 40
-pytestmark = pytest.mark.skipif(cpu_library(BF16) is None, reason="needs a C compiler")
 Step = list[tuple[int, list[int]]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    if cpu_library(BF16) is None:
+        pytest.skip("needs a C compiler")
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
 
@@ -16,6 +15,9 @@ from tests.unit.gateway.test_response_store import ByKey, store_of
 from tests.unit.gateway.test_responses import FORMATS, SETTINGS, THOUGHT, WEATHER
 from tests.unit.gateway.test_tool_calls import CALL, TEMPLATE, saying
 from tests.unit.tenants.tenant_rig import patient
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 TEXT = f"{THOUGHT}Look: {CALL}"
 USER: list[Any] = [{"role": "user", "content": "hi"}]
@@ -45,7 +47,9 @@ async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 @pytest.fixture
-async def claude(url: str) -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def claude(url: str) -> AsyncIterator["AsyncAnthropic"]:
+    import anthropic  # takes seconds to load, and one worker alone needs it
+
     async with anthropic.AsyncAnthropic(base_url=url, api_key="acme", max_retries=0) as client:
         yield client
 
@@ -99,7 +103,7 @@ async def test_refused_responses(rig: Rig, client: openai.AsyncOpenAI) -> None:
         await client.responses.create(model=MODEL, input="hi", stream=True)
 
 
-async def test_a_message_and_the_next(claude: anthropic.AsyncAnthropic) -> None:
+async def test_a_message_and_the_next(claude: "AsyncAnthropic") -> None:
     tools: Any = [TOOL]
     answer = await claude.messages.create(model=MODEL, max_tokens=200, messages=USER, tools=tools, system="Be kind.")
     thought, text, call = answer.content
@@ -118,7 +122,9 @@ async def test_a_message_and_the_next(claude: anthropic.AsyncAnthropic) -> None:
     assert counted.input_tokens == later.usage.input_tokens + (later.usage.cache_read_input_tokens or 0)
 
 
-async def test_streamed_messages(rig: Rig, claude: anthropic.AsyncAnthropic) -> None:
+async def test_streamed_messages(rig: Rig, claude: "AsyncAnthropic") -> None:
+    import anthropic
+
     tools: Any = [TOOL]
     async with claude.messages.stream(model=MODEL, max_tokens=200, messages=USER, tools=tools) as stream:
         text = "".join([piece async for piece in stream.text_stream])
@@ -134,7 +140,9 @@ async def test_streamed_messages(rig: Rig, claude: anthropic.AsyncAnthropic) -> 
             await broken.get_final_message()
 
 
-async def test_refused_messages(rig: Rig, url: str, claude: anthropic.AsyncAnthropic) -> None:
+async def test_refused_messages(rig: Rig, url: str, claude: "AsyncAnthropic") -> None:
+    import anthropic
+
     image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
     with pytest.raises(anthropic.BadRequestError) as bad:
         await claude.messages.create(model=MODEL, max_tokens=9, messages=[{"role": "user", "content": [image]}])

@@ -20,11 +20,14 @@ from tandem.workers.platforms.cpu import cpu_platform
 
 BF16 = torch.bfloat16
 ALONE = ParallelContext.single()
-HAS_KERNELS = hasattr(cpu_experts_library(BF16), "grouped_gemm")
-ANY_KERNEL = pytest.mark.skipif(not HAS_KERNELS, reason="needs a CPU that multiplies pairs of bf16, and a C compiler")
 DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bf16", "float32"])
 FORMS = pytest.mark.parametrize("form", [None, "int8", "w8a8"])
-pytestmark = ANY_KERNEL
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    if not hasattr(cpu_experts_library(BF16), "grouped_gemm"):
+        pytest.skip("needs a CPU that multiplies pairs of bf16, and a C compiler")
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:

@@ -20,7 +20,7 @@ from tandem.workers.kernels.cpu.cpu_int8_gemm import (
 
 BF16 = torch.bfloat16
 ALONE = ParallelContext.single()
-ANY_KERNEL = pytest.mark.skipif(int8_kernel(BF16) is None, reason="needs a CPU with AVX512-VNNI, and a C compiler")
+ANY_KERNEL = pytest.mark.usefixtures("kernel")
 SHAPES = [(64, 32), (96, 64), (192, 576), (33, 172), (100, 4), (1024, 1000)]
 EITHER = pytest.mark.parametrize("methods", [int8_methods, w8a8_methods], ids=["int8", "w8a8"])
 
@@ -38,6 +38,12 @@ def made(make: MakeMethod, weight: torch.Tensor, bias: torch.Tensor | None = Non
     method = make(column(*weight.shape), ALONE)
     method.take(weight, bias)
     return method
+
+
+@pytest.fixture
+def kernel() -> None:
+    if int8_kernel(BF16) is None:
+        pytest.skip("needs a CPU with AVX512-VNNI, and a C compiler")
 
 
 @pytest.fixture

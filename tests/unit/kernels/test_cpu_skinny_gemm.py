@@ -18,8 +18,7 @@ from tandem.workers.kernels.cpu.cpu_skinny_gemm import (
 )
 
 CPU = torch.device("cpu")
-KERNEL = skinny_gemm(torch.bfloat16)
-ANY_KERNEL = pytest.mark.skipif(KERNEL is None, reason="needs a CPU that multiplies pairs of bf16, and a C compiler")
+ANY_KERNEL = pytest.mark.usefixtures("kernel")
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -27,9 +26,17 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedMethod:
-    method = PackedMethod(skinny_gemm=KERNEL)
+    method = PackedMethod(skinny_gemm=skinny_gemm(torch.bfloat16))
     method.take(weight, bias)
     return method
+
+
+@pytest.fixture
+def kernel() -> CpuSkinnyGemm:
+    found = skinny_gemm(torch.bfloat16)
+    if found is None:
+        pytest.skip("needs a CPU that multiplies pairs of bf16, and a C compiler")
+    return found
 
 
 @pytest.fixture
@@ -43,7 +50,7 @@ def test_the_cpu_flags_decide() -> None:
     """The kernel is available on every CPU that multiplies pairs of bf16: no silent fall back to the twin."""
     flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
     if "avx512_bf16" in flags and which("gcc") and torch.__version__.startswith("2.13"):
-        assert KERNEL is not None
+        assert skinny_gemm(torch.bfloat16) is not None
     assert skinny_gemm(torch.float32) is None
 
 
@@ -81,9 +88,7 @@ def test_rows_may_lie_apart() -> None:
     assert torch.equal(matrix(wide[:, ::2][:, :64]), matrix(wide[:, ::2][:, :64].contiguous()))
 
 
-@ANY_KERNEL
-def test_what_it_does_not_read_stays_with_onednn() -> None:
-    assert KERNEL is not None
+def test_what_it_does_not_read_stays_with_onednn(kernel: CpuSkinnyGemm) -> None:
     odd, x = packed(draw(64, 40)), draw(3, 40, seed=1)
     assert odd._skinny is None
     torch.testing.assert_close(odd.apply(x).float(), x.float() @ draw(64, 40).float().T, rtol=0.02, atol=0.02)
@@ -91,9 +96,9 @@ def test_what_it_does_not_read_stays_with_onednn() -> None:
     for rows in (0, MAX_ROWS + 1):
         assert long.apply(draw(rows, 32)).shape == (rows, 64)
     reordered = torch.ops.mkldnn._reorder_linear_weight(draw(64, 32).float())
-    assert KERNEL.bind(reordered, None, 64) is None
+    assert kernel.bind(reordered, None, 64) is None
     reordered = torch.ops.mkldnn._reorder_linear_weight(draw(64, 32))
-    assert KERNEL.bind(reordered, None, 64) is not None and KERNEL.bind(reordered, None, 65) is None
+    assert kernel.bind(reordered, None, 64) is not None and kernel.bind(reordered, None, 65) is None
 
 
 @ANY_KERNEL
@@ -109,10 +114,9 @@ def test_another_layout_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpu_skinny_gemm._layout_is_known()
 
 
-@ANY_KERNEL
-def test_numbers_that_are_none_stay_none() -> None:
+def test_numbers_that_are_none_stay_none(kernel: CpuSkinnyGemm) -> None:
     weight, x = draw(64, 32), draw(2, 32, seed=1)
     x[0, 3], x[1, 5] = float("nan"), float("inf")
     y = packed(weight).apply(x)
     assert y[0].isnan().all() and (y[1].isinf() | y[1].isnan()).all()
-    assert isinstance(KERNEL, CpuSkinnyGemm)
+    assert isinstance(kernel, CpuSkinnyGemm)

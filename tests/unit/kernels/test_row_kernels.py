@@ -127,11 +127,12 @@ def test_an_adapter_of_any_width_is_the_same_alone_and_among_others(dtype: torch
         assert torch.equal(added(first, last), y[first:last]), (first, last)
 
 
-@pytest.mark.skipif(int8_kernel(torch.float32) is None, reason="needs a CPU with AVX512-VNNI")
 @pytest.mark.parametrize(
     ("inputs", "refused"), [(96, None), (94, "the kernel for int8 weights takes no 94 inputs, as w")]
 )
 def test_int8_products_that_would_sum_in_float32_are_refused(inputs: int, refused: str | None) -> None:
+    if int8_kernel(torch.float32) is None:
+        pytest.skip("needs a CPU with AVX512-VNNI")
     platform = batch_invariant(cpu_platform())
     weight = replace(param_of(70, inputs), merge="w", takes_format=True)
     make = platform.linear_methods(torch.float32, "int8")

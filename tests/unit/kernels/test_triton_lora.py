@@ -64,7 +64,9 @@ def check(layer: LoraLayer, slots: list[int], dtype: torch.dtype) -> None:
 @computes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_single_tokens_of_mixed_ranks(dtype: torch.dtype) -> None:
-    check(merged(dtype), [0, -1, 1, 2, 3, 3, -1, 4, 5, 6, 0], dtype)
+    """In the interpreter every rank in float32 alone, as it takes 0.1 s for a token."""
+    is_short = INTERPRETED and dtype is not torch.float32
+    check(merged(dtype), [3, -1, 5, 6] if is_short else [0, -1, 1, 2, 3, 3, -1, 4, 5, 6, 0], dtype)
 
 
 @computes

@@ -2,9 +2,13 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "offline.md").read_text()
@@ -22,10 +26,26 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def answers_of(example: str, script: Path, folder: Path) -> list[str]:
-    """The lines that it prints, run in `folder`."""
-    script.write_text(example)
-    return [line for line in run([sys.executable, str(script)], folder).splitlines() if line]
+def lines_of(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line]
+
+
+Answers = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def answers_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Answers:
+    """Example to the lines that it prints, run as the main module of this process in the project's folder."""
+    monkeypatch.chdir(ROOT)
+
+    def answers(example: str) -> list[str]:
+        script = tmp_path / "example.py"
+        script.write_text(example)
+        capsys.readouterr()
+        runpy.run_path(str(script), run_name="__main__")
+        return lines_of(capsys.readouterr().out)
+
+    return answers
 
 
 def run_batch(command: str, line: str, folder: Path) -> str:
@@ -42,27 +62,31 @@ def test_the_page_holds_what_is_run_here() -> None:
 
 
 def test_the_python_example_answers(tmp_path: Path) -> None:
-    assert answers_of(EXAMPLES[0], tmp_path / "example.py", tmp_path) == [f"{n} + 4 = {n + 4}" for n in range(5)]
+    """In a process of its own, whose ranks load the script again."""
+    script = tmp_path / "example.py"
+    script.write_text(EXAMPLES[0])
+    printed = run([sys.executable, str(script)], tmp_path)
+    assert lines_of(printed) == [f"{n} + 4 = {n + 4}" for n in range(5)]
 
 
-def test_the_example_with_forbidden_and_allowed_tokens_obeys_them(tmp_path: Path) -> None:
-    without, only = answers_of(EXAMPLES[2], tmp_path / "example.py", tmp_path)
+def test_the_example_with_forbidden_and_allowed_tokens_obeys_them(answers_of: Answers) -> None:
+    without, only = answers_of(EXAMPLES[2])
     assert without.startswith("3, 4, 5") and "6" not in without
     assert only and set(only) <= set("123")
 
 
-def test_the_example_of_structured_output_prints_texts_of_its_forms(tmp_path: Path) -> None:
-    person, colour = answers_of(EXAMPLES[3], tmp_path / "example.py", tmp_path)
+def test_the_example_of_structured_output_prints_texts_of_its_forms(answers_of: Answers) -> None:
+    person, colour = answers_of(EXAMPLES[3])
     assert json.loads(person).keys() == {"name", "age"} and colour in ("red", "green")
 
 
-def test_the_three_ways_to_write_a_prompt_are_one(tmp_path: Path) -> None:
-    answers = answers_of(EXAMPLES[1], tmp_path / "example.py", tmp_path)
+def test_the_three_ways_to_write_a_prompt_are_one(answers_of: Answers) -> None:
+    answers = answers_of(EXAMPLES[1])
     assert len(answers) == 3 and len(set(answers)) == 1
 
 
-def test_the_example_of_beam_search_prints_the_beams_best_first(tmp_path: Path) -> None:
-    lines = answers_of(EXAMPLES[5], tmp_path / "example.py", tmp_path)
+def test_the_example_of_beam_search_prints_the_beams_best_first(answers_of: Answers) -> None:
+    lines = answers_of(EXAMPLES[5])
     beams = [(score, text[1:]) for score, text in (line.split(" ", 1) for line in lines)]
     assert [text.startswith("Once upon a time") for _, text in beams] == [True] * 3 + [False] * 3
     assert [text.startswith("The cat") for _, text in beams] == [False] * 3 + [True] * 3
@@ -73,8 +97,8 @@ def test_the_batch_command_and_line_work(tmp_path: Path) -> None:
     assert "2 + 3 = 5" in run_batch(COMMANDS[0], LINES[1], tmp_path)
 
 
-def test_the_example_with_embeddings_finds_the_question_that_is_nearer(tmp_path: Path) -> None:
-    near, far = map(float, answers_of(EXAMPLES[4], tmp_path / "example.py", tmp_path))
+def test_the_example_with_embeddings_finds_the_question_that_is_nearer(answers_of: Answers) -> None:
+    near, far = map(float, answers_of(EXAMPLES[4]))
     assert far + 0.1 < near < 1
 
 
@@ -83,8 +107,8 @@ def test_the_batch_line_with_embeddings_works(tmp_path: Path) -> None:
     assert [(item["index"], len(item["embedding"]) > 64) for item in answer["data"]] == [(0, True), (1, True)]
 
 
-def test_the_example_with_adapters_answers_three_times(tmp_path: Path) -> None:
-    plain, pirate, shout = answers_of(EXAMPLES[6], tmp_path / "example.py", ROOT)
+def test_the_example_with_adapters_answers_three_times(answers_of: Answers) -> None:
+    plain, pirate, shout = answers_of(EXAMPLES[6])
     assert not plain.startswith("Arr!") and pirate.startswith("Arr!") and shout == shout.upper()
 
 

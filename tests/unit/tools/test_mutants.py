@@ -3,12 +3,14 @@
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tools.mutants import mutants_of
 from tools.reached_lines import ReachingFirst
+
+if TYPE_CHECKING:
+    from tools.mutants import Mutant
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = tomllib.loads((ROOT / "tools" / "mutants.toml").read_text())
@@ -32,6 +34,12 @@ class Box:
         assert self.is_open
         self.note(1)
 """
+
+
+def mutants_of(module: str, text: str) -> "list[Mutant]":
+    from tools import mutants  # loads libcst, which only one worker needs
+
+    return mutants.mutants_of(module, text)
 
 
 def test_each_defect_is_one_change_inside_a_function_or_class_and_nothing_that_only_checks_is_changed() -> None:

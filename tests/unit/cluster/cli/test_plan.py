@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import tandem.cluster.cli.verbs.plan as plan_command
-from tandem.cluster.cli.main import build_app
+from tandem.cluster.cli.main import build_app, run_verb
 from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.preflight import cpu_weight_bytes
 from tandem.configs.errors import SettingsError
@@ -80,6 +82,16 @@ def plan_on_gpu(folder: Path, gib: float, context: int = 32768, **settings: Any)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in this process: what it prints, and its exit status."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        patch.setattr(sys, "argv", ["tandem", "plan", *arguments])
+        with pytest.raises(SystemExit) as end:
+            run_verb()
+    assert isinstance(end.value.code, int | None)
+    return subprocess.CompletedProcess(arguments, end.value.code or 0, out.getvalue(), err.getvalue())
+
+
+def run_as_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tandem.cluster.cli.main", "plan", *arguments],
         capture_output=True,
@@ -370,7 +382,7 @@ def planned(folder: Path) -> None:
 
 
 def test_the_command_prints_tables_or_json(large: Path) -> None:
-    shown = run(
+    shown = run_as_process(
         str(large), "--device", "cuda", "--device-memory", "80", "--ranks", "8", "-tp", "8", "--max-model-len", "32K"
     )
     assert shown.returncode == 0, shown.stderr
