@@ -67,7 +67,7 @@ def test_choices_fork_the_prompt(mode, prompt_len, caching):
 
 @pytest.mark.parametrize("mode", MODES)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_random_workloads_equal_the_oracle(mode, data):
     draw = data.draw
     h = harness(

@@ -208,7 +208,7 @@ def test_a_request_that_fills_the_pool_by_itself_gives_up_one_choice_at_a_time(m
 
 @pytest.mark.parametrize("mode", MODES)
 @given(data=st.data(), seed=st.integers(0, 2**20))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_random_workloads_equal_the_oracle(mode, data, seed):
     """Tiny tiers, late and failing copies on one rank or two, shared prefixes, choices, priorities, any step time."""
     draw, rng = data.draw, random.Random(seed)
