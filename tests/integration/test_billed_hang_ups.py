@@ -160,7 +160,7 @@ def check_the_bill(service: Service, step_log: Path, tenant: str, count: int) ->
         left, span_s = seen[-1]
         return per_minute - used <= left <= per_minute - used + per_minute * span_s / 60 + 1
 
-    wait_for(is_charged, 5, f"the minute has the {used} tokens of the bill: {seen}")
+    wait_for(is_charged, WAIT_S, f"the minute has the {used} tokens of the bill: {seen}")
     left, span_s = seen[-1]
     told = f"{count} hung up: {len(rows)} prompts begun and billed ({len(before_the_first)} before the first token)"
     print(f"{told}, {len(free)} not; {used} tokens used, {left} of {per_minute} left after {span_s:.1f} s")

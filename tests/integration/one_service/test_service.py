@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ pytestmark = pytest.mark.cluster
 
 LONG, LONGEST = 300, 900
 """Tokens of streams during which one process is hit, and of those during which two are, one after the other."""
+SOON_S = 20
+"""On cores that others want, the step under way takes a while. That nothing came to its own end is asked for beside."""
 JSON = {"content-type": "application/json"}
 CHAT = [{"role": "user", "content": "Tell me a short story about a whale."}]
 
@@ -272,10 +274,10 @@ def test_a_client_that_leaves_before_its_whole_answer_frees_its_blocks(
     else:
         raise AssertionError("it was over before its client could leave, five times")
     left_s = time.monotonic()
-    wait_for(lambda: not holds_blocks(service), 2, "its blocks are free again", 0.01)
+    wait_for(lambda: not holds_blocks(service), SOON_S, "its blocks are free again", 0.01)
     print(f"blocks free {time.monotonic() - left_s:.2f} s after the client had left")
-    wait_for(lambda: at_rest(service), 2, "the request is over")
-    wait_for(lambda: aborted(service) >= before + choices, 2, "all were aborted, none had come to its end")
+    wait_for(lambda: at_rest(service), SOON_S, "the request is over")
+    wait_for(lambda: aborted(service) >= before + choices, SOON_S, "all were aborted, none had come to its end")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -286,17 +288,22 @@ def test_a_client_that_leaves_while_its_prompts_are_computed_or_wait_frees_all_a
     token."""
     prompts = [[5 + (7 * i + j * j) % 200 for j in range(1500)] for i in range(64)]
     asked = {"model": "demo", "max_tokens": 500, "ignore_eos": True, "prompt": prompts, "stream": stream}
-    wait_for(lambda: at_rest(service), 60, "nothing else runs")
-    before = aborted(service)
-    with (
-        stopped({p.pid for p in service.titled("tandem rank")}),
-        connected(service, "/v1/completions", json.dumps(asked).encode()),
-    ):
-        wait_for(lambda: sum(r.waiting + r.running for r in group_records(service)) == 64, 4, "all came", 0.01)
+    for _ in range(5):  # until all come before their ranks, which stand still, would be given up
+        wait_for(lambda: at_rest(service), 60, "nothing else runs")
+        before = aborted(service)
+        with (
+            stopped({p.pid for p in service.titled("tandem rank")}),
+            connected(service, "/v1/completions", json.dumps(asked).encode()),
+            suppress(AssertionError),
+        ):
+            wait_for(lambda: sum(r.waiting + r.running for r in group_records(service)) == 64, 4, "all came", 0.01)
+            break
+    else:
+        raise AssertionError("five times, some had not come after 4 s")
     left_s = time.monotonic()
-    wait_for(lambda: at_rest(service), 3, "no block is held, nothing waits", 0.01)
+    wait_for(lambda: at_rest(service), SOON_S, "no block is held, nothing waits", 0.01)
     print(f"at rest {time.monotonic() - left_s:.2f} s after the client had left")
-    wait_for(lambda: aborted(service) >= before + len(prompts), 2, "all were aborted, none had come to its end")
+    wait_for(lambda: aborted(service) >= before + len(prompts), SOON_S, "all were aborted, none had come to its end")
 
 
 @contextmanager
