@@ -4,6 +4,9 @@
 #include "cpu_vector.h"
 
 #define PARALLEL_ELEMENTS 16384
+/* No sum of values notices what is less, beside weights of which one is 1 / width or more. ALiBi has many such weights,
+   and with values they make products below the normal floats, which some CPUs compute a hundred times slower. */
+#define LEAST_WEIGHT 0x1p-100f
 
 INLINE ints seen_lanes(long at, long begin, long end) {
   const ints lane = (ints){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)at;
@@ -15,7 +18,8 @@ typedef struct {
   float scale, softcap, slope, sink;
 } rule;
 
-/* Columns begin..end are seen, the last one is the query's own. own: as many floats as columns, in whole vectors. */
+/* Columns begin..end are seen, the last one is the query's own. own: as many floats as columns, in whole vectors.
+   Weights below LEAST_WEIGHT become 0. */
 INLINE void softmax_row(element *row, float *own, long begin, long end, long width, const rule *rule, const int plain) {
   const floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, nothing = (floats){} - INFINITY;
   const long first = begin / LANES * LANES;
@@ -39,7 +43,8 @@ INLINE void softmax_row(element *row, float *own, long begin, long end, long wid
   const float factor = 1.0f / (sum_lanes(weight) + (rule->sink > -INFINITY ? expf(rule->sink - most[0]) : 0));
   for (long j = first; j < end; j += LANES) {
     memcpy(&x, own + j, sizeof x);
-    store_some(row + j, x * factor, width - j);
+    x *= factor;
+    store_some(row + j, choose_lanes(x >= LEAST_WEIGHT, x, (floats){}), width - j);
   }
   memset(row, 0, first * sizeof(element));
   const long after = (end + LANES - 1) / LANES * LANES;
