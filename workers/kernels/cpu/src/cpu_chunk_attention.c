@@ -19,7 +19,7 @@ typedef struct {
 } rule;
 
 /* Columns begin..end are seen, the last one is the query's own. own: as many floats as columns, in whole vectors.
-   Weights below LEAST_WEIGHT become 0. */
+   Weights below LEAST_WEIGHT become 0; those that are no number stay so. */
 INLINE void softmax_row(element *row, float *own, long begin, long end, long width, const rule *rule, const int plain) {
   const floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, nothing = (floats){} - INFINITY;
   const long first = begin / LANES * LANES;
@@ -44,7 +44,7 @@ INLINE void softmax_row(element *row, float *own, long begin, long end, long wid
   for (long j = first; j < end; j += LANES) {
     memcpy(&x, own + j, sizeof x);
     x *= factor;
-    store_some(row + j, choose_lanes(x >= LEAST_WEIGHT, x, (floats){}), width - j);
+    store_some(row + j, choose_lanes(x < LEAST_WEIGHT, (floats){}, x), width - j);
   }
   memset(row, 0, first * sizeof(element));
   const long after = (end + LANES - 1) / LANES * LANES;
