@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tandem.workers.messages.request import NO_TOKENS, GenerationRequest, Pool, SamplingParams, Usage
-from tests.support.engine_ranks import EngineCase, Fault, Told, run_engine
+from tests.support.engine_ranks import GROUPS, IN_CHUNKS, EngineCase, Fault, Told, run_engine
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.tiny_models import load_peer
 
@@ -28,14 +28,6 @@ POOLS = (
     Pool(kind="mean", dimensions=10),
     Pool(kind="last", dimensions=7, normalize=False),
 )
-GROUPS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-IN_CHUNKS = [
-    pytest.param(tp, pp, late, marks=pytest.mark.parity if late and tp != pp else ())
-    for tp, pp in GROUPS
-    for late in (False, True)
-]
-"""TP and PP size, and whether the host learns a step's outcome late, as on a device, which takes several times as
-long: make parity runs the sizes between one rank and both cuts at once."""
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

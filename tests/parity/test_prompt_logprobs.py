@@ -15,7 +15,7 @@ import torch
 from tandem import LLM
 from tandem.workers.messages.request import NO_TOKENS, GenerationRequest, Pool, SamplingParams
 from tests.support.adapters import ALL_LINEARS, load_adapted_peer, save_random_adapter
-from tests.support.engine_ranks import EngineCase, Fault, Told, run_engine
+from tests.support.engine_ranks import GROUPS, IN_CHUNKS, EngineCase, Fault, Told, run_engine
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.tiny_models import load_peer
 
@@ -23,20 +23,13 @@ Folder = Callable[[str], Path]
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
 NEAR = 1e-4
 """Logits are of the order of 10; float32, sums in another order."""
-GROUPS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-IN_CHUNKS = [
-    pytest.param(tp, pp, late, marks=pytest.mark.parity if late and tp != pp else ())
-    for tp, pp in GROUPS
-    for late in (False, True)
-]
 OFTEN = {(1, 1, False), (1, 1, True), (2, 1, True), (1, 2, False), (2, 2, False)}
 OUT_OF_MEMORY = [
     pytest.param(tp, pp, late, marks=() if (tp, pp, late) in OFTEN else pytest.mark.chaos)
     for tp, pp in GROUPS
     for late in (False, True)
 ]
-"""TP and PP size, and whether the host learns a step late what came out of it, or that memory ran out, as on a
-device."""
+"""TP and PP size, and whether the host learns a step late that memory ran out, as on a device."""
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

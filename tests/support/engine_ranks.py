@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,6 +38,14 @@ from tests.support.traced_accelerator import TracedAccelerator, is_view, traced_
 
 Share = Callable[[Any], list[Any]]
 MOST_STEPS = 2000
+GROUPS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+IN_CHUNKS = [
+    pytest.param(tp, pp, late, marks=pytest.mark.parity if late and tp != pp else ())
+    for tp, pp in GROUPS
+    for late in (False, True)
+]
+"""TP and PP size, and whether the host learns a step's outcome late, as on a device, which takes several times as
+long: make parity runs the sizes between one rank and both cuts at once."""
 
 
 @dataclass(frozen=True)
