@@ -6,12 +6,14 @@ sinks, head sizes and groups cost beside the plain case.
 One thread, bf16, times in CPU seconds of that thread, so that other processes on the machine cost no time but what they
 take of caches and memory. Ways of one case are called in turn, and with them a plain read of as many bytes or a matmul;
 figures are medians. Roofline of decodes: bytes of the keys and values that are seen over the rate of that read. Of
-chunks: multiplications and additions of the scores that are seen and of their values over the rate of the matmul.
+chunks: multiplications and additions of the scores that are seen and of their values over the rate of the matmul, in
+bf16 or float32, whichever is faster.
 Other head sizes and groups are called in turn with heads of 128 in groups of two, and compared by byte or operation. A
 decode has other blocks in each turn, as layers have. other_cpu is the share of the machine that others took meanwhile.
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +29,7 @@ from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.torch_sdpa import TorchAttention
+from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.platforms.cpu import cpu_platform
@@ -34,6 +37,7 @@ from tandem.workers.platforms.cpu import cpu_platform
 BLOCK, WIDTH, GROUP = 16, 1024, 2
 """Tokens of a block; elements of a token's keys; query heads of a KV head."""
 WINDOW, SOFTCAP = 512, 50.0
+MATMUL_OPERATIONS = 2 * 1024**3
 SETS = 8
 """Most sets of blocks that a decode takes turns with."""
 
@@ -163,10 +167,10 @@ def reading(memory: Memory, num_bytes: int) -> Callable[[int], object]:
     return lambda turn: words[turn % places * size : (turn % places + 1) * size].sum()
 
 
-def multiplying(dtype: torch.dtype = torch.bfloat16) -> tuple[Callable[[int], object], int]:
-    """A matmul and its operations."""
+def multiplying(dtype: torch.dtype) -> Callable[[int], object]:
+    """A matmul of MATMUL_OPERATIONS."""
     square = torch.randn(1024, 1024).to(dtype)
-    return lambda _: square @ square, 2 * 1024**3
+    return lambda _: square @ square
 
 
 def measured(
@@ -187,13 +191,15 @@ def measured(
     ways["standard"] = attending(
         backend, batches(standard, len(kv.keys)), standard, kv, AttentionParams(standard.head_dim**-0.5)
     )
-    multiply, per_matmul = multiplying()
     decodes = case.queries == 1
-    ways["peer"] = reading(memory, case.num_bytes(None)) if decodes else multiply
+    if decodes:
+        ways["peer"] = reading(memory, case.num_bytes(None))
+    else:
+        ways |= {"peer": multiplying(torch.bfloat16), "float32 peer": multiplying(torch.float32)}
     with OtherCpu() as other, torch.inference_mode():
         found = in_turn(ways, repeats)
-    peer_work = min(case.num_bytes(None), memory.num_bytes // 2) if decodes else per_matmul
-    rate = peer_work / found["peer"]
+    peer_work = min(case.num_bytes(None), memory.num_bytes // 2) if decodes else MATMUL_OPERATIONS
+    rate = peer_work / min(found["peer"], found.get("float32 peer", math.inf))
     standard_work = standard.num_bytes(None) if decodes else standard.num_operations(None)
     for name, each in params.items():
         work = case.num_bytes(each.window) if decodes else case.num_operations(each.window)
@@ -250,7 +256,7 @@ def main() -> None:
         for figure in measured(case, memory, params, options.repeats, twin=twin):
             figures.append(figure)
             print(shown(figure), flush=True)
-    write_record(options.out, options, figures=figures)
+    write_record(options.out, options, figures=figures, multiplies_pairs=skinny_gemm(torch.bfloat16) is not None)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.cpu_attention import BLOCK, Case, Memory, batches, in_turn, multiplying, reading
+from benchmarks.kernels.cpu_attention import BLOCK, MATMUL_OPERATIONS, Case, Memory, batches, in_turn, multiplying, reading
 from benchmarks.machine import OtherCpu
 from benchmarks.record import RESULTS, write_record
 from tandem.workers.attention.backend import AttentionBackend
@@ -102,13 +102,13 @@ def measured(case: LatentCase, memory: Memory, repeats: int) -> dict[str, Any]:
     assert isinstance(ours, CpuAttention), "there is no C compiler"
     ways: dict[str, Callable[[int], object]] = {
         "ours": attending(ours, steps, case, kv), "read": reading(memory, case.num_bytes),
-        "bfloat16": multiplying()[0], "float32": multiplying(torch.float32)[0],
+        "bfloat16": multiplying(torch.bfloat16), "float32": multiplying(torch.float32),
     }  # fmt: skip
     if case.queries == 1 and case.heads * case.rows * case.context <= BESIDE_TORCH:
         ways["torch"] = attending(TorchAttention(), steps, case, kv)
     with OtherCpu() as other, torch.inference_mode():
         found = in_turn(ways, repeats)
-    rate = multiplying()[1] / min(found["bfloat16"], found["float32"])
+    rate = MATMUL_OPERATIONS / min(found["bfloat16"], found["float32"])
     least = {"read": found["read"], "multiply": case.num_operations / rate}
     bound = max(least, key=lambda name: least[name])
     return {

@@ -23,7 +23,8 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}
 LATENT_SOURCES = ("cpu_latent_attention.c",)
 CACHE_SOURCES = ("cpu_decode_attention.c", "cpu_kv_quant.c")
-SOURCES = (*CACHE_SOURCES, "cpu_chunk_attention.c", "cpu_fused_ops.c", "cpu_skinny_gemm.c", "cpu_weight_blocks.c")
+SOURCES = (*CACHE_SOURCES, "cpu_fused_ops.c", "cpu_skinny_gemm.c", "cpu_weight_blocks.c")
+CHUNK_SOURCES = ("cpu_chunk_attention.c",)
 LORA_SOURCES = ("cpu_lora.c",)
 INT8_SOURCES = ("cpu_int8_gemm.c",)
 EXPERTS_SOURCES = ("cpu_experts.c", "cpu_grouped_gemm.c")
@@ -46,6 +47,13 @@ def cpu_library(dtype: torch.dtype, storage: torch.dtype | None = None) -> ctype
     if storage is dtype:
         return cpu_library(dtype)
     return _compiled(SOURCES if storage is None else CACHE_SOURCES, dtype, storage)
+
+
+@cache
+def cpu_chunk_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Returns the softmax of prefill chunks over scores of `dtype`; None as for cpu_library."""
+    # A separate library: some CPUs take that of another dtype than the model's, and nothing else of it.
+    return _compiled(CHUNK_SOURCES, dtype, None)
 
 
 @cache

@@ -6,7 +6,9 @@ over positions j up to p, that of t, within the window; a head's sink takes its 
 
 A block of queries multiplies only the keys that some of them attend to, so what is masked is hardly computed, and the
 matmul runs at full speed (SDPA took 2.8 times as long at 1,024 tokens in bf16). For bf16, whose scores are rounded to
-bf16 as in transformers' eager attention, and fp32. The torch twin is attend_in_pieces of workers/attention/pieces.py.
+bf16 as in transformers' eager attention, and fp32. CPUs that do not multiply pairs of bf16 compute bf16 in float32, as
+their matmuls are faster so; scores are not rounded then. The torch twin is attend_in_pieces of
+workers/attention/pieces.py.
 T tokens of the chunk, J context positions, N query heads, K KV heads, G = N / K, D dim.
 """
 
@@ -14,7 +16,7 @@ import ctypes
 
 import torch
 
-from tandem.workers.kernels.cpu.cpu_build import cpu_library
+from tandem.workers.kernels.cpu.cpu_build import cpu_chunk_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel, OfHeads, Scratch
 from tandem.workers.models.spec.arch import AttentionParams
 
@@ -24,9 +26,10 @@ LANES = 16
 
 class CpuChunkAttention:
     """ChunkAttention by the compiled softmax and a loop around it. It keeps scratch memory between calls, so it serves
-    one thread."""
+    one thread. dtype: of the products and the softmax, for which the library was compiled."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._of_heads, self._scratch = OfHeads(), Scratch()
         self._softmax = Kernel(
             library, "causal_softmax", POINTER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, REAL, REAL, POINTER, POINTER,
@@ -36,8 +39,10 @@ class CpuChunkAttention:
     @classmethod
     def make(cls, dtype: torch.dtype) -> "CpuChunkAttention | None":
         """Returns the implementation; None for other dtypes, or when compilation failed."""
-        library = cpu_library(dtype)
-        return None if library is None else cls(library)
+        library = cpu_chunk_library(dtype)
+        if library is not None and ctypes.c_int.in_dll(library, "chunk_float32_is_faster").value:
+            dtype, library = torch.float32, cpu_chunk_library(torch.float32)
+        return None if library is None else cls(library, dtype)
 
     def attend(
         self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, params: AttentionParams
@@ -49,15 +54,15 @@ class CpuChunkAttention:
         slopes, sinks = self._of_heads.array(params.slopes), self._of_heads.array(params.sinks)
         width, threads = -(-k_JKD.shape[0] // LANES) * LANES, torch.get_num_threads()
         self._scratch.reserve(threads * width)
-        k_KJD = k_JKD.transpose(0, 1).contiguous()  # oneDNN reads it transposed as fast; a copy as D by J is slow
-        v_KJD = v_JKD.transpose(0, 1).contiguous()
+        k_KJD = self._by_head(k_JKD)  # a matmul reads it transposed as fast; a copy as D by J is slow
+        v_KJD = self._by_head(v_JKD)
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype)
         for start in range(0, num_tokens, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, num_tokens)
             count, last = stop - start, before + stop
             first = 0 if window is None else max(0, before + start + 1 - window)
             q_BKGD = q_TND[start:stop].unflatten(1, (num_kv_heads, -1))
-            q_KXD = q_BKGD.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+            q_KXD = q_BKGD.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim).to(self._dtype)
             scores_KXJ = torch.bmm(q_KXD, k_KJD[:, first:last].transpose(1, 2))
             self._softmax(
                 scores_KXJ.data_ptr(), num_heads * count, last - first, count, before + start + 1 - first,
@@ -67,3 +72,8 @@ class CpuChunkAttention:
             out_KXD = torch.bmm(scores_KXJ, v_KJD[:, first:last])
             out_TND[start:stop] = out_KXD.view(num_heads, count, head_dim).transpose(0, 1)
         return out_TND
+
+    def _by_head(self, x_JKD: torch.Tensor) -> torch.Tensor:
+        """Returns x_KJD, contiguous, for the matmuls."""
+        x_KJD = x_JKD.transpose(0, 1)
+        return torch.empty(x_KJD.shape, dtype=self._dtype).copy_(x_KJD)

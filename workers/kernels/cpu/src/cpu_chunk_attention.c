@@ -8,6 +8,13 @@
    and with values they make products below the normal floats, which some CPUs compute a hundred times slower. */
 #define LEAST_WEIGHT 0x1p-100f
 
+/* Whether products of bf16 are better computed as products of float32: on x86 without products of bf16 pairs. */
+#if defined(__x86_64__) && !defined(__AVX512BF16__)
+const int chunk_float32_is_faster = 1;
+#else
+const int chunk_float32_is_faster = 0;
+#endif
+
 INLINE ints seen_lanes(long at, long begin, long end) {
   const ints lane = (ints){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)at;
   return (lane >= (int32_t)begin) & (lane < (int32_t)end);
