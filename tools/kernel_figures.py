@@ -20,8 +20,8 @@ def attention_section() -> str:
 
 `make bench-attention` calls the attention kernels in bf16 on one thread; times are CPU seconds of that thread, and
 others took {taken} % of the machine meanwhile. The roofline of a decode is a plain read of the keys and values that are
-seen, that of a prefill chunk a matmul of as many operations, both called in turn with the kernel. Decodes of 16 heads
-of 128 over 8 KV heads:
+seen, that of a prefill chunk a matmul of as many operations, in bf16 or float32, whichever is faster, both called in
+turn with the kernel. Decodes of 16 heads of 128 over 8 KV heads:
 
 {table(["rows", "context", "ms", "of the roofline"], _rooflines(decodes))}
 
@@ -36,7 +36,21 @@ groups multiply more for each byte, and are bound by that:
 {table(["query heads", "KV heads", "head size", "of the roofline", "over heads of 128, by byte"], _sizes(sizes))}
 
 Prefill chunks of 16 heads of 128 reach {_reached(usual)} % of the rate of a matmul, and of heads of 64, 80 and 256
-{_reached(others)} %."""
+{_reached(others)} %.
+
+{_without_pairs(read_json("attention-without-bf16-pairs.json")["figures"])}"""
+
+
+def _without_pairs(figures: Iterable[Figure]) -> str:
+    """The paragraph on CPUs that compute chunks of bf16 in float32."""
+    chunks = [each for each in figures if each["queries"] > 1 and each["head_dim"] == 128]
+    scores = [each for each in chunks if each["scores"] != "plain" and "window" not in each["scores"]]
+    (whole_prompt,) = (each for each in chunks if each["queries"] == 2048 and each["scores"] == "plain")
+    return f"""CPUs without products of bf16 pairs compute chunks in float32. Here the same CPU is made to do without them
+(`ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI`, and a compiler that is told `-mno-avx512bf16`): 2,048 of 2,048 tokens take
+{whole(whole_prompt["ms"])} ms, {whole_prompt["ms"] / whole_prompt["twin_ms"]:.2f} of the time of torch's SDPA; chunks
+reach {_reached(chunks)} % of the rate of a float32 matmul, and soft-caps, ALiBi and sinks take
+{span(each["of_plain"] for each in scores)} of the plain case."""
 
 
 def latent_section() -> str:
