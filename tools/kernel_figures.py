@@ -46,7 +46,7 @@ def _without_pairs(figures: Iterable[Figure]) -> str:
     chunks = [each for each in figures if each["queries"] > 1 and each["head_dim"] == 128]
     scores = [each for each in chunks if each["scores"] != "plain" and "window" not in each["scores"]]
     (whole_prompt,) = (each for each in chunks if each["queries"] == 2048 and each["scores"] == "plain")
-    return f"""CPUs without products of bf16 pairs compute chunks in float32. Here the same CPU is made to do without them
+    return f"""CPUs without products of bf16 pairs compute chunks in float32. Here the same CPU is made to do without
 (`ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI`, and a compiler that is told `-mno-avx512bf16`): 2,048 of 2,048 tokens take
 {whole(whole_prompt["ms"])} ms, {whole_prompt["ms"] / whole_prompt["twin_ms"]:.2f} of the time of torch's SDPA; chunks
 reach {_reached(chunks)} % of the rate of a float32 matmul, and soft-caps, ALiBi and sinks take
@@ -71,10 +71,9 @@ decodes took before there was a kernel, and take where there is no compiler:
 
 {table(head, _latents(decodes))}
 
-Prefill chunks of 16 heads, one row, expanded or absorbed by what takes fewer multiplications, are matmuls and the
-chunk kernel:
+Prefill chunks of one row, expanded or absorbed by what takes fewer multiplications, are matmuls and the chunk kernel:
 
-{table(["tokens", "context", "ms", "of the roofline"], _latent_chunks(chunks))}"""
+{table(["heads", "tokens", "context", "ms", "of the roofline"], _latent_chunks(chunks))}"""
 
 
 def _latents(decodes: Iterable[Figure]) -> list[list[str]]:
@@ -92,7 +91,11 @@ def _latents(decodes: Iterable[Figure]) -> list[list[str]]:
 
 def _latent_chunks(chunks: Iterable[Figure]) -> list[list[str]]:
     return [
-        [whole(each["queries"]), whole(each["context"]), f"{each['ms']:.1f}", percent(each["of_roofline"])]
+        [
+            *(whole(each[key]) for key in ("heads", "queries", "context")),
+            f"{each['ms']:.1f}",
+            percent(each["of_roofline"]),
+        ]
         for each in chunks
     ]
 

@@ -18,7 +18,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.cpu_attention import BLOCK, MATMUL_OPERATIONS, Case, Memory, batches, in_turn, multiplying, reading
+from benchmarks.kernels.cpu_attention import (
+    BLOCK,
+    MATMUL_OPERATIONS,
+    Case,
+    Memory,
+    batches,
+    in_turn,
+    multiplying,
+    reading,
+)
 from benchmarks.machine import OtherCpu
 from benchmarks.record import RESULTS, write_record
 from tandem.workers.attention.backend import AttentionBackend
@@ -136,6 +145,7 @@ def cases(most_bytes: int) -> Iterator[LatentCase]:
                     yield LatentCase(heads, rows, context)
     for queries, context in ((128, 4096), (512, 512), (512, 4096), (2048, 2048)):
         yield LatentCase(LITE, 1, context, queries)
+    yield LatentCase(FULL, 1, 2048, 512)
 
 
 def main() -> None:

@@ -38,10 +38,11 @@ def steps(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> torch.Tensor
 
 
 @pytest.mark.parametrize("always", [None, True, False], ids=["counted", "absorbed", "expanded"])
-@pytest.mark.parametrize(("is_bounded", "bytes_at_once"), [(False, None), (True, None), (False, 4096), (True, 4096)])
+@pytest.mark.parametrize("is_bounded", [False, True], ids=["free", "bounded"])
+@pytest.mark.parametrize("bytes_at_once", [None, 40_000, 4096], ids=["at once", "heads in parts", "in pieces"])
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2-lite"])
 def test_every_way_equals_the_definition(
-    name: str, is_bounded: bool, bytes_at_once: int | None, always: bool | None, tiny_folder: TinyFolder,
+    name: str, bytes_at_once: int | None, is_bounded: bool, always: bool | None, tiny_folder: TinyFolder,
     make_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     folder = tiny_folder(name)
@@ -49,7 +50,7 @@ def test_every_way_equals_the_definition(
     if always is not None:
         monkeypatch.setattr(latent, "absorbs", lambda *_: always)
     if bytes_at_once is not None:
-        monkeypatch.setattr(latent, "GATHER_BYTES", bytes_at_once)  # several pieces
+        monkeypatch.setattr(latent, "GATHER_BYTES", bytes_at_once)
     found = steps(make_decoder(folder, attention=TorchAttention(is_bounded=is_bounded)))
     torch.testing.assert_close(found, truth, rtol=0, atol=2e-5 * float(truth.abs().max()))
 
@@ -63,14 +64,34 @@ def test_what_is_expanded_at_once_is_bounded(
     taken: list[int] = []
     expand = Heads.expand
 
-    def noted(heads: Heads, latents_JE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        made = expand(heads, latents_JE)
+    def noted(heads: Heads, latents_JE: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        made = expand(heads, latents_JE, part)
         taken.append(sum(each.nbytes for each in made))
         return made
 
     monkeypatch.setattr(Heads, "expand", noted)
     steps(make_decoder(tiny_folder("deepseek_v3")))
     assert 0 < max(taken) <= 8192
+
+
+def test_heads_that_do_not_fit_at_once_attend_in_parts(
+    tiny_folder: TinyFolder, make_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_folder("deepseek_v3")
+    truth = steps(make_decoder(folder, attention=ReferenceAttention()))
+    monkeypatch.setattr(latent, "absorbs", lambda *_: False)
+    monkeypatch.setattr(latent, "GATHER_BYTES", 40_000)
+    parts: set[tuple[int, int]] = set()
+    expand = Heads.expand
+
+    def noted(heads: Heads, latents_JE: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        parts.add((part.start, part.stop))
+        return expand(heads, latents_JE, part)
+
+    monkeypatch.setattr(Heads, "expand", noted)
+    found = steps(make_decoder(folder))
+    assert {(0, 2), (2, 4)} <= parts
+    torch.testing.assert_close(found, truth, rtol=0, atol=2e-5 * float(truth.abs().max()))
 
 
 def test_the_way_is_counted() -> None:

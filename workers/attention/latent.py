@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer
-from tandem.workers.attention.pieces import attend_in_pieces, scores_fit
+from tandem.workers.attention.pieces import attend_in_pieces, heads_that_fit
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams, Mla
 from tandem.workers.planning.budget import GATHER_BYTES
@@ -48,8 +48,8 @@ class LatentHeads(Protocol):
         """Returns out_TNV of sums over latents."""
         ...
 
-    def expand(self, latents_JE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns k_JND and v_JNV."""
+    def expand(self, latents_JE: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns k_JND and v_JNV of that part of the heads."""
         ...
 
 
@@ -93,9 +93,9 @@ def attend_absorbed(
 
 
 class LatentChunks:
-    """Rows with several queries, one by one. Keys and values of all heads, which are made here, never take more than
-    GATHER_BYTES: those of a longer context come in pieces. keeps_scores: so do its scores (pieces.py), as `attention`
-    might keep them all."""
+    """Rows with several queries, one by one. Keys and values of heads, which are made here, never take more than
+    GATHER_BYTES: as many heads as that allows attend at once, and of a context that is too long for one head they come
+    in pieces. keeps_scores: so do its scores (pieces.py), as `attention` might keep them all."""
 
     def __init__(self, gatherer: Gatherer, attention: ChunkAttention, *, keeps_scores: bool) -> None:
         self._gatherer = gatherer
@@ -118,24 +118,41 @@ class LatentChunks:
             keys_and_values = ((piece, piece[..., : spec.kv_rank]) for piece in pieces)
             out_TNL = attend_in_pieces(heads.absorb(own), keys_and_values, chunk.context_len, params, chunk.before)
             return heads.release(out_TNL)
-        of_position = own.shape[1] * (spec.key_dim + spec.v_dim)
-        if not self._fits(chunk, own, of_position):
-            pieces = self._pieces(chunk, latents_T1E, kv, of_position)
-            expanded = (heads.expand(piece.squeeze(1)) for piece in pieces)
+        num_heads = own.shape[1]
+        at_once = self._heads_at_once(chunk, own, spec)
+        if at_once == 0:
+            pieces = self._pieces(chunk, latents_T1E, kv, num_heads * (spec.key_dim + spec.v_dim))
+            expanded = (heads.expand(piece.squeeze(1), slice(None)) for piece in pieces)
             return attend_in_pieces(own, expanded, chunk.context_len, params)
         (latents_J1E,) = self._pieces(chunk, latents_T1E, kv, None)
-        k_JND, v_JNV = heads.expand(latents_J1E.squeeze(1))
+        out_TNV = own.new_empty((*own.shape[:2], spec.v_dim))
+        for first in range(0, num_heads, at_once):
+            part = slice(first, min(first + at_once, num_heads))
+            out_TNV[:, part] = self._expanded(own[:, part], latents_J1E.squeeze(1), params, heads, part)
+        return out_TNV
+
+    def _expanded(
+        self, q_TND: torch.Tensor, latents_JE: torch.Tensor, params: AttentionParams, heads: LatentHeads, part: slice
+    ) -> torch.Tensor:
+        """Returns out_TNV of some heads."""
+        assert params.slopes is None and params.sinks is None, "numbers of all heads"
+        spec = heads.spec
+        k_JND, v_JNV = heads.expand(latents_JE, part)
         v_JND = F.pad(v_JNV, (0, spec.key_dim - spec.v_dim)) if spec.v_dim < spec.key_dim else v_JNV
         if spec.v_dim > spec.key_dim:
-            own, k_JND = (F.pad(x, (0, spec.v_dim - spec.key_dim)) for x in (own, k_JND))
-        return self._attention.attend(own, k_JND, v_JND, params)[..., : spec.v_dim]
+            q_TND, k_JND = (F.pad(x, (0, spec.v_dim - spec.key_dim)) for x in (q_TND, k_JND))
+        return self._attention.attend(q_TND, k_JND, v_JND, params)[..., : spec.v_dim]
 
-    def _fits(self, chunk: Chunk, own: torch.Tensor, of_position: int) -> bool:
-        """Whether the scores, should they be kept, and the expanded keys and values stay within bounds."""
-        if chunk.context_len * of_position * own.element_size() > GATHER_BYTES:
-            return False
-        is_masked = chunk.block_ids is not None
-        return not (self._keeps_scores and is_masked) or scores_fit(len(own), chunk.context_len, own.shape[1])
+    def _heads_at_once(self, chunk: Chunk, own: torch.Tensor, spec: Mla) -> int:
+        """Of how many heads the expanded keys and values, and the scores should they be kept, stay within bounds; 0 if
+        those of one do not, or the latents themselves."""
+        num_bytes = chunk.context_len * own.element_size()
+        if num_bytes * spec.head_dim > GATHER_BYTES:
+            return 0
+        most = min(own.shape[1], GATHER_BYTES // (num_bytes * (spec.key_dim + spec.v_dim)))
+        if self._keeps_scores and chunk.block_ids is not None:
+            most = min(most, heads_that_fit(len(own), chunk.context_len))
+        return most
 
     def _pieces(
         self, chunk: Chunk, latents_T1E: torch.Tensor, kv: LayerKV, of_position: int | None

@@ -32,10 +32,11 @@ class DenseHeads:
         of_values_NLV = self.of_heads()[:, self.spec.nope_dim :].transpose(1, 2)
         return (out_TNL.transpose(0, 1) @ of_values_NLV).transpose(0, 1)
 
-    def expand(self, latents_JE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def expand(self, latents_JE: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
         spec = self.spec
         latents_JL, turned_JR = latents_JE.split((spec.kv_rank, spec.rope_dim), dim=-1)
-        kv_JNX = F.linear(latents_JL, self._weight()).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
+        weight = self.of_heads()[part].flatten(0, 1)
+        kv_JNX = F.linear(latents_JL, weight).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
         k_JNP, v_JNV = kv_JNX.split((spec.nope_dim, spec.v_dim), dim=-1)
         turned_JNR = turned_JR[:, None].expand(-1, k_JNP.shape[1], -1)
         return torch.cat((k_JNP, turned_JNR), dim=-1), v_JNV

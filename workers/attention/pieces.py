@@ -27,9 +27,9 @@ def piece_blocks(kv: LayerKV, dtype: torch.dtype) -> int:
     return max(1, GATHER_BYTES // (2 * kv.keys[0].numel() * dtype.itemsize))
 
 
-def scores_fit(num_tokens: int, context_len: int, num_heads: int) -> bool:
-    """Whether all scores of a chunk take at most SCORE_BYTES."""
-    return num_tokens * context_len * num_heads * 4 <= SCORE_BYTES
+def heads_that_fit(num_tokens: int, context_len: int) -> int:
+    """Of how many heads a chunk's scores take at most SCORE_BYTES together."""
+    return SCORE_BYTES // (num_tokens * context_len * 4)
 
 
 def context_pieces(

@@ -77,7 +77,7 @@ class _ReferenceStep:
         for row, (num_queries, seq_len) in enumerate(zip(batch.query_lens_list, batch.seq_lens_list, strict=True)):
             stop = start + num_queries
             latents_J1E = row_context(kv.keys, kv.key_scales, batch, row)
-            k_JND, v_JNV = heads.expand(latents_J1E.squeeze(1).to(q_TND.dtype))
+            k_JND, v_JNV = heads.expand(latents_J1E.squeeze(1).to(q_TND.dtype), slice(None))
             distance_TJ = torch.arange(seq_len - num_queries, seq_len)[:, None] - torch.arange(seq_len)
             out_TNV[start:stop] = attend_row(q_TND[start:stop], k_JND, v_JNV, distance_TJ >= 0, params, distance_TJ)
             start = stop

@@ -27,7 +27,7 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.general import GeneralAttention
 from tandem.workers.attention.latent import LatentChunks, LatentHeads, attend_absorbed
 from tandem.workers.attention.padded_decode import PaddedDecode, padded_blocks, padded_width
-from tandem.workers.attention.pieces import attend_in_pieces, context_pieces, piece_blocks, scores_fit
+from tandem.workers.attention.pieces import attend_in_pieces, context_pieces, heads_that_fit, piece_blocks
 from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore
 from tandem.workers.models.spec.arch import AttentionParams
 
@@ -164,7 +164,7 @@ class TorchStep:
         if chunk.block_ids is None and (window is None or window >= chunk.context_len):
             return True
         blocks = 0 if chunk.block_ids is None else len(chunk.block_ids)
-        return blocks <= piece_blocks(kv, q_TND.dtype) and scores_fit(tokens, chunk.context_len, q_TND.shape[1])
+        return blocks <= piece_blocks(kv, q_TND.dtype) and q_TND.shape[1] <= heads_that_fit(tokens, chunk.context_len)
 
     def _attend_group(self, group: _DecodeGroup, q_RND: torch.Tensor, kv: LayerKV, scale: float) -> torch.Tensor:
         """Returns out_RND from one SDPA over all rows: the G query heads of a KV head act as its queries, with equal

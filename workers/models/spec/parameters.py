@@ -245,7 +245,10 @@ class _Group:
     ) -> None:
         """A linear layer. source: its rows in the stored tensor, which is that of `within` where it is fused. A bias of
         sharded outputs is sharded with them; one of summed outputs is whole."""
-        stem = self._prefix + self._names.stems[within or role] + ("" if within is None else f".{role}")
+        stem = self._names.stems[within or role]
+        if self._expert is not None:  # one of a tensor of all experts has the whole path, the prefix is its own
+            stem = stem.rpartition(".")[2]
+        stem = self._prefix + stem + ("" if within is None else f".{role}")
         self.weights[role] = self._param(
             role,
             f"{stem}.weight",
