@@ -200,8 +200,11 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans ar
 @pytest.mark.parametrize("killed", [("supervisor",), ("supervisor", "launcher")])
 def test_a_killed_supervisor_takes_all_along(killed: tuple[str, ...], temp: Path) -> None:
     split = Split(DEAF + "status_pipe.started(); time.sleep(60)", temp)
+    assert split.reaper is not None
+    split.reaper.suspend()  # it would kill the launcher itself
     for name in killed:
         getattr(split, name).kill()
+    split.reaper.resume()
     status, output = split.end()
     assert status == -signal.SIGKILL
     why, stopped = output.splitlines()
