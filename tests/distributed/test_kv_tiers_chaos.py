@@ -15,6 +15,7 @@ import pytest
 from tandem.configs.load import build_settings
 from tandem.offload.kv.disk_io import HEADER_BYTES
 from tandem.offload.kv.disk_tier import DiskTier
+from tandem.parallel.mesh import Mesh
 from tandem.workers.build import model_facts, offline_settings, open_executor
 from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.engine.engine import Engine
@@ -22,6 +23,8 @@ from tandem.workers.engine.executor import Executor
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.messages.request import GenerationRequest
 from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.sizes import kv_token_bytes
+from tandem.workers.planning.resolve import kv_groups, resolve_max_model_len
 from tests.support.clients import Clients, Exchange, Listener
 from tests.support.in_process import is_in_process, runner_of
 from tests.support.kv_bits import Bits
@@ -37,6 +40,7 @@ SEED = 3
 differ and nobody is at fault: another seed, then."""
 BLOCK_SIZE = 4
 DEVICE_BLOCKS, HOST_SLOTS, DISK_BLOCKS = 28, 24, 80
+"""For each group of layers: a sequence takes blocks of every group."""
 SETTLE_S = 20.0
 SMALL: dict[str, Any] = {
     "dtype": "float32",
@@ -126,22 +130,26 @@ class Thrashed:
         return offload.blocks["store"] + offload.blocks["fetch"] - offload.host_blocks
 
 
-def tiny_tiers(folder: Path, disk: Path, cut: dict[str, int]) -> dict[str, Any]:
-    """Flags for that many blocks on each tier, which the ranks of the cut share."""
-    spec, ranks = load_spec(folder), len(cut) + 1
-    heads = max(spec.kv_heads, cut.get("tensor_parallel_size", 1))
-    block_bytes = 2 * 4 * BLOCK_SIZE * heads * spec.head_dim * spec.num_layers
+def tiny_tiers(folder: Path, disk: Path, cut: dict[str, int]) -> tuple[dict[str, Any], int]:
+    """Flags for that many blocks on each tier, which the ranks of the cut share, and the number of groups."""
+    spec, settings = load_spec(folder), build_settings(str(folder), SMALL).engine
+    windows = kv_groups(settings, spec, resolve_max_model_len(settings, spec)).windows
+    tp_size, pp_size = cut.get("tensor_parallel_size", 1), cut.get("pipeline_parallel_size", 1)
+    ranks = [Mesh(tp_size, pp_size, rank) for rank in range(tp_size * pp_size)]
+    block_bytes = BLOCK_SIZE * sum(kv_token_bytes(spec, rank, "float32", windows) for rank in ranks)
+    groups = len(windows)
     return {
-        "num_gpu_blocks_override": DEVICE_BLOCKS,
-        "kv_offloading_size": (HOST_SLOTS + 0.5) * block_bytes / 2**30,
+        "num_gpu_blocks_override": DEVICE_BLOCKS * groups,
+        "kv_offloading_size": (HOST_SLOTS * groups + 0.5) * block_bytes / 2**30,
         "kv_disk_path": str(disk),
-        "kv_disk_size": (DISK_BLOCKS + 0.5) * (block_bytes + ranks * HEADER_BYTES) / 2**30,
-    }
+        "kv_disk_size": (DISK_BLOCKS * groups + 0.5) * (block_bytes + len(ranks) * HEADER_BYTES) / 2**30,
+    }, groups
 
 
 def thrash(folder: Path, disk: Path, cut: dict[str, int]) -> Thrashed:
     """All that the clients ask; afterwards nothing of it is held anywhere."""
-    settings = offline_settings(build_settings(str(folder), SMALL | tiny_tiers(folder, disk, cut) | cut).engine)
+    tiers, groups = tiny_tiers(folder, disk, cut)
+    settings = offline_settings(build_settings(str(folder), SMALL | tiers | cut).engine)
     executor = open_executor(settings)
     try:
         ready, clients = executor.start(), Clients(seed=SEED)
@@ -150,7 +158,7 @@ def thrash(folder: Path, disk: Path, cut: dict[str, int]) -> Thrashed:
         exchanges = clients.converse(engine, TURNS)
         took_s = time.monotonic() - began_s
         engine.flush_transfers(SETTLE_S)
-        tier = assert_nothing_is_held(engine, disk, len(cut) + 1)
+        tier = assert_nothing_is_held(engine, disk, len(cut) + 1, groups)
         pids = () if is_in_process(executor) else ready.rank_pids
         thrashed = Thrashed(exchanges, engine.stats(), tier.stats.evictions, took_s, bits)
     finally:
@@ -166,7 +174,7 @@ def watched(engine: Engine, executor: Executor) -> Bits | None:
     return Bits(engine._offload, runner_of(executor).kv.planes)
 
 
-def assert_nothing_is_held(engine: Engine, disk: Path, num_ranks: int) -> DiskTier:
+def assert_nothing_is_held(engine: Engine, disk: Path, num_ranks: int, groups: int) -> DiskTier:
     """No block is used, no ticket open, no slot pinned, no file but those that are listed, and invariants hold."""
     assert not engine.has_work() and not engine.is_copying
     engine.check_invariants()
@@ -175,11 +183,11 @@ def assert_nothing_is_held(engine: Engine, disk: Path, num_ranks: int) -> DiskTi
     assert not offload._open and not offload._arriving
     assert engine._manager.pool.num_reserved == engine._manager.num_promised == 0
     host, tier = offload._store.host, offload._store.disk
-    assert host.num_available == host.num_slots == HOST_SLOTS, "a slot is pinned or being written"
+    assert host.num_available == host.num_slots == HOST_SLOTS * groups, "a slot is pinned or being written"
     assert isinstance(tier, DiskTier) and tier.disabled_reason is None
     tier.check_invariants()
     assert not tier._pins and not tier._writing and not tier._remains
-    assert 0 < tier.stats.keys <= tier.stats.capacity_keys == DISK_BLOCKS
+    assert 0 < tier.stats.keys <= tier.stats.capacity_keys == DISK_BLOCKS * groups
     for rank in range(num_ranks):
         files = [path.name for path in tier.folder(f"rank{rank}").rglob("*") if path.is_file()]
         assert sorted(files) == sorted(f"{key.hex()}.kv" for key in tier._idle), "files that are not listed"
