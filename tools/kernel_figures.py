@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tools.result_files import percent, read_json, span, table, whole
+from tools.result_files import MissingFigureError, percent, read_json, span, table, whole
 
 Figure = Mapping[str, Any]
 
@@ -38,16 +38,19 @@ groups multiply more for each byte, and are bound by that:
 Prefill chunks of 16 heads of 128 reach {_reached(usual)} % of the rate of a matmul, and of heads of 64, 80 and 256
 {_reached(others)} %.
 
-{_without_pairs(read_json("attention-without-bf16-pairs.json")["figures"])}"""
+{_without_pairs(read_json("attention-without-bf16-pairs.json"))}"""
 
 
-def _without_pairs(figures: Iterable[Figure]) -> str:
-    """The paragraph on CPUs that compute chunks of bf16 in float32."""
+def _without_pairs(record: Figure) -> str:
+    """The paragraph on CPUs that compute chunks of bf16 in float32, from a record of an imitation of one."""
+    if record["multiplies_pairs"]:
+        raise MissingFigureError("attention-without-bf16-pairs.json: is of a CPU that multiplies pairs of bf16")
+    figures = record["figures"]
     chunks = [each for each in figures if each["queries"] > 1 and each["head_dim"] == 128]
     scores = [each for each in chunks if each["scores"] != "plain" and "window" not in each["scores"]]
     (whole_prompt,) = (each for each in chunks if each["queries"] == 2048 and each["scores"] == "plain")
-    return f"""CPUs without products of bf16 pairs compute chunks in float32. Here the same CPU is made to do without
-(`ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI`, and a compiler that is told `-mno-avx512bf16`): 2,048 of 2,048 tokens take
+    return f"""x86 CPUs without products of bf16 pairs compute chunks in float32. Here this CPU imitates one, with
+`ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI` and a compiler that is told `-mno-avx512bf16`: 2,048 of 2,048 tokens take
 {whole(whole_prompt["ms"])} ms, {whole_prompt["ms"] / whole_prompt["twin_ms"]:.2f} of the time of torch's SDPA; chunks
 reach {_reached(chunks)} % of the rate of a float32 matmul, and soft-caps, ALiBi and sinks take
 {span(each["of_plain"] for each in scores)} of the plain case."""

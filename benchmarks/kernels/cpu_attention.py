@@ -13,7 +13,6 @@ decode has other blocks in each turn, as layers have. other_cpu is the share of 
 """
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -193,13 +192,15 @@ def measured(
     )
     decodes = case.queries == 1
     if decodes:
-        ways["peer"] = reading(memory, case.num_bytes(None))
+        ways["read"] = reading(memory, case.num_bytes(None))
     else:
-        ways |= {"peer": multiplying(torch.bfloat16), "float32 peer": multiplying(torch.float32)}
+        ways |= {"bfloat16": multiplying(torch.bfloat16), "float32": multiplying(torch.float32)}
     with OtherCpu() as other, torch.inference_mode():
         found = in_turn(ways, repeats)
-    peer_work = min(case.num_bytes(None), memory.num_bytes // 2) if decodes else MATMUL_OPERATIONS
-    rate = peer_work / min(found["peer"], found.get("float32 peer", math.inf))
+    if decodes:
+        rate = min(case.num_bytes(None), memory.num_bytes // 2) / found["read"]
+    else:
+        rate = MATMUL_OPERATIONS / min(found["bfloat16"], found["float32"])
     standard_work = standard.num_bytes(None) if decodes else standard.num_operations(None)
     for name, each in params.items():
         work = case.num_bytes(each.window) if decodes else case.num_operations(each.window)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tandem.workers.attention import latent
-from tandem.workers.attention.latent import absorbs
+from tandem.workers.attention.chunks import Chunk, Gatherer, SdpaChunks
+from tandem.workers.attention.latent import LatentChunks, absorbs
 from tandem.workers.attention.padded_decode import PaddedDecode, padded_blocks
 from tandem.workers.attention.reference import ReferenceAttention
 from tandem.workers.attention.torch_sdpa import TorchAttention
@@ -66,7 +67,7 @@ def test_what_is_expanded_at_once_is_bounded(
 
     def noted(heads: Heads, latents_JE: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
         made = expand(heads, latents_JE, part)
-        taken.append(sum(each.nbytes for each in made))
+        taken.append(sum(each.untyped_storage().nbytes() for each in made))
         return made
 
     monkeypatch.setattr(Heads, "expand", noted)
@@ -92,6 +93,29 @@ def test_heads_that_do_not_fit_at_once_attend_in_parts(
     found = steps(make_decoder(folder))
     assert {(0, 2), (2, 4)} <= parts
     torch.testing.assert_close(found, truth, rtol=0, atol=2e-5 * float(truth.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "is_gathered", "on_device", "at_once"),
+    [
+        (512, 512, False, True, 36),  # 16 MiB of 512 positions of 448 elements: what is made, then the key
+        (2048, 2048, False, True, 9),
+        (512, 14_000, True, False, 1),
+        (512, 15_000, True, False, 0),  # the latents alone take more than 16 MiB
+        (15_000, 15_000, False, False, 1),  # but these are not gathered
+        (20_000, 20_000, False, False, 0),
+        (64, 2048, True, True, 9),
+        (65, 2048, True, True, 0),  # 128 heads' scores take more than 64 MiB
+        (65, 2048, True, False, 9),
+    ],
+)
+def test_as_many_heads_attend_at_once_as_memory_allows(
+    tokens: int, context: int, is_gathered: bool, on_device: bool, at_once: int
+) -> None:
+    chunks = LatentChunks(Gatherer(TorchKVStore()), SdpaChunks(), keeps_scores=on_device)
+    chunk = Chunk(0, tokens, torch.zeros(1, dtype=torch.int32) if is_gathered else None, context)
+    own = torch.empty(1, dtype=torch.bfloat16).expand(tokens, DEEPSEEK.num_heads, DEEPSEEK.key_dim)
+    assert chunks._heads_at_once(chunk, own, DEEPSEEK, 128 + 128 + 192) == at_once
 
 
 def test_the_way_is_counted() -> None:

@@ -4,6 +4,7 @@ Shared by the torch and the CPU backends, which differ in their ChunkAttention. 
 positions, N query heads, K KV heads, D head dim.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +22,7 @@ class ChunkAttention(Protocol):
     def attend(
         self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Returns out_TND. The chunk's tokens are the last T of the J positions."""
+        """Returns out_TND, as wide as the values. The chunk's tokens are the last T of the J positions."""
         ...
 
 
@@ -66,8 +67,9 @@ class SdpaChunks:
         self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         assert params.is_plain, "scores that SDPA does not compute"
-        window = params.window
+        window, v_dim = params.window, v_JKD.shape[2]
         num_tokens, context_len = q_TND.shape[0], k_JKD.shape[0]
+        q_TND, k_JKD, v_JKD = _as_wide(q_TND, k_JKD, v_JKD)
         is_plain = num_tokens == context_len and (window is None or window >= context_len)
         out_1NTD = F.scaled_dot_product_attention(
             q_TND.transpose(0, 1)[None],
@@ -78,7 +80,7 @@ class SdpaChunks:
             scale=params.scale,
             enable_gqa=q_TND.shape[1] != k_JKD.shape[1],
         )
-        return out_1NTD[0].transpose(0, 1)
+        return out_1NTD[0, ..., :v_dim].transpose(0, 1)
 
     def _mask(self, num_tokens: int, context_len: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
         """Returns [T, J], the mask that SDPA adds to the scores."""
@@ -91,6 +93,12 @@ class SdpaChunks:
                 seen_TJ &= position_J > position_T1 - window
             self._masks[key] = additive_mask(seen_TJ, like.dtype)
         return self._masks[key]
+
+
+def _as_wide(*each_XND: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields queries, keys and values with zeros to the width of the widest: SDPA has kernels for one width."""
+    widest = max(x_XND.shape[2] for x_XND in each_XND)
+    return (x if x.shape[2] == widest else F.pad(x, (0, widest - x.shape[2])) for x in each_XND)
 
 
 class Gatherer:

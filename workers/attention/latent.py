@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 
 from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer
@@ -94,8 +93,9 @@ def attend_absorbed(
 
 class LatentChunks:
     """Rows with several queries, one by one. Keys and values of heads, which are made here, never take more than
-    GATHER_BYTES: as many heads as that allows attend at once, and of a context that is too long for one head they come
-    in pieces. keeps_scores: so do its scores (pieces.py), as `attention` might keep them all."""
+    GATHER_BYTES: as many heads as that allows attend at once. They come in pieces of the context where it is too long
+    for one head, or its latents take more to gather. keeps_scores: `attention` might keep all scores, and a mask; where
+    they take more than SCORE_BYTES (pieces.py) there are pieces too."""
 
     def __init__(self, gatherer: Gatherer, attention: ChunkAttention, *, keeps_scores: bool) -> None:
         self._gatherer = gatherer
@@ -118,41 +118,30 @@ class LatentChunks:
             keys_and_values = ((piece, piece[..., : spec.kv_rank]) for piece in pieces)
             out_TNL = attend_in_pieces(heads.absorb(own), keys_and_values, chunk.context_len, params, chunk.before)
             return heads.release(out_TNL)
-        num_heads = own.shape[1]
-        at_once = self._heads_at_once(chunk, own, spec)
+        num_heads, of_head = own.shape[1], spec.nope_dim + spec.v_dim + spec.key_dim
+        at_once = self._heads_at_once(chunk, own, spec, of_head)
         if at_once == 0:
-            pieces = self._pieces(chunk, latents_T1E, kv, num_heads * (spec.key_dim + spec.v_dim))
+            pieces = self._pieces(chunk, latents_T1E, kv, num_heads * of_head)
             expanded = (heads.expand(piece.squeeze(1), slice(None)) for piece in pieces)
             return attend_in_pieces(own, expanded, chunk.context_len, params)
+        assert params.slopes is None and params.sinks is None, "numbers of all heads"
         (latents_J1E,) = self._pieces(chunk, latents_T1E, kv, None)
         out_TNV = own.new_empty((*own.shape[:2], spec.v_dim))
         for first in range(0, num_heads, at_once):
             part = slice(first, min(first + at_once, num_heads))
-            out_TNV[:, part] = self._expanded(own[:, part], latents_J1E.squeeze(1), params, heads, part)
+            k_JND, v_JNV = heads.expand(latents_J1E.squeeze(1), part)
+            out_TNV[:, part] = self._attention.attend(own[:, part], k_JND, v_JNV, params)
         return out_TNV
 
-    def _expanded(
-        self, q_TND: torch.Tensor, latents_JE: torch.Tensor, params: AttentionParams, heads: LatentHeads, part: slice
-    ) -> torch.Tensor:
-        """Returns out_TNV of some heads."""
-        assert params.slopes is None and params.sinks is None, "numbers of all heads"
-        spec = heads.spec
-        k_JND, v_JNV = heads.expand(latents_JE, part)
-        v_JND = F.pad(v_JNV, (0, spec.key_dim - spec.v_dim)) if spec.v_dim < spec.key_dim else v_JNV
-        if spec.v_dim > spec.key_dim:
-            q_TND, k_JND = (F.pad(x, (0, spec.v_dim - spec.key_dim)) for x in (q_TND, k_JND))
-        return self._attention.attend(q_TND, k_JND, v_JND, params)[..., : spec.v_dim]
-
-    def _heads_at_once(self, chunk: Chunk, own: torch.Tensor, spec: Mla) -> int:
-        """Of how many heads the expanded keys and values, and the scores should they be kept, stay within bounds; 0 if
-        those of one do not, or the latents themselves."""
-        num_bytes = chunk.context_len * own.element_size()
-        if num_bytes * spec.head_dim > GATHER_BYTES:
+    def _heads_at_once(self, chunk: Chunk, own: torch.Tensor, spec: Mla, of_head: int) -> int:
+        """Returns how many heads attend at once; 0 for pieces. of_head: elements that are made for each position and
+        head: the product with the latents, which has the value, and the key."""
+        is_gathered, num_bytes = chunk.block_ids is not None, chunk.context_len * own.element_size()
+        if is_gathered and num_bytes * spec.head_dim > GATHER_BYTES:
             return 0
-        most = min(own.shape[1], GATHER_BYTES // (num_bytes * (spec.key_dim + spec.v_dim)))
-        if self._keeps_scores and chunk.block_ids is not None:
-            most = min(most, heads_that_fit(len(own), chunk.context_len))
-        return most
+        if is_gathered and self._keeps_scores and own.shape[1] > heads_that_fit(len(own), chunk.context_len):
+            return 0
+        return min(own.shape[1], GATHER_BYTES // (num_bytes * of_head))
 
     def _pieces(
         self, chunk: Chunk, latents_T1E: torch.Tensor, kv: LayerKV, of_position: int | None

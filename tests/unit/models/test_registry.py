@@ -172,3 +172,19 @@ def test_counted_parameters_are_those_of_the_checkpoint(family: Any, tmp_path: P
     stored = {name for param in table for name in param.source.names}
     assert names <= stored and all(names & set(param.source.names) for param in table)
     assert table.num_elements == elements
+
+
+@pytest.mark.parametrize(
+    ("name", "down"),
+    [
+        ("gpt_oss", "mlp.experts.1.down_proj"),
+        ("granitemoe", "block_sparse_moe.experts.1.output_linear"),
+        ("mixtral", "block_sparse_moe.experts.1.w2"),
+    ],
+)
+def test_an_experts_name_says_its_path_once(name: str, down: str, tmp_path: Path) -> None:
+    """Also where one tensor, whose stem is a path within the layer, has the matrices of all experts."""
+    from tests.support.tiny_models import BY_NAME, save_tiny_model
+
+    table = parameters_of(load_spec(save_tiny_model(BY_NAME[name], tmp_path)))
+    assert f"model.layers.0.{down}.weight" in [param.name for param in table.layers[0].experts[1]]

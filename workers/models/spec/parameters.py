@@ -202,6 +202,11 @@ class _Group:
         names = self._names.stored("", Role.HEAD, "bias")
         return self._param(Role.HEAD, names[0], (vocab_size,), Source(names), shard, init=Init.ZEROS)
 
+    @property
+    def _is_stacked(self) -> bool:
+        """Whether one tensor has a matrix of all experts."""
+        return self._names.stacked_experts or self._names.interleaved_experts
+
     def norm(self, role: Role, size: int, norm: Norm, shard: Shard = WHOLE, source: Source | None = None) -> NormParams:
         """A norm. source: where its weight is stored; None: in a tensor of its own."""
         if not norm.weight:
@@ -246,7 +251,7 @@ class _Group:
         """A linear layer. source: its rows in the stored tensor, which is that of `within` where it is fused. A bias of
         sharded outputs is sharded with them; one of summed outputs is whole."""
         stem = self._names.stems[within or role]
-        if self._expert is not None:  # one of a tensor of all experts has the whole path, the prefix is its own
+        if self._expert is not None and self._is_stacked:  # the stem is that tensor's path within the layer
             stem = stem.rpartition(".")[2]
         stem = self._prefix + stem + ("" if within is None else f".{role}")
         self.weights[role] = self._param(
@@ -285,7 +290,7 @@ class _Group:
     def _stored_weight(self, source: Source, stored: Role, outputs: int, inputs: int) -> Source:
         """Returns where a matrix is stored: in a tensor of its layer, or in the stack of all experts' tensors."""
         source = replace(source, transposed=self._names.transposed)
-        if self._expert is None or not (self._names.stacked_experts or self._names.interleaved_experts):
+        if self._expert is None or not self._is_stacked:
             return replace(source, names=self._names.stored(self._prefix, stored, "weight"))
         index, count = self._expert
         prefix = self._names.layer_prefix.format(layer=self._layer)

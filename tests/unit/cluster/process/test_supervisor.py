@@ -7,6 +7,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -200,11 +201,9 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans ar
 @pytest.mark.parametrize("killed", [("supervisor",), ("supervisor", "launcher")])
 def test_a_killed_supervisor_takes_all_along(killed: tuple[str, ...], temp: Path) -> None:
     split = Split(DEAF + "status_pipe.started(); time.sleep(60)", temp)
-    assert split.reaper is not None
-    split.reaper.suspend()  # it would kill the launcher itself
     for name in killed:
-        getattr(split, name).kill()
-    split.reaper.resume()
+        with suppress(psutil.NoSuchProcess):  # the reaper was faster
+            getattr(split, name).kill()
     status, output = split.end()
     assert status == -signal.SIGKILL
     why, stopped = output.splitlines()
