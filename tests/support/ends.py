@@ -68,9 +68,9 @@ def end_by_a_killed_launcher(service: Service) -> None:
 
 def end_by_a_second_signal(service: Service) -> None:
     """It does not wait for requests, however long --shutdown-timeout is. Theirs are many times the tokens that the
-    cache holds, so they take turns, and none is over by then."""
+    cache holds, so they take turns, and none is over by then, at any speed."""
     wait_until_up(service)
-    streams = [Stream(service, {**ASKED, "max_tokens": 2000}) for _ in range(12)]
+    streams = [Stream(service, {**ASKED, "max_tokens": 2000, "n": 4}) for _ in range(12)]
     service.interrupt()
     wait_for(lambda: "stopping" in service.output, 30, "the first signal is heard")
     service.interrupt()
