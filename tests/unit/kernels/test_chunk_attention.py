@@ -81,6 +81,8 @@ def test_a_long_context_is_attended_to_by_fewer_queries_at_once(
     out = attention(computed).attend(q, k, v, AttentionParams(scale=0.25))
     assert most == [20 * 2], "20 queries of two heads"
     check(out, wanted(q, k, v, None))
+    attention(computed).attend(q, k, v, AttentionParams(scale=0.25, window=4))
+    assert most == [45 * 2], "as many as see no more positions at once, through a window"
 
 
 @pytest.mark.parametrize("is_faster", [0, 1])

@@ -59,7 +59,8 @@ class CpuChunkAttention:
         k_KJD = self._by_head(k_JKD)  # a matmul reads it transposed as fast; a copy as D by J is slow
         v_KJV = self._by_head(v_JKD)
         out_TNV = torch.empty((*q_TND.shape[:2], v_JKD.shape[2]), dtype=q_TND.dtype)
-        block = BLOCK_BYTES // (num_heads * k_JKD.shape[0] * self.dtype.itemsize)
+        most_seen = k_JKD.shape[0] if window is None else min(k_JKD.shape[0], window + QUERY_BLOCK)
+        block = BLOCK_BYTES // (num_heads * most_seen * self.dtype.itemsize)
         block = max(LEAST_BLOCK, min(QUERY_BLOCK, block))
         for start in range(0, num_tokens, block):
             stop = min(start + block, num_tokens)
