@@ -61,7 +61,7 @@ format: $(DEV)
 # Three workers on two cores: tests that start services often wait, and others compute meanwhile (tests/conftest.py).
 # Threads that wait for each other sleep: on cores that others want too, those that spin take their time from them.
 # Compiled Python files are kept, also where the environment says otherwise: each service starts ten processes.
-test: $(DEV) ## all tests but those of check; some 15 minutes on 2 cores
+test: $(DEV) ## all tests but those of check; some 12 minutes on 2 cores
 	env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests --ignore=tests/architecture -n 3
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test

@@ -29,6 +29,7 @@ providers._get_local_constants = lambda: providers._local_constants
 
 def pytest_configure(config: pytest.Config) -> None:
     """In every process that runs tests, before it starts another."""
+    config.add_cleanup(gc.unfreeze)  # after all other cleanups: at exit, some libraries tell of objects not freed
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -46,7 +47,6 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     """What the collection loads and makes stays until the end: nothing looks through its millions of objects again and
     again for what could be freed."""
     gc.disable()
-    session.config.add_cleanup(gc.unfreeze)  # at exit, some libraries tell of objects that were not freed
     try:
         return (yield)
     finally:

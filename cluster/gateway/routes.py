@@ -7,7 +7,7 @@ contract's shape.
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
@@ -156,12 +156,16 @@ def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Calla
 
 
 def _document_handler(specs: Sequence[RouteSpec]) -> Handler:
-    """Serves the OpenAPI document, built once."""
+    """Serves the OpenAPI document."""
     own = (OPENAPI_PATH, "GET", AuthLevel.OPEN, str(_document.__doc__))
-    summaries = [*((s.path, s.method, s.level, s.description.partition("\n")[0]) for s in specs), own]
-    return partial(_document, handlers.json_response(openapi_document(summaries, BODIES, ERRORS)))
+    return partial(_document, (*((s.path, s.method, s.level, s.description.partition("\n")[0]) for s in specs), own))
 
 
-async def _document(answer: Response, _: Request, __: Principal) -> Response:
+async def _document(routes: Sequence[tuple[str, str, AuthLevel, str]], _: Request, __: Principal) -> Response:
     """This document."""
-    return answer
+    return _document_of(routes)
+
+
+@cache
+def _document_of(routes: Sequence[tuple[str, str, AuthLevel, str]]) -> Response:
+    return handlers.json_response(openapi_document(routes, BODIES, ERRORS))

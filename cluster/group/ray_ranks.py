@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node
 from tandem.configs.schema import EngineSettings
 from tandem.workers.executor.rank_group import RankGroup
+from tandem.workers.executor.rank_process import no_collections
 from tandem.workers.messages.channel import life_secret
 
 
@@ -27,7 +28,8 @@ class RankActor:
         """Runs the rank until the group ends it. Torch is first imported in here. Returns whether SIGTERM ended it."""
         check_node(facts)
         _use_rays_titles()
-        from tandem.workers.rank.rank_server import TOLD_TO_END, ToldToEnd, run_rank
+        with no_collections():
+            from tandem.workers.rank.rank_server import TOLD_TO_END, ToldToEnd, run_rank
 
         def end(number: int, frame: Any) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,8 +1,9 @@
 """Records in the private Redis of a running service, which are newer than those of its gateways."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -10,11 +11,21 @@ import psutil
 from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.fleet.group_reports import GroupReport, GroupReports
 from tandem.cluster.state.redis_client import BackgroundClient
-from tests.support.service import Service, wait_for
+from tests.support.service import Service, is_alive, wait_for
+
+T = TypeVar("T")
+
+
+_redis: dict[int, psutil.Process] = {}
+"""By the service's process, while it runs: to look through all processes costs more than what Redis is asked."""
 
 
 def redis_process(service: Service) -> psutil.Process:
-    return wait_for(lambda: service.titled("tandem redis"), 15, "Redis runs")[0]
+    known = _redis.get(service.process.pid)
+    if known is None or not is_alive(known):
+        known = wait_for(lambda: service.titled("tandem redis"), 15, "Redis runs")[0]
+        _redis[service.process.pid] = known
+    return known
 
 
 def redis_url(redis: psutil.Process) -> str:
@@ -24,23 +35,26 @@ def redis_url(redis: psutil.Process) -> str:
 
 def command(redis: psutil.Process, *parts: str | bytes) -> Any:
     """To the private server."""
-
-    async def send() -> Any:
-        client = BackgroundClient(redis_url(redis))
-        try:
-            return await client.command(*parts)
-        finally:
-            await client.close()
-
-    return asyncio.run(send())
+    return asyncio.run(_ask(redis, lambda client: client.command(*parts)))
 
 
 def group_records(service: Service) -> list[GroupRecord]:
     """As the groups have written them last."""
-    redis = redis_process(service)
-    names = command(redis, "KEYS", "tandem:*:group:*")
-    values = command(redis, "MGET", *names) if names else []
-    return [msgspec.msgpack.decode(value, type=GroupRecord) for value in values if value is not None]
+
+    async def values(client: BackgroundClient) -> list[bytes | None]:
+        names = await client.command("KEYS", "tandem:*:group:*")
+        return await client.command("MGET", *names) if names else []  # type: ignore[no-any-return]
+
+    found = asyncio.run(_ask(redis_process(service), values))
+    return [msgspec.msgpack.decode(value, type=GroupRecord) for value in found if value is not None]
+
+
+async def _ask(redis: psutil.Process, ask: Callable[[BackgroundClient], Awaitable[T]]) -> T:
+    client = BackgroundClient(redis_url(redis))
+    try:
+        return await ask(client)
+    finally:
+        await client.close()
 
 
 def group_reports(service: Service, answer_s: float = 20.0) -> list[GroupReport]:
@@ -49,14 +63,8 @@ def group_reports(service: Service, answer_s: float = 20.0) -> list[GroupReport]
     names = command(redis, "KEYS", "tandem:*:groups")
     service_id = names[0].decode().split(":")[1]
 
-    async def ask() -> list[GroupReport]:
-        client = BackgroundClient(redis_url(redis))
-        try:
-            return await GroupReports(client, service_id).read([record.group for record in records], answer_s)
-        finally:
-            await client.close()
-
-    return asyncio.run(ask())
+    groups = [record.group for record in records]
+    return asyncio.run(_ask(redis, lambda client: GroupReports(client, service_id).read(groups, answer_s)))
 
 
 _pids: dict[str, list[int]] = {}

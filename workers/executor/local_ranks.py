@@ -1,6 +1,6 @@
 """The ranks of a group as child processes of this one, without Ray. Torch-free.
 
-For offline runs with more than one rank, tests and benchmarks. Starts `python -m ...rank.rank_server` per rank; the
+For offline runs with more than one rank, tests and benchmarks. Starts `python -m ...rank_process` for each rank; the
 secret goes through the child's standard input, which stays open: when this process ends for any reason the children see
 its end and exit. Kills only processes it started.
 """
@@ -69,7 +69,16 @@ def _spawn(rank: int, group: str, endpoint: str, secret: str) -> subprocess.Pope
     install = str(Path(tandem.__file__).parent.parent.absolute())
     env = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [install, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-P", "-m", "tandem.workers.rank.rank_server", "--rank", str(rank), "--group", group]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "tandem.workers.executor.rank_process",
+        "--rank",
+        str(rank),
+        "--group",
+        group,
+    ]
     process = subprocess.Popen(
         [*command, "--endpoint", endpoint], stdin=subprocess.PIPE, env=env, start_new_session=True
     )

@@ -5,11 +5,10 @@ idle rank uses no CPU. workers/executor/in_process_ranks.py calls the same RankS
 never decides what to run and never talks to another rank except through torch.distributed.
 """
 
-import argparse
+import gc
 import logging
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -47,7 +46,7 @@ from tandem.workers.planning.resolve import read_spec
 from tandem.workers.platforms.cuda import open_platform
 from tandem.workers.rank.loading import LoadedRank, load_rank
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
-from tandem.workers.rank.rank_watch import LoadReports, ParentWatch, start_echo, watch_stdin
+from tandem.workers.rank.rank_watch import LoadReports, ParentWatch, start_echo
 from tandem.workers.rank.transfers.lane_channel import LaneChannel
 from tandem.workers.rank.transfers.lanes import Lanes
 
@@ -267,6 +266,8 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
                 start_echo(context, secret, message.probe_endpoint, rank)
             for answer in server.take(message):
                 if isinstance(answer, RankReady):  # from then on the coordinator can send to the lanes
+                    gc.collect()
+                    gc.freeze()  # what exists now lives as long as the rank: no step waits until it is walked again
                     lanes.send(answer)
                 else:
                     send(answer)
@@ -314,30 +315,3 @@ def _failure_of(rank: int, error: Exception) -> RankFailed:
     if isinstance(error, SettingsError):
         return RankFailed(rank=rank, message=str(error), flag=error.flag or "MODEL")
     return RankFailed(rank=rank, message=f"{type(error).__name__}: {error}")
-
-
-def main() -> None:
-    """Command line of a rank process; the secret is the first line of standard input."""
-    parser = argparse.ArgumentParser(description="One rank of a Tandem group; started by its coordinator.")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--endpoint", required=True)
-    parser.add_argument("--group", required=True)
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format=f"rank {arguments.rank} %(levelname)s %(name)s: %(message)s")
-    secret = _read_line(sys.stdin.fileno())
-    watch_stdin()
-    status = run_rank(arguments.rank, arguments.endpoint, secret, group=arguments.group)
-    logging.shutdown()
-    os._exit(status)  # threads of collective libraries must not hold up the end
-
-
-def _read_line(descriptor: int) -> str:
-    """One line, unbuffered, so that nothing after it is taken."""
-    line = b""
-    while (byte := os.read(descriptor, 1)) not in (b"", b"\n"):
-        line += byte
-    return line.decode()
-
-
-if __name__ == "__main__":
-    main()

@@ -82,8 +82,9 @@ def first_token_waits(
 ) -> list[float]:
     """Seconds to the first token of a quiet tenant's long prompts, one each 0.6 s (less than half of what there is),
     beside one that sends so many requests to each of them, of which the queue takes what it may."""
-    rows = 32 * mode.get("stages", 1)
-    room = {"max_model_len": 1000, "num_blocks": 4000, "max_num_queued_reqs": max_queued}
+    stages = mode.get("stages", 1)
+    rows = 32 * stages
+    room = {"max_model_len": 1000, "num_blocks": 500 + 500 * stages, "max_num_queued_reqs": max_queued}
     h = serving(queue, **mode, max_num_seqs=rows, max_num_batched_tokens=160, **room)
     began_s: dict[str, float] = {}
     waits: dict[str, float] = {}

@@ -205,22 +205,22 @@ class BlockPool:
         """Asserts the module's invariants, given the true number of uses and of copies of each block. O(num_blocks)."""
         assert self._holds == (holds or {}), "holds(b) is not its number of copies"
         free, cached = set(self._free), set(self._cached)
-        pending = {b for b in range(self.num_blocks) if self._pending[b]}
-        referenced = {b for b in range(self.num_blocks) if self._refs[b] > 0}
+        pending = {block_id for block_id, waits in enumerate(self._pending) if waits}
+        refs = {block_id: count for block_id, count in enumerate(self._refs) if count}
+        keyed = {key: block_id for block_id, key in enumerate(self._keys) if key is not None}
         assert len(free) == len(self._free), "a block is twice in the free list"
-        total = len(free) + len(cached) + len(pending) + len(referenced)
-        assert total == self.num_blocks == len(free | cached | pending | referenced), (
+        assert refs == uses, "ref(b) is not its number of uses"
+        total = len(free) + len(cached) + len(pending) + len(refs)
+        assert total == self.num_blocks == len(free | cached | pending | refs.keys()), (
             "free + referenced + cached != total"
         )
         assert self.num_pending == len(pending)
         assert 0 <= self.num_reserved <= len(free) + len(cached), "more blocks are reserved than are idle"
         assert all(step_id > self.done_step for step_id in self._pending_by_step), "blocks wait for a step that is over"
-        for block_id in range(self.num_blocks):
-            assert self._refs[block_id] == uses.get(block_id, 0), f"ref({block_id}) is not its number of uses"
-            key = self._keys[block_id]
-            assert key is None or self._index.get(key) == block_id, f"key of block {block_id} is not in the index"
-            if block_id in free or block_id in cached:
-                assert self._named_until[block_id] <= self.done_step, f"block {block_id} idle while a step names it"
-                assert block_id not in self._holds, f"block {block_id} idle while a copy reads it"
-        assert len(self._index) == sum(key is not None for key in self._keys), "the index names a block that has no key"
+        assert all(self._named_until[b] <= self.done_step for b in free | cached), (
+            "a block is idle while a step names it"
+        )
+        assert not self._holds.keys() & (free | cached), "a block is idle while a copy reads it"
+        assert keyed == self._index, "the index is not where the keys are"
+        assert len(keyed) == sum(key is not None for key in self._keys), "two blocks have one key"
         assert all(self._keys[b] is None for b in free) and all(self._keys[b] is not None for b in cached)

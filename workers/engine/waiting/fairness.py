@@ -8,6 +8,7 @@ the order is that of arrival. Called by the scheduler; knows no clock.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -188,9 +189,9 @@ class FairQueue:
 
     def check_invariants(self) -> None:
         """Asserts that each waiting sequence counts once, and that tenants with a queue are listed. O(sequences)."""
+        waiting = Counter(seq.tenant for seq in self._waiting)
         for tenant in self._tenants.values():
-            waiting = sum(seq.tenant == tenant.name for seq in self._waiting)
-            assert tenant.waiting == waiting, f"{tenant.name}: waiting is miscounted"
+            assert tenant.waiting == waiting[tenant.name], f"{tenant.name}: waiting is miscounted"
             assert tenant.listed or not len(tenant.queue), f"{tenant.name} has a queue and is not listed"
         queued = [tokens for tokens in self._waiting.values() if tokens is not None]
         assert self._num_queued == len(queued) == sum(len(tenant.queue) for tenant in self._tenants.values())
