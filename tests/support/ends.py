@@ -14,6 +14,9 @@ from tests.support.service import Service, run_tandem_status, title_of, wait_for
 from tests.support.stream import Stream
 
 ASKED = {"model": "demo", "prompt": "Once upon a time", "ignore_eos": True}
+LONG = {**ASKED, "max_tokens": 1000, "n": 100}
+"""Many times the tokens that the cache of these services holds: its choices take turns for longer than any end lasts,
+at any speed."""
 
 
 def wait_until_up(service: Service) -> None:
@@ -67,18 +70,20 @@ def end_by_a_killed_launcher(service: Service) -> None:
 
 
 def end_by_a_second_signal(service: Service) -> None:
-    """It does not wait for requests, however long --shutdown-timeout is. Theirs are many times the tokens that the
-    cache holds, so they take turns, and none is over by then, at any speed."""
+    """It does not wait for requests, however long --shutdown-timeout is: one that streams, and one that waits."""
     wait_until_up(service)
-    streams = [Stream(service, {**ASKED, "max_tokens": 2000, "n": 4}) for _ in range(12)]
-    service.interrupt()
-    wait_for(lambda: "stopping" in service.output, 30, "the first signal is heard")
-    service.interrupt()
-    assert service.process.wait(30) == 0
-    for stream in streams:
+    with ThreadPoolExecutor(1) as pool:
+        stream = Stream(service, LONG)
+        whole = pool.submit(service.post, "/v1/completions", LONG)
+        wait_for(lambda: service.get("/load").json()["requests_in_this_gateway"] == 2, 60, "both are in")
+        service.interrupt()
+        wait_for(lambda: "stopping" in service.output, 30, "the first signal is heard")
+        service.interrupt()
+        assert service.process.wait(30) == 0
         *_, error, done = stream.join()
         assert done == "data: [DONE]" and "shutting down" in error
-    assert "tandem: 12 requests were cut off by the second signal\n" in service.output
+        assert (whole.result().status_code, "shutting down" in whole.result().text) == (503, True)
+    assert "tandem: 2 requests were cut off by the second signal\n" in service.output
     service.check_gone()
 
 
@@ -86,10 +91,9 @@ def end_by_a_drain(service: Service, headers: Mapping[str, str], timeout_s: int)
     """Short streams end well, long ones are cut cleanly, late requests are refused. timeout_s: --shutdown-timeout. A
     hundred choices over three or four rows last far longer, at any speed; a few tokens far less."""
     wait_until_up(service)
-    many = {**ASKED, "max_tokens": 1000, "n": 100}
     with ThreadPoolExecutor(1) as pool:
-        long = Stream(service, many, headers)
-        whole = pool.submit(service.post, "/v1/completions", many, headers=headers)
+        long = Stream(service, LONG, headers)
+        whole = pool.submit(service.post, "/v1/completions", LONG, headers=headers)
         wait_for(lambda: service.get("/load").json()["requests_in_this_gateway"] == 2, 60, "both are in")
         short = [Stream(service, {**ASKED, "max_tokens": 50, "priority": -1}, headers) for _ in range(2)]
         service.interrupt(signal.SIGTERM)  # to the process group; Ray's processes are not in it

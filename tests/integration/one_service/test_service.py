@@ -414,12 +414,14 @@ async def hit(service: Service, number: signal.Signals, pid: int) -> Hit:
         async def both_run(streams: list[asyncio.Task[str]]) -> bool:
             """Some of the streams each, which are held and do not end, as the groups' records say by and by."""
             until_s = time.monotonic() + 3
+            running: list[int] = []
             while time.monotonic() < until_s and not any(stream.done() for stream in streams):
                 running = [record.running for record in await asyncio.to_thread(group_records, service)]
                 if sum(running) == 8:
-                    return len(running) == 2 and all(running)
+                    break
                 await asyncio.sleep(0.05)
-            return False
+            tried.append((running, sum(stream.done() for stream in streams)))
+            return sum(running) == 8 and len(running) == 2 and all(running)
 
         async def until_gone(hit_s: float) -> float:
             """Stopped processes end only by being killed."""
@@ -429,7 +431,8 @@ async def hit(service: Service, number: signal.Signals, pid: int) -> Hit:
             return time.monotonic() - hit_s
 
         await asyncio.gather(*map(warm_up, range(8)))
-        for _ in range(5):  # until both run some: a group that was slow for a moment is avoided for another
+        tried: list[tuple[list[int], int]] = []
+        for _ in range(20):  # until both run some: a group that was slow for a moment is avoided for another
             await asyncio.to_thread(wait_until_idle, service)
             begun.clear()
             all_begun.clear()
@@ -444,7 +447,7 @@ async def hit(service: Service, number: signal.Signals, pid: int) -> Hit:
                 break
             await asyncio.gather(*running)
         else:
-            raise AssertionError("no stream ran with one of the groups, five times")
+            raise AssertionError(f"one of the groups never ran a stream, or one was over: (running, over) {tried}")
         gone_s = await until_gone(hit_s)
         answers = await asyncio.gather(*running)
     return Hit(before, answers, pid, gone_s, max(gaps), time.monotonic() - hit_s)
