@@ -369,18 +369,27 @@ def test_ranks_end_when_their_coordinator_is_killed(model_folder: Path, where: s
 
 
 LONELY_RANK = """
+import gc
 import sys
 from tandem.workers.rank.rank_server import run_rank
+
+freeze = gc.freeze
+def freeze_and_tell():
+    freeze()
+    print(gc.get_freeze_count(), flush=True)
+gc.freeze = freeze_and_tell
 sys.exit(run_rank(0, sys.argv[1], sys.argv[2]))
 """
 
 
 def test_a_rank_without_a_parent_to_watch_ends_when_its_channel_is_gone(model_folder: Path) -> None:
-    """As under Ray: nothing but the connection tells the rank that its coordinator is no more."""
+    """As under Ray: nothing but the connection tells the rank that its coordinator is no more. What it has loaded is
+    frozen before its first step: no collection walks it again."""
     launcher = Lonely()
     group = RankGroup(settings_for(model_folder), launcher)
     try:
         assert group.start().rank_pids == (launcher.rank.pid,)
+        assert launcher.rank.stdout is not None and int(launcher.rank.stdout.readline()) > 100_000
         assert group._channel is not None
         group._channel.close()
         assert launcher.rank.wait(GONE_S) == 1
@@ -392,14 +401,14 @@ class Lonely:
     """RankLauncher of a rank without a standard input to watch."""
 
     def start(self, rank: int, endpoint: str, secret: str) -> None:
-        self.rank = subprocess.Popen([sys.executable, "-c", LONELY_RANK, endpoint, secret])
+        self.rank = subprocess.Popen([sys.executable, "-c", LONELY_RANK, endpoint, secret], stdout=subprocess.PIPE)
 
     def lost(self) -> str | None:
         return "the rank ended" if self.rank.poll() is not None else None
 
     def kill(self, grace_s: float) -> None:
         self.rank.kill()
-        self.rank.wait()
+        self.rank.communicate()
 
 
 def start_error(settings: EngineSettings) -> SettingsError:

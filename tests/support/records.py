@@ -14,8 +14,6 @@ from tandem.cluster.state.redis_client import BackgroundClient
 from tests.support.service import Service, is_alive, wait_for
 
 T = TypeVar("T")
-
-
 _redis: dict[int, psutil.Process] = {}
 """By the service's process, while it runs: to look through all processes costs more than what Redis is asked."""
 
@@ -62,7 +60,6 @@ def group_reports(service: Service, answer_s: float = 20.0) -> list[GroupReport]
     redis, records = redis_process(service), group_records(service)
     names = command(redis, "KEYS", "tandem:*:groups")
     service_id = names[0].decode().split(":")[1]
-
     groups = [record.group for record in records]
     return asyncio.run(_ask(redis, lambda client: GroupReports(client, service_id).read(groups, answer_s)))
 

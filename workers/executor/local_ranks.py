@@ -69,19 +69,9 @@ def _spawn(rank: int, group: str, endpoint: str, secret: str) -> subprocess.Pope
     install = str(Path(tandem.__file__).parent.parent.absolute())
     env = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [install, os.environ.get("PYTHONPATH")]))
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "tandem.workers.executor.rank_process",
-        "--rank",
-        str(rank),
-        "--group",
-        group,
-    ]
-    process = subprocess.Popen(
-        [*command, "--endpoint", endpoint], stdin=subprocess.PIPE, env=env, start_new_session=True
-    )
+    command = [sys.executable, "-P", "-m", "tandem.workers.executor.rank_process", "--endpoint", endpoint]
+    which = ["--rank", str(rank), "--group", group]
+    process = subprocess.Popen([*command, *which], stdin=subprocess.PIPE, env=env, start_new_session=True)
     assert process.stdin is not None
     process.stdin.write(secret.encode() + b"\n")
     process.stdin.flush()
