@@ -213,12 +213,13 @@ class ReadShares:
 
 
 class DummySource:
-    """Generates seeded random values by tensor name, so that every TP and PP degree has the same model. Needs no
-    file."""
+    """Generates seeded random values by tensor name, so that every TP and PP degree has the same model on one kind of
+    device, where they are made (None: by default). Needs no file."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
         self._seed = seed
         self._dtype = dtype
+        self._device = device or torch.get_default_device()
 
     def in_turn(self, wanted: Sequence[tuple[Share, ...]]) -> Iterator[Found]:
         for shares in wanted:
@@ -227,10 +228,11 @@ class DummySource:
     def read(self, param: Param, dim: int, start: int, length: int) -> torch.Tensor:
         """Returns indices [start, start + length) along `dim` of a parameter."""
         if param.init is not Init.NORMAL:
-            whole = torch.full(param.shape, float(param.init is Init.ONES), dtype=self._dtype)
+            whole = torch.full(param.shape, float(param.init is Init.ONES), dtype=self._dtype, device=self._device)
         else:
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {param.name}".encode()))
-            whole = torch.empty(param.shape, dtype=self._dtype).normal_(0, DUMMY_DEVIATION, generator=generator)
+            generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {param.name}".encode()))
+            whole = torch.empty(param.shape, dtype=self._dtype, device=self._device)
+            whole.normal_(0, DUMMY_DEVIATION, generator=generator)
         return whole.narrow(dim, start, length)
 
 

@@ -6,6 +6,7 @@ host-tier process (offload/host/host_process.py), which outlives the rank. The c
 
 import mmap
 import os
+import weakref
 
 import torch
 
@@ -34,8 +35,10 @@ class HostSlab:
         self._memory: mmap.mmap | None = memory
         self._owner = owner
         self.bytes_SB = torch.frombuffer(memory, dtype=torch.uint8, count=num_slots * slot_bytes).view(num_slots, -1)
-        self._accelerator = accelerator
         accelerator.pin(self.bytes_SB)
+        # Also where nobody calls close(): a later slab may get the addresses, which could not be pinned again.
+        self._unpin = weakref.finalize(self, accelerator.unpin, self.bytes_SB)
+        self._unpin.atexit = False
 
     @classmethod
     def allocate(cls, num_slots: int, slot_bytes: int, accelerator: Accelerator) -> "HostSlab":
@@ -58,6 +61,5 @@ class HostSlab:
 
     def close(self) -> None:
         """Unpins the memory, which is freed with its last view. Idempotent."""
-        if self._memory is not None:
-            self._accelerator.unpin(self.bytes_SB)
+        self._unpin()
         self._memory = None

@@ -329,7 +329,7 @@ def build_decoder(
     decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization, windows)
     source: Source
     if load_format == "dummy":
-        source = DummySource(seed, dtype)
+        source = DummySource(seed, dtype, platform.device)
     else:
         source = SafetensorsSource(open_checkpoint(folder, spec, overrides))
     decoder.load(

@@ -124,8 +124,12 @@ def load_rank(
     packs = platform.packs(dtype)
     placement = place_weights(settings, spec, context, memory, packs, dtype, max_model_len, ranks_on_node)
     decoder = _build(chosen, placement, on_bytes)
-    adapters = _open_adapters(chosen, decoder)
-    facts = _facts(chosen, rank, decoder, placement, adapters, started_s)
+    try:
+        adapters = _open_adapters(chosen, decoder)
+        facts = _facts(chosen, rank, decoder, placement, adapters, started_s)
+    except BaseException:
+        decoder.close()
+        raise
     log.info("rank %d loaded %s: %s, context %d", rank, settings.model.model, facts, max_model_len)
     return LoadedRank(
         settings,

@@ -58,6 +58,8 @@ TOLD_TO_END = 128 + signal.SIGTERM
 LOOK_AGAIN_S = 1e-4
 """Between two looks at the device and at the channel, while a step is computed beside the host."""
 LOOPBACK = "127.0.0.1"
+SHARED_DEVICE = "Duplicate GPU detected"
+"""NCCL's word for ranks of one group on one device."""
 LOOPBACK_PREFIX = "127."
 
 
@@ -150,18 +152,24 @@ class RankServer:
             listener = listen(setup.master_address)
             port = listener.getsockname()[1]
             yield RankListening(self._rank, port)
-        return init_parallel(
-            self._rank,
-            setup.world_size,
-            settings.parallel.tensor_parallel_size,
-            settings.parallel.pipeline_parallel_size,
-            setup.master_address,
-            port,
-            backend,
-            listener=listener,
-            ranks_on_node=setup.ranks_on_node,
-            expert_parallel=settings.parallel.enable_expert_parallel,
-        )
+        try:
+            return init_parallel(
+                self._rank,
+                setup.world_size,
+                settings.parallel.tensor_parallel_size,
+                settings.parallel.pipeline_parallel_size,
+                setup.master_address,
+                port,
+                backend,
+                listener=listener,
+                ranks_on_node=setup.ranks_on_node,
+                expert_parallel=settings.parallel.enable_expert_parallel,
+            )
+        except torch.distributed.DistBackendError as error:
+            if SHARED_DEVICE not in str(error):
+                raise
+            sizes = f"{setup.world_size} ranks need a GPU each, and two have got the same one"
+            raise SettingsError(sizes, "--tensor-parallel-size") from error
 
     def _allocate(self, allocate: AllocateKV) -> RankReady:
         assert self._loaded is not None, "AllocateKV before RankSetup"

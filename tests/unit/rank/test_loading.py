@@ -19,6 +19,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.engine.executor import Executor
 from tandem.workers.executor.in_process_ranks import in_process_group
 from tandem.workers.executor.local_ranks import LocalRanks
+from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.platforms.cpu import cpu_platform
 from tandem.workers.platforms.cuda import open_platform
@@ -83,6 +84,19 @@ def test_a_context_beyond_the_models_is_refused(folder: Path, length: int) -> No
     if length > 256:
         assert advice is not None
         assert load_spec(folder, json.loads(advice[1])).max_position_embeddings >= length
+
+
+def test_a_rank_that_finds_no_room_for_kv_closes_what_it_has_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else threads of streamed layers, and pinned memory, would stay in this process."""
+    closed: list[Decoder] = []
+    monkeypatch.setattr(Decoder, "close", lambda decoder: closed.append(decoder))
+    settings = settings_for(folder)
+    cache = CacheSettings(num_blocks=2**40)
+    with pytest.raises(SettingsError, match="--num-gpu-blocks-override"):
+        load_single(msgspec.structs.replace(settings, cache=cache))
+    assert len(closed) == 1
 
 
 def test_what_no_rank_could_load_starts_none(folder: Path, tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ import psutil
 import pytest
 import torch
 
+from tandem.configs.errors import SettingsError
 from tandem.configs.schema import (
     CacheSettings,
     DeviceSettings,
     EngineSettings,
     LoraSettings,
     ModelSettings,
+    ParallelSettings,
     SchedulerSettings,
 )
 from tandem.workers.executor.in_process_ranks import InProcessRank, in_process_group
@@ -37,6 +39,7 @@ from tandem.workers.messages.handshake import (
 from tandem.workers.messages.request import AdapterRef
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan, StepResult
 from tandem.workers.messages.transfer import DropAdapter, TransferResult
+from tandem.workers.rank import rank_server
 from tandem.workers.rank.model_runner import StepHandle
 from tandem.workers.rank.rank_server import RankServer
 from tests.support.executor_driver import ExecutorDriver, Job
@@ -102,6 +105,30 @@ def test_a_rank_answers_each_message_of_its_life(folder: Path) -> None:
     assert isinstance(result, StepResult) and result.step_id == 1 and len(result.rows[0].token_ids) == 1
     assert list(server.take(Shutdown())) == [] and not len(server._lanes)
     server.close()
+
+
+@pytest.mark.parametrize("said", ["Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60", "no route"])
+def test_ranks_that_share_a_gpu_are_told_which_flag_is_too_large(
+    folder: Path, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.distributed.DistBackendError(f"NCCL error in: NCCLUtils.cpp:93, invalid usage\n{said}")
+
+    monkeypatch.setattr(rank_server, "init_parallel", refuse)
+    settings = msgspec.structs.replace(settings_for(folder), parallel=ParallelSettings(tensor_parallel_size=2))
+    server = RankServer(1, lambda _: None, lambda _: None)
+    setup = RankSetup(
+        settings=msgspec.msgpack.encode(settings),
+        world_size=2,
+        master_address="127.0.0.1",
+        master_port=1,
+        ranks_on_node=2,
+    )
+    wanted = SettingsError if "GPU" in said else torch.distributed.DistBackendError
+    with pytest.raises(wanted) as raised:
+        list(server.take(setup))
+    if isinstance(raised.value, SettingsError):
+        assert raised.value.flag == "--tensor-parallel-size" and "2 ranks need a GPU each" in str(raised.value)
 
 
 def test_one_rank_in_process_has_no_thread_and_no_socket_of_its_own(folder: Path) -> None:
