@@ -139,8 +139,56 @@ def launch_experts(shape: ExpertShape) -> None:
             ops.combine(y_PH, weight_TK, groups, *more)
 
 
+class AttentionShape(NamedTuple):
+    """A layer's attention: dtypes of queries and cache, elements of a head, query heads of each of two KV heads.
+    is_plain: without window, soft-cap, slopes and sinks; else with all of them."""
+
+    dtype: str
+    kv_dtype: str
+    dim: int
+    group: int
+    is_plain: bool
+
+
+ATTENTION_SHAPES = (
+    AttentionShape("bfloat16", "bfloat16", 128, 4, True),
+    AttentionShape("bfloat16", "float8_e4m3fn", 128, 8, True),
+    AttentionShape("bfloat16", "int8", 80, 1, False),
+    AttentionShape("bfloat16", "bfloat16", 256, 2, False),
+    AttentionShape("float16", "float16", 64, 7, True),
+    AttentionShape("float16", "int8", 128, 71, False),
+    AttentionShape("float32", "float32", 96, 3, False),
+    AttentionShape("float32", "float32", 128, 17, True),
+)
+"""Each dtype of queries and of caches, both sizes of tiles; one query head of each KV head, more than a tile has."""
+
+
+def launch_attention(shape: AttentionShape) -> None:
+    """Attends as a layer does: decodes of few rows and of many, whose contexts are split and are not, and chunks."""
+    import torch
+
+    from tandem.workers.attention.triton_paged import CHUNKS, DECODES
+    from tandem.workers.kernels.kv_store import LayerKV
+    from tandem.workers.kernels.triton.triton_attention import PROGRAMS, Numbers, Rows, attend
+    from tandem.workers.models.spec.arch import AttentionParams
+
+    dtype, kv_dtype, heads = getattr(torch, shape.dtype), getattr(torch, shape.kv_dtype), 2 * shape.group
+    plane = torch.zeros(4, 16, 2, shape.dim, dtype=kv_dtype)
+    scales = None if kv_dtype.itemsize > 1 else torch.zeros(4, 16, 2)
+    kv = LayerKV(plane, plane, scales, scales)
+    each = (1.0,) * heads
+    params = AttentionParams(1.0) if shape.is_plain else AttentionParams(1.0, 100, 5.0, each, each)
+    for num_rows, queries in ((1, DECODES), (PROGRAMS, DECODES), (2, CHUNKS)):
+        tokens = num_rows * queries.start
+        q_TND = torch.empty(tokens, heads, shape.dim, dtype=dtype)
+        table = torch.zeros(num_rows, 16, dtype=torch.int32)
+        rows = Rows(torch.zeros(num_rows + 1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64), table)
+        attend(q_TND, kv, torch.empty_like(q_TND), rows, params, Numbers(), queries=queries, in_parts=True)
+
+
 LAUNCHES: Mapping[str, Callable[[], None]] = {
     **{f"lora {number}": partial(launch_lora, shape) for number, shape in enumerate(LORA_SHAPES)},
+    **{f"attention {number}": partial(launch_attention, shape) for number, shape in enumerate(ATTENTION_SHAPES)},
     **{f"experts {number}": partial(launch_experts, shape) for number, shape in enumerate(EXPERT_SHAPES)},
 }
 """Every module that launches kernels has entries, which together launch all variants that it can choose. Each is a job

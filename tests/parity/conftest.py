@@ -11,7 +11,7 @@ from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.platforms.cpu import cpu_platform
-from tests.support.tiny_models import BY_NAME, save_tiny_model
+from tests.support.tiny_models import made_once
 
 CPU = torch.device("cpu")
 MakeDecoder = Callable[..., Decoder]
@@ -29,15 +29,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Name of a tiny model to its folder."""
-    root = tmp_path_factory.mktemp("tiny-models")
-    made: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = save_tiny_model(BY_NAME[name], root)
-        return made[name]
-
-    return folder
+    return made_once(tmp_path_factory.mktemp("tiny-models"))
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from tandem.workers.kernels.latents import cpu_latent_attention
 from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.models.spec.arch import AttentionParams, Mla
 from tandem.workers.platforms.cpu import cpu_platform
-from tests.parity.test_attention import random_batch
+from tests.support.attention_check import random_batch
 
 CACHES = [
     (torch.float32, torch.float32),

@@ -22,7 +22,8 @@ from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec, AttentionParams
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.platforms.cpu import cpu_platform
-from tests.parity.test_attention import backends, random_batch
+from tests.parity.test_attention import backends
+from tests.support.attention_check import random_batch
 from tests.support.decoder_ranks import RankProcesses
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.tiny_models import load_peer

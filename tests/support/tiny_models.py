@@ -5,7 +5,7 @@ Used by the parity tests, and by anything that needs a real checkpoint folder qu
 that logits differ clearly, biases and norms are random too, so that a forgotten one shows.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -236,6 +236,18 @@ def save_tiny_model(tiny: TinyModel, folder: Path, seed: int = 0, dtype: torch.d
     target = folder / tiny.name
     model.to(dtype).save_pretrained(target, max_shard_size=tiny.max_shard_size)
     return target
+
+
+def made_once(root: Path) -> Callable[[str], Path]:
+    """Returns what gives the folder of a tiny model below root by its name, made when it is first asked for."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = save_tiny_model(BY_NAME[name], root)
+        return made[name]
+
+    return folder
 
 
 def greedy_after(peer: Any, ids: list[int], told: list[int]) -> list[int]:

@@ -35,8 +35,28 @@ def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_by
         widths.append(width)
     groups = kv_groups(settings, spec, max_model_len)
     kept = [capture_bytes(spec, groups, bucket, width, element_bytes) for bucket in buckets for width in widths]
+    tables = [table_blocks(1)]
+    while tables[-1] * settings.cache.block_size < max_model_len:
+        tables.append(table_blocks(tables[-1] + 1))
+    in_place = [table_bytes(spec, groups, bucket, width, element_bytes) for bucket in buckets for width in tables]
     shared = activation_bytes(spec, mesh, buckets[-1], 0, element_bytes) + ATTENTION_BYTES
-    return shared + sum(sorted(kept, reverse=True)[:MAX_CAPTURES])
+    return shared + max(sum(sorted(of, reverse=True)[:MAX_CAPTURES]) for of in (kept, in_place))
+
+
+def table_blocks(num_blocks: int) -> int:
+    """Returns the blocks that each row of a captured step's table has room for, where attention reads the cache in
+    place: 16, or that times a power of four."""
+    width = 16
+    while width < num_blocks:
+        width *= 4
+    return width
+
+
+def table_bytes(spec: ArchSpec, groups: KVGroups, num_tokens: int, num_blocks: int, element_bytes: int) -> int:
+    """As capture_bytes(), of a capture whose attention reads the cache in place."""
+    stream = 3 * spec.hidden_size * element_bytes
+    rotary = len(spec.ropes) * 2 * spec.rope_dim * 4
+    return num_tokens * (stream + rotary + groups.count * (4 * num_blocks + LONG) + 3 * LONG)
 
 
 def capture_bytes(spec: ArchSpec, groups: KVGroups, num_tokens: int, num_blocks: int, element_bytes: int) -> int:

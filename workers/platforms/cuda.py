@@ -24,12 +24,30 @@ from tandem.workers.kernels.expert_ops import MakeExpertOps, TorchExperts
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
-from tandem.workers.platforms.base import DeviceMemory, Platform
+from tandem.workers.platforms.base import DeviceMemory, MakeAttention, Platform
 from tandem.workers.platforms.cpu import open_cpu
 from tandem.workers.platforms.cpu_invariant import batch_invariant
 from tandem.workers.platforms.tensor_rows import TensorRows
 
 log = logging.getLogger(__name__)
+
+
+def _gathered(
+    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
+) -> AttentionBackend:
+    """Attention in torch operations, for heads and latents."""
+    return TorchAttention(is_bounded=True, replays=True)
+
+
+def _attention(
+    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
+) -> AttentionBackend:
+    """The kernel's where it computes such heads."""
+    if has_latents or importlib.util.find_spec("triton") is None:
+        return _gathered(dtype, head_dim, kv_dtype, has_latents)
+    from tandem.workers.attention.triton_paged import TritonAttention, takes
+
+    return TritonAttention() if takes(dtype, head_dim, kv_dtype) else _gathered(dtype, head_dim, kv_dtype)
 
 
 class CudaEvent:
@@ -172,7 +190,8 @@ def cuda_platform(device: torch.device) -> Platform:
     torch.backends.cuda.enable_cudnn_sdp(False)
     accelerator = CudaAccelerator(device)
     accelerator.activate()
-    return platform_on(accelerator, device, Backend("nccl", device, shares_memory=False), partial(_memory, device))
+    backend = Backend("nccl", device, shares_memory=False)
+    return platform_on(accelerator, device, backend, partial(_memory, device), attention=_attention)
 
 
 def platform_on(
@@ -181,6 +200,7 @@ def platform_on(
     backend: Backend,
     memory: Callable[[], DeviceMemory],
     capture: CaptureGraph | None = None,
+    attention: MakeAttention = _gathered,
 ) -> Platform:
     """Returns the platform of a device with streams and memory of its own. capture: in place of CUDA's graphs."""
     return Platform(
@@ -192,7 +212,7 @@ def platform_on(
         copies_beside=True,
         packs=lambda dtype: False,
         linear_methods=_linear_methods,
-        attention=_attention,
+        attention=attention,
         expert_ops=partial(_expert_ops, device),
         fused_ops=_fused_ops,
         lora_ops=_lora_ops,
@@ -221,13 +241,6 @@ def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> Make
     if quantization is not None:
         raise SettingsError(f"{quantization} is for ranks on CPU; on CUDA weights stay in --dtype", "--quantization")
     return plain
-
-
-def _attention(
-    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
-) -> AttentionBackend:
-    """The same for heads and latents."""
-    return TorchAttention(is_bounded=True, replays=True)
 
 
 def _expert_ops(device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> MakeExpertOps:

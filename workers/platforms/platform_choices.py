@@ -11,6 +11,7 @@ import torch
 
 from tandem.parallel.linear_methods import as_given
 from tandem.workers.attention.cpu_paged import CpuAttention
+from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu.cpu_build import obstacle
 from tandem.workers.kernels.cpu.cpu_experts import CpuExperts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
@@ -95,7 +96,11 @@ def _on_gpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
     attention, lora = platform.attention(dtype, HEAD_DIM), type(platform.lora_ops(dtype))
     experts = type(platform.expert_ops(dtype)(as_given))
     return [
-        PlatformChoice("attention", attention.name, "torch's SDPA over gathered blocks is the only one for GPUs"),
+        PlatformChoice(
+            "attention",
+            attention.name,
+            "Triton is not installed" if isinstance(attention, TorchAttention) else "Triton is installed",
+        ),
         PlatformChoice("fused ops", "torch", "there are no kernels for GPUs yet"),
         PlatformChoice("linear", "cuBLAS", "weights stay as they are"),
         PlatformChoice(

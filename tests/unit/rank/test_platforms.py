@@ -1,6 +1,7 @@
 """Platforms without their devices: what a rank on CUDA asks torch for, which memory is pinned, which kernels are
 warm."""
 
+import importlib.util
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,9 +101,16 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(
     assert runtime.last_error == 0 and "713" in caplog.text
 
 
-def test_attention_on_cuda_is_bounded_and_not_cudnns(cuda: Platform) -> None:
-    backend = cuda.attention(torch.bfloat16, 128)
-    assert isinstance(backend, TorchAttention) and backend._is_bounded
+def test_attention_on_cuda_is_a_kernels_or_bounded_and_not_cudnns(cuda: Platform) -> None:
+    has_kernel = importlib.util.find_spec("triton") is not None
+    of_kernel: list[tuple[Any, ...]] = [(torch.bfloat16, 128), (torch.float16, 256, torch.int8), (torch.float32, 80)]
+    of_torch: list[tuple[Any, ...]] = [
+        (torch.bfloat16, 576, None, True), (torch.float32, 256), (torch.float32, 64, torch.int8), (torch.bfloat16, 512),
+    ]  # fmt: skip
+    assert [cuda.attention(*asked).name for asked in of_kernel] == ["triton-paged" if has_kernel else "torch-sdpa"] * 3
+    for asked in of_torch:
+        backend = cuda.attention(*asked)
+        assert isinstance(backend, TorchAttention) and backend._is_bounded
     assert WORKSPACE_BYTES == ATTENTION_BYTES, "what the planner counts"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert not cuda.packs(torch.bfloat16) and cuda.backend.name == "nccl" and cuda.memory is not None

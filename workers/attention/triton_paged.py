@@ -1,0 +1,107 @@
+"""Paged attention on GPUs by a Triton kernel that reads the cache in place, for steps of any kind.
+
+Chosen by workers/platforms/cuda.py where Triton is installed; torch_sdpa.py is the twin, and computes latents. Rows of
+up to DECODE_QUERIES queries are decodes, whose contexts are split among programs; others are chunks of prompts. The
+kernel computes any AttentionParams and reads everything else on the device, drafts in flight included. Shapes as in
+backend.py.
+"""
+
+from collections.abc import Hashable
+
+import torch
+
+from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.kv_store import LayerKV
+from tandem.workers.kernels.triton.triton_attention import Numbers, Rows, attend, takes
+from tandem.workers.models.spec.arch import AttentionParams
+from tandem.workers.planning.graph_room import table_blocks
+
+__all__ = ["TritonAttention", "takes"]
+
+DECODES = range(1, DECODE_QUERIES + 1)
+CHUNKS = range(DECODE_QUERIES + 1, 2**31)
+
+
+class TritonAttention:
+    """The backend, of heads."""
+
+    name = "triton-paged"
+
+    def __init__(self) -> None:
+        self._numbers = Numbers()
+
+    def prepare(self, batch: ForwardBatch) -> AttentionStep:
+        return _Step(batch, self._numbers)
+
+    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+        """The blocks that a captured table has room for: the kernel reads what a row has."""
+        if max(batch.query_lens_list) > DECODE_QUERIES:
+            return None
+        return table_blocks(_most_blocks(batch))
+
+    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
+        return _PaddedStep(batch, self._numbers, num_tokens, scratch_block)
+
+
+def _most_blocks(batch: ForwardBatch) -> int:
+    return -(-max(batch.seq_lens_list) // batch.block_size)
+
+
+class _Step:
+    """One step."""
+
+    def __init__(self, batch: ForwardBatch, numbers: Numbers) -> None:
+        self._batch = batch
+        self._numbers = numbers
+        most, least = max(batch.query_lens_list), min(batch.query_lens_list)
+        self._kinds = [kind for kind in (DECODES, CHUNKS) if least < kind.stop and most >= kind.start]
+
+    def attend(
+        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, params: AttentionParams
+    ) -> torch.Tensor:
+        batch = self._batch
+        rows = Rows(batch.query_starts, batch.positions_T, batch.block_table(kv.group))
+        out_TNV = q_TND.new_empty((*q_TND.shape[:2], v_TKD.shape[2]))
+        for kind in self._kinds:
+            in_parts = self._kinds == [DECODES]
+            attend(q_TND, kv, out_TNV, rows, params, self._numbers, queries=kind, in_parts=in_parts)
+        return out_TNV
+
+
+class _PaddedStep:
+    """A ReplayableStep of up to num_tokens tokens in as many rows. Padded tokens are rows of their own, which attend to
+    the first slot of scratch_block."""
+
+    def __init__(self, batch: ForwardBatch, numbers: Numbers, num_tokens: int, scratch_block: int) -> None:
+        device = batch.block_table_RN.device
+        self._numbers = numbers
+        self._scratch_block = scratch_block
+        width = table_blocks(_most_blocks(batch))
+        self._tables_RW = [
+            torch.empty((num_tokens, width), dtype=torch.int32, device=device) for _ in range(batch.num_groups)
+        ]
+        self._positions_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self._starts = torch.empty(num_tokens + 1, dtype=torch.int32, device=device)
+        self._place = torch.arange(num_tokens + 1, dtype=torch.int32, device=device)
+        self.set_batch(batch)
+
+    def set_batch(self, batch: ForwardBatch) -> None:
+        rows, tokens = len(batch.query_lens_list), batch.num_tokens
+        for group, table_RW in enumerate(self._tables_RW):
+            table_RN = batch.block_table(group)
+            width = min(table_RW.shape[1], table_RN.shape[1])
+            table_RW[rows:].fill_(self._scratch_block)
+            table_RW[:rows, :width] = table_RN[:, :width]
+        self._positions_T[:tokens] = batch.positions_T
+        self._positions_T[tokens:].zero_()
+        self._starts[: rows + 1] = batch.query_starts
+        self._starts[rows + 1 :] = (self._place[rows + 1 :] + (tokens - rows)).clamp_(max=len(self._positions_T))
+
+    def attend(
+        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, params: AttentionParams
+    ) -> torch.Tensor:
+        rows = Rows(self._starts, self._positions_T, self._tables_RW[kv.group])
+        out_TNV = q_TND.new_empty((*q_TND.shape[:2], v_TKD.shape[2]))
+        attend(q_TND, kv, out_TNV, rows, params, self._numbers, queries=DECODES, in_parts=True)
+        return out_TNV
