@@ -13,10 +13,10 @@ DEV     := $(VENV)/.dev-installed
 DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check check-kernels format test parity chaos fuzz mutate bench bench-engine bench-serve \
+.PHONY: install dev serve check check-kernels format test parity gpu chaos fuzz mutate bench bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-batching bench-multiturn bench-weight-stream \
-  bench-lora bench-moe performance model-table docs clean help
+  bench-lora bench-moe bench-gpu performance model-table docs clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -73,6 +73,11 @@ parity: $(DEV) ## every model family through offload, streaming, drafts and half
 fuzz: $(DEV) ## property and stateful tests with new random examples, ROUNDS (10) times
 	for i in $$(seq $(ROUNDS)); do $(BIN)/python -m pytest tests/unit -m "hypothesis and not chaos" --hypothesis-profile=fuzz -n 2 || exit; done
 
+gpu: $(DEV) ## on a machine with a CUDA device and a CUDA build of torch: tests of what runs there
+	$(BIN)/python -m pytest tests/gpu tests/unit/kernels/test_triton_attention.py tests/unit/kernels/test_triton_lora.py \
+	  tests/unit/kernels/test_triton_experts.py tests/unit/kernels/test_kv_quant.py tests/parity/test_families_served.py \
+	  -m "parity or not parity"
+
 mutate: $(DEV) ## do the unit tests notice small defects? ARGS="block_pool auth" picks modules of tools/mutants.toml
 	@$(BIN)/python -m tools.mutate $(ARGS)
 
@@ -80,6 +85,9 @@ bench: bench-engine bench-serve ## every benchmark that compares; results under 
 
 bench-engine: $(DEV) ## offline throughput beside the roofline and transformers
 	$(BIN)/python -m benchmarks.engine.throughput $(ARGS)
+
+bench-gpu: $(DEV) ## decode steps and prompts of one rank on a GPU, beside the roofline and transformers, A-B-A-B
+	$(BIN)/python -m benchmarks.engine.gpu_steps $(ARGS)
 
 bench-sampling: $(DEV) ## milliseconds of a step's sampling with all fields, without each and with each alone
 	$(BIN)/python -m benchmarks.engine.sampling $(ARGS)

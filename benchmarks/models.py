@@ -31,6 +31,11 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
     },
+    "llama-8b": {
+        **LLAMA, **COMMON, "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    },
     "llama-135m": {
         **LLAMA, **COMMON, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192,
@@ -59,6 +64,16 @@ def model_folder(shape: str, dtype: torch.dtype = torch.bfloat16, out: Path = OU
         (folder / "config.json").write_text(json.dumps(config, indent=1))
         write_tokenizer(folder, int(str(config["vocab_size"])))
         save_file(_weights(config, dtype), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def config_folder(shape: str, out: Path = OUT) -> Path:
+    """The folder of the shape's config and tokenizer alone, for engines that draw their weights (load_format dummy)."""
+    folder = out / f"{shape}-config"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**SHAPES[shape], "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_tokenizer(folder, int(str(config["vocab_size"])))
     return folder
 
 

@@ -1,11 +1,50 @@
 """The sections of docs/performance.md on attention kernels. Used by performance.py; needs the standard library only."""
 
+import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tools.result_files import MissingFigureError, percent, read_json, span, table, whole
+from tools.result_files import MissingFigureError, found, percent, read_json, span, table, whole
 
 Figure = Mapping[str, Any]
+
+
+def gpu_section() -> str:
+    """Of one GPU: decode steps, prompts, and the tests that ran there."""
+    run = read_json("gpu-steps-llama-8b.json")
+    rows = []
+    for line in run["decode"]:
+        replayed, eager = (statistics.median(line[kind]) for kind in ("replayed", "eager"))
+        peer = run["transformers_ms"].get(str(line["rows"]))
+        rows.append(
+            [
+                str(line["rows"]),
+                f"{replayed:.2f}",
+                percent(line["roofline_ms"] / replayed),
+                f"{eager:.2f}",
+                whole(1e3 * line["rows"] / replayed),
+                "" if peer is None else f"{peer:.2f}",
+            ]
+        )
+    prompts, most = statistics.median(run["prompt_tokens_per_s"]), run["prompt_roofline_tokens_per_s"]
+    passed = sum(int(count) for (count,) in found(r"(\d+) passed", "gpu-tests.txt"))
+    heads = ["rows", "replayed, ms", "of the roofline", "eager, ms", "tokens/s", "`transformers`, ms"]
+    return f"""## One GPU
+
+`make bench-gpu` on one {run["device"]}, torch {run["torch"]}, one rank of the Llama 3.1 8B shape in this process: bf16,
+random weights, {run["options"]["context"]} tokens of context a row. A step is the median gap between a row's tokens
+while all rows decode. Replayed steps are CUDA graphs of the layers. The peer is one `generate` call over as many equal
+rows. The roofline reads the weights once and the rows' KV, at the {run["read_bytes_per_s"] / 1e12:.1f} TB/s measured
+beside it.
+
+{table(heads, rows)}
+
+Prompts of 2,048 tokens took {whole(prompts)} tokens/s, {percent(prompts / most)} of what the products of the weights
+take at the {run["flop_per_s"] / 1e12:.0f} TFLOP/s of a large product. There are one or two runs of each figure, and
+none beside vLLM. What is left: norms, rotations and activations are torch operations of their own, and a prompt's
+attention reaches less than half of the speed of torch's kernel for contiguous keys
+([decision 041](decisions/041-gpu-attention.md)). {passed} tests passed on that GPU
+(`benchmarks/results/latest/gpu-tests.txt`). More than one GPU has not been tried."""
 
 
 def attention_section() -> str:

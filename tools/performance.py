@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tools import result_files
 from tools.invariance_figures import invariance_section
-from tools.kernel_figures import attention_section, latent_section
+from tools.kernel_figures import attention_section, gpu_section, latent_section
 from tools.result_files import (
     NUMBER,
     ROOT,
@@ -382,8 +382,8 @@ HEAD = """<!-- Written by tools/performance.py from benchmarks/results/latest. R
 Every figure here comes from a benchmark in this repository; the raw output, its date, commit and command are in
 `benchmarks/results/latest`.
 
-**GPU speed has not been measured.** Runs used two cores of an AMD CPU with AVX512-BF16, where a section does not name
-another, and bf16 with random weights. Other processes took at most 2 % of the machine unless a section says otherwise.
+Runs used two cores of an AMD CPU with AVX512-BF16, where a section does not name another machine, and bf16 with random
+weights. Other processes took at most 2 % of the machine unless a section says otherwise.
 The machine reads memory at 40 or 70 GB/s, for minutes at a time, so absolute figures vary by a third. Compare within
 one table: its runs alternate or follow each other. The roofline is the time that the bytes and operations of a run need
 at the bandwidth and matmul rate measured beside it."""
@@ -392,6 +392,7 @@ at the bandwidth and matmul rate measured beside it."""
 def render() -> str:
     sections = [
         throughput_section(),
+        gpu_section(),
         startup_section(),
         speculation_section(),
         sampling_section(),
