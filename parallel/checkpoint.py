@@ -69,7 +69,8 @@ class Found(Protocol):
     dtype: torch.dtype | None
 
     def share(self, place: int) -> torch.Tensor:
-        """Returns a share, in the checkpoint's dtype, on the CPU. place: its index in what was asked for."""
+        """Returns a share, in the checkpoint's dtype; random ones are on their device, others on the CPU. place: its
+        index in what was asked for."""
         ...
 
     def merged(self, device: torch.device, *, keeps: bool) -> torch.Tensor | None:

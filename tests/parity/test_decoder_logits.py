@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.workers.attention.reference import ReferenceAttention
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import supported_architectures
 from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.reference_attention import ReferenceAttention
 from tests.support.tiny_models import TINY_MODELS, load_peer
 
 NAMES = [tiny.name for tiny in TINY_MODELS]

@@ -14,7 +14,6 @@ import torch
 
 from tandem import LLM, SamplingParams
 from tandem.parallel.context import ParallelContext
-from tandem.workers.attention.reference import ReferenceAttention
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.arch import Moe
 from tandem.workers.models.spec.config_reader import load_spec
@@ -23,6 +22,7 @@ from tests.parity.test_decoder_logits import NAMES, PROMPT_LEN, STORIES
 from tests.parity.test_decoder_parallel import PROMPTS, STEPS
 from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
 from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.reference_attention import ReferenceAttention
 
 TinyFolder = Callable[[str], Path]
 MakeDecoder = Callable[..., Decoder]

@@ -11,13 +11,13 @@ from tandem.workers.attention import latent
 from tandem.workers.attention.chunks import Chunk, Gatherer, SdpaChunks
 from tandem.workers.attention.latent import LatentChunks, absorbs
 from tandem.workers.attention.padded_decode import PaddedDecode, padded_blocks
-from tandem.workers.attention.reference import ReferenceAttention
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.kv_store import TorchKVStore
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.layers.latent_layer import Heads
 from tandem.workers.models.spec.arch import Mla
 from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.reference_attention import ReferenceAttention
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 
 DEEPSEEK = Mla(num_heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)

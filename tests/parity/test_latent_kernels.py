@@ -13,7 +13,6 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.latent import LatentStep
 from tandem.workers.attention.latent_heads import DenseHeads
 from tandem.workers.attention.one_query import OneQueryAttention
-from tandem.workers.attention.reference import ReferenceAttention
 from tandem.workers.kernels.cpu.cpu_build import obstacle
 from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS
 from tandem.workers.kernels.kv_store import LayerKV, encode
@@ -22,6 +21,7 @@ from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttenti
 from tandem.workers.models.spec.arch import AttentionParams, Mla
 from tandem.workers.platforms.cpu import cpu_platform
 from tests.support.attention_check import random_batch
+from tests.support.reference_attention import ReferenceAttention
 
 CACHES = [
     (torch.float32, torch.float32),

@@ -16,7 +16,6 @@ from transformers import AttentionInterface
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from tandem.parallel.context import ParallelContext
-from tandem.workers.attention.reference import ReferenceAttention
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec, AttentionParams
@@ -26,6 +25,7 @@ from tests.parity.test_attention import backends
 from tests.support.attention_check import random_batch
 from tests.support.decoder_ranks import RankProcesses
 from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.reference_attention import ReferenceAttention
 from tests.support.tiny_models import load_peer
 
 HEADS, KV_HEADS, DIM = 6, 2, 24

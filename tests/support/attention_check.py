@@ -8,11 +8,11 @@ import torch
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable
-from tandem.workers.attention.reference import ReferenceAttention
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.kv_store import LayerKV, as_indexable, encode
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.platforms.cpu import cpu_platform
+from tests.support.reference_attention import ReferenceAttention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 RELATIVE = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 0.0}  # a unit in the last place

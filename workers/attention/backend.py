@@ -21,7 +21,7 @@ from tandem.workers.models.spec.arch import AttentionParams
 
 DECODE_QUERIES: Final = 17
 """The most queries of a row that are taken one by one, as decodes: a token and its drafts. They need no gather of the
-row's context in one piece, and come out as in steps of one token each."""
+row's context in one piece, and come out as in steps of one token each, on GPUs up to rounding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def table_bytes(spec: ArchSpec, groups: KVGroups, num_tokens: int, num_blocks: i
     """As capture_bytes(), of a capture whose attention reads the cache in place."""
     stream = 3 * spec.hidden_size * element_bytes
     rotary = len(spec.ropes) * 2 * spec.rope_dim * 4
-    return num_tokens * (stream + rotary + groups.count * (4 * num_blocks + LONG) + 3 * LONG)
+    return num_tokens * (stream + rotary + groups.count * (4 * num_blocks + LONG) + 4 * LONG)
 
 
 def capture_bytes(spec: ArchSpec, groups: KVGroups, num_tokens: int, num_blocks: int, element_bytes: int) -> int:

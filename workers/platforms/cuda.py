@@ -2,6 +2,8 @@
 
 import importlib.util
 import logging
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -32,6 +34,14 @@ from tandem.workers.platforms.tensor_rows import TensorRows
 log = logging.getLogger(__name__)
 
 
+def _has_triton() -> bool:
+    """Whether Triton's kernels can be had here: it compiles its launchers with a C compiler, and bf16 products for GPUs
+    from Ampere on."""
+    has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang", "cc")))
+    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    return importlib.util.find_spec("triton") is not None and has_compiler and not is_old
+
+
 def _gathered(
     dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
 ) -> AttentionBackend:
@@ -43,7 +53,7 @@ def _attention(
     dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
 ) -> AttentionBackend:
     """The kernel's where it computes such heads."""
-    if has_latents or importlib.util.find_spec("triton") is None:
+    if has_latents or not _has_triton():
         return _gathered(dtype, head_dim, kv_dtype, has_latents)
     from tandem.workers.attention.triton_paged import TritonAttention, takes
 
@@ -245,7 +255,7 @@ def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> Make
 
 def _expert_ops(device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> MakeExpertOps:
     make = _linear_methods(dtype, quantization)
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return partial(TorchExperts, make, device=device)
     from tandem.workers.kernels.triton.triton_experts import TritonExperts
 
@@ -257,7 +267,7 @@ def _fused_ops(dtype: torch.dtype) -> FusedOps:
 
 
 def _lora_ops(dtype: torch.dtype) -> LoraOps:
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return TorchLora()
     from tandem.workers.kernels.triton.triton_lora import TritonLora
 

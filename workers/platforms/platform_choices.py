@@ -22,6 +22,7 @@ from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import multiplies_by_row
 
+NO_TRITON = "Triton, a C compiler for it or a GPU that it compiles for is missing"
 HEAD_DIM = 128
 """Of most models. Others may differ in attention: the kernel takes heads of up to 256 elements."""
 
@@ -99,19 +100,19 @@ def _on_gpu(platform: Platform, dtype: torch.dtype) -> list[PlatformChoice]:
         PlatformChoice(
             "attention",
             attention.name,
-            "Triton is not installed" if isinstance(attention, TorchAttention) else "Triton is installed",
+            NO_TRITON if isinstance(attention, TorchAttention) else "Triton is installed",
         ),
         PlatformChoice("fused ops", "torch", "there are no kernels for GPUs yet"),
         PlatformChoice("linear", "cuBLAS", "weights stay as they are"),
         PlatformChoice(
             "experts",
             "torch, expert by expert" if experts is TorchExperts else "Triton",
-            "Triton is not installed" if experts is TorchExperts else "Triton is installed",
+            NO_TRITON if experts is TorchExperts else "Triton is installed",
         ),
         PlatformChoice(
             "LoRA ops",
             "torch" if lora is TorchLora else "Triton",
-            "Triton is not installed" if lora is TorchLora else "Triton is installed",
+            NO_TRITON if lora is TorchLora else "Triton is installed",
         ),
         PlatformChoice("sampling", "torch", "there are no kernels for GPUs yet"),
         PlatformChoice("collectives", platform.backend.name, "between GPUs"),

@@ -169,7 +169,9 @@ class RankServer:
             if SHARED_DEVICE not in str(error):
                 raise
             sizes = f"{setup.world_size} ranks need a GPU each, and two have got the same one"
-            raise SettingsError(sizes, "--tensor-parallel-size") from error
+            is_wide = settings.parallel.tensor_parallel_size > 1
+            flag = "--tensor-parallel-size" if is_wide else "--pipeline-parallel-size"
+            raise SettingsError(sizes, flag) from error
 
     def _allocate(self, allocate: AllocateKV) -> RankReady:
         assert self._loaded is not None, "AllocateKV before RankSetup"
@@ -236,6 +238,8 @@ class RankServer:
         self._steps.clear()
         if self._runner is not None:
             self._runner.close()
+        elif self._loaded is not None:
+            self._loaded.decoder.close()
         self._runner = self._loaded = None
 
 

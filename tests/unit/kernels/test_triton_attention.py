@@ -4,6 +4,7 @@ As in test_triton_lora.py, the tests run in a process of their own, whose interp
 """
 
 import dataclasses
+import math
 import os
 import random
 import subprocess
@@ -19,9 +20,12 @@ from torch.utils._pytree import tree_leaves
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable
+from tandem.workers.kernels.kv_store import LayerKV, encode
+from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.planning.graph_room import table_bytes
 from tests.support.attention_check import QUANTIZED, check, random_batch
+from tests.support.reference_attention import ReferenceAttention
 
 ROOT = Path(__file__).resolve().parents[3]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -115,44 +119,95 @@ def test_random_steps(seed: int, kv_dtype: torch.dtype | None) -> None:
     check(triton_backend(), some_batch(rng, rng.choice((1, 4, 16))), heads, head_dim, window, kv_dtype=kv_dtype)
 
 
+def batch_of(query_lens: list[int], seq_lens: list[int]) -> ForwardBatch:
+    return on_device(random_batch(random.Random(0), 16, query_lens, seq_lens))
+
+
 @computes
-@pytest.mark.parametrize("seed", range(1 if INTERPRETED else 6))
-def test_decodes_are_split_and_padded(seed: int) -> None:
-    """Steps without chunks: contexts in parts; the same through a captured step's tables, made for another batch."""
-    rng = random.Random(100 + seed)
-    longest = on_device(random_batch(rng, 16, [1], [250]))
+def test_decodes_are_split_and_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without chunks: contexts in parts, a sink in the first of them; the same through a captured step's tables,
+    made for another batch, with rows that have no token."""
+    monkeypatch.setattr("tandem.workers.kernels.triton.triton_attention.PROGRAMS", 12 * 2 * 4)
+    longest = batch_of([1], [250])
     own = GroupTable(longest.slot_mapping_T, longest.block_table_RN)
     longest = dataclasses.replace(longest, further_groups=(own,))
+    batches = [batch_of([1, 3, 1], [170, 150, 1]), batch_of([5, 1], [140, 65]), batch_of([1] * 5, [3, 99, 16, 200, 64])]
     for backend in (triton_backend(), Padded(longest, 12)):
-        for window, softcap in ((None, None), (33, 3.0)):
-            check(backend, some_batch(rng, 16, decodes=True), (6, 2), 64, window, softcap=softcap)
+        for batch, window in zip(batches, (None, None, 100), strict=True):
+            check(backend, batch, (6, 2), 64, window, sinks=(1.0, -2.0, 3.0, 0.5, 4.0, 2.0))
 
 
 @computes
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED], ids=str)
 def test_half_precision(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-    rng = random.Random(7)
-    for decodes in (True, False):
-        check(triton_backend(), some_batch(rng, 16, decodes=decodes), (8, 2), 128, dtype=dtype, kv_dtype=kv_dtype)
+    """Decodes; chunks that begin a row and that continue one."""
+    for batch in (batch_of([1, 2], [150, 20]), batch_of([70, 18, 3], [70, 90, 40])):
+        check(triton_backend(), batch, (4, 1), 128, dtype=dtype, kv_dtype=kv_dtype)
+
+
+@computes
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("kv_dtype", QUANTIZED, ids=str)
+def test_small_weights_of_small_values_count(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """One key has most of the weight, thousands of others share the rest: products of weights and scales would vanish
+    in fp16. Only values of the many differ from 0."""
+    length, dim, blocks = 2048, 16, 128
+    keys_BSKD = torch.zeros(blocks, 16, 1, dim)
+    keys_BSKD[0, 0] = 1.0
+    values_BSKD = torch.full((blocks, 16, 1, dim), 0.02)
+    values_BSKD[0, 0] = 0.0
+    planes = [encode(x.to(DEVICE, dtype), kv_dtype) for x in (keys_BSKD, values_BSKD)]
+    kv = LayerKV(planes[0][0], planes[1][0], planes[0][1], planes[1][1])
+    batch = batch_of([1], [length])
+    table_RN = torch.arange(blocks, dtype=torch.int32, device=DEVICE)[None]
+    batch = dataclasses.replace(batch, block_table_RN=table_RN)
+    q_TND = torch.full((1, 2, dim), 10.0 / dim, dtype=dtype, device=DEVICE)
+    found = triton_backend().prepare(batch).attend(q_TND, q_TND[:, :1], q_TND[:, :1], kv, AttentionParams(1.0))
+    rest = (length - 1) * math.exp(-10.0)
+    wanted = torch.full_like(found, 0.02 * rest / (1 + rest))
+    torch.testing.assert_close(found, wanted, rtol=3e-2, atol=0)
+
+
+@computes
+def test_what_lies_outside_a_rows_tokens_is_not_read() -> None:
+    """NaN in blocks of nobody, behind the ends of rows and ahead of a window; positions fewer than the host says."""
+    query_lens, seq_lens, window = [1, 4, 20], [37, 50, 60], 18
+    batch = batch_of(query_lens, seq_lens)
+    shape = (int(batch.block_table_RN.max()) + 3, 16, 1, 32)
+    generator = torch.Generator().manual_seed(1)
+    clean = [torch.randn(shape, generator=generator).to(DEVICE) for _ in "kv"]
+    spoilt = [torch.full_like(plane, float("nan")) for plane in clean]
+    for row, (queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        for position in range(max(0, length - queries - window + 1), length):
+            block = int(batch.block_table_RN[row, position // 16])
+            for plane, own in zip(spoilt, clean, strict=True):
+                plane[block, position % 16] = own[block, position % 16]
+    more = [5, 2, 7]
+    guessed = dataclasses.replace(
+        batch, seq_lens_list=[length + add for length, add in zip(seq_lens, more, strict=True)], spare_lens_list=more
+    )
+    q_TND = torch.randn((batch.num_tokens, 4, 32), generator=generator).to(DEVICE)
+    params = AttentionParams(0.2, window)
+    wanted = ReferenceAttention().prepare(batch).attend(q_TND, q_TND[:, :1], q_TND[:, :1], LayerKV(*clean), params)
+    found = triton_backend().prepare(guessed).attend(q_TND, q_TND[:, :1], q_TND[:, :1], LayerKV(*spoilt), params)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
 @computes
 def test_soft_caps_slopes_and_sinks() -> None:
-    rng = random.Random(3)
-    slopes = tuple(2.0 ** -rng.uniform(0, 8) for _ in range(6))
-    sinks = tuple(rng.uniform(-3, 5) for _ in range(6))
-    for softcap, own, sunk in ((5.0, None, None), (None, slopes, None), (None, None, sinks), (2.0, slopes, sinks)):
-        for decodes in (True, False):
-            batch, window = some_batch(rng, 16, decodes=decodes), rng.choice((None, 7, 33))
+    slopes, sinks = (0.5, 0.1, 0.9, 0.01, 0.3, 0.7), (2.0, -1.0, 3.0, 0.0, 5.0, 1.0)
+    for softcap, own, sunk, window in (
+        (5.0, None, None, 33), (None, slopes, None, None), (None, None, sinks, None), (2.0, slopes, sinks, 33),
+    ):  # fmt: skip
+        for batch in (batch_of([1, 3], [130, 17]), batch_of([1, 40], [40, 60])):
             check(triton_backend(), batch, (6, 2), 32, window, softcap=softcap, slopes=own, sinks=sunk)
 
 
 @computes
 def test_heads_of_256_elements() -> None:
-    rng = random.Random(5)
     for dtype in HALVES:
-        check(triton_backend(), some_batch(rng, 16), (4, 2), 256, dtype=dtype)
+        check(triton_backend(), batch_of([1, 40], [40, 60]), (4, 2), 256, dtype=dtype)
 
 
 @computes

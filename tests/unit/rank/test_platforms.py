@@ -1,10 +1,10 @@
 """Platforms without their devices: what a rank on CUDA asks torch for, which memory is pinned, which kernels are
 warm."""
 
-import importlib.util
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +20,14 @@ from tandem.parallel.params import Span
 from tandem.workers.attention.pieces import WORKSPACE_BYTES
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import CudaGraphs
+from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.lora.device.layout import ShardShape
 from tandem.workers.lora.device.lora_layers import LoraLayers
 from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.planning.budget import ATTENTION_BYTES
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
-from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, open_platform
+from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, _has_triton, open_platform
 from tests.support.traced_accelerator import TracedAccelerator
 
 SETTINGS = EngineSettings(model=ModelSettings(model="m"))
@@ -39,6 +40,7 @@ class Asked:
         self.calls: list[tuple[str, Any]] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         for name in ("set_device", "Stream", "current_stream", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, lambda device, name=name: self.calls.append((name, device)))
 
@@ -102,7 +104,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(
 
 
 def test_attention_on_cuda_is_a_kernels_or_bounded_and_not_cudnns(cuda: Platform) -> None:
-    has_kernel = importlib.util.find_spec("triton") is not None
+    has_kernel = _has_triton()
     of_kernel: list[tuple[Any, ...]] = [(torch.bfloat16, 128), (torch.float16, 256, torch.int8), (torch.float32, 80)]
     of_torch: list[tuple[Any, ...]] = [
         (torch.bfloat16, 576, None, True), (torch.float32, 256), (torch.float32, 64, torch.int8), (torch.bfloat16, 512),
@@ -114,6 +116,19 @@ def test_attention_on_cuda_is_a_kernels_or_bounded_and_not_cudnns(cuda: Platform
     assert WORKSPACE_BYTES == ATTENTION_BYTES, "what the planner counts"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert not cuda.packs(torch.bfloat16) and cuda.backend.name == "nccl" and cuda.memory is not None
+
+
+@pytest.mark.parametrize("missing", ["a new device", "a compiler"])
+def test_without_what_triton_needs_torch_computes(
+    cuda: Platform, missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if missing == "a compiler":
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert isinstance(cuda.attention(torch.bfloat16, 128), TorchAttention)
+    assert isinstance(cuda.lora_ops(torch.bfloat16), TorchLora)
 
 
 def test_captured_graphs_share_a_pool_and_let_lanes_copy(cuda: Platform, monkeypatch: pytest.MonkeyPatch) -> None:

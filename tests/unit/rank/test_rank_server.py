@@ -39,6 +39,7 @@ from tandem.workers.messages.handshake import (
 from tandem.workers.messages.request import AdapterRef
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan, StepResult
 from tandem.workers.messages.transfer import DropAdapter, TransferResult
+from tandem.workers.models.decoder import Decoder
 from tandem.workers.rank import rank_server
 from tandem.workers.rank.model_runner import StepHandle
 from tandem.workers.rank.rank_server import RankServer
@@ -105,6 +106,17 @@ def test_a_rank_answers_each_message_of_its_life(folder: Path) -> None:
     assert isinstance(result, StepResult) and result.step_id == 1 and len(result.rows[0].token_ids) == 1
     assert list(server.take(Shutdown())) == [] and not len(server._lanes)
     server.close()
+
+
+def test_a_rank_that_ends_before_it_has_kv_closes_its_decoder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Decoder] = []
+    monkeypatch.setattr(Decoder, "close", lambda decoder: closed.append(decoder))
+    server = RankServer(0, lambda _: None, lambda _: None)
+    settings = msgspec.msgpack.encode(settings_for(folder))
+    setup = RankSetup(settings=settings, world_size=1, master_address="127.0.0.1", master_port=None, ranks_on_node=1)
+    list(server.take(setup))
+    list(server.take(Shutdown()))
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize("said", ["Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60", "no route"])

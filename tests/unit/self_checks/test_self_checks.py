@@ -33,7 +33,7 @@ from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.platforms import platform_choices
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import cpu_platform
-from tandem.workers.platforms.platform_choices import choices
+from tandem.workers.platforms.platform_choices import NO_TRITON, choices
 from tandem.workers.self_checks import kernel_checks, step_checks, two_ranks
 from tandem.workers.self_checks.outcome import Check, CheckFailed, relative_error, require
 from tandem.workers.self_checks.self_check_run import all_checks, outcome
@@ -216,7 +216,7 @@ def test_choices_are_said_with_their_reasons() -> None:
     assert (gpu["attention"], gpu["linear"], gpu["LoRA ops"], gpu["collectives"]) == (
         "torch-sdpa", "cuBLAS", "Triton", "nccl",
     )  # fmt: skip
-    assert choices(traced)[4].why == "Triton is not installed"
+    assert choices(traced)[4].why == NO_TRITON
 
 
 @pytest.mark.parametrize(("packs", "linear"), [(True, "oneDNN"), (False, "torch")])

@@ -34,6 +34,10 @@ UNALIGNED: Final = ["q", "positions", "starts", "table"]
 PROGRAMS: Final = 512
 """Programs that keep a device busy: contexts are split until there are as many."""
 MOST_PARTS: Final = 32
+PART_BYTES: Final = 64 * 2**20
+"""The most memory that the parts of a step take."""
+FEWEST_ROWS: Final = 256
+"""Rows that a kernel is compiled for at least: it would be compiled anew for each power of two below, while serving."""
 SIZES: Final = (128, 256)
 """Elements of a head: the most that a size of tiles is for."""
 BEYOND: Final = tl.constexpr(1 << 30)
@@ -77,10 +81,11 @@ def attend_tiles(
     D_PAD: tl.constexpr, V_PAD: tl.constexpr,
 ):  # fmt: skip
     """Writes out [T, N, V], or for several PARTS their sums to part_out [T, N, P, V] and their greatest score and total
-    weight to part_sums [T, N, P, 2]. Takes rows of `fewest` to `most` queries. starts [R + 1], positions [T], table
-    [R, blocks]. q_stride: elements between two tokens' queries. WINDOW: 0 for none. ROWS: a power of two, at least
-    `rows`. SHARE: query heads of a program, a divisor of GROUP. Programs: tiles, T // queries of a tile + R; N / SHARE;
-    parts."""
+    weight to part_sums [T, N, P, 2], the scores times log2(e). Takes rows of `fewest` to `most` queries. starts [R +
+    1], positions [T], table [R, blocks]; slopes and sinks [N], any pointer where there are none. q_stride: elements
+    between two tokens' queries. WINDOW: 0 for none. ROWS: a power of two, at least `rows`. SHARE: query heads of a
+    program, a divisor of GROUP = N / K. TILE: queries times SHARE, STEP: positions, that are multiplied at once. D_PAD,
+    V_PAD: powers of two for D and V. Programs: tiles, T // queries of a tile + R; N / SHARE; parts."""
     QUERIES: tl.constexpr = TILE // SHARE
     KV_HEADS: tl.constexpr = HEADS // GROUP
     tile, part = tl.program_id(0), tl.program_id(2)
@@ -151,12 +156,14 @@ def attend_tiles(
                 values + ((slot * KV_HEADS + head) * V_DIM)[:, None] + v[None, :],
                 mask=inside[:, None] & (v < V_DIM)[None, :], other=0,
             )  # fmt: skip
+            value = _codes(value, IS_FP8, query.dtype)
             if SCALED:
                 scales = tl.load(value_scales + slot * KV_HEADS + head, mask=inside, other=0.0)
-                weight *= scales[None, :]
-            sums = tl.dot(
-                weight.to(query.dtype), _codes(value, IS_FP8, query.dtype), sums * kept[:, None], input_precision="ieee"
-            )
+                if query.dtype == tl.float16:  # a small weight times a small scale would vanish in fp16
+                    value = (value.to(tl.float32) * scales[:, None]).to(query.dtype)
+                else:
+                    weight *= scales[None, :]
+            sums = tl.dot(weight.to(query.dtype), value, sums * kept[:, None], input_precision="ieee")
             best = higher
         if PARTS == 1:
             place = out + at[:, None] * V_DIM + v[None, :]
@@ -242,7 +249,7 @@ def attend(
         DECODE if is_decode else PREFILL, q_TND.element_size(), max(dim, v_dim), group, kv.key_scales is not None
     )
     share = next(count for count in range(min(group, tile.rows), 0, -1) if group % count == 0)
-    parts = _num_parts(num_rows * heads // share) if in_parts else 1
+    parts = _num_parts(num_rows * heads // share, tokens * heads * v_dim * 4) if in_parts else 1
     part_out = part_sums = out_TNV
     if parts > 1:
         part_out = out_TNV.new_empty((tokens, heads, parts, v_dim), dtype=torch.float32)
@@ -252,7 +259,7 @@ def attend(
     slopes = none if params.slopes is None else numbers.of(params.slopes, device)
     sinks = none if params.sinks is None else numbers.of(params.sinks, device)
     constants: dict[str, Any] = {
-        "HEADS": heads, "V_DIM": v_dim, "ROWS": triton.next_power_of_2(num_rows), "PARTS": parts,
+        "HEADS": heads, "V_DIM": v_dim, "ROWS": max(FEWEST_ROWS, triton.next_power_of_2(num_rows)), "PARTS": parts,
         "V_PAD": max(16, triton.next_power_of_2(v_dim)), "enable_fp_fusion": FP_FUSION,
     }  # fmt: skip
     limits = (num_rows, queries.start, queries.stop - 1)
@@ -275,7 +282,7 @@ def attend(
 def _tile(tiles: dict[tuple[int, int], Tile], element_bytes: int, dim: int, group: int, is_quantized: bool) -> Tile:
     tile = tiles[element_bytes, _size_of(dim)]
     if is_quantized and tile.rows > MOST_OF_QUANTIZED:
-        tile = Tile(MOST_OF_QUANTIZED, tile.positions, 4, 2)
+        tile = Tile(MOST_OF_QUANTIZED, min(tile.positions, 32), 4, 2)
     if group > tile.rows and element_bytes == 2:
         tile = tile._replace(rows=triton.next_power_of_2(group), positions=min(tile.positions, 32), warps=8)
     return tile
@@ -285,5 +292,9 @@ def _size_of(dim: int) -> int:
     return next((size for size in SIZES if dim <= size), 0)
 
 
-def _num_parts(programs: int) -> int:
-    return max(1, min(MOST_PARTS, triton.next_power_of_2(PROGRAMS // programs)))
+def _num_parts(programs: int, part_bytes: int) -> int:
+    """Returns a power of two. programs: of one part; part_bytes: memory of one."""
+    parts = max(1, min(MOST_PARTS, triton.next_power_of_2(PROGRAMS // programs)))
+    while parts > 1 and parts * part_bytes > PART_BYTES:
+        parts //= 2
+    return int(parts)
