@@ -113,19 +113,23 @@ def test_rows_write_what_they_write_on_a_cpu(case: str, adapters: list[Path], on
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_quantized_caches_change_few_texts(kv_cache_dtype: str) -> None:
+    """In float32, where torch's SDPA attends."""
     texts = []
     for dtype in ("auto", kv_cache_dtype):
         flags = {"kv_cache_dtype": dtype, "kv_cache_memory_bytes": 2**28}
-        with LLM("demo", device="cuda", dtype="bfloat16", **ROOM | flags) as llm:
+        with LLM("demo", device="cuda", dtype="float32", **ROOM | flags) as llm:
             texts.append(texts_of(llm, PROMPTS, GREEDY))
             assert graphs_of(llm).num_replays > 0
     assert sum(mine == theirs for mine, theirs in zip(*texts, strict=True)) >= len(PROMPTS) // 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_writes_likely_tokens(dtype: str) -> None:
-    """Each token is at most half a nat less likely than the likeliest, by transformers in float32."""
-    with LLM("demo", device="cuda", dtype=dtype, kv_cache_memory_bytes=2**28, **ROOM) as llm:
+@pytest.mark.parametrize(("kv_cache_dtype", "most_nats"), [("auto", 0.5), ("int8", 0.5), ("fp8", 4.0)])
+def test_half_precision_writes_likely_tokens(dtype: str, kv_cache_dtype: str, most_nats: float) -> None:
+    """Each token is at most so many nats less likely than the likeliest, by transformers in float32. On a CPU they are
+    0.07, 0.04 and 1.7."""
+    flags = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "kv_cache_memory_bytes": 2**28}
+    with LLM("demo", device="cuda", **ROOM | flags) as llm:
         found = texts_of(llm, PROMPTS, GREEDY)
         assert graphs_of(llm).num_replays > 0
     peer = load_peer(DEMO_MODEL)
@@ -133,7 +137,7 @@ def test_half_precision_writes_likely_tokens(dtype: str) -> None:
         with torch.inference_mode():
             logits_TV = peer(torch.tensor([[*prompt, *mine]])).logits[0, len(prompt) - 1 : -1]
         own_T = logits_TV.gather(1, torch.tensor(mine)[:, None])[:, 0]
-        assert (logits_TV.amax(1) - own_T).max() < 0.5
+        assert (logits_TV.amax(1) - own_T).max() < most_nats
 
 
 def test_the_pool_takes_what_is_left_of_the_device() -> None:

@@ -5,12 +5,8 @@ As in test_triton_lora.py, the tests run in a process of their own, whose interp
 
 import dataclasses
 import math
-import os
 import random
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,29 +21,19 @@ from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.planning.graph_room import table_bytes
 from tests.support.attention_check import QUANTIZED, check, random_batch
+from tests.support.interpreted import DEVICE, INTERPRETED, ROOT, computes, run_in_interpreter, starts
 from tests.support.reference_attention import ReferenceAttention
 
-ROOT = Path(__file__).resolve().parents[3]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
-LIMIT_S = 540
 SCRATCH = 0
 """The block that belongs to nobody."""
 
 pytest.importorskip("triton")
-computes = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="no interpreter, no CUDA device"
-)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@starts
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-x", str(Path(__file__))]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert " passed" in ran.stdout
+    run_in_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,6 @@
 As in test_triton_lora.py, the tests run in a process of their own, whose interpreter multiplies no bf16.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,27 +11,17 @@ from tandem.parallel.expert_methods import ExpertParams
 from tandem.parallel.linear_methods import as_given, plain
 from tandem.parallel.params import Param, Source
 from tandem.workers.kernels.expert_ops import ExpertOps, TorchExperts
+from tests.support.interpreted import DEVICE, computes, run_in_interpreter, starts
 
-ROOT = Path(__file__).resolve().parents[3]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-LIMIT_S = 540
 HERE = range(2, 5)
 """The experts of this rank, of 6."""
 
 pytest.importorskip("triton")
-computes = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="no interpreter, no CUDA device"
-)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@starts
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-x", str(Path(__file__))]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert " passed" in ran.stdout
+    run_in_interpreter(__file__)
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

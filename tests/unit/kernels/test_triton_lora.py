@@ -1,39 +1,23 @@
 """Triton's grouped LoRA against dense products and the twin: in its interpreter, and on a CUDA device where one is.
 
-The interpreter has to be chosen before the kernels are imported, so the tests run in a process of their own; this one
-starts it. It multiplies no bf16 matrices, so prompts in bf16 are left to the device.
+The interpreter multiplies no bf16 matrices, so prompts in bf16 are left to the device.
 """
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
+from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
 from tests.support.lora_layers import LoraLayer, check_close, make_layer, noise, rows_of
 
-ROOT = Path(__file__).resolve().parents[3]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 RANKS = [4, 8, 16, 64, 3, 0, 33]
-LIMIT_S = 540
 
 pytest.importorskip("triton")
-computes = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="no interpreter, no CUDA device"
-)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@starts
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-x", str(Path(__file__))]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert " passed" in ran.stdout
+    run_in_interpreter(__file__)
 
 
 def kernels() -> LoraOps:

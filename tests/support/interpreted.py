@@ -1,0 +1,32 @@
+"""Tests of Triton's kernels: in its interpreter, in a process of their own, and on a CUDA device where one is.
+
+The interpreter has to be chosen before the kernels are imported, so a test starts pytest on its own file again.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""This process is the one of the interpreter."""
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 540
+
+computes = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="no interpreter, no CUDA device"
+)
+starts = pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+
+
+def run_in_interpreter(file: str) -> None:
+    """Runs a file's tests in the interpreter; all must pass, and some must run."""
+    command = [sys.executable, "-m", "pytest", "-x", file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout
