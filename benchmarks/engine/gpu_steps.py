@@ -13,7 +13,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tandem.configs.schema import CacheSettings, DeviceSettings, EngineSettings,
 from tandem.parallel.mesh import Mesh
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import Executor
+from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tests.support.in_process import runner_of
@@ -106,6 +107,33 @@ def replays(executor: Executor, allowed: bool) -> int:
     return int(graphs.num_replays)
 
 
+def step_times(
+    engine: Engine, sink: TimelineSink, options: argparse.Namespace, rows: int, spec: ArchSpec
+) -> dict[str, list[float]]:
+    """Milliseconds of replayed and of eager steps, in turns; the first turn, which captures, is not counted."""
+    found: dict[str, list[float]] = {"replayed": [], "eager": []}
+    for pair in range(options.pairs + 1):
+        for kind, times_ms in found.items():
+            before = replays(engine._executor, kind == "replayed")
+            tag = f"{kind}-{rows}-{pair}"
+            taken_ms = step_ms(engine, sink, rows, options.context, options.steps, spec.vocab_size, tag)
+            was_replayed = replays(engine._executor, True) > before
+            assert was_replayed == (kind == "replayed"), f"steps of {rows} rows were to be {kind}"
+            if pair:
+                times_ms.append(taken_ms)
+    return found
+
+
+def described(line: Mapping[str, Any]) -> str:
+    """One printed line of a number of rows."""
+    rows, least_ms = line["rows"], line["roofline_ms"]
+    replayed, eager = (statistics.median(line[kind]) for kind in ("replayed", "eager"))
+    return (
+        f"{rows:4d} rows: replayed {replayed:.2f} ms, eager {eager:.2f} ms, roofline {least_ms:.2f} ms"
+        f" ({least_ms / replayed:.0%}), {1e3 * rows / replayed:.0f} tokens/s"
+    )
+
+
 def peer_step_ms(folder: Path, rows: int, context: int, steps: int) -> float:
     """The mean time of a token of `generate` over equal rows, without the prompt's, in milliseconds."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -146,38 +174,20 @@ def main() -> None:
     began_s = time.perf_counter()
     with opened_engine(settings, sink) as (engine, ready):
         print(f"{options.model}: ready after {time.perf_counter() - began_s:.1f} s, {ready}", flush=True)
-        executor: Executor = engine._executor
         head_bytes = 2 * spec.vocab_size * spec.hidden_size
         body_bytes = ready.weight_bytes - head_bytes * (1 if spec.tie_word_embeddings else 2)
         for rows in options.rows:
-            found: dict[str, list[float]] = {"replayed": [], "eager": []}
-            for pair in range(options.pairs + 1):  # the first captures
-                for kind, times_ms in found.items():
-                    before = replays(executor, kind == "replayed")
-                    tag = f"{kind}-{rows}-{pair}"
-                    taken_ms = step_ms(engine, sink, rows, options.context, options.steps, spec.vocab_size, tag)
-                    was_replayed = replays(executor, True) > before
-                    if was_replayed != (kind == "replayed"):
-                        print(f"  {rows} rows, {kind}: replayed {was_replayed}", flush=True)
-                    if pair:
-                        times_ms.append(taken_ms)
             context_bytes = rows * (options.context + options.steps / 2) * kv_bytes
             least_ms = 1e3 * (body_bytes + head_bytes + context_bytes) / read_bytes_per_s
-            line = {"rows": rows, "roofline_ms": least_ms, **found}
-            decode.append(line)
-            mid = {kind: statistics.median(times_ms) for kind, times_ms in found.items()}
-            print(
-                f"{rows:4d} rows: replayed {mid['replayed']:.2f} ms, eager {mid['eager']:.2f} ms, roofline"
-                f" {least_ms:.2f} ms ({least_ms / mid['replayed']:.0%}), {1e3 * rows / mid['replayed']:.0f} tokens/s",
-                flush=True,
-            )
+            decode.append({"rows": rows, "roofline_ms": least_ms, **step_times(engine, sink, options, rows, spec)})
+            print(described(decode[-1]), flush=True)
         rates = [prompt_tokens_per_s(engine, sink, spec.vocab_size, f"prompts{run}") for run in range(3)][1:]
         most = flop_per_s / body_bytes  # two operations for each two-byte parameter
         print(
             f"prompts of {PROMPT_TOKENS}: {max(rates):.0f} tokens/s, {max(rates) / most:.0%} of the roofline",
             flush=True,
         )
-    del engine, executor
+    del engine
     gc.collect()
     torch.cuda.empty_cache()
     peer = {rows: peer_step_ms(folder, rows, options.context, options.steps) for rows in options.peer_rows}
