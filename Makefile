@@ -6,6 +6,7 @@ VENV   ?= .venv
 MODEL  ?= demo
 ARGS   ?=
 ROUNDS ?= 10
+ISA    ?=
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check -qq
 RUNTIME := $(VENV)/.runtime-installed
@@ -61,8 +62,9 @@ format: $(DEV)
 # Three workers on two cores: tests that start services often wait, and others compute meanwhile (tests/conftest.py).
 # Threads that wait for each other sleep: on cores that others want too, those that spin take their time from them.
 # Compiled Python files are kept, also where the environment says otherwise: each service starts ten processes.
-test: $(DEV) ## all tests but those of check; some 12 minutes on 2 cores
-	env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests --ignore=tests/architecture -n 3
+# An older CPU is imitated by hiding instructions from kernels and torch's libraries (configs/environment.py).
+test: $(DEV) ## all tests but those of check; some 12 minutes on 2 cores. ISA=avx512 or avx2 imitates an older CPU
+	env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=passive TANDEM_CPU_ISA=$(ISA) $(BIN)/python -m pytest tests --ignore=tests/architecture -n 3
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test
 	$(BIN)/python -m pytest tests -m chaos --timeout 3600
