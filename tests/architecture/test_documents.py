@@ -16,6 +16,7 @@ from tools import house
 from tools.check_links import CODE_SPAN, ROOT, broken_links, documents
 
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES += sorted((ROOT / "docs" / "serving").glob("*.md"))
 TOPS = ("benchmarks", "cluster", "configs", "docs", "offload", "parallel", "tests", "tools", "workers")
 
 
