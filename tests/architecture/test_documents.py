@@ -127,7 +127,7 @@ def test_the_page_names_every_blocker_once() -> None:
 
 def test_metrics_of_drafts_are_spelled_out() -> None:
     """Every counter of speculative decoding, by its whole name, for those who search the page for it."""
-    source = (ROOT / "cluster" / "fleet" / "engine_metrics.py").read_text()
+    source = (ROOT / "workers" / "engine" / "base" / "drafting.py").read_text()
     names = set(re.findall(r'"(spec_decode_\w+)"', source))
     page = (ROOT / "docs" / "operations.md").read_text()
     assert len(names) == 4

@@ -12,7 +12,7 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
-from tandem.workers.engine.base.stats import AdapterStats, HistogramStats, TenantStats
+from tandem.workers.engine.base.stats import AdapterStats, Histogram, TenantStats
 from tests.support.fake_engine import FakeEngine
 
 A, B, GONE = ("a" * 64, "b" * 64, "c" * 64)
@@ -35,7 +35,7 @@ def read(
 
 
 def test_what_a_groups_engine_counts() -> None:
-    load_s = HistogramStats(bounds=(0.1, 1.0), counts=(2, 1, 0), total=0.7)
+    load_s = Histogram(bounds=(0.1, 1.0), counts=[2, 1, 0], total=0.7)
     counts = {"num_pages": 64, "free_pages": 16, "resident": 3, "on_host": 5, "in_use": 1, "waiting": 2, "loads": 3}
     adapters = AdapterStats(**counts, load_s=load_s, evictions=7, refused=1)
     tenants = {"acme": TenantStats(queue_s=1.5, queued_requests=3, waiting=2)}
