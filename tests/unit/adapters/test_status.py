@@ -36,9 +36,9 @@ def prepare(url: str) -> None:
         redis = BackgroundClient(url)
         await redis.command("FLUSHALL")
         await redis.command("SET", keys.SENTINEL, "1")
-        registry = AdapterList(redis, "demo")
+        adapters = AdapterList(redis, "demo")
         for name, digest in (("pirate", PIRATE), ("shout", SHOUT)):
-            await registry.replace(None, AdapterEntry(name=name, digest=digest, source="/a"), name)
+            await adapters.replace(None, AdapterEntry(name=name, digest=digest, source="/a"), name)
         report = AdapterReport(on_device=[adapter_key(PIRATE)])
         counts = ("block_bytes", "host_slots", "host_blocks", "failed_blocks", "swapped_out", "recomputed")
         offload = OffloadStats(
