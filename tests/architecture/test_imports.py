@@ -178,7 +178,7 @@ def run_blocked(blocked: tuple[str, ...], body: str) -> subprocess.CompletedProc
 @pytest.mark.parametrize(
     "module",
     [
-        "tandem.cluster.gateway.routes",
+        "tandem.cluster.gateway.app.routes",
         "tandem.cluster.adapters.checks",
         "tandem.cluster.routing.serve_router",
         "tandem.cluster.group.coordinator",

@@ -58,8 +58,8 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
     from tandem.cluster.adapters.build_adapters import open_adapter_service
     from tandem.cluster.cli.batch_files import read_answered, read_lines, run_lines, succeeded
     from tandem.cluster.cli.local_dispatch import LocalDispatch
-    from tandem.cluster.gateway import wiring
-    from tandem.cluster.gateway.routes import build_gateway_app
+    from tandem.cluster.gateway.app import wiring
+    from tandem.cluster.gateway.app.routes import build_gateway_app
     from tandem.workers.build import offline_settings
 
     lines = read_lines(input_file)

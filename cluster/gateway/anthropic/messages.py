@@ -8,14 +8,16 @@ from starlette.responses import Response
 from tandem.cluster.gateway.anthropic.messages_answer import MessagesFormat
 from tandem.cluster.gateway.anthropic.messages_body import read_count_tokens, read_messages
 from tandem.cluster.gateway.anthropic.messages_to_chat import chat_of
-from tandem.cluster.gateway.chat.blocks import blocks_of
-from tandem.cluster.gateway.chat.conversation import Conversation, Received, prepare_chat
+from tandem.cluster.gateway.conversation.blocks import blocks_of
+from tandem.cluster.gateway.conversation.chat_prompt import chat_prompt
+from tandem.cluster.gateway.conversation.conversation import Conversation, Received, prepare_chat
 from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.http.auth import Principal
-from tandem.cluster.gateway.openai.handlers import json_response, received, text_answer
-from tandem.cluster.gateway.openai.model_lookup import served_model
-from tandem.cluster.gateway.openai.prompts import Asked, chat_prompt
-from tandem.cluster.gateway.services import TextServices
+from tandem.cluster.gateway.services.model_lookup import served_model
+from tandem.cluster.gateway.services.text_services import TextServices
+from tandem.cluster.gateway.serving.answer import json_response, text_answer
+from tandem.cluster.gateway.serving.prompts import Asked
+from tandem.cluster.gateway.serving.received import received
 from tandem.workers.messages.request import Usage
 
 NAMES = Asked("messages", "max_tokens")

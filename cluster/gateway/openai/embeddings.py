@@ -20,11 +20,14 @@ from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.sse import EventWriter
-from tandem.cluster.gateway.openai.answers import usage_object
-from tandem.cluster.gateway.openai.handlers import Posted, engine_requests, held_model, received
-from tandem.cluster.gateway.openai.prompts import prompt_items, tokenized
-from tandem.cluster.gateway.openai.schemas import Count, ShortText, TokenId, check_prompt, invalid, read
-from tandem.cluster.gateway.services import TextServices
+from tandem.cluster.gateway.openai.answer_usage import usage_object
+from tandem.cluster.gateway.schemas.generation_body import check_prompt
+from tandem.cluster.gateway.schemas.reading import Count, ShortText, TokenId, invalid, read
+from tandem.cluster.gateway.services.model_lookup import held_model
+from tandem.cluster.gateway.services.text_services import TextServices
+from tandem.cluster.gateway.serving.parts import engine_requests
+from tandem.cluster.gateway.serving.prompts import prompt_items, tokenized
+from tandem.cluster.gateway.serving.received import Posted, received
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
 from tandem.workers.messages.request import NO_TOKENS, FinishReason, Pool, TokenDelta, Usage

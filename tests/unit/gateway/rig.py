@@ -15,6 +15,8 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from tandem.cluster.gateway.app.routes import build_gateway_app
+from tandem.cluster.gateway.app.wiring import static_keys
 from tandem.cluster.gateway.generation.dispatch import Dispatch
 from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.quarantine import Quarantine
@@ -23,9 +25,8 @@ from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.gateway.http.text_workers import TextWorkers
 from tandem.cluster.gateway.responses.response_store import ResponseStore
-from tandem.cluster.gateway.routes import build_gateway_app
-from tandem.cluster.gateway.services import Accounts, TextServices, extra_stop_token_ids
-from tandem.cluster.gateway.wiring import static_keys
+from tandem.cluster.gateway.services.accounts import Accounts
+from tandem.cluster.gateway.services.text_services import TextServices, extra_stop_token_ids
 from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
 from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy

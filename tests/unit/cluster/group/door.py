@@ -3,12 +3,12 @@
 import httpx
 from prometheus_client import CollectorRegistry
 
+from tandem.cluster.gateway.app.routes import build_gateway_app
 from tandem.cluster.gateway.generation.generations import GatewayTimes
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.http.auth import StaticKeys
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
-from tandem.cluster.gateway.routes import build_gateway_app
-from tandem.cluster.gateway.services import Accounts
+from tandem.cluster.gateway.services.accounts import Accounts
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.text.chat_template import ChatTemplate
 from tests.support.fake_engine import FakeEngine
