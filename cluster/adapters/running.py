@@ -1,8 +1,8 @@
 """How many requests of this gateway use each version of an adapter, so that an unload can report when its last one has
 ended.
 
-A request counts from the moment its model is resolved (cluster/gateway/services/model_lookup.py) to the end of its owner
-task (generation.py). One event loop.
+A request counts from the moment its model is resolved (cluster/gateway/services/model_lookup.py) to the end of its
+owner task (generation.py). One event loop.
 """
 
 import asyncio

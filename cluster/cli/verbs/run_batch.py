@@ -77,8 +77,8 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
             metrics = wiring.build_metrics(settings)
             text = wiring.build_text_services(settings, metrics)
             accounts = wiring.build_accounts(settings.gateway, open_port=False)
-            generations = wiring.build_generations(settings, dispatch, accounts, metrics, adapters=adapters)
-            app = build_gateway_app(text, accounts, generations)
+            context = wiring.build_context(settings, dispatch, accounts, metrics, adapters=adapters)
+            app = build_gateway_app(text, accounts, context)
             async for row in run_lines(app, left, at_once=4 * engine.scheduler.max_num_seqs):
                 if not dispatch.ready():
                     raise GroupLost(f"the engine stopped; the same command continues {output_file}")

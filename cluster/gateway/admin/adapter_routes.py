@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import changed
 from tandem.cluster.adapters.sources import allowed_source
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.error_answers import model_not_found
 from tandem.cluster.gateway.schemas.reading import ShortText, invalid, read
@@ -38,21 +38,19 @@ class UnloadBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     lora_name: ShortText
 
 
-async def load_adapter(
-    text: TextServices, generations: Generations, request: Request, principal: Principal
-) -> Response:
+async def load_adapter(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
     """Lists an adapter that lies under --lora-root, or switches a name to other content."""
-    adapter_service = _adapter_service(generations)
+    adapter_service = _adapter_service(context)
     body = read(await read_fields(text, request, principal), LoadBody)
     if body.base_model_name is not None and body.base_model_name not in text.model_names:
         raise invalid("base_model_name", "This is not the model that is served here.")
-    source = allowed_source(body.lora_path, generations.adapter_roots)
+    source = allowed_source(body.lora_path, context.adapter_roots)
     before = adapter_service.registry.entries.get(body.lora_name)
     load = adapter_service.load(
         body.lora_name, source, tenant=body.tenant, pinned=body.pinned, inplace=bool(body.load_inplace)
     )
     # a client that leaves does not leave it half done
-    outcome = await asyncio.shield(generations.tasks.start(load, f"load {body.lora_name}"))
+    outcome = await asyncio.shield(context.tasks.start(load, f"load {body.lora_name}"))
     done = {"listed": "added", "switched": "replaced", "unchanged": "there already, unchanged"}[outcome]
     if also := changed(before, adapter_service.registry.entries.get(body.lora_name)):
         done += f"; {also}"
@@ -60,23 +58,23 @@ async def load_adapter(
 
 
 async def unload_adapter(
-    text: TextServices, generations: Generations, request: Request, principal: Principal
+    text: TextServices, context: GatewayContext, request: Request, principal: Principal
 ) -> Response:
     """Unlists an adapter; answers when no request of this gateway uses it any more."""
-    adapter_service = _adapter_service(generations)
+    adapter_service = _adapter_service(context)
     body = read(await read_fields(text, request, principal), UnloadBody)
-    unload = generations.tasks.start(adapter_service.unload(body.lora_name), f"unload {body.lora_name}")
+    unload = context.tasks.start(adapter_service.unload(body.lora_name), f"unload {body.lora_name}")
     if (gone := await asyncio.shield(unload)) is None:
         refused = model_not_found(body.lora_name)
         raise RequestRefused(str(refused), code=refused.code, status=refused.status, param="lora_name")
-    if not await adapter_service.running.wait_idle(gone.ref, generations.times.unload_s):
+    if not await adapter_service.running.wait_idle(gone.ref, context.times.unload_s):
         left = adapter_service.running.of(gone.ref)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed; {left} requests still use it.")
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed.")
 
 
-def _adapter_service(generations: Generations) -> AdapterService:
-    if generations.adapters is None:
+def _adapter_service(context: GatewayContext) -> AdapterService:
+    if context.adapters is None:
         message = "Adapters are not served: the service was started without --enable-lora."
         raise RequestRefused(message, code="unsupported_parameter", param="lora_name")
-    return generations.adapters
+    return context.adapters

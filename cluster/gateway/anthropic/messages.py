@@ -11,7 +11,7 @@ from tandem.cluster.gateway.anthropic.messages_to_chat import chat_of
 from tandem.cluster.gateway.conversation.blocks import blocks_of
 from tandem.cluster.gateway.conversation.chat_prompt import chat_prompt
 from tandem.cluster.gateway.conversation.conversation import Conversation, Received, prepare_chat
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.services.model_lookup import served_model
 from tandem.cluster.gateway.services.text_services import TextServices
@@ -25,10 +25,10 @@ PREFIX = "msg_"
 
 
 async def create_message(
-    text: TextServices, generations: Generations, request: Request, principal: Principal
+    text: TextServices, context: GatewayContext, request: Request, principal: Principal
 ) -> Response:
     """One answer to a conversation, in Anthropic's API."""
-    began_s = generations.clock()
+    began_s = context.clock()
     (chat, names), size = await received(text, request, principal, lambda fields: chat_of(read_messages(fields), text))
     posted = Received(
         request=request,
@@ -42,20 +42,18 @@ async def create_message(
     )
     with ExitStack() as held:
         with names.in_refusals():
-            conversation = await prepare_chat(text, generations, posted, held)
+            conversation = await prepare_chat(text, context, posted, held)
         head = conversation.head
         style = MessagesFormat(head.id, head.model, blocks_of(conversation.output), lambda: _counted(conversation))
-        return text_answer(generations, conversation.generation, style, chat, held, with_logprobs=False)
+        return text_answer(context, conversation.generation, style, chat, held, with_logprobs=False)
 
 
-async def count_tokens(
-    text: TextServices, generations: Generations, request: Request, principal: Principal
-) -> Response:
+async def count_tokens(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
     """The number of tokens of a conversation's prompt, in Anthropic's API."""
     (chat, names), size = await received(
         text, request, principal, lambda fields: chat_of(read_count_tokens(fields), text)
     )
-    served_model(text.model_names, generations.adapters, chat.model, principal)
+    served_model(text.model_names, context.adapters, chat.model, principal)
     with names.in_refusals():
         prompt = await text.workers.run(principal.tenant, size, chat_prompt, text, chat)
     return json_response({"input_tokens": len(prompt.token_ids)})

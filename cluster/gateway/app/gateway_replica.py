@@ -27,7 +27,7 @@ from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
 from tandem.cluster.fleet.group_events import Event, write_event
 from tandem.cluster.fleet.hung_groups import HungGroups, RayRemote
 from tandem.cluster.gateway.app.routes import build_gateway_app
-from tandem.cluster.gateway.app.wiring import build_accounts, build_generations, build_metrics, build_text_services
+from tandem.cluster.gateway.app.wiring import build_accounts, build_context, build_metrics, build_text_services
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.serve_calls import ServeCaller
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
@@ -135,7 +135,7 @@ class Gateway:
         self._tenants.expose(metrics.registry, gateway.metrics_prefix)
         self._text = build_text_services(settings, metrics)
         self._accounts = build_accounts(gateway, self._tenants, open_port=facts.open_port)
-        self._generations = build_generations(
+        self._context = build_context(
             settings,
             self._dispatch,
             self._accounts,
@@ -147,7 +147,7 @@ class Gateway:
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Builds the app; Serve calls it once, after the constructor."""
-        app = build_gateway_app(self._text, self._accounts, self._generations, self._response_store())
+        app = build_gateway_app(self._text, self._accounts, self._context, self._response_store())
         app.router.lifespan_context = self._drained_first(app.router.lifespan_context)
         if self._facts.open_port:
             await self._open_port(app)
@@ -163,10 +163,10 @@ class Gateway:
             return None
         return ResponseStore(
             self._redis,
-            self._generations.tasks,
+            self._context.tasks,
             ttl_s=gateway.response_store_ttl_s,
             max_bytes=gateway.response_store_bytes,
-            count=self._generations.metrics.response_stored,
+            count=self._context.metrics.response_stored,
         )
 
     def _drained_first(self, lifespan: Lifespan[Any]) -> Lifespan[Any]:
@@ -187,7 +187,7 @@ class Gateway:
 
         `tandem serve` calls this before it deletes the application, while all groups still work.
         """
-        draining = self._generations.draining
+        draining = self._context.draining
         draining.begin()
         if await draining.wait_idle(self._settings.shutdown_timeout_s):
             return 0
@@ -197,7 +197,7 @@ class Gateway:
     async def cut_off(self) -> int:
         """Ends the requests in flight, each with an error as its last event, and returns how many they were.
         `tandem serve` calls it at the second signal."""
-        draining = self._generations.draining
+        draining = self._context.draining
         draining.begin()
         count = draining.in_flight
         self._dispatch.refuse_all(shutting_down())
@@ -221,8 +221,8 @@ class Gateway:
 
     async def _cut_off_late(self) -> None:
         await asyncio.sleep(self._settings.shutdown_timeout_s)
-        if self._generations.draining.in_flight:
-            log.warning("%d requests are cut off by --shutdown-timeout", self._generations.draining.in_flight)
+        if self._context.draining.in_flight:
+            log.warning("%d requests are cut off by --shutdown-timeout", self._context.draining.in_flight)
             await self.cut_off()
 
     def _end_soon(self) -> None:
@@ -264,7 +264,7 @@ class Gateway:
         await self._dispatch.close()
         if self._adapters is not None and self._adapters.kept is not None:
             await self._adapters.kept.save()
-        await self._generations.tasks.wait_idle(LAST_WORDS_S)  # owner tasks record what has ended
+        await self._context.tasks.wait_idle(LAST_WORDS_S)  # owner tasks record what has ended
         await self._tenants.close()
         if self._heartbeat is not None:
             with suppress(RedisUnavailable):
@@ -305,16 +305,16 @@ class Gateway:
 
     def _record(self) -> GatewayRecord:
         """Called on a thread."""
-        metrics = self._generations.metrics
+        metrics = self._context.metrics
         return GatewayRecord(
             gateway=self._id,
             host=socket.gethostname(),
             pid=os.getpid(),
             ready=self._dispatch.ready(),
-            in_flight=self._generations.draining.in_flight,
+            in_flight=self._context.draining.in_flight,
             metrics=generate_latest(metrics.registry),
             tenant_metrics=generate_latest(metrics.tenants),
-            quarantined=self._generations.quarantine.digests(),
+            quarantined=self._context.quarantine.digests(),
         )
 
     async def _open_port(self, app: FastAPI) -> None:

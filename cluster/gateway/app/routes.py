@@ -23,7 +23,7 @@ from tandem.cluster.gateway.anthropic.anthropic_errors import ANTHROPIC_API, Ant
 from tandem.cluster.gateway.anthropic.messages_body import CountTokensBody, MessagesBody
 from tandem.cluster.gateway.app import probes
 from tandem.cluster.gateway.app.openapi import openapi_document
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Authenticator, AuthLevel, Principal, check_level, sent_authorization
 from tandem.cluster.gateway.http.draining import Draining
 from tandem.cluster.gateway.http.error_answers import on_tandem_error
@@ -71,11 +71,11 @@ class RouteSpec(NamedTuple):
 
 
 def route_table(
-    text: TextServices, accounts: Accounts, generations: Generations, store: ResponseStore | None = None
+    text: TextServices, accounts: Accounts, context: GatewayContext, store: ResponseStore | None = None
 ) -> tuple[RouteSpec, ...]:
     """All routes but the OpenAPI document's, which is made of them. store: None where responses are not stored."""
     key, admin, metrics, none = AuthLevel.API_KEY, AuthLevel.ADMIN, AuthLevel.METRICS, AuthLevel.OPEN
-    serving = (text, generations)
+    serving = (text, context)
     tenants = (text, accounts)
     return (
         RouteSpec("POST", "/v1/chat/completions", key, partial(chat_completions, *serving)),
@@ -100,19 +100,19 @@ def route_table(
         RouteSpec("POST", "/v1/unload_lora_adapter", admin, partial(adapter_routes.unload_adapter, *serving)),
         RouteSpec("GET", "/livez", none, partial(probes.live)),
         RouteSpec("GET", "/ping", none, partial(probes.live)),
-        RouteSpec("GET", "/health", none, partial(probes.ready, generations)),
-        RouteSpec("GET", "/readyz", none, partial(probes.ready, generations)),
+        RouteSpec("GET", "/health", none, partial(probes.ready, context)),
+        RouteSpec("GET", "/readyz", none, partial(probes.ready, context)),
         RouteSpec("GET", "/version", none, partial(probes.show_version)),
-        RouteSpec("GET", "/load", none, partial(probes.load, generations)),
-        RouteSpec("GET", "/metrics", metrics, partial(probes.metrics, accounts, generations, Scrapes())),
+        RouteSpec("GET", "/load", none, partial(probes.load, context)),
+        RouteSpec("GET", "/metrics", metrics, partial(probes.metrics, accounts, context, Scrapes())),
     )
 
 
 def build_gateway_app(
-    text: TextServices, accounts: Accounts, generations: Generations, store: ResponseStore | None = None
+    text: TextServices, accounts: Accounts, context: GatewayContext, store: ResponseStore | None = None
 ) -> FastAPI:
     """The ASGI app over the services. Its lifespan ends their tasks and threads. store: as in route_table()."""
-    lifespan = _lifespan(text, generations)
+    lifespan = _lifespan(text, context)
     app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.add_exception_handler(TandemError, on_tandem_error)
@@ -120,27 +120,27 @@ def build_gateway_app(
     app.add_middleware(Origins, allowed=text.settings.allowed_origins, is_open=lambda: accounts.auth.is_open)
     app.add_middleware(
         Envelope,
-        metrics=generations.metrics,
-        draining=generations.draining,
+        metrics=context.metrics,
+        draining=context.draining,
         tenancy=accounts.tenancy,
         max_bodies_bytes=text.settings.max_bodies_bytes,
         apis=(ANTHROPIC_API,),
     )
-    specs = route_table(text, accounts, generations, store)
+    specs = route_table(text, accounts, context, store)
     for spec in (*specs, RouteSpec("GET", OPENAPI_PATH, AuthLevel.OPEN, _document_handler(specs))):
-        endpoint = _endpoint(spec, accounts.auth, generations.draining)
+        endpoint = _endpoint(spec, accounts.auth, context.draining)
         app.router.routes.append(Route(spec.path, endpoint, methods=[spec.method]))
     return app
 
 
-def _lifespan(text: TextServices, generations: Generations) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _lifespan(text: TextServices, context: GatewayContext) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await generations.tasks.close(SHUTDOWN_S)
+        await context.tasks.close(SHUTDOWN_S)
         text.workers.close()
-        if generations.adapters is not None:
-            generations.adapters.close()
+        if context.adapters is not None:
+            context.adapters.close()
 
     return lifespan
 

@@ -15,7 +15,7 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.sources import roots_of
 from tandem.cluster.gateway.app.model_text import read_model_text
 from tandem.cluster.gateway.generation.dispatch import Dispatch
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.http.auth import KnownKeys, StaticKeys, TenantKeys
 from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, Peers
@@ -80,7 +80,7 @@ def build_accounts(settings: GatewaySettings, tenants: TenantService | None = No
     )
 
 
-def build_generations(
+def build_context(
     settings: ServiceSettings,
     dispatch: Dispatch,
     accounts: Accounts,
@@ -89,10 +89,10 @@ def build_generations(
     adapters: AdapterService | None = None,
     peers: Peers | None = None,
     quarantined: Callable[[], Iterable[str]] = lambda: (),
-) -> Generations:
+) -> GatewayContext:
     """peers: None for a service with one gateway. quarantined: digests of prompts that other gateways have in
     quarantine."""
-    return Generations(
+    return GatewayContext(
         dispatch=dispatch,
         tenancy=accounts.tenancy,
         ledger=accounts.ledger,

@@ -15,8 +15,8 @@ from tandem.cluster.gateway.conversation.chat_prompt import chat_prompt
 from tandem.cluster.gateway.conversation.held_grammar import held_grammar
 from tandem.cluster.gateway.conversation.one_call_choice import OneCallChoice
 from tandem.cluster.gateway.conversation.parser_wraps import OneCall
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.generation import Generation
-from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.part import Choice, RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.schemas.chat_body import ChatBody
@@ -75,12 +75,12 @@ class Conversation:
 
 
 async def prepare_chat(
-    text: TextServices, generations: Generations, received: Received, held: ExitStack
+    text: TextServices, context: GatewayContext, received: Received, held: ExitStack
 ) -> Conversation:
     """Renders and tokenizes the messages and makes the generation, which is not started. held: what is in use until
     the generation ends."""
     body, principal = received.body, received.principal
-    model = held_model(text, generations, body.model, principal, held)
+    model = held_model(text, context, body.model, principal, held)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     rendered, output = await text.workers.run(principal.tenant, received.size, _rendered, text, body)
     prompt, max_tokens = fit(text, rendered, body, wanted, received.names)
@@ -88,11 +88,11 @@ async def prepare_chat(
     params = await text.workers.run(
         principal.tenant, _params_size(received, output), _params, text, body, output, max_tokens, logprobs
     )
-    head = answer_head(text, generations, received.id_prefix, model.name)
+    head = answer_head(text, context, received.id_prefix, model.name)
     asked = Posted(received.request, principal, model, head.id, body)
     parts = request_parts(
         text,
-        generations,
+        context,
         asked,
         [(prompt, params)],
         is_open_ended=wanted is None,
@@ -103,7 +103,7 @@ async def prepare_chat(
     asks = "tool_choice" if output.is_forced else structured_field(body)
     generation = make_generation(
         text,
-        generations,
+        context,
         asked,
         parts,
         received.began_s,

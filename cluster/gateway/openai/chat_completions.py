@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.cluster.gateway.conversation.conversation import Conversation, Received, prepare_chat
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.openai.answer_usage import chunk_counts, draft_metrics
 from tandem.cluster.gateway.openai.answers import ChatFormat
@@ -22,10 +22,10 @@ from tandem.cluster.gateway.serving.sampling_fields import checked_beams
 
 
 async def chat_completions(
-    text: TextServices, generations: Generations, request: Request, principal: Principal
+    text: TextServices, context: GatewayContext, request: Request, principal: Principal
 ) -> Response:
     """One conversation, n choices."""
-    began_s = generations.clock()
+    began_s = context.clock()
     body, size = await received(text, request, principal, lambda fields: _chat_body(text, fields))
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     posted = Received(
@@ -38,10 +38,10 @@ async def chat_completions(
         names=Asked("messages", limit),
     )
     with ExitStack() as held:
-        conversation = await prepare_chat(text, generations, posted, held)
+        conversation = await prepare_chat(text, context, posted, held)
         style = _style(text, body, conversation)
         with_logprobs = conversation.logprobs is not None
-        return text_answer(generations, conversation.generation, style, body, held, with_logprobs=with_logprobs)
+        return text_answer(context, conversation.generation, style, body, held, with_logprobs=with_logprobs)
 
 
 def _style(text: TextServices, body: ChatBody, conversation: Conversation) -> ChatFormat:

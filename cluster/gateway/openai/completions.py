@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.openai.answer_usage import chunk_counts, draft_metrics
@@ -29,20 +29,20 @@ DEFAULT_COMPLETION_TOKENS = 16
 COMPLETION_FIELDS = Asked("prompt", "max_tokens")
 
 
-async def completions(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
+async def completions(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
     """One or several prompts, n choices each."""
-    began_s = generations.clock()
+    began_s = context.clock()
     body, size = await received(text, request, principal, lambda fields: _completion_body(text, fields))
     with ExitStack() as held:
-        model = held_model(text, generations, body.model, principal, held)
+        model = held_model(text, context, body.model, principal, held)
         wanted = _wanted(body)
         check_choices(text, body)
-        head = answer_head(text, generations, "cmpl-", model.name)
+        head = answer_head(text, context, "cmpl-", model.name)
         asked = Posted(request, principal, model, head.id, body)
         parts, echo = await text.workers.run(
-            principal.tenant, size + grammar_size(body), _completion_parts, text, generations, asked, body, wanted
+            principal.tenant, size + grammar_size(body), _completion_parts, text, context, asked, body, wanted
         )
-        generation = make_generation(text, generations, asked, parts, began_s, "prompt")
+        generation = make_generation(text, context, asked, parts, began_s, "prompt")
         shown = body.n or 1
         prompts = [part.request.prompt_token_ids for part in parts for _ in range(shown)]
         style = CompletionFormat(
@@ -57,7 +57,7 @@ async def completions(text: TextServices, generations: Generations, request: Req
             with_prompt_logprobs=body.prompt_logprobs is not None,
             metrics=draft_metrics(text, body, parts),
         )
-        return text_answer(generations, generation, style, body, held, with_logprobs=body.logprobs is not None)
+        return text_answer(context, generation, style, body, held, with_logprobs=body.logprobs is not None)
 
 
 def _completion_body(text: TextServices, fields: dict[str, Any]) -> CompletionBody:
@@ -73,7 +73,7 @@ def _wanted(body: CompletionBody) -> int:
 
 
 def _completion_parts(
-    text: TextServices, generations: Generations, asked: "Posted[CompletionBody]", body: CompletionBody, wanted: int
+    text: TextServices, context: GatewayContext, asked: "Posted[CompletionBody]", body: CompletionBody, wanted: int
 ) -> tuple[list[RequestPart], list[str]]:
     """A part for every prompt, and the prompts' texts where the answer begins with them."""
     grammar = requested_grammar(text.settings, body)
@@ -82,7 +82,7 @@ def _completion_parts(
         prompt, max_tokens = fit(text, item, body, wanted, COMPLETION_FIELDS)
         work.append((prompt, prompt_sampling(text, body, max_tokens, body.logprobs, grammar)))
     echo = [_echo_text(text, prompt, body) for prompt, _ in work] if body.echo else []
-    return request_parts(text, generations, asked, work), echo
+    return request_parts(text, context, asked, work), echo
 
 
 def _echo_text(text: TextServices, prompt: Prompt, body: CompletionBody) -> str:

@@ -6,23 +6,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.cluster.adapters.adapter_service import AdapterService
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.services.model_lookup import Served, all_shown, shown_model
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
 
 
-async def models(text: TextServices, generations: Generations, _: Request, principal: Principal) -> Response:
+async def models(text: TextServices, context: GatewayContext, _: Request, principal: Principal) -> Response:
     """All names that `model` may take: the base's, public adapters and the tenant's own; for an admin all adapters."""
-    shown = all_shown(text.model_names, generations.adapters, principal)
+    shown = all_shown(text.model_names, context.adapters, principal)
     data = [model_object(text, served, principal) for served in shown]
     return json_response({"object": "list", "data": data})
 
 
-async def model(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
+async def model(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
     """One model; 404 in the words of an unknown one."""
-    served = shown_model(text.model_names, generations.adapters, request.path_params["model"], principal)
+    served = shown_model(text.model_names, context.adapters, request.path_params["model"], principal)
     return json_response(model_object(text, served, principal))
 
 

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.cluster.gateway.conversation.chat_prompt import chat_prompt
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.schemas.chat_body import TokenizeBody
 from tandem.cluster.gateway.schemas.reading import ShortText, TokenId, invalid, read
@@ -26,19 +26,19 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tokens: list[TokenId]
 
 
-async def tokenize(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
+async def tokenize(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
     """Token ids of a text or of a rendered conversation."""
     body, size = await received(text, request, principal, lambda fields: read(fields, TokenizeBody))
-    served_model(text.model_names, generations.adapters, body.model, principal)
+    served_model(text.model_names, context.adapters, body.model, principal)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "Send either prompt or messages.")
     return await text.workers.run(principal.tenant, size, _tokenized, text, body)
 
 
-async def detokenize(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
+async def detokenize(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
     """The text of token ids, special tokens included."""
     body, size = await received(text, request, principal, lambda fields: read(fields, DetokenizeBody))
-    served_model(text.model_names, generations.adapters, body.model, principal)
+    served_model(text.model_names, context.adapters, body.model, principal)
     return await text.workers.run(principal.tenant, size, _detokenized, text, body)
 
 

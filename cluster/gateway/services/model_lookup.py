@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.error_answers import model_not_found
 from tandem.cluster.gateway.services.text_services import TextServices
@@ -63,10 +63,10 @@ def _looks_for(principal: Principal) -> str | None:
 
 
 def held_model(
-    text: TextServices, generations: Generations, name: str | None, principal: Principal, held: ExitStack
+    text: TextServices, context: GatewayContext, name: str | None, principal: Principal, held: ExitStack
 ) -> Served:
     """The model of that name, whose adapter is in use from now on."""
-    adapters = generations.adapters
+    adapters = context.adapters
     model = served_model(text.model_names, adapters, name, principal)
     if adapters is not None:
         held.enter_context(adapters.running.request(model.adapter))

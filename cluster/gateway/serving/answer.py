@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from tandem.cluster.gateway.generation.beam_generation import BeamGeneration
 from tandem.cluster.gateway.generation.delivery import GenerationResponse, TextResponse
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.generation import Generation
-from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.response_format import ResponseFormat
 from tandem.cluster.gateway.schemas.generation_body import CommonBody
@@ -34,8 +34,8 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def answer_head(text: TextServices, generations: Generations, prefix: str, model: str) -> AnswerHead:
-    return AnswerHead(f"{prefix}{uuid.uuid4().hex}", int(generations.wall_clock()), model, text.fingerprint)
+def answer_head(text: TextServices, context: GatewayContext, prefix: str, model: str) -> AnswerHead:
+    return AnswerHead(f"{prefix}{uuid.uuid4().hex}", int(context.wall_clock()), model, text.fingerprint)
 
 
 def includes_usage(body: CommonBody) -> bool:
@@ -45,7 +45,7 @@ def includes_usage(body: CommonBody) -> bool:
 
 def make_generation(
     text: TextServices,
-    generations: Generations,
+    context: GatewayContext,
     asked: Posted[CommonBody],
     parts: list[RequestPart],
     began_s: float,
@@ -64,14 +64,14 @@ def make_generation(
     }
     body = asked.body
     if not body.use_beam_search:
-        return Generation(generations, parts, **named)
+        return Generation(context, parts, **named)
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
     eos = text.tokenizer.eos_token_ids
-    return BeamGeneration(generations, parts, length_penalty=penalty, eos_token_ids=eos, **named)
+    return BeamGeneration(context, parts, length_penalty=penalty, eos_token_ids=eos, **named)
 
 
 def text_answer(
-    generations: Generations,
+    context: GatewayContext,
     generation: Generation,
     style: ResponseFormat,
     body: CommonBody,
@@ -83,7 +83,7 @@ def text_answer(
     """The answer to be; what is held passes to the generation. before_end: see TextResponse."""
     generation.held = held.pop_all()
     return TextResponse(
-        generations,
+        context,
         generation,
         style,
         stream=bool(body.stream),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.schemas.generation_body import CommonBody, CompletionBody
 from tandem.cluster.gateway.services.text_services import TextServices
@@ -37,7 +37,7 @@ def prompt_sampling(
 
 
 def engine_requests(
-    generations: Generations,
+    context: GatewayContext,
     asked: Posted[QueueFields],
     work: Sequence[tuple[list[int], SamplingParams]],
     pool: Pool | None = None,
@@ -45,7 +45,7 @@ def engine_requests(
     """The requests of one HTTP request to the groups, for each prompt one; their ids are unique even when x-request-id
     is not. work: token ids and sampling parameters of the prompts."""
     request, principal, model, name, body = asked
-    priority = body.priority if body.priority is not None else generations.tenancy.limits(principal.tenant).priority
+    priority = body.priority if body.priority is not None else context.tenancy.limits(principal.tenant).priority
     salt = salted(principal.tenant, body.cache_salt)
     trace_ids = {"x-request-id": request.scope.get("tandem.request_id", "")}
     return [
@@ -56,7 +56,7 @@ def engine_requests(
             adapter=model.adapter,
             tenant=principal.tenant,
             priority=priority,
-            deadline_s=generations.queue_timeout_s,
+            deadline_s=context.queue_timeout_s,
             cache_salt=salt,
             trace_ids=trace_ids,
             pool=pool,
@@ -67,7 +67,7 @@ def engine_requests(
 
 def request_parts(
     text: TextServices,
-    generations: Generations,
+    context: GatewayContext,
     asked: Posted[CommonBody],
     work: Sequence[tuple[Prompt, SamplingParams]],
     *,
@@ -76,7 +76,7 @@ def request_parts(
 ) -> list[RequestPart]:
     """A part for every prompt of one HTTP request. shows_special_tokens: in the texts, whatever the body says."""
     skips = not shows_special_tokens and asked.body.skip_special_tokens is not False
-    requests = engine_requests(generations, asked, [(prompt.token_ids, params) for prompt, params in work])
+    requests = engine_requests(context, asked, [(prompt.token_ids, params) for prompt, params in work])
     parts = []
     for number, (request, (prompt, params)) in enumerate(zip(requests, work, strict=True)):
         choices = [_choice(text, asked.body, prompt, params, skips) for _ in range(params.n)]

@@ -51,7 +51,7 @@ async def test_every_route_declares_its_level_and_holds_it() -> None:
             if is_free:
                 assert answer.status_code == 200
             seen.add(route.path)
-        assert seen == {spec.path for spec in route_table(rig.text, rig.accounts, rig.generations)} | {"/openapi.json"}
+        assert seen == {spec.path for spec in route_table(rig.text, rig.accounts, rig.context)} | {"/openapi.json"}
 
 
 @pytest.mark.parametrize("header", WRONG)

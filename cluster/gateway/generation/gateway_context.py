@@ -1,4 +1,4 @@
-"""Generations: what all requests of one gateway share. Built once (wiring.py); nothing here changes later, except
+"""GatewayContext: what all requests of one gateway share. Built once (wiring.py); nothing here changes later, except
 inside the objects it points to."""
 
 import time
@@ -18,35 +18,37 @@ from tandem.workers.engine.probation import PROBATION_TOKENS
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayTimes:
-    """Seconds. keep_alive: silence before an SSE comment; stuck_send: a client that does not read; drain: an aborted
-    request's last delta; usage: the counts after a stop string; unload: the last request of an adapter."""
+    """Seconds."""
 
-    keep_alive_s: float = 15.0
-    stuck_send_s: float = 60.0
-    drain_s: float = 5.0
-    usage_s: float = 1.0
-    unload_s: float = 600.0
+    keep_alive_s: float = 15.0  # silence before an SSE comment
+    stuck_send_s: float = 60.0  # for a client that does not read
+    drain_s: float = 5.0  # for an aborted request's last delta
+    usage_s: float = 1.0  # for the counts after a stop string
+    unload_s: float = 600.0  # for the last request of an adapter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generations:
-    """queue_timeout_s: how long a request waits for its first step; None: without a group as long as dispatch says,
-    in a queue for ever. max_answer_bytes: memory of an answer that is not streamed. adapters: None when none are
-    served; adapter_roots: where clients may load from. probation_tokens: how far a suspect must come to be none."""
+class GatewayContext:
+    """See the module."""
 
     dispatch: Dispatch
     tenancy: Tenancy
     ledger: Ledger
     metrics: GatewayMetrics
     quarantine: Quarantine
+    # memory of an answer that is not streamed
     max_answer_bytes: int
+    # until a request's first step; None: without a group as long as dispatch says, in a queue for ever
     queue_timeout_s: float | None
     tasks: TaskOwner = field(default_factory=TaskOwner)
     draining: Draining = field(default_factory=Draining)
     times: GatewayTimes = GatewayTimes()
     peers: Peers = field(default_factory=Alone)
+    # None when none are served
     adapters: AdapterService | None = None
+    # where clients may load adapters from
     adapter_roots: tuple[str, ...] = ()
+    # how far a suspect must come to be none
     probation_tokens: int = PROBATION_TOKENS
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
