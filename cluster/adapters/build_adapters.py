@@ -1,6 +1,6 @@
 """Builds one gateway's adapters (or a batch run's) from its settings: the list, the service, what runs beside requests.
 
-Called by cluster/gateway/gateway_replica.py and `tandem run-batch`.
+Called by cluster/gateway/app/gateway_replica.py and `tandem run-batch`.
 """
 
 import asyncio

@@ -6,8 +6,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext, GatewayTimes
 from tandem.cluster.gateway.generation.generation import Generation
-from tandem.cluster.gateway.generation.generations import GatewayTimes, Generations
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
@@ -96,7 +96,7 @@ class Client(ServeDispatch):
 
     async def submit(self, request: GenerationRequest, **more: Any) -> Reading:
         """Starts a generation; its deadline_s is the queue timeout."""
-        shared = Generations(
+        shared = GatewayContext(
             dispatch=self,
             tenancy=more.pop("tenancy", OpenTenancy()),
             ledger=self.books,

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tandem.cluster.gateway.generation.delivery import TextResponse
-from tandem.cluster.gateway.generation.generations import GatewayTimes
+from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.tenants.tenant_admission import OpenTenancy, Reservation
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import Usage

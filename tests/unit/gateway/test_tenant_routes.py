@@ -49,7 +49,7 @@ class Door:
         return await self.rig.client.post("/v1/completions", json=body, headers=headers)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.rig.generations.metrics.tenants.get_sample_value(f"tandem:{name}_total", labels) or 0.0
+        return self.rig.context.metrics.tenants.get_sample_value(f"tandem:{name}_total", labels) or 0.0
 
 
 @contextlib.asynccontextmanager

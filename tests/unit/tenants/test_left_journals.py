@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tandem.cluster.gateway import gateway_replica
+from tandem.cluster.gateway.app import gateway_replica
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state.notifications import NoAnnouncements
 from tandem.cluster.state.redis_address import MovingRedis

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.cluster.gateway.app.wiring import tenant_keys
 from tandem.cluster.gateway.http.auth import AuthLevel, Principal, StaticKeys, TenantKeys, check_level
-from tandem.cluster.gateway.wiring import tenant_keys
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.durable_map import Reading
