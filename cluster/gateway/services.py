@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from tandem.cluster.gateway.http.auth import Authenticator
 from tandem.cluster.gateway.http.text_workers import TextWorkers
-from tandem.cluster.tenants.billing_record import Ledger, NoLedger
-from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
-from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy
+from tandem.cluster.tenants.billing_record import Ledger
+from tandem.cluster.tenants.tenant_admin import TenantAdmin
+from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.configs.schema import BatchingPolicyName, GatewaySettings
 from tandem.workers.planning.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
@@ -60,9 +60,9 @@ class Accounts:
     and nothing is billed."""
 
     auth: Authenticator
-    tenancy: Tenancy = field(default_factory=OpenTenancy)
-    tenants: TenantAdmin = field(default_factory=NoTenantAdmin)
-    ledger: Ledger = field(default_factory=NoLedger)
+    tenancy: Tenancy = field(default_factory=Tenancy)
+    tenants: TenantAdmin = field(default_factory=TenantAdmin)
+    ledger: Ledger = field(default_factory=Ledger)
 
 
 def extra_stop_token_ids(tokenizer: ModelTokenizer, engine_eos_token_ids: frozenset[int]) -> tuple[int, ...]:

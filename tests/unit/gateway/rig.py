@@ -27,8 +27,8 @@ from tandem.cluster.gateway.routes import build_gateway_app
 from tandem.cluster.gateway.services import Accounts, TextServices, extra_stop_token_ids
 from tandem.cluster.gateway.wiring import static_keys
 from tandem.cluster.tenants.billing_record import BillingRecord
-from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
-from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy
+from tandem.cluster.tenants.tenant_admin import TenantAdmin
+from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.planning.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
@@ -174,8 +174,8 @@ async def gateway(
     metrics = GatewayMetrics(CollectorRegistry(), settings.metrics_prefix, MODEL)
     accounts = Accounts(
         auth=auth or static_keys(settings),
-        tenancy=tenancy or OpenTenancy(),
-        tenants=tenants or NoTenantAdmin(),
+        tenancy=tenancy or Tenancy(),
+        tenants=tenants or TenantAdmin(),
         ledger=ledger,
     )
     services = make_text(
