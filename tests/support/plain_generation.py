@@ -14,7 +14,7 @@ from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.tenants.billing_record import BillingRecord
-from tandem.cluster.tenants.tenant_admission import OpenTenancy
+from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.workers.messages.request import GenerationRequest, TokenDelta
 
 
@@ -98,7 +98,7 @@ class Client(ServeDispatch):
         """Starts a generation; its deadline_s is the queue timeout."""
         shared = GatewayContext(
             dispatch=self,
-            tenancy=more.pop("tenancy", OpenTenancy()),
+            tenancy=more.pop("tenancy", Tenancy()),
             ledger=self.books,
             metrics=self.counts,
             tasks=self.tasks,

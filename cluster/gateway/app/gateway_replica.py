@@ -24,8 +24,8 @@ from tandem.cluster.adapters.adapter_service import AdapterService, adapter_limi
 from tandem.cluster.adapters.build_adapters import open_adapter_service, start_adapter_tasks
 from tandem.cluster.fleet.fleet_view import FleetView, StartFailure, report_start_failure
 from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
-from tandem.cluster.fleet.group_events import Event, write_event
-from tandem.cluster.fleet.hung_groups import HungGroups, RayRemote
+from tandem.cluster.fleet.group_events import GroupEvent, write_event
+from tandem.cluster.fleet.hung_groups import CoordinatorActors, HungGroups
 from tandem.cluster.gateway.app.routes import build_gateway_app
 from tandem.cluster.gateway.app.wiring import build_accounts, build_context, build_metrics, build_text_services
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
@@ -40,7 +40,6 @@ from tandem.cluster.process.replica_end import on_sigterm, on_taken_down, skip_d
 from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, Changes
-from tandem.cluster.state.redis_address import MovingRedis
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.cluster.wire.identity import Membership
@@ -72,7 +71,7 @@ class Gateway:
         self._membership = Membership(context.app_name, facts)
         self._facts = facts = await self._membership.join()
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
-        self._redis = await self._membership.open_redis(lambda url: BackgroundClient(url, timeout_s=1.0, retries=1))
+        self._redis = await self._membership.open_redis(timeout_s=1.0, retries=1)
         bases = settings.engine.model.served_model_name[:1]
         self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, *map(keys.adapters, bases)))
         async with self._failures_reported():
@@ -116,7 +115,7 @@ class Gateway:
             lambda: self._adapters,
             DrainingGroups(lambda: GroupRouter.running, self._settings.shutdown_timeout_s, time.monotonic),
         )
-        self._hung_groups = HungGroups(self._fleet, RayRemote(app_name))
+        self._hung_groups = HungGroups(self._fleet, CoordinatorActors(app_name))
         following = self._fleet.run(self._look_after, self._dispatch.has_requests)
         self._following = asyncio.get_running_loop().create_task(following, name="fleet")
 
@@ -282,10 +281,10 @@ class Gateway:
         back = self._missing & self._fleet.records.keys()
         self._missing = (self._missing | gone) - back
         if gone or back:
-            events = [*(Event("missing", g) for g in gone), *(Event("returned", g) for g in back)]
+            events = [*(GroupEvent("missing", g) for g in gone), *(GroupEvent("returned", g) for g in back)]
             self._event_task = asyncio.get_running_loop().create_task(self._write_events(events), name="group events")
 
-    async def _write_events(self, events: Iterable[Event]) -> None:
+    async def _write_events(self, events: Iterable[GroupEvent]) -> None:
         with suppress(RedisUnavailable):
             for event in events:
                 await write_event(self._redis, self._facts.service_id, event)
@@ -362,7 +361,7 @@ def listen(host: str, port: int, *, shared: bool) -> socket.socket:
 def open_tenants(
     settings: ServiceSettings,
     facts: ServiceFacts,
-    redis: MovingRedis,
+    redis: BackgroundClient,
     kv_tokens: Callable[[], int],
     changes: Announcements,
 ) -> TenantService:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from tandem.cluster.gateway.http.auth import Authenticator
-from tandem.cluster.tenants.billing_record import Ledger, NoLedger
-from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
-from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy
+from tandem.cluster.tenants.billing_record import Ledger
+from tandem.cluster.tenants.tenant_admin import TenantAdmin
+from tandem.cluster.tenants.tenant_admission import Tenancy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,6 @@ class Accounts:
     and nothing is billed."""
 
     auth: Authenticator
-    tenancy: Tenancy = field(default_factory=OpenTenancy)
-    tenants: TenantAdmin = field(default_factory=NoTenantAdmin)
-    ledger: Ledger = field(default_factory=NoLedger)
+    tenancy: Tenancy = field(default_factory=Tenancy)
+    tenants: TenantAdmin = field(default_factory=TenantAdmin)
+    ledger: Ledger = field(default_factory=Ledger)

@@ -28,8 +28,8 @@ from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.gateway.services.accounts import Accounts
 from tandem.cluster.gateway.services.text_services import TextServices, extra_stop_token_ids
 from tandem.cluster.tenants.billing_record import BillingRecord
-from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
-from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy
+from tandem.cluster.tenants.tenant_admin import TenantAdmin
+from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.planning.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
@@ -175,8 +175,8 @@ async def gateway(
     metrics = GatewayMetrics(CollectorRegistry(), settings.metrics_prefix, MODEL)
     accounts = Accounts(
         auth=auth or static_keys(settings),
-        tenancy=tenancy or OpenTenancy(),
-        tenants=tenants or NoTenantAdmin(),
+        tenancy=tenancy or Tenancy(),
+        tenants=tenants or TenantAdmin(),
         ledger=ledger,
     )
     services = make_text(

@@ -55,7 +55,7 @@ class Door:
 @contextlib.asynccontextmanager
 async def open_door(**backend: Any) -> AsyncIterator[Door]:
     with private_redis() as server:
-        redis, requests = patient(server), RequestClient(server.url, timeout_s=20.0)
+        redis, requests = patient(server), RequestClient(lambda: server.url, timeout_s=20.0)
         store = TenantStore(redis)
         directory = TenantDirectory(store, clock=lambda: 0.0)
         await directory.refresh()

@@ -202,7 +202,7 @@ async def test_the_gateway_that_took_the_change_has_it_at_once(store: TenantStor
     made = await admin.add("acme", {})
     assert directory.tenant_of(digest_of(made.key)) == "acme"
     await admin.change("acme", {"concurrency": 2})
-    assert directory.limits("acme").concurrency == 2
+    assert directory.tenants["acme"].limits.concurrency == 2
     await admin.remove("acme")
     assert await admin.all() == {}
 

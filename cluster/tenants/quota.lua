@@ -1,27 +1,19 @@
-"""The one Lua script that counts tenants, and its arguments and answers.
-
-Run once to admit a request, and by the heartbeat to report changes since. All of a tenant is in one hash and one
-sorted set of a common hash tag, so the script is atomic on a cluster too:
-
-    requests, tokens, at_ms      token buckets: how full they were when; a minute's limit is size and rate per minute
-    n:G r:G u:G s:G              of gateway G: requests running, tokens reserved, budget tokens used, its last report
-    w:G                          of its requests that awaited an answer then: what was granted to them since (JSON)
-    budget, base                 which budget is counted; tokens used by gateways that are gone for a day
-    gateways zset                G to the end of its lease: after it n and r of G count as nothing, u still counts
-
-What a gateway reports of itself is absolute, so a report may be lost, late or run twice; only bucket charges are
-differences, and those a minute heals. It has reservations that were made, never those requested: calls come here in any
-order, and requests that counted would shut each other out while places are free. A reservation counts at once, until
-its gateway reports that it has the answer, or waits for it no more. A gateway that dies frees its concurrency by
-the end of its lease.
-"""
-
-import msgspec
-
-LEASE_MS = 5000
-"""Five heartbeats."""
-
-QUOTA_SCRIPT = """
+-- Counts a tenant: the one script of quotas. ARGV[1]: a QuotaReport as JSON. Returns a QuotaVerdict as JSON (account.py).
+--
+-- Run once to admit a request, and by the heartbeat to report changes since. All of a tenant is in one hash and one
+-- sorted set of a common hash tag, so the script is atomic on a cluster too:
+--
+--     requests, tokens, at_ms      token buckets: how full they were when; a minute's limit is size and rate per minute
+--     n:G r:G u:G s:G              of gateway G: requests running, tokens reserved, budget tokens used, its last report
+--     w:G                          of its requests that awaited an answer then: what was granted to them since (JSON)
+--     budget, base                 which budget is counted; tokens used by gateways that are gone for a day
+--     gateways zset                G to the end of its lease: after it n and r of G count as nothing, u still counts
+--
+-- What a gateway reports of itself is absolute, so a report may be lost, late or run twice; only bucket charges are
+-- differences, and those a minute heals. It has reservations that were made, never those requested: calls come here in
+-- any order, and requests that counted would shut each other out while places are free. A reservation counts at once,
+-- until its gateway reports that it has the answer, or waits for it no more. A gateway that dies frees its concurrency
+-- by the end of its lease.
 local a = cjson.decode(ARGV[1])
 local hash, leases, day = KEYS[1], KEYS[2], 86400000
 local now = a.now_ms
@@ -142,53 +134,3 @@ redis.call('EXPIRE', hash, a.ttl_s)
 redis.call('EXPIRE', leases, a.ttl_s)
 return cjson.encode({ok = reason == '', reason = reason, wait_ms = wait_ms, requests = requests, tokens = tokens,
   gateways = alive, base = base + gone, used_elsewhere = base + gone + spent})
-"""
-
-
-class Report(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One gateway's report and request, of one tenant. Tokens and requests; None: no such limit.
-
-    running, reserved, used: absolute, this gateway's, without requests that await an answer. number: grows with every
-    report. awaited: the reports that asked for those, but for this one. need: tokens that the request reserves. charge:
-    of those, taken from the minute's bucket; wanted: of those, what the bucket must hold. delta_*: what the buckets do
-    not know yet. known_*: what this gateway last knew, for a Redis that has lost it.
-    """
-
-    gateway: str
-    number: int
-    running: int
-    reserved: int
-    used: int
-    budget_id: int
-    ttl_s: int
-    lease_ms: int
-    delta_requests: float
-    delta_tokens: float
-    known_base: float
-    need: int
-    charge: int
-    wanted: int
-    admit: bool = False
-    now_ms: int | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    concurrency: int | None = None
-    token_budget: int | None = None
-    kv_tokens: int | None = None
-    known_requests: float | None = None
-    known_tokens: float | None = None
-    awaited: list[int] = []
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The script's answer. requests, tokens: how full the tenant's buckets are now. gateways: with a lease, this one
-    too. base: budget tokens used by gateways that are gone; used_elsewhere: by all but this one."""
-
-    ok: bool
-    reason: str
-    wait_ms: float
-    gateways: int
-    base: float
-    used_elsewhere: float
-    requests: float | None = None
-    tokens: float | None = None
