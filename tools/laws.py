@@ -18,7 +18,7 @@ NO_BEGINNING = {
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 SUBJECT_LENGTH = 72
-SUBJECTS_SINCE = "25ace308"
+SUBJECTS_SINCE = "ec0868fa"
 """Commits after this one keep to SUBJECT_LENGTH."""
 
 
