@@ -91,7 +91,7 @@ def test_an_activation_is_the_same_alone_and_among_others(dtype: torch.dtype, ki
 @DTYPES
 def test_the_experts_activation_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
     """Also where a rank's part of an expert is no multiple of a vector."""
-    ops, twin = cpu_experts(dtype, None, packed(None))(as_given), TorchExperts(packed(None), as_given)
+    ops, twin = cpu_experts(dtype, None, packed(None), as_given), TorchExperts(packed(None), as_given)
     spec = ClampedSwiglu(1.702, 7.0)
     for width in (64, 24, 360, 5):
         rows = 4 * draw(ROWS, 2 * width, dtype=dtype)

@@ -57,8 +57,9 @@ def test_a_platform_is_of_its_facts(facts: PlatformFacts) -> None:
     for name in facts.dtypes:
         found = {one.subject: one for one in choices(platform, TORCH[name])}
         assert list(found) == list(facts.implementations) and all(one.why for one in found.values())
-        for kv_dtype in facts.kv_dtypes:
-            assert platform.attention(TORCH[name], 128, KV.get(kv_dtype) or getattr(torch, kv_dtype)).name
+    for kv_dtype in facts.kv_dtypes:
+        found_name = platform.attention(torch.bfloat16, 128, KV.get(kv_dtype) or getattr(torch, kv_dtype)).name
+        assert found_name in facts.implementations["attention"]
 
 
 @FACTS
