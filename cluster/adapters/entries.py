@@ -1,7 +1,7 @@
 """The entry of a listed adapter, and how a client's `model` finds it. Pure: no Redis, no HTTP, no files.
 
 A listed version is `name@digest` and never changes: loading other content under the name lists another version in its
-place. Used by the registry, the gateway, the command line and the coordinator.
+place. Used by the adapters, the gateway, the command line and the coordinator.
 """
 
 import re

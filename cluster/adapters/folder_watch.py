@@ -147,7 +147,7 @@ class FolderWatch:
 
     def _listed(self) -> dict[str, AdapterEntry]:
         """What is listed from this folder."""
-        entries = self._adapter_service.registry.entries
+        entries = self._adapter_service.adapters.entries
         return {name: entry for name, entry in entries.items() if Path(entry.source) == self._folder / name}
 
     async def _miss(self, name: str, now_s: float) -> None:
@@ -176,7 +176,7 @@ class FolderWatch:
 
     async def _load(self, name: str) -> None:
         source = str(self._folder / name)
-        listed = self._adapter_service.registry.entries.get(name)
+        listed = self._adapter_service.adapters.entries.get(name)
         if listed is not None and listed.source != source:
             raise RequestRefused(f"{name} is listed from {listed.source}", code="invalid_value", param="lora_name")
         last = self._last.get(name) if listed is None else None

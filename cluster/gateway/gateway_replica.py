@@ -262,8 +262,8 @@ class Gateway:
         self._hung_groups.close()
         await self._changes.close()
         await self._dispatch.close()
-        if self._adapters is not None and self._adapters.kept is not None:
-            await self._adapters.kept.save()
+        if self._adapters is not None:
+            await self._adapters.adapters.save()
         await self._generations.tasks.wait_idle(LAST_WORDS_S)  # owner tasks record what has ended
         await self._tenants.close()
         if self._heartbeat is not None:
@@ -298,7 +298,7 @@ class Gateway:
         """Durable state goes back into a Redis that lost its data."""
         await self._tenants.seed()
         if self._adapters is not None:
-            await self._adapters.registry.reseed()
+            await self._adapters.adapters.reseed()
 
     def _others(self) -> list[GatewayRecord]:
         return [] if self._heartbeat is None else self._heartbeat.others

@@ -33,7 +33,7 @@ from tandem.cluster.fleet.group_events import Event, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.group.group_engine import GroupEngine
-from tandem.cluster.group.sharing import Sharing, TenantWeights
+from tandem.cluster.group.sharing import Sharing
 from tandem.cluster.process.replica_end import on_sigterm, on_taken_down
 from tandem.cluster.routing.outstanding import by_gateway
 from tandem.cluster.routing.route_hint import RouteHint
@@ -127,7 +127,6 @@ class Coordinator:
             group=self._group,
             base=model_name,
             lora=settings.lora,
-            read_weights=TenantWeights().changed,
             changes=self._changes,
         )
         reports = ReportWriter(self._redis, facts.service_id, self._report, self._changes)

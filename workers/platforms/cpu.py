@@ -16,6 +16,7 @@ from typing import Self
 import numpy as np
 import torch
 
+from tandem.configs.environment import imitate_cpu
 from tandem.configs.platform_facts import CPU as CPU_FACTS
 from tandem.offload.copies.accelerator import Event, Stream
 from tandem.offload.copies.kv_copies import BlockCopier, CpuCopier
@@ -151,6 +152,7 @@ class CpuPlatform(Platform):
         that the node may ever hold: a rank with threads to spare costs little, ranks with more threads than cores are
         slower by an order of magnitude.
         """
+        imitate_cpu()
         torch.set_num_threads(cpu_threads or max(1, available_cores() // ranks_on_node))
         return cls(copies_beside=torch.get_num_threads() * ranks_on_node < available_cores())
 

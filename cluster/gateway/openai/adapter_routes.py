@@ -47,14 +47,14 @@ async def load_adapter(
     if body.base_model_name is not None and body.base_model_name not in text.model_names:
         raise invalid("base_model_name", "This is not the model that is served here.")
     source = allowed_source(body.lora_path, generations.adapter_roots)
-    before = adapter_service.registry.entries.get(body.lora_name)
+    before = adapter_service.adapters.entries.get(body.lora_name)
     load = adapter_service.load(
         body.lora_name, source, tenant=body.tenant, pinned=body.pinned, inplace=bool(body.load_inplace)
     )
     # a client that leaves does not leave it half done
     outcome = await asyncio.shield(generations.tasks.start(load, f"load {body.lora_name}"))
     done = {"listed": "added", "switched": "replaced", "unchanged": "there already, unchanged"}[outcome]
-    if also := changed(before, adapter_service.registry.entries.get(body.lora_name)):
+    if also := changed(before, adapter_service.adapters.entries.get(body.lora_name)):
         done += f"; {also}"
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' {done}.")
 
@@ -69,8 +69,8 @@ async def unload_adapter(
     if (gone := await asyncio.shield(unload)) is None:
         refused = model_not_found(body.lora_name)
         raise RequestRefused(str(refused), code=refused.code, status=refused.status, param="lora_name")
-    if not await adapter_service.running.wait_idle(gone.ref, generations.times.unload_s):
-        left = adapter_service.running.of(gone.ref)
+    if not await adapter_service.wait_idle(gone.ref, generations.times.unload_s):
+        left = adapter_service.requests_of(gone.ref)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed; {left} requests still use it.")
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed.")
 

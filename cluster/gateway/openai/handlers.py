@@ -197,7 +197,7 @@ def held_model(
     adapters = generations.adapters
     model = served_model(text.model_names, adapters, name, principal)
     if adapters is not None:
-        held.enter_context(adapters.running.request(model.adapter))
+        held.enter_context(adapters.request(model.adapter))
     return model
 
 

@@ -46,7 +46,7 @@ class Rig:
         """What is listed after one more look."""
         self.now_s += after_s
         await self.watch.look()
-        return {name: entry.digest[0] for name, entry in self.adapter_service.registry.entries.items()}
+        return {name: entry.digest[0] for name, entry in self.adapter_service.adapters.entries.items()}
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ async def test_what_comes_back_is_whose_it_was(rig: Rig) -> None:
     unavailable.rename(rig.folder / "one")
     await rig.look()
     assert await rig.look() == {"one": "a"}
-    entry = rig.adapter_service.registry.entries["one"]
+    entry = rig.adapter_service.adapters.entries["one"]
     assert (entry.tenant, entry.pinned) == ("acme", True)
 
 
@@ -181,15 +181,15 @@ async def test_a_folder_that_cannot_be_read_unlists_nothing(rig: Rig) -> None:
 
 async def test_while_redis_is_unavailable_it_tries_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     write(rig.folder / "one", "a")
-    replace = rig.adapter_service.registry.replace
+    replace = rig.adapter_service.adapters.replace
 
     async def unavailable(*_: object) -> bool:
         raise RedisUnavailable("gone")
 
-    monkeypatch.setattr(rig.adapter_service.registry, "replace", unavailable)
+    monkeypatch.setattr(rig.adapter_service.adapters, "replace", unavailable)
     for _ in range(3):
         assert await rig.look() == {}
-    monkeypatch.setattr(rig.adapter_service.registry, "replace", replace)
+    monkeypatch.setattr(rig.adapter_service.adapters, "replace", replace)
     assert await rig.look() == {"one": "a"}
 
 

@@ -67,8 +67,8 @@ async def test_quotas_and_bills_are_those_of_chat() -> None:
 
 async def test_adapters_are_those_of_chat() -> None:
     adapters = AdapterService(AdapterList(None, MODEL), lambda source: "ab" * 32, (MODEL,))
-    adapters.registry.keep(AdapterEntry(name="pirate", digest="1" * 64, source="/a/one"))
-    adapters.registry.keep(AdapterEntry(name="theirs", digest="2" * 64, source="/a/two", tenant="rival"))
+    adapters.adapters.keep(AdapterEntry(name="pirate", digest="1" * 64, source="/a/one"))
+    adapters.adapters.keep(AdapterEntry(name="theirs", digest="2" * 64, source="/a/two", tenant="rival"))
     async with gateway(adapters=adapters) as rig:
         for path in APIS:
             answer = await rig.client.post(path, json={**BODIES[path], "model": "pirate"})

@@ -16,7 +16,7 @@ from tandem.cluster.state.durable_map import Reading
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.directory import TenantDirectory
-from tandem.cluster.tenants.store import TenantStore, read_weights
+from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant import Limits, Tenant, digest_of
 from tandem.cluster.tenants.tenant_admin import StoreAdmin
 from tandem.configs.schema import GatewaySettings
@@ -53,7 +53,7 @@ async def test_a_tenant_is_made_changed_and_removed(store: TenantStore, redis: B
     changed = await store.change("acme", {"requests_per_minute": None, "concurrency": 3})
     assert changed.limits == Limits(concurrency=3, weight=2.5)
     assert (await store.read()).values == {"acme": changed}
-    assert await read_weights(redis) == {"acme": 2.5}
+    assert await store.weights() == {"acme": 2.5}
     await redis.command("HSET", keys.quota("acme"), "at_ms", "1")
     await store.remove("acme")
     assert (await store.read()).values == {}

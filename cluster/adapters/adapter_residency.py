@@ -23,7 +23,7 @@ class GroupAdapters:
     def __init__(
         self, redis: Commands, base: str, max_loras: int, pin: Callable[[frozenset[AdapterRef]], None]
     ) -> None:
-        self._registry = AdapterList(redis, base)
+        self._adapters = AdapterList(redis, base)
         self._max_loras = max_loras
         self._pin = pin
         self._pinned: frozenset[AdapterRef] = frozenset()
@@ -32,16 +32,16 @@ class GroupAdapters:
 
     async def run(self, changes: Announcements = NoAnnouncements(), period_s: float = PERIOD_S) -> None:
         """Follows the list until it is cancelled."""
-        await self._registry.run(self.reconcile, period_s, changes)
+        await self._adapters.run(self.reconcile, period_s, changes)
 
     async def refresh(self) -> None:
         """One look at the list. RedisUnavailable."""
-        if await self._registry.refresh():
+        if await self._adapters.refresh():
             self.reconcile()
 
     def reconcile(self) -> None:
         """Passes the pinned adapters to the engine, when they have changed."""
-        pinned = frozenset(entry.ref for entry in self._registry.entries.values() if entry.pinned)
+        pinned = frozenset(entry.ref for entry in self._adapters.entries.values() if entry.pinned)
         if pinned != self._pinned:
             self._pinned = pinned
             self._pin(pinned)
@@ -65,7 +65,7 @@ class GroupAdapters:
         return on_device, [adapter_key(digest) for digest, tier in residency.items() if tier != "device"]
 
     def report(self) -> AdapterReport:
-        """For the group's report."""
+        """The adapters' part of the group's report."""
         on_device, on_host = self.tiers()
         there = set(on_device)
         return AdapterReport(
