@@ -79,7 +79,7 @@ class Found(Protocol):
         ...
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """A reader of checkpoint slices."""
 
     def in_turn(self, wanted: Sequence[tuple[Share, ...]]) -> Iterator[Found]:
@@ -89,7 +89,7 @@ class Source(Protocol):
 
 def load(
     slots: Sequence[ParameterSlot],
-    source: Source,
+    source: WeightSource,
     *,
     dtype: torch.dtype,
     device: torch.device,

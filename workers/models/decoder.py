@@ -18,7 +18,7 @@ from tandem.parallel.checkpoint import (
     OnBytes,
     ParameterSlot,
     SafetensorsSource,
-    Source,
+    WeightSource,
     load,
 )
 from tandem.parallel.context import ParallelContext
@@ -42,7 +42,7 @@ from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.platforms.base import Platform
 
 
-class Adapters(Protocol):
+class DecoderAdapters(Protocol):
     """The LoRA adapters of the layers (workers/lora/device/lora_layers.py). `begin` runs before a step, `begin_layers`
     before its first layer."""
 
@@ -90,7 +90,7 @@ class Decoder:
         self.weight_bytes = 0
         self._mesh = context.mesh
         self._dtype = dtype
-        self._adapters: Adapters | None = None
+        self._adapters: DecoderAdapters | None = None
         self.stream = stream
         ropes = spec.ropes
         self._ropes = [RotaryPositions(rope, spec.rope_dim, platform.device) for rope in ropes]
@@ -234,7 +234,7 @@ class Decoder:
             head = Table(self._head.part(self.parameters.head_name), self._head)
         return embedding, head
 
-    def adapt(self, adapters: Adapters) -> None:
+    def adapt(self, adapters: DecoderAdapters) -> None:
         """Attaches `adapters`, whose `begin` is called with every later step."""
         self._adapters = adapters
 
@@ -257,7 +257,7 @@ class Decoder:
 
     def load(
         self,
-        source: Source,
+        source: WeightSource,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -328,7 +328,7 @@ def build_decoder(
     stream = WeightStream(streamed, copier or platform.weight_copier(held))
     attention = attention or platform.attention(dtype, spec.head_dim, kv_dtype, spec.has_latents)
     decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization, windows)
-    source: Source
+    source: WeightSource
     if load_format == "dummy":
         source = DummySource(seed, dtype, platform.device)
     else:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from tandem.configs.errors import SettingsError
-from tandem.parallel.checkpoint import DummySource, ParameterSlot, SafetensorsSource, Source, load
+from tandem.parallel.checkpoint import DummySource, ParameterSlot, SafetensorsSource, WeightSource, load
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import WHOLE, Init, Param, Shard
 from tandem.parallel.params import Source as Place
@@ -37,7 +37,9 @@ def opened(folder: Path, *params: Param) -> SafetensorsSource:
     return SafetensorsSource(StoredCheckpoint(folder, params))
 
 
-def assemble(slot: ParameterSlot, source: Source, dtype: torch.dtype, device: torch.device, mesh: Mesh) -> torch.Tensor:
+def assemble(
+    slot: ParameterSlot, source: WeightSource, dtype: torch.dtype, device: torch.device, mesh: Mesh
+) -> torch.Tensor:
     taken: list[torch.Tensor] = []
     load([replace(slot, accept=taken.append)], source, dtype=dtype, device=device, progress=False, mesh=mesh)
     return taken[0]
