@@ -15,7 +15,7 @@ from tandem.cluster.tenants.billing_record import Ledger, NoLedger
 from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
 from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy
 from tandem.configs.schema import BatchingPolicyName, GatewaySettings
-from tandem.workers.planning.pooling_config import PoolingFacts
+from tandem.workers.models.spec.config.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.output.formats import ReasoningFormat, ToolFormat

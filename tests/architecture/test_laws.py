@@ -67,7 +67,6 @@ BEGINNINGS: dict[str, int] = {
 }
 """By room, docstrings that begin with a clause or a preposition."""
 CIRCLES: set[tuple[str, ...]] = {
-    ("workers/text/output", "workers/text/output/reasoning", "workers/text/output/tools"),
     ("workers/kernels", "workers/kernels/cpu"),
     ("cluster/cli", "cluster/cli/client", "cluster/cli/verbs"),
     (
@@ -78,8 +77,6 @@ CIRCLES: set[tuple[str, ...]] = {
         "cluster/gateway/openai/fields",
         "cluster/gateway/responses",
     ),
-    ("parallel", "parallel/exchange", "parallel/stored"),
-    ("workers/models/spec", "workers/models/spec/family_rows"),
 }
 """Folders that import each other in a ring."""
 

@@ -12,20 +12,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tandem.offload.weights.weight_stream import Copier, WeightStream
-from tandem.parallel.checkpoint import (
-    DummySource,
-    LoadFormat,
-    OnBytes,
-    ParameterSlot,
-    SafetensorsSource,
-    WeightSource,
-    load,
-)
+from tandem.parallel.checkpoint import DummySource, LoadFormat, OnBytes, ParameterSlot, WeightSource, load
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.linear import AdaptableLinear, LinearPart
 from tandem.parallel.mesh import layer_range
 from tandem.parallel.quantization.weight_formats import weight_format
+from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
@@ -35,9 +28,9 @@ from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.norms import AddNorm, make_norm
 from tandem.workers.models.layers.positions import RotaryPositions
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, RopeSpec
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layouts
-from tandem.workers.models.spec.sizes import rank_weights
+from tandem.workers.planning.sizes import rank_weights
 from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.platforms.base import Platform
 

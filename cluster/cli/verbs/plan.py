@@ -26,7 +26,7 @@ from tandem.configs.schema import CacheSettings, EngineSettings, ModelSettings
 from tandem.parallel.stored.headers import INDEX, find_weights, has_other_weights, no_weights
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.planning.budget import GIB, available_bytes, check_offload
 from tandem.workers.planning.hub import Wanted
 from tandem.workers.planning.invariance import check_batch_invariant

@@ -13,8 +13,8 @@ from tandem.cluster.gateway.chat.held_grammar import held_grammar, special_token
 from tandem.cluster.gateway.openai.schemas import read_chat
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.grammars import json_schema
-from tandem.workers.text.output.format_list import TOOL_FORMATS
 from tandem.workers.text.output.formats import SchemaNotExpressible
 from tests.support.invented_format import InventedReasoning, InventedToolFormat
 from tests.unit.gateway.rig import USER, Rig, gateway, make_tokenizer

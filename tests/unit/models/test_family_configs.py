@@ -7,7 +7,7 @@ import pytest
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.workers.models.spec.arch import ArchSpec, Moe, NormPlace, QkNorm, RopeSpec
-from tandem.workers.models.spec.config_reader import spec_from_config
+from tandem.workers.models.spec.config.config_reader import spec_from_config
 from tests.support.tiny_models import TINY_MODELS
 
 BASE: dict[str, Any] = {

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save, save_file
 
 from tandem.configs.errors import SettingsError
-from tandem.parallel.checkpoint import DummySource, ParameterSlot, SafetensorsSource, WeightSource, load
+from tandem.parallel.checkpoint import DummySource, ParameterSlot, WeightSource, load
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import WHOLE, Init, Param, Shard
 from tandem.parallel.params import Source as Place
+from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 
 CPU = torch.device("cpu")
