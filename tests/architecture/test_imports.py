@@ -52,7 +52,7 @@ TORCH_FREE = (
     "tandem.cluster.cli.main",
     "tandem.workers.engine.engine",
     "tandem.workers.executor.rank_group",
-    "tandem.workers.models.spec.families",
+    "tandem.workers.models.spec.family_rows.families",
     "tandem.workers.lora.peft.adapter_source",
     "tandem.workers.lora.peft.adapter_check",
     "tandem.workers.planning.adapter_room",

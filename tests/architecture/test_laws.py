@@ -21,25 +21,16 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sources(ROOT)
 
 TWICE: set[str] = {
-    "Adapters",
     "Asked",
-    "Block",
     "Conversation",
     "Ended",
-    "Event",
     "Limits",
-    "RowPart",
     "Scratch",
     "SlotIndex",
-    "Source",
-    "Status",
     "Tile",
-    "_Answer",
     "_Layout",
-    "_Model",
     "_Open",
     "_Step",
-    "_Tokens",
 }
 """Names of several classes."""
 BEGINNINGS: dict[str, int] = {
@@ -69,10 +60,7 @@ BEGINNINGS: dict[str, int] = {
 """By room, docstrings that begin with a clause or a preposition."""
 CIRCLES: set[tuple[str, ...]] = {
     ("cluster/cli", "cluster/cli/client", "cluster/cli/verbs"),
-    ("parallel", "parallel/exchange", "parallel/stored"),
     ("workers/kernels", "workers/kernels/cpu"),
-    ("workers/models/spec", "workers/models/spec/family_rows"),
-    ("workers/text/output", "workers/text/output/reasoning", "workers/text/output/tools"),
 }
 """Folders that import each other in a ring."""
 

@@ -15,7 +15,7 @@ import pytest
 
 from tandem.configs.environment import short_temp_folder
 from tandem.offload.host import host_regions
-from tandem.offload.host.host_messages import HostTierError, Lease
+from tandem.offload.host.host_messages import HostTierError, LeaseRegion
 from tandem.offload.host.host_process import attach, lease, status
 from tandem.offload.host.host_server import HostServer
 from tests.support.service import wait_for
@@ -39,7 +39,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     with tempfile.TemporaryDirectory(prefix="th-", dir=short_temp_folder()) as folder:
         made = Host(Path(folder) / "s", threading.Event(), threading.Event())
 
-        def allocate(ask: Lease) -> Any:
+        def allocate(ask: LeaseRegion) -> Any:
             if ask.layout == "slow":
                 made.asked.set()
                 assert made.go_on.wait(60)
