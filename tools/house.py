@@ -20,6 +20,7 @@ TOPS = ("configs", "parallel", "offload", "workers", "cluster")
 ORDERS: dict[str, tuple[str, ...]] = {
     "cluster": (
         "state process",
+        "ray_private",
         "wire",
         "fleet tenants routing",
         "adapters",
