@@ -32,7 +32,7 @@ def add_adapters(
 ) -> None:
     """Adds the families of all groups that serve adapters, and of this gateway's changes of the list. with_tenants:
     tenants' own adapters are named too. May be called on a thread."""
-    entries = dict(adapter_service.registry.entries)
+    entries = dict(adapter_service.adapters.entries)
     listed = [entry for entry in entries.values() if with_tenants or entry.tenant is None]
     serving = [(labels_of(report), report.adapters) for report in reports if report.adapters is not None]
     in_use = ((values, wall_clock()) for values in _in_use(serving, listed))

@@ -13,6 +13,7 @@ from functools import cache, partial
 import numpy as np
 import torch
 
+from tandem.configs.environment import imitate_cpu
 from tandem.offload.copies.accelerator import Event, Stream
 from tandem.offload.copies.kv_copies import CpuCopier
 from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
@@ -132,6 +133,7 @@ def open_cpu(cpu_threads: int | None, ranks_on_node: int) -> Platform:
     the node may ever hold: a rank with threads to spare costs little, ranks with more threads than cores are slower by
     an order of magnitude.
     """
+    imitate_cpu()
     torch.set_num_threads(cpu_threads or max(1, available_cores() // ranks_on_node))
     return cpu_platform(copies_beside=torch.get_num_threads() * ranks_on_node < available_cores())
 

@@ -61,11 +61,11 @@ def test_what_a_groups_engine_counts() -> None:
 
 
 def test_only_listed_adapters_are_labels() -> None:
-    registry = AdapterList(None, "demo")
-    registry.keep(AdapterEntry(name="pirate", digest=A, source="/a", pinned=True))
-    registry.keep(AdapterEntry(name="twin", digest=A, source="/t"))
-    registry.keep(AdapterEntry(name="shout", digest=B, source="/b"))
-    adapter_service = AdapterService(registry, lambda source: "", ("demo",))
+    adapters = AdapterList(None, "demo")
+    adapters.keep(AdapterEntry(name="pirate", digest=A, source="/a", pinned=True))
+    adapters.keep(AdapterEntry(name="twin", digest=A, source="/t"))
+    adapters.keep(AdapterEntry(name="shout", digest=B, source="/b"))
+    adapter_service = AdapterService(adapters, lambda source: "", ("demo",))
     adapter_service.counts["refused"] += 3
     used = {"running": ["gone", "pirate", "twin"], "waiting": ["shout"]}
     report = AdapterReport(on_device=[A[:16], GONE[:16]], on_host=[B[:16]], max_loras=4, **used)
@@ -77,7 +77,7 @@ def test_only_listed_adapters_are_labels() -> None:
         {**engine, "adapter": "twin", "tier": "device", "pinned": "false"},
         {**engine, "adapter": "shout", "tier": "host", "pinned": "false"},
     ]
-    registry.keep(AdapterEntry(name="pirate", digest=A, source="/a", tenant="acme"))
+    adapters.keep(AdapterEntry(name="pirate", digest=A, source="/a", tenant="acme"))
     public = read([report_of("g1", report)], adapter_service, with_tenants=False)["tandem:adapter_residency"].samples
     assert {s.labels["adapter"] for s in public} == {"twin", "shout"}, "a tenant's own is not named to everybody"
     (info,) = families["tandem:lora_requests_info"].samples

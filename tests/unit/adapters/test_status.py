@@ -36,9 +36,9 @@ def prepare(url: str) -> None:
         redis = BackgroundClient(url)
         await redis.command("FLUSHALL")
         await redis.command("SET", keys.SENTINEL, "1")
-        registry = AdapterList(redis, "demo")
+        adapters = AdapterList(redis, "demo")
         for name, digest in (("pirate", PIRATE), ("shout", SHOUT)):
-            await registry.replace(None, AdapterEntry(name=name, digest=digest, source="/a"), name)
+            await adapters.replace(None, AdapterEntry(name=name, digest=digest, source="/a"), name)
         report = AdapterReport(on_device=[adapter_key(PIRATE)])
         counts = ("block_bytes", "host_slots", "host_blocks", "failed_blocks", "swapped_out", "recomputed")
         offload = OffloadStats(
@@ -66,7 +66,7 @@ async def run_requests(
     url: str, tenants: Named, gateway: str, counts: Mapping[str, int], server_ms: Callable[[], int]
 ) -> None:
     """What a gateway tells Redis of so many requests of each tenant, which never end."""
-    client = RequestClient(url, timeout_s=20.0)
+    client = RequestClient(lambda: url, timeout_s=20.0)
     quota = Quota(client, tenants, gateway, server_ms=server_ms)
     for name, count in counts.items():
         for _ in range(count):

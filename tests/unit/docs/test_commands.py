@@ -15,7 +15,7 @@ from tandem.cluster.tenants import tenant_service
 from tandem.workers.engine.base import drafting, expert_reports, stats
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/serving").glob("*.md"))]
 LINES = re.findall(r"^    \.venv/bin/tandem ((?:plan|check-config) .*)$", "\n".join(p.read_text() for p in PAGES), re.M)
 COMMANDS = sorted({line.split(" #")[0].strip() for line in LINES if "path-or-hub-id" not in line})
 

@@ -79,11 +79,11 @@ def reports() -> list[GroupReport]:
 
 
 def served(found: list[GroupReport], prefix: str = "tandem", *, with_tenants: bool = True) -> str:
-    registry = AdapterList(None, "demo")
-    registry.keep(AdapterEntry(name="pirate", digest=A, source="/a", pinned=True))
-    registry.keep(AdapterEntry(name="twin", digest=A, source="/t", tenant="acme"))
-    registry.keep(AdapterEntry(name="shout", digest=B, source="/b"))
-    adapter_service = AdapterService(registry, lambda source: "", ("demo",))
+    adapters = AdapterList(None, "demo")
+    adapters.keep(AdapterEntry(name="pirate", digest=A, source="/a", pinned=True))
+    adapters.keep(AdapterEntry(name="twin", digest=A, source="/t", tenant="acme"))
+    adapters.keep(AdapterEntry(name="shout", digest=B, source="/b"))
+    adapter_service = AdapterService(adapters, lambda source: "", ("demo",))
     adapter_service.counts["refused"] += 3
     families = Families(prefix)
     add_engines(families, found, redis_unavailable=True, with_tenants=with_tenants)
