@@ -40,30 +40,9 @@ OLD_SERVE_IMPORT = SERVE_IMPORT.removeprefix("tandem.")
 """The same before the package was named tandem; refused with the new one named."""
 LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_per_replica": "max_cpu_loras"}
 """Ray Serve LLM's names of lora_config, and the options that they set."""
-GATEWAY_KEYS = (
-    "api_server_count",
-    "auth",
-    "allowed_origins",
-    "api_key",
-    "admin_api_key",
-    "metrics_api_key",
-    "state_dir",
-    "usage_days",
-    "usage_rows",
-    "max_text_bytes",
-    "max_answer_bytes",
-    "response_store_ttl",
-    "response_store_bytes",
-    "max_grammar_bytes",
-    "metrics_prefix",
-    "per_request_spec_decode_metrics",
-    "queue_timeout",
-    "enable_auto_tool_choice",
-    "tool_call_parser",
-    "reasoning_parser",
-)
 PORT_KEYS = ("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
-"""Of a port that gateways listen on themselves; under Serve its proxy does."""
+"""Settings of a port that gateways listen on themselves; under Serve its proxy does."""
+GATEWAY_KEYS = tuple(o.name for o in OPTIONS if o.path.startswith("gateway.") and o.name not in PORT_KEYS)
 NOT_ENGINE_KEYS = (*PORT_KEYS, "redis_url", "queue_timeout")
 LORA_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes")
 AUTOSCALING_KEYS = (

@@ -272,6 +272,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_grammar_bytes", "gateway.max_grammar_bytes", int, HTTP,
            "Bytes that the schema, grammar or other form of structured output in one request may have, e.g. 256K.",
            at_least(1), "at least 1", size=True),
+    Option("max_logprobs", "gateway.max_logprobs", int, HTTP,
+           "Log probabilities per token that a request may ask for, at most; beam search asks for two per beam. -1: as "
+           "many as the vocabulary has tokens.", at_least(-1), "at least -1"),
     Option("max_answer_bytes", "gateway.max_answer_bytes", int, HTTP,
            "Bytes of memory, roughly, that an answer which is not streamed may take before it gets 413, e.g. 256M.",
            at_least(1), "at least 1", size=True),

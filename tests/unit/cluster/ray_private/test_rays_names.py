@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray import serve
 from ray._private import node as ray_nodes
 from ray._private import parameter, services, state
 from ray._private import worker as ray_worker
@@ -110,6 +111,11 @@ def test_serves_own_client() -> None:
     why = "serve.context._get_global_client: an open service needs a proxy on loopback (wire/serve_proxy.py)"
     assert "raise_if_no_controller_running" in inspect.signature(serve_context._get_global_client).parameters, why
     assert isinstance(serve_context.ServeControllerClient.http_config, property), why
+
+
+def test_an_application_is_deleted_without_waiting() -> None:
+    why = "serve.delete(_blocking): a second signal cuts the end short (application_end.begin_delete)"
+    assert "_blocking" in inspect.signature(serve.delete).parameters, why
 
 
 def test_the_handler_of_sigterm() -> None:
