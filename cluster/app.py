@@ -113,7 +113,7 @@ def _gateway_resources(facts: ServiceFacts) -> dict[str, Any]:
 
 
 def _has_memory(settings: ServiceSettings) -> bool:
-    """Whether the host memory that is free now holds all groups once more, as far as settings tell."""
+    """True if the host memory that is free now holds all groups once more, as far as settings tell."""
     try:
         check_memory(settings)
     except SettingsError:

@@ -135,8 +135,8 @@ class ServeApp:
         return sum(record.state == "serving" for record in records) >= min_groups(self._settings)
 
     async def _gateways_answer(self, redis: BackgroundClient) -> bool:
-        """Whether one gateway answers here, and of several each has a record of being ready. Of gateways that want
-        certificates of clients the records must do."""
+        """True once one gateway answers here, and of several each has a record of being ready. Records must do for
+        gateways that want certificates of clients."""
         gateway = self._settings.gateway
         count, may_ask = gateway.num_gateways, gateway.ssl_ca_certs is None
         with suppress(RedisUnavailable):

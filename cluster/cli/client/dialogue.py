@@ -17,7 +17,7 @@ from tandem.configs.errors import TandemError
 _CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-class Conversation:
+class Dialogue:
     """The messages so far, and the loop that adds to them."""
 
     def __init__(self, endpoint: Endpoint, fields: dict[str, Any], system: str | None, interactive: bool) -> None:
