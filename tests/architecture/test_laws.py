@@ -61,7 +61,6 @@ BEGINNINGS: dict[str, int] = {
 }
 """By room, docstrings that begin with a clause or a preposition."""
 CIRCLES: set[tuple[str, ...]] = {
-    ("cluster/cli", "cluster/cli/client", "cluster/cli/verbs"),
     ("parallel", "parallel/exchange", "parallel/stored"),
     ("workers/kernels", "workers/kernels/cpu"),
     ("workers/models/spec", "workers/models/spec/family_rows"),

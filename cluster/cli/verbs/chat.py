@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tandem.cluster.cli.running_service import certificate_of, newest
-from tandem.cluster.cli.terminal import say
+from tandem.cluster.cli.base.terminal import say
+from tandem.cluster.cli.client.running_service import certificate_of, newest
 from tandem.configs.environment import API_KEY
 from tandem.configs.errors import TandemError
 from tandem.configs.secrets import read_secret
