@@ -18,7 +18,7 @@ from typing import Final
 from tandem.cluster.deploy import devices
 from tandem.cluster.process.redis_server import find_binary
 from tandem.configs.errors import SettingsError
-from tandem.workers.planning.budget import available_bytes, machine_bytes
+from tandem.workers.planning.budget import available_bytes, available_cores, machine_bytes
 
 CPU_FEATURES: Final[Mapping[str, str | None]] = {
     "avx512f": "__AVX512F__",
@@ -80,7 +80,7 @@ def read_facts() -> MachineFacts:
         gpus=devices.cuda_device_count(),
         redis=_redis(),
         cpu=name.group(1) if name else platform.machine(),
-        cores=devices.cores(),
+        cores=available_cores(),
         memory_bytes=machine_bytes(),
         available_bytes=available_bytes(),
         shm_bytes=_room(Path("/dev/shm")),

@@ -43,6 +43,7 @@ from tandem.cluster.wire.service_facts import ServiceFacts, groups_per_node, new
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ServiceSettings
 from tandem.offload.host.host_process import HostProcess
+from tandem.workers.planning.budget import available_cores
 from tandem.workers.planning.start_notes import rope_notes
 
 WATCH_PERIOD_S = 1.0
@@ -206,7 +207,7 @@ class Launcher:
             ray_node.join(self._address, may_be_open=self._may_be_open)
         else:
             device = self._settings.engine.device.chosen
-            cpus = declared_cpus(self._settings, device, devices.cores())
+            cpus = declared_cpus(self._settings, device, available_cores())
             gpus = declared_gpus(device, devices.cuda_device_count())
             ray_node.start_private(folder.ray, cpus, gpus)
 
