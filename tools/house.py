@@ -16,6 +16,7 @@ from tools.sources import Source, folder, module_of, sources
 ORDERS: dict[str, tuple[str, ...]] = {
     "cluster": (
         "state process",
+        "ray_private",
         "wire",
         "fleet tenants routing",
         "adapters",

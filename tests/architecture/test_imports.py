@@ -60,7 +60,7 @@ TORCH_FREE = (
     "tandem.workers.planning.planner",
     "tandem.cluster.cli.verbs.plan",
     "tandem.cluster.cli.verbs.doctor",
-    "tandem.cluster.cli.check_process",
+    "tandem.cluster.cli.verbs.check_process",
     "tandem.cluster.deploy.misfits",
     "tandem.workers.text.tokenizer",
     "tandem.workers.text.chat_template",
@@ -144,6 +144,26 @@ def engine_in_a_rank(file: Source) -> Iterator[str]:
         yield from (f"{line}: {module}" for line, module in imports(file) if is_below(module, "workers.engine"))
 
 
+def private_names_of_ray(file: Source) -> Iterator[str]:
+    """Imports, attributes and arguments of Ray and Serve that begin with an underscore."""
+    if file.name.startswith("cluster/ray_private/"):
+        return
+    for line, module in all_imports(file):
+        if is_below(module, "ray") and "._" in module:
+            yield f"{line}: {module}"
+    for node in file.nodes:
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and is_rays(node):
+            yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_rays(node.func):
+            yield from (f"{node.lineno}: {one.arg}=" for one in node.keywords if (one.arg or "").startswith("_"))
+
+
+def is_rays(node: ast.expr) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in {"ray", "serve"}
+
+
 def is_below(module: str, allowed: str) -> bool:
     return module == allowed or module.startswith(allowed + ".")
 
@@ -196,6 +216,20 @@ def test_nothing_received_can_run_code() -> None:
 def test_rank_never_imports_the_engine() -> None:
     assert not broken(engine_in_a_rank)
     assert sees(engine_in_a_rank, "workers/rank/x.py", "from tandem.workers.engine.engine import Engine")
+
+
+def test_private_names_of_ray_stay_in_their_room() -> None:
+    """tests/unit/cluster/ray_private/ holds what each means, so that a new Ray fails there and nowhere else."""
+    assert not broken(private_names_of_ray)
+    for line in (
+        "from ray._private import worker",
+        "from ray.serve.context import _get_global_client",
+        "ray._raylet.setproctitle",
+        "serve.context._cached",
+        "def f():\n    ray.init(address='local', _temp_dir='x')",
+    ):
+        assert sees(private_names_of_ray, "cluster/x.py", line), line
+    assert not sees(private_names_of_ray, "cluster/x.py", "from ray import serve\nray.init(address=self._x)")
 
 
 # ---- rules of all files together ----

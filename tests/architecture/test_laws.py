@@ -20,22 +20,9 @@ from tools.sources import Source, sources
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sources(ROOT)
 
-TWICE: set[str] = {
-    "Asked",
-    "Conversation",
-    "Ended",
-    "Limits",
-    "Scratch",
-    "SlotIndex",
-    "Tile",
-    "_Layout",
-    "_Open",
-    "_Step",
-}
+TWICE: set[str] = {"Asked", "Ended", "Limits", "Scratch", "SlotIndex", "Tile", "_Layout", "_Open", "_Step"}
 """Names of several classes."""
 BEGINNINGS: dict[str, int] = {
-    "cluster/app": 1,
-    "cluster/deploy": 5,
     "cluster/gateway/anthropic": 6,
     "cluster/gateway/app": 4,
     "cluster/gateway/conversation": 8,
@@ -46,22 +33,16 @@ BEGINNINGS: dict[str, int] = {
     "cluster/gateway/services": 4,
     "cluster/gateway/serving": 7,
     "cluster/group": 10,
-    "cluster/process": 7,
-    "cluster/service": 3,
-    "configs": 3,
     "workers/*": 3,
     "workers/attention": 3,
     "workers/engine/*": 7,
-    "workers/engine/base": 7,
+    "workers/engine/base": 6,
     "workers/engine/transfers": 2,
     "workers/engine/waiting": 9,
     "workers/kernels": 16,
 }
 """By room, docstrings that begin with a clause or a preposition."""
-CIRCLES: set[tuple[str, ...]] = {
-    ("cluster/cli", "cluster/cli/client", "cluster/cli/verbs"),
-    ("workers/kernels", "workers/kernels/cpu"),
-}
+CIRCLES: set[tuple[str, ...]] = {("workers/kernels", "workers/kernels/cpu")}
 """Folders that import each other in a ring."""
 
 

@@ -36,14 +36,15 @@ from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
 from tandem.cluster.gateway.responses.response_store import ResponseStore
-from tandem.cluster.process.replica_end import on_sigterm, on_taken_down, skip_draining_period
+from tandem.cluster.ray_private.ray_facts import proxy_host
+from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down, skip_draining_period
 from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, Changes
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.cluster.wire.identity import Membership
-from tandem.cluster.wire.serve_proxy import check_open, proxy_host
+from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node
 from tandem.configs.environment import short_temp_folder
 from tandem.configs.errors import SettingsError

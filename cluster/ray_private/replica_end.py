@@ -1,4 +1,4 @@
-"""How one of Serve's replicas learns that it is to end: Serve takes it down, or its process gets SIGTERM.
+"""Ends of one of Serve's replicas: Serve takes it down, or its process gets SIGTERM.
 
 Serve calls a replica's __del__ only once it has no request left, and Ray's worker has a SIGTERM handler of its own: it
 runs on the main thread, where replicas' code never runs, and waits for all calls that the process has made, as to
@@ -21,7 +21,10 @@ DRAINING_NAME = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
 
 
 def on_sigterm(call: Callable[[], object]) -> None:
-    """Has SIGTERM call `call`, on the main thread, and do nothing else. From any thread of a Ray worker."""
+    """Has SIGTERM call `call`, on the main thread, and do nothing else. From any thread of a Ray worker.
+
+    Lost without it: an end in order at SIGTERM.
+    """
     handler = signal.getsignal(signal.SIGTERM)
     if not (isinstance(handler, FunctionType) and handler.__globals__ is vars(ray_worker)) or (
         EXIT_NAME not in handler.__code__.co_names
@@ -37,7 +40,10 @@ def on_sigterm(call: Callable[[], object]) -> None:
 
 def on_taken_down(call: Callable[[], object]) -> None:
     """Has `call` called once Serve begins to take this replica down, before it waits for the requests in flight. From
-    any thread; it is called on the loop of Serve's replica."""
+    any thread; it is called on the loop of Serve's replica.
+
+    Lost without it: time; the replica notices its end only once Serve has waited for its requests.
+    """
     found = [
         actor._replica_impl for actor in ray_worker.global_worker.actors.values() if hasattr(actor, "_replica_impl")
     ]
@@ -55,9 +61,11 @@ def on_taken_down(call: Callable[[], object]) -> None:
 
 
 def skip_draining_period() -> None:
-    """Lets Serve take this replica down as soon as it has no request. Serve otherwise keeps a replica with routes for
-    30 s, so that load balancers stop sending to it; of no use where a gateway listens on a port of its own, which it
-    closes first."""
+    """Lets Serve take this replica down as soon as it has no request.
+
+    Lost without it: 30 s, for which Serve keeps a replica with routes so that load balancers stop sending to it; of no
+    use where a gateway listens on a port of its own, which it closes first.
+    """
     if not hasattr(serve_replica, DRAINING_NAME):
         log.warning("this Serve's draining period is not known: this replica may stay for half a minute at its end")
         return

@@ -1,16 +1,15 @@
-"""Serve's and Ray's words to a replica that it is to end, and that the installed Ray still says them like that."""
+"""Serve's and Ray's words to a replica that it is to end."""
 
-import inspect
 import signal
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray._private import worker as ray_worker
 from ray.serve._private import replica as serve_replica
 
-from tandem.cluster.process import replica_end
-from tandem.cluster.process.replica_end import (
+from tandem.cluster.ray_private import replica_end
+from tandem.cluster.ray_private.replica_end import (
     DRAINING_NAME,
     EXIT_NAME,
     on_sigterm,
@@ -51,11 +50,6 @@ def test_a_handler_that_is_not_known_stays(
     assert "SIGTERM handler is not known" in caplog.text
 
 
-def test_the_installed_ray_has_that_handler() -> None:
-    codes = [code for code in ray_worker.Worker.main_loop.__code__.co_consts if isinstance(code, CodeType)]
-    assert [code.co_name for code in codes if EXIT_NAME in code.co_names] == ["sigterm_handler"]
-
-
 class Replica:
     """Serve's side of a replica."""
 
@@ -87,9 +81,6 @@ def test_without_a_replica_there_is_a_warning(
 def test_a_gateway_with_a_port_of_its_own_waits_for_no_load_balancer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The name is Serve's, and its replica reads it when it ends."""
-    assert getattr(serve_replica, DRAINING_NAME) > 0
-    assert DRAINING_NAME in inspect.getsource(serve_replica).partition("def _perform_graceful_shutdown")[2]
     monkeypatch.setattr(serve_replica, DRAINING_NAME, 30.0)
     skip_draining_period()
     assert getattr(serve_replica, DRAINING_NAME) == 0 and not caplog.text

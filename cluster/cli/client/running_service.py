@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from tandem.cluster.cli.flags import Command, flag, with_flags
-from tandem.cluster.cli.terminal import say
+from tandem.cluster.cli.base.flags import Command, flag, with_flags
+from tandem.cluster.cli.base.terminal import say
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.configs.secrets import check_redis_url, read_secret
 
