@@ -27,7 +27,6 @@ TWICE: set[str] = {
     "Conversation",
     "Ended",
     "Event",
-    "Limits",
     "RowPart",
     "Scratch",
     "SlotIndex",
