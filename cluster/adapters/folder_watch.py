@@ -26,7 +26,7 @@ from tandem.workers.messages.errors import RequestRefused
 log = logging.getLogger("tandem.adapters")
 SETTLED_S = 1.5
 UNSEEN_S = 30.0
-"""The same for a folder that this gateway has never seen: another one, which starts later, may have it."""
+"""The same time for a folder that this gateway has never seen: another one, which starts later, may have it."""
 
 Print = tuple[tuple[str, int, int], ...]
 """Name, bytes and time of change of each file."""
@@ -184,7 +184,7 @@ class FolderWatch:
 
 
 def _print_of(folder: Path) -> Print | None:
-    """None when it is being removed at this moment."""
+    """The files of a folder; None when it is being removed at this moment."""
     try:
         stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
     except OSError:

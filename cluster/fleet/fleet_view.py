@@ -22,7 +22,7 @@ from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable, 
 
 log = logging.getLogger("tandem.fleet")
 PERIOD_S, IDLE_PERIOD_S = 0.5, 1.0
-"""Between two reads of the fleet."""
+"""Pauses between two reads of the fleet."""
 STALLED_AFTER_S = 10.0
 SLOW_ANSWER_S = 1.0
 MISSING_KEPT_S = 120.0
@@ -52,7 +52,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_ready(self) -> bool:
-        """It takes requests and makes progress."""
+        """True while it takes requests and makes progress."""
         return self.state == "serving" and self.stalled_s <= STALLED_AFTER_S
 
 
@@ -202,7 +202,7 @@ class FleetView:
         await self._redis.pipeline(commands)
 
     async def _seed(self) -> str:
-        """Redis has lost its data (or is new): durable state is written again, then the sentinel. Its new value."""
+        """Writes durable state again, then the sentinel, to a Redis that lost its data or is new. Returns its value."""
         if self._reseed is None:
             raise RedisUnavailable("its data is gone")
         await self._reseed()

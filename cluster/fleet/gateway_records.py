@@ -17,18 +17,16 @@ PERIOD_S = 2.0
 
 
 class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One gateway at one moment. ready: it would take a request. in_flight: HTTP requests whose answers are not
-    complete. metrics, tenant_metrics: its own families as Prometheus text, the latter those that name tenants.
-    quarantined: digests of prompts that have ended a group (gateway/generation/quarantine.py)."""
+    """One gateway at one moment."""
 
     gateway: str
     host: str
     pid: int
-    ready: bool
-    in_flight: int
-    metrics: bytes
-    tenant_metrics: bytes
-    quarantined: list[str] = []
+    ready: bool  # it would take a request
+    in_flight: int  # HTTP requests whose answers are not complete
+    metrics: bytes  # its own families as Prometheus text
+    tenant_metrics: bytes  # those that name tenants
+    quarantined: list[str] = []  # digests of prompts that have ended a group (gateway/generation/quarantine.py)
 
 
 class GatewayHeartbeat(Heartbeat[GatewayRecord]):

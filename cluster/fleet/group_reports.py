@@ -22,7 +22,7 @@ from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 log = logging.getLogger("tandem.fleet")
 ANSWER_S = 1.0
 FIRST_LOOK_S, MOST_PAUSE_S = 0.005, 0.1
-"""Between two looks for answers: first this, then twice the last."""
+"""Pauses between two looks for answers: first this, then twice the last."""
 AT_ONCE = 16
 """Reports in one answer of Redis: with a thousand tenants each has some 60 kB, and streams must not wait."""
 POLL_S, SUBSCRIBED_POLL_S = 0.5, 5.0
@@ -30,28 +30,27 @@ POLL_S, SUBSCRIBED_POLL_S = 0.5, 5.0
 
 
 class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A group's adapters. on_device, on_host: their keys (routing/residency.py), each in one of them; running, waiting:
-    names of those that requests use, as they lie on the device or not."""
+    """A group's adapters."""
 
+    # keys (routing/residency.py), each in one of the two
     on_device: list[str] = []
     on_host: list[str] = []
+    # names of those that requests use, as they lie on the device or not
     running: list[str] = []
     waiting: list[str] = []
     max_loras: int = 0
 
 
 class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One group at one moment. answers: the number of the question. stats: msgpack of the engine's statistics, empty
-    before there are any. notes: choices made at its start that its user should know. adapters: None without
-    --enable-lora."""
+    """One group at one moment."""
 
     group: str
     model: str
-    answers: int = 0
-    stats: bytes = b""
+    answers: int = 0  # the number of the question
+    stats: bytes = b""  # msgpack of the engine's statistics, empty before there are any
     rank_pids: list[int] = []
-    notes: list[str] = []
-    adapters: AdapterReport | None = None
+    notes: list[str] = []  # choices made at its start that its user should know
+    adapters: AdapterReport | None = None  # None without --enable-lora
 
 
 class ReportWriter:
@@ -116,7 +115,7 @@ class GroupReports:
         return [self._known[group] for group in sorted(self._known)]
 
     async def _ask(self, missing: set[str]) -> None:
-        """Until every group has answered."""
+        """Asks, and reads until every group has answered."""
         key, pause_s = keys.reports_asked(self._service), FIRST_LOOK_S
         _, _, number, _ = await self._redis.pipeline(
             [

@@ -28,8 +28,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class MapCopy(Generic[T]):
-    """Used on one event loop. map None: this process has the entries to itself. file: where the copy is saved, None:
-    nowhere."""
+    """A copy of one map, on one event loop. map None: this process has the entries to itself. file: where the copy is
+    saved, None: nowhere."""
 
     SAVED: ClassVar[type[msgspec.Struct]]
     """The content of the file."""

@@ -76,7 +76,7 @@ class Bucket:
     at_s: float
 
     def fill(self, now_s: float) -> float:
-        """Its level now."""
+        """Returns its level now."""
         self.level = min(self.size, self.level + max(0.0, now_s - self.at_s) * self.size / MINUTE_S)
         self.at_s = now_s
         return self.level
@@ -85,7 +85,7 @@ class Bucket:
         self.level = max(-self.size, min(self.size, self.fill(now_s) + amount))
 
     def wait_s(self, wanted: float, now_s: float) -> float:
-        """Until it holds so much."""
+        """Seconds until it holds so much."""
         return max(0.0, wanted - self.fill(now_s)) * MINUTE_S / self.size
 
 
@@ -153,7 +153,7 @@ class Account:
         self._set_limits(self.limits, self.now_s)
 
     def update(self, tenant: Tenant, now_s: float) -> None:
-        """The tenant may have been changed. A new budget starts at nothing."""
+        """Takes over what was changed of the tenant. A new budget starts at nothing."""
         if tenant.budget_id != self.budget_id:
             self.budget_id = tenant.budget_id
             self.used = self._used_when_left = 0
@@ -165,7 +165,7 @@ class Account:
 
     @property
     def is_idle(self) -> bool:
-        """No request of it runs or awaits an answer."""
+        """True while no request of it runs or awaits an answer."""
         return not self.running and not self._awaited
 
     def hold(self, tokens: int) -> None:
@@ -177,7 +177,7 @@ class Account:
         self.reserved -= tokens
 
     def bill(self, charge: int, used_tokens: int, now_s: float) -> None:
-        """So many of the `charge` tokens taken from the minute were used."""
+        """Counts the tokens that were used, of the `charge` tokens taken from the minute."""
         self.used += used_tokens
         self._take(self._tokens, self._debt_tokens, used_tokens - charge, now_s)
 
@@ -232,7 +232,7 @@ class Account:
         )
 
     def learn(self, report: QuotaReport, verdict: QuotaVerdict, now_s: float) -> None:
-        """Redis has answered it. A request that was granted is held before the next report is made."""
+        """Takes the answer of Redis. A request that was granted is held before the next report is made."""
         self._awaited.discard(report.number)
         self.is_unavailable = False
         self.share_of = max(self.gateways, verdict.gateways)
@@ -243,7 +243,7 @@ class Account:
         self._set_rates()
 
     def unreported(self, report: QuotaReport, now_s: float) -> None:
-        """The report may not have arrived, and nobody waits for its answer."""
+        """Takes a report back that may not have arrived; nobody waits for its answer."""
         self._awaited.discard(report.number)
         self._debt_requests.give_back(report.delta_requests, now_s)
         self._debt_tokens.give_back(report.delta_tokens, now_s)

@@ -89,12 +89,12 @@ class TenantService:
         await self.directory.refresh()
 
     def tell_again(self) -> None:
-        """Redis has lost its data, which is more than the tenants: what they have spent here, without waiting for their
-        next requests."""
+        """Reports what tenants have spent here, without waiting for their next requests: Redis has lost its data, which
+        is more than the tenants."""
         self.quota.tell_again()
 
     async def close(self) -> None:
-        """After the last request was settled."""
+        """Brings everything to Redis or to disk, after the last request was settled."""
         await _end(self._tasks)
         with suppress(RedisUnavailable):
             await self.quota.send_heartbeat()
@@ -105,7 +105,7 @@ class TenantService:
             await asyncio.to_thread(_remove_if_unused, self._folder)
 
     async def _save(self) -> None:
-        """At once when the service closes: it must be closed in its next life too."""
+        """Saves the tenants now and then; at once when the service closes: it must be closed in its next life too."""
         while True:
             was_closed = self.directory.is_closed
             await self.directory.save(self.quota.spent())
@@ -143,7 +143,8 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def _remove_if_unused(folder: Path) -> None:
-    """Never a journal that is written: a gateway of another version may begin to use the folder meanwhile."""
+    """Removes the folder. A journal that is written stays: a gateway of another version may begin to use the folder
+    meanwhile."""
     if is_in_use(folder) or not remove_unlocked(folder):
         return
     with suppress(OSError):
