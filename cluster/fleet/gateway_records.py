@@ -6,11 +6,12 @@ its metrics to Redis; the one that is scraped adds the others'. A service with o
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from tandem.cluster.state import keys
-from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace
+from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace, read_live
 from tandem.cluster.state.redis_client import Commands
 
 PERIOD_S = 2.0
@@ -61,11 +62,5 @@ async def read_gateways(redis: Commands, service: str) -> list[GatewayRecord]:
     members = await redis.command("SMEMBERS", keys.gateways(service))
     assert isinstance(members, set | list), members
     ids = sorted(member.decode() for member in members)
-    if not ids:
-        return []
-    values = await redis.command("MGET", *(keys.gateway(service, i) for i in ids))
-    assert isinstance(values, list), values
-    dead = [i for i, value in zip(ids, values, strict=True) if value is None]
-    if dead:  # a live gateway writes its id with its next record
-        await redis.command("SREM", keys.gateways(service), *dead)
-    return [msgspec.msgpack.decode(value, type=GatewayRecord) for value in values if isinstance(value, bytes)]
+    values = await read_live(redis, ids, partial(keys.gateway, service), keys.gateways(service))
+    return [msgspec.msgpack.decode(value, type=GatewayRecord) for value in values]

@@ -16,6 +16,7 @@ from contextlib import suppress
 import msgspec
 
 from tandem.cluster.state import keys
+from tandem.cluster.state.heartbeat import decode_record
 from tandem.cluster.state.notifications import Announcements, announcement
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 
@@ -137,16 +138,7 @@ class GroupReports:
         """Reads the reports of some groups; returns those that have answered this question or a later one."""
         values = await self._redis.command("MGET", *(keys.group_report(self._service, group) for group in groups))
         assert isinstance(values, list), values
-        found = {group: _decoded(group, value) for group, value in zip(groups, values, strict=True)}
+        pairs = zip(groups, values, strict=True)
+        found = {group: decode_record(value, GroupReport, "report", group) for group, value in pairs}
         self._known |= {group: report for group, report in found.items() if report is not None}
         return {group for group, report in found.items() if report is not None and report.answers >= number}
-
-
-def _decoded(group: str, value: object) -> GroupReport | None:
-    if not isinstance(value, bytes):
-        return None
-    try:
-        return msgspec.msgpack.decode(value, type=GroupReport)
-    except msgspec.DecodeError as error:
-        log.warning("the report of group %s cannot be read: %s", group, error)
-        return None

@@ -8,6 +8,7 @@ the last known state of the buckets over the gateways that were there, refilled 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -198,11 +199,7 @@ class Account:
     def report(self, now_s: float, kv_tokens: int | None, asked: Reservation | None = None) -> QuotaReport:
         """The next report, which may request a reservation. It has the charges that the buckets in Redis lack, and
         these count as reported."""
-        number = next(self.numbers)
-        requests, tokens = self.left(now_s)
-        limits = self.limits
-        shared = self.share_of if self.is_unavailable else 1  # a share's level stands for that much of the whole
-        awaited = sorted(self._awaited)
+        number, awaited = next(self.numbers), sorted(self._awaited)
         if asked is not None:
             self._awaited.add(number)
         return QuotaReport(
@@ -214,22 +211,23 @@ class Account:
             budget_id=self.budget_id,
             ttl_s=keys.QUOTA_TTL_S,
             lease_ms=LEASE_MS,
-            delta_requests=self._debt_requests.take(now_s),
-            delta_tokens=self._debt_tokens.take(now_s),
             known_base=self.base,
             need=0 if asked is None else asked.tokens,
             charge=0 if asked is None else asked.charge,
             wanted=0 if asked is None else asked.wanted,
             admit=asked is not None,
-            requests_per_minute=limits.requests_per_minute,
-            tokens_per_minute=limits.tokens_per_minute,
-            concurrency=limits.concurrency,
-            token_budget=limits.token_budget,
             kv_tokens=kv_tokens,
-            known_requests=None if requests is None else requests.level * shared,
-            known_tokens=None if tokens is None else tokens.level * shared,
             awaited=awaited,
+            **self.limits.counted,
+            **self._take_levels(now_s),
         )
+
+    def _take_levels(self, now_s: float) -> dict[str, Any]:
+        """The part of a report that is about buckets: charges that those in Redis lack, and how full they were here."""
+        shared = self.share_of if self.is_unavailable else 1  # a share's level stands for that much of the whole
+        requests, tokens = (None if bucket is None else bucket.level * shared for bucket in self.left(now_s))
+        lacking = {"delta_requests": self._debt_requests.take(now_s), "delta_tokens": self._debt_tokens.take(now_s)}
+        return {**lacking, "known_requests": requests, "known_tokens": tokens}
 
     def learn(self, report: QuotaReport, verdict: QuotaVerdict, now_s: float) -> None:
         """Takes the answer of Redis. A request that was granted is held before the next report is made."""
