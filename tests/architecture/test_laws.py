@@ -20,7 +20,7 @@ from tools.sources import Source, sources
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sources(ROOT)
 
-TWICE: set[str] = {"Asked", "Ended", "Limits", "Scratch", "SlotIndex", "Tile", "_Layout", "_Open", "_Step"}
+TWICE: set[str] = {"Asked", "Ended", "Scratch", "SlotIndex", "Tile", "_Layout", "_Open", "_Step"}
 """Names of several classes."""
 BEGINNINGS: dict[str, int] = {
     "cluster/gateway/anthropic": 6,
@@ -33,6 +33,8 @@ BEGINNINGS: dict[str, int] = {
     "cluster/gateway/services": 4,
     "cluster/gateway/serving": 7,
     "cluster/group": 10,
+    "cluster/routing": 1,
+    "cluster/tenants": 1,
     "workers/*": 3,
     "workers/attention": 3,
     "workers/engine/*": 7,
