@@ -25,7 +25,15 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "service",
         "cli",
     ),
-    "cluster/gateway": ("http", "generation", "services", "openai", "chat", "responses anthropic", "routes", "*"),
+    "cluster/gateway": (
+        "http",
+        "schemas generation",
+        "services",
+        "serving",
+        "conversation",
+        "openai anthropic responses admin",
+        "app",
+    ),
     "workers": (
         "messages",
         "text",

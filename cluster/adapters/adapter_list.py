@@ -17,7 +17,7 @@ from tandem.cluster.state import keys
 from tandem.cluster.state.durable_map import DurableMap
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.map_copy import MapCopy
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 
 POLL_S = 0.5
@@ -89,7 +89,7 @@ class AdapterList(MapCopy[AdapterEntry]):
         self,
         on_change: Callable[[], None],
         period_s: float = POLL_S,
-        changes: Announcements = NoAnnouncements(),
+        changes: Announcements = Announcements(),
     ) -> None:
         """Refreshes until it is cancelled, see follow()."""
         await self.follow(on_change, period_s, SUBSCRIBED_POLL_S, changes)

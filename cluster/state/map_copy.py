@@ -19,7 +19,7 @@ import msgspec
 
 from tandem.cluster.state.durable_map import DurableMap, Held
 from tandem.cluster.state.epoch import Change, Epoch
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.state.snapshot_file import merge_state, read_state
 
@@ -32,7 +32,7 @@ class MapCopy(Generic[T]):
     nowhere."""
 
     SAVED: ClassVar[type[msgspec.Struct]]
-    """What the file holds."""
+    """The content of the file."""
 
     def __init__(self, map: DurableMap[T] | None, file: Path | None = None) -> None:
         self.map = map
@@ -80,7 +80,7 @@ class MapCopy(Generic[T]):
         on_change: Callable[[], None],
         period_s: float,
         subscribed_s: float,
-        changes: Announcements = NoAnnouncements(),
+        changes: Announcements = Announcements(),
     ) -> None:
         """Refreshes until it is cancelled: when a change is announced, and each period; while changes are announced
         each `subscribed_s`, if that is longer."""

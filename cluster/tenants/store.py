@@ -12,7 +12,15 @@ import msgspec
 from tandem.cluster.state import keys
 from tandem.cluster.state.durable_map import DurableMap, Held
 from tandem.cluster.state.redis_client import Commands
-from tandem.cluster.tenants.tenant import HashedKey, Limits, Tenant, changed_limits, check_name, digest_of, new_key
+from tandem.cluster.tenants.tenant import (
+    HashedKey,
+    Limits,
+    Tenant,
+    changed_limits,
+    check_name,
+    digest_of,
+    new_key,
+)
 from tandem.workers.messages.errors import RequestRefused
 
 MAX_GRACE_S = 30 * 86400.0

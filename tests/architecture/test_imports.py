@@ -44,7 +44,7 @@ RUNS_CODE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 OURS = set(MAY_IMPORT)
 PRODUCT = sources(ROOT)
 TORCH_FREE = (
-    "tandem.cluster.gateway.routes",
+    "tandem.cluster.gateway.app.routes",
     "tandem.cluster.adapters.checks",
     "tandem.cluster.routing.serve_router",
     "tandem.cluster.group.coordinator",

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.gateway.openai.sampling_fields import checked_beams
-from tandem.cluster.gateway.openai.schemas import NEUTRAL, ChatBody, CompletionBody, read_chat, read_completion
+from tandem.cluster.gateway.schemas.chat_body import ChatBody, read_chat
+from tandem.cluster.gateway.schemas.generation_body import CompletionBody, read_completion
+from tandem.cluster.gateway.schemas.reading import NEUTRAL
+from tandem.cluster.gateway.serving.sampling_fields import checked_beams
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
 from tests.unit.gateway.rig import MODEL, events, gateway
