@@ -64,7 +64,7 @@ def long_subjects(subjects: Iterable[str]) -> list[str]:
 
 
 def subjects(root: Path, since: str) -> list[str] | None:
-    """Subjects of the commits after `since`; None where this part of the history is absent."""
-    log = ["git", "log", "--format=%s", f"{since}..HEAD"]
+    """Subjects of the commits after `since`, merges left out: git words those. None where this history is absent."""
+    log = ["git", "log", "--no-merges", "--format=%s", f"{since}..HEAD"]
     done = subprocess.run(log, cwd=root, capture_output=True, text=True, check=False)
     return done.stdout.splitlines() if done.returncode == 0 else None
