@@ -11,6 +11,7 @@ from tools.laws import (
     SUBJECT_LENGTH,
     SUBJECTS_SINCE,
     bad_beginnings,
+    bare_sleeps,
     classes_of_one_name,
     long_subjects,
     subjects,
@@ -85,6 +86,17 @@ def test_no_leaf_folders_import_each_other() -> None:
     ring = [Import("a/x", "a/b/y"), Import("a/b/z", "c/x"), Import("c/x", "a/x"), Import("c/x", "d/x")]
     assert leaf_circles(ring) == [("a", "a/b", "c")]
     assert not leaf_circles(ring[1:]) and not leaf_circles([Import("a/x", "a/y"), Import("a/y", "a/x")])
+
+
+def test_tests_sleep_in_loops_that_poll_or_say_why() -> None:
+    """A sleep that waits for something makes a slow test on a fast machine and a failure on a slow one."""
+    tests = sources(ROOT, ("tests",))
+    assert len(tests) > 300
+    assert not [line for file in tests for line in bare_sleeps(file)]
+    waits = "while not done():\n    time.sleep(0.1)\ntime.sleep(0)\ntime.sleep(1)  # slow on purpose\ntime.sleep(2)\n"
+    assert list(bare_sleeps(Source("a.py", waits))) == ["a.py:5: time.sleep(2)"]
+    named = "while x:\n    def slow():\n        sleep(1)\n"
+    assert list(bare_sleeps(Source("a.py", named))) == ["a.py:3: sleep(1)"]
 
 
 def test_subjects_of_commits_are_short() -> None:
