@@ -26,7 +26,7 @@ ToolCallParser = Literal[
     "granite",
     "openai",
 ]
-"""Names of TOOL_FORMATS (workers/text/output/format_list.py)."""
+"""Names of TOOL_FORMATS (workers/text/format_list.py)."""
 ReasoningParser = Literal["deepseek_r1", "qwen3", "granite", "openai_gptoss"]
 """Names of REASONING_FORMATS there."""
 NGRAM_TOKENS = 5

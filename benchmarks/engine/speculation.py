@@ -30,7 +30,7 @@ from benchmarks.record import RESULTS, write_record
 from benchmarks.workload import Job
 from tandem.configs.schema import SpeculativeSettings
 from tandem.workers.engine.engine import Engine
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.speculation.proposer import ProposalRow
 from tandem.workers.text.tokenizer import load_tokenizer

@@ -29,7 +29,7 @@ from tandem.cluster.wire.service_facts import ServiceFacts, new_identity
 log = logging.getLogger("ray.serve.tandem")
 NAMESPACE = "tandem"
 LEASE_S = 600.0
-"""Without a renewal from any replica the identity ends: after `serve delete`, `serve shutdown`, or a failed deploy."""
+"""The identity ends when no replica renews it for that long: after `serve delete` or `shutdown`, or a failed deploy."""
 RENEW_PERIOD_S = 30.0
 CALL_S = 20.0
 LOOPBACK = "127.0.0.1"

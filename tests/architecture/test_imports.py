@@ -52,7 +52,7 @@ TORCH_FREE = (
     "tandem.cluster.cli.main",
     "tandem.workers.engine.engine",
     "tandem.workers.executor.rank_group",
-    "tandem.workers.models.spec.families",
+    "tandem.workers.models.spec.family_rows.families",
     "tandem.workers.lora.peft.adapter_source",
     "tandem.workers.lora.peft.adapter_check",
     "tandem.workers.planning.adapter_room",
@@ -267,6 +267,39 @@ def test_modules_hold_no_import_circles() -> None:
     assert not module_circle(PRODUCT)
     pairs = [("a.py", "from tandem.b import x"), ("b.py", "def f():\n    import c"), ("c.py", "import tandem.a")]
     assert module_circle(tuple(Source(*pair) for pair in pairs)) == ["a", "b", "c", "a"]
+
+
+def missing_names(file: Source, defined: dict[str, set[str]]) -> Iterator[str]:
+    """Names that a file imports from modules that do not have them."""
+    for node in file.nodes:
+        if isinstance(node, ast.ImportFrom) and node.module in defined:
+            for alias in node.names:
+                if alias.name not in defined[node.module] and f"{node.module}.{alias.name}" not in defined:
+                    yield f"{node.lineno}: {alias.name} of {node.module}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tandem."):
+            yield f"{node.lineno}: {node.module}"
+
+
+def names_of(file: Source) -> set[str]:
+    """What a module defines or imports, and what it gives out by __getattr__."""
+    found = {node.id for node in file.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in file.nodes:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return found
+
+
+def test_what_benchmarks_and_tools_import_is_there() -> None:
+    """No test runs most of them."""
+    others = sources(ROOT, ("benchmarks", "tools"))
+    defined = {f"tandem.{module_of(file.name).replace('/', '.')}": names_of(file) for file in PRODUCT}
+    defined |= {module_of(file.name).replace("/", "."): names_of(file) for file in others}
+    assert not broken(lambda file: missing_names(file, defined), others)
+    for line in ("from tandem.workers.none import x", "from tandem.workers.offline import NoSuch"):
+        assert sees(lambda file: missing_names(file, defined), "tools/x.py", line)
+    assert not sees(lambda file: missing_names(file, defined), "tools/x.py", "from tandem.workers import offline")
 
 
 # ---- processes ----

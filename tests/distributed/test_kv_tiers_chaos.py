@@ -22,9 +22,9 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import Executor
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.messages.request import GenerationRequest
-from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.models.spec.sizes import kv_token_bytes
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.resolve import kv_groups, resolve_max_model_len
+from tandem.workers.planning.sizes import kv_token_bytes
 from tests.support.clients import Clients, Exchange, Listener
 from tests.support.in_process import is_in_process, runner_of
 from tests.support.kv_bits import Bits

@@ -369,18 +369,9 @@ def open_tenants(
     """The tenants of a gateway of these settings. SettingsError when their folder cannot be used."""
     given = settings.gateway.state_dir
     try:
-        return TenantService(
-            redis,
-            # one for all gateways of a service on a node, so that each takes up what another leaves behind
-            folder=Path(given) if given is not None else short_temp_folder() / f"tl-{facts.service_id}",
-            is_private=given is None,
-            usage_days=settings.gateway.usage_days,
-            usage_rows=settings.gateway.usage_rows,
-            redis_timeout_s=settings.redis.timeout_ms / 1000,
-            gateways=settings.gateway.num_gateways,
-            kv_tokens=kv_tokens,
-            changes=changes,
-            has_keys=bool(settings.gateway.api_keys or settings.gateway.admin_keys),
-        )
+        # one for all gateways of a service on a node, so that each takes up what another leaves behind
+        folder = Path(given) if given is not None else short_temp_folder() / f"tl-{facts.service_id}"
+        timeout_s = settings.redis.timeout_ms / 1000
+        return TenantService(redis, settings.gateway, folder, timeout_s, kv_tokens, changes)
     except OSError as error:
         raise SettingsError(f"{given} cannot be used: {error.strerror}", "--state-dir") from error

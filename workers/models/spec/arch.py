@@ -180,7 +180,7 @@ class Norm:
     weight: bool = True
 
 
-class Place(StrEnum):
+class NormPlace(StrEnum):
     """The places of a layer's norms. PRE: before attention and MLP. SANDWICH: before and behind both (Gemma 2). POST:
     behind both, before they are added (OLMo 2). POST_SUM: behind each sum (the first transformer). PARALLEL: one norm,
     before both, which are computed side by side. PARALLEL_TWO: side by side, each with a norm of its own."""
@@ -292,7 +292,7 @@ class LayerSpec:
     position: RopeSpec | None
     norm: Norm
     mlp: Gated | Plain | Moe
-    place: Place = Place.PRE
+    place: NormPlace = NormPlace.PRE
     branch_scale: float = 1.0
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from tandem.workers.models.spec.arch import NormKind, Place, QkNorm, Scoring
+from tandem.workers.models.spec.arch import NormKind, NormPlace, QkNorm, Scoring
 from tandem.workers.models.spec.parameter_names import ParameterNames
 
 Condition = tuple[str, Any]
@@ -149,8 +149,8 @@ class Family:
     norm_bias: bool = True
     norm_weight: bool = True
     norms_store_offset: bool = False
-    place: Place = Place.PRE
-    place_if: tuple[tuple[Condition, Place], ...] = ()
+    place: NormPlace = NormPlace.PRE
+    place_if: tuple[tuple[Condition, NormPlace], ...] = ()
     no_final_norm_if: tuple[Condition, ...] = ()
     one_kv_head_if: tuple[Condition, ...] = ()
     gated: bool = True

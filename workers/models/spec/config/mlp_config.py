@@ -5,7 +5,7 @@ Called by config_reader.py.
 
 from tandem.configs.errors import UnsupportedModelError
 from tandem.workers.models.spec.arch import ClampedSwiglu, ExpertGroups, Gated, Moe, Plain
-from tandem.workers.models.spec.config_values import ConfigValues, number, whole
+from tandem.workers.models.spec.config.config_values import ConfigValues, number, whole
 from tandem.workers.models.spec.family import Family, GroupKeys, MoeKeys
 
 

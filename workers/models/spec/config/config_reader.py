@@ -24,11 +24,9 @@ from tandem.workers.models.spec.arch import (
     Norm,
     RopeSpec,
 )
-from tandem.workers.models.spec.config_values import ConfigValues, entries, text, whole, wrong_weights
-from tandem.workers.models.spec.families import family_of
-from tandem.workers.models.spec.family import Family, PositionKind, Window
-from tandem.workers.models.spec.mlp_config import layer_mlps
-from tandem.workers.models.spec.rope_config import (
+from tandem.workers.models.spec.config.config_values import ConfigValues, entries, text, whole, wrong_weights
+from tandem.workers.models.spec.config.mlp_config import layer_mlps
+from tandem.workers.models.spec.config.rope_config import (
     SPELLINGS,
     RopeRow,
     check_rope_keys,
@@ -36,6 +34,8 @@ from tandem.workers.models.spec.rope_config import (
     long_rope,
     rope_from_config,
 )
+from tandem.workers.models.spec.family import Family, PositionKind, Window
+from tandem.workers.models.spec.family_rows.families import family_of
 
 OVERRIDES = "--hf-overrides"
 READ_BESIDE = ("architectures", "dtype", "torch_dtype", "matryoshka_dimensions", "is_matryoshka")

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.configs.errors import UnsupportedModelError
 from tandem.workers.models.spec.arch import RopeKind, RopeSpec
-from tandem.workers.models.spec.config_values import entries, flag, items, number, text, whole
+from tandem.workers.models.spec.config.config_values import entries, flag, items, number, text, whole
 
 # What the spec stores that config.json must hold, per kind; the rest has defaults.
 REQUIRED: Mapping[RopeKind, tuple[str, ...]] = {

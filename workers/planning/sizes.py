@@ -13,7 +13,7 @@ from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import Param
 from tandem.parallel.quantization.weight_formats import DENSE, WeightFormat, held_bytes
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Mla, Moe
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.kv_layout import block_layouts, kv_layout, kv_layouts
 from tandem.workers.models.spec.parameters import ParameterTable
 
