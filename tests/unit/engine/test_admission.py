@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tandem.workers.engine.base.chunk_limiter import StepChunkLimiter
 from tandem.workers.engine.base.stats import Histogram
-from tandem.workers.engine.chunk_limiter import StepChunkLimiter
 from tandem.workers.engine.waiting.arrival_queue import ArrivalQueue
 
 
