@@ -6,6 +6,7 @@ VENV   ?= .venv
 MODEL  ?= demo
 ARGS   ?=
 ROUNDS ?= 10
+ISA    ?=
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check -qq
 RUNTIME := $(VENV)/.runtime-installed
@@ -13,10 +14,10 @@ DEV     := $(VENV)/.dev-installed
 DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check check-kernels format test parity gpu chaos fuzz mutate bench bench-engine bench-serve \
+.PHONY: install dev serve check check-kernels format quick test parity gpu chaos fuzz mutate bench bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-batching bench-multiturn bench-weight-stream \
-  bench-lora bench-moe bench-gpu performance model-table docs clean help
+  bench-lora bench-moe bench-gpu performance model-table docs release clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -61,8 +62,9 @@ format: $(DEV)
 # Three workers on two cores: tests that start services often wait, and others compute meanwhile (tests/conftest.py).
 # Threads that wait for each other sleep: on cores that others want too, those that spin take their time from them.
 # Compiled Python files are kept, also where the environment says otherwise: each service starts ten processes.
-test: $(DEV) ## all tests but those of check; some 12 minutes on 2 cores
-	env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests --ignore=tests/architecture -n 3
+# An older CPU is imitated by hiding instructions from kernels and torch's libraries (configs/environment.py).
+test: $(DEV) ## all tests but those of check; some 12 minutes on 2 cores. ISA=avx512 or avx2 imitates an older CPU
+	env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=passive TANDEM_CPU_ISA=$(ISA) $(BIN)/python -m pytest tests --ignore=tests/architecture -n 3
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test
 	$(BIN)/python -m pytest tests -m chaos --timeout 3600
@@ -78,7 +80,7 @@ gpu: $(DEV) ## on a machine with a CUDA device and a CUDA build of torch: tests 
 	  tests/unit/kernels/test_triton_experts.py tests/unit/kernels/test_kv_quant.py tests/parity/test_families_served.py \
 	  -m "parity or not parity"
 
-mutate: $(DEV) ## do the unit tests notice small defects? ARGS="block_pool auth" picks modules of tools/mutants.toml
+mutate: $(DEV) ## do the unit tests notice small defects? ARGS="block_pool auth": modules of mutants.toml; "--sample 200": an estimate
 	@$(BIN)/python -m tools.mutate $(ARGS)
 
 bench: bench-engine bench-serve ## every benchmark that compares; results under out/benchmarks
@@ -148,6 +150,9 @@ model-table: $(DEV) ## docs/models.md from the registry of model families
 
 docs: $(DOCS) ## the documentation as a site in out/site; broken links and anchors are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+release: $(DEV) ## tag VERSION and build its archives into dist/; DRY_RUN=1 makes no tag; nothing is pushed
+	$(if $(VERSION),,$(error VERSION is missing: make release VERSION=x.y.z))$(BIN)/python -m tools.release $(VERSION) $(if $(DRY_RUN),--dry-run)
 
 clean: ## remove what was built here (not the virtual environment)
 	rm -rf out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,16 +1,59 @@
-"""Environment variables: the folders for this user's private and cached files, and the name of the API key's variable.
+"""Environment variables: the folders for this user's private and cached files, the name of the API key's variable, and
+the older CPU to imitate.
 
 No other file names a variable of the environment.
 """
 
 import os
 import tempfile
+from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
+from typing import Final
+
+from tandem.configs.errors import SettingsError
 
 SOCKET_PATH_ROOM = 84
 """Characters that the longest socket of Ray adds to the temp folder, ours included; a path may have 107."""
 API_KEY = "TANDEM_API_KEY"
 """The key that `tandem chat` and `tandem complete` send where no flag gives one. `ps` shows flags to other users."""
+CPU_ISA = "TANDEM_CPU_ISA"
+"""The older CPU that this process and those that it starts imitate: a word of CpuIsa. Tests set it; services leave it
+unset and use what the CPU has."""
+
+
+class CpuIsa(StrEnum):
+    """The instructions of CPUs that a newer one can imitate."""
+
+    AVX2 = "avx2"
+    AVX512 = "avx512"
+    """AVX512 with VNNI (Cascade Lake, Ice Lake): no products of bf16 pairs, no AMX."""
+
+
+LIBRARY_ISA: Final[Mapping[CpuIsa, Mapping[str, str]]] = {
+    CpuIsa.AVX2: {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    CpuIsa.AVX512: {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "MKL_ENABLE_INSTRUCTIONS": "AVX512_E1"},
+}
+"""Variables of the libraries that multiply for torch. ATen uses nothing beyond AVX512, and believes what it is told: a
+CPU without AVX512 must not read that it has it."""
+
+
+def cpu_isa() -> CpuIsa | None:
+    """Return the CPU to imitate; None for the one that there is. SettingsError for a word that is none of CpuIsa."""
+    given = os.environ.get(CPU_ISA)
+    if not given:
+        return None
+    if given not in [*CpuIsa]:
+        raise SettingsError(f"{CPU_ISA}={given}: there is {' and '.join(CpuIsa)}", CPU_ISA)
+    return CpuIsa(given)
+
+
+def imitate_cpu() -> None:
+    """Hide what the CPU to imitate lacks from torch's libraries, in this process and those that it starts. They look
+    once, at their first operation. Raises as cpu_isa does."""
+    isa = cpu_isa()
+    if isa is not None:
+        os.environ.update(LIBRARY_ISA[isa])
 
 
 def variable(name: str) -> str | None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from tandem.configs.platform_facts import computed_as_words, invariant_words, only_on
 from tandem.configs.schema import (
     Auth,
     BatchingPolicyName,
@@ -25,45 +26,35 @@ Check = Callable[[Any], bool]
 
 
 class Option(NamedTuple):
-    """One setting. path: its dotted place in ServiceSettings. kind: the type of its value. rule: `check` in words, for
-    the error message. size: a string such as 32k is taken too (parse_size). secret: no message shows its value, and
-    `env:NAME` and `file:PATH` stand for one (configs/secrets.py)."""
+    """One setting."""
 
     name: str
-    path: str
-    kind: Any
+    path: str  # its dotted place in ServiceSettings
+    kind: Any  # the type of its value
     group: str
     help: str
     check: Check | None = None
-    rule: str = ""
+    rule: str = ""  # `check` in words, for the error message
     aliases: tuple[str, ...] = ()
-    size: bool = False
-    secret: bool = False
+    size: bool = False  # a string such as 32k is taken too (parse_size)
+    secret: bool = False  # no message shows its value; `env:NAME` and `file:PATH` stand for one (configs/secrets.py)
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
 
-class NotSizeError(ValueError):
-    """A string that parse_size cannot read as a whole number."""
-
-
 def parse_size(text: str) -> int:
     """Reads a whole number with an optional suffix: k, m, g, t are decimal, K, M, G, T binary. '32k' is 32000; '32K'
-    and '32KiB' are 32768. NotSizeError for other strings."""
+    and '32KiB' are 32768. ValueError for other strings."""
     number = text.strip().removesuffix("iB").removesuffix("B").removesuffix("b")
     factors = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     factor = factors.get(number[-1:], 1)
     digits = number[:-1] if number[-1:] in factors else number
-    try:
-        value = float(digits) * factor
-        whole = int(value)
-    except (ValueError, OverflowError) as error:  # "x", "nan"; "inf"
-        raise NotSizeError(text) from error
-    if value != whole:
-        raise NotSizeError(text)
-    return whole
+    value = float(digits) * factor
+    if not value.is_integer():  # nor "inf" and "nan"
+        raise ValueError(text)
+    return int(value)
 
 
 def at_least(low: float) -> Check:
@@ -105,14 +96,16 @@ OPTIONS: tuple[Option, ...] = (
            "Folder or hub id of the tokenizer. Default: the model's."),
     Option("revision", "engine.model.revision", str, MODEL, "Branch, tag or commit of a hub model."),
     Option("dtype", "engine.model.dtype", DType, MODEL,
-           "Data type of weights and activations. auto: the checkpoint's; on CPU, bfloat16 for a float16 checkpoint."),
+           f"Data type of weights and activations. auto: the checkpoint's; {computed_as_words()}."),
     Option("quantization", "engine.model.quantization", Quantization, MODEL,
            "Hold the weights of linear layers and of the head as int8, made at load: half the bytes of bfloat16. int8: "
-           "weights are rounded. w8a8: their inputs too, token by token, which is faster in large steps. CPU only. "
+           "weights are rounded. w8a8: their inputs too, token by token, which is faster in large steps. "
+           f"{only_on('--quantization')}. "
            "Default: neither.", aliases=("-q",)),
     Option("batch_invariant", "engine.model.batch_invariant", bool, MODEL,
            "Compute every token alike, whatever is computed beside it: logits depend on no batch mates, chunks, "
-           "prefix hits or preemptions, to the last bit. Slower. CPU, bfloat16 and float32 only."),
+           "prefix hits or preemptions, to the last bit. Slower. "
+           f"{invariant_words()} only."),
     Option("max_model_len", "engine.model.max_model_len", int, MODEL,
            "Context length: prompt and output in tokens. Default: the model's.", at_least(1), "at least 1", size=True),
     Option("load_format", "engine.model.load_format", Literal["safetensors", "dummy"], MODEL,
@@ -146,7 +139,8 @@ OPTIONS: tuple[Option, ...] = (
            "Data type of the KV cache. auto: the model's. int8 and fp8_e4m3 (or fp8) have a scale per token and head, "
            "and take about half the bytes of bfloat16."),
     Option("gpu_memory_utilization", "engine.cache.gpu_memory_utilization", float, CACHE,
-           "Fraction of each GPU's memory for weights, activations and KV cache (GPU only).",
+           "Fraction of each GPU's memory for weights, activations and KV cache "
+           f"({only_on('--gpu-memory-utilization')}).",
            lambda v: 0 < v <= 1, "above 0 and at most 1"),
     Option("kv_cache_memory_bytes", "engine.cache.kv_cache_memory_bytes", int, CACHE,
            "Bytes of KV cache on each rank, e.g. 2G. Default: sized from free memory.",
@@ -268,6 +262,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_grammar_bytes", "gateway.max_grammar_bytes", int, HTTP,
            "Bytes that the schema, grammar or other form of structured output in one request may have, e.g. 256K.",
            at_least(1), "at least 1", size=True),
+    Option("max_logprobs", "gateway.max_logprobs", int, HTTP,
+           "Log probabilities per token that a request may ask for, at most; beam search asks for two per beam. -1: as "
+           "many as the vocabulary has tokens.", at_least(-1), "at least -1"),
     Option("max_answer_bytes", "gateway.max_answer_bytes", int, HTTP,
            "Bytes of memory, roughly, that an answer which is not streamed may take before it gets 413, e.g. 256M.",
            at_least(1), "at least 1", size=True),

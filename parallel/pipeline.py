@@ -10,8 +10,8 @@ from collections import deque
 
 import torch
 
-from tandem.parallel.collectives import Pending
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.collectives import Pending
 
 
 class StageLink:
@@ -43,7 +43,7 @@ class StageLink:
         self._send(message)
 
     def send_failure(self, num_tokens: int) -> None:
-        """As send(), of a stage that has failed: zeros in place of hidden states."""
+        """Send for a stage that has failed: zeros in place of hidden states."""
         message = self._message(num_tokens).zero_()
         message[-1:] = 1
         self._send(message)

@@ -16,6 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
+from tandem.configs.environment import imitate_cpu
+from tandem.configs.errors import SettingsError
+
 if TYPE_CHECKING:
     from tests.support.decoder_ranks import RankProcesses
 
@@ -29,6 +32,10 @@ providers._get_local_constants = lambda: providers._local_constants
 
 def pytest_configure(config: pytest.Config) -> None:
     """In every process that runs tests, before it starts another."""
+    try:
+        imitate_cpu()
+    except SettingsError as error:
+        raise pytest.UsageError(str(error)) from None
     config.add_cleanup(gc.unfreeze)  # after all other cleanups: at exit, some libraries tell of objects not freed
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         if signal.getsignal(number) == signal.SIG_IGN:

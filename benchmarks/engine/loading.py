@@ -24,13 +24,13 @@ from benchmarks.machine import OtherCpu
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.record import RESULTS, write_record
 from tandem.offload.weights.weight_stream import WeightStream
-from tandem.parallel.checkpoint import SafetensorsSource
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.stored.read_ahead import Bounds
+from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.workers.models.decoder import Decoder
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.stored_model import open_checkpoint
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 
 BUFFER_BYTES = 16 * 2**20
 BF16 = torch.bfloat16
@@ -61,7 +61,7 @@ def drop_pages(file: Path) -> None:
 
 def load_once(folder: Path, bounds: Bounds) -> None:
     """Loads a decoder as a rank alone does, and drops it."""
-    spec, platform = load_spec(folder), cpu_platform()
+    spec, platform = load_spec(folder), CpuPlatform()
     attention, stream = (
         platform.attention(BF16, spec.head_dim, None, spec.has_latents),
         WeightStream((), platform.weight_copier(0)),

@@ -2,33 +2,41 @@
 has lost it.
 
 Read again when the map's epoch changes, which is announced and polled for. While Redis is unavailable the copy goes on
-serving. A Redis that comes back without the map, or as it was some changes ago, gets the copy.
+serving. A Redis that comes back without the map, or as it was some changes ago, gets the copy. A file may hold the copy
+for the process's next life.
 
-    empty --adopt--> of an earlier life --refresh--> read --Redis unavailable--> read (goes on) --refresh--> read
+    empty --load--> of an earlier life --refresh--> read --Redis unavailable--> read (goes on) --refresh--> read
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
 from tandem.cluster.state.durable_map import DurableMap, Held
 from tandem.cluster.state.epoch import Change, Epoch
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import RedisUnavailable
+from tandem.cluster.state.snapshot_file import merge_state, read_state
 
 log = logging.getLogger("tandem.state")
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class MapCopy(Generic[T]):
-    """Used on one event loop. map None: this process has the entries to itself."""
+    """A copy of one map, on one event loop. map None: this process has the entries to itself. file: where the copy is
+    saved, None: nowhere."""
 
-    def __init__(self, map: DurableMap[T] | None) -> None:
+    SAVED: ClassVar[type[msgspec.Struct]]
+    """The content of the file."""
+
+    def __init__(self, map: DurableMap[T] | None, file: Path | None = None) -> None:
         self.map = map
+        self._file = file
         self._held: dict[str, Held[T]] = {}
         self._known: Epoch | None = None
         """The latest epoch of the map in Redis that this process knows of; None before the first reading."""
@@ -42,7 +50,7 @@ class MapCopy(Generic[T]):
         self._is_refused = False
         self._refreshing = asyncio.Lock()
         self.id: str | None = None
-        """Of the map, also as an earlier life knew it."""
+        """Id of the map, also as an earlier life knew it."""
         self.unreadable = 0
         self.is_known = False
         """`values` are those of a reading or of an earlier life, and what was changed here since."""
@@ -61,7 +69,7 @@ class MapCopy(Generic[T]):
         self._take(self._held | {name: held}, self.id, self.unreadable)
 
     async def refresh(self) -> bool:
-        """Takes over what has changed; whether anything had. RedisUnavailable: the copy stays as it is."""
+        """Takes over what has changed; True if anything had. RedisUnavailable: the copy stays as it is."""
         if self.map is None:
             return False
         async with self._refreshing:
@@ -72,7 +80,7 @@ class MapCopy(Generic[T]):
         on_change: Callable[[], None],
         period_s: float,
         subscribed_s: float,
-        changes: Announcements = NoAnnouncements(),
+        changes: Announcements = Announcements(),
     ) -> None:
         """Refreshes until it is cancelled: when a change is announced, and each period; while changes are announced
         each `subscribed_s`, if that is longer."""
@@ -111,21 +119,32 @@ class MapCopy(Generic[T]):
             if check is not None:
                 check()
             wanted = self._hold(after) if after is not None else None
-            if self.map is not None:
-                guard = None if check is None else self._read.counter if self._read is not None else 0
-                from_raw, to_raw = (one.raw if one is not None else b"" for one in (held, wanted))
-                written = await self.map.compare_and_set(name, from_raw, to_raw, guard)
-                if written is None:
-                    self._read = None
-                    await self._refresh(self.map)
-                    return False
-                if self._known is not None:
-                    self._known = self._known._replace(counter=max(self._known.counter, written))
+            if self.map is not None and not await self._write(
+                self.map, name, held, wanted, is_guarded=check is not None
+            ):
+                return False
             others = {key: value for key, value in self._held.items() if key != name}
             self._take(others if wanted is None else others | {name: wanted}, self.id, self.unreadable)
             return True
 
+    # ---- the file ------------------------------------------------------------------------------------------------
+
+    async def load(self) -> None:
+        """Adopts what the file of an earlier life holds, before the first refresh."""
+        if self._file is not None and (saved := await asyncio.to_thread(read_state, self._file, self.SAVED)):
+            self._adopt_saved(saved)
+
+    async def _save(self, merged: Callable[[Any], msgspec.Struct]) -> None:
+        """Replaces the SAVED in the file, None at first, by what `merged` makes of it, on a thread. Nothing happens
+        before the copy was read."""
+        if self._file is not None and self.is_known:
+            await asyncio.to_thread(merge_state, self._file, self.SAVED, merged)
+
     # ---- for owners of a kind of map ------------------------------------------------------------------------------
+
+    def _adopt_saved(self, saved: Any) -> None:
+        """Adopts the SAVED of an earlier life."""
+        raise NotImplementedError
 
     @property
     def _may_restore(self) -> bool:
@@ -196,6 +215,22 @@ class MapCopy(Generic[T]):
         if written := dict(self._pending):
             await map.write(written)
             self._pending = {name: raw for name, raw in self._pending.items() if written.get(name) != raw}
+
+    async def _write(
+        self, map: DurableMap[T], name: str, held: Held[T] | None, wanted: Held[T] | None, *, is_guarded: bool
+    ) -> bool:
+        """Sets an entry in Redis; False, and the copy is fresh, when it was another. is_guarded: only while the whole
+        map is as it was read."""
+        guard = None if not is_guarded else self._read.counter if self._read is not None else 0
+        from_raw, to_raw = (one.raw if one is not None else b"" for one in (held, wanted))
+        written = await map.compare_and_set(name, from_raw, to_raw, guard)
+        if written is None:
+            self._read = None
+            await self._refresh(map)
+            return False
+        if self._known is not None:
+            self._known = self._known._replace(counter=max(self._known.counter, written))
+        return True
 
     def _fields(self) -> dict[str, bytes]:
         return {name: held.raw for name, held in self._held.items()} | self._facts

@@ -17,7 +17,7 @@ import torch
 
 from tandem.configs.errors import SettingsError
 from tandem.parallel.stored.fresh_pages import provide_pages
-from tandem.parallel.stored.slices import Block, Slice
+from tandem.parallel.stored.slices import Slice, TensorBlock
 
 THREADS: Final = 4
 PART_BYTES: Final = 16 * 2**20
@@ -86,7 +86,7 @@ class ReadAhead:
             self._files.clear()
 
     def _may_begin(self, reading: deque[tuple[ReadSlices, list[Future[None]]]]) -> bool:
-        """Whether the next group may be read beside those that are."""
+        """True if the next group may be read beside those that are."""
         held = self._ahead_bytes + _nbytes(self._coming[0])
         return not reading or held <= (self._bounds.pair if len(reading) == 1 else self._bounds.many)
 
@@ -122,7 +122,7 @@ class ReadAhead:
             self._spare[size].append(found.data)
             self._spare_bytes += size
 
-    def _descriptor(self, block: Block) -> int:
+    def _descriptor(self, block: TensorBlock) -> int:
         file = block.tensor.file
         if file not in self._files:
             try:
@@ -136,7 +136,7 @@ def _nbytes(slices: tuple[Slice, ...]) -> int:
     return sum(one.nbytes for one in slices)
 
 
-def _read(block: Block, descriptor: int, target: memoryview, new_at: int | None) -> None:
+def _read(block: TensorBlock, descriptor: int, target: memoryview, new_at: int | None) -> None:
     """new_at: the target's address where it is new memory."""
     if new_at is not None:
         provide_pages(new_at, target.nbytes)
@@ -148,6 +148,6 @@ def _read(block: Block, descriptor: int, target: memoryview, new_at: int | None)
         raise _unreadable(block, "the file ends before it does") from error
 
 
-def _unreadable(block: Block, reason: str | None) -> SettingsError:
+def _unreadable(block: TensorBlock, reason: str | None) -> SettingsError:
     tensor = block.tensor
     return SettingsError(f"cannot read {tensor.file}: tensor {tensor.name}: {reason}", "MODEL")

@@ -1,4 +1,4 @@
-"""Where the slice of a parameter stands in the files of a checkpoint, and how its bytes are read. Torch-free.
+"""Slices of parameters: their places in the files of a checkpoint, and the reading of their bytes. Torch-free.
 
 A slice is read as blocks: rows of a stored matrix, or a range of bytes of each. Only these bytes are read, but for rows
 whose part is shorter than a page, where the disk would read the rest too.
@@ -21,7 +21,7 @@ CHUNK_BYTES: Final = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TensorBlock:
     """The bytes [left, left + width) of each of num_rows rows. start: byte of the file of the first row, row_bytes:
     from one row to the next."""
 
@@ -36,7 +36,7 @@ class Block:
     def nbytes(self) -> int:
         return self.num_rows * self.width
 
-    def parts(self, most_bytes: int) -> Iterator["Block"]:
+    def parts(self, most_bytes: int) -> Iterator["TensorBlock"]:
         """Yields the block in parts of about most_bytes, in order."""
         step = max(1, most_bytes // max(1, self.width))
         for first in range(0, self.num_rows, step):
@@ -72,7 +72,7 @@ class Slice:
     add: as Source.add."""
 
     dtype: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[TensorBlock, ...]
     shape: tuple[int, ...]
     transposed: bool = False
     pieces: tuple[tuple[int, int], ...] | None = None
@@ -84,7 +84,7 @@ class Slice:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the bytes are those of the parameter's slice, as they are."""
+        """True if the bytes are those of the parameter's slice, as they are."""
         return not self.transposed and self.pieces is None and not self.add
 
 
@@ -123,14 +123,14 @@ def slice_of(param: Param, stored: tuple[StoredTensor, ...], dim: int, start: in
 
 def _block(
     tensor: StoredTensor, index: int | None, rows: tuple[int, int], columns: tuple[int, int], *, flat: bool
-) -> Block:
+) -> TensorBlock:
     """Returns rows and columns, each (first, count), of a stored matrix, or of the one at `index` of a stack. flat: all
     its elements are rows of one."""
     item = STORED_BYTES[tensor.dtype]
     shape = tensor.shape if index is None else tensor.shape[1:]
     start = tensor.start + (0 if index is None else index * math.prod(shape) * item)
     row_bytes = item if flat else item * math.prod(shape[1:])
-    return Block(tensor, start + rows[0] * row_bytes, row_bytes, rows[1], columns[0] * item, columns[1] * item)
+    return TensorBlock(tensor, start + rows[0] * row_bytes, row_bytes, rows[1], columns[0] * item, columns[1] * item)
 
 
 def _read(descriptor: int, target: memoryview, start: int) -> None:

@@ -199,8 +199,8 @@ def test_blocks_that_went_to_disk_come_back_bit_by_bit(
 ) -> None:
     with serving(settings_for(folder, kv, num_blocks=48, disk=tmp_path)) as served:
         engine, executor = served.engine, served.executor
-        assert is_in_process(executor) and engine.parts.offload is not None
-        bits = Bits(engine.parts.offload, runner_of(executor).kv.planes)
+        assert is_in_process(executor) and engine.offload is not None
+        bits = Bits(engine.offload, runner_of(executor).kv.planes)
         assert check_through_all_tiers(served, undisturbed[kv]).blocks["load"] == bits.num_compared
 
 

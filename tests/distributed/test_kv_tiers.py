@@ -103,8 +103,8 @@ def plain(folder: Path) -> tuple[list[list[int]], int, int]:
     """The tokens without tiers and with enough blocks, the bytes of a block, and the blocks of a tiny pool."""
     if folder not in PLAIN:
         with opened(folder, num_gpu_blocks_override=200) as llm:
-            num_groups = len(llm._engine.parts.manager.groups.windows)
-            PLAIN[folder] = ask(llm), llm._engine.parts.ready.block_bytes, TINY_POOL * num_groups
+            num_groups = len(llm._engine.manager.groups.windows)
+            PLAIN[folder] = ask(llm), llm._engine.ready.block_bytes, TINY_POOL * num_groups
     return PLAIN[folder]
 
 
@@ -212,7 +212,7 @@ def test_copies_that_are_slow_or_fail_change_no_token(
     def store(self: Any, *args: Any) -> None:
         calls["store"] += 1
         if how == "slow":
-            time.sleep(0.01)
+            time.sleep(0.01)  # a slow store is what is tested
         if how == "store fails" and calls["store"] % 2:
             raise OSError("a hook says so")
         whole_store(self, *args)
@@ -220,7 +220,7 @@ def test_copies_that_are_slow_or_fail_change_no_token(
     def load(self: Any, slots: Any, block_ids: Any, *rest: Any) -> None:
         calls["load"] += 1
         if how == "slow":
-            time.sleep(0.03)
+            time.sleep(0.03)  # so is a slow load
         if how.startswith("load fails") and calls["load"] % 2:
             if how.endswith("bytes"):
                 whole_load(self, list(reversed(slots)), block_ids, *rest)
@@ -274,7 +274,7 @@ def test_a_rank_killed_amid_copies_leaves_nothing_and_its_files_are_found_again(
     with opened(folder, **tiers) as again:
         left = [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
         assert not left, "half-written files"
-        store = again._engine.parts.offload
+        store = again._engine.offload
         assert store is not None and ask(again) == wanted
         assert moved(again)["fetch"] > 0, "blocks of the group that was killed"
         assert [path.name for path in tmp_path.glob("*/*") if path.is_dir()] == ["0"], "the lock was free again"

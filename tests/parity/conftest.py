@@ -9,8 +9,8 @@ import torch
 from tandem.parallel.context import ParallelContext
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.models.decoder import Decoder, build_decoder
-from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.tiny_models import made_once
 
 CPU = torch.device("cpu")
@@ -43,8 +43,8 @@ def make_decoder() -> MakeDecoder:
             ParallelContext.single(),
             folder=folder,
             dtype=dtype,
-            platform=cpu_platform(),
-            attention=attention or cpu_platform().attention(dtype, spec.head_dim, None, spec.has_latents),
+            platform=CpuPlatform(),
+            attention=attention or CpuPlatform().attention(dtype, spec.head_dim, None, spec.has_latents),
         )
 
     return make

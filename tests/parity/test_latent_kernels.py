@@ -19,7 +19,7 @@ from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.kernels.latents import cpu_latent_attention
 from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.models.spec.arch import AttentionParams, Mla
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.attention_check import random_batch
 from tests.support.reference_attention import ReferenceAttention
 
@@ -86,7 +86,7 @@ class Inputs(NamedTuple):
 
 def compiled(spec: Mla, dtype: torch.dtype, storage: torch.dtype) -> list[AttentionBackend]:
     """The usual backend, and that of --batch-invariant."""
-    usual = cpu_platform().attention(dtype, spec.head_dim, storage, True)
+    usual = CpuPlatform().attention(dtype, spec.head_dim, storage, True)
     kernel = CpuLatentAttention.make(dtype, spec.head_dim, storage)
     assert usual.name == "cpu-paged" and kernel is not None
     return [usual, OneQueryAttention(kernel)]
@@ -186,7 +186,7 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
 
 def test_selection() -> None:
     """Widths and types that the kernel does not take are torch's."""
-    platform = cpu_platform()
+    platform = CpuPlatform()
     assert platform.attention(torch.bfloat16, 576, None, True).name == "cpu-paged"
     assert platform.attention(torch.bfloat16, 1040, None, True).name == "torch-sdpa"
     assert platform.attention(torch.float16, 576, None, True).name == "torch-sdpa"

@@ -7,16 +7,15 @@ from tandem.workers.engine.waiting.first_blocks import check_reservations
 
 def check_invariants(engine: Engine) -> None:
     """Asserts them; O(all sequences)."""
-    parts = engine.parts
-    waiting = parts.scheduler.waiting
-    parts.scheduler.check_invariants()
+    waiting = engine.scheduler.waiting
+    engine.scheduler.check_invariants()
     waiting.check_invariants()
-    parts.grammars.check_users(parts.requests)
-    sequences = [seq for state in parts.requests for seq in state.sequences]
-    check_reservations(parts.manager, sequences)
+    engine.grammars.check_users(engine.requests)
+    sequences = [seq for state in engine.requests for seq in state.sequences]
+    check_reservations(engine.manager, sequences)
     tables = (seq.table for seq in sequences)
-    if parts.offload is None:
-        parts.manager.check_invariants(tables)
+    if engine.offload is None:
+        engine.manager.check_invariants(tables)
         return
-    parts.manager.check_invariants(tables, parts.offload.table_uses(), parts.offload.held())
-    parts.offload.check_invariants(waiting.keys_of(Blocker.KV))
+    engine.manager.check_invariants(tables, engine.offload.table_uses(), engine.offload.held())
+    engine.offload.check_invariants(waiting.keys_of(Blocker.KV))

@@ -11,17 +11,17 @@ from tandem.configs.schema import EngineSettings
 from tandem.workers.engine.adapters.adapter_cache import AdapterCache
 from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.engine.base.arrivals import Arrivals
-from tandem.workers.engine.base.chunk_limiter import ChunkLimiter, StepChunkLimiter
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.expert_reports import ExpertReports
 from tandem.workers.engine.base.stats import Collector
-from tandem.workers.engine.base.step_counts import StepCounts
-from tandem.workers.engine.base.step_log import StepLog
 from tandem.workers.engine.base.step_observer import StepObserver
 from tandem.workers.engine.blocks.block_manager import BlockManager
-from tandem.workers.engine.engine import Engine, EngineParts
+from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import Executor, ExecutorReady
 from tandem.workers.engine.live_requests import LiveRequests, OnBegun, OutputSink
+from tandem.workers.engine.observers.chunk_limiter import ChunkLimiter, StepChunkLimiter
+from tandem.workers.engine.observers.step_counts import StepCounts
+from tandem.workers.engine.observers.step_log import StepLog
 from tandem.workers.engine.rank_answers import RankAnswers
 from tandem.workers.engine.results import ResultApplier
 from tandem.workers.engine.scheduler import Scheduler
@@ -81,10 +81,13 @@ def build_engine(
     arrivals = Arrivals(manager, eos, facts.max_len(manager.num_slots), takes_adapters=adapters is not None)
     caches = (grammars,) if adapters is None else (adapters, grammars)
     requests = LiveRequests(settings.scheduler, facts, arrivals, results, caches, sink, clock, on_begun)
-    parts = EngineParts(
+    return Engine(
         facts=facts,
         ready=ready,
         executor=executor,
+        sink=sink,
+        depth=settings.steps_in_flight,
+        clock=clock,
         manager=manager,
         scheduler=scheduler,
         results=results,
@@ -99,7 +102,6 @@ def build_engine(
         drafting=drafting,
         step_log=step_log,
     )
-    return Engine(parts, settings.steps_in_flight, sink, clock)
 
 
 def _rules(

@@ -160,7 +160,7 @@ class LiveRequests:
             self._on_begun(state.request, state.cached_tokens)
             if state.request.begun:
                 continue  # an earlier group has counted it
-            collector.queue_time.observe(now_s - state.arrival_s)
+            collector.queue_time_s.observe(now_s - state.arrival_s)
             collector.prompt_tokens += seq.prompt_len
             collector.prefix_cache_queries += len(seq.tokens)
             collector.prefix_cache_hits += num_cached
@@ -211,7 +211,7 @@ class LiveRequests:
             self._limits.leave(state.request)
         for cache in self._caches:
             cache.leave(state)
-        self._collector.e2e_latency.observe(self._clock() - state.arrival_s)
+        self._collector.e2e_latency_s.observe(self._clock() - state.arrival_s)
         self._sink.ended(state.ended(refused), state.request)
 
     def forget_idle_tenants(self) -> None:

@@ -74,7 +74,7 @@ class ResultApplier:
         """Returns all deltas of the step, and the requests that it ended."""
         assert result.step_id == step.step_id, "results come in the order of their plans"
         self.scheduler.returned(step.step_id)
-        out = StepOutcome(TokenGaps(self.collector.inter_token_latency, now_s), now_s)
+        out = StepOutcome(TokenGaps(self.collector.inter_token_latency_s, now_s), now_s)
         rows = iter(result.rows)
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
         for seq, work in zip(step.sequences, step.work, strict=True):
@@ -101,7 +101,7 @@ class ResultApplier:
     def fail(self, step: InFlightStep, failure: str, now_s: float) -> StepOutcome:
         """Returns the same for a step that the ranks could not compute: it is planned again. What is alone in it and
         still too large ends."""
-        out = StepOutcome(TokenGaps(self.collector.inter_token_latency, now_s), now_s)
+        out = StepOutcome(TokenGaps(self.collector.inter_token_latency_s, now_s), now_s)
         alone = self.scheduler.take_back(step)
         if alone is not None and alone.status is not SequenceStatus.FINISHED:
             self._fail_request(alone.state, failure, out)
@@ -280,7 +280,7 @@ class ResultApplier:
 
     def _first_token(self, seq: Sequence, now_s: float) -> None:
         if seq.choice == 0 and not any(seq.state.request.resume_token_ids):
-            self.collector.time_to_first_token.observe(now_s - seq.state.arrival_s)
+            self.collector.time_to_first_token_s.observe(now_s - seq.state.arrival_s)
 
     def _fail_request(self, state: RequestState, error: str, out: StepOutcome) -> None:
         """Ends the request of a row that failed on the ranks, and removes its blocks from the index."""

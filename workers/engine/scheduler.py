@@ -20,11 +20,11 @@ from collections.abc import Sequence as ListOf
 
 from tandem.configs.schema import SchedulerSettings
 from tandem.workers.engine.base.blockers import Blocker
-from tandem.workers.engine.base.chunk_limiter import ChunkLimiter
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
 from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.observers.chunk_limiter import ChunkLimiter
 from tandem.workers.engine.row_admission import RowAdmission
 from tandem.workers.engine.running_rows import RunningRows
 from tandem.workers.engine.step_limit import StepLimit

@@ -9,7 +9,7 @@ The products themselves are an ExpertMethod (parallel/expert_methods.py). Called
 experts, K of them per token, P = T * K pairs, G groups of experts, H hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,10 +67,6 @@ class ExpertOps(Protocol):
         """Returns [T, H]: this rank's experts' outputs by their weights, added in float32, + base * sigmoid(gate) where
         they are given. y_PH: in the order of the groups."""
         ...
-
-
-MakeExpertOps = Callable[[Place], ExpertOps]
-"""Makes the operations of a layer, whose weights go through that place."""
 
 
 class TorchExperts:

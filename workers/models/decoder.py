@@ -12,20 +12,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tandem.offload.weights.weight_stream import Copier, WeightStream
-from tandem.parallel.checkpoint import (
-    DummySource,
-    LoadFormat,
-    OnBytes,
-    ParameterSlot,
-    SafetensorsSource,
-    Source,
-    load,
-)
+from tandem.parallel.checkpoint import DummySource, LoadFormat, OnBytes, ParameterSlot, WeightSource, load
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.linear import AdaptableLinear, LinearPart
 from tandem.parallel.mesh import layer_range
 from tandem.parallel.quantization.weight_formats import weight_format
+from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
@@ -35,14 +28,14 @@ from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.norms import AddNorm, make_norm
 from tandem.workers.models.layers.positions import RotaryPositions
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, RopeSpec
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layouts
-from tandem.workers.models.spec.sizes import rank_weights
+from tandem.workers.planning.sizes import rank_weights
 from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.platforms.base import Platform
 
 
-class Adapters(Protocol):
+class DecoderAdapters(Protocol):
     """The LoRA adapters of the layers (workers/lora/device/lora_layers.py). `begin` runs before a step, `begin_layers`
     before its first layer."""
 
@@ -82,15 +75,15 @@ class Decoder:
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size, expert_parallel=context.mesh.expert_parallel)
-        ops, make = platform.fused_ops(dtype), platform.linear_methods(dtype, quantization)
-        experts = platform.expert_ops(dtype, quantization)
+        ops = platform.fused_ops(dtype)
+        make = partial(platform.linear, dtype=dtype, quantization=quantization)
         self.parameters = parameters_of(spec)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
         self.kv_layouts = kv_layouts(spec, context.mesh, windows)
         self.weight_bytes = 0
         self._mesh = context.mesh
         self._dtype = dtype
-        self._adapters: Adapters | None = None
+        self._adapters: DecoderAdapters | None = None
         self.stream = stream
         ropes = spec.ropes
         self._ropes = [RotaryPositions(rope, spec.rope_dim, platform.device) for rope in ropes]
@@ -101,7 +94,7 @@ class Decoder:
                 context,
                 ops,
                 partial(make, place=stream.place_of(index)),
-                experts(stream.place_of(index)),
+                platform.experts(dtype, quantization, stream.place_of(index)),
                 _rope_of(spec.layers[layer], ropes),
             )
             for index, layer in enumerate(self.layer_ids)
@@ -131,7 +124,7 @@ class Decoder:
 
     @property
     def expert_loads(self) -> dict[int, torch.Tensor]:
-        """By layer of this stage that has experts: tokens that each has got, int64, which steps add to."""
+        """Tokens that each expert has got, int64, by layer of this stage that has experts; steps add to them."""
         loads = zip(self.layer_ids, (layer.expert_loads_E for layer in self._layers), strict=True)
         return {layer: loads_E for layer, loads_E in loads if loads_E is not None}
 
@@ -149,8 +142,9 @@ class Decoder:
     def forward_and_pool(
         self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As forward(), on the last stage. Returns the logits [S, V] and, for the tokens at rows_P (indices into T),
-        the hidden states [P, H] after the final norm, in the weights' dtype, whole on every tp rank."""
+        """Run one step as forward() does, on the last stage. Returns the logits [S, V] and, for the tokens at rows_P
+        (indices into T), the hidden states [P, H] after the final norm, in the weights' dtype, whole on every tp
+        rank."""
         assert self._head is not None, "only the last stage has the hidden states after all layers"
         branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
         hidden_PH = self._normed(branch_TH, residual_TH, rows_P)
@@ -233,7 +227,7 @@ class Decoder:
             head = Table(self._head.part(self.parameters.head_name), self._head)
         return embedding, head
 
-    def adapt(self, adapters: Adapters) -> None:
+    def adapt(self, adapters: DecoderAdapters) -> None:
         """Attaches `adapters`, whose `begin` is called with every later step."""
         self._adapters = adapters
 
@@ -256,7 +250,7 @@ class Decoder:
 
     def load(
         self,
-        source: Source,
+        source: WeightSource,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -327,7 +321,7 @@ def build_decoder(
     stream = WeightStream(streamed, copier or platform.weight_copier(held))
     attention = attention or platform.attention(dtype, spec.head_dim, kv_dtype, spec.has_latents)
     decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization, windows)
-    source: Source
+    source: WeightSource
     if load_format == "dummy":
         source = DummySource(seed, dtype, platform.device)
     else:

@@ -11,9 +11,9 @@ from tandem.offload.kv.kv_groups import KVGroups
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import kv_layouts
-from tandem.workers.models.spec.sizes import activation_bytes
 from tandem.workers.planning.budget import ATTENTION_BYTES, GATHER_BYTES
 from tandem.workers.planning.resolve import kv_groups
+from tandem.workers.planning.sizes import activation_bytes
 
 BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Tokens of captured steps."""
@@ -53,7 +53,7 @@ def table_blocks(num_blocks: int) -> int:
 
 
 def table_bytes(spec: ArchSpec, groups: KVGroups, num_tokens: int, num_blocks: int, element_bytes: int) -> int:
-    """As capture_bytes(), of a capture whose attention reads the cache in place."""
+    """Return the bytes of a capture whose attention reads the cache in place."""
     stream = 3 * spec.hidden_size * element_bytes
     rotary = len(spec.ropes) * 2 * spec.rope_dim * 4
     return num_tokens * (stream + rotary + groups.count * (4 * num_blocks + LONG) + 4 * LONG)

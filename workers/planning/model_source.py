@@ -15,7 +15,7 @@ from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ModelSettings
 from tandem.parallel.stored.headers import no_weights
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.hub import TEXT, Wanted, download
 from tandem.workers.text.chat_template import chosen_templates
 from tandem.workers.text.generation_config import FILE as GENERATION
@@ -35,7 +35,7 @@ DIGESTED = (
     "tokenizer.model",
     "tekken.json",
 )
-"""What a model's ids mean and how its weights are computed with, in small files."""
+"""Small files that say what a model's ids mean and how its weights are computed with."""
 
 
 def resolve_model(model: ModelSettings) -> ModelSettings:

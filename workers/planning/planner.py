@@ -7,6 +7,7 @@ one stage hold equal amounts, so a stage is planned once. CPU ranks share one me
 from dataclasses import dataclass, replace
 
 from tandem.configs.errors import SettingsError
+from tandem.configs.platform_facts import PLATFORM_FACTS
 from tandem.configs.schema import Device, EngineSettings
 from tandem.offload.kv.disk_io import file_bytes
 from tandem.offload.kv.kv_groups import KVGroups
@@ -14,11 +15,11 @@ from tandem.offload.weights.layer_placement import LayerPlacement, bytes_to_save
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.sizes import RankWeights, activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
 from tandem.workers.planning.adapter_room import AdapterRoom, adapter_room
 from tandem.workers.planning.budget import ATTENTION_BYTES, CPU_SHARE, GIB
 from tandem.workers.planning.graph_room import graph_bytes
 from tandem.workers.planning.resolve import DTYPE_BYTES, kv_groups
+from tandem.workers.planning.sizes import RankWeights, activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
 from tandem.workers.planning.start_notes import pool_notes
 
 CONVERSATION_TOKENS = 2048
@@ -39,8 +40,8 @@ class Memory:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the device's memory is the machine's, which all its ranks share."""
-        return self.device == "cpu"
+        """The device's memory is the machine's, which all its ranks share."""
+        return PLATFORM_FACTS[self.device].shares_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ def _stage(
 ) -> StagePlan:
     """Plans one rank of the stage at `mesh`. On CPU, _share_machine sets the KV budget later."""
     element, scheduler = DTYPE_BYTES[dtype], settings.scheduler
-    packs = memory.device == "cpu" and dtype != "float16"
+    packs = dtype in PLATFORM_FACTS[memory.device].packs
     weights = rank_weights(spec, mesh, element, packs, weight_format(settings.model.quantization))
     save, budget = int(settings.device.cpu_offload_gib * GIB), 0
     if not memory.is_shared:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from tandem.offload.copies.accelerator import Accelerator, Event
+from tandem.offload.copies.accelerator import Accelerator, DeviceEvent
 from tandem.offload.kv.kv_groups import UNLIMITED
 from tandem.workers.attention.forward_batch import GroupTable
 from tandem.workers.kernels.step_arrays import Array, StepArrays
@@ -33,7 +33,7 @@ STAGING_BUFFERS: Final = 4
 """Pinned buffers in turn, at first: more than there are steps in flight, so that the host finds one that was read."""
 LEAST_BYTES: Final = 1 << 16
 UNKNOWN: Final = -1
-"""In place of a count or a block id on the device."""
+"""Stands for a count or a block id on the device."""
 
 
 class StepBuffer:
@@ -45,7 +45,7 @@ class StepBuffer:
         self._device = device
         self._on_device = torch.empty(0, dtype=torch.uint8, device=device)
         self._staging: list[torch.Tensor] = []
-        self._read: list[Event | None] = []
+        self._read: list[DeviceEvent | None] = []
         self._turn = 0
 
     def fill(self, arrays: Sequence[Array]) -> list[torch.Tensor]:

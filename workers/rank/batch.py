@@ -25,7 +25,7 @@ from tandem.workers.sampling.sampling_table import READS_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class Adapters:
+class StepAdapters:
     """AdapterRows of the step's tokens and of those that sample, on the host."""
 
     slots_T: npt.NDArray[np.int32]
@@ -132,8 +132,8 @@ def build_batch(
 
 
 def _samples(samples_R: npt.NDArray[np.bool_], num_drafts_R: Ints | None) -> tuple[Ints, Ints]:
-    """For each token to choose, int64 [S]: the place of its row in the plan, and how many tokens from the row's end its
-    logits are, counted from 1."""
+    """Return for each token to choose, int64 [S]: the place of its row in the plan, and how many tokens from the row's
+    end its logits are, counted from 1."""
     row_S = np.flatnonzero(samples_R)
     if num_drafts_R is None:
         return row_S, np.ones(len(row_S), np.int64)
@@ -167,7 +167,7 @@ def _check(
         )
 
 
-def _forward(tensors: StepTensors, rows: StepRows, adapters: Adapters | None, block_size: int) -> ForwardBatch:
+def _forward(tensors: StepTensors, rows: StepRows, adapters: StepAdapters | None, block_size: int) -> ForwardBatch:
     rows_T = rows_S = None
     if adapters is not None:
         assert tensors.slots_T is not None and tensors.slots_S is not None
@@ -191,14 +191,16 @@ def _forward(tensors: StepTensors, rows: StepRows, adapters: Adapters | None, bl
     )
 
 
-def _adapters(slots_R: Ints, lens_R: Ints, starts: Ints, row_S: Ints) -> Adapters | None:
+def _adapters(slots_R: Ints, lens_R: Ints, starts: Ints, row_S: Ints) -> StepAdapters | None:
     """None when no row of the step has one. row_S: as in _samples."""
     segments = adapter_segments(slots_R, starts)
     if not segments:
         return None
     slots_S = slots_R[row_S]
     sample_segments = adapter_segments(slots_S, np.arange(len(slots_S) + 1))
-    return Adapters(np.repeat(slots_R, lens_R).astype(np.int32), segments, slots_S.astype(np.int32), sample_segments)
+    return StepAdapters(
+        np.repeat(slots_R, lens_R).astype(np.int32), segments, slots_S.astype(np.int32), sample_segments
+    )
 
 
 def adapter_segments(slots_R: Ints, starts: Ints) -> list[tuple[int, int, int]]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.offload.copies.accelerator import Event
+from tandem.offload.copies.accelerator import DeviceEvent
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.pipeline import StageLink
 from tandem.workers.attention.backend import KVTensors
@@ -30,7 +30,7 @@ from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.pooler import Pooled, Pooler
 from tandem.workers.rank.row_results import row_results
 from tandem.workers.rank.row_table import RowTable
-from tandem.workers.rank.step_exchanges import StepExchanges, Verdict
+from tandem.workers.rank.step_exchanges import StepExchanges, StepVerdict
 from tandem.workers.rank.transfers.load_gate import LoadGate
 from tandem.workers.sampling.prompt_logprobs import PromptScorer, Scored, ScoredRows
 from tandem.workers.sampling.sampler import Drawn, Sampling
@@ -89,9 +89,9 @@ class _Computed:
     drafts: Drafts | None = None
     drawn: Drawn | None = None
     tokens: _Tokens | None = None
-    received: tuple[Event, Event] | None = None
+    received: tuple[DeviceEvent, DeviceEvent] | None = None
     errors: dict[int, str] = field(default_factory=dict)
-    verdict: Verdict | None = None
+    verdict: StepVerdict | None = None
     pooled: Pooled | None = None
     scored: Scored | None = None
 
@@ -112,7 +112,7 @@ class StepHandle:
     )
 
     def __init__(
-        self, runner: "ModelRunner", plan: StepPlan, began: Event, computed: _Computed | None, failure: str | None
+        self, runner: "ModelRunner", plan: StepPlan, began: DeviceEvent, computed: _Computed | None, failure: str | None
     ) -> None:
         self._runner = runner
         self.step_id = plan.step_id
@@ -217,7 +217,7 @@ class ModelRunner:
         self._steps.clear()
         self._model.close()
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """Returns a timed event behind the work given so far."""
         return self._platform.accelerator.event(timed=True)
 
@@ -272,7 +272,7 @@ class ModelRunner:
         return computed
 
     def _waits_for_tokens(self, plan: StepPlan) -> bool:
-        """Whether logits processors of some row read its tokens on the host, ahead of the forward pass, or behind it
+        """True if logits processors of some row read its tokens on the host, ahead of the forward pass, or behind it
         where drafts in flight leave its positions open."""
         rows_S = [work.row for work in plan.work if work.samples]
         flags_S = self._flags_of(rows_S)
@@ -348,7 +348,7 @@ class ModelRunner:
         return output, pooled, self._scorer.score(scored, hidden_PH[num_pooled:], self._model.logits)
 
     def _tokens(
-        self, batch: StepBatch, host_drafts_S: torch.Tensor | None, drawn: Drawn | None, verdict: Verdict | None
+        self, batch: StepBatch, host_drafts_S: torch.Tensor | None, drawn: Drawn | None, verdict: StepVerdict | None
     ) -> _Tokens:
         """One stage: every TP rank appends what tp0 sampled. A failed row gets some token too, so that a plan made
         before its failure was known still finds what it counts on."""
@@ -413,8 +413,8 @@ class ModelRunner:
         self._last_done = step.done
 
     def _failure_of(self, step: StepHandle, computed: _Computed) -> str | None:
-        """Why a step that this rank has computed counts for nothing, as far as it can know: a peer has failed, or the
-        step was planned before an earlier one's failure was known."""
+        """Return why a step that this rank has computed counts for nothing, as far as it can know: a peer has failed,
+        or the step was planned before an earlier one's failure was known."""
         failure = self._void(step.step_id, step.known_failure)
         if failure is None and computed.verdict is not None and computed.verdict.is_failed:
             self._failed_step = step.step_id
@@ -441,7 +441,7 @@ class ModelRunner:
         self._table.fill(tokens.rows[live], ids[live])
 
     def _fill_accepted(self, tokens: _Tokens, accepted: list[Accepted]) -> None:
-        """As _fill, after a step with drafts."""
+        """Fill the result of a step with drafts."""
         ids = tokens.host_ids_S.tolist()
         is_live = (self._table.lives[tokens.rows] == tokens.lives).tolist()
         for row, live in zip(accepted, is_live, strict=True):

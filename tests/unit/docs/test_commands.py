@@ -1,8 +1,6 @@
 """The guides' commands that need no service are run as they stand: plan and check-config, and every metric is real."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,11 @@ from tandem.cluster.adapters import adapter_metrics
 from tandem.cluster.fleet import engine_metrics
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.tenants import tenant_service
+from tandem.workers.engine.base import drafting, expert_reports, stats
+from tests.support.verbs import run_verb_here
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/serving").glob("*.md"))]
 LINES = re.findall(r"^    \.venv/bin/tandem ((?:plan|check-config) .*)$", "\n".join(p.read_text() for p in PAGES), re.M)
 COMMANDS = sorted({line.split(" #")[0].strip() for line in LINES if "path-or-hub-id" not in line})
 
@@ -24,16 +24,9 @@ def test_there_are_commands_to_run() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_it_runs(command: str) -> None:
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "tandem"), *command.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+def test_it_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = run_verb_here(*command.split())
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout
 
@@ -41,7 +34,8 @@ def test_it_runs(command: str) -> None:
 def test_the_metrics_that_the_guides_list_exist() -> None:
     gateway = GatewayMetrics(CollectorRegistry(), "tandem", "demo")
     served = generate_latest(gateway.registry).decode() + generate_latest(gateway.tenants).decode()
-    code = Path(engine_metrics.__file__).read_text() + Path(adapter_metrics.__file__).read_text()
+    tables = (engine_metrics, adapter_metrics, stats, drafting, expert_reports)
+    code = "".join(Path(str(table.__file__)).read_text() for table in tables)
     known = set(re.findall(r"^# TYPE tandem:(\w+)", served, re.M)) | set(re.findall(r'"(\w+)"|:(\w+)"', code))
     names = {name for pair in known for name in ([pair] if isinstance(pair, str) else pair)}
     names |= {

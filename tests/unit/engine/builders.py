@@ -168,16 +168,15 @@ class Harness:
 
     def states(self, name: str) -> list[SequenceStatus | Blocker]:
         """Of each choice of a request: what it waits for; its status if that is nothing but a row and blocks."""
-        parts = self.engine.parts
-        state = parts.requests.get(name)
+        state = self.engine.requests.get(name)
         assert state is not None
-        return [parts.scheduler.waiting.blocker_of(seq) or seq.status for seq in state.sequences]
+        return [self.engine.scheduler.waiting.blocker_of(seq) or seq.status for seq in state.sequences]
 
     def assert_empty(self) -> None:
         """Quiescence of KV: nothing is used when nothing runs."""
         stats = self.engine.stats()
         assert (stats.running, stats.waiting, stats.in_flight_steps, stats.used_blocks) == (0, 0, 0, 0)
-        manager = self.engine.parts.manager
+        manager = self.engine.manager
         assert manager.pool.num_reserved == manager.num_promised == 0, "a block is reserved or promised still"
         if self.executor.tiers is not None:
             assert not self.tiers.under_way, "a ticket is open"

@@ -28,13 +28,13 @@ class Batches:
         self._h = h
         self._num_rows = num_rows
         self._choices = 0
-        on_begun = h.engine.parts.requests._on_begun
+        on_begun = h.engine.requests._on_begun
 
         def noted(req: GenerationRequest, cached_tokens: int) -> None:
             on_begun(req, cached_tokens)
             self._join(req)
 
-        h.engine.parts.requests._on_begun = noted
+        h.engine.requests._on_begun = noted
 
     def add(self, *requests: GenerationRequest) -> None:
         for one in requests:
@@ -44,7 +44,7 @@ class Batches:
     def _join(self, req: GenerationRequest) -> None:
         ends = self._h.sink.ends
         last = self.batches[-1] if self.batches else []
-        if all(name in ends or self._h.engine.parts.requests.get(name) is None for name in last):
+        if all(name in ends or self._h.engine.requests.get(name) is None for name in last):
             self.batches.append([req.request_id])
             self.began_s = self._h.clock.now_s
             self._choices = req.sampling.n
@@ -80,7 +80,7 @@ def test_nobody_joins_a_batch_that_runs(policy: str) -> None:
     of.add(request("late", 3, 2))
     while "long" not in h.sink.ends:
         h.step()
-        if h.engine.parts.requests.get("long") is not None:
+        if h.engine.requests.get("long") is not None:
             assert h.states("late") == [Blocker.BATCH], "two rows are free"
     h.run()
     assert of.batches == [["long", "short"], ["late"]]
@@ -260,7 +260,7 @@ def test_a_batch_whose_waiting_block_those_that_come_back_is_caught() -> None:
         if asked > 1000:
             raise AssertionError("nobody can run")
 
-    h.engine.parts.scheduler.admission._block = asks_for_ever
+    h.engine.scheduler.admission._block = asks_for_ever
     h.add(request("a", 8, 20), request("b", 8, 20, priority=1), request("c", 8, 20))
     h.step()
     h.add(request("urgent", 8, 2, priority=-5))

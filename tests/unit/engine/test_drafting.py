@@ -11,7 +11,6 @@ from fake_tiers import TierPlan
 
 from tandem.configs.options import MAX_DRAFTS
 from tandem.workers.attention.cpu_paged import DECODE_QUERIES
-from tandem.workers.engine.base.chunk_limiter import StepChunkLimiter
 from tandem.workers.engine.base.drafting import (
     EMPTY_STEPS,
     FIRST_PAUSE,
@@ -25,6 +24,7 @@ from tandem.workers.engine.base.drafting import (
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.sequence import Sequence, SequenceStatus
 from tandem.workers.engine.blocks.block_manager import BlockTable
+from tandem.workers.engine.observers.chunk_limiter import StepChunkLimiter
 from tandem.workers.engine.results import ResultApplier
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.transfers.kv_offload import KVOffload
@@ -345,7 +345,7 @@ def test_no_drafts_while_steps_are_short_of_memory() -> None:
     h.add(*(request(f"r{i}", 4, 200) for i in range(3)))
     drafts: dict[bool, list[int]] = {False: [], True: []}
     while h.engine.has_work():
-        is_reduced = h.engine.parts.scheduler._limit.is_reduced
+        is_reduced = h.engine.scheduler._limit.is_reduced
         h.step()
         drafts[is_reduced].append(sum(work.max_drafts for work in h.executor.plans[-1].work))
     assert len(drafts[True]) > 10 and not any(drafts[True])
@@ -382,13 +382,13 @@ def test_a_request_on_probation_has_no_drafts_and_comes_further() -> None:
     h.executor.proposes = lambda context: (4, 4)
     h.add(request("suspect", 4, 40, suspect=True), request("other", 4, 40))
     h.step()
-    seq = h.engine.parts.requests.get("suspect").sequences[0]
-    while h.engine.parts.scheduler.alone is not None:
+    seq = h.engine.requests.get("suspect").sequences[0]
+    while h.engine.scheduler.alone is not None:
         h.step()
         last = h.executor.plans[-1]
-        if seq.row in [work.row for work in last.work] and h.engine.parts.scheduler.alone is not None:
+        if seq.row in [work.row for work in last.work] and h.engine.scheduler.alone is not None:
             assert [work.max_drafts for work in last.work] == [0]
-    assert h.engine.parts.requests.get("suspect").sequences[0].num_output >= probation_tokens(4) > PROBATION_TOKENS
+    assert h.engine.requests.get("suspect").sequences[0].num_output >= probation_tokens(4) > PROBATION_TOKENS
     h.run()
 
 
@@ -414,7 +414,7 @@ def test_each_step_tells_its_drafts_with_its_tokens() -> None:
     h.add(*(request(f"r{i}", 4 + i, 30 + i) for i in range(4)))
     h.run()
     told = [delta.drafts for batch in h.sink.batches for delta in batch if delta.drafts is not None]
-    stats = h.engine.parts.drafting.stats()
+    stats = h.engine.drafting.stats()
     assert all(0 <= accepted <= guessed and guessed >= 1 for guessed, accepted in told)
     assert (len(told), sum(g for g, _ in told)) == (stats.num_drafts, stats.num_draft_tokens)
     assert sum(accepted for _, accepted in told) == stats.num_accepted > 0

@@ -166,13 +166,13 @@ def failing(owner: object, name: str, *, before: bool) -> object:
 
 
 PLACES = {
-    "deadlines": lambda h: (h.engine.parts.requests._deadlines, "add"),
-    "adapter": lambda h: (h.engine.parts.adapters, "before_queue"),
-    "admission": lambda h: (h.engine.parts.scheduler.admission, "enqueue"),
-    "tiers": lambda h: (h.engine.parts.offload, "load"),
-    "push": lambda h: (h.engine.parts.scheduler.waiting, "push"),
-    "order": lambda h: (h.engine.parts.scheduler.waiting.tenants, "push"),
-    "forks": lambda h: (h.engine.parts.scheduler.waiting, "block"),
+    "deadlines": lambda h: (h.engine.requests._deadlines, "add"),
+    "adapter": lambda h: (h.engine.adapters, "before_queue"),
+    "admission": lambda h: (h.engine.scheduler.admission, "enqueue"),
+    "tiers": lambda h: (h.engine.offload, "load"),
+    "push": lambda h: (h.engine.scheduler.waiting, "push"),
+    "order": lambda h: (h.engine.scheduler.waiting.tenants, "push"),
+    "forks": lambda h: (h.engine.scheduler.waiting, "block"),
 }
 
 
@@ -192,8 +192,8 @@ def test_a_request_that_fails_on_its_way_to_the_queue_leaves_nothing(place, n, b
         with pytest.raises(TypeError):
             h.engine.add_request(bad)
     check_invariants(h.engine)
-    assert not h.engine.parts.requests._limits.num_requests and not h.engine.parts.requests._limits.num_tokens
-    users = {state.request.request_id for known in h.engine.parts.adapters._known for state in known.users}
+    assert not h.engine.requests._limits.num_requests and not h.engine.requests._limits.num_tokens
+    users = {state.request.request_id for known in h.engine.adapters._known for state in known.users}
     assert users == {"other"}
     h.step()
     assert h.engine.stats().waiting == 0 and "bad" not in h.sink.ends
@@ -205,9 +205,9 @@ def test_a_request_that_fails_on_its_way_to_the_queue_leaves_nothing(place, n, b
 
 def test_a_request_that_fails_when_it_is_queued_uses_no_grammar():
     h = harness(patience=100)
-    with failing(h.engine.parts.scheduler.admission, "enqueue", before=True), pytest.raises(TypeError):
+    with failing(h.engine.scheduler.admission, "enqueue", before=True), pytest.raises(TypeError):
         h.engine.add_request(request("bad", 6, grammar="g"))
-    assert not any(known.users for known in h.engine.parts.grammars._known.values())
+    assert not any(known.users for known in h.engine.grammars._known.values())
     finish_one(h)
 
 

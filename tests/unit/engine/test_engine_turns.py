@@ -160,7 +160,7 @@ def test_the_first_guess_of_a_loads_time_is_of_one_ranks_part(block_bytes: int, 
 
 def test_drafts_count_among_the_tokens_of_a_step() -> None:
     h = harness(drafts=3, max_itl_ms=1000.0)
-    drafting, limiter = h.engine.parts.drafting, h.engine.parts.scheduler._chunk_limiter
+    drafting, limiter = h.engine.drafting, h.engine.scheduler._chunk_limiter
     assert drafting is not None
     with (
         mock.patch.object(drafting, "observe_step", wraps=drafting.observe_step) as of_drafting,

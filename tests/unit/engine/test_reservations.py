@@ -202,9 +202,9 @@ def test_who_ends_in_the_middle_of_its_prompt_gives_back_the_rest(mode, ends):
     long, other = request("l", 80, 2), request("o", 5, 30)
     h.add(other, long)
     step_until(h, 3)
-    stats, scheduler = h.engine.stats(), h.engine.parts.scheduler
+    stats, scheduler = h.engine.stats(), h.engine.scheduler
     assert stats.reserved_blocks > 10 and stats.running == 2
-    (seq,) = h.engine.parts.requests.get("l").sequences
+    (seq,) = h.engine.requests.get("l").sequences
     if ends == "abort":
         h.engine.abort(Abort(request_id="l", attempt=0))
     elif ends == "roll back":

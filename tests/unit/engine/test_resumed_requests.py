@@ -373,14 +373,14 @@ def test_whose_result_cannot_be_applied_is_known(mode):
     h.add(request("first", 5, 30))
     h.step()
     h.add(request("s", 5, 30, attempt=1, suspect=True))
-    apply = h.engine.parts.results.apply
+    apply = h.engine.results.apply
 
     def choke(step, result, now_s):
         if all(seq.state.request.request_id == "s" for seq in step.sequences):
             raise IndexError("a token too much")
         return apply(step, result, now_s)
 
-    h.engine.parts.results.apply = choke
+    h.engine.results.apply = choke
     with pytest.raises(IndexError):
         h.run()
     assert h.engine.losses() == {"first": "bystander", "s": "alone"}
@@ -391,7 +391,7 @@ def test_a_request_that_could_not_be_taken_in_leaves_nothing(broken, monkeypatch
     """Whether it was queued already or not."""
     h = harness(max_num_queued_reqs=1)
     *path, name = broken.split(".")
-    owner = getattr(h.engine.parts.requests, path[0]) if path else h.engine.parts.requests
+    owner = getattr(h.engine.requests, path[0]) if path else h.engine.requests
     real = getattr(owner, name)
 
     def fail(state, *more):

@@ -9,11 +9,11 @@ from builders import filled, request
 
 from tandem.configs.schema import SchedulerSettings
 from tandem.workers.engine.base.blockers import Awaited, Blocker
-from tandem.workers.engine.base.chunk_limiter import ChunkLimiter
 from tandem.workers.engine.base.drafting import Drafting, DraftRecord
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
 from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
+from tandem.workers.engine.observers.chunk_limiter import ChunkLimiter
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers, OverlappedLoad
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule

@@ -87,7 +87,7 @@ def test_a_load_begins_in_the_queue_if_the_next_step_has_tokens_for_its_request(
     h.add(again)
     for _ in range(3):
         h.step()
-    assert sum(1 for _ in h.engine.parts.requests) == 3
+    assert sum(1 for _ in h.engine.requests) == 3
     assert h.tiers.kinds()["load"] == loaded
     h.run()
     assert_as_expected(h, again)
@@ -431,7 +431,7 @@ def test_blocks_of_a_failed_request_are_found_no_more_on_any_tier(disk_keys, lat
     plan = TierPlan(host_slots=64, disk_keys=disk_keys, delay=lambda t, rank: late if t.kind != "load" else 0)
     h = harness(num_blocks=12, tiers=plan, patience=PATIENCE, fail_at=frozenset({(bad.sampling.seed, 0, 3)}))
     h.add(first)
-    while h.engine.parts.requests:
+    while h.engine.requests:
         h.step()
     h.add(bad)
     h.run()

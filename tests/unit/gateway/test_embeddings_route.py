@@ -11,10 +11,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from tandem.cluster.gateway.openai.embeddings import AT_ONCE
-from tandem.cluster.tenants.tenant_admission import OpenTenancy, Reservation
+from tandem.cluster.tenants.tenant_admission import Reservation, Tenancy
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import NO_TOKENS, Pool
-from tandem.workers.planning.pooling_config import PoolingFacts
+from tandem.workers.models.spec.config.pooling_config import PoolingFacts
 from tests.support.fake_backend import FakeBackend, embedding_of
 from tests.unit.gateway.rig import BOS, CONTEXT, MODEL, VOCAB, Rig, error_of, gateway, served
 
@@ -196,7 +196,7 @@ async def test_a_client_that_leaves_ends_what_still_runs() -> None:
 
 
 async def test_tenants_reserve_the_prompts_and_no_output() -> None:
-    class Noting(OpenTenancy):
+    class Noting(Tenancy):
         async def admit(
             self, tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False
         ) -> Reservation:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.configs.environment import CPU_ISA, CpuIsa
 from tandem.workers.kernels.cpu import cpu_build, kernel_cache
 from tandem.workers.kernels.cpu.kernel_cache import compiling
 from tests.support.service import wait_for
@@ -262,3 +263,18 @@ def test_libraries_of_one_process_are_different_ones() -> None:
     one, other = (cpu_build.cpu_library(dtype) for dtype in (torch.float32, torch.bfloat16))
     lora = cpu_build.cpu_lora_library(torch.float32)
     assert len({library._handle for library in (one, other, lora) if library is not None}) == 3
+
+
+@pytest.mark.parametrize("isa", CpuIsa)
+def test_an_older_cpu_is_imitated(
+    isa: CpuIsa, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler is told what it lacks, and then does not know it."""
+    told = tmp_path / "told"
+    command = ["gcc", *cpu_build.FLAGS, *cpu_build.HIDING[isa], "-dM", "-E", "-x", "c", "/dev/null"]
+    macros = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "__AVX512BF16__" not in macros and ("__AVX512F__" not in macros or isa is CpuIsa.AVX512)
+    monkeypatch.setenv("PATH", compiler(tmp_path / "bin", f'echo "$@" > {told}; exit 1'))
+    monkeypatch.setenv(CPU_ISA, isa)
+    assert cpu_build._compiled(cpu_build.LORA_SOURCES, torch.float32, None) is None
+    assert [*cpu_build.FLAGS, *cpu_build.HIDING[isa]] == told.read_text().split()[: len(cpu_build.FLAGS) + 1]

@@ -1,7 +1,6 @@
 """Products with int8 weights against their torch twins: any number of rows, odd shapes, threads, NaN and infinity."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from shutil import which
 
 import pytest
@@ -17,6 +16,7 @@ from tandem.workers.kernels.cpu.cpu_int8_gemm import (
     int8_methods,
     w8a8_methods,
 )
+from tests.support.cpu_flags import cpu_flags
 
 BF16 = torch.bfloat16
 ALONE = ParallelContext.single()
@@ -55,8 +55,7 @@ def threads() -> Iterator[None]:
 
 def test_the_cpu_flags_decide() -> None:
     """The kernel is there on every CPU with VNNI: no silent fall back to the twin."""
-    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    if "avx512_vnni" in flags and which("gcc"):
+    if "avx512_vnni" in cpu_flags() and which("gcc"):
         assert int8_kernel(BF16) is not None and int8_kernel(torch.float32) is not None
     assert int8_kernel(torch.float16) is None
 

@@ -1,7 +1,6 @@
 """Skinny GEMM against float32: any number of rows, outputs that end in mid-block, threads, layouts."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from shutil import which
 
 import pytest
@@ -16,6 +15,7 @@ from tandem.workers.kernels.cpu.cpu_skinny_gemm import (
     descriptor,
     skinny_gemm,
 )
+from tests.support.cpu_flags import cpu_flags
 
 CPU = torch.device("cpu")
 ANY_KERNEL = pytest.mark.usefixtures("kernel")
@@ -48,8 +48,7 @@ def threads() -> Iterator[None]:
 
 def test_the_cpu_flags_decide() -> None:
     """The kernel is available on every CPU that multiplies pairs of bf16: no silent fall back to the twin."""
-    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    if "avx512_bf16" in flags and which("gcc") and torch.__version__.startswith("2.13"):
+    if "avx512_bf16" in cpu_flags() and which("gcc") and torch.__version__.startswith("2.13"):
         assert skinny_gemm(torch.bfloat16) is not None
     assert skinny_gemm(torch.float32) is None
 

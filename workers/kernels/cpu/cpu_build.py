@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.configs.environment import CpuIsa, cpu_isa
 from tandem.workers.kernels.cpu.kernel_cache import compiling, library_name, load_cached, store
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ EXPERTS_SOURCES = ("cpu_experts.c", "cpu_grouped_gemm.c")
 SAMPLING_SOURCES = ("cpu_sampling.c",)
 INVARIANT_SOURCES = ("cpu_row_gemm.c",)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+HIDING = {None: (), CpuIsa.AVX512: ("-mno-avx512bf16",), CpuIsa.AVX2: ("-mno-avx512f",)}
+"""What hides instructions from the compiler, by the CPU to imitate. All of AVX512 goes with its foundation."""
 TIMEOUT_S = 300.0
 """On cores that many others want, gcc takes more than a minute; without its kernels a service would stay slow."""
 NO_COMPILER = "there is no C compiler (gcc or cc)"
@@ -137,14 +140,15 @@ def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype |
         _warn_once(f"{NO_COMPILER}: torch computes instead of kernels for this CPU, slower")
         return None
     types = (f"-DELEMENT={ELEMENTS[dtype]}", f"-DSTORED={0 if storage is None else STORED[storage]}")
-    arguments = [*FLAGS, *types, *names]
+    flags = (*FLAGS, *HIDING[cpu_isa()], *types)
+    arguments = [*flags, *names]
     name = library_name(compiler, arguments, [*sources, *sorted(folder.glob("*.h"))])
     cached = load_cached(name)
     if cached is not None:
         return cached
     with compiling() as waited:
         found = load_cached(name) if waited else None
-        return found or _compile(name, [compiler, *FLAGS, *types, *map(str, sources)])
+        return found or _compile(name, [compiler, *flags, *map(str, sources)])
 
 
 def _compile(name: str, command: list[str]) -> ctypes.CDLL | None:

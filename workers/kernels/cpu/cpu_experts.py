@@ -35,7 +35,7 @@ from tandem.workers.kernels.cpu.cpu_int8_gemm import (
     grouped_int8_kernel,
     padded_bytes,
 )
-from tandem.workers.kernels.expert_ops import MakeExpertOps, RouterWeights, TorchExperts
+from tandem.workers.kernels.expert_ops import ExpertOps, RouterWeights, TorchExperts
 from tandem.workers.kernels.weight_blocks import in_blocks
 from tandem.workers.models.spec.arch import ClampedSwiglu, Moe, Scoring
 
@@ -220,13 +220,13 @@ class CpuExperts:
         return out_TH
 
 
-def cpu_experts(dtype: torch.dtype, quantization: str | None, make: MakeMethod) -> MakeExpertOps:
-    """Returns what makes a layer's operations: compiled ones, or twins where there are no kernels for the dtype, this
-    CPU or (of the products) the form of weights. make: linear methods of that form."""
+def cpu_experts(dtype: torch.dtype, quantization: str | None, make: MakeMethod, place: Place) -> ExpertOps:
+    """Returns a layer's operations: compiled ones, or twins where there are no kernels for the dtype, this CPU or (of
+    the products) the form of weights. make: linear methods of that form. place: where the weights go."""
     library = cpu_experts_library(dtype)
     if library is None:
-        return partial(TorchExperts, make)
-    return partial(CpuExperts, library, _products(library, dtype, quantization, make), make)
+        return TorchExperts(make, place)
+    return CpuExperts(library, _products(library, dtype, quantization, make), make, place)
 
 
 def _products(library: ctypes.CDLL, dtype: torch.dtype, quantization: str | None, make: MakeMethod) -> Products | None:

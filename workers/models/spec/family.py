@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from tandem.workers.models.spec.arch import NormKind, Place, QkNorm, Scoring
+from tandem.workers.models.spec.arch import NormKind, NormPlace, QkNorm, Scoring
 from tandem.workers.models.spec.parameter_names import ParameterNames
 
 Condition = tuple[str, Any]
@@ -27,7 +27,7 @@ class Window(Enum):
 
 
 class PositionKind(Enum):
-    """How a family tells tokens their positions."""
+    """The way in which a family tells tokens their positions."""
 
     ROTARY = "rotary"
     LEARNED = "learned"  # a table that is added to the embeddings
@@ -36,7 +36,7 @@ class PositionKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """How a family rotates. theta: the key of the base. share: the key of the part of a head that rotates, which may
+    """Rotation of a family. theta: the key of the base. share: the key of the part of a head that rotates, which may
     stand in the rope parameters too, and its default; None: all rotates, or `dim` is the key of how much. interleaved:
     as in RopeSpec, or the key that says so. kinds: own spellings of RopeKind. local_theta: the key and default of the
     base in layers with a window, which have an unscaled rope of their own. positions_scaled: config.json's positions
@@ -149,8 +149,8 @@ class Family:
     norm_bias: bool = True
     norm_weight: bool = True
     norms_store_offset: bool = False
-    place: Place = Place.PRE
-    place_if: tuple[tuple[Condition, Place], ...] = ()
+    place: NormPlace = NormPlace.PRE
+    place_if: tuple[tuple[Condition, NormPlace], ...] = ()
     no_final_norm_if: tuple[Condition, ...] = ()
     one_kv_head_if: tuple[Condition, ...] = ()
     gated: bool = True

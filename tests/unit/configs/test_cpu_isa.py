@@ -1,0 +1,51 @@
+"""The older CPU that tests imitate: one variable, which kernels and torch's libraries follow."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tandem.configs import environment
+from tandem.configs.environment import CPU_ISA, CpuIsa, cpu_isa
+from tandem.configs.errors import SettingsError
+
+SHOWN = """
+from tandem.configs.environment import imitate_cpu
+imitate_cpu()
+import torch
+torch.set_num_threads(1)
+x = torch.randn(64, 64)
+torch.nn.functional.linear(x, x)
+torch.ops.mkldnn._reorder_linear_weight(x)
+print(torch.backends.cpu.get_cpu_capability())
+"""
+
+
+def test_an_unknown_word_is_refused_by_the_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_ISA, "sse2")
+    with pytest.raises(SettingsError, match=r"^TANDEM_CPU_ISA=sse2: there is avx2 and avx512$"):
+        environment.imitate_cpu()
+
+
+@pytest.mark.parametrize("given", [None, ""])
+def test_without_a_word_nothing_is_hidden(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CPU_ISA, raising=False)
+    if given is not None:
+        monkeypatch.setenv(CPU_ISA, given)
+    before = dict(os.environ)
+    environment.imitate_cpu()
+    assert cpu_isa() is None and dict(os.environ) == before
+
+
+@pytest.mark.parametrize("isa", CpuIsa)
+def test_torchs_libraries_follow(isa: CpuIsa) -> None:
+    """A process that has set the variable itself; oneDNN says which instructions it takes."""
+    env = {name: value for name, value in os.environ.items() if name not in {*environment.LIBRARY_ISA[CpuIsa.AVX2]}}
+    env |= {CPU_ISA: isa, "ONEDNN_VERBOSE": "1"}
+    done = subprocess.run([sys.executable, "-c", SHOWN], env=env, capture_output=True, text=True, timeout=240)
+    (capability,) = [line for line in done.stdout.splitlines() if not line.startswith("onednn_verbose")]
+    said = done.stdout.replace(" ", "").lower()
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert capability != "AVX512" or isa is CpuIsa.AVX512
+    assert "amx" not in said and "avx512_core_bf16" not in said and (isa is CpuIsa.AVX512 or "avx512" not in said)

@@ -1,0 +1,49 @@
+"""The registry of model families, whose rows of data are in family_rows/. Torch-free."""
+
+import difflib
+import re
+from typing import Any
+
+from tandem.configs.errors import UnsupportedModelError
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.family import Family
+from tandem.workers.models.spec.family_rows.expert_families import EXPERT_FAMILIES
+from tandem.workers.models.spec.family_rows.gpt_families import GPT_FAMILIES
+from tandem.workers.models.spec.family_rows.llama_families import LLAMA_FAMILIES
+from tandem.workers.models.spec.parameters import ParameterTable, parameters
+
+FAMILIES: tuple[Family, ...] = (*LLAMA_FAMILIES, *EXPERT_FAMILIES, *GPT_FAMILIES)
+
+
+TASK = re.compile("(For[A-Z].*|LMHeadModel|Model)$")
+"""Endings of the names of classes."""
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Returns the names of all families."""
+    return tuple(family.architecture for family in FAMILIES)
+
+
+def family_of(architecture: str) -> Family:
+    """The row of an architecture. Raises UnsupportedModelError with the nearest name."""
+    for family in FAMILIES:
+        if architecture in (family.architecture, *family.aliases):
+            return family
+    nearest = f"the nearest that is: {name}; " if (name := _nearest(architecture)) else ""
+    raise UnsupportedModelError(
+        f"architecture {architecture!r} is not supported; {nearest}docs/models.md has all {len(FAMILIES)}", "MODEL"
+    )
+
+
+def _nearest(architecture: Any) -> str | None:
+    """Returns the architecture whose name begins most like another, of whatever task; None when none is like it."""
+    if not isinstance(architecture, str):
+        return None
+    names = {TASK.sub("", family.architecture): family.architecture for family in FAMILIES}
+    close = difflib.get_close_matches(TASK.sub("", architecture), names, n=1)
+    return names[close[0]] if close else None
+
+
+def parameters_of(spec: ArchSpec) -> ParameterTable:
+    """Returns the table of a model's parameters, under its family's names."""
+    return parameters(spec, family_of(spec.architecture).names)
