@@ -22,7 +22,7 @@ from tandem.workers.kernels.cpu.cpu_build import cpu_library
 from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.lora.device.rank_adapters import open_adapters
-from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.platforms.cpu import cpu_platform, multiplies_by_row
 from tests.support.adapters import save_random_adapter
@@ -66,7 +66,7 @@ def two_threads() -> Iterator[None]:
 
 def decoder_of(folder: Path, kv_dtype: torch.dtype | None = None, **more: object) -> Decoder:
     spec = load_spec(folder)
-    attention = cpu_platform().attention(BF16, spec.head_dim, kv_dtype, spec.has_latents)
+    attention = attention_of(spec, cpu_platform(), BF16, kv_dtype)
     context = ParallelContext.single()
     return build_decoder(spec, context, folder=folder, dtype=BF16, platform=cpu_platform(), attention=attention, **more)  # type: ignore[arg-type]
 

@@ -28,6 +28,7 @@ from tandem.parallel.mesh import layer_range
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.latents.backend import LatentBackend
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.arrangements import make_layer
 from tandem.workers.models.layers.entry import Entry
@@ -74,7 +75,7 @@ class Decoder:
         self,
         spec: ArchSpec,
         context: ParallelContext,
-        attention: AttentionBackend,
+        attention: AttentionBackend | LatentBackend,
         platform: Platform,
         dtype: torch.dtype,
         stream: WeightStream,
@@ -293,6 +294,14 @@ def _rope_of(layer: LayerSpec, ropes: Sequence[RopeSpec]) -> int | None:
     return None if layer.position is None else ropes.index(layer.position)
 
 
+def attention_of(
+    spec: ArchSpec, platform: Platform, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> AttentionBackend | LatentBackend:
+    """Return the platform's attention for the model's layers, all of which have heads or all latents."""
+    make = platform.latent_attention if spec.has_latents else platform.attention
+    return make(dtype, spec.head_dim, kv_dtype)
+
+
 def build_decoder(
     spec: ArchSpec,
     context: ParallelContext,
@@ -301,7 +310,7 @@ def build_decoder(
     dtype: torch.dtype,
     platform: Platform,
     kv_dtype: torch.dtype | None = None,
-    attention: AttentionBackend | None = None,
+    attention: AttentionBackend | LatentBackend | None = None,
     load_format: LoadFormat = "safetensors",
     seed: int = 0,
     progress: bool = False,
@@ -325,7 +334,7 @@ def build_decoder(
     weights = rank_weights(spec, context.mesh, dtype.itemsize, platform.packs(dtype), form)
     held = weights.layer_bytes * len(streamed)
     stream = WeightStream(streamed, copier or platform.weight_copier(held))
-    attention = attention or platform.attention(dtype, spec.head_dim, kv_dtype, spec.has_latents)
+    attention = attention or attention_of(spec, platform, dtype, kv_dtype)
     decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization, windows)
     source: Source
     if load_format == "dummy":

@@ -16,6 +16,7 @@ from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import MakeMethod
 from tandem.workers.attention.backend import AttentionBackend
+from tandem.workers.attention.latents.backend import LatentBackend
 from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
@@ -34,11 +35,16 @@ class DeviceMemory(NamedTuple):
 class MakeAttention(Protocol):
     """Chooses the attention backend."""
 
-    def __call__(
-        self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False, /
-    ) -> AttentionBackend:
-        """head_dim: elements of a head in the cache, or has_latents: of a latent and its key. kv_dtype: the cache's
-        dtype, None for `dtype`."""
+    def __call__(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, /) -> AttentionBackend:
+        """kv_dtype: the cache's dtype, None for `dtype`."""
+        ...
+
+
+class MakeLatentAttention(Protocol):
+    """Chooses the attention backend of latents."""
+
+    def __call__(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None, /) -> LatentBackend:
+        """width: elements of a latent and its key. kv_dtype: as in MakeAttention."""
         ...
 
 
@@ -103,6 +109,7 @@ class Platform:
     packs: Callable[[torch.dtype], bool]
     linear_methods: LinearMethods
     attention: MakeAttention
+    latent_attention: MakeLatentAttention
     expert_ops: ExpertOpsOf
     fused_ops: Callable[[torch.dtype], FusedOps]
     lora_ops: Callable[[torch.dtype], LoraOps]

@@ -22,6 +22,9 @@ from tandem.parallel.groups import GLOO
 from tandem.parallel.linear_methods import MakeMethod, by_weight, can_pack, packed, plain
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
+from tandem.workers.attention.latents.backend import LatentBackend
+from tandem.workers.attention.latents.cpu_latents import CpuLatents
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.kernels.cpu.cpu_build import (
@@ -150,6 +153,7 @@ def cpu_platform(*, copies_beside: bool = True) -> Platform:
         packs=lambda dtype: can_pack(dtype) or multiplies_by_row(dtype),
         linear_methods=_linear_methods,
         attention=_attention,
+        latent_attention=_latent_attention,
         expert_ops=_expert_ops,
         fused_ops=_fused_ops,
         lora_ops=_lora_ops,
@@ -199,16 +203,22 @@ def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> Make
     return by_weight(METHODS[quantization](dtype), _dense(dtype))
 
 
-def _attention(
-    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
-) -> AttentionBackend:
+def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
     storage = dtype if kv_dtype is None else kv_dtype
-    make = CpuLatentAttention.make if has_latents else CpuDecodeAttention.make
-    kernel: CpuLatentAttention | CpuDecodeAttention | None = make(dtype, head_dim, storage)
+    kernel = CpuDecodeAttention.make(dtype, head_dim, storage)
     store, chunk_kernel = CpuKVStore.make(dtype, storage), CpuChunkAttention.make(dtype)
     if kernel is None or store is None or chunk_kernel is None:
         return TorchAttention()
     return CpuAttention(kernel, store, chunk_kernel)
+
+
+def _latent_attention(dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+    storage = dtype if kv_dtype is None else kv_dtype
+    kernel = CpuLatentAttention.make(dtype, width, storage)
+    store, chunk_kernel = CpuKVStore.make(dtype, storage), CpuChunkAttention.make(dtype)
+    if kernel is None or store is None or chunk_kernel is None:
+        return TorchLatents()
+    return CpuLatents(kernel, store, chunk_kernel)
 
 
 def _expert_ops(dtype: torch.dtype, quantization: str | None = None) -> MakeExpertOps:

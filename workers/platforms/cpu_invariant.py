@@ -19,7 +19,9 @@ from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_g
 from tandem.parallel.params import Param
 from tandem.parallel.quantization.int8 import Int8Method
 from tandem.workers.attention.backend import AttentionBackend
-from tandem.workers.attention.one_query import OneQueryAttention
+from tandem.workers.attention.cpu_paged import OneQueryAttention
+from tandem.workers.attention.latents.backend import LatentBackend
+from tandem.workers.attention.latents.cpu_latents import OneQueryLatents
 from tandem.workers.kernels.cpu.cpu_build import (
     compiler_words,
     cpu_experts_library,
@@ -56,6 +58,7 @@ def batch_invariant(platform: Platform) -> Platform:
         packs=lambda dtype: True,
         linear_methods=_linear_methods,
         attention=_attention,
+        latent_attention=_latent_attention,
         fused_ops=_fused_ops,
         expert_ops=_expert_ops,
         lora_ops=_lora_ops,
@@ -85,17 +88,26 @@ def _exact(make: MakeMethod) -> MakeMethod:
     return make_exact
 
 
-def _attention(
-    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
-) -> AttentionBackend:
+def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
     storage = dtype if kv_dtype is None else kv_dtype
-    make = CpuLatentAttention.make if has_latents else CpuDecodeAttention.make
-    kernel: CpuLatentAttention | CpuDecodeAttention | None = make(dtype, head_dim, storage)
+    kernel = CpuDecodeAttention.make(dtype, head_dim, storage)
     if kernel is None or CpuKVStore.make(dtype, storage) is None:
-        _required(cpu_library, dtype)
-        what = "latents and keys" if has_latents else "heads"
-        raise SettingsError(f"there is no attention kernel for {what} of {head_dim} elements", FLAG)
+        raise _no_kernel(dtype, f"heads of {head_dim}")
     return OneQueryAttention(kernel)
+
+
+def _latent_attention(dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+    storage = dtype if kv_dtype is None else kv_dtype
+    kernel = CpuLatentAttention.make(dtype, width, storage)
+    if kernel is None or CpuKVStore.make(dtype, storage) is None:
+        raise _no_kernel(dtype, f"latents and keys of {width}")
+    return OneQueryLatents(kernel)
+
+
+def _no_kernel(dtype: torch.dtype, what: str) -> SettingsError:
+    """Return the refusal of a cache; raises the one of a machine or a dtype without any kernel."""
+    _required(cpu_library, dtype)
+    return SettingsError(f"there is no attention kernel for {what} elements", FLAG)
 
 
 def _fused_ops(dtype: torch.dtype) -> FusedOps:

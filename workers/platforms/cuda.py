@@ -19,6 +19,8 @@ from tandem.offload.weights.weight_copiers import StreamWeightCopier
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import MakeMethod, plain
 from tandem.workers.attention.backend import AttentionBackend
+from tandem.workers.attention.latents.backend import LatentBackend
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import CaptureGraph, CudaGraphs, Replay
 from tandem.workers.graphs.graph_runner import Outputs
@@ -42,19 +44,20 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None and has_compiler and not is_old
 
 
-def _gathered(
-    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
-) -> AttentionBackend:
-    """Attention in torch operations, for heads and latents."""
+def _gathered(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+    """Attention in torch operations."""
     return TorchAttention(is_bounded=True, replays=True)
 
 
-def _attention(
-    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
-) -> AttentionBackend:
+def _latent_attention(dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+    """The same over latents, for which there is no kernel."""
+    return TorchLatents(is_bounded=True, replays=True)
+
+
+def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
     """The kernel's where it computes such heads."""
-    if has_latents or not _has_triton():
-        return _gathered(dtype, head_dim, kv_dtype, has_latents)
+    if not _has_triton():
+        return _gathered(dtype, head_dim, kv_dtype)
     from tandem.workers.attention.triton_paged import TritonAttention, takes
 
     return TritonAttention() if takes(dtype, head_dim, kv_dtype) else _gathered(dtype, head_dim, kv_dtype)
@@ -223,6 +226,7 @@ def platform_on(
         packs=lambda dtype: False,
         linear_methods=_linear_methods,
         attention=attention,
+        latent_attention=_latent_attention,
         expert_ops=partial(_expert_ops, device),
         fused_ops=_fused_ops,
         lora_ops=_lora_ops,

@@ -15,6 +15,7 @@ from tandem.offload.copies.kv_copies import CpuCopier
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import plain
 from tandem.workers.attention.cpu_paged import CpuAttention
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.kernels.cpu import cpu_build, cpu_skinny_gemm
@@ -151,6 +152,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Platform:
     made = replace(
         cpu_platform(),
         attention=lambda *_: TorchAttention(),
+        latent_attention=lambda *_: TorchLatents(),
         expert_ops=lambda *_: partial(TorchExperts, plain),
         fused_ops=lambda _: TorchFusedOps(),
         lora_ops=lambda _: TorchLora(),
