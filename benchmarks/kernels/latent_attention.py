@@ -6,8 +6,8 @@ DeepSeek's widths (latents of 512, keys of 64 that rotate, heads of 128) with th
 one thread, bf16, CPU seconds of that thread, as in cpu_attention.py. Products that absorb and release are included. The
 roofline is the larger of two times: a plain read of the latents that are seen and of the heads' matrix, and a matmul,
 in bf16 or float32, whichever is faster, of as many multiplications and additions as the way that is taken needs
-(attention/latents/chunks.py). Torch operations, which served decodes before there was a kernel and serve them where
-there is no compiler, are called in turn.
+(attention/latents/latent_chunks.py). Torch operations, which served decodes before there was a kernel and serve them
+where there is no compiler, are called in turn.
 """
 
 import argparse
@@ -31,10 +31,10 @@ from benchmarks.kernels.cpu_attention import (
 from benchmarks.machine import OtherCpu
 from benchmarks.record import RESULTS, write_record
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.backend import LatentBackend
-from tandem.workers.attention.latents.chunks import absorbs
 from tandem.workers.attention.latents.cpu_latents import CpuLatents
-from tandem.workers.attention.latents.heads import DenseHeads
+from tandem.workers.attention.latents.latent_backend import LatentBackend
+from tandem.workers.attention.latents.latent_chunks import absorbs
+from tandem.workers.attention.latents.latent_heads import DenseHeads
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.kv_store import LayerKV

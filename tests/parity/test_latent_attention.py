@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tandem.workers.attention.chunks import Gatherer, SdpaChunks
-from tandem.workers.attention.latents import chunks as latent_chunks
-from tandem.workers.attention.latents.chunks import LatentChunks, absorbs
+from tandem.workers.attention.latents import latent_chunks
+from tandem.workers.attention.latents.latent_chunks import LatentChunks, absorbs
 from tandem.workers.attention.latents.torch_latents import PaddedLatents, TorchLatents
 from tandem.workers.attention.padded_decode import PaddedRows, padded_blocks
 from tandem.workers.attention.row_layout import Chunk

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.backend import LatentBackend
 from tandem.workers.attention.latents.cpu_latents import OneQueryLatents
-from tandem.workers.attention.latents.heads import DenseHeads
+from tandem.workers.attention.latents.latent_backend import LatentBackend
+from tandem.workers.attention.latents.latent_heads import DenseHeads
+from tandem.workers.kernels.cpu.attention import cpu_latent_attention
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import PARTITION_TOKENS
+from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_build import obstacle
-from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS
 from tandem.workers.kernels.kv_store import LayerKV, encode
-from tandem.workers.kernels.latents import cpu_latent_attention
-from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.models.spec.arch import AttentionParams, Mla
 from tandem.workers.platforms.cpu import cpu_platform
 from tests.support.attention_check import random_batch

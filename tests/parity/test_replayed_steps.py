@@ -18,8 +18,8 @@ from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
 from tandem.offload.weights.weight_stream import Copier, WeightCopyError
 from tandem.parallel.context import ParallelContext
 from tandem.workers.graphs.cpu_graphs import MAX_CAPTURES, RUNS_BEFORE_CAPTURE
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import PARTITION_TOKENS
 from tandem.workers.kernels.cpu.cpu_build import cpu_library
-from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.lora.device.rank_adapters import open_adapters
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder

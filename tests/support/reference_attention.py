@@ -10,7 +10,7 @@ import torch
 
 from tandem.workers.attention.backend import AttentionStep, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.backend import LatentHeads
+from tandem.workers.attention.latents.latent_backend import LatentHeads
 from tandem.workers.attention.softmax import Positions, attend
 from tandem.workers.kernels.kv_store import LayerKV, decode
 from tandem.workers.models.spec.arch import AttentionParams

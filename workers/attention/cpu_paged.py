@@ -20,8 +20,8 @@ from tandem.workers.attention.chunks import ChunkAttention, Gatherer
 from tandem.workers.attention.cpu_rows import MOST_PARTS, QueryRows, decode_key
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.row_layout import RowLayouts
-from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
-from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
+from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 

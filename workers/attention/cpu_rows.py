@@ -10,7 +10,7 @@ import numpy as np
 
 from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.kernels.cpu.cpu_decode_attention import (
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import (
     PARTITION_TOKENS,
     CpuDecodeAttention,
     DecodeTable,
@@ -18,7 +18,7 @@ from tandem.workers.kernels.cpu.cpu_decode_attention import (
     Ints,
     Queries,
 )
-from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
+from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 
 MOST_PARTS = 1024
 """Parts of contexts whose sums are held at a time: some 17 MB with 32 heads of 128 elements."""

@@ -28,7 +28,7 @@ from tandem.parallel.mesh import layer_range
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.backend import LatentBackend
+from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.arrangements import make_layer
 from tandem.workers.models.layers.entry import Entry

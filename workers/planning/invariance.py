@@ -19,8 +19,8 @@ LANES = 16
 INPUTS = 4
 """QUAD of kernels/cpu/cpu_int8_gemm.py, which loads torch."""
 MOST_HEAD_DIM, MOST_LATENT = 256, 1024
-"""MAX_HEAD_DIM of kernels/cpu/cpu_decode_attention.py and MAX_WIDTH of kernels/latents/cpu_latent_attention.py, which
-load torch."""
+"""MAX_HEAD_DIM of cpu_decode_attention.py and MAX_WIDTH of cpu_latent_attention.py in kernels/cpu/attention/, which load
+torch."""
 
 
 def check_batch_invariant(settings: EngineSettings, spec: ArchSpec, device: str) -> None:

@@ -16,7 +16,7 @@ from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import MakeMethod
 from tandem.workers.attention.backend import AttentionBackend
-from tandem.workers.attention.latents.backend import LatentBackend
+from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps

@@ -22,11 +22,14 @@ from tandem.parallel.groups import GLOO
 from tandem.parallel.linear_methods import MakeMethod, by_weight, can_pack, packed, plain
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
-from tandem.workers.attention.latents.backend import LatentBackend
 from tandem.workers.attention.latents.cpu_latents import CpuLatents
+from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphs
+from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
+from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_build import (
     compiler_words,
     cpu_invariant_library,
@@ -35,8 +38,6 @@ from tandem.workers.kernels.cpu.cpu_build import (
     cpu_sampling_library,
     obstacle,
 )
-from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
-from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
@@ -47,7 +48,6 @@ from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import row_methods
-from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.planning.budget import available_cores

@@ -20,8 +20,10 @@ from tandem.parallel.params import Param
 from tandem.parallel.quantization.int8 import Int8Method
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import OneQueryAttention
-from tandem.workers.attention.latents.backend import LatentBackend
 from tandem.workers.attention.latents.cpu_latents import OneQueryLatents
+from tandem.workers.attention.latents.latent_backend import LatentBackend
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
+from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_build import (
     compiler_words,
     cpu_experts_library,
@@ -30,7 +32,6 @@ from tandem.workers.kernels.cpu.cpu_build import (
     cpu_lora_library,
     obstacle,
 )
-from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
@@ -41,7 +42,6 @@ from tandem.workers.kernels.expert_ops import MakeExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.invariant.each_token import EachToken
 from tandem.workers.kernels.invariant.row_gemm import row_methods
-from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import METHODS

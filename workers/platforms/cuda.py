@@ -19,7 +19,7 @@ from tandem.offload.weights.weight_copiers import StreamWeightCopier
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import MakeMethod, plain
 from tandem.workers.attention.backend import AttentionBackend
-from tandem.workers.attention.latents.backend import LatentBackend
+from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import CaptureGraph, CudaGraphs, Replay

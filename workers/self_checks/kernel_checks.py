@@ -18,7 +18,7 @@ from tandem.parallel.params import Param, Source
 from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
 from tandem.parallel.quantization.weight_formats import FORMATS
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.heads import DenseHeads
+from tandem.workers.attention.latents.latent_heads import DenseHeads
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu import cpu_build

@@ -19,6 +19,7 @@ from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.kernels.cpu import cpu_build, cpu_skinny_gemm
+from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_experts import CpuExperts, DenseExperts, Int8Experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import CpuInt8Method
@@ -28,7 +29,6 @@ from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import RowMethod
-from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.platforms import platform_choices

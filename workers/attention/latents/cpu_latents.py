@@ -1,5 +1,5 @@
-"""Attention over latents on CPU: a compiled kernel that absorbs and reads the cache in place; chunks as chunks.py has
-them.
+"""Attention over latents on CPU: a compiled kernel that absorbs and reads the cache in place; latent_chunks.py has the
+chunks.
 
 CpuLatents is chosen by workers/platforms/cpu.py where the kernels can be compiled; torch_latents.py is the twin.
 OneQueryLatents, of --batch-invariant, absorbs every token, in prompts too (cpu_paged.py). Shapes as in backend.py.
@@ -13,12 +13,12 @@ from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.chunks import Gatherer
 from tandem.workers.attention.cpu_rows import MOST_PARTS, QueryRows, decode_key
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.backend import LatentHeads, LatentStep, ReplayableLatentStep
-from tandem.workers.attention.latents.chunks import LatentChunks
+from tandem.workers.attention.latents.latent_backend import LatentHeads, LatentStep, ReplayableLatentStep
+from tandem.workers.attention.latents.latent_chunks import LatentChunks
 from tandem.workers.attention.row_layout import RowLayouts
-from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
+from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
+from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
-from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.models.spec.arch import AttentionParams
 
 

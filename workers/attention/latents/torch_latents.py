@@ -1,5 +1,5 @@
 """Attention over latents by torch's operations, on any device: decodes absorbed, in groups of similar length or padded
-for a graph; chunks as chunks.py has them.
+for a graph; latent_chunks.py has the chunks.
 
 The twin of cpu_latents.py, and the backend of GPUs. Shapes as in backend.py; R rows of a group, J their positions.
 """
@@ -11,8 +11,8 @@ import torch
 from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.chunks import Gatherer, SdpaChunks
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.backend import LatentHeads, LatentStep, ReplayableLatentStep
-from tandem.workers.attention.latents.chunks import LatentChunks
+from tandem.workers.attention.latents.latent_backend import LatentHeads, LatentStep, ReplayableLatentStep
+from tandem.workers.attention.latents.latent_chunks import LatentChunks
 from tandem.workers.attention.padded_decode import PaddedRows, padded_blocks, padded_width
 from tandem.workers.attention.softmax import attend
 from tandem.workers.attention.torch_sdpa import DecodeGroups

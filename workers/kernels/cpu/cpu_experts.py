@@ -35,8 +35,8 @@ from tandem.workers.kernels.cpu.cpu_int8_gemm import (
     grouped_int8_kernel,
     padded_bytes,
 )
+from tandem.workers.kernels.cpu.weight_blocks import in_blocks
 from tandem.workers.kernels.expert_ops import MakeExpertOps, RouterWeights, TorchExperts
-from tandem.workers.kernels.weight_blocks import in_blocks
 from tandem.workers.models.spec.arch import ClampedSwiglu, Moe, Scoring
 
 LANES = 16

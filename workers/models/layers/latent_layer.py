@@ -14,7 +14,7 @@ from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear
 from tandem.parallel.linear_methods import DenseMethod, MakeMethod
-from tandem.workers.attention.latents.heads import DenseHeads
+from tandem.workers.attention.latents.latent_heads import DenseHeads
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.layer_inputs import LayerInputs

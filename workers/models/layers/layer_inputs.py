@@ -8,7 +8,7 @@ import torch
 
 from tandem.workers.attention.backend import AttentionBackend, AttentionStep, KVTensors, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.backend import LatentBackend, LatentStep, ReplayableLatentStep
+from tandem.workers.attention.latents.latent_backend import LatentBackend, LatentStep, ReplayableLatentStep
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.positions import Angles
 
