@@ -17,7 +17,7 @@ TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t
 .PHONY: install dev serve check check-kernels format test parity gpu chaos fuzz mutate bench bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-batching bench-multiturn bench-weight-stream \
-  bench-lora bench-moe bench-gpu performance model-table docs clean help
+  bench-lora bench-moe bench-gpu performance model-table docs release clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -150,6 +150,9 @@ model-table: $(DEV) ## docs/models.md from the registry of model families
 
 docs: $(DOCS) ## the documentation as a site in out/site; broken links and anchors are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+release: $(DEV) ## tag VERSION and build its archives into dist/; DRY_RUN=1 makes no tag; nothing is pushed
+	$(if $(VERSION),,$(error VERSION is missing: make release VERSION=x.y.z))$(BIN)/python -m tools.release $(VERSION) $(if $(DRY_RUN),--dry-run)
 
 clean: ## remove what was built here (not the virtual environment)
 	rm -rf out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

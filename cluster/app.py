@@ -20,7 +20,7 @@ from tandem.cluster.deploy.placement import group_demand, group_options, max_gro
 from tandem.cluster.deploy.preflight import check_memory, with_device
 from tandem.cluster.deploy.ray_tokens import check_token
 from tandem.cluster.deploy.resolved_settings import resolve_settings
-from tandem.cluster.gateway.gateway_replica import Gateway
+from tandem.cluster.gateway.app.gateway_replica import Gateway
 from tandem.cluster.gateway.http.draining import LEAVING_S
 from tandem.cluster.group.coordinator import Coordinator
 from tandem.cluster.wire.serve_proxy import check_open, proxy_host

@@ -17,6 +17,7 @@ import yaml
 from tandem.configs.errors import SettingsError
 from tandem.configs.lora_modules import module_text, served_names
 from tandem.configs.options import OPTIONS, NotSizeError, Option, not_needed, option_named, parse_size
+from tandem.configs.platform_facts import DEVICE_FLAGS, PLATFORM_FACTS
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.configs.secrets import HIDDEN, check_keys, without_password
 from tandem.configs.speculative_config import draft_settings
@@ -98,14 +99,7 @@ def build_settings(
     _check_together(settings)
     given = {name.replace("-", "_") for name, value in values.items() if value is not None}
     _refuse_unused(settings, given)
-    if settings.engine.device.device == "cpu" and "gpu_memory_utilization" in given:
-        raise no_gpu_share()
     return settings
-
-
-def no_gpu_share() -> SettingsError:
-    """The error for --gpu-memory-utilization on CPU."""
-    return SettingsError("has no meaning on CPU; use --kv-cache-memory-bytes", "--gpu-memory-utilization")
 
 
 def read_config_file(path: str) -> dict[str, Any]:
@@ -356,11 +350,15 @@ def _refuse_unused(settings: ServiceSettings, given: Collection[str]) -> None:
             engine.model.load_format != "dummy",
             "leave it out: it seeds dummy weights only; requests have a `seed` of their own",
         ),
-        (("cpu_threads",), engine.device.device == "cuda", "is for ranks on CPU"),
     ):
         for name in names:
             if is_unused and name in given:
                 raise SettingsError(why, f"--{name.replace('_', '-')}")
+    if engine.device.device is not None:
+        facts = PLATFORM_FACTS[engine.device.device]
+        for flag in DEVICE_FLAGS:
+            if flag in facts.refused and flag.removeprefix("--").replace("-", "_") in given:
+                raise facts.refusal(flag)
 
 
 def _check_doors(gateway: GatewaySettings) -> None:

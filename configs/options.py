@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from tandem.configs.platform_facts import computed_as_words, invariant_words, only_on
 from tandem.configs.schema import (
     Auth,
     BatchingPolicyName,
@@ -105,14 +106,16 @@ OPTIONS: tuple[Option, ...] = (
            "Folder or hub id of the tokenizer. Default: the model's."),
     Option("revision", "engine.model.revision", str, MODEL, "Branch, tag or commit of a hub model."),
     Option("dtype", "engine.model.dtype", DType, MODEL,
-           "Data type of weights and activations. auto: the checkpoint's; on CPU, bfloat16 for a float16 checkpoint."),
+           f"Data type of weights and activations. auto: the checkpoint's; {computed_as_words()}."),
     Option("quantization", "engine.model.quantization", Quantization, MODEL,
            "Hold the weights of linear layers and of the head as int8, made at load: half the bytes of bfloat16. int8: "
-           "weights are rounded. w8a8: their inputs too, token by token, which is faster in large steps. CPU only. "
+           "weights are rounded. w8a8: their inputs too, token by token, which is faster in large steps. "
+           f"{only_on('--quantization')}. "
            "Default: neither.", aliases=("-q",)),
     Option("batch_invariant", "engine.model.batch_invariant", bool, MODEL,
            "Compute every token alike, whatever is computed beside it: logits depend on no batch mates, chunks, "
-           "prefix hits or preemptions, to the last bit. Slower. CPU, bfloat16 and float32 only."),
+           "prefix hits or preemptions, to the last bit. Slower. "
+           f"{invariant_words()} only."),
     Option("max_model_len", "engine.model.max_model_len", int, MODEL,
            "Context length: prompt and output in tokens. Default: the model's.", at_least(1), "at least 1", size=True),
     Option("load_format", "engine.model.load_format", Literal["safetensors", "dummy"], MODEL,
@@ -146,7 +149,8 @@ OPTIONS: tuple[Option, ...] = (
            "Data type of the KV cache. auto: the model's. int8 and fp8_e4m3 (or fp8) have a scale per token and head, "
            "and take about half the bytes of bfloat16."),
     Option("gpu_memory_utilization", "engine.cache.gpu_memory_utilization", float, CACHE,
-           "Fraction of each GPU's memory for weights, activations and KV cache (GPU only).",
+           "Fraction of each GPU's memory for weights, activations and KV cache "
+           f"({only_on('--gpu-memory-utilization')}).",
            lambda v: 0 < v <= 1, "above 0 and at most 1"),
     Option("kv_cache_memory_bytes", "engine.cache.kv_cache_memory_bytes", int, CACHE,
            "Bytes of KV cache on each rank, e.g. 2G. Default: sized from free memory.",

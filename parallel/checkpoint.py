@@ -54,7 +54,7 @@ class ParameterSlot:
 
 
 class Share(NamedTuple):
-    """What a rank holds of a parameter: indices [start, start + length) along `dim`."""
+    """A rank's part of a parameter: indices [start, start + length) along `dim`."""
 
     param: Param
     dim: int

@@ -91,7 +91,7 @@ class VocabParallelHead:
 
     @property
     def reads_stored(self) -> bool:
-        """Whether accept() takes the table in the checkpoint's dtype."""
+        """True if accept() takes the table in the checkpoint's dtype."""
         return self._method.reads_stored
 
     def _accept_bias(self, bias_V: torch.Tensor) -> None:

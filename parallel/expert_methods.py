@@ -92,7 +92,7 @@ class ExpertForm(Protocol):
     nbytes: int
 
     def slots(self, weights: Sequence[Param], bias: Bias) -> Iterator[ParameterSlot]:
-        """As LinearMethod.slots. What it holds has gone through the place that it was made with."""
+        """Yield slots as LinearMethod.slots() does. What it holds has gone through the place that it was made with."""
         ...
 
 

@@ -154,16 +154,6 @@ def packed(skinny_gemm: SkinnyGemm | None) -> MakeMethod:
     return make
 
 
-def by_weight(quantized: MakeMethod, dense: MakeMethod) -> MakeMethod:
-    """Returns the MakeMethod of weights that take the model's format, and of those that stay dense."""
-
-    def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
-        chosen = quantized if all(weight.takes_format for weight in weights) else dense
-        return chosen(weights, context, place=place)
-
-    return make
-
-
 def can_pack(dtype: torch.dtype) -> bool:
     """Returns whether this build and CPU pack matrices of that dtype."""
     if not torch.backends.mkldnn.is_available():

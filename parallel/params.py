@@ -35,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How the ranks of an axis share a parameter, along `dim`; axis None: each holds all of it.
+    """The way in which the ranks of an axis share a parameter, along `dim`; axis None: each holds all of it.
 
     unit: indices that stay together, such as those of a head. replicate: with more ranks than units, several ranks hold
     one unit. pads: the size is rounded up to a multiple of the ranks, by zeros. Otherwise the ranks divide the units.
@@ -70,7 +70,7 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a parameter stands in a checkpoint. names: of the stored tensor, any of which it may have. rows: of the
+    """A parameter's place in a checkpoint. names: of the stored tensor, any of which it may have. rows: of the
     stored tensor, None: as many as the parameter has.
 
     Row r of the parameter is row `start + (r // run) * stride + r % run` of the stored tensor; run None: rows follow
@@ -153,7 +153,7 @@ class Param:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is the weight of a linear layer."""
+        """True if it is the weight of a linear layer."""
         return self.merge is not None and len(self.shape) == 2
 
     @property

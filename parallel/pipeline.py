@@ -43,7 +43,7 @@ class StageLink:
         self._send(message)
 
     def send_failure(self, num_tokens: int) -> None:
-        """As send(), of a stage that has failed: zeros in place of hidden states."""
+        """Send for a stage that has failed: zeros in place of hidden states."""
         message = self._message(num_tokens).zero_()
         message[-1:] = 1
         self._send(message)

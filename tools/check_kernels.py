@@ -25,7 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.house import TOPS
+from tools.sources import TOPS
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS: Mapping[int, int] = {80: 163, 90: 227, 100: 227}

@@ -1,21 +1,17 @@
-"""Prints the shape of the product: files and lines per folder, functions' lengths, and imports against the stated
-order.
+"""The rooms of the product: which way imports go between them, circles, and how large each one may be.
 
-    python -m tools.house [CHECKOUT]
-
-The orders are those of docs/architecture.md; tests/architecture/test_rooms.py holds them. Counts are of Python files
-that git tracks, `__init__.py` left out of the files.
+The orders are those of docs/architecture.md; tests/architecture/test_rooms.py holds them and the budgets of house.toml.
+`python -m tools.shape` prints all of it.
 """
 
 import ast
-import subprocess
-import sys
+import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-TOPS = ("configs", "parallel", "offload", "workers", "cluster")
+from tools.sources import Source, folder, module_of, sources
 
 ORDERS: dict[str, tuple[str, ...]] = {
     "cluster": (
@@ -29,7 +25,15 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "service",
         "cli",
     ),
-    "cluster/gateway": ("http", "generation", "services", "openai", "chat", "responses anthropic", "routes", "*"),
+    "cluster/gateway": (
+        "http",
+        "schemas generation",
+        "services",
+        "serving",
+        "conversation",
+        "openai anthropic responses admin",
+        "app",
+    ),
     "workers": (
         "messages",
         "text",
@@ -62,26 +66,23 @@ class Import(NamedTuple):
     target: str
 
 
-def source_files(root: Path) -> list[str]:
-    """Tracked Python files of the product, as paths below `root`."""
-    listed = subprocess.run(["git", "ls-files", *TOPS], cwd=root, capture_output=True, text=True, check=True).stdout
-    return sorted(name for name in listed.splitlines() if name.endswith(".py") and (root / name).exists())
+class Size(NamedTuple):
+    """What a room may hold at most, or holds."""
 
-
-def module_of(file: str) -> str:
-    return file.removesuffix(".py").removesuffix("/__init__")
+    lines: int
+    classes: int
 
 
 def own_imports(root: Path) -> list[Import]:
     """Every import between our modules, those inside functions too, those for type checkers left out."""
-    files = source_files(root)
-    known = {module_of(file) for file in files}
+    files = sources(root)
+    known = {module_of(file.name) for file in files}
     found: set[Import] = set()
     for file in files:
-        for dotted in _imported(ast.parse((root / file).read_text())):
+        for dotted in _imported(file.tree):
             target = _longest_known(dotted.removeprefix("tandem.").split("."), known)
-            if target is not None and target != module_of(file):
-                found.add(Import(module_of(file), target))
+            if target is not None and target != module_of(file.name):
+                found.add(Import(module_of(file.name), target))
     return sorted(found)
 
 
@@ -130,65 +131,70 @@ def against_the_order(imports: list[Import], scope: str) -> list[Import]:
     return wrong
 
 
-def folder(module: str) -> str:
-    return module.rsplit("/", 1)[0]
-
-
-def circles(imports: list[Import]) -> list[tuple[str, str]]:
+def circles(imports: Iterable[Import]) -> list[tuple[str, str]]:
     """Pairs of folders that import each other; a folder and one below it count as one."""
     edges = {(folder(a), folder(b)) for a, b in imports}
     related = {(a, b) for a, b in edges if a.startswith(b + "/") or b.startswith(a + "/")}
     return sorted((a, b) for a, b in edges - related if a < b and (b, a) in edges)
 
 
-def function_lengths(root: Path) -> list[int]:
-    """Lines of every function of the product, sorted."""
-    lengths = []
-    for file in source_files(root):
-        for node in ast.walk(ast.parse((root / file).read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
-    return sorted(lengths)
+def leaf_circles(imports: Iterable[Import]) -> list[tuple[str, ...]]:
+    """Folders from each of which imports lead to all others and back, sorted; a folder and one below it are two."""
+    edges: dict[str, set[str]] = defaultdict(set)
+    for source, target in imports:
+        edges[folder(source)].add(folder(target))
+    reached = {where: _reached(where, edges) for where in list(edges)}
+    groups = {tuple(sorted(b for b in reached[a] if a in reached.get(b, ()))) for a in reached}
+    return sorted(group for group in groups if len(group) > 1)
 
 
-def print_folders(root: Path) -> None:
-    files, lines = Counter[str](), Counter[str]()
-    for file in source_files(root):
-        where = folder(file)
-        lines[where] += (root / file).read_text().count("\n")
-        files[where] += not file.endswith("__init__.py")
-    print(f"{'folder':<34}{'files':>6}{'lines':>8}")
-    for where in sorted(lines):
-        print(f"{where:<34}{files[where]:>6}{lines[where]:>8}")
-    for top in TOPS:
-        inside = [where for where in lines if where == top or where.startswith(top + "/")]
-        print(f"{top + ', all':<34}{sum(files[w] for w in inside):>6}{sum(lines[w] for w in inside):>8}")
-    print(f"{'product':<34}{sum(files.values()):>6}{sum(lines.values()):>8}")
-    print(f"loose modules in one folder: {max(files.values())} at most")
+def _reached(start: str, edges: dict[str, set[str]]) -> set[str]:
+    """Return where one gets from `start` along at least one edge."""
+    found: set[str] = set()
+    ahead = [start]
+    while ahead:
+        new = edges.get(ahead.pop(), set()) - found
+        found |= new
+        ahead += new
+    return found
 
 
-def main() -> None:
-    """Prints all of it."""
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
-    print_folders(root)
-    lengths = function_lengths(root)
-    at = [lengths[int(len(lengths) * share)] for share in (0.5, 0.95)]
-    print(f"functions: {len(lengths)}; lines p50 {at[0]}, p95 {at[1]}, max {lengths[-1]}")
-    imports = own_imports(root)
-    found = circles(imports)
-    print(f"pairs of folders that import each other: {len(found)}")
-    for a, b in found:
-        print(f"  {a} <-> {b}")
-    names = defaultdict(list)
-    for file in source_files(root):
-        if not file.endswith("__init__.py"):
-            names[module_of(file).rsplit("/", 1)[1]].append(module_of(file))
-    print("module names that stand twice:", sorted(modules for modules in names.values() if len(modules) > 1))
-    for scope in ORDERS:
-        if (root / scope).is_dir():
-            for one in against_the_order(imports, scope):
-                print(f"against the order of {scope}: {one.source} -> {one.target}")
+# ---- budgets ----
+
+BUDGETS = Path(__file__).with_name("house.toml")
 
 
-if __name__ == "__main__":
-    main()
+def budget_room(file: str) -> str:
+    """The row of house.toml that a file counts to: its room in the innermost order, else its top folder."""
+    path = file.removesuffix(".py")
+    scopes = [scope for scope in ORDERS if path.startswith(scope + "/")]
+    if not scopes:
+        return path.split("/")[0]
+    scope = max(scopes, key=len)
+    return f"{scope}/{room(path, scope)}"
+
+
+def sizes(files: Iterable[Source]) -> dict[str, Size]:
+    """Lines and classes of each room."""
+    lines, classes = Counter[str](), Counter[str]()
+    for file in files:
+        where = budget_room(file.name)
+        lines[where] += file.text.count("\n")
+        classes[where] += sum(isinstance(node, ast.ClassDef) for node in file.nodes)
+    return {where: Size(lines[where], classes[where]) for where in sorted(lines)}
+
+
+def budgets() -> dict[str, Size]:
+    return {where: Size(*row) for where, row in tomllib.loads(BUDGETS.read_text()).items()}
+
+
+def over_budget(held: dict[str, Size], allowed: dict[str, Size]) -> list[str]:
+    """One line for each room that is larger than its row, has no row, or is gone."""
+    wrong = [f"{where}: no such room any more" for where in allowed.keys() - held.keys()]
+    for where, (lines, classes) in held.items():
+        most = allowed.get(where)
+        if most is None:
+            wrong.append(f"{where}: no row; it has {lines} lines and {classes} classes")
+        elif lines > most.lines or classes > most.classes:
+            wrong.append(f"{where}: {lines} lines of {most.lines}, {classes} classes of {most.classes}")
+    return sorted(wrong)

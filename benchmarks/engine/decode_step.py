@@ -32,7 +32,7 @@ from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def build(
 ) -> tuple[ArchSpec, Decoder, Switch]:
     """A random decoder of a known shape, whose `streamed` layers are in host memory and moved by `copier`. platform:
     None: the usual one on CPU."""
-    platform = platform or cpu_platform()
+    platform = platform or CpuPlatform()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         spec = load_spec(folder)
@@ -115,7 +115,7 @@ def make_batch(query_len: int, seq_lens: list[int]) -> ForwardBatch:
 
 def make_kv(spec: ArchSpec, num_blocks: int, dtype: torch.dtype) -> KVCache:
     """A cache with small numbers in every page; pages that were never written would all share one page of memory."""
-    kv = KVCache.allocate(kv_layouts(spec, Mesh()), num_blocks, BLOCK_SIZE, dtype, cpu_platform())
+    kv = KVCache.allocate(kv_layouts(spec, Mesh()), num_blocks, BLOCK_SIZE, dtype, CpuPlatform())
     for plane in kv.planes:
         plane.view(torch.uint8).fill_(60)  # bf16 0.0115, fp8 1.5, float32 scale 0.0115
     return kv

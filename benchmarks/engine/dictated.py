@@ -23,7 +23,8 @@ from tandem.workers.sampling.processors.logits_processor import SampledRows
 from tandem.workers.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("docs/serving.md", "docs/multi-tenancy.md", "docs/operations.md", "docs/architecture.md")
+GUIDES = ("multi-tenancy.md", "operations.md", "architecture.md")
+PAGES = [*sorted((ROOT / "docs" / "serving").glob("*.md")), *(ROOT / "docs" / name for name in GUIDES)]
 PASSAGE_WORDS = 120
 CHANGED = 0.05
 """The share of words that an edit changes."""
@@ -65,7 +66,7 @@ def passages(count: int) -> list[list[str]]:
     """Passages of some PASSAGE_WORDS words, as sentences, of the pages' paragraphs."""
     found: list[list[str]] = []
     for page in PAGES:
-        for paragraph in (ROOT / page).read_text().split("\n\n"):
+        for paragraph in page.read_text().split("\n\n"):
             sentences = re.findall(r"[A-Z][^.!?|#]*[.!?]", " ".join(paragraph.split()))
             if sum(len(sentence.split()) for sentence in sentences) >= PASSAGE_WORDS // 2:
                 found.append(sentences)

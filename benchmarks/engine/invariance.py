@@ -18,15 +18,15 @@ from benchmarks.engine.decode_step import build, make_batch, make_kv, measure, s
 from benchmarks.machine import OtherCpu
 from benchmarks.models import SHAPES
 from benchmarks.record import RESULTS, write_record
-from tandem.workers.platforms.cpu import cpu_platform
-from tandem.workers.platforms.cpu_invariant import batch_invariant
+from tandem.workers.platforms.cpu import CpuPlatform
+from tandem.workers.platforms.cpu_invariant import InvariantCpuPlatform
 
 MODES = ("usual", "invariant")
 
 
 def measure_dtype(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
     """Times both modes in one dtype; prints and returns the figures by case."""
-    platforms = (cpu_platform(), batch_invariant(cpu_platform()))
+    platforms = (CpuPlatform(), InvariantCpuPlatform())
     made = [build(options.model, dtype, [dtype], platform=platform) for platform in platforms]
     spec = made[0][0]
     cases = [(f"decode of {rows}", make_batch(1, [options.context] * rows)) for rows in options.batch]

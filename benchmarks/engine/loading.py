@@ -30,7 +30,7 @@ from tandem.parallel.stored.read_ahead import Bounds
 from tandem.workers.models.decoder import Decoder, attention_of
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.planning.stored_model import open_checkpoint
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 
 BUFFER_BYTES = 16 * 2**20
 BF16 = torch.bfloat16
@@ -61,7 +61,7 @@ def drop_pages(file: Path) -> None:
 
 def load_once(folder: Path, bounds: Bounds) -> None:
     """Loads a decoder as a rank alone does, and drops it."""
-    spec, platform = load_spec(folder), cpu_platform()
+    spec, platform = load_spec(folder), CpuPlatform()
     attention, stream = (
         attention_of(spec, platform, BF16),
         WeightStream((), platform.weight_copier(0)),

@@ -13,17 +13,16 @@ batch (benchmarks.engine.decode_step). The roofline is the bytes of the logits, 
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from benchmarks.machine import OtherCpu
 from benchmarks.record import RESULTS, write_record
-from tandem.workers.kernels.sampling_ops import TorchSampling
+from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.messages.step import RowInit, RowSampling, StepPlan
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.sampling.sampler import sample
 
@@ -76,9 +75,14 @@ class Case:
         table.fill(self._rows, sampled.token_ids)
 
 
+class _InTorch(CpuPlatform):
+    def sampling_ops(self) -> SamplingOps:
+        return TorchSampling()
+
+
 def cases_of(options: argparse.Namespace, rows: int) -> list[Case]:
     """Greedy, all fields, all but one, one alone; with --torch also all fields by the twin."""
-    platform = cpu_platform()
+    platform = CpuPlatform()
 
     def case(name: str, fields: list[str], where: Platform = platform) -> Case:
         merged = {key: value for field in fields for key, value in FIELDS[field].items()}
@@ -89,7 +93,7 @@ def cases_of(options: argparse.Namespace, rows: int) -> list[Case]:
     found += [case(f"all but {field}", [f for f in among if f != field]) for field in among]
     found += [case(field, ["temperature", field] if field in TRUNCATION else [field]) for field in FIELDS]
     if options.torch:
-        twin = replace(platform, sampling_ops=lambda: TorchSampling())
+        twin = _InTorch()
         found += [case("greedy, torch twin", [], twin), case("all, torch twin", among, twin)]
     return found
 

@@ -30,7 +30,7 @@ from benchmarks.machine import OtherCpu
 from benchmarks.models import SHAPES, write_tokenizer
 from benchmarks.record import RESULTS, write_record
 from tandem.workers.messages.step import RowInit, RowSampling, StepPlan
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.sampling.sampler import sample
 from tandem.workers.structured.grammar_store import GrammarRefused, GrammarStore
@@ -168,7 +168,7 @@ class Rows:
         """One token for each row."""
         table = self.table
         positions = table.num_known[self._rows].copy()
-        drawn = sample(logits, self._rows, positions, table.sampling, table.history, cpu_platform())
+        drawn = sample(logits, self._rows, positions, table.sampling, table.history, CpuPlatform())
         sampled = drawn.collect()
         assert not any(sampled.failed) and not table.sampling.grammars.errors
         table.reserve(self._rows)

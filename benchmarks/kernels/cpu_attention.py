@@ -31,7 +31,7 @@ from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 
 BLOCK, WIDTH, GROUP = 16, 1024, 2
 """Tokens of a block; elements of a token's keys; query heads of a KV head."""
@@ -177,7 +177,7 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """Yields a figure for each kind of score; of_plain: over the time of the first. twin: torch operations' too."""
     kv = memory.layer(case)
-    steps, ours = batches(case, len(kv.keys)), cpu_platform().attention(torch.bfloat16, case.head_dim)
+    steps, ours = batches(case, len(kv.keys)), CpuPlatform().attention(torch.bfloat16, case.head_dim)
     assert isinstance(ours, CpuAttention), "there is no C compiler"
     ways: dict[str, Callable[[int], object]] = {}
     for name, each in params.items():
@@ -186,7 +186,7 @@ def measured(
             ways[f"twin {name}"] = attending(TorchAttention(), steps, case, kv, each)
     standard = replace(case, head_dim=128, group=GROUP)
     kv = memory.layer(standard)
-    backend = cpu_platform().attention(torch.bfloat16, standard.head_dim)
+    backend = CpuPlatform().attention(torch.bfloat16, standard.head_dim)
     ways["standard"] = attending(
         backend, batches(standard, len(kv.keys)), standard, kv, AttentionParams(standard.head_dim**-0.5)
     )

@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ from tandem.parallel.linear_methods import MakeMethod, PackedMethod
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import MAX_ROWS, skinny_gemm
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import cpu_platform, multiplies_by_row
+from tandem.workers.platforms.cpu import CpuPlatform, multiplies_by_row
 
 
 def matrix_sizes(spec: ArchSpec) -> list[tuple[int, int]]:
@@ -96,7 +97,7 @@ def main() -> None:
         sizes = matrix_sizes(load_spec(folder))
     name = "row GEMM" if by_row else "skinny GEMM"
     print(f"{options.model} bf16, {name}, {options.threads} threads, {len(sizes)} products a pass")
-    measure(sizes, cpu_platform().linear_methods(torch.bfloat16), options.rows, options.repeats)
+    measure(sizes, partial(CpuPlatform().linear, dtype=torch.bfloat16), options.rows, options.repeats)
 
 
 if __name__ == "__main__":

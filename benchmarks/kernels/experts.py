@@ -42,7 +42,7 @@ from tandem.workers.models.spec.arch import Moe
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.parameters import LayerParams
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 
 ALONE = ParallelContext.single()
 QWEN3_MOE = {
@@ -68,8 +68,11 @@ class Loop:
     """The layer as it was before grouped products: a torch operation at a time, a linear layer per expert."""
 
     def __init__(self, spec: Moe, params: LayerParams, dtype: torch.dtype, form: str | None) -> None:
-        platform = cpu_platform()
-        make, self._middle = platform.linear_methods(dtype, form), gating(spec.activation, platform.fused_ops(dtype))
+        platform = CpuPlatform()
+        make, self._middle = (
+            partial(platform.linear, dtype=dtype, quantization=form),
+            gating(spec.activation, platform.fused_ops(dtype)),
+        )
         self._router = Router(spec, params, TorchExperts(make, as_given))
         self._experts = [
             (Linear(*expert.merged("up"), ALONE, make), Linear(*expert.merged("down"), ALONE, make))
@@ -96,8 +99,8 @@ class Loop:
 def grouped(
     spec: Moe, params: LayerParams, dtype: torch.dtype, form: str | None, place: Place = as_given
 ) -> MixtureOfExperts:
-    platform = cpu_platform()
-    make, experts = platform.linear_methods(dtype, form), platform.expert_ops(dtype, form)(place)
+    platform = CpuPlatform()
+    make, experts = partial(platform.linear, dtype=dtype, quantization=form), platform.experts(dtype, form, place)
     return MixtureOfExperts(spec, params, ALONE, platform.fused_ops(dtype), make, experts)
 
 
@@ -188,7 +191,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     assert isinstance(new._up, StackedExperts), "this CPU or compiler lacks a feature that the kernel needs"
     expert_bytes = sum(method.weights()[0].nbytes for method in (new._up, new._down))
     side = torch.randn(2048, 2048).to(dtype)
-    dense = cpu_platform().linear_methods(dtype)((), ALONE)
+    dense = CpuPlatform().linear((), ALONE, dtype=dtype)
     dense.take(side, None)
     memory = torch.ones(2**26, dtype=torch.int64)
     figures = {}

@@ -39,7 +39,7 @@ from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams, Mla
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 
 LITE, FULL = 16, 128
 """Heads of DeepSeek-V2-Lite and of V3."""
@@ -106,7 +106,7 @@ def measured(case: LatentCase, memory: Memory, repeats: int) -> dict[str, Any]:
     size = BLOCK * spec.head_dim
     kv = LayerKV.of([plane[: len(plane) // size * size].view(-1, BLOCK, 1, spec.head_dim)], [])
     steps = batches(case.as_heads, len(kv.keys))
-    ours = cpu_platform().latent_attention(torch.bfloat16, spec.head_dim)
+    ours = CpuPlatform().latent_attention(torch.bfloat16, spec.head_dim)
     assert isinstance(ours, CpuLatents), "there is no C compiler"
     ways: dict[str, Callable[[int], object]] = {
         "ours": attending(ours, steps, case, kv), "read": reading(memory, case.num_bytes),

@@ -21,7 +21,7 @@ from benchmarks.models import SHAPES
 from tandem.workers.kernels.cpu.cpu_build import cpu_lora_library
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.lora_ops import AdapterRows, LoraOps, ProjectionTables, TorchLora
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 
 CPU = torch.device("cpu")
 PAGE_BYTES = 65536
@@ -188,7 +188,7 @@ def timed(step: Callable[[], None], flush: torch.Tensor) -> float:
 def report(case: Case, options: argparse.Namespace, read_bytes_per_s: float) -> None:
     slab, layers, adapter_bytes = make_layers(options.model, case, torch.bfloat16)
     slots = spread(case.rows, case.active)
-    ops: list[LoraOps] = [cpu_platform().lora_ops(torch.bfloat16)]
+    ops: list[LoraOps] = [CpuPlatform().lora_ops(torch.bfloat16)]
     if options.twin:
         ops.append(TorchLora())
     times_s, share = times_of([stepper(each, slab, layers, slots) for each in ops], options)

@@ -1,11 +1,14 @@
 """The adapters that a service should serve: durable in Redis, a whole copy in every process that uses it.
 
 Gateways and `tandem adapters` change it by compare-and-set; gateways and coordinators follow it (state/map_copy.py).
-Without Redis the last copy is served and nothing can be changed. One event loop; no request waits on this file.
+Without Redis the last copy is served and nothing can be changed. A gateway saves it in --state-dir, for the next life
+of a service whose Redis ends with it. One event loop; no request waits on this file.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -14,7 +17,7 @@ from tandem.cluster.state import keys
 from tandem.cluster.state.durable_map import DurableMap
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.map_copy import MapCopy
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 
 POLL_S = 0.5
@@ -22,19 +25,30 @@ SUBSCRIBED_POLL_S = 2.0
 """While changes are announced; no less than without."""
 
 
-class AdapterList(MapCopy[AdapterEntry]):
-    """The list of one base model. redis None: this process has it to itself."""
+class SavedAdapters(msgspec.Struct, frozen=True, kw_only=True):
+    """The file of one base model's list."""
 
-    def __init__(self, redis: Commands | None, base: str) -> None:
+    model: str
+    adapters: list[AdapterEntry]
+
+
+class AdapterList(MapCopy[AdapterEntry]):
+    """The list of one base model. redis None: this process has it to itself. folder: where it is saved, None:
+    nowhere."""
+
+    SAVED = SavedAdapters
+
+    def __init__(self, redis: Commands | None, base: str, folder: Path | None = None) -> None:
         place = keys.adapters_map(base)
         map = None if redis is None else DurableMap(redis, place, AdapterEntry, msgspec.msgpack, "adapters")
-        super().__init__(map)
+        super().__init__(map, None if folder is None else folder / _file_name(base))
         self.model = base
         self._base: BaseFacts | None = None
+        self._last_saved: SavedAdapters | None = None
 
     @property
     def entries(self) -> Mapping[str, AdapterEntry]:
-        """By name, sorted."""
+        """The entries by name, sorted."""
         return self.values
 
     def keep(self, entry: AdapterEntry) -> None:
@@ -48,7 +62,7 @@ class AdapterList(MapCopy[AdapterEntry]):
         self._pending |= self._facts
 
     async def base(self) -> BaseFacts | None:
-        """What was announced; None when no service ever did. RedisUnavailable."""
+        """The facts that were announced; None when no service ever did. RedisUnavailable."""
         if self.map is None:
             return self._base
         value = await self.map.redis.command("HGET", self.map.place.entries, keys.ADAPTERS_BASE)
@@ -75,10 +89,21 @@ class AdapterList(MapCopy[AdapterEntry]):
         self,
         on_change: Callable[[], None],
         period_s: float = POLL_S,
-        changes: Announcements = NoAnnouncements(),
+        changes: Announcements = Announcements(),
     ) -> None:
         """Refreshes until it is cancelled, see follow()."""
         await self.follow(on_change, period_s, SUBSCRIBED_POLL_S, changes)
+
+    async def save(self) -> None:
+        """Writes the file when the list has changed since this last wrote it."""
+        now = SavedAdapters(model=self.model, adapters=list(self.entries.values()))
+        if self.is_known and now != self._last_saved:
+            await self._save(lambda there: now)
+            self._last_saved = now
+
+    def _adopt_saved(self, saved: SavedAdapters) -> None:
+        if saved.model == self.model:
+            self.adopt({entry.name: entry for entry in saved.adapters})
 
     @property
     def _may_restore(self) -> bool:
@@ -90,3 +115,8 @@ class AdapterList(MapCopy[AdapterEntry]):
         if must_write and self._base is not None:
             await map.redis.command("SADD", keys.ADAPTER_MODELS, self.model)
         await super()._repair(map, there)
+
+
+def _file_name(model: str) -> str:
+    name = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return f"adapters-{name}.json"

@@ -3,29 +3,30 @@
     source --checked whole, on a thread--> digest --compare-and-set in the adapter list--> listed under its name
 
 It moves no weights: requests carry their adapter's digest, and groups fetch what requests name. So a switch is one
-write, running requests keep their version, and an unload waits only for this gateway's own requests. Built by
-build_adapters.py for a gateway and for `tandem run-batch`.
+write, running requests keep their version, and an unload waits only for this gateway's own requests: each counts from
+the moment its model is resolved to the end of its owner task. Built by build_adapters.py for a gateway and for
+`tandem run-batch`. One event loop.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Final, Literal
 
 from msgspec.structs import replace
 
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.entries import NAME_RULE, AdapterEntry, changed, find, is_name
-from tandem.cluster.adapters.kept import AdapterFile
-from tandem.cluster.adapters.running import RunningAdapters
 from tandem.cluster.adapters.sources import Module
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.tenants.tenant import DEFAULT_TENANT, Tenant
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.request import AdapterRef
 
 log = logging.getLogger("tandem.adapters")
 ROUNDS = 5
@@ -34,7 +35,7 @@ CHECKS_AT_ONCE = 2
 OUTCOMES = ("listed", "switched", "unchanged", "refused", "unlisted")
 Outcome = Literal["listed", "switched", "unchanged"]
 EVERYONE: Final = ""
-"""As `tenant` of a load: everybody's from now on. No tenant's name is empty."""
+"""The `tenant` of a load that makes it everybody's from now on. No tenant's name is empty."""
 
 
 class NameTaken(RequestRefused):
@@ -47,27 +48,24 @@ class NameTaken(RequestRefused):
 
 class AdapterService:
     """All adapters of one base model, for one gateway or one command. `check`: a source's digest, or TandemError; runs
-    on a thread. limit: how many adapters a tenant may have, None for any number. kept: where the list outlives the
-    service."""
+    on a thread. limit: how many adapters a tenant may have, None for any number."""
 
     def __init__(
         self,
-        registry: AdapterList,
+        adapters: AdapterList,
         check: Callable[[str], str],
         bases: Sequence[str],
-        running: RunningAdapters | None = None,
         wall_clock: Callable[[], float] = time.time,
         limit: Callable[[str], int | None] = lambda tenant: None,
-        kept: AdapterFile | None = None,
     ) -> None:
-        self.registry = registry
-        self.kept = kept
-        self.running = running if running is not None else RunningAdapters()
+        self.adapters = adapters
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._check = check
         self._bases = tuple(bases)
         self._wall_clock = wall_clock
         self._limit = limit
+        self._running: Counter[tuple[str, str]] = Counter()
+        self._has_ended = asyncio.Event()
         self._thread = ThreadPoolExecutor(CHECKS_AT_ONCE, thread_name_prefix="tandem-adapters")
 
     # ---- what is listed ------------------------------------------------------------------------------------------
@@ -75,11 +73,44 @@ class AdapterService:
     def entry(self, model: str, tenant: str | None) -> AdapterEntry | None:
         """The adapter that a request's `model` names; None: there is none, or not for this tenant. tenant None: an
         admin's look."""
-        return find(model, self._bases, self.registry.entries, tenant)
+        return find(model, self._bases, self.adapters.entries, tenant)
 
     def visible(self, tenant: str | None) -> list[AdapterEntry]:
         """The adapters that this tenant may see, by name. tenant None: an admin's look, everything."""
-        return [entry for entry in self.registry.entries.values() if entry.is_for(tenant)]
+        return [entry for entry in self.adapters.entries.values() if entry.is_for(tenant)]
+
+    # ---- what requests use --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def request(self, adapter: AdapterRef | None) -> Iterator[None]:
+        """Counts a request while it runs. None: it uses no adapter."""
+        if adapter is None:
+            yield
+            return
+        version = (adapter.name, adapter.digest)  # what is listed later under the name is another's business
+        self._running[version] += 1
+        try:
+            yield
+        finally:
+            self._running[version] -= 1
+            if not self._running[version]:
+                del self._running[version]
+            self._has_ended.set()
+
+    def requests_of(self, adapter: AdapterRef) -> int:
+        """Requests of this gateway that use this version now."""
+        return self._running.get((adapter.name, adapter.digest), 0)
+
+    async def wait_idle(self, adapter: AdapterRef, timeout_s: float) -> bool:
+        """True as soon as no request uses it; False after timeout_s."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.requests_of(adapter):
+                    self._has_ended.clear()
+                    await self._has_ended.wait()
+        except TimeoutError:
+            return False
+        return True
 
     # ---- changes -------------------------------------------------------------------------------------------------
 
@@ -112,7 +143,7 @@ class AdapterService:
         """Unlists it: no later request finds it. What was listed, None: nothing. RequestRefused 503 while Redis is
         unavailable."""
         for _ in range(ROUNDS):
-            before = self.registry.entries.get(name)
+            before = self.adapters.entries.get(name)
             if before is None:
                 return None
             if await self._replaced(before, None, name):
@@ -122,9 +153,9 @@ class AdapterService:
         raise _busy(name)
 
     async def pin(self, name: str, pinned: bool) -> bool:
-        """Whether groups keep it on their devices from now on. False: there is no such adapter."""
+        """Sets if groups keep it on their devices from now on. False: there is no such adapter."""
         for _ in range(ROUNDS):
-            before = self.registry.entries.get(name)
+            before = self.adapters.entries.get(name)
             if before is None:
                 return False
             if before.pinned == pinned or await self._replaced(before, replace(before, pinned=pinned), name):
@@ -141,7 +172,7 @@ class AdapterService:
                 if error.status != 503:
                     raise SettingsError(f"{name}: {source}: {error}", "--lora-modules") from error
                 digest = await self._digest(source)
-                self.registry.keep(self._entry(name, source, digest, None, None, self.registry.entries.get(name)))
+                self.adapters.keep(self._entry(name, source, digest, None, None, self.adapters.entries.get(name)))
 
     def close(self) -> None:
         """Ends the thread; a check that runs ends by itself."""
@@ -169,7 +200,7 @@ class AdapterService:
         self, name: str, source: str, digest: str, tenant: str | None, pinned: bool | None, inplace: bool
     ) -> Outcome:
         for _ in range(ROUNDS):
-            before = self.registry.entries.get(name)
+            before = self.adapters.entries.get(name)
             if before is not None and before.digest != digest and not inplace:
                 raise NameTaken(name)
             after = self._entry(name, source, digest, tenant, pinned, before)
@@ -205,8 +236,8 @@ class AdapterService:
         )
 
     def _limit_check(self, after: AdapterEntry, before: AdapterEntry | None) -> Callable[[], None] | None:
-        """What refuses one adapter more than its tenant may have; None where that does not matter. RequestRefused when
-        there is no such tenant."""
+        """The check that refuses one adapter more than its tenant may have; None where that does not matter.
+        RequestRefused when there is no such tenant."""
         tenant = after.tenant
         if tenant is None or (before is not None and before.tenant == tenant):
             return None
@@ -215,7 +246,7 @@ class AdapterService:
             return None
 
         def check() -> None:
-            has = sum(entry.tenant == tenant for entry in self.registry.entries.values())
+            has = sum(entry.tenant == tenant for entry in self.adapters.entries.values())
             if has >= most:
                 message = f"The tenant {tenant!r} has {has} adapters and may have {most}."
                 raise RequestRefused(message, code="invalid_value", param="tenant")
@@ -230,7 +261,7 @@ class AdapterService:
         check: Callable[[], None] | None = None,
     ) -> bool:
         try:
-            return await self.registry.replace(before, after, name, check)
+            return await self.adapters.replace(before, after, name, check)
         except RedisUnavailable as error:
             log.warning("adapter %s was not changed: Redis is unavailable (%s)", name, error)
             message = "The list of adapters cannot be changed now; those listed are served."

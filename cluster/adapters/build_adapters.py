@@ -1,6 +1,6 @@
 """Builds one gateway's adapters (or a batch run's) from its settings: the list, the service, what runs beside requests.
 
-Called by cluster/gateway/gateway_replica.py and `tandem run-batch`.
+Called by cluster/gateway/app/gateway_replica.py and `tandem run-batch`.
 """
 
 import asyncio
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
-from tandem.cluster.adapters.folder_watch import FolderWatch, SharedSightings
-from tandem.cluster.adapters.kept import AdapterFile
+from tandem.cluster.adapters.folder_watch import FolderWatch, Sightings
 from tandem.cluster.adapters.sources import modules_digest, modules_of
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 from tandem.configs.schema import ServiceSettings
 
 log = logging.getLogger("tandem.adapters")
+SAVE_PERIOD_S = 1.0
 
 
 async def open_adapter_service(
@@ -34,20 +34,18 @@ async def open_adapter_service(
     from tandem.cluster.adapters.checks import base_facts, checker_of  # numpy: only where adapters are served
 
     names, facts = settings.engine.model.served_model_name, base_facts(settings)
-    registry = AdapterList(redis, names[0])
-    registry.announce(facts)
     state_dir = settings.gateway.state_dir if redis is not None else None
-    kept = AdapterFile(Path(state_dir), registry) if state_dir is not None else None
-    if kept is not None:
-        await kept.load()
-    adapter_service = AdapterService(registry, checker_of(facts), names, limit=limit, kept=kept)
+    adapters = AdapterList(redis, names[0], Path(state_dir) if state_dir is not None else None)
+    adapters.announce(facts)
+    await adapters.load()
+    adapter_service = AdapterService(adapters, checker_of(facts), names, limit=limit)
     with suppress(RedisUnavailable):
-        await registry.refresh()
+        await adapters.refresh()
     modules = modules_of(settings.adapters, names)
     digest = modules_digest(names[0], modules)
-    if not await registry.modules_are_listed(service, digest):
+    if not await adapters.modules_are_listed(service, digest):
         await adapter_service.list_modules(modules)
-        await registry.note_modules_listed(service, digest)
+        await adapters.note_modules_listed(service, digest)
     return adapter_service
 
 
@@ -56,23 +54,28 @@ def start_adapter_tasks(
     settings: ServiceSettings,
     redis: Commands,
     service: str,
-    changes: Announcements = NoAnnouncements(),
+    changes: Announcements = Announcements(),
 ) -> "list[asyncio.Task[None]]":
     """Starts the tasks of an AdapterService: they follow the list and --lora-watch-dir, and save to --state-dir.
     The caller cancels them."""
     loop = asyncio.get_running_loop()
     tasks = [
-        loop.create_task(adapter_service.registry.run(lambda: _say(adapter_service), changes=changes), name="adapters")
+        loop.create_task(adapter_service.adapters.run(lambda: _say(adapter_service), changes=changes), name="adapters")
     ]
     if settings.adapters.watch_dir is not None:
-        watch = FolderWatch(
-            Path(settings.adapters.watch_dir), adapter_service, sightings=SharedSightings(redis, service)
-        )
+        watch = FolderWatch(Path(settings.adapters.watch_dir), adapter_service, Sightings(redis, service))
         tasks.append(loop.create_task(watch.run(), name="adapters' folder"))
-    if adapter_service.kept is not None:
-        tasks.append(loop.create_task(adapter_service.kept.run(), name="saving adapters"))
+    if settings.gateway.state_dir is not None:
+        tasks.append(loop.create_task(_keep_saved(adapter_service.adapters), name="saving adapters"))
     return tasks
 
 
+async def _keep_saved(adapters: AdapterList) -> None:
+    """Saves the list each second until it is cancelled."""
+    while True:
+        await adapters.save()
+        await asyncio.sleep(SAVE_PERIOD_S)
+
+
 def _say(adapter_service: AdapterService) -> None:
-    log.info("%d adapters are listed", len(adapter_service.registry.entries))
+    log.info("%d adapters are listed", len(adapter_service.adapters.entries))

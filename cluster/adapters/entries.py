@@ -1,7 +1,7 @@
 """The entry of a listed adapter, and how a client's `model` finds it. Pure: no Redis, no HTTP, no files.
 
 A listed version is `name@digest` and never changes: loading other content under the name lists another version in its
-place. Used by the registry, the gateway, the command line and the coordinator.
+place. Used by the list, the gateway, the command line and the coordinator.
 """
 
 import re
@@ -30,7 +30,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ref(self) -> AdapterRef:
-        """As requests carry it."""
+        """The reference that requests carry."""
         return AdapterRef(name=self.name, digest=self.digest, source=self.source)
 
     def is_for(self, tenant: str | None) -> bool:
@@ -55,7 +55,7 @@ def is_name(name: str) -> bool:
 
 
 def changed(before: AdapterEntry | None, after: AdapterEntry | None) -> str:
-    """What is another about the same content, in words after its name; "" when nothing is."""
+    """Says what is another about the same content, in words after its name; "" when nothing is."""
     if before is None or after is None or before.digest != after.digest:
         return ""
     words = []

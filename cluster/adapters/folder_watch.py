@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,7 +26,7 @@ from tandem.workers.messages.errors import RequestRefused
 log = logging.getLogger("tandem.adapters")
 SETTLED_S = 1.5
 UNSEEN_S = 30.0
-"""For a folder that this gateway has never seen: another one, which starts later, may have it."""
+"""The same for a folder that this gateway has never seen: another one, which starts later, may have it."""
 
 Print = tuple[tuple[str, int, int], ...]
 """Name, bytes and time of change of each file."""
@@ -39,24 +39,9 @@ class _Sight(NamedTuple):
     since_s: float
 
 
-class Sightings(Protocol):
-    """What the gateways see of the folder, each on its own node."""
-
-    async def exchange(self, names: list[str]) -> set[str]:
-        """Tells what this gateway sees and returns what the others do. RedisUnavailable."""
-        ...
-
-
-class NoOthers:
-    """Sightings of a gateway that has nobody to ask."""
-
-    async def exchange(self, names: list[str]) -> set[str]:
-        del names
-        return set()
-
-
-class SharedSightings:
-    """Sightings over Redis: a key of each gateway, renewed by each look."""
+class Sightings:
+    """The names that the gateways see in the folder, each on its own node: a key of each in Redis, renewed by each
+    look."""
 
     def __init__(self, redis: Commands, service: str) -> None:
         self._redis = redis
@@ -64,6 +49,7 @@ class SharedSightings:
         self._id = secrets.token_hex(6)
 
     async def exchange(self, names: list[str]) -> set[str]:
+        """Tells what this gateway sees and returns what the others do. RedisUnavailable."""
         own, everyone = keys.sighting(self._service, self._id), keys.sightings(self._service)
         answers = await self._redis.pipeline(
             [
@@ -93,8 +79,8 @@ class FolderWatch:
         self,
         folder: Path,
         adapter_service: AdapterService,
+        sightings: Sightings,
         clock: Callable[[], float] = time.monotonic,
-        sightings: Sightings = NoOthers(),
     ) -> None:
         self._folder = folder
         self._adapter_service = adapter_service
@@ -138,7 +124,7 @@ class FolderWatch:
                 await self._miss(name, now_s)
 
     async def _seen_elsewhere(self, names: list[str]) -> set[str] | None:
-        """What other gateways see; None when that is not known, and nothing may be unlisted."""
+        """The names that other gateways see; None when that is not known, and nothing may be unlisted."""
         try:
             return await self._sightings.exchange(names)
         except RedisUnavailable as error:
@@ -146,8 +132,8 @@ class FolderWatch:
             return None
 
     def _listed(self) -> dict[str, AdapterEntry]:
-        """What is listed from this folder."""
-        entries = self._adapter_service.registry.entries
+        """The entries that are listed from this folder."""
+        entries = self._adapter_service.adapters.entries
         return {name: entry for name, entry in entries.items() if Path(entry.source) == self._folder / name}
 
     async def _miss(self, name: str, now_s: float) -> None:
@@ -176,7 +162,7 @@ class FolderWatch:
 
     async def _load(self, name: str) -> None:
         source = str(self._folder / name)
-        listed = self._adapter_service.registry.entries.get(name)
+        listed = self._adapter_service.adapters.entries.get(name)
         if listed is not None and listed.source != source:
             raise RequestRefused(f"{name} is listed from {listed.source}", code="invalid_value", param="lora_name")
         last = self._last.get(name) if listed is None else None

@@ -1,9 +1,11 @@
-"""What does not fit together on a machine, in words, and the device that is chosen there.
+"""Misfits: things that do not fit together on a machine, in words; and the device that is chosen there.
 
 Pure functions of the facts that machine_facts.py reads. Called by `tandem doctor`.
 """
 
 from tandem.cluster.deploy.machine_facts import CPU_FEATURES, MachineFacts
+from tandem.configs.platform_facts import PLATFORM_FACTS
+from tandem.configs.schema import Device
 
 MIB = 2**20
 
@@ -87,7 +89,7 @@ def _service_misfits(facts: MachineFacts, object_store_bytes: int) -> list[str]:
     return found
 
 
-def device_choice(facts: MachineFacts) -> tuple[str, str]:
+def device_choice(facts: MachineFacts) -> tuple[Device, str]:
     """Returns the device that preflight.choose_device() takes without --device, and why."""
     if facts.gpus:
         unusable = ", which this torch cannot use" if facts.torch_cuda is None else ""
@@ -95,11 +97,9 @@ def device_choice(facts: MachineFacts) -> tuple[str, str]:
     return "cpu", "there is no CUDA driver" if facts.driver_cuda is None else "the CUDA driver has no device"
 
 
-def dtype_choice(device: str) -> tuple[str, str]:
-    """Returns the dtype of weights and activations without --dtype, and why; as in workers/planning/resolve.py."""
-    if device == "cpu":
-        return "the checkpoint's", "but bfloat16 for float16, whose products are slow on CPUs"
-    return "the checkpoint's", "GPUs multiply all of them"
+def dtype_choice(device: Device) -> tuple[str, str]:
+    """Return the dtype of weights and activations without --dtype, and why."""
+    return "the checkpoint's", PLATFORM_FACTS[device].why_dtype
 
 
 def _cuda(number: int) -> str:

@@ -16,8 +16,8 @@ from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant import Tenant
 from tandem.configs.errors import SettingsError
-from tandem.configs.load import no_gpu_share
-from tandem.configs.schema import CacheSettings, Device, ParallelSettings, Quantization, ServiceSettings
+from tandem.configs.platform_facts import CPU, check_device
+from tandem.configs.schema import Device, ParallelSettings, Quantization, ServiceSettings
 from tandem.configs.secrets import without_password
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.quantization.weight_formats import weight_format
@@ -28,7 +28,6 @@ from tandem.workers.planning.budget import available_bytes, check_offload
 from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.resolve import (
     DTYPE_BYTES,
-    check_quantization,
     pooling_facts,
     read_spec,
     resolve_dtype,
@@ -52,10 +51,7 @@ def choose_device(settings: ServiceSettings) -> ServiceSettings:
 
 def with_device(settings: ServiceSettings, chosen: Device) -> ServiceSettings:
     """Sets the device to `chosen`. Raises SettingsError for a setting that has no meaning on it."""
-    cache = settings.engine.cache
-    if chosen == "cpu" and cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization:
-        raise no_gpu_share()
-    check_quantization(settings.engine, chosen)
+    check_device(settings.engine, chosen)
     device = replace(settings.engine.device, device=chosen)
     return replace(settings, engine=replace(settings.engine, device=device))
 
@@ -90,7 +86,7 @@ def cpu_weight_bytes(
     quantization: Quantization | None = None,
 ) -> int:
     """Bytes of one group's weights on CPU, over all its ranks, in the dtype that is computed in."""
-    element, packs, form = DTYPE_BYTES[dtype], dtype != "float16", weight_format(quantization)
+    element, packs, form = DTYPE_BYTES[dtype], dtype in CPU.packs, weight_format(quantization)
     return sum(rank_weights(spec, mesh, element, packs, form).total_bytes for mesh in _meshes(parallel))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.cluster.state import keys
-from tandem.cluster.state.heartbeat import Heartbeat, Place
+from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace
 from tandem.cluster.state.redis_client import Commands
 
 PERIOD_S = 2.0
@@ -40,7 +40,7 @@ class GatewayHeartbeat(Heartbeat[GatewayRecord]):
         self._make = make
         self._made: list[GatewayRecord] = []
         self.others: list[GatewayRecord] = []
-        """As last read; they stay while Redis is unavailable."""
+        """The others as last read; they stay while Redis is unavailable."""
         super().__init__(redis, self._place_of, lambda: self._made[-1], PERIOD_S)
 
     async def send_heartbeat(self) -> None:
@@ -53,13 +53,13 @@ class GatewayHeartbeat(Heartbeat[GatewayRecord]):
         if self._made:
             await super().leave()
 
-    def _place_of(self, record: GatewayRecord) -> Place:
+    def _place_of(self, record: GatewayRecord) -> RecordPlace:
         key = keys.gateway(self._service, record.gateway)
-        return Place(key, keys.gateways(self._service), record.gateway, keys.GATEWAY_RECORD_TTL_MS)
+        return RecordPlace(key, keys.gateways(self._service), record.gateway, keys.GATEWAY_RECORD_TTL_MS)
 
 
 async def read_gateways(redis: Commands, service: str) -> list[GatewayRecord]:
-    """Those that are alive, by id. RedisUnavailable."""
+    """Reads the records of gateways that are alive, by id. RedisUnavailable."""
     members = await redis.command("SMEMBERS", keys.gateways(service))
     assert isinstance(members, set | list), members
     ids = sorted(member.decode() for member in members)

@@ -19,14 +19,14 @@ from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, announcement
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 
-log = logging.getLogger("tandem.registry")
+log = logging.getLogger("tandem.fleet")
 ANSWER_S = 1.0
 FIRST_LOOK_S, MOST_PAUSE_S = 0.005, 0.1
 """Between two looks for answers: first this, then twice the last."""
 AT_ONCE = 16
 """Reports in one answer of Redis: with a thousand tenants each has some 60 kB, and streams must not wait."""
 POLL_S, SUBSCRIBED_POLL_S = 0.5, 5.0
-"""For questions: while they are not announced, and while they are."""
+"""Periods of looks for questions: while they are not announced, and while they are."""
 
 
 class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class ReportWriter:
 
 
 def _is_cancelled() -> bool:
-    """Whether this task was told to end: a call of the Redis library may lose the cancellation that comes with its
+    """True when this task was told to end: a call of the Redis library may lose the cancellation that comes with its
     result."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

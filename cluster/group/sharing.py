@@ -6,31 +6,29 @@ poll besides. Without Redis the group goes on with the last values. Owned by coo
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
-from tandem.cluster.adapters.residency_report import GroupAdapters
+from tandem.cluster.adapters.adapter_residency import GroupAdapters
 from tandem.cluster.fleet.charges import PERIOD_S, ChargeExchange, Charges
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
-from tandem.cluster.tenants.store import TenantStore, read_weights
+from tandem.cluster.tenants.store import TenantStore
 from tandem.configs.schema import LoraSettings
 from tandem.workers.engine.engine import Engine
 from tandem.workers.messages.request import AdapterRef
 
 log = logging.getLogger("tandem.fairness")
 SUBSCRIBED_POLL_S = 5.0
-"""For weights, while their changes are announced."""
+"""Between two reads of weights while their changes are announced."""
 T = TypeVar("T")
-ReadWeights = Callable[[Commands], Awaitable[Mapping[str, float] | None]]
-"""Tenants' weights, when they have changed since the last call; None when not. RedisUnavailable."""
 
 
 class Sharing:
-    """One group's part. read_weights: where tenants' weights come from; None: all weigh the same."""
+    """One group's part."""
 
     def __init__(
         self,
@@ -41,13 +39,12 @@ class Sharing:
         group: str,
         base: str,
         lora: LoraSettings,
-        read_weights: ReadWeights | None = None,
-        changes: Announcements = NoAnnouncements(),
+        changes: Announcements = Announcements(),
         period_s: float = PERIOD_S,
     ) -> None:
-        self._redis = redis
         self._thread = thread
-        self._read_weights = read_weights
+        self._tenants = TenantStore(redis)
+        self._weights_of: Epoch | None = None
         self._changes = changes
         self._period_s = period_s
         self._charges = ChargeExchange(redis, service, group, self._take, self._give)
@@ -61,8 +58,7 @@ class Sharing:
         """Starts the tasks that exchange until stop()."""
         loop = asyncio.get_running_loop()
         self._tasks.append(loop.create_task(self._run(), name="fairness"))
-        if self._read_weights is not None:
-            self._tasks.append(loop.create_task(self._follow_weights(), name="tenants' weights"))
+        self._tasks.append(loop.create_task(self._follow_weights(), name="tenants' weights"))
         if self.adapters is not None:
             following = self.adapters.run(self._changes, self._period_s)
             self._tasks.append(loop.create_task(following, name="pinned adapters"))
@@ -76,9 +72,14 @@ class Sharing:
         await self._charges.update()
 
     async def refresh_weights(self) -> None:
-        """Reads the tenants' weights once. Raises RedisUnavailable."""
-        if self._read_weights is not None and (weights := await self._read_weights(self._redis)) is not None:
-            self._thread.call(lambda engine: engine.set_weights(weights))
+        """Passes the tenants' weights on when the tenants may have changed since the last call. Raises
+        RedisUnavailable."""
+        there = await self._tenants.epoch()
+        if there == self._weights_of or (there.id is None and self._weights_of is not None):
+            return  # nothing new, or lost: gateways that have the tenants write them again
+        weights = await self._tenants.weights()
+        self._weights_of = there
+        self._thread.call(lambda engine: engine.set_weights(weights))
 
     async def _run(self) -> None:
         while True:
@@ -131,19 +132,3 @@ class Sharing:
 
         self._thread.call(ask)
         return await answer
-
-
-class TenantWeights:
-    """Remembers which state of the tenants was read last."""
-
-    def __init__(self) -> None:
-        self._seen: Epoch | None = None
-
-    async def changed(self, redis: Commands) -> Mapping[str, float] | None:
-        """The weights if they may have changed since the last call, else None. Raises RedisUnavailable."""
-        there = await TenantStore(redis).epoch()
-        if there == self._seen or (there.id is None and self._seen is not None):
-            return None  # nothing new, or lost: gateways that have the tenants write them again
-        weights = await read_weights(redis)
-        self._seen = there
-        return weights

@@ -16,7 +16,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from tandem.cluster.routing.group_loads import STALLS_AFTER_S, GroupLoads
 from tandem.cluster.routing.outstanding import Outstanding, elsewhere
-from tandem.cluster.routing.policy import AdapterAffinity, Pick, best_few
+from tandem.cluster.routing.policy import Pick, adapter_affinity, best_few
 from tandem.cluster.routing.residency import Homes, Residency, Tier
 from tandem.cluster.routing.route_hint import RouteHint
 
@@ -33,7 +33,6 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, **kwargs: Any) -> None:
         assert not kwargs, f"unknown router arguments {sorted(kwargs)}"
-        self._policy = AdapterAffinity()
         self._pick: Pick = random.choice
         self._outstanding = Outstanding()
         self._residency = Residency()
@@ -51,7 +50,8 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             request: RouteHint = pending_request.kwargs["hint"]
             now_s = time.monotonic()
             self._read_reports(candidate_replicas, request.gateway, now_s)
-            few = best_few(self._policy, self._loads(request, now_s), request, self._pick)
+            loads = self._loads(request, now_s)
+            few = best_few(adapter_affinity(loads, request), loads, request, self._pick)
             self._begin(pending_request, self._reports.groups[few[0]], request)
             ranks = [[candidate_replicas[i]] for i in few]
             return ranks if len(few) == len(candidate_replicas) else [*ranks, candidate_replicas]
@@ -128,7 +128,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
 
 
 class _Reports:
-    """What the groups of one list of Serve's have reported: columns that stay as they are until the next list.
+    """The reports of the groups of one list of Serve's: columns that stay as they are until the next list.
 
     groups: their ids; index: their places. elsewhere: by group the tokens that other gateways have sent; here: those
     that this one has, of groups that have reported. stalling: places of groups that make no progress.

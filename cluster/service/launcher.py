@@ -148,7 +148,7 @@ class Launcher:
         self._announce(facts, announced)
 
     def _check(self) -> None:
-        from tandem.cluster.gateway.model_text import check_text  # jinja2, tokenizers
+        from tandem.cluster.gateway.app.model_text import check_text  # jinja2, tokenizers
 
         settings = self._settings = choose_device(self._settings)
         check_port(settings.gateway.host, settings.gateway.port)

@@ -14,13 +14,13 @@ import msgspec
 
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 
-log = logging.getLogger("tandem.registry")
+log = logging.getLogger("tandem.fleet")
 LEAST_PERIOD_S = 0.1
 SET_TTL_S = 3600
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """The place of a record: its key, and its id in the set of live records."""
 
     key: str
@@ -33,7 +33,7 @@ class Heartbeat(Generic[R]):
     """Writes one record each period until it is cancelled."""
 
     def __init__(
-        self, redis: Commands, place: Callable[[R], Place], read: Callable[[], R], period_s: float = 1.0
+        self, redis: Commands, place: Callable[[R], RecordPlace], read: Callable[[], R], period_s: float = 1.0
     ) -> None:
         self._redis = redis
         self._place = place

@@ -2,33 +2,41 @@
 has lost it.
 
 Read again when the map's epoch changes, which is announced and polled for. While Redis is unavailable the copy goes on
-serving. A Redis that comes back without the map, or as it was some changes ago, gets the copy.
+serving. A Redis that comes back without the map, or as it was some changes ago, gets the copy. A file may hold the copy
+for the process's next life.
 
-    empty --adopt--> of an earlier life --refresh--> read --Redis unavailable--> read (goes on) --refresh--> read
+    empty --load--> of an earlier life --refresh--> read --Redis unavailable--> read (goes on) --refresh--> read
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
 from tandem.cluster.state.durable_map import DurableMap, Held
 from tandem.cluster.state.epoch import Change, Epoch
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import RedisUnavailable
+from tandem.cluster.state.snapshot_file import merge_state, read_state
 
 log = logging.getLogger("tandem.state")
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class MapCopy(Generic[T]):
-    """Used on one event loop. map None: this process has the entries to itself."""
+    """Used on one event loop. map None: this process has the entries to itself. file: where the copy is saved, None:
+    nowhere."""
 
-    def __init__(self, map: DurableMap[T] | None) -> None:
+    SAVED: ClassVar[type[msgspec.Struct]]
+    """The content of the file."""
+
+    def __init__(self, map: DurableMap[T] | None, file: Path | None = None) -> None:
         self.map = map
+        self._file = file
         self._held: dict[str, Held[T]] = {}
         self._known: Epoch | None = None
         """The latest epoch of the map in Redis that this process knows of; None before the first reading."""
@@ -42,7 +50,7 @@ class MapCopy(Generic[T]):
         self._is_refused = False
         self._refreshing = asyncio.Lock()
         self.id: str | None = None
-        """Of the map, also as an earlier life knew it."""
+        """Id of the map, also as an earlier life knew it."""
         self.unreadable = 0
         self.is_known = False
         """`values` are those of a reading or of an earlier life, and what was changed here since."""
@@ -61,7 +69,7 @@ class MapCopy(Generic[T]):
         self._take(self._held | {name: held}, self.id, self.unreadable)
 
     async def refresh(self) -> bool:
-        """Takes over what has changed; whether anything had. RedisUnavailable: the copy stays as it is."""
+        """Takes over what has changed; True if anything had. RedisUnavailable: the copy stays as it is."""
         if self.map is None:
             return False
         async with self._refreshing:
@@ -72,7 +80,7 @@ class MapCopy(Generic[T]):
         on_change: Callable[[], None],
         period_s: float,
         subscribed_s: float,
-        changes: Announcements = NoAnnouncements(),
+        changes: Announcements = Announcements(),
     ) -> None:
         """Refreshes until it is cancelled: when a change is announced, and each period; while changes are announced
         each `subscribed_s`, if that is longer."""
@@ -125,7 +133,24 @@ class MapCopy(Generic[T]):
             self._take(others if wanted is None else others | {name: wanted}, self.id, self.unreadable)
             return True
 
+    # ---- the file ------------------------------------------------------------------------------------------------
+
+    async def load(self) -> None:
+        """Adopts what the file of an earlier life holds, before the first refresh."""
+        if self._file is not None and (saved := await asyncio.to_thread(read_state, self._file, self.SAVED)):
+            self._adopt_saved(saved)
+
+    async def _save(self, merged: Callable[[Any], msgspec.Struct]) -> None:
+        """Replaces the SAVED in the file, None at first, by what `merged` makes of it, on a thread. Nothing happens
+        before the copy was read."""
+        if self._file is not None and self.is_known:
+            await asyncio.to_thread(merge_state, self._file, self.SAVED, merged)
+
     # ---- for owners of a kind of map ------------------------------------------------------------------------------
+
+    def _adopt_saved(self, saved: Any) -> None:
+        """Adopts the SAVED of an earlier life."""
+        raise NotImplementedError
 
     @property
     def _may_restore(self) -> bool:

@@ -4,7 +4,7 @@ import datetime
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -91,7 +91,7 @@ def pack(row: BillingRecord) -> bytes:
 
 
 def unpack(row_id: bytes, data: bytes) -> BillingRecord:
-    """What pack() made."""
+    """The row that pack() made."""
     return BillingRecord(id=row_id.decode(), **msgspec.structs.asdict(msgspec.msgpack.decode(data, type=_Packed)))
 
 
@@ -112,13 +112,6 @@ def parse_since(text: str, now_s: float) -> float:
     return (moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)).timestamp()
 
 
-async def read_usage(redis: Commands, tenant: str | None, since_s: float, until_s: float) -> list[BillingRecord]:
-    """The rows that ended in [since_s, until_s], oldest first; of one tenant, or of all. RedisUnavailable."""
-    days = _days(since_s, until_s)
-    rows = [row for day in days async for row in _read_day(redis, tenant, day) if since_s <= row.time_s <= until_s]
-    return sorted(rows, key=lambda row: (row.time_s, row.id))
-
-
 def summed(rows: Iterable[BillingRecord], earlier: Iterable[UsageSum] = ()) -> list[UsageSum]:
     """One line for each tenant, model and adapter, by name. earlier: sums of rows that are not there any more."""
     sums: dict[tuple[str, str, str], UsageSum] = {}
@@ -133,7 +126,7 @@ def summed(rows: Iterable[BillingRecord], earlier: Iterable[UsageSum] = ()) -> l
 
 
 KINDS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-"""What is summed."""
+"""The amounts that are summed."""
 
 
 class _Part(NamedTuple):
@@ -160,7 +153,8 @@ def sums_by_hour(rows: Iterable[BillingRecord]) -> dict[bytes, int]:
 async def read_rows_and_sums(
     redis: Commands, tenant: str | None, since_s: float, until_s: float
 ) -> tuple[list[BillingRecord], list[UsageSum]]:
-    """As read_usage(), with what the rows that are not there any more have used, of the hours that overlap the period.
+    """The rows that ended in [since_s, until_s], oldest first, of one tenant or of all, and what the rows that are not
+    there any more have used, of the hours that overlap the period.
 
     No request is in both, and none in neither, also when rows become sums meanwhile: every row that does raises a sum
     of its day, so the sums are read before the rows and after, until they are the same. TandemError when they are not
@@ -219,7 +213,7 @@ async def _read_day(redis: Commands, tenant: str | None, day: str) -> AsyncItera
 
 
 async def tenants_of(redis: Commands, day: str) -> list[str]:
-    """Those that have rows on a UTC day, sorted. RedisUnavailable."""
+    """The tenants that have rows on a UTC day, sorted. RedisUnavailable."""
     answer = await redis.command("SMEMBERS", keys.usage_tenants(day))
     assert isinstance(answer, set | list), answer
     return sorted(name.decode() for name in answer)
@@ -237,23 +231,12 @@ def _moments(since_s: float, until_s: float) -> Iterable[float]:
     yield until_s
 
 
-class Ledger(Protocol):
-    """Takes two records of each accepted request: at its admission, and at its end."""
+class Ledger:
+    """Takes two records of each accepted request: at its admission, and at its end. As it is it keeps nothing:
+    `tandem run-batch`, and tests."""
 
     def accepted(self, record: BillingRecord) -> None:
         """A row is owed from now on. Never waits."""
-        ...
 
     async def settle(self, record: BillingRecord) -> None:
         """Writes the row of a request that has ended. Called by the request's task, never by an HTTP handler."""
-        ...
-
-
-class NoLedger:
-    """Keeps nothing."""
-
-    def accepted(self, record: BillingRecord) -> None:
-        del record
-
-    async def settle(self, record: BillingRecord) -> None:
-        del record

@@ -1,6 +1,6 @@
 """Each gateway's own copy of the tenants: which key is whose, and what each may take.
 
-A copy of the durable map (map_copy.py). A file keeps it for the gateway's next life. A service that once had a tenant
+A copy of the durable map (map_copy.py), saved in a file for the gateway's next life. A service that once had a tenant
 or a key has an id of its tenants, and is closed for good.
 
     unknown --first reading--> certain --Redis unavailable, or 2 s--> uncertain (known keys go on) --reading--> certain
@@ -17,20 +17,19 @@ import msgspec
 from tandem.cluster.state.durable_map import DurableMap
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.map_copy import MapCopy
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import RedisUnavailable
-from tandem.cluster.state.snapshot_file import merge_state, read_state
 from tandem.cluster.tenants.store import TenantStore
-from tandem.cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
+from tandem.cluster.tenants.tenant import Tenant
 
 POLL_S = 0.5
 SUBSCRIBED_POLL_S = 1.0
 """While changes are announced: well below CERTAIN_S, because only a poll confirms that nothing has changed."""
 CERTAIN_S = 2.0
-"""For this time after a reading, a key not in it does not exist: a frozen Redis may take long to fail."""
+"""A key that is not in a reading does not exist for this time after it: a frozen Redis may take long to fail."""
 
 
-class Saved(msgspec.Struct, frozen=True, kw_only=True):
+class SavedTenants(msgspec.Struct, frozen=True, kw_only=True):
     """The file. origin, version: the epoch of the tenants. spent: tokens of each tenant's budget, with the budget's id.
     unreadable: as in Reading."""
 
@@ -42,8 +41,10 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantDirectory(MapCopy[Tenant]):
-    """`file`: where the copy is kept, None: nowhere. has_keys: the service has keys beside those of tenants, which
+    """`file`: where the copy is saved, None: nowhere. has_keys: the service has keys beside those of tenants, which
     closes it also for later lives."""
+
+    SAVED = SavedTenants
 
     def __init__(
         self,
@@ -53,8 +54,7 @@ class TenantDirectory(MapCopy[Tenant]):
         clock: Callable[[], float] = time.monotonic,
         has_keys: bool = False,
     ) -> None:
-        super().__init__(store)
-        self._file = file
+        super().__init__(store, file)
         self._wall_clock = wall_clock
         self._clock = clock
         self._has_keys = has_keys
@@ -86,22 +86,15 @@ class TenantDirectory(MapCopy[Tenant]):
             return None
         return found[0]
 
-    def limits(self, tenant: str) -> Limits:
-        known = self.tenants.get(tenant)
-        return known.limits if known is not None else NO_LIMITS
-
     # ---- kept up to date -----------------------------------------------------------------------------------------
 
-    async def load(self) -> None:
-        """Takes what the file of an earlier life holds, before the first reading."""
-        if self._file is None or (saved := await asyncio.to_thread(read_state, self._file, Saved)) is None:
-            return
+    def _adopt_saved(self, saved: SavedTenants) -> None:
         self.saved_spent = saved.spent
         if saved.origin is not None:
             self.adopt({tenant.name: tenant for tenant in saved.tenants}, saved.origin, saved.unreadable)
 
     async def refresh(self) -> bool:
-        """Reads what has changed; whether anything had. RedisUnavailable: the copy stays, and keys that it does not
+        """Reads what has changed; True if anything had. RedisUnavailable: the copy stays, and keys that it does not
         hold are uncertain."""
         began_s = self._clock()
         try:
@@ -112,7 +105,7 @@ class TenantDirectory(MapCopy[Tenant]):
         self._read_s = began_s
         return has_changed
 
-    async def run(self, period_s: float = POLL_S, changes: Announcements = NoAnnouncements()) -> None:
+    async def run(self, period_s: float = POLL_S, changes: Announcements = Announcements()) -> None:
         """Refreshes until it is cancelled, see follow()."""
         await self.follow(lambda: None, period_s, SUBSCRIBED_POLL_S, changes)
 
@@ -121,20 +114,19 @@ class TenantDirectory(MapCopy[Tenant]):
 
         All gateways of a service write there, each its own copy: of a budget the most that was spent stays.
         """
-        if self._file is not None and self.is_known:
-            known = dict(spent)
-            await asyncio.to_thread(merge_state, self._file, Saved, lambda there: self._saved(there, known))
+        known = dict(spent)
+        await self._save(lambda there: self._saved(there, known))
 
-    def _saved(self, there: Saved | None, spent: Mapping[str, tuple[int, int]]) -> Saved:
-        """The copy at the moment of writing (on a thread), and the file's counts of budgets
-        that are counted now. When that is not known, a later budget replaces an earlier one. Where another gateway has
-        written tenants of which this one has not heard, they stay: with them the service stays closed."""
+    def _saved(self, there: SavedTenants | None, spent: Mapping[str, tuple[int, int]]) -> SavedTenants:
+        """The copy at the moment of writing (on a thread), and the file's counts of budgets that are counted now. When
+        that is not known, a later budget replaces an earlier one. Where another gateway has written tenants of which
+        this one has not heard, they stay: with them the service stays closed."""
         if self.id is None and there is not None and there.origin is not None:
             return msgspec.structs.replace(there, spent=_most(spent, there.spent, None))
         tenants = self.tenants
         is_whole = self.is_certain and not self.unreadable
         budgets = {name: tenant.budget_id for name, tenant in tenants.items()} if is_whole else None
-        return Saved(
+        return SavedTenants(
             origin=self.id,
             version=self._known.counter if self._known is not None else 0,
             tenants=[tenants[name] for name in sorted(tenants)],

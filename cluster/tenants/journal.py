@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -153,25 +153,21 @@ def read_rows(path: Path, *, is_over: bool) -> Iterator[BillingRecord]:
 def left_behind(folder: Path, max_age_s: float) -> Iterator[Path]:
     """Journals in the folder that nobody writes any more; those that nothing would take are removed."""
     for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if time.time() - os.fstat(descriptor).st_mtime > max_age_s:
-                    path.unlink()
-                    continue
-            finally:
-                os.close(descriptor)
+        is_left = False
+        with suppress(OSError), _unwritten(path) as is_unwritten:
+            is_old = time.time() - path.stat().st_mtime > max_age_s
+            if is_unwritten and is_old:
+                path.unlink()
+            is_left = is_unwritten and not is_old
+        if is_left:
             yield path
 
 
 def is_in_use(folder: Path) -> bool:
     """A gateway that lives journals in this folder."""
     for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
-        with path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+        with _unwritten(path) as is_unwritten:
+            if not is_unwritten:
                 return True
     return False
 
@@ -180,13 +176,24 @@ def remove_unlocked(folder: Path) -> bool:
     """Removes the journals that nobody writes. False: somebody writes one by now."""
     is_unused = True
     for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with suppress(FileNotFoundError), _unwritten(path) as is_unwritten:
+            if is_unwritten:
                 path.unlink()
-            except BlockingIOError:
+            else:
                 is_unused = False
     return is_unused
+
+
+@contextmanager
+def _unwritten(path: Path) -> Iterator[bool]:
+    """True while nobody writes the journal, and nobody begins to; False when somebody does."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def _read_lines(path: Path) -> Iterable[Line]:

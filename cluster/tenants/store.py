@@ -12,7 +12,15 @@ import msgspec
 from tandem.cluster.state import keys
 from tandem.cluster.state.durable_map import DurableMap, Held
 from tandem.cluster.state.redis_client import Commands
-from tandem.cluster.tenants.tenant import HashedKey, Limits, Tenant, changed_limits, check_name, digest_of, new_key
+from tandem.cluster.tenants.tenant import (
+    HashedKey,
+    Limits,
+    Tenant,
+    changed_limits,
+    check_name,
+    digest_of,
+    new_key,
+)
 from tandem.workers.messages.errors import RequestRefused
 
 MAX_GRACE_S = 30 * 86400.0
@@ -27,7 +35,7 @@ class KeyedTenant(NamedTuple):
 
 
 class _Owned(msgspec.Struct, frozen=True):
-    """Of an AdapterEntry, whose it is. tenant None: everyone's."""
+    """The part of an AdapterEntry that says whose it is. tenant None: everyone's."""
 
     tenant: str | None = None
 
@@ -99,6 +107,11 @@ class TenantStore(DurableMap[Tenant]):
                 return
         raise _contended(name)
 
+    async def weights(self) -> dict[str, float]:
+        """Each tenant's weight, for the fairness of the groups; a name that is missing has 1."""
+        reading = await self.read()
+        return {name: tenant.limits.weight for name, tenant in reading.values.items()}
+
     async def _update(self, name: str, change: Callable[[Tenant], Tenant]) -> Tenant:
         for _ in range(TRIES):
             known = await self._tenant(name)
@@ -116,12 +129,6 @@ class TenantStore(DurableMap[Tenant]):
         if known is None:
             raise no_tenant(name)
         return known
-
-
-async def read_weights(redis: Commands) -> dict[str, float]:
-    """Each tenant's weight, for the fairness of the groups; a name that is missing has 1."""
-    reading = await TenantStore(redis).read()
-    return {name: tenant.limits.weight for name, tenant in reading.values.items()}
 
 
 async def _adapters_of(redis: Commands, tenant: str) -> list[str]:

@@ -14,16 +14,16 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
-from tandem.cluster.state.redis_address import MovingRedis, RequestRedis
-from tandem.cluster.state.redis_client import RedisUnavailable
+from tandem.cluster.state.notifications import Announcements
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable, RequestClient
 from tandem.cluster.tenants.billing_record import DAY_S
 from tandem.cluster.tenants.directory import TenantDirectory
 from tandem.cluster.tenants.journal import is_in_use, remove_unlocked
-from tandem.cluster.tenants.ledger import UsageCap, UsageLedger
+from tandem.cluster.tenants.ledger import UsageLedger
 from tandem.cluster.tenants.quota import Quota
 from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant_admin import StoreAdmin
+from tandem.cluster.tenants.usage_cap import UsageCap
 
 log = logging.getLogger("tandem.tenants")
 TENANTS_FILE = "tenants.json"
@@ -38,7 +38,7 @@ class TenantService:
 
     def __init__(
         self,
-        redis: MovingRedis,
+        redis: BackgroundClient,
         *,
         folder: Path,
         is_private: bool,
@@ -47,7 +47,7 @@ class TenantService:
         redis_timeout_s: float,
         gateways: int,
         kv_tokens: Callable[[], int],
-        changes: Announcements = NoAnnouncements(),
+        changes: Announcements = Announcements(),
         has_keys: bool = False,
     ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ class TenantService:
         self._changes = changes
         gateway = secrets.token_hex(6)
         store = TenantStore(redis)
-        self._requests = RequestRedis(lambda: redis.url, redis_timeout_s)
+        self._requests = RequestClient(lambda: redis.url, redis_timeout_s)
         self.directory = TenantDirectory(store, folder / TENANTS_FILE, has_keys=has_keys)
         self.quota = Quota(self._requests, self.directory, gateway, gateways=gateways, kv_tokens=kv_tokens)
         self.admin = StoreAdmin(store, self.directory)
@@ -85,7 +85,7 @@ class TenantService:
         registry.register(_UsageMetrics(self.ledger, self.usage_cap, prefix))
 
     async def seed(self) -> None:
-        """For a Redis that is new or has lost its data; RedisUnavailable."""
+        """Writes the tenants to a Redis that is new or has lost its data; RedisUnavailable."""
         await self.directory.refresh()
 
     def tell_again(self) -> None:

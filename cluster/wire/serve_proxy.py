@@ -1,4 +1,4 @@
-"""Where Serve's proxy listens, which forwards requests to gateways under `serve run`: an open service needs loopback.
+"""The address of Serve's proxy, which forwards requests to gateways under `serve run`: an open service needs loopback.
 
 The application is checked when it is built, if Serve runs then, and each gateway at its start.
 """

@@ -27,7 +27,7 @@ class KVGroups:
 
     @property
     def has_windows(self) -> bool:
-        """Whether some group gives blocks back."""
+        """True if some group gives blocks back."""
         return any(window is not None for window in self.windows)
 
     def places(self, num_tokens: int) -> int:

@@ -109,7 +109,7 @@ class WeightStream:
 
     @property
     def can_replay(self) -> bool:
-        """Whether a captured step may be replayed as a list of kernels and copies."""
+        """True if a captured step may be replayed as a list of kernels and copies."""
         return not self._slot_of or self._copier.is_inline
 
     def invalidate(self) -> None:

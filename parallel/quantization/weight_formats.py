@@ -45,7 +45,7 @@ class Int8:
 
 DENSE: Final[WeightFormat] = Dense()
 FORMATS: Final[dict[str, WeightFormat]] = {"int8": Int8(), "w8a8": Int8()}
-"""By --quantization. w8a8 holds the same weights as int8, and multiplies them by rounded inputs."""
+"""Formats by --quantization. w8a8 holds the same weights as int8, and multiplies them by rounded inputs."""
 
 
 def weight_format(quantization: str | None) -> WeightFormat:

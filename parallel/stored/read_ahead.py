@@ -86,7 +86,7 @@ class ReadAhead:
             self._files.clear()
 
     def _may_begin(self, reading: deque[tuple[ReadSlices, list[Future[None]]]]) -> bool:
-        """Whether the next group may be read beside those that are."""
+        """True if the next group may be read beside those that are."""
         held = self._ahead_bytes + _nbytes(self._coming[0])
         return not reading or held <= (self._bounds.pair if len(reading) == 1 else self._bounds.many)
 

@@ -1,4 +1,4 @@
-"""Where the slice of a parameter stands in the files of a checkpoint, and how its bytes are read. Torch-free.
+"""Slices of parameters: their places in the files of a checkpoint, and the reading of their bytes. Torch-free.
 
 A slice is read as blocks: rows of a stored matrix, or a range of bytes of each. Only these bytes are read, but for rows
 whose part is shorter than a page, where the disk would read the rest too.
@@ -84,7 +84,7 @@ class Slice:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the bytes are those of the parameter's slice, as they are."""
+        """True if the bytes are those of the parameter's slice, as they are."""
         return not self.transposed and self.pieces is None and not self.add
 
 

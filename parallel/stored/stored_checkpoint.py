@@ -18,7 +18,7 @@ QUANTIZED: Final[dict[str, tuple[str, ...]]] = {
     "a scheme with scales, such as fp8,": ("weight_scale_inv", "weight_scale", "input_scale"),
     "bitsandbytes": (".absmax", ".quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4", ".SCB"),
 }
-"""How names of tensors end that only quantized checkpoints have."""
+"""Endings of names of tensors that only quantized checkpoints have."""
 
 
 class StoredCheckpoint:

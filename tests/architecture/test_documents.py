@@ -2,10 +2,11 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-import pytest
 import typer
 import yaml
 
@@ -15,6 +16,7 @@ from tools import house
 from tools.check_links import CODE_SPAN, ROOT, broken_links, documents
 
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES += sorted((ROOT / "docs" / "serving").glob("*.md"))
 TOPS = ("benchmarks", "cluster", "configs", "docs", "offload", "parallel", "tests", "tools", "workers")
 
 
@@ -22,48 +24,72 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("document", documents(), ids=name)
-def test_links_lead_somewhere(document: Path) -> None:
-    assert not list(broken_links(document))
-
-
-@pytest.mark.parametrize("document", GUIDES, ids=name)
-def test_named_paths_exist(document: Path) -> None:
-    """Code spans such as `workers/engine/`; those with capitals or * stand for many files."""
-    spans = {span.strip("`") for span in CODE_SPAN.findall(document.read_text())}
+def missing_paths(text: str) -> list[str]:
+    """Code spans such as `workers/engine/` that name nothing; those with capitals or * stand for many files."""
+    spans = {span.strip("`") for span in CODE_SPAN.findall(text)}
     paths = {span for span in spans if re.fullmatch(rf"({'|'.join(TOPS)})/[a-z0-9_./-]*", span)}
-    assert not [path for path in paths if not (ROOT / path).exists()]
+    return sorted(path for path in paths if not (ROOT / path).exists())
 
 
-@pytest.mark.parametrize("document", documents(), ids=name)
-def test_named_benchmarks_exist(document: Path) -> None:
-    modules = re.findall(r"python -m ((?:benchmarks|tools)\.[a-z_.]+)", document.read_text())
-    assert not [module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").exists()]
+def missing_modules(text: str) -> list[str]:
+    """Modules that are run with `python -m` and do not exist."""
+    modules = re.findall(r"python -m ((?:benchmarks|tools)\.[a-z_.]+)", text)
+    return [module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").exists()]
 
 
-def commands(document: Path) -> Iterator[list[str]]:
+def found_in(pages: list[Path], look: Callable[[str], list[str]]) -> list[str]:
+    return [f"{name(page)}: {wrong}" for page in pages for wrong in look(page.read_text())]
+
+
+def test_links_lead_somewhere() -> None:
+    assert not [line for document in documents() for line in broken_links(document)]
+
+
+def test_named_paths_exist() -> None:
+    assert not found_in(GUIDES, missing_paths)
+    assert missing_paths("`workers/engine/`, `workers/NAME/`, `workers/no_room/`, `x/y`") == ["workers/no_room/"]
+
+
+def test_named_modules_exist() -> None:
+    assert not found_in(documents(), missing_modules)
+    assert missing_modules("python -m tools.shape; python -m benchmarks.none") == ["benchmarks.none"]
+
+
+def commands(text: str) -> Iterator[list[str]]:
     """The words of every `tandem VERB ...` in code blocks and code spans, without comments and pipes."""
-    text = document.read_text()
     lines = re.findall(r"^ *(?:.*\| |[A-Z]+=\$\()?\.venv/bin/tandem (.*)$", text, re.MULTILINE)
     lines += [match for span in CODE_SPAN.findall(text) for match in re.findall(r"`(?:\S*/)?tandem ([a-z].*)`", span)]
     for line in lines:
         yield shlex.split(line.rstrip(")"), comments=True)
 
 
-@pytest.mark.parametrize("document", GUIDES, ids=name)
-def test_named_commands_and_flags_exist(document: Path) -> None:
+@cache
+def command_line() -> Any:
+    return typer.main.get_command(build_app())
+
+
+def unknown_commands(text: str) -> list[str]:
+    """Verbs and flags of `tandem` that there are not."""
     titles = {"rank", "host-tier", "redis", "reaper"}  # of processes
-    for words in commands(document):
-        command = typer.main.get_command(build_app())
-        path = []
+    wrong = []
+    for words in commands(text):
+        command, path = command_line(), ["tandem"]
         while hasattr(command, "commands") and words and words[0].split("|")[0] not in titles:
-            verb = words.pop(0).split("|")[0]
-            path.append(verb)
-            assert verb in command.commands, f"{name(document)}: tandem {' '.join(path)}"
-            command = command.commands[verb]
+            path.append(words.pop(0).split("|")[0])
+            command = command.commands.get(path[-1])
+        if command is None:
+            wrong.append(" ".join(path))
+            continue
         known = {"--help"} | {flag for option in command.params for flag in [*option.opts, *option.secondary_opts]}
         unknown = [word for word in words if re.match(r"--?[a-z]", word) and word not in known]
-        assert not unknown, f"{name(document)}: tandem {' '.join(path)} {unknown}"
+        wrong += [f"{' '.join(path)} {flag}" for flag in unknown]
+    return wrong
+
+
+def test_named_commands_and_flags_exist() -> None:
+    assert not found_in(GUIDES, unknown_commands)
+    page = "`tandem serve --port 1 --prot 2`, `tandem tenants add x` and `tandem sevre`, `tandem rank 0`"
+    assert unknown_commands(page) == ["tandem serve --prot", "tandem sevre"]
 
 
 def test_every_page_is_on_the_site() -> None:
@@ -101,7 +127,7 @@ def test_the_page_names_every_blocker_once() -> None:
 
 def test_metrics_of_drafts_are_spelled_out() -> None:
     """Every counter of speculative decoding, by its whole name, for those who search the page for it."""
-    source = (ROOT / "cluster" / "fleet" / "engine_metrics.py").read_text()
+    source = (ROOT / "workers" / "engine" / "base" / "drafting.py").read_text()
     names = set(re.findall(r'"(spec_decode_\w+)"', source))
     page = (ROOT / "docs" / "operations.md").read_text()
     assert len(names) == 4

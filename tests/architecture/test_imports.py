@@ -1,14 +1,17 @@
-"""The import rules of CONTRIBUTING.md: direction between folders, libraries in their places, torch-free processes."""
+"""The import rules of CONTRIBUTING.md: direction between folders, libraries in their places, torch-free processes.
+
+One case a rule; each is also shown an invented file that breaks it.
+"""
 
 import ast
 import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
+from tools.sources import Source, module_of, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {
@@ -37,177 +40,233 @@ RANK_SIDE = (
     "offload/weights/weight_stream.py",
 )
 TORCH_LIBRARIES = {"torch", "transformers", "triton", "accelerate", "peft"}
+RUNS_CODE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 OURS = set(MAY_IMPORT)
+PRODUCT = sources(ROOT)
+TORCH_FREE = (
+    "tandem.cluster.gateway.app.routes",
+    "tandem.cluster.adapters.checks",
+    "tandem.cluster.routing.serve_router",
+    "tandem.cluster.group.coordinator",
+    "tandem.cluster.app",
+    "tandem.cluster.cli.main",
+    "tandem.workers.engine.engine",
+    "tandem.workers.executor.rank_group",
+    "tandem.workers.models.spec.families",
+    "tandem.workers.lora.peft.adapter_source",
+    "tandem.workers.lora.peft.adapter_check",
+    "tandem.workers.planning.adapter_room",
+    "tandem.workers.lora.peft.base_tables",
+    "tandem.workers.planning.planner",
+    "tandem.cluster.cli.verbs.plan",
+    "tandem.cluster.cli.verbs.doctor",
+    "tandem.cluster.cli.check_process",
+    "tandem.cluster.deploy.misfits",
+    "tandem.workers.text.tokenizer",
+    "tandem.workers.text.chat_template",
+)
+RAY_FREE = ("tandem.workers.offline", "tandem.workers.executor.local_ranks", "tandem.workers.rank.rank_server")
+Rule = Callable[[Source], Iterator[str]]
+"""Yields what is wrong with a file, a line each."""
 
 
-def source_files() -> list[Path]:
-    return sorted(path for top in OURS for path in (ROOT / top).rglob("*.py"))
-
-
-def name(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def all_imports(path: Path) -> Iterator[tuple[int, str]]:
+def all_imports(file: Source) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import statement in a file, those inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in file.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name(path)}:{node.lineno}: relative import"
+            assert node.level == 0, f"{file.name}:{node.lineno}: relative import"
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
+def imports(file: Source) -> Iterator[tuple[int, str]]:
     """The same with our own modules named by their folders, without the package: `workers.text`."""
-    yield from ((line, module.removeprefix("tandem.")) for line, module in all_imports(path))
+    yield from ((line, module.removeprefix("tandem.")) for line, module in all_imports(file))
 
 
-def every_file() -> list[Path]:
-    return [
-        path
-        for top in (*sorted(OURS), "tests", "benchmarks", "tools", "tandem")
-        for path in sorted((ROOT / top).rglob("*.py"))
-    ]
+def broken(rule: Rule, files: tuple[Source, ...] = PRODUCT) -> list[str]:
+    """Every line of these files that breaks a rule."""
+    return [f"{file.name}:{wrong}" for file in files for wrong in rule(file)]
 
 
-@pytest.mark.parametrize("path", every_file(), ids=name)
-def test_our_packages_are_imported_as_parts_of_tandem(path: Path) -> None:
-    """A user may have packages `configs`, `workers` and `cluster` of his own."""
-    assert not [f"line {line}: {m}" for line, m in all_imports(path) if m.split(".")[0] in OURS]
-    bare = re.compile(rf"""-m["', ]+(?:{"|".join(sorted(OURS))})\.""")
-    assert not bare.search(path.read_text())
+def sees(rule: Rule, name: str, text: str) -> bool:
+    """True if the rule finds something wrong in an invented file."""
+    return bool(broken(rule, (Source(name, text),)))
 
 
-@pytest.mark.parametrize("top", sorted(OURS))
-def test_a_bare_import_of_our_folders_names_the_package(top: str) -> None:
-    done = subprocess.run([sys.executable, "-c", f"import {top}"], cwd=ROOT, capture_output=True, text=True)
-    assert f"ImportError: import tandem.{top} instead of {top}" in done.stderr
+# ---- rules of one file ----
+
+TOP = "|".join(sorted(OURS))
+MAY_BE_BARE = re.compile(rf"\b(?:from\s+|import\s+(?:[^\n]*,\s*)?)(?:{TOP})\b")
+BARE = re.compile(rf"""-m["', ]+(?:{TOP})\.""")
+
+
+def bare_imports(file: Source) -> Iterator[str]:
+    """Imports and commands that name our folders without the package."""
+    if MAY_BE_BARE.search(file.text):
+        yield from (f"{line}: {module}" for line, module in all_imports(file) if module.split(".")[0] in OURS)
+    yield from (f" {found[0]}" for found in BARE.finditer(file.text))
+
+
+def upward_imports(file: Source) -> Iterator[str]:
+    allowed = MAY_IMPORT[file.name.split("/")[0]]
+    for line, module in imports(file):
+        if module.split(".")[0] in OURS and not any(is_below(module, one) for one in allowed):
+            yield f"{line}: {module}"
+
+
+def strayed_libraries(file: Source) -> Iterator[str]:
+    for line, module in imports(file):
+        places = ONLY_IN.get(module.split(".")[0])
+        if places and not file.name.startswith(places):
+            yield f"{line}: {module}"
+
+
+def torch_in_the_torch_free_half(file: Source) -> Iterator[str]:
+    if file.name.startswith(TORCH_FREE_FOLDERS) and not file.name.startswith(RANK_SIDE):
+        yield from (f"{line}: {module}" for line, module in imports(file) if module.split(".")[0] in TORCH_LIBRARIES)
+
+
+def code_from_outside(file: Source) -> Iterator[str]:
+    """Pickle, eval, exec and torch.load (Ray's own envelope is Ray's)."""
+    yield from (f"{line}: {module}" for line, module in imports(file) if module.split(".")[0] in RUNS_CODE)
+    for node in file.nodes:
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            is_wrong = called in {"eval", "exec", "torch.load", "zmq.Socket.recv_pyobj"}
+            if is_wrong or called.endswith((".recv_pyobj", ".send_pyobj")):
+                yield f"{node.lineno}: {called}"
+
+
+def engine_in_a_rank(file: Source) -> Iterator[str]:
+    if file.name.startswith("workers/rank/"):
+        yield from (f"{line}: {module}" for line, module in imports(file) if is_below(module, "workers.engine"))
 
 
 def is_below(module: str, allowed: str) -> bool:
     return module == allowed or module.startswith(allowed + ".")
 
 
-@pytest.mark.parametrize("path", source_files(), ids=name)
-def test_imports_follow_the_direction_of_the_folders(path: Path) -> None:
-    allowed = MAY_IMPORT[name(path).split("/")[0]]
-    wrong = [
-        f"{name(path)}:{line} imports {module}"
-        for line, module in imports(path)
-        if module.split(".")[0] in OURS and not any(is_below(module, a) for a in allowed)
-    ]
-    assert not wrong
+def test_our_packages_are_imported_as_parts_of_tandem() -> None:
+    """A user may have packages `configs`, `workers` and `cluster` of his own."""
+    everything = sources(ROOT, (*sorted(OURS), "tests", "benchmarks", "tools", "tandem"))
+    assert len(everything) > len(PRODUCT)
+    assert not broken(bare_imports, everything)
+    assert sees(bare_imports, "tests/x.py", "def f():\n    import os, workers.text as t")
+    assert sees(bare_imports, "tests/x.py", "run([sys.executable, '-m" + "', 'cluster.cli'])")
+    assert not sees(bare_imports, "tests/x.py", "'import cluster'\nfrom tandem.cluster import app")
 
 
-@pytest.mark.parametrize("path", source_files(), ids=name)
-def test_libraries_stay_in_their_places(path: Path) -> None:
-    wrong = [
-        f"{name(path)}:{line} imports {module}"
-        for line, module in imports(path)
-        if (places := ONLY_IN.get(module.split(".")[0])) and not name(path).startswith(places)
-    ]
-    assert not wrong
+def test_bare_imports_of_our_folders_name_the_package() -> None:
+    code = "\n".join(f"try:\n    import {top}\nexcept ImportError as e:\n    print(e)" for top in sorted(OURS))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    said = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    assert said == [f"import tandem.{top} instead of {top}" for top in sorted(OURS)], done.stderr
 
 
-@pytest.mark.parametrize("path", [p for p in source_files() if name(p).startswith(TORCH_FREE_FOLDERS)], ids=name)
-def test_the_torch_free_half_never_imports_torch(path: Path) -> None:
-    if name(path).startswith(RANK_SIDE):
-        return
-    assert not [f"line {line}: {m}" for line, m in imports(path) if m.split(".")[0] in TORCH_LIBRARIES]
+def test_imports_follow_the_direction_of_the_folders() -> None:
+    assert not broken(upward_imports)
+    assert sees(upward_imports, "offload/x.py", "def f():\n    from tandem.workers.text import tokenizer")
 
 
-@pytest.mark.parametrize("path", source_files(), ids=name)
-def test_nothing_received_can_run_code(path: Path) -> None:
-    """No pickle, eval, exec or torch.load anywhere in the product (Ray's own envelope is Ray's)."""
-    for line, module in imports(path):
-        assert module.split(".")[0] not in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, (
-            f"{name(path)}:{line}"
-        )
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called not in {"eval", "exec", "torch.load", "zmq.Socket.recv_pyobj"}, f"{name(path)}:{node.lineno}"
-            assert not called.endswith((".recv_pyobj", ".send_pyobj")), f"{name(path)}:{node.lineno}"
+def test_libraries_stay_in_their_places() -> None:
+    assert not broken(strayed_libraries)
+    assert sees(strayed_libraries, "cluster/state/keys.py", "import redis.asyncio")
+
+
+def test_the_torch_free_half_never_imports_torch() -> None:
+    assert not broken(torch_in_the_torch_free_half)
+    assert sees(torch_in_the_torch_free_half, "workers/engine/x.py", "from torch import nn")
+    assert {name for name in RANK_SIDE if not (ROOT / name).is_file()} == set()
+
+
+def test_nothing_received_can_run_code() -> None:
+    assert not broken(code_from_outside)
+    for line in (
+        "import pickle",
+        "from marshal import loads",
+        "torch.load(x)",
+        "eval('1')",
+        "self._socket.recv_pyobj()",
+    ):
+        assert sees(code_from_outside, "workers/x.py", line), line
 
 
 def test_rank_never_imports_the_engine() -> None:
-    for path in (ROOT / "workers" / "rank").rglob("*.py"):
-        assert not [m for _, m in imports(path) if is_below(m, "workers.engine")], name(path)
+    assert not broken(engine_in_a_rank)
+    assert sees(engine_in_a_rank, "workers/rank/x.py", "from tandem.workers.engine.engine import Engine")
 
 
-def test_folders_hold_no_import_circles() -> None:
-    """Between modules, by their top-level imports: a circle would make the order of imports matter."""
-    modules = {name(p)[:-3].replace("/", ".").removesuffix(".__init__"): p for p in source_files()}
+# ---- rules of all files together ----
+
+
+def module_circle(files: tuple[Source, ...]) -> list[str]:
+    """A circle of modules by their imports, those inside functions too; empty if there is none."""
+    modules = {module_of(file.name).replace("/", "."): file for file in files}
     edges = {
-        m: {known for _, i in imports(p) if (known := longest_known(i, modules)) and known != m}
-        for m, p in modules.items()
+        module: {known for _, one in imports(file) if (known := longest_known(one, modules)) and known != module}
+        for module, file in modules.items()
     }
     done: set[str] = set()
 
-    def visit(module: str, trail: tuple[str, ...]) -> None:
-        assert module not in trail, " -> ".join((*trail[trail.index(module) :], module))
+    def visit(module: str, trail: tuple[str, ...]) -> list[str]:
+        if module in trail:
+            return [*trail[trail.index(module) :], module]
         if module not in done:
             for target in sorted(edges[module]):
-                visit(target, (*trail, module))
+                if found := visit(target, (*trail, module)):
+                    return found
             done.add(module)
+        return []
 
-    for module in sorted(modules):
-        visit(module, ())
+    return next((found for module in sorted(modules) if (found := visit(module, ()))), [])
 
 
-def longest_known(dotted: str, modules: dict[str, Path]) -> str | None:
+def longest_known(dotted: str, modules: dict[str, Source]) -> str | None:
     parts = dotted.split(".")
     return next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in modules), None)
 
 
-def run_blocked(blocked: tuple[str, ...], body: str) -> subprocess.CompletedProcess[str]:
-    """Runs `body` in a fresh interpreter where importing any of `blocked` raises."""
-    guard = f"""
-    import sys
+def test_modules_hold_no_import_circles() -> None:
+    """A circle would make the order of imports matter."""
+    assert not module_circle(PRODUCT)
+    pairs = [("a.py", "from tandem.b import x"), ("b.py", "def f():\n    import c"), ("c.py", "import tandem.a")]
+    assert module_circle(tuple(Source(*pair) for pair in pairs)) == ["a", "b", "c", "a"]
+
+
+# ---- processes ----
+
+
+def failing_imports(blocked: tuple[str, ...], modules: tuple[str, ...]) -> str:
+    """What a fresh interpreter says that imports these modules, one after the other, and cannot import `blocked`."""
+    code = f"""
+    import importlib, sys
     class Block:
         def find_spec(self, name, path=None, target=None):
             if name.split(".")[0] in {blocked!r}:
                 raise ImportError("blocked: " + name)
     sys.meta_path.insert(0, Block())
+    for module in {modules!r}:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            print(module, repr(error))
     """
-    code = textwrap.dedent(guard) + textwrap.dedent(body)
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return done.stdout + (done.stderr if done.returncode else "")
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "tandem.cluster.gateway.routes",
-        "tandem.cluster.adapters.checks",
-        "tandem.cluster.routing.serve_router",
-        "tandem.cluster.group.coordinator",
-        "tandem.cluster.app",
-        "tandem.cluster.cli.main",
-        "tandem.workers.engine.engine",
-        "tandem.workers.executor.rank_group",
-        "tandem.workers.models.spec.families",
-        "tandem.workers.lora.peft.adapter_source",
-        "tandem.workers.lora.peft.adapter_check",
-        "tandem.workers.planning.adapter_room",
-        "tandem.workers.lora.peft.base_tables",
-        "tandem.workers.planning.planner",
-        "tandem.cluster.cli.verbs.plan",
-        "tandem.cluster.cli.verbs.doctor",
-        "tandem.cluster.cli.check_process",
-        "tandem.cluster.deploy.misfits",
-        "tandem.workers.text.tokenizer",
-        "tandem.workers.text.chat_template",
-    ],
-)
-def test_torch_free_processes_start_with_torch_blocked(module: str) -> None:
-    done = run_blocked(("torch", "transformers"), f"import {module}")
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_torch_free_processes_start_with_torch_blocked() -> None:
+    """And that would be noticed."""
+    said = failing_imports(("torch", "transformers"), (*TORCH_FREE, "tandem.workers.rank.rank_server"))
+    (line,) = said.splitlines()
+    assert line.startswith("tandem.workers.rank.rank_server ImportError('blocked: torch")
 
 
-@pytest.mark.parametrize(
-    "module", ["tandem.workers.offline", "tandem.workers.executor.local_ranks", "tandem.workers.rank.rank_server"]
-)
-def test_workers_run_with_ray_absent(module: str) -> None:
-    done = run_blocked(("ray", "redis", "fastapi"), f"import {module}")
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_workers_run_with_ray_absent() -> None:
+    """And that would be noticed."""
+    said = failing_imports(("ray", "redis", "fastapi"), (*RAY_FREE, "tandem.cluster.app"))
+    (line,) = said.splitlines()
+    assert line.startswith("tandem.cluster.app ImportError('blocked: ")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from tandem.workers.models.spec.families import FAMILIES
 from tandem.workers.models.spec.parameter_names import Role
+from tools.sources import Source, lines_with, sources
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("cluster", "configs", "offload", "parallel", "workers")
+FILES = sources(Path(__file__).resolve().parents[2])
 TABLE = "workers/models/spec/"
 PROJECTIONS = (Role.QKV, Role.Q, Role.K, Role.V, Role.O, Role.GATE, Role.UP, Role.DOWN)
 NAMES = {
@@ -20,18 +20,10 @@ NAMES = {
 }
 
 
-def test_the_names_are_those_of_the_families() -> None:
-    assert {"q_proj", "down_proj", "c_attn", "query_key_value"} <= NAMES
-
-
 def test_no_module_but_the_table_names_projections() -> None:
+    assert {"q_proj", "down_proj", "c_attn", "query_key_value"} <= NAMES
     word = re.compile(rf"\b({'|'.join(sorted(NAMES))})\b")
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*.py")
-        if not str(path.relative_to(ROOT)).startswith(TABLE)
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if word.search(line)
+    assert not lines_with(word, [file for file in FILES if not file.name.startswith(TABLE)])
+    assert lines_with(word, [Source("a.py", "x = 1\ny = 'model.q_proj.weight'\n")]) == [
+        "a.py:2: y = 'model.q_proj.weight'"
     ]
-    assert not found, found

@@ -9,117 +9,104 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tools.sources import Source, module_of, sources
 
-from tools.house import module_of, source_files
-
-ROOT = Path(__file__).resolve().parents[2]
 PLATFORMS = "workers/platforms/"
 NAMES_READ_IN = ("configs/", "workers/planning/", "cluster/deploy/", PLATFORMS)
 A_NAME = re.compile(r"(cpu|cuda)(:\d+)?")
-FILES = source_files(ROOT)
+FILES = sources(Path(__file__).resolve().parents[2])
 
 
-def device_tests(tree: ast.AST) -> Iterator[str]:
+def device_tests(file: Source) -> Iterator[str]:
     """`device.type`, `is_cuda` and `torch.cuda`, as they stand in the source."""
-    for node in ast.walk(tree):
+    for node in file.nodes:
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
             asks_type = node.attr == "type" and text.removesuffix(".type").endswith("device")
             if asks_type or node.attr in ("is_cuda", "is_cpu") or text.startswith("torch.cuda"):
-                yield f"line {node.lineno}: {text}"
+                yield f"{file.name}:{node.lineno}: {text}"
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.cuda"):
-            yield f"line {node.lineno}: import of {node.module}"
+            yield f"{file.name}:{node.lineno}: import of {node.module}"
         elif isinstance(node, ast.Import) and any(alias.name.startswith("torch.cuda") for alias in node.names):
-            yield f"line {node.lineno}: {ast.unparse(node)}"
+            yield f"{file.name}:{node.lineno}: {ast.unparse(node)}"
 
 
-def constants(file: str) -> set[tuple[str, str]]:
+def constants(file: Source) -> set[tuple[str, str]]:
     """Module and name of each constant of a file that is a device's name."""
     found = set()
-    for node in ast.parse((ROOT / file).read_text()).body:
+    for node in file.tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [target.id for target in targets if isinstance(target, ast.Name)]
-            found |= {(module_of(file).replace("/", "."), name) for name in names if list(device_names(node.value))}
+            if is_device_name(node.value):
+                found |= {(module_of(file.name).replace("/", "."), name) for name in names}
     return found
 
 
-def constants_read(tree: ast.AST, known: set[tuple[str, str]]) -> Iterator[str]:
+def constants_read(file: Source, known: set[tuple[str, str]]) -> Iterator[str]:
     """Imports of such constants, and attributes of a module that are one."""
-    for node in ast.walk(tree):
+    for node in file.nodes:
         if isinstance(node, ast.ImportFrom):
             module = (node.module or "").removeprefix("tandem.")
-            yield from (f"line {node.lineno}: {a.name} of {module}" for a in node.names if (module, a.name) in known)
+            for alias in node.names:
+                if (module, alias.name) in known:
+                    yield f"{file.name}:{node.lineno}: {alias.name} of {module}"
         elif isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value).removeprefix("tandem.")
             if any(node.attr == name and owner in (module, module.rpartition(".")[2]) for module, name in known):
-                yield f"line {node.lineno}: {ast.unparse(node)}"
+                yield f"{file.name}:{node.lineno}: {ast.unparse(node)}"
 
 
-def device_names(tree: ast.AST) -> Iterator[str]:
-    """Strings that are a device's name, or begin with one as torch writes it (cuda:0)."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and A_NAME.fullmatch(node.value):
-            yield f"line {node.lineno}: {node.value!r}"
+def is_device_name(node: ast.AST) -> bool:
+    """True for a string that is a device's name, or begins with one as torch writes it (cuda:0)."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(A_NAME.fullmatch(node.value))
 
 
-CONSTANTS = set[tuple[str, str]]().union(*(constants(name) for name in FILES))
+def device_names(file: Source) -> Iterator[str]:
+    return (f"{file.name}:{node.lineno}: {ast.unparse(node)}" for node in file.nodes if is_device_name(node))
 
 
-@pytest.mark.parametrize("file", [name for name in FILES if not name.startswith(PLATFORMS)])
-def test_only_platforms_ask_for_the_device(file: str) -> None:
-    assert not list(device_tests(ast.parse((ROOT / file).read_text())))
+def found(lines: Iterator[str]) -> list[str]:
+    """What stands in those lines, without their places."""
+    return [line.split(": ", 1)[1] for line in lines]
 
 
-@pytest.mark.parametrize("file", [name for name in FILES if not name.startswith(NAMES_READ_IN)])
-def test_names_of_devices_are_read_in_few_places(file: str) -> None:
-    tree = ast.parse((ROOT / file).read_text())
-    assert not [*device_names(tree), *constants_read(tree, CONSTANTS)]
+def test_only_platforms_ask_for_the_device() -> None:
+    assert not [line for file in FILES if not file.name.startswith(PLATFORMS) for line in device_tests(file)]
+    offenders = ["x.device.type", "device.type", "x.is_cuda", "torch.cuda.synchronize", "torch.cuda"]
+    for text in offenders:
+        assert text in found(device_tests(Source("a.py", f"y = {text} == 'x'"))), text
+    assert found(device_tests(Source("a.py", "import torch.cuda.nvtx"))) == ["import torch.cuda.nvtx"]
+    assert found(device_tests(Source("a.py", "from torch.cuda import nvtx"))) == ["import of torch.cuda"]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "x.device.type == 'x'",
-        "device.type",
-        "x.is_cuda",
-        "torch.cuda.synchronize()",
-        "import torch.cuda.nvtx",
-        "a = torch.cuda",
-    ],
-)
-def test_a_device_test_is_found(line: str) -> None:
-    assert list(device_tests(ast.parse(line)))
+def test_names_of_devices_are_read_in_few_places() -> None:
+    known = set[tuple[str, str]]().union(*map(constants, FILES))
+    others = [file for file in FILES if not file.name.startswith(NAMES_READ_IN)]
+    assert not [line for file in others for line in (*device_names(file), *constants_read(file, known))]
+    invented = "if name == 'cuda' or other in ('cpu', 'cuda:0'): 'cpu kernels'; 'cpu-paged'; 'cpu:x'"
+    assert found(device_names(Source("a.py", invented))) == ["'cuda'", "'cpu'", "'cuda:0'"]
 
 
-def test_a_devices_name_is_found() -> None:
-    tree = ast.parse("if name == 'cuda' or other in ('cpu', 'cuda:0'): 'cpu kernels'; 'cpu-paged'; 'cpu:x'")
-    assert [found.split(": ", 1)[1] for found in device_names(tree)] == ["'cuda'", "'cpu'", "'cuda:0'"]
-
-
-def test_a_constant_with_a_devices_name_is_found(tmp_path: Path) -> None:
+def test_a_constant_with_a_devices_name_is_found() -> None:
     """The compared constants of configs/schema.py, put back."""
-    file = tmp_path / "schema.py"
-    file.write_text("HOST: Final[Device] = 'cpu'\nGPU = 'cuda'\nLOOPBACK = '127.0.0.1'\n")
-    held = {("configs.schema", name) for _, name in constants(str(file))}
+    text = "HOST: Final[Device] = 'cpu'\nGPU = 'cuda'\nLOOPBACK = '127.0.0.1'\n"
+    held = constants(Source("configs/schema.py", text))
     assert held == {("configs.schema", "HOST"), ("configs.schema", "GPU")}
-    source = "from tandem.configs.schema import GPU as g, LOOPBACK; schema.HOST; tier.HOST; tandem.configs.schema.GPU"
-    found = [line.split(": ", 1)[1] for line in constants_read(ast.parse(source), held)]
-    assert sorted(found) == ["GPU of configs.schema", "schema.HOST", "tandem.configs.schema.GPU"]
+    text = "from tandem.configs.schema import GPU as g, LOOPBACK; schema.HOST; tier.HOST; tandem.configs.schema.GPU"
+    read = found(constants_read(Source("a.py", text), held))
+    assert sorted(read) == ["GPU of configs.schema", "schema.HOST", "tandem.configs.schema.GPU"]
 
 
 def test_only_platforms_choose_graphs_and_rows() -> None:
     """Everything else knows GraphRunner and DeviceRows."""
     chosen = {"NoGraphs", "CpuGraphs", "CudaGraphs", "HostRows", "TensorRows"}
-    for file in FILES:
-        if not file.startswith((PLATFORMS, "workers/graphs/")):
-            assert not any(name in (ROOT / file).read_text() for name in chosen), file
+    others = [file for file in FILES if not file.name.startswith((PLATFORMS, "workers/graphs/"))]
+    assert not [file.name for file in others if any(name in file.text for name in chosen)]
 
 
 def test_retired_choices_are_gone() -> None:
     """What Platform replaced."""
     retired = {"select_attention", "select_lora_ops", "select_fused_ops", "make_matrix", "make_copier", "set_threads"}
     for file in FILES:
-        names = {node.id for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.Name)}
-        assert not names & retired, file
+        assert not retired & {node.id for node in file.nodes if isinstance(node, ast.Name)}, file.name

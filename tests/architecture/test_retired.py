@@ -3,10 +3,9 @@
 import re
 from pathlib import Path
 
-import pytest
+from tools.sources import TOPS, Source, lines_with, sources
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("benchmarks", "cluster", "configs", "offload", "parallel", "tools", "workers")
+FILES = sources(Path(__file__).resolve().parents[2], (*TOPS, "benchmarks", "tools"))
 RETIRED = {
     "SteppedEngine": "workers/engine/engine.py, driven by engine_loop.py",
     "poll_transfers": "Engine.turn",
@@ -43,14 +42,9 @@ RETIRED = {
 }
 
 
-@pytest.mark.parametrize("name", RETIRED)
-def test_a_replaced_mechanism_is_gone(name: str) -> None:
-    word = re.compile(rf"\b{name}\b")
-    found = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*.py")
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if word.search(line)
+def test_replaced_mechanisms_are_gone() -> None:
+    word = re.compile(rf"\b({'|'.join(RETIRED)})\b")
+    assert not lines_with(word, FILES), "they were replaced, see RETIRED"
+    assert lines_with(word, [Source("a.py", "Envelope = RequestRun\n_Attempts = 1\n")]) == [
+        "a.py:1: Envelope = RequestRun"
     ]
-    assert not found, f"{name} is back; it was replaced by {RETIRED[name]}"

@@ -1,6 +1,6 @@
 """A newcomer's terminal: `make serve`, the first of README.md's two commands, on an installed virtual environment.
 Every phase is printed, `tandem complete` and `chat` find the service, the last line is true. Before that, in the same
-service: what README.md and docs/serving.md tell to paste, pasted (only the port is another); and who waits longer than
+service: what README.md and docs/serving/ tell to paste, pasted (only the port is another); and who waits longer than
 --queue-timeout is told so.
 """
 
@@ -63,7 +63,7 @@ def run(command: list[str]) -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
-@pytest.mark.parametrize(("page", "answer"), [("README.md", "2 + 3 = 5"), ("docs/serving.md", "data: [DONE]")])
+@pytest.mark.parametrize(("page", "answer"), [("README.md", "2 + 3 = 5"), ("docs/serving/openai.md", "data: [DONE]")])
 def test_the_curl_commands(vllm_named: Service, page: str, answer: str) -> None:
     commands = re.findall(r"^    (curl .*\\\n.*)$", pasted(page, vllm_named), re.MULTILINE)
     assert commands
@@ -72,8 +72,8 @@ def test_the_curl_commands(vllm_named: Service, page: str, answer: str) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_the_embeddings_command(vllm_named: Service) -> None:
-    section = pasted("docs/serving.md", vllm_named).partition("### Embeddings\n")[2].partition("\n### ")[0]
-    (command,) = re.findall(r"^    (curl .*\\\n.*)$", section, re.MULTILINE)
+    page = pasted("docs/serving/embeddings.md", vllm_named)
+    (command,) = re.findall(r"^    (curl .*\\\n.*)$", page, re.MULTILINE)
     answer = json.loads(run(["bash", "-c", command.replace("curl ", "curl --silent ", 1)]))
     assert [item["index"] for item in answer["data"]] == [0, 1] and answer["usage"]["completion_tokens"] == 0
     assert all(abs(sum(x * x for x in item["embedding"]) - 1) < 1e-5 for item in answer["data"])
@@ -81,8 +81,8 @@ def test_the_embeddings_command(vllm_named: Service) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_the_command_with_a_tool(vllm_named: Service) -> None:
-    section = pasted("docs/serving.md", vllm_named).partition("### Tool calls\n")[2].partition("\n### ")[0]
-    (command,) = re.findall(r"^    (curl .*?}}}\]}')$", section, re.MULTILINE | re.DOTALL)
+    page = pasted("docs/serving/tool-calling.md", vllm_named)
+    (command,) = re.findall(r"^    (curl .*?}}}\]}')$", page, re.MULTILINE | re.DOTALL)
     (choice,) = json.loads(run(["bash", "-c", command.replace("curl ", "curl --silent ", 1)]))["choices"]
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
     assert calls == [("get_weather", '{"city": "Paris"}')]
@@ -90,7 +90,7 @@ def test_the_command_with_a_tool(vllm_named: Service) -> None:
 
 
 def test_the_example_with_a_tool(vllm_named: Service) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", pasted("docs/serving.md", vllm_named), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", pasted("docs/serving/tool-calling.md", vllm_named), re.DOTALL)
     example = next(block for block in blocks if "tool_calls" in block)
     call, answer = run([sys.executable, "-c", example]).splitlines()
     assert call == "get_weather {'city': 'Paris'}"

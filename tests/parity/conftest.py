@@ -10,7 +10,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.tiny_models import made_once
 
 CPU = torch.device("cpu")
@@ -43,8 +43,8 @@ def make_decoder() -> MakeDecoder:
             ParallelContext.single(),
             folder=folder,
             dtype=dtype,
-            platform=cpu_platform(),
-            attention=attention or attention_of(spec, cpu_platform(), dtype),
+            platform=CpuPlatform(),
+            attention=attention or attention_of(spec, CpuPlatform(), dtype),
         )
 
     return make

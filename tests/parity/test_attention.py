@@ -21,7 +21,7 @@ from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.models.spec.arch import AttentionParams
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.attention_check import QUANTIZED, check, random_batch
 
 
@@ -224,13 +224,13 @@ def test_many_groups_and_one_backend_for_many_steps() -> None:
 
 def test_selection() -> None:
     """The compiled kernel for what it serves, SDPA for the rest; both have names for the log."""
-    assert cpu_platform().attention(torch.float16, 64).name == "torch-sdpa"
-    assert cpu_platform().attention(torch.float32, 264).name == "torch-sdpa"
-    assert cpu_platform().attention(torch.float32, 24).name == backends(torch.float32, 24)[-1].name
-    assert cpu_platform().attention(torch.bfloat16, 64).name == backends(torch.bfloat16, 64)[-1].name
+    assert CpuPlatform().attention(torch.float16, 64).name == "torch-sdpa"
+    assert CpuPlatform().attention(torch.float32, 264).name == "torch-sdpa"
+    assert CpuPlatform().attention(torch.float32, 24).name == backends(torch.float32, 24)[-1].name
+    assert CpuPlatform().attention(torch.bfloat16, 64).name == backends(torch.bfloat16, 64)[-1].name
     for kv_dtype in QUANTIZED:
-        assert cpu_platform().attention(torch.bfloat16, 64, kv_dtype).name == backends(torch.bfloat16, 64)[-1].name
-        assert cpu_platform().attention(torch.float16, 64, kv_dtype).name == "torch-sdpa"
+        assert CpuPlatform().attention(torch.bfloat16, 64, kv_dtype).name == backends(torch.bfloat16, 64)[-1].name
+        assert CpuPlatform().attention(torch.float16, 64, kv_dtype).name == "torch-sdpa"
 
 
 @pytest.mark.parametrize("what", [float("nan"), float("inf")])
@@ -250,7 +250,7 @@ def test_a_value_that_is_not_finite_shows(kv_dtype: torch.dtype | None, side: st
         sides = [encode(torch.zeros(9, 16, 2, 64), storage) for _ in "kv"]
         kv = LayerKV(sides[0][0], sides[1][0], sides[0][1], sides[1][1])
         batch = random_batch(random.Random(0), 16, [3, 1], [3, 40])
-        ops = cpu_platform().fused_ops(torch.float32)
+        ops = CpuPlatform().fused_ops(torch.float32)
         ops.store(k, v, kv, batch.slot_mapping_T)
         outputs = [backend.prepare(batch).attend(q, k, v, kv, AttentionParams(0.125))]
         later = dataclasses.replace(

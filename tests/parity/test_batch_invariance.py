@@ -28,8 +28,7 @@ from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeA
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.decoder import build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import cpu_platform
-from tandem.workers.platforms.cpu_invariant import batch_invariant
+from tandem.workers.platforms.cpu_invariant import InvariantCpuPlatform
 from tests.support.adapters import save_random_adapter
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.seen_logits import SeenLogits, seeing
@@ -183,7 +182,7 @@ FAMILIES = (
 @pytest.mark.parametrize("name", some_in_parity(FAMILIES, but=("olmo2", "deepseek_v3")))
 def test_a_text_alone_and_in_a_crowd_in_chunks(name: str, dtype: str, tiny_folder: Callable[[str], Path]) -> None:
     folder, kind = tiny_folder(name), getattr(torch, dtype)
-    spec, platform = load_spec(folder), batch_invariant(cpu_platform())
+    spec, platform = load_spec(folder), InvariantCpuPlatform()
     decoder = build_decoder(spec, ParallelContext.single(), folder=folder, dtype=kind, platform=platform)
     prompts = [prompt_ids(length, spec.vocab_size, seed=length) for length in (70, 33, 5, 21, 64)]
     rows = PagedRows(decoder, 2 * len(prompts), 80, kind, platform=platform)
@@ -212,7 +211,7 @@ def test_decode_steps_with_latents_are_replayed(dtype: str, streamed: tuple[int,
     tiny, kind = BY_NAME["deepseek_v2"], getattr(torch, dtype)
     changes = {**tiny.changes, "num_hidden_layers": 4, "first_k_dense_replace": 4}
     folder = save_tiny_model(replace(tiny, changes=changes), tmp_path)
-    spec, platform = load_spec(folder), batch_invariant(cpu_platform())
+    spec, platform = load_spec(folder), InvariantCpuPlatform()
     prompts = [prompt_ids(length, spec.vocab_size, seed=length) for length in (130, 33, 5)]
     found = []
     for replays in (False, True):

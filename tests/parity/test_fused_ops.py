@@ -6,7 +6,7 @@ import torch
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.models.spec.arch import Activation
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOKENS = [1, 3, 130]
@@ -23,7 +23,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def ops(dtype: torch.dtype) -> CpuFusedOps:
-    selected = cpu_platform().fused_ops(dtype)
+    selected = CpuPlatform().fused_ops(dtype)
     if not isinstance(selected, CpuFusedOps):
         pytest.skip("no C compiler")
     return selected

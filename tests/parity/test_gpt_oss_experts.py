@@ -2,6 +2,7 @@
 clamped activation, a router with a bias and a softmax over the experts that it chooses."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from tandem.workers.models.spec.arch import Activation, ClampedSwiglu, Moe, Scor
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.parameter_names import LLAMA_STEMS, ParameterNames, Role
 from tandem.workers.models.spec.parameters import parameters
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 
 ALONE = SimpleNamespace(all_reduce=lambda part: part)
@@ -63,9 +64,9 @@ def test_the_layer_equals_theirs(compiled: bool, tmp_path: Path) -> None:
     )  # fmt: skip
     tiny = load_spec(save_tiny_model(BY_NAME["mixtral"], tmp_path / "tiny"))
     spec = replace(tiny, hidden_size=HIDDEN, layers=(replace(tiny.layers[0], mlp=moe),))
-    platform = cpu_platform()
-    make = platform.linear_methods(torch.float32)
-    ops = platform.expert_ops(torch.float32)(as_given) if compiled else TorchExperts(plain, as_given)
+    platform = CpuPlatform()
+    make = partial(platform.linear, dtype=torch.float32)
+    ops = platform.experts(torch.float32) if compiled else TorchExperts(plain, as_given)
     params = parameters(spec, NAMES).layers[0]
     x = torch.randn(37, HIDDEN, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():

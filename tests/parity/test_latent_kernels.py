@@ -18,7 +18,7 @@ from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentA
 from tandem.workers.kernels.cpu.cpu_build import obstacle
 from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.models.spec.arch import AttentionParams, Mla
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.attention_check import random_batch
 from tests.support.reference_attention import ReferenceAttention
 
@@ -84,7 +84,7 @@ class Inputs(NamedTuple):
 
 def compiled(spec: Mla, dtype: torch.dtype, storage: torch.dtype) -> list[LatentBackend]:
     """The usual backend, and that of --batch-invariant."""
-    usual = cpu_platform().latent_attention(dtype, spec.head_dim, storage)
+    usual = CpuPlatform().latent_attention(dtype, spec.head_dim, storage)
     kernel = CpuLatentAttention.make(dtype, spec.head_dim, storage)
     assert usual.name == "cpu-paged" and kernel is not None
     return [usual, OneQueryLatents(kernel)]
@@ -184,7 +184,7 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
 
 def test_selection() -> None:
     """Widths and types that the kernel does not take are torch's."""
-    platform = cpu_platform()
+    platform = CpuPlatform()
     assert platform.latent_attention(torch.bfloat16, 576).name == "cpu-paged"
     assert platform.latent_attention(torch.bfloat16, 1040).name == "torch-sdpa"
     assert platform.latent_attention(torch.float16, 576).name == "torch-sdpa"

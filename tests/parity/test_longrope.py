@@ -11,7 +11,7 @@ from tandem import LLM
 from tandem.parallel.context import ParallelContext
 from tandem.workers.models.decoder import build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.service import DEMO
 from tests.support.tiny_models import load_peer
@@ -25,7 +25,7 @@ def test_the_served_context_chooses_the_factors(
 ) -> None:
     folder = tiny_folder("phi3-longrope")
     spec = load_spec(folder).for_context(max_model_len)
-    decoder = build_decoder(spec, ParallelContext.single(), folder=folder, dtype=torch.float32, platform=cpu_platform())
+    decoder = build_decoder(spec, ParallelContext.single(), folder=folder, dtype=torch.float32, platform=CpuPlatform())
     ids = prompt_ids(length, spec.vocab_size)
     ours = PagedRows(decoder, 1, length).step([(0, ids)], all_logits=True)
     with torch.inference_mode():

@@ -17,7 +17,7 @@ from tandem.parallel.quantization.int8 import Int8Method
 from tandem.workers.kernels.cpu import cpu_int8_gemm
 from tandem.workers.models.decoder import build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.adapters import save_random_adapter
 from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
 from tests.support.dequantized import save_dequantized
@@ -59,7 +59,7 @@ def test_logits_equal_those_of_transformers_with_rounded_weights(
         monkeypatch.setattr(cpu_int8_gemm, "int8_kernel", lambda _: None)
     folder, ids = tiny_folder(name), prompt_ids(50, 200)
     decoder = build_decoder(
-        load_spec(folder), ParallelContext.single(), folder=folder, dtype=torch.float32, platform=cpu_platform(),
+        load_spec(folder), ParallelContext.single(), folder=folder, dtype=torch.float32, platform=CpuPlatform(),
         quantization="int8",
     )  # fmt: skip
     rows = PagedRows(decoder, 1, 50)
@@ -98,7 +98,7 @@ def test_ranks_equal_one_rank(
 def integers_of(folder: Path, context: ParallelContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The integers and scales of each linear layer of this rank, in order."""
     decoder = build_decoder(
-        load_spec(folder), context, folder=folder, dtype=torch.float32, platform=cpu_platform(), quantization="int8"
+        load_spec(folder), context, folder=folder, dtype=torch.float32, platform=CpuPlatform(), quantization="int8"
     )
     methods = [linear._method for linear in decoder.linears() if isinstance(linear, Linear)]
     return [(method.weight_OI.clone(), method.scale_O.clone()) for method in methods if isinstance(method, Int8Method)]

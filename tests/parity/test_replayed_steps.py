@@ -24,7 +24,7 @@ from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.lora.device.rank_adapters import open_adapters
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import cpu_platform, multiplies_by_row
+from tandem.workers.platforms.cpu import CpuPlatform, multiplies_by_row
 from tests.support.adapters import save_random_adapter
 from tests.support.engine_ranks import RunsOut
 from tests.support.lora_ranks import MAX_RANK, put_all, with_adapters
@@ -66,9 +66,9 @@ def two_threads() -> Iterator[None]:
 
 def decoder_of(folder: Path, kv_dtype: torch.dtype | None = None, **more: object) -> Decoder:
     spec = load_spec(folder)
-    attention = attention_of(spec, cpu_platform(), BF16, kv_dtype)
+    attention = attention_of(spec, CpuPlatform(), BF16, kv_dtype)
     context = ParallelContext.single()
-    return build_decoder(spec, context, folder=folder, dtype=BF16, platform=cpu_platform(), attention=attention, **more)  # type: ignore[arg-type]
+    return build_decoder(spec, context, folder=folder, dtype=BF16, platform=CpuPlatform(), attention=attention, **more)  # type: ignore[arg-type]
 
 
 def random_steps(seed: int) -> list[Step]:
@@ -290,7 +290,7 @@ def test_adapters(folders: Callable[[str], Path], tmp_path: Path) -> None:
         decoder = decoder_of(folder)
         settings = LoraSettings(enable_lora=True, max_loras=2, max_lora_rank=MAX_RANK)
         spec = load_spec(folder)
-        adapters = open_adapters(settings, spec, folder, decoder, cpu_platform(), BF16, available_bytes=None, pp_size=1)
+        adapters = open_adapters(settings, spec, folder, decoder, CpuPlatform(), BF16, available_bytes=None, pp_size=1)
         put_all(adapters, sources[:2])
         rows = PagedRows(decoder, NUM_ROWS, MAX_LEN, BF16)
         decoder.graphs.can_replay &= replays

@@ -20,7 +20,7 @@ from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec, AttentionParams
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.parity.test_attention import backends
 from tests.support.attention_check import random_batch
 from tests.support.decoder_ranks import RankProcesses
@@ -75,9 +75,9 @@ def with_sinks(spec: ArchSpec) -> ArchSpec:
 def logits_with_sinks(folder: Path, ids: list[int], context: ParallelContext) -> torch.Tensor:
     """A whole prompt, then as many tokens one by one."""
     spec = with_sinks(load_spec(folder))
-    attention = attention_of(spec, cpu_platform(), torch.float32)
+    attention = attention_of(spec, CpuPlatform(), torch.float32)
     decoder: Decoder = build_decoder(
-        spec, context, folder=folder, dtype=torch.float32, platform=cpu_platform(), attention=attention
+        spec, context, folder=folder, dtype=torch.float32, platform=CpuPlatform(), attention=attention
     )
     rows = PagedRows(decoder, 1, len(ids))
     half = len(ids) // 2

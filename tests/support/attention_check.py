@@ -11,7 +11,7 @@ from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.kv_store import LayerKV, as_indexable, encode
 from tandem.workers.models.spec.arch import AttentionParams
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.reference_attention import ReferenceAttention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -77,7 +77,7 @@ def check(
     planes = [plane for _ in "kv" for plane in encode(noise(blocks, batch.block_size, num_kv_heads, head_dim), storage)]
     outputs, caches, params = [], [], AttentionParams(head_dim**-0.5, window, softcap, slopes, sinks)
     for each in (backend, ReferenceAttention()):
-        ops = cpu_platform().fused_ops(dtype) if isinstance(each, CpuAttention) else TorchFusedOps()
+        ops = CpuPlatform().fused_ops(dtype) if isinstance(each, CpuAttention) else TorchFusedOps()
         keys, key_scales, values, value_scales = (None if plane is None else plane.clone() for plane in planes)
         kv = LayerKV(keys, values, key_scales, value_scales)
         kv.group = 1

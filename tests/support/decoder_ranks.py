@@ -23,7 +23,7 @@ from tandem.parallel.pipeline import StageLink
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.paged_rows import PagedRows
 from tests.support.service import free_port
 
@@ -62,8 +62,8 @@ def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None
         context,
         folder=case.folder,
         dtype=case.dtype,
-        platform=cpu_platform(),
-        attention=attention_of(spec, cpu_platform(), case.dtype, case.kv_dtype),
+        platform=CpuPlatform(),
+        attention=attention_of(spec, CpuPlatform(), case.dtype, case.kv_dtype),
         load_format=case.load_format,  # type: ignore[arg-type]
         streamed=[layer for layer in case.streamed if layer in local],
         quantization=case.quantization,

@@ -4,7 +4,7 @@ one rank has is shared. So ranks as threads and as processes run whole histories
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,11 @@ from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.messages.request import Ended, GenerationRequest, TokenDelta, TokenLogprobs, Usage
 from tandem.workers.messages.step import StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.loading import load_rank
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
+from tests.support.platforms import replaced
 from tests.support.traced_accelerator import TracedAccelerator, is_view, traced_platform
 
 Share = Callable[[Any], list[Any]]
@@ -244,7 +245,7 @@ def run_engine(case: EngineCase, context: ParallelContext, share: Share | None =
     """Serves the case's requests on this rank. share: None in a process of its own."""
     share = share or partial(_share_between_processes, context.world_size)
     accelerator = TracedAccelerator() if case.late else None
-    platform = cpu_platform() if accelerator is None else replace(traced_platform(accelerator), memory=None)
+    platform = CpuPlatform() if accelerator is None else replaced(traced_platform(accelerator), memory=lambda: None)
     if accelerator is None:
         return _serve(case, context, platform, share)
     with accelerator.tracing():

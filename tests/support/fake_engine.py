@@ -4,7 +4,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 
-from tandem.workers.engine.base.stats import Collector, EngineStats
+from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.engine.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import GroupLost, QueueFull
 from tandem.workers.messages.request import Abort, AdapterRef, Ended, GenerationRequest, TokenDelta, Usage
@@ -105,7 +105,6 @@ class FakeEngine:
             self.remote_charges[tenant] = self.remote_charges.get(tenant, 0.0) + charge
 
     def stats(self) -> EngineStats:
-        counts = Collector()
         return EngineStats(
             running=len(self.live),
             waiting=0,
@@ -119,23 +118,9 @@ class FakeEngine:
             reserved_blocks=0,
             allocated_slots=0,
             empty_slots=0,
-            prefix_cache_queries=0,
-            prefix_cache_hits=0,
-            preemptions=0,
-            prompt_tokens=0,
             generation_tokens=self.steps,
-            wasted_tokens=0,
             steps=self.steps,
             schedule_s=0.5,
-            wait_s=0.0,
-            device_s=0.0,
-            finished=counts.finished,
-            rejected=counts.rejected,
-            time_to_first_token_s=counts.time_to_first_token.snapshot(),
-            inter_token_latency_s=counts.inter_token_latency.snapshot(),
-            e2e_latency_s=counts.e2e_latency.snapshot(),
-            queue_time_s=counts.queue_time.snapshot(),
-            iteration_tokens=counts.iteration_tokens.snapshot(),
         )
 
     def _next(self, request: GenerationRequest, position: int) -> TokenDelta:

@@ -20,7 +20,7 @@ from tandem.workers.lora.device.rank_adapters import RankAdapters, open_adapters
 from tandem.workers.lora.peft.peft_folder import read_adapter
 from tandem.workers.models.decoder import attention_of, build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tandem.workers.rank.batch import adapter_segments
 from tests.support.decoder_ranks import Work, same_collectives
 from tests.support.paged_rows import PagedRows
@@ -49,19 +49,19 @@ class AdaptedCase:
 def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | None:
     """On this rank; on the last stage all steps' logits [sum of S, V], None elsewhere."""
     spec = load_spec(case.folder)
-    attention = attention_of(spec, cpu_platform(), case.dtype)
+    attention = attention_of(spec, CpuPlatform(), case.dtype)
     decoder = build_decoder(
         spec,
         context,
         folder=case.folder,
         dtype=case.dtype,
-        platform=cpu_platform(),
+        platform=CpuPlatform(),
         attention=attention,
         quantization=case.quantization,
     )
     settings = LoraSettings(enable_lora=True, max_loras=max(1, len(case.adapters)), max_lora_rank=MAX_RANK)
     adapters = open_adapters(
-        settings, spec, case.folder, decoder, cpu_platform(), case.dtype, available_bytes=None, pp_size=case.pp_size
+        settings, spec, case.folder, decoder, CpuPlatform(), case.dtype, available_bytes=None, pp_size=case.pp_size
     )
     put_all(adapters, case.adapters)
     rows = PagedRows(decoder, len(case.slots), case.max_len, case.dtype)

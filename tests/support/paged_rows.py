@@ -15,7 +15,7 @@ from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable
 from tandem.workers.kernels.kv_store import as_indexable
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.kv_cache import KVCache
 
 
@@ -39,7 +39,7 @@ class PagedRows:
     block_size: int = 4
     shuffle: bool = True
     kv_dtype: torch.dtype | None = None
-    platform: Platform = field(default_factory=cpu_platform)
+    platform: Platform = field(default_factory=CpuPlatform)
     windows: tuple[int | None, ...] = (None,)
     rows: list[PagedRow] = field(init=False)
     kv: KVTensors = field(init=False)

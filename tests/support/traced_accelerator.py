@@ -11,8 +11,8 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +22,8 @@ from torch.cuda._sanitizer import EventHandler, TensorInfo
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.parallel.groups import GLOO
-from tandem.parallel.linear_methods import plain
-from tandem.workers.kernels.expert_ops import TorchExperts
-from tandem.workers.kernels.lora_ops import TorchLora
-from tandem.workers.platforms import cuda
-from tandem.workers.platforms.base import DeviceMemory, Platform
+from tandem.workers.platforms.base import Platform
+from tests.support.platforms import GpuOnHost
 
 aten = torch.ops.aten
 _sanitizer.traceback = SimpleNamespace(  # it would take the stack at every operation
@@ -416,6 +412,4 @@ def is_view(func: Any) -> bool:
 
 def traced_platform(accelerator: TracedAccelerator) -> Platform:
     """The platform of CUDA ranks on this accelerator; Triton's kernels, which need a device, give way to twins."""
-    made = cuda.platform_on(accelerator, torch.device("cpu"), GLOO, lambda: DeviceMemory(0, 0))
-    experts = partial(TorchExperts, plain)
-    return replace(made, lora_ops=lambda dtype: TorchLora(), expert_ops=lambda dtype, quantization=None: experts)
+    return GpuOnHost(accelerator)

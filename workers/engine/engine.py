@@ -523,7 +523,7 @@ class Engine:
         self._grammars.leave(state)
         if self._adapters is not None:
             self._adapters.leave(state)
-        self._collector.e2e_latency.observe(self._clock() - state.arrival_s)
+        self._collector.e2e_latency_s.observe(self._clock() - state.arrival_s)
         self._sink.ended(state.ended(refused), state.request)
 
     def _count_plan(self, step: InFlightStep, now_s: float) -> None:
@@ -538,7 +538,7 @@ class Engine:
                 self._on_begun(state.request, state.cached_tokens)
                 if state.request.begun:
                     continue  # an earlier group has counted it
-                collector.queue_time.observe(now_s - state.arrival_s)
+                collector.queue_time_s.observe(now_s - state.arrival_s)
                 collector.prompt_tokens += seq.prompt_len
                 collector.prefix_cache_queries += len(seq.tokens)
                 collector.prefix_cache_hits += num_cached

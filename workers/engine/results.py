@@ -65,7 +65,7 @@ class ResultApplier:
         self._scheduler.returned(step.step_id)
         deltas: list[TokenDelta] = []
         ended: list[RequestState] = []
-        gaps = TokenGaps(self._collector.inter_token_latency, now_s)
+        gaps = TokenGaps(self._collector.inter_token_latency_s, now_s)
         rows = iter(result.rows)
         running = Status.RUNNING
         for seq, work in zip(step.sequences, step.work, strict=True):
@@ -282,7 +282,7 @@ class ResultApplier:
 
     def _first_token(self, seq: Sequence, now_s: float) -> None:
         if seq.choice == 0 and not any(seq.state.request.resume_token_ids):
-            self._collector.time_to_first_token.observe(now_s - seq.state.arrival_s)
+            self._collector.time_to_first_token_s.observe(now_s - seq.state.arrival_s)
 
     def _fail(self, state: RequestState, error: str, deltas: list[TokenDelta], ended: list[RequestState]) -> None:
         """Ends the request of a row that failed on the ranks, and removes its blocks from the index."""

@@ -45,7 +45,7 @@ class InProcessRank:
         self._from_rank.put(self.server.hello)
 
     def lost(self) -> str | None:
-        """Why a step failed, or receive() was interrupted."""
+        """The reason why a step failed, or receive() was interrupted."""
         return self._broken
 
     def kill(self, grace_s: float) -> None:

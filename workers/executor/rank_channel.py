@@ -1,4 +1,4 @@
-"""How a RankGroup reaches its ranks: RankChannel, the Protocol, and SocketChannel, its implementation over ZeroMQ.
+"""The way from a RankGroup to its ranks: RankChannel, the Protocol, and SocketChannel, its implementation over ZeroMQ.
 
 SocketChannel binds the ROUTER. Each rank process (workers/rank/rank_server.py) connects as the DEALER named by its
 number, and its lanes as a second one.

@@ -1,4 +1,4 @@
-"""What a process does to become a rank: the imports, and the command line of ranks that local_ranks.py starts.
+"""Start of a process as a rank: the imports, and the command line of ranks that local_ranks.py starts.
 
 Torch-free until a rank is run. Ranks as Ray actors (cluster/group/ray_ranks.py) share the way of importing.
 """
@@ -16,8 +16,8 @@ from tandem.workers.rank.rank_watch import watch_stdin
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """For imports. What they make stays, and the garbage collector would walk all of it again and again: a fifth of the
-    time that a rank's imports take. It never looks at these objects later either."""
+    """Turn garbage collection off for imports. What they make stays, and the garbage collector would walk all of it
+    again and again: a fifth of the time that a rank's imports take. It never looks at these objects later either."""
     gc.disable()
     try:
         yield

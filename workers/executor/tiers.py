@@ -112,7 +112,7 @@ def open_tiers(
 
 
 def device_bytes(rank: RankLoaded, num_blocks: int) -> int:
-    """What a rank's KV and adapters take of its device."""
+    """Return the bytes that a rank's KV and adapters take of its device."""
     return num_blocks * rank.block_bytes + rank.adapter_pages * rank.adapter_page_bytes
 
 
@@ -131,7 +131,7 @@ def _lease(socket: Path, layout: bytes, num_slots: int, block_bytes: list[int]) 
 
 
 def rank_folder(rank: int) -> str:
-    """Where a rank keeps its files below the group's folder."""
+    """Return the place of a rank's files below the group's folder."""
     return f"rank{rank}"
 
 

@@ -16,7 +16,7 @@ C = TypeVar("C")
 
 
 class StaticInputs(Protocol):
-    """What changes between steps of one key. A body reads it nowhere else."""
+    """The values that change between steps of one key. A body reads it nowhere else."""
 
     @property
     def num_tokens(self) -> int: ...

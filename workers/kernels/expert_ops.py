@@ -1,4 +1,4 @@
-"""What a mixture of experts computes around its products: a Protocol and its torch twin.
+"""Operations of a mixture of experts around its products: a Protocol and its torch twin.
 
     route            logits in float32, then the experts of each token and their weights
     group            the pairs (token, expert) sorted by expert, and counts of them
@@ -9,7 +9,7 @@ The products themselves are an ExpertMethod (parallel/expert_methods.py). Called
 experts, K of them per token, P = T * K pairs, G groups of experts, H hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,10 +67,6 @@ class ExpertOps(Protocol):
         """Returns [T, H]: this rank's experts' outputs by their weights, added in float32, + base * sigmoid(gate) where
         they are given. y_PH: in the order of the groups."""
         ...
-
-
-MakeExpertOps = Callable[[Place], ExpertOps]
-"""Makes the operations of a layer, whose weights go through that place."""
 
 
 class TorchExperts:

@@ -15,7 +15,7 @@ from tandem.workers.messages.thinking import ThinkingBudget
 DEFAULT_TENANT = "default"
 FinishReason = Literal["stop", "length", "abort", "error"]
 Loss = Literal["bystander", "suspect", "alone", "unknown", "excused"]
-"""What the loss of a group says of a request: it was in no step that may have ended the group; it was in one; it was
+"""The meaning of a group's loss for a request: it was in no step that may have ended the group; it was in one; it was
 alone in one, after an earlier loss had made it suspect; nobody can tell in which step the group ended; it was in one,
 but no row is to blame alone (memory ran out, or a transfer failed).
 """
@@ -138,7 +138,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the source is a URL (s3://, hf://, file://); otherwise it is a folder."""
+        """True if the source is a URL (s3://, hf://, file://); otherwise it is a folder."""
         return is_url(self.source)
 
 
@@ -176,7 +176,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
 
     @property
     def is_resumed(self) -> bool:
-        """Whether another group has accepted it before."""
+        """True if another group has accepted it before."""
         return self.attempt > 0 or any(self.resume_token_ids)
 
 

@@ -52,7 +52,8 @@ class ThinkingSpan:
 
     @property
     def num_open(self) -> int:
-        """How many of the last tokens may be a mark's, as none of an earlier mark's are: at most the mark's length."""
+        """The number of last tokens that may be a mark's, as none of an earlier mark's are: at most the mark's
+        length."""
         return len(self._last)
 
     def next_of_end(self) -> tuple[int, int]:

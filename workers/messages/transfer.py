@@ -17,7 +17,7 @@ LaneKind = Literal["memory", "disk", "placement", "folder", "url", "grammar"]
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a transfer failed on a rank. Only the message of kind "content" may reach clients.
+    """The reason why a transfer failed on a rank. Only the message of kind "content" may reach clients.
 
     content: what was asked for cannot be used, and no later try will help. source: it could not be read, or is not what
     was listed. disk: the disk accepts no more writes. internal: a fault of the rank.

@@ -83,8 +83,8 @@ class Decoder:
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size, expert_parallel=context.mesh.expert_parallel)
-        ops, make = platform.fused_ops(dtype), platform.linear_methods(dtype, quantization)
-        experts = platform.expert_ops(dtype, quantization)
+        ops = platform.fused_ops(dtype)
+        make = partial(platform.linear, dtype=dtype, quantization=quantization)
         self.parameters = parameters_of(spec)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
         self.kv_layouts = kv_layouts(spec, context.mesh, windows)
@@ -102,7 +102,7 @@ class Decoder:
                 context,
                 ops,
                 partial(make, place=stream.place_of(index)),
-                experts(stream.place_of(index)),
+                platform.experts(dtype, quantization, stream.place_of(index)),
                 _rope_of(spec.layers[layer], ropes),
             )
             for index, layer in enumerate(self.layer_ids)
@@ -132,7 +132,7 @@ class Decoder:
 
     @property
     def expert_loads(self) -> dict[int, torch.Tensor]:
-        """By layer of this stage that has experts: tokens that each has got, int64, which steps add to."""
+        """Tokens that each expert has got, int64, by layer of this stage that has experts; steps add to them."""
         loads = zip(self.layer_ids, (layer.expert_loads_E for layer in self._layers), strict=True)
         return {layer: loads_E for layer, loads_E in loads if loads_E is not None}
 
@@ -150,8 +150,9 @@ class Decoder:
     def forward_and_pool(
         self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As forward(), on the last stage. Returns the logits [S, V] and, for the tokens at rows_P (indices into T),
-        the hidden states [P, H] after the final norm, in the weights' dtype, whole on every tp rank."""
+        """Run one step as forward() does, on the last stage. Returns the logits [S, V] and, for the tokens at rows_P
+        (indices into T), the hidden states [P, H] after the final norm, in the weights' dtype, whole on every tp
+        rank."""
         assert self._head is not None, "only the last stage has the hidden states after all layers"
         branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
         hidden_PH = self._normed(branch_TH, residual_TH, rows_P)

@@ -53,7 +53,7 @@ def table_blocks(num_blocks: int) -> int:
 
 
 def table_bytes(spec: ArchSpec, groups: KVGroups, num_tokens: int, num_blocks: int, element_bytes: int) -> int:
-    """As capture_bytes(), of a capture whose attention reads the cache in place."""
+    """Return the bytes of a capture whose attention reads the cache in place."""
     stream = 3 * spec.hidden_size * element_bytes
     rotary = len(spec.ropes) * 2 * spec.rope_dim * 4
     return num_tokens * (stream + rotary + groups.count * (4 * num_blocks + LONG) + 4 * LONG)

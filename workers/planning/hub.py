@@ -27,8 +27,8 @@ def _is_fine(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is downloaded: files that fit the patterns, and then the weights, if `check` takes the folder that has the
-    others. It raises SettingsError."""
+    """The choice of what is downloaded: files that fit the patterns, and then the weights, if `check` takes the folder
+    that has the others. It raises SettingsError."""
 
     patterns: tuple[str, ...]
     weights: bool = False

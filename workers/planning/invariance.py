@@ -1,4 +1,4 @@
-"""What --batch-invariant refuses: models and settings whose rows would depend on each other. Torch-free.
+"""Refusals of --batch-invariant: models and settings whose rows would depend on each other. Torch-free.
 
 Called by the launcher before anything starts, by `tandem plan` and by the ranks; kernels that a machine lacks are found
 by the platform (workers/platforms/cpu_invariant.py).
@@ -7,23 +7,19 @@ by the platform (workers/platforms/cpu_invariant.py).
 from collections.abc import Iterator
 
 from tandem.configs.errors import SettingsError
-from tandem.configs.schema import EngineSettings
+from tandem.configs.platform_facts import LANES, MOST_HEAD_DIM, MOST_LATENT, PLATFORM_FACTS
+from tandem.configs.schema import Device, EngineSettings
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec, Gqa, Mla, Moe, RopeKind
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.planning.resolve import resolve_dtype
 
 FLAG = "--batch-invariant"
-LANES = 16
-"""Elements that a compiled kernel takes at a time."""
 INPUTS = 4
 """QUAD of kernels/cpu/cpu_int8_gemm.py, which loads torch."""
-MOST_HEAD_DIM, MOST_LATENT = 256, 1024
-"""MAX_HEAD_DIM of cpu_decode_attention.py and MAX_WIDTH of cpu_latent_attention.py in kernels/cpu/attention/, which load
-torch."""
 
 
-def check_batch_invariant(settings: EngineSettings, spec: ArchSpec, device: str) -> None:
+def check_batch_invariant(settings: EngineSettings, spec: ArchSpec, device: Device) -> None:
     """Checks that --batch-invariant, if it is given, can be kept with this model on a device. SettingsError names the
     first thing that it cannot be kept with."""
     if settings.model.batch_invariant:
@@ -31,13 +27,14 @@ def check_batch_invariant(settings: EngineSettings, spec: ArchSpec, device: str)
             raise SettingsError(f"it is not to be had with {reason}", FLAG)
 
 
-def _obstacles(settings: EngineSettings, spec: ArchSpec, device: str) -> Iterator[str]:
-    if device != "cpu":
-        yield f"--device {device}: it is for ranks on CPU"
+def _obstacles(settings: EngineSettings, spec: ArchSpec, device: Device) -> Iterator[str]:
+    facts = PLATFORM_FACTS[device]
+    if FLAG in facts.refused:
+        yield facts.refused[FLAG]
         return
     dtype = resolve_dtype(settings, spec, device)
-    if dtype == "float16":
-        yield "--dtype float16; bfloat16 and float32 have the kernels"
+    if dtype not in facts.invariant_dtypes:
+        yield f"--dtype {dtype}; {' and '.join(facts.invariant_dtypes)} have the kernels"
     yield from _of_model(spec)
     if settings.model.quantization == "int8":
         yield from _of_integers(settings, spec)

@@ -35,7 +35,7 @@ DIGESTED = (
     "tokenizer.model",
     "tekken.json",
 )
-"""What a model's ids mean and how its weights are computed with, in small files."""
+"""Small files that say what a model's ids mean and how its weights are computed with."""
 
 
 def resolve_model(model: ModelSettings) -> ModelSettings:

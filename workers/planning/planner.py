@@ -7,6 +7,7 @@ one stage hold equal amounts, so a stage is planned once. CPU ranks share one me
 from dataclasses import dataclass, replace
 
 from tandem.configs.errors import SettingsError
+from tandem.configs.platform_facts import PLATFORM_FACTS
 from tandem.configs.schema import Device, EngineSettings
 from tandem.offload.kv.disk_io import file_bytes
 from tandem.offload.kv.kv_groups import KVGroups
@@ -39,8 +40,8 @@ class Memory:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the device's memory is the machine's, which all its ranks share."""
-        return self.device == "cpu"
+        """The device's memory is the machine's, which all its ranks share."""
+        return PLATFORM_FACTS[self.device].shares_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ def _stage(
 ) -> StagePlan:
     """Plans one rank of the stage at `mesh`. On CPU, _share_machine sets the KV budget later."""
     element, scheduler = DTYPE_BYTES[dtype], settings.scheduler
-    packs = memory.device == "cpu" and dtype != "float16"
+    packs = dtype in PLATFORM_FACTS[memory.device].packs
     weights = rank_weights(spec, mesh, element, packs, weight_format(settings.model.quantization))
     save, budget = int(settings.device.cpu_offload_gib * GIB), 0
     if not memory.is_shared:

@@ -1,5 +1,5 @@
-"""How a model pools hidden states to an embedding: --pooler-config, else sentence-transformers' files in its folder,
-else vLLM's default for decoders, the last token normalized. Torch-free.
+"""The pooling of a model's hidden states to an embedding: --pooler-config, else sentence-transformers' files in its
+folder, else vLLM's default for decoders, the last token normalized. Torch-free.
 
 Read by the gateway and by LLM, which put it into each request, and by the launcher, so that a wrong one is seen at the
 start. What is not supported is refused by name: other kinds of pooling, and modules behind it such as Dense.
@@ -92,7 +92,7 @@ def _from_flag(given: Mapping[str, Any], kind: Kind, normalize: bool) -> tuple[K
 
 
 def _from_modules(folder: Path) -> tuple[Kind, bool]:
-    """What sentence-transformers would do with the folder; vLLM's default without its files."""
+    """Return what sentence-transformers would do with the folder; vLLM's default without its files."""
     file = folder / "modules.json"
     if not file.exists():
         return _DEFAULT

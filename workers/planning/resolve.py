@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
-from tandem.configs.schema import EngineSettings
+from tandem.configs.platform_facts import PLATFORM_FACTS
+from tandem.configs.schema import Device, EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.models.spec.arch import ArchSpec, RopeKind, RopeSpec
 from tandem.workers.models.spec.config_reader import load_spec
@@ -23,9 +24,7 @@ SAMPLE_BYTES = 2**16
 SAMPLES = 16
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 YARN_KEYS: Final = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
-"""What yarn scales by, beside its factor; a field of RopeSpec each."""
-QUANTIZING_DEVICES: Final = ("cpu",)
-"""Devices with linear methods of quantized weights (workers/platforms)."""
+"""Numbers that yarn scales by, beside its factor; a field of RopeSpec each."""
 
 
 def read_spec(settings: EngineSettings) -> ArchSpec:
@@ -48,7 +47,7 @@ def read_spec(settings: EngineSettings) -> ArchSpec:
 
 
 def pooling_facts(settings: EngineSettings) -> PoolingFacts:
-    """How the model makes embeddings. Raises as read_pooling() does."""
+    """Return how the model makes embeddings. Raises as read_pooling() does."""
     model = settings.model
     size = read_spec(settings).hidden_size
     return read_pooling(Path(model.model), size, model.hf_overrides, model.pooler_config)
@@ -98,27 +97,16 @@ def kv_groups(settings: EngineSettings, spec: ArchSpec, max_model_len: int) -> K
     return KVGroups(settings.cache.block_size, windows, in_flight)
 
 
-def resolve_dtype(settings: EngineSettings, spec: ArchSpec, device: str) -> str:
-    """The dtype of weights and activations, a key of DTYPE_BYTES: --dtype, else the checkpoint's. device: "cpu" or
-    "cuda"; on CPU a float16 checkpoint runs as bfloat16. SettingsError for a dtype that is not supported."""
-    # float16 matmul is slow on CPU: 512 x 1024 x 3072 took 61 ms, bfloat16 3.5 ms, on a Zen 5.
-    name: str = settings.model.dtype
+def resolve_dtype(settings: EngineSettings, spec: ArchSpec, device: Device) -> str:
+    """The dtype of weights and activations, a key of DTYPE_BYTES: --dtype, else the checkpoint's, or what a device
+    computes it as. SettingsError for a dtype that is not supported."""
+    name, facts = str(settings.model.dtype), PLATFORM_FACTS[device]
     if name == "auto":
         name = spec.torch_dtype or "float32"
-        if name == "float16" and device == "cpu":
-            name = "bfloat16"
-    if name not in DTYPE_BYTES:
+        name = facts.computed_as.get(name, name)
+    if name not in facts.dtypes:
         raise SettingsError(f"the checkpoint's dtype {name} is not one that can be computed in", "--dtype")
     return name
-
-
-def check_quantization(settings: EngineSettings, device: str) -> None:
-    """Checks that --quantization can be had on a device. SettingsError."""
-    name = settings.model.quantization
-    if name is not None and device not in QUANTIZING_DEVICES:
-        raise SettingsError(
-            f"{name} is for ranks on CPU; with --device {device} weights stay in --dtype", "--quantization"
-        )
 
 
 def resolve_kv_dtype(settings: EngineSettings, dtype: str) -> str:

@@ -19,7 +19,7 @@ MIB, GIB = 2**20, 2**30
 
 
 class PoolFacts(Protocol):
-    """What ModelFacts says of KV."""
+    """The part of ModelFacts that is about KV."""
 
     @property
     def max_model_len(self) -> int: ...

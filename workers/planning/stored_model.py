@@ -30,7 +30,7 @@ def open_checkpoint(folder: Path, spec: ArchSpec, overrides: Mapping[str, Any] |
 
 
 def _fits_alone(folder: Path) -> bool:
-    """Whether the tensors are those of the model of config.json alone."""
+    """True if the tensors are those of the model of config.json alone."""
     try:
         _open(folder, load_spec(folder), "config.json")
     except SettingsError:

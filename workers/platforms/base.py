@@ -1,28 +1,35 @@
-"""The Platform: one record of everything in which devices differ, made once per rank and passed down.
+"""Platform: everything in which devices differ, as one class per device and one object per rank.
 
-cpu.py and cuda.py make it; only they name a device. parallel/ and offload/ are handed the implementations.
+cpu.py and cuda.py implement it; only they name a device. parallel/ and offload/ are handed what its methods return.
+What holds for a device on every machine stands in configs/platform_facts.py.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from tandem.configs.platform_facts import PLATFORM_FACTS, PlatformFacts
 from tandem.configs.schema import Device
 from tandem.offload.copies.accelerator import Accelerator
 from tandem.offload.copies.kv_copies import BlockCopier
 from tandem.offload.weights.weight_stream import Copier
+from tandem.parallel.context import ParallelContext
 from tandem.parallel.groups import Backend
-from tandem.parallel.linear_methods import MakeMethod
+from tandem.parallel.linear_methods import LinearMethod, Place, as_given
+from tandem.parallel.params import Param
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.graphs.graph_runner import GraphRunner
-from tandem.workers.kernels.expert_ops import MakeExpertOps
+from tandem.workers.kernels.expert_ops import ExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.kernels.sampling_ops import SamplingOps
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
+
+HEAD_DIM = 128
+"""The head that implementations() asks for: most models have it."""
 
 
 class DeviceMemory(NamedTuple):
@@ -32,94 +39,113 @@ class DeviceMemory(NamedTuple):
     total_bytes: int
 
 
-class MakeAttention(Protocol):
-    """Chooses the attention backend."""
-
-    def __call__(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, /) -> AttentionBackend:
-        """kv_dtype: the cache's dtype, None for `dtype`."""
-        ...
-
-
-class MakeLatentAttention(Protocol):
-    """Chooses the attention backend of latents."""
-
-    def __call__(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None, /) -> LatentBackend:
-        """width: elements of a latent and its key. kv_dtype: as in MakeAttention."""
-        ...
-
-
-class LinearMethods(Protocol):
-    """Chooses the method of linear layers."""
-
-    def __call__(self, dtype: torch.dtype, quantization: str | None = None, /) -> MakeMethod:
-        """quantization: a key of FORMATS (parallel/quantization/weight_formats.py), None: dense. SettingsError where
-        the platform has no such method."""
-        ...
-
-
-class ExpertOpsOf(Protocol):
-    """Chooses what computes mixtures of experts."""
-
-    def __call__(self, dtype: torch.dtype, quantization: str | None = None, /) -> MakeExpertOps:
-        """quantization: as in LinearMethods."""
-        ...
-
-
-class MakeKVCopier(Protocol):
-    """Makes the copier between the planes of a cache and a host slab [slots, slot bytes]."""
-
-    def __call__(self, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor, /) -> BlockCopier: ...
-
-
-class MakeRows(Protocol):
-    """Makes the device's view of a row table."""
-
-    def __call__(self, columns: Columns, guess: Guess | None, /, *, keeps_tokens: bool = False) -> DeviceRows:
-        """guess: what guesses drafts there, where the device is for that. keeps_tokens: DeviceRows.tokens is read."""
-        ...
-
-
-class MakeGraphs(Protocol):
-    """Makes the runner of a stage's layers."""
-
-    def __call__(self, before_run: Callable[[], None], can_replay: bool, /) -> GraphRunner:
-        """before_run: is called before a step that is captured or replayed. can_replay: such steps are allowed."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Platform:
-    """One rank's device and the implementations for it.
-
-    memory: measures a device that has memory of its own; None where device and host share memory. copies_beside: bytes
-    move while the rank computes without taking from it. packs: whether dense matrices of a dtype are packed.
-    scratch_blocks: KV blocks beside those of sequences, for padded tokens. weight_copier: takes the bytes of the
-    streamed layers. zeros: zeroed memory of a shape. clear_blocks: zeroes blocks, which are in dim 1. copy_pages: host
-    memory to device memory, for adapters. sampling_ops: from logits to tokens; the first call may compile.
-    kernel_notes: lines for the user about kernels for a dtype that could not be had, as far as they have been asked
-    for.
-    """
+class Platform(ABC):
+    """One rank's device and the implementations for it. A method that chooses may compile when it is first called."""
 
     name: Device
     device: torch.device
     accelerator: Accelerator
     backend: Backend
-    memory: Callable[[], DeviceMemory] | None
+    """The backend of collectives between ranks."""
     copies_beside: bool
-    packs: Callable[[torch.dtype], bool]
-    linear_methods: LinearMethods
-    attention: MakeAttention
-    latent_attention: MakeLatentAttention
-    expert_ops: ExpertOpsOf
-    fused_ops: Callable[[torch.dtype], FusedOps]
-    lora_ops: Callable[[torch.dtype], LoraOps]
-    graphs: MakeGraphs
-    scratch_blocks: int
-    kv_copier: MakeKVCopier
-    weight_copier: Callable[[int], Copier]
-    rows: MakeRows
-    zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-    clear_blocks: Callable[[torch.Tensor, Sequence[int]], None]
-    copy_pages: Callable[[torch.Tensor, torch.Tensor], None]
-    sampling_ops: Callable[[], SamplingOps]
-    kernel_notes: Callable[[torch.dtype, str | None], tuple[str, ...]]
+    """Bytes move while the rank computes without taking from it."""
+    scratch_blocks: int = 0
+    """KV blocks beside those of sequences, for padded tokens."""
+
+    @property
+    def facts(self) -> PlatformFacts:
+        return PLATFORM_FACTS[self.name]
+
+    # ---- what layers compute with ----
+
+    @abstractmethod
+    def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+        """Return the attention backend. kv_dtype: the cache's dtype, None for `dtype`."""
+
+    @abstractmethod
+    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        """Return the attention backend of latents. width: elements of a latent and its key. kv_dtype: as in
+        attention()."""
+
+    @abstractmethod
+    def linear(
+        self,
+        weights: Sequence[Param],
+        context: ParallelContext,
+        /,
+        place: Place = as_given,
+        *,
+        dtype: torch.dtype,
+        quantization: str | None = None,
+    ) -> LinearMethod:
+        """Return the method of one linear layer. weights: those that it merges. quantization: of weights that take the
+        model's format, a key of FORMATS (parallel/quantization/weight_formats.py); None: dense."""
+
+    @abstractmethod
+    def packs(self, dtype: torch.dtype) -> bool:
+        """Return whether linear() holds dense matrices of a dtype in a packed form."""
+
+    @abstractmethod
+    def experts(self, dtype: torch.dtype, quantization: str | None = None, place: Place = as_given) -> ExpertOps:
+        """Return what computes one layer's mixture of experts. quantization: as in linear(). place: where its weights
+        go."""
+
+    @abstractmethod
+    def fused_ops(self, dtype: torch.dtype) -> FusedOps: ...
+
+    @abstractmethod
+    def lora_ops(self, dtype: torch.dtype) -> LoraOps: ...
+
+    @abstractmethod
+    def sampling_ops(self) -> SamplingOps:
+        """Return what leads from logits to tokens."""
+
+    @abstractmethod
+    def graphs(self, before_run: Callable[[], None], can_replay: bool) -> GraphRunner:
+        """Return the runner of a stage's layers. before_run: is called before a step that is captured or replayed.
+        can_replay: such steps are allowed."""
+
+    # ---- memory and copies ----
+
+    @abstractmethod
+    def memory(self) -> DeviceMemory | None:
+        """Measure a device that has memory of its own; None where device and host share memory."""
+
+    @abstractmethod
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return zeroed memory of the device."""
+
+    @abstractmethod
+    def clear_blocks(self, memory: torch.Tensor, block_ids: Sequence[int]) -> None:
+        """Zero blocks, which are in dim 1."""
+
+    @abstractmethod
+    def copy_pages(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy host memory to device memory, for adapters."""
+
+    @abstractmethod
+    def rows(self, columns: Columns, guess: Guess | None, *, keeps_tokens: bool = False) -> DeviceRows:
+        """Return the device's view of a row table. guess: what guesses drafts there, where the device is for that.
+        keeps_tokens: DeviceRows.tokens is read."""
+
+    @abstractmethod
+    def kv_copier(self, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor) -> BlockCopier:
+        """Return the copier between the planes of a cache and a host slab [slots, slot bytes]."""
+
+    @abstractmethod
+    def weight_copier(self, host_bytes: int) -> Copier:
+        """Return what brings streamed layers, of so many bytes, to the device."""
+
+    # ---- words ----
+
+    @abstractmethod
+    def implementations(self, dtype: torch.dtype) -> dict[str, str]:
+        """Return the names of what a rank without flags computes with, by subject: keys of facts.implementations."""
+
+    @abstractmethod
+    def obstacle(self, dtype: torch.dtype) -> str | None:
+        """Return why this machine compiles no kernels for a dtype, if it should and does not."""
+
+    def kernel_notes(self, dtype: torch.dtype, quantization: str | None) -> tuple[str, ...]:
+        """Return lines for the user about kernels that could not be had, as far as they have been asked for."""
+        return ()

@@ -5,21 +5,27 @@ Work is done when its call returns, so events and streams hold up nobody, and de
 
 import ctypes
 import mmap
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from platform import machine
+from typing import Self
 
 import numpy as np
 import torch
 
 from tandem.configs.environment import imitate_cpu
+from tandem.configs.platform_facts import CPU as CPU_FACTS
 from tandem.offload.copies.accelerator import Event, Stream
-from tandem.offload.copies.kv_copies import CpuCopier
+from tandem.offload.copies.kv_copies import BlockCopier, CpuCopier
 from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
 from tandem.offload.weights.weight_stream import Copier
+from tandem.parallel.context import ParallelContext
 from tandem.parallel.groups import GLOO
-from tandem.parallel.linear_methods import MakeMethod, by_weight, can_pack, packed, plain
+from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given, can_pack, packed, plain
+from tandem.parallel.params import Param
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.latents.cpu_latents import CpuLatents
@@ -27,6 +33,7 @@ from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphs
+from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
@@ -38,21 +45,21 @@ from tandem.workers.kernels.cpu.cpu_build import (
     cpu_sampling_library,
     obstacle,
 )
-from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
+from tandem.workers.kernels.cpu.cpu_experts import CpuExperts, cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
-from tandem.workers.kernels.expert_ops import MakeExpertOps
+from tandem.workers.kernels.expert_ops import ExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import row_methods
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.planning.budget import available_cores
-from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.device_rows import HostRows
+from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
+from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess, HostRows
 
 CPU = torch.device("cpu")
 
@@ -129,45 +136,146 @@ class HostAccelerator:
         """Returns at once."""
 
 
-def open_cpu(cpu_threads: int | None, ranks_on_node: int) -> Platform:
-    """Returns the platform of a rank and sets this process's torch threads.
+class CpuPlatform(Platform):
+    """Ranks on CPU. copies_beside: a core is free to copy while layers compute."""
 
-    Never from OMP_NUM_THREADS: Ray sets it to 1, shells to anything. ranks_on_node counts the ranks of all groups that
-    the node may ever hold: a rank with threads to spare costs little, ranks with more threads than cores are slower by
-    an order of magnitude.
-    """
-    imitate_cpu()
-    torch.set_num_threads(cpu_threads or max(1, available_cores() // ranks_on_node))
-    return cpu_platform(copies_beside=torch.get_num_threads() * ranks_on_node < available_cores())
+    name = CPU_FACTS.name
+    device = CPU
 
+    def __init__(self, *, copies_beside: bool = True) -> None:
+        self.accelerator = HostAccelerator()
+        self.backend = GLOO
+        self.copies_beside = copies_beside
 
-def cpu_platform(*, copies_beside: bool = True) -> Platform:
-    """Returns the platform with the threads as they are. copies_beside: a core is free to copy while layers compute."""
-    return Platform(
-        name="cpu",
-        device=CPU,
-        accelerator=HostAccelerator(),
-        backend=GLOO,
-        memory=None,
-        copies_beside=copies_beside,
-        packs=lambda dtype: can_pack(dtype) or multiplies_by_row(dtype),
-        linear_methods=_linear_methods,
-        attention=_attention,
-        latent_attention=_latent_attention,
-        expert_ops=_expert_ops,
-        fused_ops=_fused_ops,
-        lora_ops=_lora_ops,
-        graphs=CpuGraphs,
-        scratch_blocks=0,
-        kv_copier=CpuCopier,
-        weight_copier=partial(_weight_copier, copies_beside),
-        rows=lambda columns, guess, keeps_tokens=False: HostRows(columns),
-        zeros=_zeros,
-        clear_blocks=_clear_blocks,
-        copy_pages=_copy_pages,
-        sampling_ops=_sampling_ops,
-        kernel_notes=_kernel_notes,
-    )
+    @classmethod
+    def open(cls, cpu_threads: int | None, ranks_on_node: int) -> Self:
+        """Return the platform of a rank and set this process's torch threads.
+
+        Never from OMP_NUM_THREADS: Ray sets it to 1, shells to anything. ranks_on_node counts the ranks of all groups
+        that the node may ever hold: a rank with threads to spare costs little, ranks with more threads than cores are
+        slower by an order of magnitude.
+        """
+        imitate_cpu()
+        torch.set_num_threads(cpu_threads or max(1, available_cores() // ranks_on_node))
+        return cls(copies_beside=torch.get_num_threads() * ranks_on_node < available_cores())
+
+    # ---- what layers compute with ----
+
+    def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+        kernel = CpuDecodeAttention.make(dtype, head_dim, kv_dtype or dtype)
+        store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
+        if kernel is None or store is None or chunk_kernel is None:
+            return TorchAttention()
+        return CpuAttention(kernel, store, chunk_kernel)
+
+    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        kernel = CpuLatentAttention.make(dtype, width, kv_dtype or dtype)
+        store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
+        if kernel is None or store is None or chunk_kernel is None:
+            return TorchLatents()
+        return CpuLatents(kernel, store, chunk_kernel)
+
+    def linear(
+        self,
+        weights: Sequence[Param],
+        context: ParallelContext,
+        /,
+        place: Place = as_given,
+        *,
+        dtype: torch.dtype,
+        quantization: str | None = None,
+    ) -> LinearMethod:
+        takes_format = all(weight.takes_format for weight in weights)
+        make = METHODS[quantization if takes_format else None](dtype)
+        return make(weights, context, place=place)
+
+    def packs(self, dtype: torch.dtype) -> bool:
+        return can_pack(dtype) or multiplies_by_row(dtype)
+
+    def experts(self, dtype: torch.dtype, quantization: str | None = None, place: Place = as_given) -> ExpertOps:
+        make = partial(self.linear, dtype=dtype, quantization=quantization)
+        return cpu_experts(dtype, quantization, make, place)
+
+    def fused_ops(self, dtype: torch.dtype) -> FusedOps:
+        library = cpu_library(dtype)
+        return TorchFusedOps() if library is None else CpuFusedOps(library)
+
+    def lora_ops(self, dtype: torch.dtype) -> LoraOps:
+        library = cpu_lora_library(dtype)
+        return TorchLora() if library is None else CpuLora(library)
+
+    def sampling_ops(self) -> SamplingOps:
+        return _sampling_ops()
+
+    def graphs(self, before_run: Callable[[], None], can_replay: bool) -> GraphRunner:
+        return CpuGraphs(before_run, can_replay)
+
+    # ---- memory and copies ----
+
+    def memory(self) -> DeviceMemory | None:
+        return None
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory whose pages the system provides when they are first written."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).view(dtype).view(shape)
+
+    def clear_blocks(self, memory: torch.Tensor, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:  # faster than one indexed fill
+            memory[:, block_id].zero_()
+
+    def copy_pages(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # as bytes, on the calling thread alone: torch would take the cores of a step
+        np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+
+    def rows(self, columns: Columns, guess: Guess | None, *, keeps_tokens: bool = False) -> DeviceRows:
+        return HostRows(columns)
+
+    def kv_copier(self, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor) -> BlockCopier:
+        return CpuCopier(layers, slab_SB)
+
+    def weight_copier(self, host_bytes: int) -> Copier:
+        return ThreadCopier() if self.copies_beside else InlineCopier()
+
+    # ---- words ----
+
+    def implementations(self, dtype: torch.dtype) -> dict[str, str]:
+        attention, experts = self.attention(dtype, HEAD_DIM), self.experts(dtype)
+        has_fused, linear = isinstance(self.fused_ops(dtype), CpuFusedOps), self._linear_words(dtype)
+        has_experts = isinstance(experts, CpuExperts) and experts.has_products
+        has_gemm = skinny_gemm(dtype) is not None or multiplies_by_row(dtype)
+        replays = isinstance(attention, CpuAttention) and has_fused and has_gemm
+        shares = self.backend.shares_memory and sys.platform == "linux" and machine() in ("x86_64", "AMD64")
+        return {
+            "attention": attention.name,
+            "fused ops": "compiled" if has_fused else "torch",
+            "linear": linear,
+            "experts": "grouped products" if has_experts else "torch, expert by expert",
+            "LoRA ops": "torch" if type(self.lora_ops(dtype)) is TorchLora else "compiled",
+            "sampling": "compiled" if isinstance(self.sampling_ops(), CpuSampling) else "torch",
+            "collectives": "shared memory" if shares else self.backend.name,
+            "graphs": "replayed steps" if replays else "none",
+        }
+
+    def _linear_words(self, dtype: torch.dtype) -> str:
+        if skinny_gemm(dtype) is not None:
+            return "skinny GEMM, oneDNN above 64 rows"
+        if multiplies_by_row(dtype):
+            return "row GEMM"
+        return "oneDNN" if self.packs(dtype) else "torch"
+
+    def obstacle(self, dtype: torch.dtype) -> str | None:
+        return obstacle(dtype)
+
+    def kernel_notes(self, dtype: torch.dtype, quantization: str | None) -> tuple[str, ...]:
+        reason, words = obstacle(dtype), compiler_words()
+        if reason is None and quantization is not None and int8_kernel(dtype) is None:
+            name = str(dtype).removeprefix("torch.")
+            return (f"torch multiplies {quantization} weights, slower: there is no kernel for {name} on this CPU",)
+        if reason is None:
+            return ()
+        because = f"{reason}: {words}" if words else reason
+        return (f"torch computes instead of kernels compiled for this CPU, slower: {because}",)
 
 
 def _dense(dtype: torch.dtype) -> MakeMethod:
@@ -199,75 +307,7 @@ METHODS: dict[str | None, Callable[[torch.dtype], MakeMethod]] = {
 """Linear methods by --quantization."""
 
 
-def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> MakeMethod:
-    return by_weight(METHODS[quantization](dtype), _dense(dtype))
-
-
-def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
-    storage = dtype if kv_dtype is None else kv_dtype
-    kernel = CpuDecodeAttention.make(dtype, head_dim, storage)
-    store, chunk_kernel = CpuKVStore.make(dtype, storage), CpuChunkAttention.make(dtype)
-    if kernel is None or store is None or chunk_kernel is None:
-        return TorchAttention()
-    return CpuAttention(kernel, store, chunk_kernel)
-
-
-def _latent_attention(dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
-    storage = dtype if kv_dtype is None else kv_dtype
-    kernel = CpuLatentAttention.make(dtype, width, storage)
-    store, chunk_kernel = CpuKVStore.make(dtype, storage), CpuChunkAttention.make(dtype)
-    if kernel is None or store is None or chunk_kernel is None:
-        return TorchLatents()
-    return CpuLatents(kernel, store, chunk_kernel)
-
-
-def _expert_ops(dtype: torch.dtype, quantization: str | None = None) -> MakeExpertOps:
-    return cpu_experts(dtype, quantization, _linear_methods(dtype, quantization))
-
-
-def _fused_ops(dtype: torch.dtype) -> FusedOps:
-    library = cpu_library(dtype)
-    return TorchFusedOps() if library is None else CpuFusedOps(library)
-
-
-def _lora_ops(dtype: torch.dtype) -> LoraOps:
-    library = cpu_lora_library(dtype)
-    return TorchLora() if library is None else CpuLora(library)
-
-
-def _weight_copier(copies_beside: bool, host_bytes: int) -> Copier:
-    return ThreadCopier() if copies_beside else InlineCopier()
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory whose pages the system provides when they are first written."""
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).view(dtype).view(shape)
-
-
-def _clear_blocks(memory: torch.Tensor, block_ids: Sequence[int]) -> None:
-    """A loop, which beats one indexed fill."""
-    for block_id in block_ids:
-        memory[:, block_id].zero_()
-
-
-def _copy_pages(target: torch.Tensor, source: torch.Tensor) -> None:
-    """As bytes, on the calling thread alone: torch would take the cores of a step."""
-    np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
-
-
 @cache
 def _sampling_ops() -> SamplingOps:
     library = cpu_sampling_library()
     return TorchSampling() if library is None else CpuSampling(library)
-
-
-def _kernel_notes(dtype: torch.dtype, quantization: str | None) -> tuple[str, ...]:
-    reason, words = obstacle(dtype), compiler_words()
-    if reason is None and quantization is not None and int8_kernel(dtype) is None:
-        name = str(dtype).removeprefix("torch.")
-        return (f"torch multiplies {quantization} weights, slower: there is no kernel for {name} on this CPU",)
-    if reason is None:
-        return ()
-    because = f"{reason}: {words}" if words else reason
-    return (f"torch computes instead of kernels compiled for this CPU, slower: {because}",)

@@ -7,60 +7,46 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from tandem.configs.errors import SettingsError
+from tandem.configs.platform_facts import CUDA as CUDA_FACTS
 from tandem.configs.schema import EngineSettings
 from tandem.offload.copies.accelerator import Accelerator, Event, Stream
-from tandem.offload.copies.kv_copies import StreamCopier
+from tandem.offload.copies.kv_copies import BlockCopier, StreamCopier
 from tandem.offload.weights.weight_copiers import StreamWeightCopier
+from tandem.offload.weights.weight_stream import Copier
+from tandem.parallel.context import ParallelContext
 from tandem.parallel.groups import Backend
-from tandem.parallel.linear_methods import MakeMethod, plain
+from tandem.parallel.linear_methods import DenseMethod, LinearMethod, Place, as_given
+from tandem.parallel.params import Param
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import CaptureGraph, CudaGraphs, Replay
-from tandem.workers.graphs.graph_runner import Outputs
-from tandem.workers.kernels.expert_ops import MakeExpertOps, TorchExperts
+from tandem.workers.graphs.graph_runner import GraphRunner, Outputs
+from tandem.workers.kernels.expert_ops import ExpertOps, TorchExperts
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
-from tandem.workers.kernels.sampling_ops import TorchSampling
-from tandem.workers.platforms.base import DeviceMemory, MakeAttention, Platform
-from tandem.workers.platforms.cpu import open_cpu
-from tandem.workers.platforms.cpu_invariant import batch_invariant
+from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
+from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
+from tandem.workers.platforms.cpu import CpuPlatform
+from tandem.workers.platforms.cpu_invariant import InvariantCpuPlatform
+from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
 from tandem.workers.platforms.tensor_rows import TensorRows
 
 log = logging.getLogger(__name__)
 
 
 def _has_triton() -> bool:
-    """Whether Triton's kernels can be had here: it compiles its launchers with a C compiler, and bf16 products for GPUs
-    from Ampere on."""
+    """Return whether Triton's kernels can be had here: it compiles its launchers with a C compiler, and bf16 products
+    for GPUs from Ampere on."""
     has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang", "cc")))
     is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     return importlib.util.find_spec("triton") is not None and has_compiler and not is_old
-
-
-def _gathered(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
-    """Attention in torch operations."""
-    return TorchAttention(is_bounded=True, replays=True)
-
-
-def _latent_attention(dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
-    """The same over latents, for which there is no kernel."""
-    return TorchLatents(is_bounded=True, replays=True)
-
-
-def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
-    """The kernel's where it computes such heads."""
-    if not _has_triton():
-        return _gathered(dtype, head_dim, kv_dtype)
-    from tandem.workers.attention.triton_paged import TritonAttention, takes
-
-    return TritonAttention() if takes(dtype, head_dim, kv_dtype) else _gathered(dtype, head_dim, kv_dtype)
 
 
 class CudaEvent:
@@ -178,8 +164,134 @@ class CudaAccelerator:
         torch.cuda.synchronize(self._device)
 
 
+class CudaPlatform(Platform):
+    """Ranks on a device with streams and memory of its own. capture: in place of CUDA's graphs."""
+
+    name = CUDA_FACTS.name
+    copies_beside = True
+    scratch_blocks = 1
+
+    def __init__(
+        self, device: torch.device, accelerator: Accelerator, backend: Backend, capture: CaptureGraph | None = None
+    ) -> None:
+        self.device = device
+        self.accelerator = accelerator
+        self.backend = backend
+        self._capture = CudaCapture() if capture is None else capture
+
+    @classmethod
+    def open(cls, device: torch.device) -> Self:
+        """Return the platform of one CUDA device; the calling thread is activated.
+
+        cuDNN's attention is off: it plans anew, 55 to 70 ms, for every shape that it has not seen.
+        """
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        accelerator = CudaAccelerator(device)
+        accelerator.activate()
+        return cls(device, accelerator, Backend("nccl", device, shares_memory=False))
+
+    def has_triton(self) -> bool:
+        return _has_triton()
+
+    # ---- what layers compute with ----
+
+    def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+        """Return the kernel's where it computes such heads, else torch's."""
+        if self.has_triton():
+            from tandem.workers.attention.triton_paged import TritonAttention, takes
+
+            if takes(dtype, head_dim, kv_dtype):
+                return TritonAttention()
+        return TorchAttention(is_bounded=True, replays=True)
+
+    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        return TorchLatents(is_bounded=True, replays=True)
+
+    def linear(
+        self,
+        weights: Sequence[Param],
+        context: ParallelContext,
+        /,
+        place: Place = as_given,
+        *,
+        dtype: torch.dtype,
+        quantization: str | None = None,
+    ) -> LinearMethod:
+        assert quantization is None, "refused before (configs/platform_facts.py)"
+        return DenseMethod(place)
+
+    def packs(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def experts(self, dtype: torch.dtype, quantization: str | None = None, place: Place = as_given) -> ExpertOps:
+        make = partial(self.linear, dtype=dtype, quantization=quantization)
+        if not self.has_triton():
+            return TorchExperts(make, place, self.device)
+        from tandem.workers.kernels.triton.triton_experts import TritonExperts
+
+        return TritonExperts(make, place, self.device)
+
+    def fused_ops(self, dtype: torch.dtype) -> FusedOps:
+        return TorchFusedOps()
+
+    def lora_ops(self, dtype: torch.dtype) -> LoraOps:
+        if not self.has_triton():
+            return TorchLora()
+        from tandem.workers.kernels.triton.triton_lora import TritonLora
+
+        return TritonLora()
+
+    def sampling_ops(self) -> SamplingOps:
+        return TorchSampling()
+
+    def graphs(self, before_run: Callable[[], None], can_replay: bool) -> GraphRunner:
+        return CudaGraphs(before_run, can_replay, self._capture)
+
+    # ---- memory and copies ----
+
+    def memory(self) -> DeviceMemory | None:
+        """Measure the device; what torch's allocator has reserved counts as in use."""
+        torch.cuda.synchronize(self.device)
+        return DeviceMemory(*torch.cuda.mem_get_info(self.device))
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def clear_blocks(self, memory: torch.Tensor, block_ids: Sequence[int]) -> None:
+        memory.index_fill_(1, self.accelerator.to_device(torch.tensor(block_ids)), 0)
+
+    def copy_pages(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def rows(self, columns: Columns, guess: Guess | None, *, keeps_tokens: bool = False) -> DeviceRows:
+        return TensorRows(columns, self.accelerator, self.device, guess, keeps_tokens=keeps_tokens)
+
+    def kv_copier(self, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor) -> BlockCopier:
+        return StreamCopier(self.accelerator, layers, slab_SB)
+
+    def weight_copier(self, host_bytes: int) -> Copier:
+        return StreamWeightCopier(self.accelerator, host_bytes)
+
+    # ---- words ----
+
+    def implementations(self, dtype: torch.dtype) -> dict[str, str]:
+        return {
+            "attention": self.attention(dtype, HEAD_DIM).name,
+            "fused ops": "torch",
+            "linear": "cuBLAS",
+            "experts": "torch, expert by expert" if type(self.experts(dtype)) is TorchExperts else "Triton",
+            "LoRA ops": "torch" if type(self.lora_ops(dtype)) is TorchLora else "Triton",
+            "sampling": "torch",
+            "collectives": self.backend.name,
+            "graphs": "CUDA graphs",
+        }
+
+    def obstacle(self, dtype: torch.dtype) -> str | None:
+        return None
+
+
 def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int) -> Platform:
-    """Returns the platform of a rank, as asked; else CUDA when torch sees a device. The calling thread is activated and
+    """Return the platform of a rank, as asked; else CUDA when torch sees a device. The calling thread is activated and
     this process's torch threads are set.
 
     Ranks of one node spread over its devices by their number. SettingsError (--device) without the device asked for.
@@ -189,102 +301,7 @@ def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int) -> Pl
     if asked == "cuda" and not available:
         raise SettingsError("--device cuda, but torch sees no CUDA device here", "--device")
     if asked == "cpu" or not available:
-        platform = open_cpu(settings.device.cpu_threads, ranks_on_node)
-        return batch_invariant(platform) if settings.model.batch_invariant else platform
+        kind = InvariantCpuPlatform if settings.model.batch_invariant else CpuPlatform
+        return kind.open(settings.device.cpu_threads, ranks_on_node)
     torch.set_num_threads(1)
-    return cuda_platform(torch.device("cuda", rank % torch.cuda.device_count()))
-
-
-def cuda_platform(device: torch.device) -> Platform:
-    """Returns the platform of one device; the calling thread is activated.
-
-    cuDNN's attention is off: it plans anew, 55 to 70 ms, for every shape that it has not seen.
-    """
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    accelerator = CudaAccelerator(device)
-    accelerator.activate()
-    backend = Backend("nccl", device, shares_memory=False)
-    return platform_on(accelerator, device, backend, partial(_memory, device), attention=_attention)
-
-
-def platform_on(
-    accelerator: Accelerator,
-    device: torch.device,
-    backend: Backend,
-    memory: Callable[[], DeviceMemory],
-    capture: CaptureGraph | None = None,
-    attention: MakeAttention = _gathered,
-) -> Platform:
-    """Returns the platform of a device with streams and memory of its own. capture: in place of CUDA's graphs."""
-    return Platform(
-        name="cuda",
-        device=device,
-        accelerator=accelerator,
-        backend=backend,
-        memory=memory,
-        copies_beside=True,
-        packs=lambda dtype: False,
-        linear_methods=_linear_methods,
-        attention=attention,
-        latent_attention=_latent_attention,
-        expert_ops=partial(_expert_ops, device),
-        fused_ops=_fused_ops,
-        lora_ops=_lora_ops,
-        graphs=partial(CudaGraphs, capture=CudaCapture() if capture is None else capture),
-        scratch_blocks=1,
-        kv_copier=partial(StreamCopier, accelerator),
-        weight_copier=partial(StreamWeightCopier, accelerator),
-        rows=lambda columns, guess, keeps_tokens=False: TensorRows(
-            columns, accelerator, device, guess, keeps_tokens=keeps_tokens
-        ),
-        zeros=partial(_zeros, device),
-        clear_blocks=partial(_clear_blocks, accelerator),
-        copy_pages=_copy_pages,
-        sampling_ops=TorchSampling,
-        kernel_notes=lambda dtype, quantization: (),
-    )
-
-
-def _memory(device: torch.device) -> DeviceMemory:
-    """What torch's allocator has reserved counts as in use."""
-    torch.cuda.synchronize(device)
-    return DeviceMemory(*torch.cuda.mem_get_info(device))
-
-
-def _linear_methods(dtype: torch.dtype, quantization: str | None = None) -> MakeMethod:
-    if quantization is not None:
-        raise SettingsError(f"{quantization} is for ranks on CPU; on CUDA weights stay in --dtype", "--quantization")
-    return plain
-
-
-def _expert_ops(device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> MakeExpertOps:
-    make = _linear_methods(dtype, quantization)
-    if not _has_triton():
-        return partial(TorchExperts, make, device=device)
-    from tandem.workers.kernels.triton.triton_experts import TritonExperts
-
-    return partial(TritonExperts, make, device=device)
-
-
-def _fused_ops(dtype: torch.dtype) -> FusedOps:
-    return TorchFusedOps()
-
-
-def _lora_ops(dtype: torch.dtype) -> LoraOps:
-    if not _has_triton():
-        return TorchLora()
-    from tandem.workers.kernels.triton.triton_lora import TritonLora
-
-    return TritonLora()
-
-
-def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _clear_blocks(accelerator: Accelerator, memory: torch.Tensor, block_ids: Sequence[int]) -> None:
-    memory.index_fill_(1, accelerator.to_device(torch.tensor(block_ids)), 0)
-
-
-def _copy_pages(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)
+    return CudaPlatform.open(torch.device("cuda", rank % torch.cuda.device_count()))

@@ -33,7 +33,7 @@ STAGING_BUFFERS: Final = 4
 """Pinned buffers in turn, at first: more than there are steps in flight, so that the host finds one that was read."""
 LEAST_BYTES: Final = 1 << 16
 UNKNOWN: Final = -1
-"""In place of a count or a block id on the device."""
+"""Stands for a count or a block id on the device."""
 
 
 class StepBuffer:

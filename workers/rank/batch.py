@@ -132,8 +132,8 @@ def build_batch(
 
 
 def _samples(samples_R: npt.NDArray[np.bool_], num_drafts_R: Ints | None) -> tuple[Ints, Ints]:
-    """For each token to choose, int64 [S]: the place of its row in the plan, and how many tokens from the row's end its
-    logits are, counted from 1."""
+    """Return for each token to choose, int64 [S]: the place of its row in the plan, and how many tokens from the row's
+    end its logits are, counted from 1."""
     row_S = np.flatnonzero(samples_R)
     if num_drafts_R is None:
         return row_S, np.ones(len(row_S), np.int64)

@@ -49,7 +49,7 @@ class Drafts:
 
     @classmethod
     def on_device(cls, plan: StepPlan) -> "Drafts":
-        """As many as the plan allows, so that their number is known before they are guessed."""
+        """Return as many as the plan allows, so that their number is known before they are guessed."""
         return cls(np.fromiter((work.max_drafts for work in plan.work), np.int64, len(plan.work)), None)
 
 

@@ -113,7 +113,7 @@ class KVCache:
             self.clear_on_device(self.platform.accelerator.to_device(torch.from_numpy(slots)))
 
     def clear_on_device(self, slots: torch.Tensor) -> None:
-        """As clear_slots(), of slots that are on the device."""
+        """Clear slots that are on the device."""
         for memory in self._memories():
             memory.flatten(1, 2).index_fill_(1, slots, 0)
 

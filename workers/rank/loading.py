@@ -1,4 +1,4 @@
-"""From settings to a rank that can run plans: dtype, weights, number of blocks, runner.
+"""Loading: from settings to a rank that can run plans: dtype, weights, number of blocks, runner.
 
 Called by rank_server.py, after torch.distributed is up. Errors that a user can mend are SettingsErrors that name the
 flag. The choices are logged.
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tandem.configs.errors import SettingsError
+from tandem.configs.platform_facts import check_formats
 from tandem.configs.schema import Device, EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.offload.weights.layer_placement import LayerPlacement
@@ -120,8 +121,7 @@ def load_rank(
     started_s = time.perf_counter()
     chosen = _choose(settings, context, platform, ranks_on_node)
     spec, dtype, max_model_len = chosen.spec, chosen.dtype, chosen.max_model_len
-    memory = None if platform.memory is None else platform.memory()
-    packs = platform.packs(dtype)
+    memory, packs = platform.memory(), platform.packs(dtype)
     placement = place_weights(settings, spec, context, memory, packs, dtype, max_model_len, ranks_on_node)
     decoder = _build(chosen, placement, on_bytes)
     try:
@@ -164,6 +164,7 @@ class _Chosen:
 
 def _choose(settings: EngineSettings, context: ParallelContext, platform: Platform, ranks_on_node: int) -> _Chosen:
     spec = read_spec(settings)
+    check_formats(settings, platform.name)
     check_batch_invariant(settings, spec, platform.name)
     if settings.model.batch_invariant and isinstance(context.tp.group, TorchCollectives):
         raise SettingsError(
@@ -205,7 +206,7 @@ def _facts(
         dtype=_name(chosen.dtype),
         threads=torch.get_num_threads(),
         load_s=time.perf_counter() - started_s,
-        is_in_host_memory=chosen.platform.memory is None,
+        is_in_host_memory=chosen.platform.memory() is None,
         kv_dtype=chosen.kv_name,
         resident_layers=placement.num_resident,
         streamed_layers=len(placement.streamed),
@@ -267,7 +268,7 @@ def _open_adapters(chosen: _Chosen, decoder: Decoder) -> RankAdapters | None:
     settings, platform = chosen.settings, chosen.platform
     if not settings.lora.enable_lora:
         return None
-    available = available_bytes() // chosen.ranks_on_node if platform.memory is None else None
+    available = available_bytes() // chosen.ranks_on_node if platform.memory() is None else None
     pp_size = settings.parallel.pipeline_parallel_size
     folder = None if settings.model.load_format == "dummy" else Path(settings.model.model)
     return open_adapters(
@@ -280,7 +281,7 @@ def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_byt
     counts as used. Steps are captured later, so what that takes is counted (graph_room.py). adapter_bytes: of each
     rank's slab, which in host memory takes memory only as it fills."""
     cache, platform = chosen.settings.cache, chosen.platform
-    if platform.memory is None:
+    if platform.memory() is None:
         free_bytes = max(0, available_bytes() - chosen.ranks_on_node * adapter_bytes)
         return cpu_blocks(cache, needs, free_bytes, chosen.ranks_on_node)
     profiled_kv_bytes = run_fullest_steps(
@@ -295,7 +296,9 @@ def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_byt
         kv_dtype=chosen.kv_dtype,
         windows=chosen.groups.windows,
     )
-    free_bytes, total_bytes = platform.memory()
+    memory = platform.memory()
+    assert memory is not None, "it has memory of its own"
+    free_bytes, total_bytes = memory
     free_bytes += profiled_kv_bytes
     free_bytes -= platform.scratch_blocks * needs.block_bytes
     if decoder.graphs.can_replay:

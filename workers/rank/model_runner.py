@@ -272,7 +272,7 @@ class ModelRunner:
         return computed
 
     def _waits_for_tokens(self, plan: StepPlan) -> bool:
-        """Whether logits processors of some row read its tokens on the host, ahead of the forward pass, or behind it
+        """True if logits processors of some row read its tokens on the host, ahead of the forward pass, or behind it
         where drafts in flight leave its positions open."""
         rows_S = [work.row for work in plan.work if work.samples]
         flags_S = self._flags_of(rows_S)
@@ -413,8 +413,8 @@ class ModelRunner:
         self._last_done = step.done
 
     def _failure_of(self, step: StepHandle, computed: _Computed) -> str | None:
-        """Why a step that this rank has computed counts for nothing, as far as it can know: a peer has failed, or the
-        step was planned before an earlier one's failure was known."""
+        """Return why a step that this rank has computed counts for nothing, as far as it can know: a peer has failed,
+        or the step was planned before an earlier one's failure was known."""
         failure = self._void(step.step_id, step.known_failure)
         if failure is None and computed.verdict is not None and computed.verdict.is_failed:
             self._failed_step = step.step_id
@@ -441,7 +441,7 @@ class ModelRunner:
         self._table.fill(tokens.rows[live], ids[live])
 
     def _fill_accepted(self, tokens: _Tokens, accepted: list[Accepted]) -> None:
-        """As _fill, after a step with drafts."""
+        """Fill the result of a step with drafts."""
         ids = tokens.host_ids_S.tolist()
         is_live = (self._table.lives[tokens.rows] == tokens.lives).tolist()
         for row, live in zip(accepted, is_live, strict=True):

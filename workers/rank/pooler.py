@@ -73,7 +73,8 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class PoolStep:
-    """What a step pools. rows_P: int64, the indices of its hidden states among the step's tokens, on the device."""
+    """The rows that a step pools. rows_P: int64, the indices of its hidden states among the step's tokens, on the
+    device."""
 
     rows_P: torch.Tensor
     parts: list[RowPart]

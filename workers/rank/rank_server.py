@@ -194,7 +194,7 @@ class RankServer:
 
     @property
     def is_computing(self) -> bool:
-        """Whether results of launched steps are due."""
+        """True if results of launched steps are due."""
         return bool(self._steps)
 
     def finish_step(self) -> Iterator[FromRank]:

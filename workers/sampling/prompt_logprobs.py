@@ -33,7 +33,7 @@ def pieces_of(count: int) -> list[int]:
 
 
 class ScoredRows(NamedTuple):
-    """What is known of the rows: of the plan's, the positions of their first tokens in the step (begin_R), and the
+    """The facts of the rows: of the plan's, the positions of their first tokens in the step (begin_R), and the
     places of these among all tokens of the step (starts); by number of a row, its tokens and its adapter's slot, and
     its sampling parameters."""
 
@@ -55,9 +55,9 @@ class RowPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScoreStep:
-    """What a step scores. rows_P: int64 on the device, indices of the positions among the step's tokens. next_P: the
-    tokens behind them; slots_P: their adapters; wanted_P: how many of the best tokens are reported. order: all rows of
-    the step with a result, in the plan's order."""
+    """The positions that a step scores. rows_P: int64 on the device, indices of the positions among the step's tokens.
+    next_P: the tokens behind them; slots_P: their adapters; wanted_P: how many of the best tokens are reported. order:
+    all rows of the step with a result, in the plan's order."""
 
     rows_P: torch.Tensor
     next_P: Ints

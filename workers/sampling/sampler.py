@@ -108,7 +108,7 @@ class Sampling:
 
     @property
     def reads_positions(self) -> bool:
-        """Whether draw() wants the positions that the device has, where it may be ahead."""
+        """True if draw() wants the positions that the device has, where it may be ahead."""
         return self._random is not None or self._tokens is not None
 
     @property
@@ -118,7 +118,7 @@ class Sampling:
 
     @property
     def prepares_late(self) -> bool:
-        """Whether prepare_late() has something to do."""
+        """True if prepare_late() has something to do."""
         return bool(self._used & READS_LATE)
 
     def prepare_late(self, send: Send) -> None:
@@ -192,8 +192,8 @@ class _Logged:
 
 @dataclass(frozen=True, slots=True)
 class _Random:
-    """What draws tokens, and the random numbers: known on the host, or made on the device of (places, seeds, choices)
-    and positions."""
+    """The ops that draw tokens, and the random numbers: known on the host, or made on the device of (places, seeds,
+    choices) and positions."""
 
     draw: DrawTokens
     known: Sent | None

@@ -28,7 +28,7 @@ COLUMNS: Final = ("flags", "temperature", "top_k", "top_p", "min_p", "seed", "ch
 
 
 def flags_of(sampling: RowSampling) -> int:
-    """What this row needs beyond argmax and logits processors, as bits."""
+    """The needs of a row beyond argmax and logits processors, as bits."""
     random = sampling.temperature >= GREEDY_BELOW
     return RANDOM * random + LOGPROBS * (sampling.logprobs is not None)
 

@@ -33,12 +33,12 @@ from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables, Torch
 from tandem.workers.kernels.sampling_ops import Draws, TorchSampling
 from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.models.spec.arch import Activation, AttentionParams, Mla, Moe
-from tandem.workers.platforms.cpu import cpu_platform, multiplies_by_row
+from tandem.workers.platforms.cpu import CpuPlatform, multiplies_by_row
 from tandem.workers.self_checks.outcome import Check, NotHere, relative_error, require
 
 BF16 = torch.bfloat16
 TOLERANCE = 0.02
-"""Of the largest value: five roundings to bf16."""
+"""The most difference, of the largest value: five roundings to bf16."""
 BLOCK = 16
 
 
@@ -94,7 +94,7 @@ def _worst(errors: Sequence[float]) -> str:
 
 
 def _fused(compare: Callable[[FusedOps, Sequence[int]], float], shapes: Sequence[Sequence[int]]) -> str:
-    ops = cpu_platform().fused_ops(BF16)
+    ops = CpuPlatform().fused_ops(BF16)
     if isinstance(ops, TorchFusedOps):
         raise _no_kernel()
     return _worst([compare(ops, shape) for shape in shapes])
@@ -144,7 +144,7 @@ def _attention(cases: Sequence[tuple[list[int], int, int]], num_queries: int) ->
     """cases: context lengths of the rows, query heads, KV heads."""
     errors, params = [], AttentionParams(128**-0.5)
     for lens, heads, kv_heads in cases:
-        backend = cpu_platform().attention(BF16, 128)
+        backend = CpuPlatform().attention(BF16, 128)
         if isinstance(backend, TorchAttention):
             raise _no_kernel()
         batch = attention_batch(lens, num_queries)
@@ -154,7 +154,7 @@ def _attention(cases: Sequence[tuple[list[int], int, int]], num_queries: int) ->
         wide = LayerKV(kv.keys.float(), kv.values.float())
         TorchFusedOps().store(k.float(), v.float(), wide, batch.slot_mapping_T)
         expected = TorchAttention().prepare(batch).attend(q.float(), k.float(), v.float(), wide, params)
-        cpu_platform().fused_ops(BF16).store(k, v, kv, batch.slot_mapping_T)
+        CpuPlatform().fused_ops(BF16).store(k, v, kv, batch.slot_mapping_T)
         ours = backend.prepare(batch).attend(q, k, v, kv, params)
         require(torch.equal(kv.keys.float(), wide.keys), "the step's keys are not in the cache")
         errors.append(relative_error(ours, expected))
@@ -166,7 +166,7 @@ def _latents(cases: Sequence[tuple[list[int], int]]) -> str:
     errors, params = [], AttentionParams(192**-0.5)
     for lens, heads in cases:
         spec = Mla(num_heads=heads, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
-        backend, batch = cpu_platform().latent_attention(BF16, spec.head_dim), attention_batch(lens, 1)
+        backend, batch = CpuPlatform().latent_attention(BF16, spec.head_dim), attention_batch(lens, 1)
         if isinstance(backend, TorchLatents):
             raise _no_kernel()
         q, latents, weight = _noise(len(lens), heads, 192), _noise(len(lens), 1, 576), _noise(heads * 256, 512) / 16
@@ -236,7 +236,7 @@ def _kv_store(shapes: Sequence[tuple[int, int, int]]) -> str:
 
 
 def _skinny_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
-    platform, gemm, errors = cpu_platform(), skinny_gemm(BF16), []
+    platform, gemm, errors = CpuPlatform(), skinny_gemm(BF16), []
     if gemm is None:
         instead = "the row GEMM" if multiplies_by_row(BF16) else "oneDNN" if platform.packs(BF16) else "torch"
         raise _no_kernel("the CPU and its compiler must know AVX512-BF16", f"{instead} multiplies")
@@ -244,7 +244,7 @@ def _skinny_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
         x, weight = _noise(rows, inputs), _noise(outputs, inputs)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         require(gemm.bind(packed, None, outputs) is not None, "the kernel does not know oneDNN's layout")
-        method = platform.linear_methods(BF16)((), ParallelContext.single())
+        method = platform.linear((), ParallelContext.single(), dtype=BF16)
         method.take(weight, None)
         errors.append(relative_error(method.apply(x), x.float() @ weight.float().T))
     return _worst(errors)
@@ -283,9 +283,9 @@ def _experts(shapes: Sequence[tuple[int, int, int]]) -> str:
     errors = []
     for form in (None, *FORMATS):
         for tokens, inputs, outputs in shapes:
-            platform = cpu_platform()
-            ours, wide = platform.expert_ops(BF16, form)(as_given), BF16 if form else torch.float32
-            twin = TorchExperts(platform.linear_methods(BF16, form) if form else plain, as_given)
+            platform = CpuPlatform()
+            ours, wide = platform.experts(BF16, form), BF16 if form else torch.float32
+            twin = TorchExperts(partial(platform.linear, dtype=BF16, quantization=form) if form else plain, as_given)
             weights = [_noise(outputs + expert, inputs)[expert:] for expert in range(4)]
             methods = _grouped(ours, weights), _grouped(twin, [weight.to(wide) for weight in weights])
             if not isinstance(methods[0], StackedExperts):
@@ -312,7 +312,7 @@ def _grouped(ops: ExpertOps, weights: Sequence[torch.Tensor]) -> ExpertMethod:
 
 def _sampling(shapes: Sequence[tuple[int, int]]) -> str:
     """Draws under all limits, of numbers that lie in the middle of 8 equal weights, beside the best tokens."""
-    ops, drawn = cpu_platform().sampling_ops(), 0
+    ops, drawn = CpuPlatform().sampling_ops(), 0
     if isinstance(ops, TorchSampling):
         raise _no_kernel()
     for rows, vocab in shapes:
@@ -336,7 +336,7 @@ def _sampling(shapes: Sequence[tuple[int, int]]) -> str:
 
 
 def _lora(shapes: Sequence[tuple[int, int, int]]) -> str:
-    ops, errors = cpu_platform().lora_ops(BF16), []
+    ops, errors = CpuPlatform().lora_ops(BF16), []
     if isinstance(ops, TorchLora):
         raise _no_kernel()
     for tokens, inputs, outputs in shapes:

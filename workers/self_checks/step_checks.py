@@ -18,7 +18,7 @@ from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.kv_layout import KVLayout
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.batch import build_batch
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.row_table import RowTable
@@ -43,7 +43,7 @@ def speed_checks() -> list[Check]:
 
 @torch.inference_mode()
 def _replayed_steps() -> str:
-    spec, platform = load_spec(DEMO_MODEL), cpu_platform()
+    spec, platform = load_spec(DEMO_MODEL), CpuPlatform()
     decoder = build_decoder(spec, ParallelContext.single(), folder=DEMO_MODEL, dtype=BF16, platform=platform)
     try:
         replayed = _logits(decoder, platform, spec.num_layers, spec.vocab_size)
@@ -83,7 +83,7 @@ def _logits(decoder: Decoder, platform: Platform, num_layers: int, vocab_size: i
 
 def _kv_round_trip() -> str:
     """Stores blocks to a host slab, clears them, and loads them into others."""
-    platform = cpu_platform()
+    platform = CpuPlatform()
     for dtype in (BF16, torch.int8):
         kv = KVCache.allocate([KVLayout.keys_and_values(2, 128)] * 2, 12, BLOCK, dtype, platform)
         for number, plane in enumerate(kv.planes):

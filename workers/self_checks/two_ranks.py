@@ -14,7 +14,7 @@ import torch
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.shared_memory import SharedMemoryCollectives
 from tandem.parallel.groups import init_parallel, listen
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.self_checks.outcome import Check, require
 
 HOST = "127.0.0.1"
@@ -28,7 +28,7 @@ def rank_checks() -> list[Check]:
 
 @contextmanager
 def _joined(rank: int, port: int, **more: object) -> Iterator[ParallelContext]:
-    context = init_parallel(rank, 2, 2, 1, HOST, port, cpu_platform().backend, **more)  # type: ignore[arg-type]
+    context = init_parallel(rank, 2, 2, 1, HOST, port, CpuPlatform().backend, **more)  # type: ignore[arg-type]
     try:
         yield context
     finally:

@@ -47,7 +47,7 @@ class NgramProposer:
 
 
 PROPOSERS: dict[str, Callable[[SpeculativeSettings], Proposer]] = {"ngram": NgramProposer}
-"""By the `method` of --speculative-config."""
+"""Proposers by the `method` of --speculative-config."""
 
 
 GUESSES: dict[str, Callable[[SpeculativeSettings], Guess]] = {"ngram": NgramOnDevice}

@@ -17,7 +17,7 @@ from tandem.workers.text.grammars import reason_of
 from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
 
 LIMITS: Final = LLParserLimits(max_lexer_states=10_000, verbose_errors=False)
-"""What a grammar may take: llguidance's own limits, but for the states of a row's lexer (1 to 2 kB each)."""
+"""Limits of a grammar: llguidance's own limits, but for the states of a row's lexer (1 to 2 kB each)."""
 
 
 class GrammarRefused(Exception):

@@ -17,8 +17,8 @@ FIRST_ROOM = 64
 
 
 class Position(Enum):
-    """What may follow an output. OPEN: what the grammar allows. ENDED: its end. OFF: the output does not follow the
-    grammar, or the grammar has failed."""
+    """The kind of what may follow an output. OPEN: what the grammar allows. ENDED: its end. OFF: the output does not
+    follow the grammar, or the grammar has failed."""
 
     OPEN = "open"
     ENDED = "ended"
@@ -51,11 +51,11 @@ class RowGrammar:
         return Position.OPEN if self._take(tokens) else Position.OFF
 
     def error(self) -> str | None:
-        """Why the grammar has failed, as by its limits; None if it has not."""
+        """The reason why the grammar has failed, as by its limits; None if it has not."""
         return (reason_of(self.matcher.get_error()) or "no reason is known") if self.matcher.is_error() else None
 
     def _num_common(self, output: Tokens) -> int:
-        """How many of the tokens taken are the output's first ones."""
+        """The number of tokens taken that are the output's first ones."""
         most = min(self._num_taken, len(output))
         same = self._taken[:most] == output[:most]
         return most if same.all() else int(same.argmin())

@@ -100,7 +100,7 @@ class BeamSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further token can change the answer."""
+        """True if no further token can change the answer."""
         return not self.live
 
     def sampling(self, beam: Beam) -> SamplingParams:

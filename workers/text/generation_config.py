@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says of requests that leave fields out, and the ids that end a text.
+"""A model's generation_config.json: what it says of requests that leave fields out, and the ids that end a text.
 
 Read by gateway, LLM and coordinator for --generation-config and --override-generation-config. Keys that would change
 texts and that Tandem does not compute are refused by name. Torch-free.

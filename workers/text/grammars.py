@@ -17,8 +17,8 @@ from tandem.workers.messages.structured_outputs import StructuredOutputsParams
 ONE_OF: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """The fields of StructuredOutputsParams of which exactly one is given."""
 WHITESPACE: Final = r"[ ]|\n[ \t]{0,40}"
-"""What may stand between the parts of JSON, if nothing else is asked for: a space, or a line break and indentation. Any
-amount of it would let a model that has lost its way write white space for ever."""
+"""Text that may stand between the parts of JSON, if nothing else is asked for: a space, or a line break and
+indentation. Any amount of it would let a model that has lost its way write white space for ever."""
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 MOST_ERROR_CHARS = 500
 

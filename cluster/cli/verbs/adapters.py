@@ -42,9 +42,9 @@ def show(at: ServiceAt) -> None:
     A line has the version, the tenant, the pin, the number of groups that hold it by tier, and the source.
     """
 
-    async def read(registry: "AdapterList", redis: "BackgroundClient") -> "tuple[list[AdapterEntry], _Reports]":
-        await registry.refresh()
-        return list(registry.entries.values()), await _reports(redis, registry.model)
+    async def read(adapters: "AdapterList", redis: "BackgroundClient") -> "tuple[list[AdapterEntry], _Reports]":
+        await adapters.refresh()
+        return list(adapters.entries.values()), await _reports(redis, adapters.model)
 
     entries, reports = _run(at, read)
     for entry in entries:
@@ -83,10 +83,10 @@ def add(
         raise SettingsError("an adapter is one tenant's or everyone's", "--public")
     place, owner = absolute(source), EVERYONE if public else tenant
 
-    async def load(adapters: "AdapterService") -> str:
-        before = adapters.registry.entries.get(name)
-        outcome = await adapters.load(name, place, tenant=owner, pinned=pinned or None, inplace=replace)
-        also = changed(before, adapters.registry.entries.get(name))
+    async def load(service: "AdapterService") -> str:
+        before = service.adapters.entries.get(name)
+        outcome = await service.load(name, place, tenant=owner, pinned=pinned or None, inplace=replace)
+        also = changed(before, service.adapters.entries.get(name))
         return f"{outcome}: {also}" if also else outcome
 
     try:
@@ -164,24 +164,24 @@ def _change_named(name: str, at: ServiceAt, work: "Callable[[AdapterService], Aw
 def _change(at: ServiceAt, work: "Callable[[AdapterService], Awaitable[T]]", *, checks: bool = False) -> T:
     """Runs `work` with an AdapterService. checks: it will check sources, against the model's folder on this machine."""
 
-    async def run(registry: "AdapterList", redis: "BackgroundClient") -> T:
+    async def run(adapters: "AdapterList", redis: "BackgroundClient") -> T:
         from tandem.cluster.adapters.adapter_service import AdapterService, adapter_limit
         from tandem.cluster.adapters.checks import checker_of
         from tandem.cluster.tenants.store import TenantStore
 
-        await registry.refresh()
-        base = await registry.base()
+        await adapters.refresh()
+        base = await adapters.base()
         if base is None:
-            raise TandemError(f"no service with --enable-lora has served {registry.model} from this Redis")
+            raise TandemError(f"no service with --enable-lora has served {adapters.model} from this Redis")
         if checks and not Path(base.folder).is_dir():
             raise TandemError(f"{base.folder}, the model's folder, is not on this machine: adapters cannot be checked")
         limit = partial(adapter_limit, (await TenantStore(redis).read()).values)
-        names = (registry.model, *base.names)
-        adapters = AdapterService(registry, lambda source: checker_of(base)(source), names, limit=limit)
+        names = (adapters.model, *base.names)
+        service = AdapterService(adapters, lambda source: checker_of(base)(source), names, limit=limit)
         try:
-            return await work(adapters)
+            return await work(service)
         finally:
-            adapters.close()
+            service.close()
 
     return _run(at, run)
 

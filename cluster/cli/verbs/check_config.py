@@ -43,7 +43,7 @@ def _checked(settings: ServiceSettings) -> ServiceSettings:
     SettingsError."""
     from tandem.cluster.deploy.preflight import check_adapters, check_model
     from tandem.cluster.deploy.resolved_settings import resolve_settings
-    from tandem.cluster.gateway.model_text import check_text
+    from tandem.cluster.gateway.app.model_text import check_text
     from tandem.workers.planning.start_notes import rope_notes
 
     settings = resolve_settings(settings)

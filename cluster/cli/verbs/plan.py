@@ -19,8 +19,9 @@ from msgspec.structs import replace
 from tandem.cluster.cli.flags import with_service_options
 from tandem.cluster.cli.verbs.plan_report import report
 from tandem.configs.errors import SettingsError
-from tandem.configs.load import build_settings, no_gpu_share
+from tandem.configs.load import build_settings
 from tandem.configs.options import OPTIONS
+from tandem.configs.platform_facts import CPU, check_formats
 from tandem.configs.schema import CacheSettings, EngineSettings, ModelSettings
 from tandem.parallel.stored.headers import INDEX, find_weights, has_other_weights, no_weights
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
@@ -32,7 +33,6 @@ from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.model_source import find_model
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, layouts, plan_group
 from tandem.workers.planning.resolve import (
-    check_quantization,
     read_spec,
     resolve_dtype,
     resolve_kv_dtype,
@@ -132,7 +132,7 @@ def _model(name: str, settings: EngineSettings, asked: _Asked) -> _Model:
     folder = find_model(name, settings.model.revision, "MODEL", Wanted(("config.json",)))
     settings = replace(settings, model=replace(settings.model, model=str(folder)))
     spec, memory = read_spec(settings), _memory(settings, asked)
-    check_quantization(settings, memory.device)
+    check_formats(settings, memory.device)
     check_batch_invariant(settings, spec, memory.device)
     dtype = resolve_dtype(settings, spec, memory.device)
     kv_dtype = resolve_kv_dtype(settings, dtype)
@@ -186,7 +186,7 @@ def _memory(settings: EngineSettings, asked: _Asked) -> Memory:
         disk_tier_bytes=int(asked.disk_tier_gib * GIB),
     )
     if memory.is_shared and settings.cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization:
-        raise no_gpu_share()
+        raise CPU.refusal("--gpu-memory-utilization")
     return memory
 
 

@@ -87,7 +87,7 @@ def _tier_rows(plan: dict[str, Any]) -> list[list[str]]:
 
 
 def _windows(plan: dict[str, Any]) -> list[str]:
-    """What layers with a window save on the device; nothing for a model without any."""
+    """Return what layers with a window save on the device; nothing for a model without any."""
     windows = [window for window in plan["kv_windows"] if window is not None]
     if not windows:
         return []
@@ -100,7 +100,7 @@ def _windows(plan: dict[str, Any]) -> list[str]:
 
 
 def _adapters(plan: dict[str, Any], lora: dict[str, Any]) -> list[str]:
-    """With --enable-lora, a table of the memory for adapters on one rank of each stage: device and host."""
+    """Return a table of the memory for adapters on one rank of each stage, device and host, with --enable-lora."""
     if not lora["enable_lora"]:
         return []
     rows = [

@@ -90,11 +90,11 @@ async def _read(run: "RunFile", redis: "BackgroundClient") -> _Reading:
     fleet = FleetView(redis, run.service_id)
     await fleet.refresh()
     reports = {report.group: report for report in await fleet.read_reports()}
-    registry, running = AdapterList(redis, run.model), dict[str, int | None]()
+    listed, running = AdapterList(redis, run.model), dict[str, int | None]()
     gateways: list[GatewayRecord] = []
     with suppress(RedisUnavailable):
         gateways = await read_gateways(redis, run.service_id)
-        await registry.refresh()
+        await listed.refresh()
         running = await running_requests(redis)
-    groups, adapters = list(fleet.records.values()), list(registry.entries.values())
+    groups, adapters = list(fleet.records.values()), list(listed.entries.values())
     return _Reading(groups, reports, gateways, fleet.redis_unavailable, adapters, running)

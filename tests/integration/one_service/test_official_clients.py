@@ -228,8 +228,8 @@ def test_models_of_instructor(service: Service) -> None:
             assert isinstance(found, Report)
 
 
-PAGE = (REPOSITORY / "docs" / "serving.md").read_text()
-SECTION = PAGE.partition("### LangChain, LiteLLM, instructor\n")[2].partition("\n### ")[0]
+PAGE = (REPOSITORY / "docs" / "serving" / "openai.md").read_text()
+SECTION = PAGE.partition("## LangChain, LiteLLM, instructor\n")[2].partition("\n## ")[0]
 PROGRAMS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 
 

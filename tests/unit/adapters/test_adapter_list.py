@@ -49,61 +49,61 @@ async def test_of_two_changes_at_once_one_wins_and_the_other_learns_it(redis: Ba
 
 
 async def test_many_writers_lose_no_change(redis: BackgroundClient) -> None:
-    registries = [AdapterList(redis, "demo") for _ in range(4)]
+    lists = [AdapterList(redis, "demo") for _ in range(4)]
 
-    async def add(registry: AdapterList, name: str) -> None:
-        while not await registry.replace(registry.entries.get(name), entry(name), name):
+    async def add(adapters: AdapterList, name: str) -> None:
+        while not await adapters.replace(adapters.entries.get(name), entry(name), name):
             await asyncio.sleep(0)
 
-    await asyncio.gather(*(add(registries[i % 4], f"a{i}") for i in range(40)))
-    for registry in registries:
-        await registry.refresh()
-        assert len(registry.entries) == 40
+    await asyncio.gather(*(add(lists[i % 4], f"a{i}") for i in range(40)))
+    for adapters in lists:
+        await adapters.refresh()
+        assert len(adapters.entries) == 40
 
 
 async def test_a_change_that_redis_cannot_take_changes_nothing_here(redis: BackgroundClient) -> None:
-    registry = AdapterList(redis, "demo")
-    await registry.replace(None, entry(), "pirate")
+    adapters = AdapterList(redis, "demo")
+    await adapters.replace(None, entry(), "pirate")
     await redis.command("CONFIG", "SET", "maxmemory", "1")
     with pytest.raises(RedisUnavailable):
-        await registry.replace(entry(), entry(digest="b" * 64), "pirate")
-    assert registry.entries["pirate"] == entry()
+        await adapters.replace(entry(), entry(digest="b" * 64), "pirate")
+    assert adapters.entries["pirate"] == entry()
     await redis.command("CONFIG", "SET", "maxmemory", "0")
-    await registry.refresh()
-    assert registry.entries["pirate"] == entry()
+    await adapters.refresh()
+    assert adapters.entries["pirate"] == entry()
 
 
 async def test_what_is_known_is_served_without_redis(server: RedisServer, redis: BackgroundClient) -> None:
-    registry = AdapterList(redis, "demo")
-    await registry.replace(None, entry(), "pirate")
+    adapters = AdapterList(redis, "demo")
+    await adapters.replace(None, entry(), "pirate")
     impatient = BackgroundClient(server.url, timeout_s=0.2, retries=0)
-    registry.map.redis = impatient
+    adapters.map.redis = impatient
     server.stop()
     try:
         with pytest.raises(RedisUnavailable):
-            await registry.refresh()
-        assert dict(registry.entries) == {"pirate": entry()}
+            await adapters.refresh()
+        assert dict(adapters.entries) == {"pirate": entry()}
         with pytest.raises(RedisUnavailable):
-            await registry.replace(entry(), None, "pirate")
-        assert dict(registry.entries) == {"pirate": entry()}
+            await adapters.replace(entry(), None, "pirate")
+        assert dict(adapters.entries) == {"pirate": entry()}
     finally:
         server.start()
         await impatient.close()
 
 
 async def test_an_emptied_redis_gets_the_list_back(redis: BackgroundClient) -> None:
-    registry = AdapterList(redis, "demo")
-    registry.announce(BaseFacts(folder="/m", max_rank=8))
-    await registry.refresh()
-    await registry.replace(None, entry(), "pirate")
+    adapters = AdapterList(redis, "demo")
+    adapters.announce(BaseFacts(folder="/m", max_rank=8))
+    await adapters.refresh()
+    await adapters.replace(None, entry(), "pirate")
     await redis.command("FLUSHALL")
     with pytest.raises(RedisUnavailable):
-        await registry.refresh()
-    assert dict(registry.entries) == {"pirate": entry()}
-    await registry.reseed()  # what the fleet's view asks for
+        await adapters.refresh()
+    assert dict(adapters.entries) == {"pirate": entry()}
+    await adapters.reseed()  # what the fleet's view asks for
     await redis.command("SET", keys.SENTINEL, "2")
-    await registry.refresh()
-    assert dict(registry.entries) == {"pirate": entry()}
+    await adapters.refresh()
+    assert dict(adapters.entries) == {"pirate": entry()}
     newcomer = AdapterList(redis, "demo")
     await newcomer.refresh()
     assert dict(newcomer.entries) == {"pirate": entry()}
@@ -127,20 +127,20 @@ async def test_a_loss_that_another_has_hidden_is_noticed(redis: BackgroundClient
 
 
 async def test_an_entry_of_another_version_hides_only_itself(redis: BackgroundClient) -> None:
-    registry = AdapterList(redis, "demo")
-    await registry.replace(None, entry(), "pirate")
+    adapters = AdapterList(redis, "demo")
+    await adapters.replace(None, entry(), "pirate")
     await redis.command("HSET", keys.adapters("demo"), "odd", b"\x01")
     await redis.command("HINCRBY", keys.adapters("demo"), keys.ADAPTERS_VERSION, 1)
-    await registry.refresh()
-    assert set(registry.entries) == {"pirate"}
+    await adapters.refresh()
+    assert set(adapters.entries) == {"pirate"}
 
 
 async def test_what_the_settings_ask_for_is_listed_without_redis_and_saved_later(redis: BackgroundClient) -> None:
-    registry = AdapterList(redis, "demo")
-    registry.keep(entry())
-    assert registry.entries["pirate"] == entry()
-    await registry.refresh()
-    assert registry.entries["pirate"] == entry()
+    adapters = AdapterList(redis, "demo")
+    adapters.keep(entry())
+    assert adapters.entries["pirate"] == entry()
+    await adapters.refresh()
+    assert adapters.entries["pirate"] == entry()
     other = AdapterList(redis, "demo")
     await other.refresh()
     assert other.entries["pirate"] == entry()
@@ -198,14 +198,14 @@ async def test_what_was_known_stays_while_a_redis_without_it_takes_no_writes(red
 
 
 async def test_the_modules_listed_last_are_not_listed_again(redis: BackgroundClient) -> None:
-    registry = AdapterList(redis, "demo")
-    assert not await registry.modules_are_listed("s1", "d1")
-    await registry.note_modules_listed("s1", "d1")
-    assert await registry.modules_are_listed("s1", "d1")
-    assert not await registry.modules_are_listed("s2", "d1")
-    assert not await registry.modules_are_listed("s1", "d2"), "another version has others"
-    await registry.note_modules_listed("s1", "d2")
-    assert not await registry.modules_are_listed("s1", "d1"), "a version that comes back lists its own again"
+    adapters = AdapterList(redis, "demo")
+    assert not await adapters.modules_are_listed("s1", "d1")
+    await adapters.note_modules_listed("s1", "d1")
+    assert await adapters.modules_are_listed("s1", "d1")
+    assert not await adapters.modules_are_listed("s2", "d1")
+    assert not await adapters.modules_are_listed("s1", "d2"), "another version has others"
+    await adapters.note_modules_listed("s1", "d2")
+    assert not await adapters.modules_are_listed("s1", "d1"), "a version that comes back lists its own again"
 
 
 async def test_run_reports_changes_and_outlives_whatever_is_raised(redis: BackgroundClient) -> None:
@@ -269,29 +269,29 @@ async def test_who_may_not_publish_may_still_write(server: RedisServer, redis: B
     try:
         with pytest.raises(RedisUnavailable, match="permission"):
             await quiet.command("PUBLISH", "k", "")
-        registry = AdapterList(quiet, "demo")
-        registry.announce(BaseFacts(folder="/m", max_rank=8))
-        assert await registry.refresh() is False
-        assert await registry.replace(None, entry(), "pirate")
-        await registry.reseed()
-        assert (await registry.base()) == BaseFacts(folder="/m", max_rank=8)
+        adapters = AdapterList(quiet, "demo")
+        adapters.announce(BaseFacts(folder="/m", max_rank=8))
+        assert await adapters.refresh() is False
+        assert await adapters.replace(None, entry(), "pirate")
+        await adapters.reseed()
+        assert (await adapters.base()) == BaseFacts(folder="/m", max_rank=8)
     finally:
         await quiet.close()
         await redis.command("ACL", "DELUSER", "quiet")
 
 
 async def test_who_may_not_write_follows(server: RedisServer, redis: BackgroundClient) -> None:
-    registry, writer = AdapterList(redis, "demo"), AdapterList(redis, "demo")
-    registry.announce(BaseFacts(folder="/m", max_rank=8))
-    await registry.refresh()
+    adapters, writer = AdapterList(redis, "demo"), AdapterList(redis, "demo")
+    adapters.announce(BaseFacts(folder="/m", max_rank=8))
+    await adapters.refresh()
     await redis.command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "&*", "+@all", "-@write")
     reader = BackgroundClient(f"unix://reader@{server.socket_path}?password=secret", retries=0)
     try:
-        registry.map.redis = reader
+        adapters.map.redis = reader
         await writer.replace(None, entry(), "pirate")
-        assert await registry.refresh() and set(registry.entries) == {"pirate"}
+        assert await adapters.refresh() and set(adapters.entries) == {"pirate"}
         with pytest.raises(RedisUnavailable):
-            await registry.replace(entry(), None, "pirate")
+            await adapters.replace(entry(), None, "pirate")
     finally:
         await reader.close()
         await redis.command("ACL", "DELUSER", "reader")
@@ -312,35 +312,35 @@ async def restore(redis: BackgroundClient, found: dict[bytes, bytes]) -> None:
 
 @pytest.mark.parametrize("when", ["never listed", "one listed"])
 async def test_an_older_copy_of_redis_is_made_what_is_known(redis: BackgroundClient, when: str) -> None:
-    registry, follower = AdapterList(redis, "demo"), AdapterList(redis, "demo")
+    adapters, follower = AdapterList(redis, "demo"), AdapterList(redis, "demo")
     older: dict[bytes, bytes] = {}
-    registry.announce(BaseFacts(folder="/m", max_rank=8))
-    await registry.refresh()
+    adapters.announce(BaseFacts(folder="/m", max_rank=8))
+    await adapters.refresh()
     if when == "one listed":
-        await registry.replace(None, entry("gone"), "gone")
+        await adapters.replace(None, entry("gone"), "gone")
         older = await snapshot(redis) | {b"odd": b"\x01"}
-        await registry.replace(entry("gone"), None, "gone")
-    await registry.replace(None, entry(tenant="acme", pinned=True), "pirate")
+        await adapters.replace(entry("gone"), None, "gone")
+    await adapters.replace(None, entry(tenant="acme", pinned=True), "pirate")
     await follower.refresh()
     await restore(redis, older)
     await follower.refresh()
     assert set(follower.entries) == ({"gone"} if older else set()), "a group follows, it does not decide"
-    await registry.refresh()
+    await adapters.refresh()
     await follower.refresh()
-    for copy in (registry, follower):
+    for copy in (adapters, follower):
         assert dict(copy.entries) == {"pirate": entry(tenant="acme", pinned=True)}
     assert await follower.base() == BaseFacts(folder="/m", max_rank=8)
     assert (b"odd" in await snapshot(redis)) == bool(older), "of another version: not ours to remove"
-    assert not await registry.refresh()
+    assert not await adapters.refresh()
     assert await follower.replace(follower.entries["pirate"], None, "pirate")
-    assert await registry.refresh() and not registry.entries, "and changes go on"
+    assert await adapters.refresh() and not adapters.entries, "and changes go on"
 
 
 async def test_two_that_restore_a_list_at_once_end_with_one(redis: BackgroundClient) -> None:
     behind, ahead = AdapterList(redis, "demo"), AdapterList(redis, "demo")
-    for registry in (behind, ahead):
-        registry.announce(BaseFacts(folder="/m", max_rank=8))
-        await registry.refresh()
+    for adapters in (behind, ahead):
+        adapters.announce(BaseFacts(folder="/m", max_rank=8))
+        await adapters.refresh()
     await behind.refresh()
     older = await snapshot(redis)
     await ahead.replace(None, entry("a"), "a")

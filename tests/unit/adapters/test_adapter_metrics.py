@@ -12,7 +12,7 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
-from tandem.workers.engine.base.stats import AdapterStats, HistogramStats, TenantStats
+from tandem.workers.engine.base.stats import AdapterStats, Histogram, TenantStats
 from tests.support.fake_engine import FakeEngine
 
 A, B, GONE = ("a" * 64, "b" * 64, "c" * 64)
@@ -35,7 +35,7 @@ def read(
 
 
 def test_what_a_groups_engine_counts() -> None:
-    load_s = HistogramStats(bounds=(0.1, 1.0), counts=(2, 1, 0), total=0.7)
+    load_s = Histogram(bounds=(0.1, 1.0), counts=[2, 1, 0], total=0.7)
     counts = {"num_pages": 64, "free_pages": 16, "resident": 3, "on_host": 5, "in_use": 1, "waiting": 2, "loads": 3}
     adapters = AdapterStats(**counts, load_s=load_s, evictions=7, refused=1)
     tenants = {"acme": TenantStats(queue_s=1.5, queued_requests=3, waiting=2)}
@@ -61,11 +61,11 @@ def test_what_a_groups_engine_counts() -> None:
 
 
 def test_only_listed_adapters_are_labels() -> None:
-    registry = AdapterList(None, "demo")
-    registry.keep(AdapterEntry(name="pirate", digest=A, source="/a", pinned=True))
-    registry.keep(AdapterEntry(name="twin", digest=A, source="/t"))
-    registry.keep(AdapterEntry(name="shout", digest=B, source="/b"))
-    adapter_service = AdapterService(registry, lambda source: "", ("demo",))
+    adapters = AdapterList(None, "demo")
+    adapters.keep(AdapterEntry(name="pirate", digest=A, source="/a", pinned=True))
+    adapters.keep(AdapterEntry(name="twin", digest=A, source="/t"))
+    adapters.keep(AdapterEntry(name="shout", digest=B, source="/b"))
+    adapter_service = AdapterService(adapters, lambda source: "", ("demo",))
     adapter_service.counts["refused"] += 3
     used = {"running": ["gone", "pirate", "twin"], "waiting": ["shout"]}
     report = AdapterReport(on_device=[A[:16], GONE[:16]], on_host=[B[:16]], max_loras=4, **used)
@@ -77,7 +77,7 @@ def test_only_listed_adapters_are_labels() -> None:
         {**engine, "adapter": "twin", "tier": "device", "pinned": "false"},
         {**engine, "adapter": "shout", "tier": "host", "pinned": "false"},
     ]
-    registry.keep(AdapterEntry(name="pirate", digest=A, source="/a", tenant="acme"))
+    adapters.keep(AdapterEntry(name="pirate", digest=A, source="/a", tenant="acme"))
     public = read([report_of("g1", report)], adapter_service, with_tenants=False)["tandem:adapter_residency"].samples
     assert {s.labels["adapter"] for s in public} == {"twin", "shout"}, "a tenant's own is not named to everybody"
     (info,) = families["tandem:lora_requests_info"].samples

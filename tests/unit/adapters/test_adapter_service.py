@@ -9,7 +9,6 @@ import pytest
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
-from tandem.cluster.adapters.running import RunningAdapters
 from tandem.cluster.adapters.sources import Module
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.configs.errors import SettingsError, TandemError
@@ -50,10 +49,10 @@ def adapter_service() -> Iterator[AdapterService]:
 
 
 async def refusal(adapter_service: AdapterService, name: str, source: str, **more: object) -> RequestRefused:
-    before = dict(adapter_service.registry.entries)
+    before = dict(adapter_service.adapters.entries)
     with pytest.raises(RequestRefused) as caught:
         await adapter_service.load(name, source, **more)  # type: ignore[arg-type]
-    assert dict(adapter_service.registry.entries) == before, "all is as before"
+    assert dict(adapter_service.adapters.entries) == before, "all is as before"
     return caught.value
 
 
@@ -66,11 +65,11 @@ async def test_a_load_lists_the_version(adapter_service: AdapterService) -> None
 
 async def test_the_same_content_again_changes_nothing(adapter_service: AdapterService) -> None:
     await adapter_service.load("pirate", "/a/one")
-    entry = adapter_service.registry.entries["pirate"]
+    entry = adapter_service.adapters.entries["pirate"]
     assert await adapter_service.load("pirate", "/a/one") == "unchanged"
-    assert adapter_service.registry.entries["pirate"] is entry
+    assert adapter_service.adapters.entries["pirate"] is entry
     assert await adapter_service.load("pirate", "/copy/one") == "unchanged", "what it holds counts, not where it lies"
-    assert adapter_service.registry.entries["pirate"].source == "/copy/one"
+    assert adapter_service.adapters.entries["pirate"].source == "/copy/one"
 
 
 async def test_other_content_needs_to_be_asked_for(adapter_service: AdapterService) -> None:
@@ -79,7 +78,7 @@ async def test_other_content_needs_to_be_asked_for(adapter_service: AdapterServi
     assert (refused.status, refused.param) == (400, "lora_name")
     assert "load_inplace" in str(refused)
     assert await adapter_service.load("pirate", "/a/two", inplace=True) == "switched"
-    entry = adapter_service.registry.entries["pirate"]
+    entry = adapter_service.adapters.entries["pirate"]
     assert (entry.digest, entry.tenant, entry.pinned) == ("2" * 64, "acme", True), "what was not said stays"
 
 
@@ -112,9 +111,9 @@ async def test_a_file_that_cannot_be_read_is_refused() -> None:
 async def test_unload_and_pin(adapter_service: AdapterService) -> None:
     await adapter_service.load("pirate", "/a/one")
     assert await adapter_service.pin("pirate", True)
-    assert adapter_service.registry.entries["pirate"].pinned
+    assert adapter_service.adapters.entries["pirate"].pinned
     assert await adapter_service.pin("pirate", False)
-    assert not adapter_service.registry.entries["pirate"].pinned
+    assert not adapter_service.adapters.entries["pirate"].pinned
     assert not await adapter_service.pin("shout", True)
     assert await adapter_service.unload("pirate")
     assert not await adapter_service.unload("pirate")
@@ -150,7 +149,7 @@ async def test_of_two_loads_at_once_one_is_above_the_limit(redis: BackgroundClie
     assert sorted(str(one) for one in done if not isinstance(one, RequestRefused)) == ["listed"] * 2
     assert {one.param for one in done if isinstance(one, RequestRefused)} == {"tenant"}
     for adapter_service in adapter_services:
-        await adapter_service.registry.refresh()
+        await adapter_service.adapters.refresh()
         assert len(adapter_service.visible("acme")) == 4, "three of its own, one of everybody's"
         adapter_service.close()
 
@@ -158,7 +157,7 @@ async def test_of_two_loads_at_once_one_is_above_the_limit(redis: BackgroundClie
 async def test_without_redis_the_list_cannot_be_changed_and_goes_on() -> None:
     redis = Unavailable()
     adapter_service = AdapterService(AdapterList(redis, "demo"), check, ("demo",))
-    adapter_service.registry.keep(AdapterEntry(name="pirate", digest="1" * 64, source="/a/one"))
+    adapter_service.adapters.keep(AdapterEntry(name="pirate", digest="1" * 64, source="/a/one"))
     for change in (
         adapter_service.load("shout", "/a/two"),
         adapter_service.unload("pirate"),
@@ -176,7 +175,7 @@ async def test_without_redis_the_list_cannot_be_changed_and_goes_on() -> None:
 async def test_modules_are_listed_and_without_redis_kept_here() -> None:
     adapter_service = AdapterService(AdapterList(Unavailable(), "demo"), check, ("demo",))
     await adapter_service.list_modules([Module("pirate", "/a/one"), Module("shout", "/a/two")])
-    assert set(adapter_service.registry.entries) == {"pirate", "shout"}
+    assert set(adapter_service.adapters.entries) == {"pirate", "shout"}
     with pytest.raises(SettingsError, match="odd: /a/broken: tensor q holds NaN") as caught:
         await adapter_service.list_modules([Module("odd", "/a/broken")])
     assert caught.value.flag == "--lora-modules"
@@ -192,11 +191,11 @@ async def test_a_change_by_others_meanwhile_is_taken_into_account() -> None:
         assert go_on.wait(30)
         return check(source)
 
-    registry = AdapterList(None, "demo")
-    adapter_service = AdapterService(registry, slow, ("demo",))
+    adapters = AdapterList(None, "demo")
+    adapter_service = AdapterService(adapters, slow, ("demo",))
     loading = asyncio.create_task(adapter_service.load("pirate", "/a/one"))
     assert await asyncio.to_thread(begun.wait, 30)
-    await registry.replace(None, AdapterEntry(name="pirate", digest="9" * 64, source="/x"), "pirate")
+    await adapters.replace(None, AdapterEntry(name="pirate", digest="9" * 64, source="/x"), "pirate")
     go_on.set()
     with pytest.raises(RequestRefused, match="taken by other content"):
         await loading
@@ -204,15 +203,16 @@ async def test_a_change_by_others_meanwhile_is_taken_into_account() -> None:
 
 
 async def test_an_idle_version_is_one_that_no_request_uses() -> None:
-    running = RunningAdapters()
+    service = AdapterService(AdapterList(None, "demo"), check, ("demo",))
     old, new = (AdapterRef(name="pirate", digest=digest * 64, source="/a") for digest in "12")
-    with running.request(None):
-        assert await running.wait_idle(old, 0.0)
-    with running.request(new):
-        with running.request(old), running.request(old):
-            waiting = asyncio.create_task(running.wait_idle(old, 5.0))
-            assert (running.of(old), running.of(new)) == (2, 1)
-            assert not await running.wait_idle(old, 0.001)
+    with service.request(None):
+        assert await service.wait_idle(old, 0.0)
+    with service.request(new):
+        with service.request(old), service.request(old):
+            waiting = asyncio.create_task(service.wait_idle(old, 5.0))
+            assert (service.requests_of(old), service.requests_of(new)) == (2, 1)
+            assert not await service.wait_idle(old, 0.001)
             assert not waiting.done()
         assert await waiting, "another version of it still runs"
-    assert running.of(old) == running.of(new) == 0
+    assert service.requests_of(old) == service.requests_of(new) == 0
+    service.close()

@@ -29,9 +29,9 @@ def url(server: RedisServer) -> str:
         redis = BackgroundClient(server.url)
         await redis.command("FLUSHALL")
         await redis.command("SET", keys.SENTINEL, "1")
-        registry = AdapterList(redis, "demo")
-        registry.announce(BaseFacts(folder=str(DEMO / "model"), max_rank=16, names=("demo", "demo-2")))
-        await registry.refresh()
+        adapters = AdapterList(redis, "demo")
+        adapters.announce(BaseFacts(folder=str(DEMO / "model"), max_rank=16, names=("demo", "demo-2")))
+        await adapters.refresh()
         await TenantStore(redis).add("acme", {"max_adapters": 1})
         await redis.close()
 
@@ -42,10 +42,10 @@ def url(server: RedisServer) -> str:
 def listed(url: str) -> dict[str, AdapterEntry]:
     async def read() -> dict[str, AdapterEntry]:
         redis = BackgroundClient(url)
-        registry = AdapterList(redis, "demo")
-        await registry.refresh()
+        adapters = AdapterList(redis, "demo")
+        await adapters.refresh()
         await redis.close()
-        return dict(registry.entries)
+        return dict(adapters.entries)
 
     return asyncio.run(read())
 
@@ -145,10 +145,10 @@ def test_only_who_adds_needs_the_models_folder(url: str, monkeypatch: pytest.Mon
 def test_a_tenant_goes_after_its_adapters_beside_every_model(url: str) -> None:
     async def list_elsewhere(*, after: AdapterEntry | None) -> None:
         redis = BackgroundClient(url)
-        registry = AdapterList(redis, "other")
-        registry.announce(BaseFacts(folder="/m", max_rank=8))
-        await registry.refresh()
-        assert await registry.replace(registry.entries.get("far"), after, "far")
+        adapters = AdapterList(redis, "other")
+        adapters.announce(BaseFacts(folder="/m", max_rank=8))
+        await adapters.refresh()
+        assert await adapters.replace(adapters.entries.get("far"), after, "far")
         await redis.close()
 
     asyncio.run(list_elsewhere(after=AdapterEntry(name="far", digest="a" * 64, source="/a", tenant="acme")))

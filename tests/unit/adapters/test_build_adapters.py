@@ -39,22 +39,22 @@ async def test_without_the_flag_there_is_no_adapter_service() -> None:
 
 async def test_what_was_unloaded_is_not_listed_again_by_a_gateway_that_comes_later(redis: BackgroundClient) -> None:
     async with opened(redis) as first, opened(redis) as second:
-        assert set(first.registry.entries) == set(second.registry.entries) == {"pirate"}
+        assert set(first.adapters.entries) == set(second.adapters.entries) == {"pirate"}
         await first.unload("pirate")
         await first.load("shout", str(SHOUT))
     async with opened(redis) as third:
-        assert set(third.registry.entries) == {"shout"}, "as it was left"
+        assert set(third.adapters.entries) == {"shout"}, "as it was left"
     async with opened(redis, "s2") as restarted:
-        assert set(restarted.registry.entries) == {"pirate", "shout"}, "the settings ask for one, Redis kept the other"
+        assert set(restarted.adapters.entries) == {"pirate", "shout"}, "the settings ask for one, Redis kept the other"
 
 
 async def test_the_settings_win_over_what_a_name_had_before_a_restart(redis: BackgroundClient) -> None:
     async with opened(redis) as adapter_service:
-        digest = adapter_service.registry.entries["pirate"].digest
+        digest = adapter_service.adapters.entries["pirate"].digest
         await adapter_service.pin("pirate", True)
         await adapter_service.load("pirate", str(SHOUT), inplace=True)
     async with opened(redis, "s2") as adapter_service:
-        entry = adapter_service.registry.entries["pirate"]
+        entry = adapter_service.adapters.entries["pirate"]
         assert (entry.digest, entry.source, entry.pinned) == (digest, str(PIRATE), True)
 
 
@@ -62,27 +62,27 @@ async def test_another_version_of_the_service_lists_its_own_modules(redis: Backg
     """The service, and what it has in Redis, live over its versions."""
     shutil.copytree(SHOUT, moved := tmp_path / "pirate")
     async with opened(redis) as adapter_service:
-        before = adapter_service.registry.entries["pirate"].digest
+        before = adapter_service.adapters.entries["pirate"].digest
         await adapter_service.unload("pirate")
     async with opened(redis, lora_modules=[f"pirate={moved}", f"more={SHOUT}"]) as adapter_service:
-        after = adapter_service.registry.entries["pirate"]
-        assert set(adapter_service.registry.entries) == {"more", "pirate"} and after.source == str(moved)
+        after = adapter_service.adapters.entries["pirate"]
+        assert set(adapter_service.adapters.entries) == {"more", "pirate"} and after.source == str(moved)
         assert after.digest != before
     async with opened(redis) as adapter_service:
-        assert adapter_service.registry.entries["pirate"].digest == before, "the first version was deployed again"
+        assert adapter_service.adapters.entries["pirate"].digest == before, "the first version was deployed again"
     async with opened(redis, served_model_name=["renamed"]) as adapter_service:
-        assert set(adapter_service.registry.entries) == {"pirate"}, "which has a list of its own"
+        assert set(adapter_service.adapters.entries) == {"pirate"}, "which has a list of its own"
 
 
 async def test_redis_may_be_unavailable_at_the_start(redis: BackgroundClient) -> None:
     unavailable = Unavailable()
     async with opened(unavailable) as adapter_service:
         assert adapter_service.entry("pirate", "anyone") is not None
-        adapter_service.registry.map.redis = redis
-        await adapter_service.registry.refresh()
+        adapter_service.adapters.map.redis = redis
+        await adapter_service.adapters.refresh()
     async with opened(redis, "s1", lora_modules=None) as other:
         assert other.entry("pirate", "anyone") is not None, "it is saved by now"
-        assert (await other.registry.base()) is not None
+        assert (await other.adapters.base()) is not None
 
 
 async def test_a_module_that_cannot_be_served_ends_the_start(tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ async def test_what_runs_beside_requests_follows_the_list_and_the_folder(
     async with opened(redis, "s1") as other, asyncio.timeout(20):
         await other.load("elsewhere", str(SHOUT))
         shutil.copytree(SHOUT, tmp_path / "watched")
-        while not set(adapter_service.registry.entries) >= {"elsewhere", "watched"}:
+        while not set(adapter_service.adapters.entries) >= {"elsewhere", "watched"}:
             await asyncio.sleep(0.02)
-        await other.registry.refresh()
-        assert "watched" in other.registry.entries
+        await other.adapters.refresh()
+        assert "watched" in other.adapters.entries
     for task in tasks:
         task.cancel()
     adapter_service.close()

@@ -7,7 +7,7 @@ import pytest
 
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
-from tandem.cluster.adapters.folder_watch import SETTLED_S, UNSEEN_S, FolderWatch, SharedSightings
+from tandem.cluster.adapters.folder_watch import SETTLED_S, UNSEEN_S, FolderWatch, Sightings
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.configs.errors import TandemError
@@ -36,7 +36,7 @@ class Rig:
         self.now_s = 0.0
         self.checks = 0
         self.adapter_service = AdapterService(AdapterList(None, "demo"), self._check, ("demo",))
-        self.watch = FolderWatch(folder, self.adapter_service, lambda: self.now_s)
+        self.watch = FolderWatch(folder, self.adapter_service, Others(), lambda: self.now_s)
 
     def _check(self, source: str) -> str:
         self.checks += 1
@@ -46,7 +46,7 @@ class Rig:
         """What is listed after one more look."""
         self.now_s += after_s
         await self.watch.look()
-        return {name: entry.digest[0] for name, entry in self.adapter_service.registry.entries.items()}
+        return {name: entry.digest[0] for name, entry in self.adapter_service.adapters.entries.items()}
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ async def test_what_comes_back_is_whose_it_was(rig: Rig) -> None:
     unavailable.rename(rig.folder / "one")
     await rig.look()
     assert await rig.look() == {"one": "a"}
-    entry = rig.adapter_service.registry.entries["one"]
+    entry = rig.adapter_service.adapters.entries["one"]
     assert (entry.tenant, entry.pinned) == ("acme", True)
 
 
@@ -181,15 +181,15 @@ async def test_a_folder_that_cannot_be_read_unlists_nothing(rig: Rig) -> None:
 
 async def test_while_redis_is_unavailable_it_tries_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     write(rig.folder / "one", "a")
-    replace = rig.adapter_service.registry.replace
+    replace = rig.adapter_service.adapters.replace
 
     async def unavailable(*_: object) -> bool:
         raise RedisUnavailable("gone")
 
-    monkeypatch.setattr(rig.adapter_service.registry, "replace", unavailable)
+    monkeypatch.setattr(rig.adapter_service.adapters, "replace", unavailable)
     for _ in range(3):
         assert await rig.look() == {}
-    monkeypatch.setattr(rig.adapter_service.registry, "replace", replace)
+    monkeypatch.setattr(rig.adapter_service.adapters, "replace", replace)
     assert await rig.look() == {"one": "a"}
 
 
@@ -210,7 +210,7 @@ class Others:
 async def test_what_another_gateway_sees_is_not_unlisted(rig: Rig) -> None:
     """Two nodes, of which one lost its copy of the folder, or never had it."""
     others = Others()
-    rig.watch = FolderWatch(rig.folder, rig.adapter_service, lambda: rig.now_s, others)
+    rig.watch = FolderWatch(rig.folder, rig.adapter_service, others, lambda: rig.now_s)
     write(rig.folder / "one", "a")
     await rig.look()
     assert await rig.look() == {"one": "a"} and others.told == ["one"]
@@ -232,7 +232,7 @@ async def test_a_gateway_that_never_saw_a_folder_waits_for_one_that_may_have_it(
     assert await rig.look() == {"one": "a"}
     (rig.folder / "one" / "adapter_config.json").unlink()
     others = Others()
-    rig.watch = FolderWatch(rig.folder, rig.adapter_service, lambda: rig.now_s, others)
+    rig.watch = FolderWatch(rig.folder, rig.adapter_service, others, lambda: rig.now_s)
     for _ in range(3):
         assert await rig.look() == {"one": "a"}
     others.names = {"one"}  # it has started
@@ -245,11 +245,11 @@ async def test_a_gateway_that_never_saw_a_folder_waits_for_one_that_may_have_it(
 async def test_gateways_tell_each_other_over_redis() -> None:
     with private_redis() as server:
         redis = BackgroundClient(server.url)
-        one, two, third = (SharedSightings(redis, "service") for _ in range(3))
+        one, two, third = (Sightings(redis, "service") for _ in range(3))
         assert await one.exchange(["a"]) == set()
         assert await two.exchange(["b", "c"]) == {"a"}
         assert await one.exchange([]) == {"b", "c"}
-        assert await SharedSightings(redis, "other").exchange(["x"]) == set()
+        assert await Sightings(redis, "other").exchange(["x"]) == set()
         assert await third.exchange([]) == {"b", "c"}
         await redis.command("DEL", keys.sighting("service", two._id))  # its time is over
         assert await one.exchange([]) == set()

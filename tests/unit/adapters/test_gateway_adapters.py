@@ -12,10 +12,9 @@ import pytest
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
-from tandem.cluster.adapters.running import RunningAdapters
 from tandem.cluster.adapters.sources import FILES
+from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.gateway.generation.generation import Generation
-from tandem.cluster.gateway.generation.generations import GatewayTimes
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.text_workers import TextWorkers
@@ -60,10 +59,10 @@ def write(folder: Path, digest: str) -> str:
 Opened = Callable[..., Any]
 
 
-def running(rig: Rig) -> RunningAdapters:
-    """The counts of requests by adapter."""
-    assert rig.generations.adapters is not None
-    return rig.generations.adapters.running
+def service(rig: Rig) -> AdapterService:
+    """The gateway's adapters, which count requests."""
+    assert rig.context.adapters is not None
+    return rig.context.adapters
 
 
 @pytest.fixture
@@ -139,7 +138,7 @@ async def test_an_adapter_embeds_under_its_name(opened: Opened, tmp_path: Path) 
         assert [request.adapter and request.adapter.name for request in rig.backend.requests] == ["pirate"] * 2
         await rig.settle()
         assert rig.ledger.rows[-1].adapter is not None and rig.ledger.rows[-1].adapter.startswith("pirate@")
-        assert running(rig).of(rig.backend.requests[0].adapter) == 0
+        assert service(rig).requests_of(rig.backend.requests[0].adapter) == 0
 
 
 async def test_the_model_object_has_root_and_parent(opened: Opened, tmp_path: Path) -> None:
@@ -338,7 +337,7 @@ async def test_an_unload_waits_for_requests_that_are_being_tokenized(
         del body["prompt" if "chat" in path else "messages"]
         asked = asyncio.create_task(rig.client.post(path, json=body))
         await asyncio.wait_for(tokenizing.wait(), 30)
-        assert running(rig).of(ref) == 1
+        assert service(rig).requests_of(ref) == 1
         unloading = asyncio.create_task(unload(rig, "pirate"))
         async with asyncio.timeout(30):
             while "pirate" in await names(rig):
@@ -348,7 +347,7 @@ async def test_an_unload_waits_for_requests_that_are_being_tokenized(
         assert (await asked).status_code == (200 if ends_well else 503)
         assert (await asyncio.wait_for(unloading, 30)).text == "Success: LoRA adapter 'pirate' removed."
         await rig.settle()
-        assert running(rig).of(ref) == 0
+        assert service(rig).requests_of(ref) == 0
 
 
 async def test_a_request_whose_client_left_before_it_was_opened_holds_nothing(opened: Opened) -> None:
@@ -356,12 +355,12 @@ async def test_a_request_whose_client_left_before_it_was_opened_holds_nothing(op
         ref = AdapterRef(name="pirate", digest="a" * 64, source="")
         asked = GenerationRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1))
         part = RequestPart(request=asked, choices=[], first_choice=0)
-        generation = Generation(rig.generations, [part], tenant="acme", model="pirate", began_s=0.0)
-        generation.held.enter_context(running(rig).request(ref))
-        assert running(rig).of(ref) == 1
+        generation = Generation(rig.context, [part], tenant="acme", model="pirate", began_s=0.0)
+        generation.held.enter_context(service(rig).request(ref))
+        assert service(rig).requests_of(ref) == 1
         generation.close()
         generation.close()
-        assert running(rig).of(ref) == 0
+        assert service(rig).requests_of(ref) == 0
 
 
 async def test_an_unload_does_not_wait_for_ever(opened: Opened, tmp_path: Path) -> None:
@@ -380,19 +379,19 @@ async def test_a_client_that_leaves_does_not_leave_a_load_half_done(opened: Open
     async with opened() as rig:
         loading = asyncio.create_task(load(rig, "pirate", write(tmp_path / "pirate", "a")))
         async with asyncio.timeout(30):
-            while not len(rig.generations.tasks):
+            while not len(rig.context.tasks):
                 await asyncio.sleep(0)
         loading.cancel()
-        assert await rig.generations.tasks.wait_idle(30)
+        assert await rig.context.tasks.wait_idle(30)
         assert await names(rig) == [MODEL, "alias/echo", "pirate"]
 
 
 async def test_what_others_list_is_served_at_once(opened: Opened) -> None:
     async with opened() as rig:
-        adapter_service = rig.generations.adapters
+        adapter_service = rig.context.adapters
         assert adapter_service is not None
         entry = AdapterEntry(name="pirate", digest="c" * 64, source="/x")
-        await adapter_service.registry.replace(None, entry, "pirate")
+        await adapter_service.adapters.replace(None, entry, "pirate")
         assert (await rig.chat(model="pirate", max_tokens=1)).status_code == 200
         assert rig.backend.requests[-1].adapter == entry.ref
 

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from tandem.cluster.adapters.adapter_list import AdapterList
+from tandem.cluster.adapters.adapter_residency import GroupAdapters
 from tandem.cluster.adapters.entries import AdapterEntry
-from tandem.cluster.adapters.residency_report import GroupAdapters
 from tandem.cluster.fleet.charges import ChargeExchange, Charges
 from tandem.cluster.fleet.group_reports import AdapterReport
-from tandem.cluster.group.sharing import Sharing, TenantWeights
+from tandem.cluster.group.sharing import Sharing
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, Commands, RedisUnavailable
@@ -78,31 +78,45 @@ async def test_an_engine_without_work_is_not_asked(redis: BackgroundClient, grou
 
 
 async def test_weights_are_passed_on_when_they_change(redis: BackgroundClient, group: FakeGroup) -> None:
-    answers: list[Mapping[str, float] | None] = [{"acme": 2.0}, None]
+    mine, store, passed = sharing(redis, group), TenantStore(redis), list[Mapping[str, float]]()
 
-    async def read(_: Commands) -> Mapping[str, float] | None:
-        return answers.pop(0)
+    async def look() -> None:
+        group.engine.weights = None
+        await mine.refresh_weights()
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        group.thread.call(lambda engine: loop.call_soon_threadsafe(done.set))
+        await asyncio.wait_for(done.wait(), 20)
+        passed.append(group.engine.weights)
 
-    mine = sharing(redis, group, read_weights=read)
-    await mine.refresh_weights()
-    await until(lambda: group.engine.weights == {"acme": 2.0})
-    await mine.refresh_weights()
-    assert answers == []
+    await look()
+    await look()
+    await store.add("acme", {"weight": 2.5})
+    await store.add("beta", {})
+    await look()
+    await look()
+    await store.change("beta", {"weight": 4})
+    await look()
+    await redis.command("FLUSHALL")
+    await look()  # those who know the tenants write them again
+    await store.add("gamma", {"weight": 3})
+    await look()
+    assert passed == [{}, None, {"acme": 2.5, "beta": 1.0}, None, {"acme": 2.5, "beta": 4.0}, None, {"gamma": 3.0}]
 
 
 async def test_pins_follow_the_list(redis: BackgroundClient, group: FakeGroup) -> None:
-    registry = AdapterList(redis, "demo")
-    await registry.replace(None, PIRATE, "pirate")
-    await registry.replace(None, SHOUT, "shout")
+    adapters = AdapterList(redis, "demo")
+    await adapters.replace(None, PIRATE, "pirate")
+    await adapters.replace(None, SHOUT, "shout")
     mine = sharing(redis, group)
     assert mine.adapters is not None
     await mine.adapters.refresh()
     await until(lambda: group.engine.pinned == {PIRATE.ref})
     newer = msgspec.structs.replace(PIRATE, digest="c" * 64)
-    await registry.replace(PIRATE, newer, "pirate")
+    await adapters.replace(PIRATE, newer, "pirate")
     await mine.adapters.refresh()
     await until(lambda: group.engine.pinned == {newer.ref})
-    await registry.replace(newer, None, "pirate")
+    await adapters.replace(newer, None, "pirate")
     await mine.adapters.refresh()
     await until(lambda: group.engine.pinned == set())
 
@@ -119,7 +133,7 @@ async def test_started_it_goes_on_through_an_outage_until_stop(redis: Background
             raise RedisUnavailable("gone")
 
     before = asyncio.all_tasks()
-    mine = sharing(Shaky(), group, read_weights=TenantWeights().changed, period_s=0.01)
+    mine = sharing(Shaky(), group, period_s=0.01)
     mine.start()
     started = asyncio.all_tasks() - before
     await until(lambda: Shaky.calls >= 9)
@@ -134,19 +148,19 @@ async def test_pins_and_weights_follow_changes(
     server: RedisServer, redis: BackgroundClient, group: FakeGroup, is_announced: bool
 ) -> None:
     """By announcements with a period that nobody waits for; by the poll, when nobody announces."""
-    registry, store = AdapterList(redis, "demo"), TenantStore(redis)
+    adapters, store = AdapterList(redis, "demo"), TenantStore(redis)
     base = (keys.TENANTS, keys.adapters("demo"))
     async with subscribed(server.url, *base) as changes:
         more = {"changes": changes, "period_s": 60.0} if is_announced else {"period_s": 0.01}
-        mine = sharing(redis, group, read_weights=TenantWeights().changed, **more)
+        mine = sharing(redis, group, **more)
         mine.start()
         await store.add("acme", {"weight": 2})
         await until(lambda: group.engine.weights == {"acme": 2.0})
-        await registry.replace(None, PIRATE, "pirate")
+        await adapters.replace(None, PIRATE, "pirate")
         await until(lambda: group.engine.pinned == {PIRATE.ref})
         await store.change("acme", {"weight": 3})
         await until(lambda: group.engine.weights == {"acme": 3.0})
-        await registry.replace(PIRATE, None, "pirate")
+        await adapters.replace(PIRATE, None, "pirate")
         await until(lambda: group.engine.pinned == set())
         mine.stop()
 

@@ -36,11 +36,14 @@ def prepare(url: str) -> None:
         redis = BackgroundClient(url)
         await redis.command("FLUSHALL")
         await redis.command("SET", keys.SENTINEL, "1")
-        registry = AdapterList(redis, "demo")
+        adapters = AdapterList(redis, "demo")
         for name, digest in (("pirate", PIRATE), ("shout", SHOUT)):
-            await registry.replace(None, AdapterEntry(name=name, digest=digest, source="/a"), name)
+            await adapters.replace(None, AdapterEntry(name=name, digest=digest, source="/a"), name)
         report = AdapterReport(on_device=[adapter_key(PIRATE)])
-        offload = OffloadStats(1, 1, 1, {}, {}, 0, 0, 0, 0, disk_disabled="No space left on device")
+        counts = ("block_bytes", "host_slots", "host_blocks", "failed_blocks", "swapped_out", "recomputed")
+        offload = OffloadStats(
+            **dict.fromkeys(counts, 0), loaded_tokens=0, blocks={}, copy_s={}, disk_disabled="No space left on device"
+        )
         stats = msgspec.msgpack.encode(dataclasses.replace(FakeEngine(None).stats(), offload=offload))
         record = GroupRecord(group="g0", life=1, model="demo", state="serving", host="h", pid=1)
         given = GroupReport(group="g0", model="demo", adapters=report, stats=stats, rank_pids=[7])
@@ -63,7 +66,7 @@ async def run_requests(
     url: str, tenants: Named, gateway: str, counts: Mapping[str, int], server_ms: Callable[[], int]
 ) -> None:
     """What a gateway tells Redis of so many requests of each tenant, which never end."""
-    client = RequestClient(url, timeout_s=20.0)
+    client = RequestClient(lambda: url, timeout_s=20.0)
     quota = Quota(client, tenants, gateway, server_ms=server_ms)
     for name, count in counts.items():
         for _ in range(count):

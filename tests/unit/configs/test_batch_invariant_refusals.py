@@ -12,10 +12,10 @@ from transformers import AutoConfig
 from tandem import LLM
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
+from tandem.parallel.context import ParallelContext
 from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.resolve import fingerprint, read_spec
 from tandem.workers.platforms import cpu_invariant
-from tandem.workers.platforms.cpu import cpu_platform
 from tests.support.tiny_models import BASE, BY_NAME
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo" / "model"
@@ -103,13 +103,13 @@ def test_an_engine_does_not_start() -> None:
 )
 def test_a_machine_without_a_kernel(missing: str) -> None:
     """torch would compute instead, and otherwise for other rows."""
-    platform = cpu_invariant.batch_invariant(cpu_platform())
+    ALONE, platform = ParallelContext.single(), cpu_invariant.InvariantCpuPlatform()
     asked = {
-        "cpu_invariant_library": lambda: platform.linear_methods(torch.float32, None),
+        "cpu_invariant_library": lambda: platform.linear((), ALONE, dtype=torch.float32),
         "cpu_library": lambda: platform.fused_ops(torch.float32),
         "cpu_lora_library": lambda: platform.lora_ops(torch.float32),
-        "cpu_experts_library": lambda: platform.expert_ops(torch.float32, None),
-        "int8_kernel": lambda: platform.linear_methods(torch.float32, "int8"),
+        "cpu_experts_library": lambda: platform.experts(torch.float32),
+        "int8_kernel": lambda: platform.linear((), ALONE, dtype=torch.float32, quantization="int8"),
     }
     with (
         mock.patch.object(cpu_invariant, missing, return_value=None),

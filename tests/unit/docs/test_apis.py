@@ -1,4 +1,4 @@
-"""docs/serving.md on the Responses API and Anthropic's: its commands are answered, its refusals are the gateway's."""
+"""docs/serving/ on the Responses API and Anthropic's: its commands are answered, its refusals are the gateway's."""
 
 import asyncio
 import json
@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from tandem.cluster.gateway.anthropic import messages_body
-from tandem.cluster.gateway.openai.schemas import Neutral
 from tandem.cluster.gateway.responses import responses_body
+from tandem.cluster.gateway.schemas.reading import Neutral
 from tests.support.private_redis import private_redis
 from tests.unit.gateway.rig import MODEL, gateway, served
 from tests.unit.gateway.test_response_store import ByKey, store_of
 from tests.unit.gateway.test_tool_calls import saying
 from tests.unit.tenants.tenant_rig import patient
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text()
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "serving" / "responses-and-messages.md").read_text()
 PATHS = {"Responses API": "/v1/responses", "Anthropic's Messages API": "/v1/messages"}
 NEUTRAL = {"Responses API": responses_body.NEUTRAL, "Anthropic's Messages API": messages_body.NEUTRAL}
 
 
 def section(title: str) -> str:
-    return PAGE.partition(f"### {title}\n")[2].partition("\n### ")[0]
+    return PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
 @pytest.mark.parametrize("title", PATHS)

@@ -12,9 +12,10 @@ from tandem.cluster.adapters import adapter_metrics
 from tandem.cluster.fleet import engine_metrics
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.tenants import tenant_service
+from tandem.workers.engine.base import drafting, expert_reports, stats
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/serving").glob("*.md"))]
 LINES = re.findall(r"^    \.venv/bin/tandem ((?:plan|check-config) .*)$", "\n".join(p.read_text() for p in PAGES), re.M)
 COMMANDS = sorted({line.split(" #")[0].strip() for line in LINES if "path-or-hub-id" not in line})
 
@@ -41,7 +42,8 @@ def test_it_runs(command: str) -> None:
 def test_the_metrics_that_the_guides_list_exist() -> None:
     gateway = GatewayMetrics(CollectorRegistry(), "tandem", "demo")
     served = generate_latest(gateway.registry).decode() + generate_latest(gateway.tenants).decode()
-    code = Path(engine_metrics.__file__).read_text() + Path(adapter_metrics.__file__).read_text()
+    tables = (engine_metrics, adapter_metrics, stats, drafting, expert_reports)
+    code = "".join(Path(str(table.__file__)).read_text() for table in tables)
     known = set(re.findall(r"^# TYPE tandem:(\w+)", served, re.M)) | set(re.findall(r'"(\w+)"|:(\w+)"', code))
     names = {name for pair in known for name in ([pair] if isinstance(pair, str) else pair)}
     names |= {

@@ -1,4 +1,4 @@
-"""docs/serving.md lists the fields that are refused: all that the gateway knows by name, and others of clients."""
+"""docs/serving/ lists the fields that are refused: all that the gateway knows by name, and others of clients."""
 
 import json
 import re
@@ -7,18 +7,22 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.gateway.openai.sampling_fields import checked_beams
-from tandem.cluster.gateway.openai.schemas import NEUTRAL, ChatBody, CompletionBody, read_chat, read_completion
+from tandem.cluster.gateway.schemas.chat_body import ChatBody, read_chat
+from tandem.cluster.gateway.schemas.generation_body import CompletionBody, read_completion
+from tandem.cluster.gateway.schemas.reading import NEUTRAL
+from tandem.cluster.gateway.serving.sampling_fields import checked_beams
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
 from tests.unit.gateway.rig import MODEL, events, gateway
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text()
-SECTION = PAGE.partition("### Refused fields")[2].partition("\n### ")[0]
+PAGES = Path(__file__).resolve().parents[3] / "docs" / "serving"
+SECTION = (PAGES / "openai.md").read_text().partition("## Refused fields")[2].partition("\n## ")[0]
 ROWS = re.findall(r"^\| [^|]+ \| (.*?) \| ?(.*?) ?\|$", SECTION, re.MULTILINE)[1:]
 REFUSED = sorted({name for cell, _ in ROWS for name in re.findall(r"`([a-z_]+)`", cell)})
 BODIES: list[dict[str, Any]] = [
-    json.loads(body) for body in re.findall(r"/v1/completions -H [^{]*?-d '(\{.*?\})'", PAGE, re.DOTALL)
+    json.loads(body)
+    for page in sorted(PAGES.glob("*.md"))
+    for body in re.findall(r"/v1/completions -H [^{]*?-d '(\{.*?\})'", page.read_text(), re.DOTALL)
 ]
 IN_CHAT = {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"}
 """Served in chat; some are accepted in completions too, with a value that asks for nothing."""

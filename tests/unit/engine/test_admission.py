@@ -89,4 +89,4 @@ def test_histogram_bounds_are_inclusive_and_the_last_count_is_the_rest():
         histogram.observe(value)
     histogram.observe(9.0, times=2)
     snapshot = histogram.snapshot()
-    assert snapshot.counts == (2, 2, 3) and snapshot.count == 7 and snapshot.total == 32.0
+    assert snapshot.counts == [2, 2, 3] and snapshot.count == 7 and snapshot.total == 32.0

@@ -14,7 +14,7 @@ from tandem.cluster.gateway.http.draining import Draining
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.gateway.http.http_server import HttpLimits, make_server
 from tandem.cluster.gateway.http.middleware import SMALL_BYTES, Bodies, Envelope
-from tandem.cluster.tenants.tenant_admission import OpenTenancy
+from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.configs.schema import GatewaySettings
 from tests.unit.gateway.rig import CHAT, COMPLETE, USER, Rig, error_of, gateway
 
@@ -93,7 +93,7 @@ async def test_an_answer_that_has_begun_holds_no_body() -> None:
         """Nobody reads it."""
 
     metrics = GatewayMetrics(CollectorRegistry(), "tandem", "m")
-    envelope = Envelope(answer, metrics, Draining(), OpenTenancy(), max_bodies_bytes=1000)
+    envelope = Envelope(answer, metrics, Draining(), Tenancy(), max_bodies_bytes=1000)
     await envelope({"type": "http", "headers": []}, body, sent)
     assert seen == [700, 0] and envelope._bodies.held == 0
 

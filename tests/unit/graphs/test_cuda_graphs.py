@@ -3,7 +3,6 @@ eagerly, bit for bit: families, adapters, groups of layers, rows with drafts, pa
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from tandem.configs.schema import EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.groups import GLOO
 from tandem.workers.graphs.cuda_graphs import RUNS_BEFORE_CAPTURE, CudaGraphs, Replay
 from tandem.workers.graphs.graph_runner import NoGraphs, Outputs
 from tandem.workers.lora.device.rank_adapters import open_adapters
@@ -24,11 +22,11 @@ from tandem.workers.planning.budget import ATTENTION_BYTES, MIB
 from tandem.workers.planning.graph_room import capture_bytes, graph_bytes
 from tandem.workers.platforms.base import DeviceMemory, Platform
 from tandem.workers.platforms.cpu import HostAccelerator
-from tandem.workers.platforms.cuda import platform_on
 from tandem.workers.rank.loading import load_rank
 from tests.support.adapters import save_random_adapter
 from tests.support.lora_ranks import put_all, with_adapters
 from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.platforms import GpuOnHost, replaced
 from tests.support.recorded_graph import RecordedGraph
 from tests.support.slot_lora import SlotLora
 from tests.support.tiny_models import BY_NAME, GROUPED, save_tiny_model
@@ -57,8 +55,8 @@ def eagerly(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
 
 def device(capture: Callable[[Callable[[], Outputs]], tuple[Replay, Outputs]]) -> Platform:
     """A GPU's platform on CPU memory."""
-    platform = platform_on(HostAccelerator(), CPU, GLOO, lambda: DeviceMemory(0, 0), capture)
-    return replace(platform, lora_ops=lambda dtype: SlotLora())
+    platform = GpuOnHost(HostAccelerator(), capture)
+    return replaced(platform, lora_ops=lambda dtype: SlotLora())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -206,7 +204,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_from_then_on(
         ("small", recorded, ()),
     ):
         platform = device(capture)
-        platform = replace(platform, graphs=lambda *more, c=capture, b=buckets: CudaGraphs(*more, c, b))
+        platform = replaced(platform, graphs=lambda *more, c=capture, b=buckets: CudaGraphs(*more, c, b))
         decoder = decoder_on(platform, folders("qwen3"), [])
         found[name], _ = logits_of(decoder, platform, steps)
         assert decoder.graphs.num_replays == 0 and decoder.graphs.can_replay == (name == "small")
@@ -250,7 +248,7 @@ def test_the_pool_leaves_room_for_captures(folders: Callable[[str], Path]) -> No
     counts, context = [], ParallelContext.single()
     for graphs in (device(recorded).graphs, lambda *_: NoGraphs()):
         memory = lambda: DeviceMemory(700 * MIB, 1024 * MIB)  # noqa: E731
-        platform = replace(device(recorded), memory=memory, graphs=graphs)
+        platform = replaced(device(recorded), memory=memory, graphs=graphs)
         loaded = load_rank(settings, context, platform, rank=0, ranks_on_node=1)
         counts.append(loaded.facts.num_blocks)
         size = loaded.facts.block_bytes

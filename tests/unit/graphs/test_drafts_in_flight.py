@@ -2,7 +2,6 @@
 read the one ahead of it. Replays equal the same steps run eagerly, bit for bit, with adapters and logits processors."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from tandem.configs.schema import SpeculativeSettings
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.groups import GLOO
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.graphs.cuda_graphs import Replay
@@ -21,14 +19,14 @@ from tandem.workers.messages.step import RowInit, RowResult, RowSampling, RowWor
 from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.base import DeviceMemory, Platform
+from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import HostAccelerator
-from tandem.workers.platforms.cuda import platform_on
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.speculation.proposer import make_guess, make_proposer
 from tests.support.adapters import save_random_adapter
+from tests.support.platforms import GpuOnHost, replaced
 from tests.support.slot_lora import SlotLora
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 from tests.support.traced_accelerator import POISON
@@ -110,8 +108,8 @@ class Course:
     """Prompts, then decode steps of all rows, each launched while the one ahead is unread. drafts: of a row."""
 
     def __init__(self, folder: Path, adapters: list[Path], capture: Capture | None, drafts: int) -> None:
-        platform: Platform = platform_on(LateAccelerator(), CPU, GLOO, lambda: DeviceMemory(0, 0), capture or recorded)
-        platform = replace(platform, lora_ops=lambda dtype: SlotLora())
+        platform: Platform = GpuOnHost(LateAccelerator(), capture or recorded)
+        platform = replaced(platform, lora_ops=lambda dtype: SlotLora())
         decoder = decoder_on(platform, folder, adapters)
         if capture is None:
             decoder.graphs = NoGraphs()

@@ -15,7 +15,6 @@ from tandem.offload.weights.weight_copiers import InlineCopier
 from tandem.offload.weights.weight_stream import WeightStream
 from tandem.parallel.checkpoint import DummySource
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.groups import GLOO
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.fused_ops import TorchFusedOps
@@ -34,17 +33,16 @@ from tandem.workers.models.spec.arch import (
     QkNorm,
     RopeSpec,
 )
-from tandem.workers.platforms.base import DeviceMemory
-from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
-from tandem.workers.platforms.cuda import platform_on
+from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens
 from tandem.workers.sampling.sampler import Sampling, sample
 from tandem.workers.sampling.sampling_table import READS_TOKENS, SamplingTable
+from tests.support.platforms import GpuOnHost
 from tests.support.recorded_graph import RecordedGraph, RefusedError
 
 CPU = torch.device("cpu")
-GPU = platform_on(HostAccelerator(), CPU, GLOO, lambda: DeviceMemory(0, 0))
+GPU = GpuOnHost(HostAccelerator())
 """The platform of a GPU, on CPU memory: torch's operations, and weights that are not packed for a CPU."""
 BLOCK, NUM_BLOCKS, LAYERS = 4, 40, 2
 SAMPLINGS = {
@@ -104,13 +102,13 @@ REFUSALS: dict[str, Callable[[], object]] = {
     "torch.frombuffer": lambda: torch.frombuffer(bytearray(8), dtype=torch.uint8),
     "Tensor.tolist": lambda: X.tolist(),
     "Tensor.numpy": lambda: np.asarray(X),
-    "Kernel.__call__": lambda: cpu_platform().fused_ops(torch.float32).silu_mul(torch.zeros(1, 64)),
+    "Kernel.__call__": lambda: CpuPlatform().fused_ops(torch.float32).silu_mul(torch.zeros(1, 64)),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_it_refuses_what_a_graph_cannot_hold(name: str) -> None:
-    if name == "Kernel.__call__" and isinstance(cpu_platform().fused_ops(torch.float32), TorchFusedOps):
+    if name == "Kernel.__call__" and isinstance(CpuPlatform().fused_ops(torch.float32), TorchFusedOps):
         pytest.skip("there is no compiler")
     with pytest.raises(RefusedError, match=name.replace(".", r"\.")):
         RecordedGraph.capture(REFUSALS[name])

@@ -16,7 +16,7 @@ from tandem.workers.kernels.cpu.cpu_build import cpu_experts_library
 from tandem.workers.kernels.cpu.cpu_experts import CpuExperts
 from tandem.workers.kernels.expert_ops import ExpertOps, RouterWeights, TorchExperts
 from tandem.workers.models.spec.arch import Activation, ExpertGroups, Moe, Scoring
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 
 BF16 = torch.bfloat16
 ALONE = ParallelContext.single()
@@ -45,10 +45,10 @@ def experts_of(count: int, outputs: int, inputs: int, *, biased: bool = False) -
 
 def ops_of(dtype: torch.dtype, form: str | None = None, place: Place = as_given) -> tuple[ExpertOps, TorchExperts]:
     """The kernels, and their twin."""
-    platform = cpu_platform()
-    ops = platform.expert_ops(dtype, form)(place)
+    platform = CpuPlatform()
+    ops = platform.experts(dtype, form, place)
     assert isinstance(ops, CpuExperts)
-    return ops, TorchExperts(partial(platform.linear_methods(dtype, form)), as_given)
+    return ops, TorchExperts(partial(platform.linear, dtype=dtype, quantization=form), as_given)
 
 
 def loaded(ops: ExpertOps, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()) -> ExpertMethod:
@@ -209,5 +209,5 @@ def test_what_it_does_not_read_stays_with_the_twin() -> None:
     assert library is not None
     pairs = ctypes.c_int.in_dll(library, "grouped_together").value == 2  # else 33 inputs are no odd ones
     assert isinstance(ops.method(experts_of(2, 8, 33), ALONE), EachExpert) == pairs
-    half = cpu_platform().expert_ops(torch.float16)(as_given)
+    half = CpuPlatform().experts(torch.float16)
     assert isinstance(half, TorchExperts)

@@ -9,7 +9,7 @@ import torch
 from tandem.workers.kernels.cpu.cpu_build import cpu_lora_library
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora, split_work
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.lora_layers import LoraLayer, check_close, make_layer, noise, rows_of
 
 CPU = torch.device("cpu")
@@ -189,5 +189,5 @@ def test_tokens_of_one_adapter_share_tiles() -> None:
 
 def test_a_cpu_gets_what_can_be_compiled_for_it() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert isinstance(cpu_platform().lora_ops(dtype), TorchLora if cpu_lora_library(dtype) is None else CpuLora)
-    assert isinstance(cpu_platform().lora_ops(torch.float16), TorchLora)
+        assert isinstance(CpuPlatform().lora_ops(dtype), TorchLora if cpu_lora_library(dtype) is None else CpuLora)
+    assert isinstance(CpuPlatform().lora_ops(torch.float16), TorchLora)

@@ -1,6 +1,7 @@
 """Kernels of --batch-invariant: right, and to the last bit the same for a row alone and among any others."""
 
 from dataclasses import replace
+from functools import partial
 from shutil import which
 from typing import Any
 
@@ -21,8 +22,7 @@ from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.invariant.row_gemm import RowMethod, SkinnyMethod, row_methods
 from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables
 from tandem.workers.models.spec.arch import Activation, ClampedSwiglu
-from tandem.workers.platforms.cpu import cpu_platform
-from tandem.workers.platforms.cpu_invariant import batch_invariant
+from tandem.workers.platforms.cpu_invariant import InvariantCpuPlatform
 
 pytestmark = pytest.mark.skipif(which("gcc") is None and which("cc") is None, reason="needs a C compiler")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -91,7 +91,7 @@ def test_an_activation_is_the_same_alone_and_among_others(dtype: torch.dtype, ki
 @DTYPES
 def test_the_experts_activation_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
     """Also where a rank's part of an expert is no multiple of a vector."""
-    ops, twin = cpu_experts(dtype, None, packed(None))(as_given), TorchExperts(packed(None), as_given)
+    ops, twin = cpu_experts(dtype, None, packed(None), as_given), TorchExperts(packed(None), as_given)
     spec = ClampedSwiglu(1.702, 7.0)
     for width in (64, 24, 360, 5):
         rows = 4 * draw(ROWS, 2 * width, dtype=dtype)
@@ -107,7 +107,7 @@ def test_the_experts_activation_is_the_same_alone_and_among_others(dtype: torch.
 def test_an_adapter_of_any_width_is_the_same_alone_and_among_others(dtype: torch.dtype, outputs: int) -> None:
     """As one on the head of a vocabulary of any size."""
     inputs, rank, stride = 64, 16, 320
-    ops = batch_invariant(cpu_platform()).lora_ops(dtype)
+    ops = InvariantCpuPlatform().lora_ops(dtype)
     slab, starts = draw(2 * rank * stride, dtype=dtype), torch.arange(2 * rank)[None] * stride
     a_rows, b_rows = (part.contiguous() for part in starts.split(rank, dim=1))
     ranks, scales = torch.tensor([rank], dtype=torch.int32), torch.tensor([0.5])
@@ -133,14 +133,14 @@ def test_an_adapter_of_any_width_is_the_same_alone_and_among_others(dtype: torch
 def test_int8_products_that_would_sum_in_float32_are_refused(inputs: int, refused: str | None) -> None:
     if int8_kernel(torch.float32) is None:
         pytest.skip("needs a CPU with AVX512-VNNI")
-    platform = batch_invariant(cpu_platform())
+    platform = InvariantCpuPlatform()
     weight = replace(param_of(70, inputs), merge="w", takes_format=True)
-    make = platform.linear_methods(torch.float32, "int8")
+    make = partial(platform.linear, dtype=torch.float32, quantization="int8")
     if refused is not None:
         with pytest.raises(SettingsError, match=refused) as found:
             make([weight], ParallelContext.single())
         assert found.value.flag == "--batch-invariant"
-        make = platform.linear_methods(torch.float32, "w8a8")
+        make = partial(platform.linear, dtype=torch.float32, quantization="w8a8")
     method = make([weight], ParallelContext.single())
     method.take(draw(70, inputs, dtype=torch.float32), None)
     x = draw(ROWS, inputs, dtype=torch.float32, seed=1)

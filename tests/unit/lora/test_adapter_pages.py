@@ -18,7 +18,7 @@ from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.lora.peft.peft_folder import Shape, adapted_linears, read_adapter
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_the_slab_holds_this_ranks_part_of_every_number(dtype: torch.dtype, tp_r
     adapters = [read_adapter(DEMO / "adapters" / name, spec, MAX_RANK) for name in ("pirate", "shout")]
     copies = [make_shard(adapter, shape, dtype, HostAccelerator()) for adapter in adapters]
     assert copies[1].num_pages == 2 * copies[0].num_pages
-    slab = AdapterSlab(shape, 3 * copies[1].num_pages, dtype, cpu_platform())
+    slab = AdapterSlab(shape, 3 * copies[1].num_pages, dtype, CpuPlatform())
     pages = random.Random(1).sample(range(3 * copies[1].num_pages), 3 * copies[0].num_pages)
     slab.put(copies[0], pages, 0)
     slab.put(copies[1], pages[copies[0].num_pages :], 3)  # tables grow, slot 0 stays
@@ -112,7 +112,7 @@ def test_a_slot_that_is_used_again_forgets_what_was_there() -> None:
     copy = make_shard(
         read_adapter(DEMO / "adapters" / "pirate", spec, MAX_RANK), shape, torch.float32, HostAccelerator()
     )
-    slab = AdapterSlab(shape, copy.num_pages, torch.float32, cpu_platform())
+    slab = AdapterSlab(shape, copy.num_pages, torch.float32, CpuPlatform())
     slab.put(copy, range(copy.num_pages), 1)
     ranks_S = copy.ranks_S.copy()
     ranks_S[::2] = 0

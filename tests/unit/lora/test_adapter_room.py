@@ -17,7 +17,7 @@ from tandem.workers.models.decoder import attention_of, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.planning.adapter_room import AdapterRoom, adapter_room
-from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tests.support.adapters import ALL_LINEARS, save_random_adapter
 from tests.support.tiny_models import BY_NAME, TinyModel, save_tiny_model
 
@@ -34,11 +34,11 @@ def opened(
     folder: Path, spec: ArchSpec, mesh: Mesh, lora: LoraSettings = LORA, dtype: torch.dtype = torch.float32
 ) -> RankAdapters:
     """As the rank at `mesh` opens them."""
-    attention = attention_of(spec, cpu_platform(), dtype)
+    attention = attention_of(spec, CpuPlatform(), dtype)
     decoder = build_decoder(
-        spec, ParallelContext(mesh), folder=folder, dtype=dtype, platform=cpu_platform(), attention=attention
+        spec, ParallelContext(mesh), folder=folder, dtype=dtype, platform=CpuPlatform(), attention=attention
     )
-    return open_adapters(lora, spec, folder, decoder, cpu_platform(), dtype, available_bytes=None, pp_size=mesh.pp_size)
+    return open_adapters(lora, spec, folder, decoder, CpuPlatform(), dtype, available_bytes=None, pp_size=mesh.pp_size)
 
 
 @pytest.mark.parametrize("model", [BY_NAME["llama-mqa-biased"], BY_NAME["qwen3"], MANY_WORDS], ids=lambda m: m.name)

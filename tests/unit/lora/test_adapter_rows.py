@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.batch import adapter_segments, build_batch
 from tandem.workers.rank.row_table import RowTable
 
@@ -40,7 +40,7 @@ def test_tokens_and_samples_carry_their_rows_slots(
     work = [RowWork(row=row, num_tokens=drawn[row][1], samples=drawn[row][2], new_block_ids=[row + 1]) for row in order]
     plan = StepPlan(step_id=1, work=work, new_rows=inits)
     table.apply(plan)
-    forward = build_batch(plan, table, cpu_platform().rows(table, None)).forward
+    forward = build_batch(plan, table, CpuPlatform().rows(table, None)).forward
     of_tokens = [slot for row in order for slot in [drawn[row][0]] * drawn[row][1]]
     of_samples = [drawn[row][0] for row in order if drawn[row][2]]
     if all(slot is None for slot, *_ in drawn):
@@ -69,7 +69,7 @@ def test_a_row_forgets_its_adapter_when_it_is_freed_or_bound_again() -> None:
     assert table.num_adapted == 1
     plan = StepPlan(step_id=4, work=[RowWork(row=7, num_tokens=3, samples=True, new_block_ids=[1])])
     table.apply(plan)
-    assert build_batch(plan, table, cpu_platform().rows(table, None)).forward.adapters is None, (
+    assert build_batch(plan, table, CpuPlatform().rows(table, None)).forward.adapters is None, (
         "a step whose rows have none costs nothing"
     )
 

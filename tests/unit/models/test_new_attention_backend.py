@@ -5,7 +5,7 @@ and ALiBi to the general backend.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -23,8 +23,9 @@ from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.kv_layout import kv_windows
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.platforms import replaced
 from tests.support.tiny_models import BY_NAME, GROUPED, TinyModel, save_tiny_model
 
 
@@ -95,7 +96,7 @@ def text(platform: Platform, folder: Path) -> tuple[Decoder, list[int], torch.Te
 def test_a_backend_is_a_class_that_a_platform_chooses(tmp_path: Path, tiny: TinyModel) -> None:
     folder = save_tiny_model(tiny, tmp_path)
     (decoder, ours, logits), (_, theirs, expected) = (
-        text(platform, folder) for platform in (replace(cpu_platform(), attention=_attention), cpu_platform())
+        text(platform, folder) for platform in (replaced(CpuPlatform(), attention=_attention), CpuPlatform())
     )
     assert decoder._attention.name == "invented" and ours == theirs
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))

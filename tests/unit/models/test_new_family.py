@@ -20,7 +20,7 @@ from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.family import Family, PositionKind
 from tandem.workers.models.spec.parameter_names import FusedQkv, ParameterNames, Role
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.tiny_models import BY_NAME, load_peer, save_tiny_model
 
@@ -88,7 +88,7 @@ def test_a_family_is_a_row_of_data(tmp_path: Path) -> None:
     folder = disguise(gpt2, tmp_path / "invented")
     spec = load_spec(folder)
     assert parameters_of(spec).num_elements == load_peer(gpt2).num_parameters()
-    decoder = build_decoder(spec, ParallelContext.single(), folder=folder, dtype=torch.float32, platform=cpu_platform())
+    decoder = build_decoder(spec, ParallelContext.single(), folder=folder, dtype=torch.float32, platform=CpuPlatform())
     ids = prompt_ids(30, 200)
     ours = PagedRows(decoder, 1, 30).step([(0, ids)], all_logits=True)
     with torch.inference_mode():

@@ -23,7 +23,7 @@ from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.sizes import rank_weights
 from tandem.workers.platforms import cpu
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 
@@ -87,7 +87,7 @@ def test_a_linear_method_is_a_format_and_a_product(tmp_path: Path) -> None:
 
     def build(quantization: str | None, streamed: tuple[int, ...] = ()) -> Decoder:
         return build_decoder(
-            spec, ParallelContext.single(), folder=folder, dtype=torch.float32, platform=cpu_platform(),
+            spec, ParallelContext.single(), folder=folder, dtype=torch.float32, platform=CpuPlatform(),
             quantization=quantization, streamed=streamed,
         )  # fmt: skip
 

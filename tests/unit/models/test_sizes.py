@@ -19,7 +19,7 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config_reader import load_spec, spec_from_config
 from tandem.workers.models.spec.families import parameters_of
 from tandem.workers.models.spec.sizes import activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.kv_cache import block_bytes
 from tests.support.tiny_models import BY_NAME, save_tiny_model, some_in_parity
 
@@ -51,13 +51,13 @@ def rank_of(
 ) -> Decoder:
     """The decoder of one rank, loaded without the others."""
     context = ParallelContext(mesh)
-    attention = attention_of(spec, cpu_platform(), dtype)
+    attention = attention_of(spec, CpuPlatform(), dtype)
     return build_decoder(
         spec,
         context,
         folder=folder,
         dtype=dtype,
-        platform=cpu_platform(),
+        platform=CpuPlatform(),
         attention=attention,
         streamed=streamed,
         quantization=quantization,

@@ -20,8 +20,8 @@ from tandem.offload.weights.weight_stream import (
     same_form,
 )
 from tandem.parallel.linear_methods import can_pack
-from tandem.workers.platforms.cpu import cpu_platform
-from tandem.workers.platforms.cuda import cuda_platform
+from tandem.workers.platforms.cpu import CpuPlatform
+from tandem.workers.platforms.cuda import CudaPlatform
 
 NUM_LAYERS = 7
 Places = list[list[Placed]]
@@ -230,7 +230,7 @@ def test_large_matrices_move_in_pieces_that_two_threads_share() -> None:
 
 
 def test_without_a_core_to_spare_nothing_moves_before_it_is_due() -> None:
-    copier = cpu_platform(copies_beside=False).weight_copier(0)
+    copier = CpuPlatform(copies_beside=False).weight_copier(0)
     held, target = torch.randn(64, 48), torch.zeros(64, 48)
     wait = copier.start(copier.copies(target, held))
     assert not threads() and not target.any()
@@ -288,7 +288,7 @@ def test_a_buffer_of_another_form_is_told() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_pinned_memory_to_a_cuda_device() -> None:
     device = torch.device("cuda", 0)
-    copier = cuda_platform(device).weight_copier(NUM_LAYERS * sum(weight.nbytes for weight in weights_of(0)))
+    copier = CudaPlatform.open(device).weight_copier(NUM_LAYERS * sum(weight.nbytes for weight in weights_of(0)))
     stream = WeightStream(range(NUM_LAYERS), copier)
     places = [
         [stream.place_of(layer)(weight.to(device)) for weight in weights_of(layer)] for layer in range(NUM_LAYERS)

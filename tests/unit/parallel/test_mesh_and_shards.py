@@ -8,7 +8,7 @@ from tandem.parallel.linear_methods import DenseMethod, PackedMethod, can_pack
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import WHOLE, Param, Shard, Source
 from tandem.workers.kernels.invariant.row_gemm import RowMethod
-from tandem.workers.platforms.cpu import cpu_platform, multiplies_by_row
+from tandem.workers.platforms.cpu import CpuPlatform, multiplies_by_row
 
 
 def test_tp_is_the_inner_axis() -> None:
@@ -68,7 +68,7 @@ def test_packed_and_plain_matrices_give_equal_products(dtype: torch.dtype, rows:
     weight, bias, x = (torch.randn(shape, generator=generator).to(dtype) for shape in ((48, 32), (48,), (rows, 32)))
     expected = x.float() @ weight.float().T + bias.float()
     tolerance = 1e-5 if dtype is torch.float32 else 0.1
-    made = cpu_platform().linear_methods(dtype)((), ParallelContext.single())
+    made = CpuPlatform().linear((), ParallelContext.single(), dtype=dtype)
     for method in (made, DenseMethod()):
         method.take(weight, bias)
         torch.testing.assert_close(method.apply(x).float(), expected, rtol=0, atol=tolerance)

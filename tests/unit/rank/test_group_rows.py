@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.models.spec.kv_layout import KVLayout, described
-from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tandem.workers.platforms.tensor_rows import TensorRows
 from tandem.workers.rank.batch import build_batch
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
@@ -24,7 +24,7 @@ def test_each_group_has_its_table_and_no_block_that_a_window_has_passed(
 ) -> None:
     """Rows begin behind a prefix hit, whose entries ahead of the windows name no block, and grow in chunks."""
     table = RowTable(len(LENGTHS), 100, size, 50, windows=windows)
-    rows = TensorRows(table, HostAccelerator(), CPU) if on_device else cpu_platform().rows(table, None)
+    rows = TensorRows(table, HostAccelerator(), CPU) if on_device else CpuPlatform().rows(table, None)
     blocks: list[list[list[int]]] = [[[] for _ in windows] for _ in LENGTHS]
     computed = [data.draw(st.integers(0, (length - 1) // size)) * size for length in LENGTHS]
     next_block = 100
@@ -78,7 +78,7 @@ def test_each_group_has_its_table_and_no_block_that_a_window_has_passed(
 def test_layers_of_different_groups_share_memory_and_others_do_not() -> None:
     layout = KVLayout.keys_and_values(2, 8)
     layouts = [KVLayout(layout.planes, group) for group in (1, 2, 0, 1, 2, 0, 1)]
-    kv = KVCache.allocate(layouts, 5, 4, torch.float32, cpu_platform())
+    kv = KVCache.allocate(layouts, 5, 4, torch.float32, CpuPlatform())
     assert kv.page_of == (0, 0, 0, 1, 1, 1, 2) and len(kv.pages) == 3
     assert kv.nbytes == 5 * block_bytes(layouts, 4, torch.float32) == 5 * 3 * block_bytes([layout], 4, torch.float32)
     memory = [layer.keys.data_ptr() for layer in kv.tensors.layers]

@@ -13,7 +13,7 @@ from tandem.offload.copies.kv_copies import BlockCopier, CpuCopier, StreamCopier
 from tandem.offload.kv.disk_io import read_block, write_block
 from tandem.workers.kernels.kv_store import as_indexable
 from tandem.workers.models.spec.kv_layout import KVLayout, Plane, described
-from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 
 LAYERS, BLOCKS, BLOCK_SIZE, HEADS, DIM = 3, 5, 4, 2, 16
@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
 @pytest.fixture(params=DTYPES, ids=str)
 def kv(request: pytest.FixtureRequest) -> KVCache:
     """Every byte of block b of plane p is 10 * p + b + 1."""
-    cache = KVCache.allocate(LAYOUTS, BLOCKS, BLOCK_SIZE, request.param, cpu_platform())
+    cache = KVCache.allocate(LAYOUTS, BLOCKS, BLOCK_SIZE, request.param, CpuPlatform())
     assert not any(as_indexable(plane).any() for plane in cache.planes)
     for place, plane in enumerate(cache.planes):
         for block in range(BLOCKS):
@@ -100,7 +100,7 @@ INVENTED = [
 @pytest.fixture(params=DTYPES, ids=str)
 def invented(request: pytest.FixtureRequest) -> KVCache:
     """Random bytes everywhere."""
-    cache = KVCache.allocate(INVENTED, BLOCKS, BLOCK_SIZE, request.param, cpu_platform())
+    cache = KVCache.allocate(INVENTED, BLOCKS, BLOCK_SIZE, request.param, CpuPlatform())
     generator = torch.Generator().manual_seed(0)
     for plane in cache.planes:
         plane.view(torch.uint8).copy_(torch.randint(0, 255, plane.view(torch.uint8).shape, generator=generator))

@@ -21,7 +21,7 @@ from tandem.workers.executor.in_process_ranks import in_process_group
 from tandem.workers.executor.local_ranks import LocalRanks
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.platforms.cuda import open_platform
 from tandem.workers.rank.loading import LoadedRank, choose_dtype
 from tandem.workers.rank.profiling import fullest_plan, run_fullest_steps
@@ -159,7 +159,7 @@ def test_the_profiling_step_fills_rows_and_tokens(loaded: LoadedRank) -> None:
         loaded.decoder,
         ParallelContext.single(),
         loaded.settings,
-        cpu_platform(),
+        CpuPlatform(),
         hidden_size=loaded.spec.hidden_size,
         vocab_size=loaded.spec.vocab_size,
         max_model_len=256,

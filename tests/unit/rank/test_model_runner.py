@@ -14,7 +14,7 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan, StepResult
 from tandem.workers.models.spec.kv_layout import KVLayout
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.row_table import RowTable
@@ -64,10 +64,10 @@ class RunnerExecutor:
     def __init__(self, block_size: int, num_blocks: int = 64) -> None:
         self.decoder = HashDecoder()
         self.kv = KVCache.allocate(
-            [KVLayout.keys_and_values(1, 1)], num_blocks, block_size, torch.float32, cpu_platform()
+            [KVLayout.keys_and_values(1, 1)], num_blocks, block_size, torch.float32, CpuPlatform()
         )
         table = RowTable(2, 200, block_size, VOCAB)
-        self.runner = ModelRunner(self.decoder, ParallelContext.single(), self.kv, table, cpu_platform())
+        self.runner = ModelRunner(self.decoder, ParallelContext.single(), self.kv, table, CpuPlatform())
         self.plans: deque[StepPlan] = deque()
         self.ready = ExecutorReady(
             num_blocks=num_blocks,
@@ -157,7 +157,7 @@ def test_logprobs_ride_with_their_row() -> None:
 
 def numbered_cache() -> KVCache:
     """Two layers, four blocks; each block holds 10 * tensor + block."""
-    kv = KVCache.allocate([KVLayout.keys_and_values(1, 3)] * 2, 4, 2, torch.float32, cpu_platform())
+    kv = KVCache.allocate([KVLayout.keys_and_values(1, 3)] * 2, 4, 2, torch.float32, CpuPlatform())
     assert not kv.slab.any()
     for place, tensor in enumerate(kv.slab):
         assert tensor.shape == (4, 2, 1, 3)

@@ -9,7 +9,7 @@ import torch
 from tandem.parallel.context import ParallelContext
 from tandem.workers.messages.step import NOT_FINITE, RowInit, RowWork, StepPlan, StepResult
 from tandem.workers.models.spec.kv_layout import KVLayout
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.model_runner import OUT_OF_MEMORY, ModelRunner
 from tandem.workers.rank.row_table import RowTable
@@ -24,10 +24,10 @@ class Planner:
     """Plans of one row on one rank, as an engine makes them."""
 
     def __init__(self, faults: dict[int, Fault], context: ParallelContext | None = None) -> None:
-        self.kv = KVCache.allocate([KVLayout.keys_and_values(1, 1)], 16, 4, torch.float32, cpu_platform())
+        self.kv = KVCache.allocate([KVLayout.keys_and_values(1, 1)], 16, 4, torch.float32, CpuPlatform())
         table = RowTable(2, 60, 4, VOCAB)
         model: Any = FaultyModel(HashDecoder(), faults)
-        self.runner = ModelRunner(model, context or ParallelContext.single(), self.kv, table, cpu_platform())
+        self.runner = ModelRunner(model, context or ParallelContext.single(), self.kv, table, CpuPlatform())
         self.step_id = self.known_failure = 0
         self.counts = (len(PROMPT), 0)
         self.rolled_back: list[tuple[int, int, int]] = []

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from tandem.configs.errors import SettingsError
+from tandem.configs.platform_facts import check_formats
 from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
 from tandem.offload.copies.host_slab import HostSlab
 from tandem.parallel import groups
 from tandem.parallel.linear import LinearPart
 from tandem.parallel.params import Span
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.pieces import WORKSPACE_BYTES
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import CudaGraphs
@@ -26,7 +28,7 @@ from tandem.workers.lora.device.lora_layers import LoraLayers
 from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.planning.budget import ATTENTION_BYTES
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, _has_triton, open_platform
 from tests.support.traced_accelerator import TracedAccelerator
 
@@ -107,15 +109,17 @@ def test_attention_on_cuda_is_a_kernels_or_bounded_and_not_cudnns(cuda: Platform
     has_kernel = _has_triton()
     of_kernel: list[tuple[Any, ...]] = [(torch.bfloat16, 128), (torch.float16, 256, torch.int8), (torch.float32, 80)]
     of_torch: list[tuple[Any, ...]] = [
-        (torch.bfloat16, 576, None, True), (torch.float32, 256), (torch.float32, 64, torch.int8), (torch.bfloat16, 512),
+        (torch.float32, 256), (torch.float32, 64, torch.int8), (torch.bfloat16, 512),
     ]  # fmt: skip
     assert [cuda.attention(*asked).name for asked in of_kernel] == ["triton-paged" if has_kernel else "torch-sdpa"] * 3
     for asked in of_torch:
         backend = cuda.attention(*asked)
         assert isinstance(backend, TorchAttention) and backend._is_bounded
+    latents = cuda.latent_attention(torch.bfloat16, 576)
+    assert isinstance(latents, TorchLatents) and latents._is_bounded
     assert WORKSPACE_BYTES == ATTENTION_BYTES, "what the planner counts"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert not cuda.packs(torch.bfloat16) and cuda.backend.name == "nccl" and cuda.memory is not None
+    assert not cuda.packs(torch.bfloat16) and cuda.backend.name == "nccl" and not cuda.facts.shares_memory
 
 
 @pytest.mark.parametrize("missing", ["a new device", "a compiler"])
@@ -150,15 +154,16 @@ def test_captured_graphs_share_a_pool_and_let_lanes_copy(cuda: Platform, monkeyp
 
 
 def test_quantized_weights_are_refused_on_cuda(cuda: Platform) -> None:
+    settings = EngineSettings(model=ModelSettings(model="m", quantization="int8"))
     with pytest.raises(SettingsError, match="int8 is for ranks on CPU") as refused:
-        cuda.linear_methods(torch.bfloat16, "int8")
+        check_formats(settings, cuda.name)
     assert refused.value.flag == "--quantization"
 
 
 def test_cpu_is_taken_when_asked_for(asked: Asked) -> None:
     settings = EngineSettings(model=ModelSettings(model="m"), device=DeviceSettings(device="cpu", cpu_threads=1))
     platform = open_platform(settings, 0, 1)
-    assert platform.name == "cpu" and platform.memory is None and asked.calls == []
+    assert platform.name == "cpu" and platform.memory() is None and asked.calls == []
 
 
 def test_collectives_are_bound_to_the_ranks_interface(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +224,7 @@ def test_both_paths_of_every_layer_and_of_the_embedding_are_warm() -> None:
         LinearPart("q", Span(16, 0, 16), Span(32, 0, 32)),
         LinearPart("table", Span(20, 0, 20), Span(16, 0, 16)),
     ]
-    slab = AdapterSlab(ShardShape.of(parts, 8), 3, torch.float32, cpu_platform(), with_identity=True)
+    slab = AdapterSlab(ShardShape.of(parts, 8), 3, torch.float32, CpuPlatform(), with_identity=True)
     recorder = Recorder()
     layers = LoraLayers(slab, recorder)
     layers.head(0, 1)
@@ -230,7 +235,7 @@ def test_both_paths_of_every_layer_and_of_the_embedding_are_warm() -> None:
 
 def test_tables_hold_a_slot_for_every_page_and_begin_aligned() -> None:
     parts = [LinearPart(f"{n}", Span(16, 0, 16), Span(32, 0, 32)) for n in range(3)]
-    slab = AdapterSlab(ShardShape.of(parts, 3), 5, torch.float32, cpu_platform())
+    slab = AdapterSlab(ShardShape.of(parts, 3), 5, torch.float32, CpuPlatform())
     first = slab.tables[0]
     for table in slab.tables:
         for name in ("a_rows", "b_rows", "ranks", "scales"):
@@ -243,6 +248,6 @@ def test_quantized_weights_without_a_kernel_are_said(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(cpu, "obstacle", lambda dtype: None)
     monkeypatch.setattr(cpu, "int8_kernel", lambda dtype: None)
-    (said,) = cpu.cpu_platform().kernel_notes(torch.float16, "w8a8")
+    (said,) = cpu.CpuPlatform().kernel_notes(torch.float16, "w8a8")
     assert said == "torch multiplies w8a8 weights, slower: there is no kernel for float16 on this CPU"
-    assert cpu.cpu_platform().kernel_notes(torch.float16, None) == ()
+    assert cpu.CpuPlatform().kernel_notes(torch.float16, None) == ()

@@ -14,7 +14,7 @@ from tandem.configs.schema import SpeculativeSettings
 from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.kernels.step_arrays import Array
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
-from tandem.workers.platforms.cpu import HostAccelerator, cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tandem.workers.platforms.device_rows import DeviceRows, Ints
 from tandem.workers.platforms.tensor_rows import StepBuffer, TensorRows
 from tandem.workers.rank.batch import build_batch, preparing
@@ -94,7 +94,7 @@ def test_any_course_of_plans(data: st.DataObject, block_size: int, on_device: bo
     """Rows are bound (beyond the table's capacity too), grow in chunks, sample, are replaced and freed. On a device the
     host learns tokens of one step while the next one is made."""
     table = RowTable(2, 200, block_size, VOCAB)
-    device_rows: DeviceRows = cpu_platform().rows(table, None)
+    device_rows: DeviceRows = CpuPlatform().rows(table, None)
     if on_device:
         device_rows = TensorRows(table, HostAccelerator(), CPU, keeps_tokens=True)
     late: list[tuple[Ints, list[int], Ints]] = []
@@ -227,7 +227,7 @@ def test_impossible_plans_are_caught(work: RowWork) -> None:
     plan = StepPlan(step_id=1, work=[work], new_rows=[init(0, [1, 2])])
     table.apply(plan)
     with pytest.raises(AssertionError, match="row 0"):
-        build_batch(plan, table, cpu_platform().rows(table, None))
+        build_batch(plan, table, CpuPlatform().rows(table, None))
 
 
 def test_one_copy_keeps_values_shapes_and_types() -> None:

@@ -13,7 +13,7 @@ from tandem.workers.models.decoder import build_decoder
 from tandem.workers.models.spec.config_reader import load_spec
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.row_table import RowTable
@@ -67,7 +67,7 @@ def tokens_of(folder: Path, platform: Platform, streamed: tuple[int, ...], depth
 @pytest.mark.parametrize("streamed", [(), (0, 2, 3)], ids=["resident", "streamed"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_same_tokens_as_on_cpu(folder: Path, streamed: tuple[int, ...], depth: int) -> None:
-    expected = tokens_of(folder, cpu_platform(), (), 1)
+    expected = tokens_of(folder, CpuPlatform(), (), 1)
     accelerator = TracedAccelerator()
     with accelerator.tracing():
         platform = traced_platform(accelerator)

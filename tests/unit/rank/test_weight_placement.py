@@ -15,7 +15,7 @@ from tandem.offload.weights.weight_copiers import ThreadCopier
 from tandem.workers.executor.in_process_ranks import in_process_group
 from tandem.workers.messages.errors import GroupLost
 from tandem.workers.planning.budget import GIB
-from tandem.workers.platforms.cpu import open_cpu
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.loading import LoadedRank
 from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.loading import load_single
@@ -141,4 +141,4 @@ def test_copies_go_beside_steps_only_with_a_core_that_no_rank_computes_on(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: int, ranks: int, beside: bool
 ) -> None:
     monkeypatch.setattr("tandem.workers.platforms.cpu.available_cores", lambda: cores)
-    assert open_cpu(threads, ranks).copies_beside is beside
+    assert CpuPlatform.open(threads, ranks).copies_beside is beside

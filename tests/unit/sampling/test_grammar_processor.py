@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.kernels.step_arrays import sending_with
 from tandem.workers.messages.step import GRAMMAR_FAILED, NOTHING_LEFT, RowSampling
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.sampling.sampler import Sampled, sample
 from tandem.workers.sampling.sampling_table import SamplingTable
 from tandem.workers.structured.grammar_store import GrammarRefused, GrammarStore
@@ -70,7 +70,7 @@ def run(
 
     at = np.array(places)
     changed = torch.zeros(len(places), VOCAB) if logits is None else logits.clone()
-    drawn = sample(changed, at[:, 0], at[:, 1] + len(PROMPT), table, history, cpu_platform())
+    drawn = sample(changed, at[:, 0], at[:, 1] + len(PROMPT), table, history, CpuPlatform())
     return changed, drawn.collect()
 
 
@@ -250,7 +250,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 775, 20_000])
 @pytest.mark.parametrize("kind", ["own", "torch"])
 def test_keep_leaves_the_logits_whose_bits_are_set(kind: str, vocab: int) -> None:
-    ops: SamplingOps = cpu_platform().sampling_ops() if kind == "own" else TorchSampling()
+    ops: SamplingOps = CpuPlatform().sampling_ops() if kind == "own" else TorchSampling()
     rng = np.random.default_rng(vocab)
     logits = torch.from_numpy(rng.normal(size=(5, vocab + 3)).astype(np.float32))[:, :vocab]
     bits = rng.integers(0, 2**32, (3, -(-vocab // 32)), np.uint32) | (rng.integers(0, 2, (3, 1)) * 0xFFFFFFFF).astype(

@@ -9,7 +9,7 @@ import torch
 
 from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.sampling.processors.chain import all_processors
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens, PlaceTokens
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Reads, SampledRows
@@ -84,7 +84,7 @@ def test_an_invented_processor_follows_the_recipe() -> None:
         logits[1, 4] = 1.0
         positions = np.array([len(tokens), 5])
         drawn = sample(
-            logits, np.arange(2), positions, table, lambda *_: (np.array(tokens, np.int32), 3), cpu_platform()
+            logits, np.arange(2), positions, table, lambda *_: (np.array(tokens, np.int32), 3), CpuPlatform()
         )
         first, second = drawn.collect().token_ids
         tokens.append(first)

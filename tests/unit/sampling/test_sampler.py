@@ -1,6 +1,5 @@
 """sample() against the naive twin, its distribution, independence of batch mates, and rows that go wrong."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,14 @@ from hypothesis import strategies as st
 from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.messages.step import NOT_FINITE, NOTHING_LEFT, RowSampling
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.sampling.sampler import Sampled, sample
 from tandem.workers.sampling.sampling_table import SamplingTable
+from tests.support.platforms import replaced
 from tests.unit.sampling.naive_twin import adjusted, choose, kept, softmax
 
-PLATFORM = cpu_platform()
-IN_TORCH = replace(PLATFORM, sampling_ops=lambda: TorchSampling())
+PLATFORM = CpuPlatform()
+IN_TORCH = replaced(PLATFORM, sampling_ops=TorchSampling)
 PLATFORMS = pytest.mark.parametrize("platform", [PLATFORM, IN_TORCH], ids=["own", "torch"])
 
 Row = tuple[RowSampling, list[int], int]

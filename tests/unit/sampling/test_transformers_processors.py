@@ -9,13 +9,13 @@ from transformers.generation import logits_process as theirs
 
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.messages.step import RowSampling
-from tandem.workers.platforms.cpu import cpu_platform
+from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.sampling.sampling_table import SamplingTable
 from tests.unit.sampling.chain_now import apply_chain
 from tests.unit.sampling.test_sampling_ops import draw
 
 VOCAB, PROMPT = 320, 6
-OPS: dict[str, SamplingOps] = {"own": cpu_platform().sampling_ops(), "torch": TorchSampling()}
+OPS: dict[str, SamplingOps] = {"own": CpuPlatform().sampling_ops(), "torch": TorchSampling()}
 PLAIN = SamplingTable(1, VOCAB)
 
 

@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.configs.platform_facts import CUDA
 from tandem.offload.copies.kv_copies import CpuCopier
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear_methods import plain
+from tandem.parallel.linear_methods import as_given, plain
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
@@ -31,13 +31,14 @@ from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import RowMethod
 from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
-from tandem.workers.platforms import platform_choices
+from tandem.workers.platforms import cpu
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import cpu_platform
-from tandem.workers.platforms.platform_choices import NO_TRITON, choices
+from tandem.workers.platforms.cpu import CpuPlatform
+from tandem.workers.platforms.platform_choices import choices
 from tandem.workers.self_checks import kernel_checks, step_checks, two_ranks
 from tandem.workers.self_checks.outcome import Check, CheckFailed, relative_error, require
 from tandem.workers.self_checks.self_check_run import all_checks, outcome
+from tests.support.platforms import replaced
 from tests.support.traced_accelerator import TracedAccelerator, traced_platform
 
 CHECKS = {check.name: check for check in all_checks()}
@@ -149,19 +150,19 @@ def test_an_error_in_a_check_is_its_outcome_and_nan_is_wrong() -> None:
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Platform:
     """As on a machine without a compiler; returns the platform there."""
-    made = replace(
-        cpu_platform(),
+    made = replaced(
+        CpuPlatform(),
         attention=lambda *_: TorchAttention(),
         latent_attention=lambda *_: TorchLatents(),
-        expert_ops=lambda *_: partial(TorchExperts, plain),
+        experts=lambda *_: TorchExperts(plain, as_given),
         fused_ops=lambda _: TorchFusedOps(),
         lora_ops=lambda _: TorchLora(),
         sampling_ops=lambda: TorchSampling(),
     )
     for module in (kernel_checks, step_checks):
-        monkeypatch.setattr(module, "cpu_platform", lambda: made)
+        monkeypatch.setattr(module, "CpuPlatform", lambda *_, **__: made)
     monkeypatch.setattr(kernel_checks, "int8_kernel", lambda _: None)
-    for module in (kernel_checks, platform_choices):
+    for module in (kernel_checks, cpu):
         monkeypatch.setattr(module, "skinny_gemm", lambda _: None)
         monkeypatch.setattr(module, "multiplies_by_row", lambda _: False)
     monkeypatch.setattr(cpu_build, "cpu_invariant_library", lambda _: None)
@@ -192,14 +193,14 @@ def test_a_missing_compiler_is_not_blamed_on_the_cpu(
     for name, check in CHECKS.items():
         if name.startswith("kernel") or name == "replayed steps":
             assert str(outcome(check)["detail"]).startswith(f"{reason}; "), name
-    why = {one.subject: one.why for one in choices(replace(without_kernels, packs=lambda _: True))}
+    why = {one.subject: one.why for one in choices(replaced(without_kernels, packs=lambda _: True))}
     assert all(
         reason in why[subject] for subject in ("attention", "fused ops", "linear", "experts", "LoRA ops", "graphs")
     )
 
 
 def test_choices_are_said_with_their_reasons() -> None:
-    here = {one.subject: one for one in choices(cpu_platform())}
+    here = {one.subject: one for one in choices(CpuPlatform())}
     assert list(here) == [
         "attention",
         "fused ops",
@@ -210,20 +211,21 @@ def test_choices_are_said_with_their_reasons() -> None:
         "collectives",
         "graphs",
     ]
-    assert here["attention"].chosen == cpu_platform().attention(torch.bfloat16, 128).name
+    assert here["attention"].chosen == CpuPlatform().attention(torch.bfloat16, 128).name
     traced = traced_platform(TracedAccelerator())
-    platform = replace(traced, backend=replace(traced.backend, name="nccl"), lora_ops=lambda _: SimpleNamespace())
+    traced.backend = replace(traced.backend, name="nccl")
+    platform = replaced(traced, lora_ops=lambda _: SimpleNamespace())
     gpu = {one.subject: one.chosen for one in choices(platform)}
     assert list(gpu) == list(here)
     assert (gpu["attention"], gpu["linear"], gpu["LoRA ops"], gpu["collectives"]) == (
         "torch-sdpa", "cuBLAS", "Triton", "nccl",
     )  # fmt: skip
-    assert choices(traced)[4].why == NO_TRITON
+    assert choices(traced)[4].why == CUDA.implementations["experts"]["torch, expert by expert"].why
 
 
 @pytest.mark.parametrize(("packs", "linear"), [(True, "oneDNN"), (False, "torch")])
 def test_choices_without_kernels(without_kernels: Platform, packs: bool, linear: str) -> None:
-    found = {one.subject: one.chosen for one in choices(replace(without_kernels, packs=lambda _: packs))}
+    found = {one.subject: one.chosen for one in choices(replaced(without_kernels, packs=lambda _: packs))}
     assert found | {"collectives": ""} == {
         "attention": "torch-sdpa",
         "fused ops": "torch",

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.process.redis_server import RedisServer
-from tandem.cluster.state.redis_address import MovingRedis
 from tandem.cluster.state.redis_client import BackgroundClient, RequestClient
-from tandem.cluster.tenants.billing_record import BillingRecord, read_usage
+from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.quota import Quota
 from tandem.cluster.tenants.tenant import Limits, Tenant
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.workers.messages.request import Usage
+from tests.support.usage import read_usage
 
 DEADLINE_S = 20.0
 START_MS = 1_800_000_000_000
@@ -27,7 +27,7 @@ def patient(server: RedisServer) -> BackgroundClient:
 
 def unhurried(server: RedisServer) -> RequestClient:
     """A request client that a slow test machine does not frighten."""
-    return RequestClient(server.url, timeout_s=20.0)
+    return RequestClient(lambda: server.url, timeout_s=20.0)
 
 
 def tenant(name: str = "acme", budget_id: int = 1, **limits: Any) -> Tenant:
@@ -91,9 +91,8 @@ def service(
     url: str, folder: Path, is_private: bool = False, gateways: int = 1, redis_timeout_s: float = 20.0
 ) -> TenantService:
     """Everything of tenants that a gateway runs."""
-    moving = MovingRedis(url, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1), None)
     return TenantService(
-        moving,
+        BackgroundClient(url, timeout_s=1.0, retries=1),
         folder=folder,
         is_private=is_private,
         usage_days=7,

@@ -14,7 +14,7 @@ import pytest
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import snapshot_file
 from tandem.cluster.state.snapshot_file import merge_state, read_state, write_state
-from tandem.cluster.tenants.directory import Saved
+from tandem.cluster.tenants.directory import SavedTenants
 from tandem.cluster.tenants.tenant_admission import OverLimit
 from tandem.cluster.tenants.tenant_service import TENANTS_FILE, TenantService
 from tests.support.private_redis import private_redis
@@ -23,7 +23,7 @@ from tests.unit.tenants.tenant_rig import serve_one, service
 
 def saved(folder: Path) -> dict[str, tuple[int, int]]:
     """What the file says was spent."""
-    there = read_state(folder / TENANTS_FILE, Saved)
+    there = read_state(folder / TENANTS_FILE, SavedTenants)
     assert there is not None
     return there.spent
 
@@ -198,7 +198,7 @@ async def test_a_gateway_that_has_not_heard_of_the_tenants_does_not_write_over_t
         assert other.directory.is_known and not other.directory.tenants
         await one.admin.add("acme", {})
         await save(one)
-        stale = other.directory._saved(read_state(tmp_path / TENANTS_FILE, Saved), {})
+        stale = other.directory._saved(read_state(tmp_path / TENANTS_FILE, SavedTenants), {})
         assert stale.origin is not None and [tenant.name for tenant in stale.tenants] == ["acme"]
 
 

@@ -14,7 +14,8 @@ from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import RunFile
 from tandem.cluster.state import keys
 from tandem.cluster.tenants.billing_record import BillingRecord
-from tandem.cluster.tenants.ledger import UsageCap, UsageLedger
+from tandem.cluster.tenants.ledger import UsageLedger
+from tandem.cluster.tenants.usage_cap import UsageCap
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.workers.messages.request import Usage
 from tests.unit.tenants.tenant_rig import patient

@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.cluster.gateway.app.wiring import tenant_keys
 from tandem.cluster.gateway.http.auth import AuthLevel, Principal, StaticKeys, TenantKeys, check_level
-from tandem.cluster.gateway.wiring import tenant_keys
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.durable_map import Reading
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.directory import TenantDirectory
-from tandem.cluster.tenants.store import TenantStore, read_weights
+from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant import Limits, Tenant, digest_of
 from tandem.cluster.tenants.tenant_admin import StoreAdmin
 from tandem.configs.schema import GatewaySettings
@@ -53,7 +53,7 @@ async def test_a_tenant_is_made_changed_and_removed(store: TenantStore, redis: B
     changed = await store.change("acme", {"requests_per_minute": None, "concurrency": 3})
     assert changed.limits == Limits(concurrency=3, weight=2.5)
     assert (await store.read()).values == {"acme": changed}
-    assert await read_weights(redis) == {"acme": 2.5}
+    assert await store.weights() == {"acme": 2.5}
     await redis.command("HSET", keys.quota("acme"), "at_ms", "1")
     await store.remove("acme")
     assert (await store.read()).values == {}
@@ -202,7 +202,7 @@ async def test_the_gateway_that_took_the_change_has_it_at_once(store: TenantStor
     made = await admin.add("acme", {})
     assert directory.tenant_of(digest_of(made.key)) == "acme"
     await admin.change("acme", {"concurrency": 2})
-    assert directory.limits("acme").concurrency == 2
+    assert directory.tenants["acme"].limits.concurrency == 2
     await admin.remove("acme")
     assert await admin.all() == {}
 

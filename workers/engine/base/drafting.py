@@ -10,6 +10,9 @@ decide what is guessed, and may guess fewer (speculation/proposer.py).
 """
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from tandem.workers.engine.base.metric_rows import Metric
 
 FORGET = 0.98
 """Weight of all earlier steps in the measured line, with each new one."""
@@ -55,13 +58,22 @@ class DraftRecord:
 
 @dataclass(frozen=True)
 class DraftStats:
-    """Counts from the start, frozen. num_drafts: rows of steps that had drafts; num_draft_tokens, num_accepted: the
-    drafts, and those accepted; accepted_per_position: the latter by place, the first draft of a row at 0."""
+    """Counts from the start, frozen. The first draft of a row has position 0."""
 
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted: int
-    accepted_per_position: tuple[int, ...]
+    num_drafts: Annotated[int, Metric("counter", "spec_decode_num_drafts_total", "Rows of steps that had drafts.")]
+    num_draft_tokens: Annotated[int, Metric("counter", "spec_decode_num_draft_tokens_total", "Draft tokens.")]
+    num_accepted: Annotated[
+        int, Metric("counter", "spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted.")
+    ]
+    accepted_per_position: Annotated[
+        tuple[int, ...],
+        Metric(
+            "counter",
+            "spec_decode_num_accepted_tokens_per_pos_total",
+            "Draft tokens that were accepted, by place.",
+            "position",
+        ),
+    ]
 
 
 class StepLine:

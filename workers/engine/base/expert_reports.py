@@ -6,8 +6,9 @@ The layers count while they sort tokens by expert (workers/kernels/expert_ops.py
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
+from tandem.workers.engine.base.metric_rows import Metric
 from tandem.workers.messages.step import ExpertTokens
 
 PERIOD_S: Final = 5.0
@@ -16,11 +17,18 @@ PERIOD_S: Final = 5.0
 
 @dataclass(frozen=True)
 class ExpertStats:
-    """Loads of experts since the start. tokens: of each expert, added over layers. imbalance: by layer, the tokens of
-    its busiest expert over the mean of its experts."""
+    """Loads of experts since the start: a number for each expert and for each layer, not for each expert of each layer,
+    which would be thousands of samples."""
 
-    tokens: list[int]
-    imbalance: dict[int, float]
+    tokens: Annotated[
+        list[int], Metric("counter", "expert_tokens_total", "Tokens that experts got, added over layers.", "expert")
+    ]
+    imbalance: Annotated[
+        dict[int, float],
+        Metric(
+            "gauge", "expert_imbalance", "Tokens of a layer's busiest expert over the mean of its experts.", "layer"
+        ),
+    ]
 
     @classmethod
     def of(cls, tokens_of_layers: dict[int, list[int]]) -> "ExpertStats":

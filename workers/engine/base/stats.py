@@ -1,15 +1,18 @@
-"""Counts of the engine, and EngineStats, the frozen copy that metrics and routers read.
+"""Counts of the engine, and EngineStats, the copy of a moment that metrics and routers read.
 
-Only the engine's thread writes a Collector; EngineStats may be read by any thread. Histogram bounds are vLLM's, so that
-its dashboards fit. cluster/fleet/engine_metrics.py turns the stats into Prometheus metrics.
+A field with a Metric is a row of /metrics: it is named here and counted where it happens, and nothing else names it
+(metric_rows.py; cluster/fleet/engine_metrics.py makes the text). Only the engine's thread writes a Collector; nobody
+writes EngineStats, which any thread may read. Histogram bounds are vLLM's, so that its dashboards fit.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
 from tandem.workers.engine.base.drafting import DraftStats
 from tandem.workers.engine.base.expert_reports import ExpertStats
+from tandem.workers.engine.base.metric_rows import Metric
 from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
 from tandem.workers.engine.blocks.block_manager import BlockManager
 
@@ -28,177 +31,191 @@ LOAD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 ITERATION_BOUNDS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-@dataclass(frozen=True)
-class HistogramStats:
-    """Frozen copy of a Histogram. counts[i]: values in (bounds[i-1], bounds[i]], the last one those above all bounds.
-    Not cumulative. total: sum of the values.
-    """
+@dataclass(slots=True)
+class Histogram:
+    """Counts of values by upper bound, and the sum of the values."""
 
     bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
+    # counts[i]: values in (bounds[i-1], bounds[i]], the last one those above all bounds. Not cumulative.
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     @property
     def count(self) -> int:
         return sum(self.counts)
 
-
-class Histogram:
-    """Counts of values by upper bound, and the sum of the values."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._total += value * times
-
-    def snapshot(self) -> HistogramStats:
-        return HistogramStats(self._bounds, tuple(self._counts), self._total)
+    def snapshot(self) -> "Histogram":
+        """Returns a copy, in which nothing is counted any more."""
+        return Histogram(self.bounds, self.counts.copy(), self.total)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OffloadStats:
-    """Counts of the tiers below the device, from the start. blocks, copy_s: by kind of transfer; copy_s in seconds.
+    """Counts of the tiers below the device, from the start."""
 
-    block_bytes: of one block on all ranks together. host_slots, host_blocks: slots of the host tier, and how many hold
-    a block now. failed_blocks: blocks whose bytes did not arrive. swapped_out, recomputed: preemptions whose KV is
-    loaded or computed again. loaded_tokens: tokens whose KV was loaded from the host. disk_disabled: why the disk tier
-    was switched off at run time; None while it works, and without one. open_tickets: transfers in flight.
-    """
+    block_bytes: int  # of one block on all ranks together
+    blocks: dict[str, int]  # copied, by kind of transfer
+    copy_s: Annotated[
+        dict[str, float], Metric("counter", "kv_offload_seconds_total", "Seconds of copying, by kind.", "kind")
+    ]
+    failed_blocks: Annotated[int, Metric("counter", "kv_offload_failed_blocks_total", "Blocks whose copy failed.")]
+    loaded_tokens: Annotated[
+        int, Metric("counter", "kv_offload_loaded_tokens_total", "Prompt tokens copied instead of computed.")
+    ]
+    swapped_out: Annotated[
+        int, Metric("counter", "kv_offload_swapped_out_total", "Preemptions whose KV was kept below the device.")
+    ]
+    open_tickets: Annotated[
+        int, Metric("gauge", "kv_offload_open_tickets", "Moves of KV blocks that not every rank has answered.")
+    ] = 0
+    host_blocks: Annotated[int, Metric("gauge", "kv_host_blocks", "KV blocks held in host memory.")]
+    host_slots: Annotated[int, Metric("gauge", "kv_host_slots", "KV blocks that host memory can hold.")]
+    recomputed: int  # preemptions whose KV is computed again
+    disk_disabled: str | None = None  # why the disk tier was switched off at run time; None while it works
 
-    block_bytes: int
-    host_slots: int
-    host_blocks: int
-    blocks: dict[str, int]
-    copy_s: dict[str, float]
-    failed_blocks: int
-    swapped_out: int
-    recomputed: int
-    loaded_tokens: int
-    disk_disabled: str | None = None
-    open_tickets: int = 0
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdapterStats:
-    """LoRA adapters of one engine at one moment.
+    """LoRA adapters of one engine at one moment. loads, load_s, evictions and refused count from the start."""
 
-    num_pages, free_pages: device memory of each rank. resident, on_host: adapters on the device and in host memory.
-    in_use: resident adapters that a request uses or is queued for. waiting: sequences that wait for their adapter.
-    Counted from the start: loads to the device (load_s: seconds of each), evictions from it, refused adapters.
-    """
+    resident: Annotated[int, Metric("gauge", "adapters_on_device", "Adapters in device memory.")]
+    on_host: Annotated[int, Metric("gauge", "adapters_on_host", "Adapters in host memory.")]
+    num_pages: Annotated[int, Metric("gauge", "adapter_pages", "Pages of device memory for adapters, of each rank.")]
+    free_pages: Annotated[int, Metric("gauge", "adapter_pages_free", "Those that hold nothing.")]
+    waiting: Annotated[
+        int, Metric("gauge", "adapter_sequences_waiting", "Sequences whose adapter is not on the device for them.")
+    ]
+    evictions: Annotated[
+        int, Metric("counter", "adapter_swaps_total", "Adapters evicted from the device to make room.")
+    ]
+    refused: Annotated[int, Metric("counter", "adapters_refused_total", "Adapters that a group could not load.")]
+    load_s: Annotated[
+        Histogram, Metric("histogram", "adapter_load_seconds", "From the first move of an adapter to the device.")
+    ]
+    loads: int  # to the device
+    in_use: int  # resident adapters that a request uses or is queued for
 
-    num_pages: int
-    free_pages: int
-    resident: int
-    on_host: int
-    in_use: int
-    waiting: int
-    loads: int
-    load_s: HistogramStats
-    evictions: int
-    refused: int
 
-
-@dataclass(frozen=True)
-class TenantStats:
-    """One tenant's counts. waiting: sequences that wait now. Counted from the start: generation_tokens; and of requests
-    that got a row prompt_tokens, their number (queued_requests) and the sum of their seconds in the queue (queue_s)."""
+@dataclass(slots=True, eq=False)
+class TenantCounts:
+    """Requests of one tenant that got a row, counted from the start. Output tokens are counted in fairness.py."""
 
     prompt_tokens: int = 0
-    generation_tokens: int = 0
-    queue_s: float = 0.0
-    queued_requests: int = 0
-    waiting: int = 0
+    queue_s: Annotated[
+        float,
+        Metric("counter", "tenant_queue_time_seconds_total", "Time that tenants' requests waited for a row."),
+    ] = 0.0
+    queued_requests: Annotated[
+        int, Metric("counter", "tenant_queued_requests_total", "Requests of tenants that got a row.")
+    ] = 0
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Counts of one engine at one moment. Tokens, seconds and events count from its start.
+@dataclass(slots=True)
+class TenantStats(TenantCounts):
+    """One tenant's counts, and what it has at the moment."""
 
-    running: sequences with a row. waiting: all other live sequences. waiting_tokens: known tokens of those. kv_tokens:
-    that all blocks hold, in contexts as long as the model takes. kv_usage: share of blocks in use, 0 to 1.
-    reserved_blocks: those of the others that chunks of running prompts will take. allocated_slots: tokens that the
-    blocks with a user can hold. empty_slots: those of them for which no plan has a token yet; their share is the KV
-    waste. prefix_cache_queries, prefix_cache_hits: tokens looked up and found. wasted_tokens: generated, but neither
-    delivered nor billed. schedule_s: seconds of planning and applying results. wait_s: of waiting for ranks. device_s:
-    of steps, measured by the last stage. finished: by reason and choice. rejected: by cause and request.
-    """
+    generation_tokens: int = 0  # from the start
+    waiting: Annotated[int, Metric("gauge", "tenant_num_requests_waiting", "Sequences of tenants that wait now.")] = 0
 
-    running: int
-    waiting: int
-    waiting_tokens: int
+
+@dataclass(slots=True, eq=False)
+class EngineCounts:
+    """Tokens, seconds and events of one engine, counted from its start, in the order of /metrics."""
+
+    prefix_cache_queries: Annotated[
+        int, Metric("counter", "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
+    ] = 0
+    prefix_cache_hits: Annotated[
+        int, Metric("counter", "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
+    ] = 0
+    # 0 in a Collector: the scheduler counts them
+    preemptions: Annotated[
+        int, Metric("counter", "num_preemptions_total", "Sequences that lost their blocks to others.")
+    ] = 0
+    prompt_tokens: Annotated[int, Metric("counter", "prompt_tokens_total", "Prompt tokens processed.")] = 0
+    generation_tokens: Annotated[int, Metric("counter", "generation_tokens_total", "Tokens generated.")] = 0
+    wasted_tokens: Annotated[
+        int, Metric("counter", "wasted_tokens_total", "Tokens generated that were neither delivered nor billed.")
+    ] = 0
+    steps: Annotated[int, Metric("counter", "engine_steps_total", "Steps of the engine.")] = 0
+    schedule_s: Annotated[
+        float, Metric("counter", "step_schedule_seconds_total", "Step time spent planning and applying.")
+    ] = 0.0
+    wait_s: Annotated[float, Metric("counter", "step_wait_seconds_total", "Step time spent waiting for ranks.")] = 0.0
+    device_s: Annotated[
+        float, Metric("counter", "step_device_seconds_total", "Step time as the last stage measured it.")
+    ] = 0.0
+    time_to_first_token_s: Annotated[
+        Histogram, Metric("histogram", "time_to_first_token_seconds", "From arrival to the first token.")
+    ] = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
+    inter_token_latency_s: Annotated[
+        Histogram, Metric("histogram", "inter_token_latency_seconds", "Between two tokens of one choice.")
+    ] = field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
+    e2e_latency_s: Annotated[
+        Histogram, Metric("histogram", "e2e_request_latency_seconds", "From arrival to the end.")
+    ] = field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))
+    queue_time_s: Annotated[
+        Histogram, Metric("histogram", "request_queue_time_seconds", "From arrival to the first step.")
+    ] = field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))
+    iteration_tokens: Annotated[Histogram, Metric("histogram", "iteration_tokens_total", "Tokens in a step.")] = field(
+        default_factory=lambda: Histogram(ITERATION_BOUNDS_TOKENS)
+    )
+    # by reason and choice
+    finished: Annotated[
+        dict[str, int],
+        Metric("counter", "request_success_total", "Choices that ended, by reason.", "finished_reason"),
+    ] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0))
+    # by cause and request
+    rejected: Annotated[
+        dict[str, int], Metric("counter", "admission_rejections_total", "Requests refused, by reason.", "reason")
+    ] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("queue_full", "context_length", "invalid", "deadline", "adapter", "grammar"), 0
+        )
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Collector(EngineCounts):
+    """What an engine has counted so far, written by its thread."""
+
+    tenants: dict[str, TenantCounts] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats(EngineCounts):
+    """The counts of one engine so far, and its state at one moment."""
+
+    # sequences with a row
+    running: Annotated[int, Metric("gauge", "num_requests_running", "Requests that hold a row.")]
+    # all other live sequences
+    waiting: Annotated[int, Metric("gauge", "num_requests_waiting", "Requests that wait to be processed.")]
+    kv_usage: Annotated[float, Metric("gauge", "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")]
+    allocated_slots: Annotated[
+        int, Metric("gauge", "kv_allocated_slots", "Tokens that the KV blocks with a user can hold.")
+    ]
+    # no plan has a token for them yet; their share of the allocated ones is the KV waste
+    empty_slots: Annotated[int, Metric("gauge", "kv_empty_slots", "Those of the allocated slots that hold no token.")]
+    waiting_tokens: int  # known tokens of those that wait
     in_flight_steps: int
     num_blocks: int
     block_size: int
     used_blocks: int
     cached_blocks: int
-    kv_usage: float
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    preemptions: int
-    prompt_tokens: int
-    generation_tokens: int
-    wasted_tokens: int
-    steps: int
-    schedule_s: float
-    wait_s: float
-    device_s: float
-    reserved_blocks: int
-    allocated_slots: int
-    empty_slots: int
-    finished: dict[str, int]
-    rejected: dict[str, int]
-    time_to_first_token_s: HistogramStats
-    inter_token_latency_s: HistogramStats
-    e2e_latency_s: HistogramStats
-    queue_time_s: HistogramStats
-    iteration_tokens: HistogramStats
+    reserved_blocks: int  # of those without a user, how many chunks of running prompts will take
+    kv_tokens: int = 0  # that all blocks hold, in contexts as long as the model takes
     offload: OffloadStats | None = None
     adapters: AdapterStats | None = None
     tenants: dict[str, TenantStats] = field(default_factory=dict)
     drafts: DraftStats | None = None
-    kv_tokens: int = 0
     experts: ExpertStats | None = None
-
-
-@dataclass(slots=True, eq=False)
-class TenantCounts:
-    """Counts behind TenantStats. Output tokens are counted in fairness.py."""
-
-    prompt_tokens: int = 0
-    queue_s: float = 0.0
-    queued_requests: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Collector:
-    """Counts behind EngineStats, written by the engine's thread."""
-
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    wasted_tokens: int = 0
-    steps: int = 0
-    schedule_s: float = 0.0
-    wait_s: float = 0.0
-    device_s: float = 0.0
-    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0))
-    rejected: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(
-            ("queue_full", "context_length", "invalid", "deadline", "adapter", "grammar"), 0
-        )
-    )
-    tenants: dict[str, TenantCounts] = field(default_factory=dict)
-    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
-    inter_token_latency: Histogram = field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
-    e2e_latency: Histogram = field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))
-    queue_time: Histogram = field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))
-    iteration_tokens: Histogram = field(default_factory=lambda: Histogram(ITERATION_BOUNDS_TOKENS))
 
 
 def engine_stats(
@@ -215,12 +232,14 @@ def engine_stats(
     drafts: DraftStats | None,
     experts: ExpertStats | None,
 ) -> EngineStats:
-    """Returns a frozen copy of all counts; O(live sequences). output_tokens: charged by tenant, from the start."""
+    """Returns a copy of all counts; O(live sequences). output_tokens: charged by tenant, from the start."""
     pool = manager.pool
     live = [seq for state in requests for seq in state.sequences if seq.status is not Status.FINISHED]
     queued = [seq for seq in live if seq.status is not Status.RUNNING]
     running = (seq for seq in live if seq.status is Status.RUNNING)
+    counts = _copied(collector) | {"preemptions": preemptions}
     return EngineStats(
+        **counts,
         running=len(live) - len(queued),
         waiting=len(queued),
         waiting_tokens=sum(len(seq.tokens) for seq in queued),
@@ -234,29 +253,23 @@ def engine_stats(
         reserved_blocks=pool.num_reserved,
         allocated_slots=(pool.num_used - pool.num_pending) * manager.block_size,
         empty_slots=sum(seq.table.capacity - seq.num_scheduled for seq in running) * manager.groups.count,
-        prefix_cache_queries=collector.prefix_cache_queries,
-        prefix_cache_hits=collector.prefix_cache_hits,
-        preemptions=preemptions,
-        prompt_tokens=collector.prompt_tokens,
-        generation_tokens=collector.generation_tokens,
-        wasted_tokens=collector.wasted_tokens,
-        steps=collector.steps,
-        schedule_s=collector.schedule_s,
-        wait_s=collector.wait_s,
-        device_s=collector.device_s,
-        finished=dict(collector.finished),
-        rejected=dict(collector.rejected),
-        time_to_first_token_s=collector.time_to_first_token.snapshot(),
-        inter_token_latency_s=collector.inter_token_latency.snapshot(),
-        e2e_latency_s=collector.e2e_latency.snapshot(),
-        queue_time_s=collector.queue_time.snapshot(),
-        iteration_tokens=collector.iteration_tokens.snapshot(),
         offload=offload,
         adapters=adapters,
         tenants=_tenants(live, collector.tenants, dict(output_tokens)),
         drafts=drafts,
         experts=experts,
     )
+
+
+def _copied(collector: Collector) -> dict[str, Any]:
+    """The counts of a collector, by their names in EngineCounts; nothing is counted in them any more."""
+    counts: dict[str, Any] = {}
+    for each in fields(EngineCounts):
+        value = getattr(collector, each.name)
+        if isinstance(value, Histogram):
+            value = value.snapshot()
+        counts[each.name] = value.copy() if isinstance(value, dict) else value
+    return counts
 
 
 def _tenants(
@@ -267,15 +280,13 @@ def _tenants(
         if seq.status is not Status.RUNNING:
             waiting[seq.tenant] = waiting.get(seq.tenant, 0) + 1
         output_tokens[seq.tenant] = output_tokens.get(seq.tenant, 0) + len(seq.tokens) - seq.num_charged
-    none = TenantCounts()
+    none, counted = TenantCounts(), [each.name for each in fields(TenantCounts)]
     stats = {}
-    for name in {**counts, **output_tokens, **waiting}:
-        count = counts.get(name, none)
-        stats[name] = TenantStats(
-            prompt_tokens=count.prompt_tokens,
-            generation_tokens=output_tokens.get(name, 0),
-            queue_s=count.queue_s,
-            queued_requests=count.queued_requests,
-            waiting=waiting.get(name, 0),
+    for tenant in {**counts, **output_tokens, **waiting}:
+        count = counts.get(tenant, none)
+        stats[tenant] = TenantStats(
+            **{name: getattr(count, name) for name in counted},
+            generation_tokens=output_tokens.get(tenant, 0),
+            waiting=waiting.get(tenant, 0),
         )
     return stats

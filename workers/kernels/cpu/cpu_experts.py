@@ -36,12 +36,12 @@ from tandem.workers.kernels.cpu.cpu_int8_gemm import (
     padded_bytes,
 )
 from tandem.workers.kernels.cpu.weight_blocks import in_blocks
-from tandem.workers.kernels.expert_ops import MakeExpertOps, RouterWeights, TorchExperts
+from tandem.workers.kernels.expert_ops import ExpertOps, RouterWeights, TorchExperts
 from tandem.workers.models.spec.arch import ClampedSwiglu, Moe, Scoring
 
 LANES = 16
 SCORINGS = (Scoring.SOFTMAX, Scoring.TOP_SOFTMAX, Scoring.SIGMOID)
-"""In the order of cpu_experts.c."""
+"""The order is that of cpu_experts.c."""
 
 
 class DenseBlocks:
@@ -148,7 +148,7 @@ class CpuExperts:
 
     @property
     def has_products(self) -> bool:
-        """Whether the products too are compiled."""
+        """True if the products too are compiled."""
         return self._products is not None
 
     def method(self, experts: Sequence[ExpertParams], context: ParallelContext) -> ExpertMethod:
@@ -220,13 +220,13 @@ class CpuExperts:
         return out_TH
 
 
-def cpu_experts(dtype: torch.dtype, quantization: str | None, make: MakeMethod) -> MakeExpertOps:
-    """Returns what makes a layer's operations: compiled ones, or twins where there are no kernels for the dtype, this
-    CPU or (of the products) the form of weights. make: linear methods of that form."""
+def cpu_experts(dtype: torch.dtype, quantization: str | None, make: MakeMethod, place: Place) -> ExpertOps:
+    """Returns a layer's operations: compiled ones, or twins where there are no kernels for the dtype, this CPU or (of
+    the products) the form of weights. make: linear methods of that form. place: where the weights go."""
     library = cpu_experts_library(dtype)
     if library is None:
-        return partial(TorchExperts, make)
-    return partial(CpuExperts, library, _products(library, dtype, quantization, make), make)
+        return TorchExperts(make, place)
+    return CpuExperts(library, _products(library, dtype, quantization, make), make, place)
 
 
 def _products(library: ctypes.CDLL, dtype: torch.dtype, quantization: str | None, make: MakeMethod) -> Products | None:

@@ -22,7 +22,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ShardShape:
-    """What adapters change on this rank: its projections in the order of the layers, and the page that fits their rows.
+    """The parts of a rank that adapters change: its projections in the order of the layers, and the page that fits
+    their rows.
 
     lengths_2S: elements of a projection's rows.
     """
@@ -42,7 +43,7 @@ class ShardShape:
 
     @property
     def most_pages(self) -> int:
-        """Of an adapter of max_rank on every projection."""
+        """Elements of an adapter of max_rank on every projection."""
         return count_pages(self.lengths_2S.reshape(-1).tolist(), self.max_rank, self.page_elements)
 
 

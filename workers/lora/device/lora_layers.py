@@ -46,8 +46,8 @@ class LoraLayers:
         self.rows = rows
 
     def _name_of(self, rows: AdapterRows) -> Hashable:
-        """Where slots are read on the device, calls depend on the projections that some adapter changes, and no more:
-        the tables stay where they are."""
+        """Return what tells a step's calls apart. Where slots are read on the device, calls depend on the projections
+        that some adapter changes, and no more: the tables stay where they are."""
         if self._ops.reads_slots:
             return tuple(map(bool, self._slab.slots_of))
         return tuple(rows.segments), self._slab.changes
@@ -60,7 +60,7 @@ class LoraLayers:
         return frozenset(slot for _, _, slot in rows.segments)
 
     def begin_head(self, rows: AdapterRows | None) -> None:
-        """From now on the head computes these rows of the step."""
+        """Note that the head computes these rows of the step."""
         self.sample_rows = rows
 
     def attach(self, linears: Iterable[AdaptableLinear]) -> int:
@@ -86,8 +86,8 @@ class LoraLayers:
         return hook
 
     def projections(self, first: int, last: int) -> list[ProjectionTables]:
-        """Those of [first, last) that an adapter of the step changes. Kept while the steps' slots and what lies in them
-        stay the same."""
+        """Return those of [first, last) that an adapter of the step changes. Kept while the steps' slots and what lies
+        in them stay the same."""
         chosen = self._chosen.get((first, last))
         if chosen is None:
             slots, slab = self.slots, self._slab
@@ -118,7 +118,7 @@ class LoraLayers:
 
 
 class LinearLoraHook:
-    """What adapters add to one (merged) linear layer, projections [first, last) of the slab."""
+    """The addition of adapters to one (merged) linear layer, projections [first, last) of the slab."""
 
     def __init__(self, lora_layers: LoraLayers, first: int, last: int) -> None:
         self._layers = lora_layers
@@ -134,7 +134,7 @@ class LinearLoraHook:
 
 
 class HeadLoraHook:
-    """What adapters add to the logits, on the rows that sample."""
+    """The addition of adapters to the logits, on the rows that sample."""
 
     def __init__(self, lora_layers: LoraLayers, first: int, last: int) -> None:
         self._layers = lora_layers
@@ -150,7 +150,8 @@ class HeadLoraHook:
 
 
 class EmbeddingLoraHook:
-    """What adapters add to the embedding: x is one-hot, so x @ A.T is a lookup; B is applied as anywhere, A being 1."""
+    """The addition of adapters to the embedding: x is one-hot, so x @ A.T is a lookup; B is applied as anywhere, A
+    being 1."""
 
     def __init__(self, lora_layers: LoraLayers, slab: AdapterSlab, first: int, last: int) -> None:
         self._layers = lora_layers
@@ -192,7 +193,7 @@ class EmbeddingLoraHook:
         return shrunk_TR
 
     def _unit_rows(self, piece: ProjectionTables) -> torch.Tensor:
-        """For A = 1: rows of the identity for the ranks that a slot has."""
+        """Return what stands for A = 1: rows of the identity for the ranks that a slot has."""
         max_rank = piece.a_rows.shape[1]
         first = self._slab.identity_start
         steps = torch.arange(first, first + max_rank * max_rank, max_rank, device=piece.b_rows.device)

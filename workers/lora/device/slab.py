@@ -84,7 +84,7 @@ class AdapterSlab:
             (slots.add if rank else slots.discard)(slot)
 
     def _copy_pages(self, copy: HostCopy, pages: Sequence[int]) -> None:
-        """By runs of neighbours."""
+        """Fill by runs of neighbours."""
         target, source = self.slab_PE, copy.pages_NE
         for first, page, count in _runs(pages[: copy.num_pages]):
             self._copy_from_host(target[page : page + count], source[first : first + count])

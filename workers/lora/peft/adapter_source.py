@@ -24,7 +24,7 @@ FETCH_S: Final = 120.0
 """Longest time for reading one adapter from its source."""
 CHUNK_BYTES: Final = 2**20
 KEPT_S: Final = 7 * 24 * 3600.0
-"""How long fetched files stay after their last use."""
+"""The time that fetched files stay after their last use."""
 LOCK_RETRY_S: Final = 0.1
 S3: Final = ("s3://", "s3a://")
 T = TypeVar("T")

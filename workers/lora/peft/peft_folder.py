@@ -35,7 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 EXPERT: Final = re.compile(r"[._]experts?\.")
-"""In names of tensors of a mixture's experts."""
+"""The mark of a mixture's experts in names of tensors."""
 
 
 class Shape(NamedTuple):

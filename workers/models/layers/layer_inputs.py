@@ -46,8 +46,8 @@ class LayerInputs:
 
     @property
     def graph_key(self) -> Hashable | None:
-        """What attention may vary by among steps with one graph; None where a step of this batch is its own. An
-        overlapped load is waited for layer by layer, which no graph does."""
+        """The things that attention may vary by among steps with one graph; None where a step of this batch is its own.
+        An overlapped load is waited for layer by layer, which no graph does."""
         if not isinstance(self.kv.layers, list):
             return None
         return self.backend.replay_key(self.batch, self.kv.layers[0], self.residual_TH.dtype)

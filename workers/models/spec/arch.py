@@ -57,7 +57,7 @@ class RopeSpec:
 
     @property
     def score_mscale(self) -> float:
-        """What DeepSeek multiplies scores with twice: YaRN's attention temperature for mscale_all_dim."""
+        """The factor that DeepSeek multiplies scores with twice: YaRN's attention temperature for mscale_all_dim."""
         if self.kind is RopeKind.DEFAULT or not self.mscale_all_dim or self.factor <= 1:
             return 1.0
         return 0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0
@@ -157,7 +157,7 @@ class AttentionParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether weights are the softmax of scaled products, as every kernel computes them."""
+        """True if weights are the softmax of scaled products, as every kernel computes them."""
         return self.softcap is None and self.slopes is None and self.sinks is None
 
 
@@ -181,7 +181,7 @@ class Norm:
 
 
 class Place(StrEnum):
-    """Where a layer's norms stand. PRE: before attention and MLP. SANDWICH: before and behind both (Gemma 2). POST:
+    """The places of a layer's norms. PRE: before attention and MLP. SANDWICH: before and behind both (Gemma 2). POST:
     behind both, before they are added (OLMo 2). POST_SUM: behind each sum (the first transformer). PARALLEL: one norm,
     before both, which are computed side by side. PARALLEL_TWO: side by side, each with a norm of its own."""
 
@@ -212,8 +212,8 @@ class Plain:
 
 
 class Scoring(StrEnum):
-    """How a router weighs experts by its logits. SOFTMAX: over all. TOP_SOFTMAX: over those that are chosen. SIGMOID:
-    each by itself."""
+    """The weights that a router makes of its logits. SOFTMAX: over all. TOP_SOFTMAX: over those that are chosen.
+    SIGMOID: each by itself."""
 
     SOFTMAX = "softmax"
     TOP_SOFTMAX = "top_softmax"
@@ -350,7 +350,7 @@ class ArchSpec:
 
     @property
     def has_experts(self) -> bool:
-        """Whether some layers have a mixture of experts."""
+        """True if some layers have a mixture of experts."""
         return any(isinstance(layer.mlp, Moe) for layer in self.layers)
 
     @property
@@ -365,7 +365,7 @@ class ArchSpec:
 
     @property
     def has_latents(self) -> bool:
-        """Whether the cache has latents in place of keys and values, as that of each layer."""
+        """True if the cache has latents in place of keys and values, as that of each layer."""
         return isinstance(self.layers[0].attention, Mla)
 
     @property

@@ -128,11 +128,11 @@ class ConfigValues:
         return next((value for value in found if value is not None), default)
 
     def has(self, key: str) -> bool:
-        """Whether config.json itself has a value."""
+        """True if config.json itself has a value."""
         return self._at(self.spelled(key)) not in (_ABSENT, None)
 
     def overrides(self, key: str) -> bool:
-        """Whether the user gave the value."""
+        """True if the user gave the value."""
         return any(spelling.partition(".")[0] in self._overridden for spelling in self._spellings(key))
 
     def spelled(self, key: str) -> str:

@@ -16,7 +16,7 @@ FAMILIES: tuple[Family, ...] = (*LLAMA_FAMILIES, *EXPERT_FAMILIES, *GPT_FAMILIES
 
 
 TASK = re.compile("(For[A-Z].*|LMHeadModel|Model)$")
-"""How the names of classes end."""
+"""Endings of the names of classes."""
 
 
 def supported_architectures() -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class Window(Enum):
 
 
 class PositionKind(Enum):
-    """How a family tells tokens their positions."""
+    """The way in which a family tells tokens their positions."""
 
     ROTARY = "rotary"
     LEARNED = "learned"  # a table that is added to the embeddings
@@ -36,7 +36,7 @@ class PositionKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """How a family rotates. theta: the key of the base. share: the key of the part of a head that rotates, which may
+    """Rotation of a family. theta: the key of the base. share: the key of the part of a head that rotates, which may
     stand in the rope parameters too, and its default; None: all rotates, or `dim` is the key of how much. interleaved:
     as in RopeSpec, or the key that says so. kinds: own spellings of RopeKind. local_theta: the key and default of the
     base in layers with a window, which have an unscaled rope of their own. positions_scaled: config.json's positions

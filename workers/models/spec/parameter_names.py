@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 
 class Role(StrEnum):
-    """What a parameter is."""
+    """The part of a model that a parameter is."""
 
     EMBEDDING = "embedding"
     POSITIONS = "positions"
@@ -68,8 +68,8 @@ def stems(**changes: str) -> Mapping[Role, str]:
 
 
 class FusedQkv(StrEnum):
-    """How a checkpoint keeps q, k and v. APART: in three tensors. IN_TURN: in one, all rows of q, then k, then v.
-    BY_HEAD: in one, for each KV head the rows of its query heads, then its own of k and v."""
+    """The tensors in which a checkpoint keeps q, k and v. APART: in three tensors. IN_TURN: in one, all rows of q, then
+    k, then v. BY_HEAD: in one, for each KV head the rows of its query heads, then its own of k and v."""
 
     APART = "apart"
     IN_TURN = "in_turn"

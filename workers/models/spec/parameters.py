@@ -204,7 +204,7 @@ class _Group:
 
     @property
     def _is_stacked(self) -> bool:
-        """Whether one tensor has a matrix of all experts."""
+        """True if one tensor has a matrix of all experts."""
         return self._names.stacked_experts or self._names.interleaved_experts
 
     def norm(self, role: Role, size: int, norm: Norm, shard: Shard = WHOLE, source: Source | None = None) -> NormParams:

@@ -43,7 +43,7 @@ KEYS = (
 )
 """The keys of rope parameters that are read."""
 KEPT = ("rope_theta", "partial_rotary_factor")
-"""What a model keeps where the user's rope parameters lack it."""
+"""Keys that a model keeps where the user's rope parameters lack it."""
 OF_ANY = ("rope_type", "type", *KEPT)
 OF_KIND: Mapping[RopeKind, tuple[str, ...]] = {
     RopeKind.DEFAULT: (),
@@ -62,10 +62,10 @@ LAYER_KINDS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRow:
-    """What a family says beside the rope parameters. theta: the top-level base, used where these have none, or where
-    the user gave it (theta_given); local: this is the rope of layers with a window; share: the top-level part of a head
-    that rotates, None where all of it must, and whether the user gave it; trained: the top-level trained context, and
-    the family's own where none is given; kinds: own spellings."""
+    """Statements of a family beside the rope parameters. theta: the top-level base, used where these have none, or
+    where the user gave it (theta_given); local: this is the rope of layers with a window; share: the top-level part of
+    a head that rotates, None where all of it must, and whether the user gave it; trained: the top-level trained
+    context, and the family's own where none is given; kinds: own spellings."""
 
     theta: float
     positions: int

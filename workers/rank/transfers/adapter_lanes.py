@@ -30,7 +30,8 @@ URL_LANES = 3
 """Several, so that not all remote sources wait for the slowest one."""
 
 HostCopies = dict[str, HostCopy]
-"""By digest. Fetches add, a drop takes away, each on its own thread: single operations of a dict, which are whole."""
+"""Adapters by digest. Fetches add, a drop takes away, each on its own thread: single operations of a dict, which are
+whole."""
 ReadShard = Callable[[AdapterRef], HostCopy]
 
 

@@ -23,8 +23,8 @@ O_contra = TypeVar("O_contra", contravariant=True)
 
 
 class Moved(NamedTuple):
-    """What a lane has done. failed: indices of a CopyKV's blocks whose bytes did not arrive. failure: the reason of the
-    last failure. pages: device pages that a fetched adapter takes."""
+    """The outcome of a lane's op. failed: indices of a CopyKV's blocks whose bytes did not arrive. failure: the reason
+    of the last failure. pages: device pages that a fetched adapter takes."""
 
     failed: list[int]
     failure: Failure | None = None
@@ -102,7 +102,7 @@ class Lanes:
             self._threads.append(thread)
 
     def open_later(self, kind: LaneKind, accelerator: Accelerator, *lanes: Lane[Any]) -> None:
-        """As open(), when the first op of the kind comes."""
+        """Open a lane when the first op of the kind comes."""
         self._later[kind] = accelerator, lanes
 
     def put(self, op: TransferOp) -> None:

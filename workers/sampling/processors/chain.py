@@ -66,7 +66,7 @@ class ProcessorChain:
         return {processor.reads for processor, need in zip(self._processors, needs, strict=True) if need}
 
     def waits(self, row: int) -> bool:
-        """Whether some processor of the row reads its tokens on the host alone."""
+        """True if some processor of the row reads its tokens on the host alone."""
         return bool((self._needs[row] & self._waits).any())
 
     def free(self, row: int) -> None:

@@ -110,7 +110,7 @@ class GrammarMask:
         return True
 
     def _allowing_ends(self, keep: Change, rows: SampledRows, may_end: list[int]) -> Change:
-        """Where a text may end and nothing is left to choose, its end is, whatever else forbids it."""
+        """Allow a text's end where it may end and nothing is left to choose, whatever else forbids it."""
         ends = [min(self._rows[int(rows.rows_P[place])].end_ids) for place in may_end]
         at, ids = rows.send(rows.places_P[may_end]), rows.send(np.array(ends, np.int64))
 

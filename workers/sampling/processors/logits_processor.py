@@ -27,11 +27,11 @@ At = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Reads(IntEnum):
-    """What a processor reads of a row, and so when it prepares its part of a step that is launched while the one before
-    is computed. NOTHING: parameters alone, so it waits for nothing. TOKENS: the row's tokens, on the device if it can
-    (ReadsOnDevice in device_tokens.py); else the step before is read first. TOKENS_LATE: the same behind the forward
-    pass, which is given to the device meanwhile: what it prepares takes long, and goes to the device in a copy of its
-    own."""
+    """The tokens that a processor reads of a row, and so when it prepares its part of a step that is launched while the
+    one before is computed. NOTHING: parameters alone, so it waits for nothing. TOKENS: the row's tokens, on the device
+    if it can (ReadsOnDevice in device_tokens.py); else the step before is read first. TOKENS_LATE: the same behind the
+    forward pass, which is given to the device meanwhile: what it prepares takes long, and goes to the device in a copy
+    of its own."""
 
     NOTHING = 0
     TOKENS = 1

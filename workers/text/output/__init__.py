@@ -1,1 +1,1 @@
-"""What a model's text says beside its answer: thinking, tool calls. Torch-free."""
+"""Parts of a model's text beside its answer: thinking, tool calls. Torch-free."""

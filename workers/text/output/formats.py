@@ -23,11 +23,11 @@ class Tool(NamedTuple):
 
 
 class ToolFormat(Protocol):
-    """How one family of models writes tool calls."""
+    """The form of tool calls of one family of models."""
 
     @property
     def shows_special_tokens(self) -> bool:
-        """Whether its marks are special tokens: then the text that is parsed must have special tokens."""
+        """True if its marks are special tokens: then the text that is parsed must have special tokens."""
         ...
 
     def marks_in(self, template: str) -> bool:
@@ -48,15 +48,15 @@ class ToolFormat(Protocol):
 
 
 class ReasoningFormat(Protocol):
-    """How one family of models marks its thinking."""
+    """The marks of thinking of one family of models."""
 
     @property
     def shows_special_tokens(self) -> bool:
-        """As in ToolFormat."""
+        """The same as in ToolFormat."""
         ...
 
     def marks_in(self, template: str) -> bool:
-        """As in ToolFormat."""
+        """The same as in ToolFormat."""
         ...
 
     @property

@@ -24,7 +24,8 @@ _NUMBER = {
     "s": {"0": "x", "1": "x"},
     "x": {"0": "x", "1": "x"},
 }
-"""What may follow in a number: zero and other digits differ, `1` stands for those, `e` for E, `+` for both signs."""
+"""Characters that may follow in a number: zero and other digits differ, `1` stands for those, `e` for E, `+` for both
+signs."""
 _CLASS = {**dict.fromkeys("123456789", "1"), "0": "0", ".": ".", "e": "e", "E": "e", "+": "+", "-": "+"}
 _WORDS = {"t": "true", "f": "false", "n": "null"}
 

@@ -50,7 +50,7 @@ class Source:
 
     @property
     def exhausted(self) -> bool:
-        """Whether all text was read and no more will come."""
+        """True if all text was read and no more will come."""
         return self.ended and self.at == len(self.text)
 
 

@@ -1,4 +1,4 @@
-"""Which file of a folder holds the vocabulary, and the `tokenizers` tokenizer made of it.
+"""The file of a folder that holds the vocabulary, and the `tokenizers` tokenizer made of it.
 
 Called by tokenizer.py. Read are tokenizer.json, GPT-2's
 vocab.json with merges.txt, SentencePiece's tokenizer.model and Mistral's tekken.json, in this order. A file that is not

@@ -84,7 +84,7 @@ def test_a_group_without_readable_statistics_costs_nothing() -> None:
 def test_histogram_buckets_are_cumulative() -> None:
     engine = FakeEngine(None)
     stats = engine.stats()
-    counts = tuple([1, 2] + [0] * (len(stats.time_to_first_token_s.counts) - 3) + [4])
+    counts = [1, 2] + [0] * (len(stats.time_to_first_token_s.counts) - 3) + [4]
     first = dataclasses.replace(stats.time_to_first_token_s, counts=counts, total=9.5)
     raw = msgspec.msgpack.encode(dataclasses.replace(stats, time_to_first_token_s=first))
     (family,) = [

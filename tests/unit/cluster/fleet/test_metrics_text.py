@@ -15,7 +15,7 @@ from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
 from tandem.workers.engine.base.drafting import DraftStats
-from tandem.workers.engine.base.stats import AdapterStats, EngineStats, HistogramStats, OffloadStats, TenantStats
+from tandem.workers.engine.base.stats import AdapterStats, EngineStats, Histogram, OffloadStats, TenantStats
 from tests.support.fake_engine import FakeEngine
 
 RECORDED = Path(__file__).parent / "metrics.txt"
@@ -27,9 +27,10 @@ def stats(step: int) -> EngineStats:
     """Every number differs; some are large, some are fractions."""
     empty = FakeEngine(None).stats()
     values: dict[str, object] = {}
-    for index, (name, value) in enumerate((f.name, getattr(empty, f.name)) for f in dataclasses.fields(empty)):
-        if isinstance(value, HistogramStats):
-            counts = tuple(step * (i % 4) for i in range(len(value.counts)))
+    for index, name in enumerate(sorted(f.name for f in dataclasses.fields(empty))):
+        value = getattr(empty, name)
+        if isinstance(value, Histogram):
+            counts = [step * (i % 4) for i in range(len(value.counts))]
             values[name] = dataclasses.replace(value, counts=counts, total=12345678.5 * step)
         elif isinstance(value, int | float):
             values[name] = (index + 1) * step * (12345678 if index % 3 else 0.125 if isinstance(value, float) else 1)
@@ -56,7 +57,7 @@ def offload() -> OffloadStats:
 
 
 def adapters() -> AdapterStats:
-    load_s = HistogramStats(bounds=(0.001, 0.5, 1.0, 300.0), counts=(2, 1, 0, 4, 1), total=0.7)
+    load_s = Histogram(bounds=(0.001, 0.5, 1.0, 300.0), counts=[2, 1, 0, 4, 1], total=0.7)
     counts = {"num_pages": 64, "free_pages": 16, "resident": 3, "on_host": 5, "in_use": 1, "waiting": 2, "loads": 8}
     return AdapterStats(**counts, load_s=load_s, evictions=7, refused=1)
 
@@ -78,11 +79,11 @@ def reports() -> list[GroupReport]:
 
 
 def served(found: list[GroupReport], prefix: str = "tandem", *, with_tenants: bool = True) -> str:
-    registry = AdapterList(None, "demo")
-    registry.keep(AdapterEntry(name="pirate", digest=A, source="/a", pinned=True))
-    registry.keep(AdapterEntry(name="twin", digest=A, source="/t", tenant="acme"))
-    registry.keep(AdapterEntry(name="shout", digest=B, source="/b"))
-    adapter_service = AdapterService(registry, lambda source: "", ("demo",))
+    adapters = AdapterList(None, "demo")
+    adapters.keep(AdapterEntry(name="pirate", digest=A, source="/a", pinned=True))
+    adapters.keep(AdapterEntry(name="twin", digest=A, source="/t", tenant="acme"))
+    adapters.keep(AdapterEntry(name="shout", digest=B, source="/b"))
+    adapter_service = AdapterService(adapters, lambda source: "", ("demo",))
     adapter_service.counts["refused"] += 3
     families = Families(prefix)
     add_engines(families, found, redis_unavailable=True, with_tenants=with_tenants)

@@ -14,7 +14,7 @@ from tandem.cluster.gateway.generation import part as part_module
 from tandem.cluster.gateway.generation import serve_dispatch
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.failover import MOST_LOSSES
-from tandem.cluster.gateway.generation.generations import GatewayTimes
+from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.gateway.generation.quarantine import MOST, Quarantine, digest_of
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.version import OtherVersion

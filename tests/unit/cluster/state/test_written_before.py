@@ -5,7 +5,6 @@ from pathlib import Path
 import msgspec
 
 from tandem.cluster.adapters.adapter_list import AdapterList
-from tandem.cluster.adapters.kept import AdapterFile
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.tenants.directory import TenantDirectory
@@ -59,8 +58,8 @@ async def test_files_of_an_earlier_life(redis: BackgroundClient, tmp_path: Path)
     await redis.command("SET", "tandem:initialized", "0123456789abcdef")
     name = "adapters-2a97516c354b6884.json"
     (tmp_path / name).write_bytes(msgspec.json.encode({"model": "demo", "adapters": [ENTRY]}))
-    adapters = AdapterList(redis, "demo")
-    await AdapterFile(tmp_path, adapters).load()
+    adapters = AdapterList(redis, "demo", tmp_path)
+    await adapters.load()
     await adapters.refresh()
     assert set(adapters.entries) == {"pirate"}
     assert await redis.command("HEXISTS", "tandem:adapters:demo", "pirate")

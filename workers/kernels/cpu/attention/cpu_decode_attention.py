@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.configs.platform_facts import MOST_HEAD_DIM
 from tandem.workers.kernels.cpu.cpu_build import cpu_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel, OfHeads, Scratch
 from tandem.workers.kernels.cpu.cpu_kv_quant import address
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 
-MAX_HEAD_DIM = 256
 PARTITION_TOKENS = 128
 LANES = 16
 Ints = npt.NDArray[np.int64]
@@ -114,7 +114,7 @@ class CpuDecodeAttention:
     @classmethod
     def make(cls, dtype: torch.dtype, head_dim: int, storage: torch.dtype) -> "CpuDecodeAttention | None":
         """Returns the kernel; None for unsupported types or head dims, or when compilation failed."""
-        library = cpu_library(dtype, storage) if head_dim <= MAX_HEAD_DIM else None
+        library = cpu_library(dtype, storage) if head_dim <= MOST_HEAD_DIM else None
         return None if library is None else cls(library)
 
     def reserve(self, work: DecodeWork, num_heads: int, head_dim: int) -> None:

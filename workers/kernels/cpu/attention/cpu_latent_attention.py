@@ -21,6 +21,7 @@ from collections.abc import Iterable
 
 import torch
 
+from tandem.configs.platform_facts import MOST_LATENT
 from tandem.workers.kernels.cpu.attention.cpu_decode_attention import LANES, DecodeTable, DecodeWork, up_to
 from tandem.workers.kernels.cpu.cpu_build import cpu_latent_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel, Scratch
@@ -28,8 +29,6 @@ from tandem.workers.kernels.cpu.cpu_kv_quant import address
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams, Mla
 
-MAX_WIDTH = 1024
-"""The most elements of a token in the cache."""
 TOGETHER = 32
 """Heads of a task."""
 PARTS_BYTES = 512 * 2**10
@@ -41,7 +40,7 @@ class CpuLatentAttention:
     """The compiled kernels for one element type. It keeps scratch memory between calls, so it serves one thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        assert ctypes.c_int.in_dll(library, "latent_most_width").value == MAX_WIDTH
+        assert ctypes.c_int.in_dll(library, "latent_most_width").value == MOST_LATENT
         self._partials, self._scratch = Scratch(), Scratch()
         self._attend = Kernel(
             library, "latent_attention", POINTER, POINTER, POINTER, POINTER, POINTER, NUMBER, POINTER, POINTER, NUMBER,
@@ -58,7 +57,7 @@ class CpuLatentAttention:
     @classmethod
     def make(cls, dtype: torch.dtype, width: int, storage: torch.dtype) -> "CpuLatentAttention | None":
         """Returns the kernels; None for unsupported types or widths of the cache, or when compilation failed."""
-        library = cpu_latent_library(dtype, storage) if width <= MAX_WIDTH else None
+        library = cpu_latent_library(dtype, storage) if width <= MOST_LATENT else None
         return None if library is None else cls(library)
 
     def reserve(self, work: DecodeWork, num_heads: int, width: int) -> None:

@@ -1,0 +1,192 @@
+"""The one table of devices: their data types, formats and implementations, what they refuse and why. Torch-free.
+
+Plans, checks before a start, `tandem doctor`, help and refusals read it; the classes of workers/platforms do as it
+says, and tests/unit/rank/test_platform_facts.py compares them with it. What one machine lacks, such as a compiler or an
+instruction set, a Platform finds out there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import CacheSettings, Device, EngineSettings
+
+DTYPES: Final = ("bfloat16", "float16", "float32")
+KV_DTYPES: Final = ("bfloat16", "fp8", "fp8_e4m3", "int8")
+DEVICE_FLAGS: Final = ("--cpu-threads", "--gpu-memory-utilization")
+"""Flags that one device has a use for, whatever their value."""
+LANES: Final = 16
+"""Elements that a kernel compiled for a CPU takes at a time."""
+MOST_HEAD_DIM: Final = 256
+"""The widest head that attention compiled for a CPU takes."""
+MOST_LATENT: Final = 1024
+"""The widest latent with its key that attention compiled for a CPU takes."""
+
+_COMPILED = "kernels compiled for this CPU"
+_NO_KERNEL = "there is no such kernel for this machine"
+_TRITON = "Triton is installed"
+_NO_TRITON = "Triton, a C compiler for it or a GPU that it compiles for is missing"
+_NO_GPU_KERNEL = "there are no kernels for GPUs yet"
+_EAGER = "a decode step contains operations that are no kernels"
+
+
+class Implementation(NamedTuple):
+    """Words on an implementation that a platform may choose."""
+
+    why: str
+    """The reason for the choice. {dtype} stands for the dtype."""
+    without_kernels: str | None = None
+    """The same where a machine compiles no kernels for {missing}; None: `why`."""
+
+    def reason(self, dtype: str, missing: str | None) -> str:
+        """Return the reason for the choice. missing: why the machine compiles no kernels, None where it does."""
+        if missing is None or self.without_kernels is None:
+            return self.why.format(dtype=dtype)
+        return self.without_kernels.format(missing=missing)
+
+
+@dataclass(frozen=True, slots=True)
+class PlatformFacts:
+    """Facts of one device that hold on every machine with it."""
+
+    name: Device
+    word: str
+    """Its name in help."""
+    shares_memory: bool
+    """Its memory is the machine's, which all its ranks share; else each has a device with memory of its own."""
+    packs: tuple[str, ...]
+    """Dtypes whose dense matrices are held in a packed form, so that a tied table is there twice."""
+    quantizations: tuple[str, ...]
+    """Values of --quantization that it multiplies."""
+    invariant_dtypes: tuple[str, ...]
+    """Dtypes that --batch-invariant computes in; none: it is refused."""
+    implementations: Mapping[str, Mapping[str, Implementation]]
+    """By subject, and by its name, what a rank may compute with."""
+    refused: Mapping[str, str]
+    """Flags without a meaning, and why."""
+    computed_as: Mapping[str, str]
+    """Dtypes of checkpoints that --dtype auto computes in another."""
+    why_dtype: str
+    """The reason for the dtype that --dtype auto takes."""
+    dtypes: tuple[str, ...] = DTYPES
+    """Dtypes that weights and activations may have."""
+    kv_dtypes: tuple[str, ...] = KV_DTYPES
+    """Values of --kv-cache-dtype, beside auto, that its KV cache may have."""
+
+    def refusal(self, flag: str) -> SettingsError:
+        """Return the error for a flag that is refused."""
+        return SettingsError(self.refused[flag], flag)
+
+
+CPU: Final = PlatformFacts(
+    name="cpu",
+    word="CPU",
+    shares_memory=True,
+    packs=("bfloat16", "float32"),
+    quantizations=("int8", "w8a8"),
+    invariant_dtypes=("bfloat16", "float32"),
+    implementations={
+        "attention": {
+            "cpu-paged": Implementation(_COMPILED),
+            "cpu-one-query": Implementation("--batch-invariant computes each row alone"),
+            "torch-sdpa": Implementation(_NO_KERNEL, "{missing}"),
+        },
+        "fused ops": {"compiled": Implementation(_COMPILED), "torch": Implementation(_NO_KERNEL, "{missing}")},
+        "linear": {
+            "skinny GEMM, oneDNN above 64 rows": Implementation("this CPU multiplies pairs of bf16"),
+            "row GEMM": Implementation("this CPU multiplies no pairs of bf16, and oneDNN is slower without"),
+            "oneDNN": Implementation("the skinny GEMM needs a CPU and a compiler with AVX512-BF16", "{missing}"),
+            "torch": Implementation("oneDNN packs no {dtype} on this CPU"),
+        },
+        "experts": {
+            "grouped products": Implementation(_COMPILED),
+            "torch, expert by expert": Implementation("the kernel needs a CPU and a compiler with AVX512", "{missing}"),
+        },
+        "LoRA ops": {"compiled": Implementation(_COMPILED), "torch": Implementation(_NO_KERNEL, "{missing}")},
+        "sampling": {"compiled": Implementation(_COMPILED), "torch": Implementation(_NO_KERNEL, "{missing}")},
+        "collectives": {
+            "shared memory": Implementation("ranks of a stage share this node"),
+            "gloo": Implementation("shared memory relies on x86's order of stores"),
+        },
+        "graphs": {
+            "replayed steps": Implementation(
+                "decode steps of at most 64 rows with TP 1 consist of kernels, views and copies"
+            ),
+            "none": Implementation(_EAGER, f"{_EAGER}: {{missing}}"),
+        },
+    },
+    refused={"--gpu-memory-utilization": "has no meaning on CPU; use --kv-cache-memory-bytes"},
+    # float16 matmul is slow on CPU: 512 x 1024 x 3072 took 61 ms, bfloat16 3.5 ms, on a Zen 5
+    computed_as={"float16": "bfloat16"},
+    why_dtype="but bfloat16 for float16, whose products are slow on CPUs",
+)
+
+CUDA: Final = PlatformFacts(
+    name="cuda",
+    word="GPU",
+    shares_memory=False,
+    packs=(),
+    quantizations=(),
+    invariant_dtypes=(),
+    implementations={
+        "attention": {"triton-paged": Implementation(_TRITON), "torch-sdpa": Implementation(_NO_TRITON)},
+        "fused ops": {"torch": Implementation(_NO_GPU_KERNEL)},
+        "linear": {"cuBLAS": Implementation("weights stay as they are")},
+        "experts": {"Triton": Implementation(_TRITON), "torch, expert by expert": Implementation(_NO_TRITON)},
+        "LoRA ops": {"Triton": Implementation(_TRITON), "torch": Implementation(_NO_TRITON)},
+        "sampling": {"torch": Implementation(_NO_GPU_KERNEL)},
+        "collectives": {"nccl": Implementation("between GPUs")},
+        "graphs": {"CUDA graphs": Implementation("of decode steps with TP 1, padded; other steps run eagerly")},
+    },
+    refused={
+        "--cpu-threads": "is for ranks on CPU",
+        "--quantization": "is for ranks on CPU; with --device cuda weights stay in --dtype",
+        "--batch-invariant": "--device cuda: it is for ranks on CPU",
+    },
+    computed_as={},
+    why_dtype="GPUs multiply all of them",
+)
+
+PLATFORM_FACTS: Final[Mapping[Device, PlatformFacts]] = {facts.name: facts for facts in (CPU, CUDA)}
+
+
+def only_on(flag: str) -> str:
+    """Return the devices that a flag is not refused on, for its help: "CPU only"."""
+    words = [facts.word for facts in PLATFORM_FACTS.values() if flag not in facts.refused]
+    return f"{' and '.join(words)} only"
+
+
+def invariant_words() -> str:
+    """Return what --batch-invariant can be had with, for its help: "CPU, bfloat16 and float32"."""
+    return "; ".join(
+        f"{facts.word}, {' and '.join(facts.invariant_dtypes)}"
+        for facts in PLATFORM_FACTS.values()
+        if facts.invariant_dtypes
+    )
+
+
+def computed_as_words() -> str:
+    """Return where --dtype auto is not the checkpoint's, for its help: "on CPU, bfloat16 for a float16 checkpoint"."""
+    return "; ".join(
+        f"on {facts.word}, {dtype} for a {stored} checkpoint"
+        for facts in PLATFORM_FACTS.values()
+        for stored, dtype in facts.computed_as.items()
+    )
+
+
+def check_device(settings: EngineSettings, device: Device) -> None:
+    """Check that settings have a meaning on a device. SettingsError."""
+    facts, flag = PLATFORM_FACTS[device], "--gpu-memory-utilization"
+    if flag in facts.refused and settings.cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization:
+        raise facts.refusal(flag)
+    check_formats(settings, device)
+
+
+def check_formats(settings: EngineSettings, device: Device) -> None:
+    """Check that quantization and KV dtype can be had on a device. SettingsError."""
+    facts, quantization, kv_dtype = PLATFORM_FACTS[device], settings.model.quantization, settings.cache.kv_cache_dtype
+    if quantization is not None and quantization not in facts.quantizations:
+        raise SettingsError(f"{quantization} {facts.refused['--quantization']}", "--quantization")
+    if kv_dtype not in ("auto", *facts.kv_dtypes):
+        raise SettingsError(f"{kv_dtype} is not to be had with --device {device}", "--kv-cache-dtype")

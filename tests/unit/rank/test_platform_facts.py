@@ -1,0 +1,134 @@
+"""The table of devices says what the classes do: dtypes, packed forms, quantizations, caches, names and refusals."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import build_settings
+from tandem.configs.options import OPTIONS
+from tandem.configs.platform_facts import (
+    CPU,
+    CUDA,
+    DEVICE_FLAGS,
+    DTYPES,
+    PLATFORM_FACTS,
+    PlatformFacts,
+    check_device,
+    check_formats,
+)
+from tandem.configs.schema import (
+    CacheSettings,
+    Device,
+    DType,
+    EngineSettings,
+    KVCacheDType,
+    ModelSettings,
+    Quantization,
+)
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear_methods import can_pack
+from tandem.parallel.quantization.weight_formats import FORMATS
+from tandem.workers.platforms import cpu
+from tandem.workers.platforms.base import Platform
+from tandem.workers.platforms.cpu import METHODS, CpuPlatform
+from tandem.workers.platforms.cpu_invariant import InvariantCpuPlatform
+from tandem.workers.platforms.platform_choices import choices
+from tests.support.platforms import GpuOnHost, replaced
+
+FACTS = pytest.mark.parametrize("facts", PLATFORM_FACTS.values(), ids=lambda facts: str(facts.name))
+TORCH = {name: getattr(torch, name) for name in DTYPES}
+KV = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+def platform_of(facts: PlatformFacts) -> Platform:
+    if facts is CPU:
+        return CpuPlatform()
+    gpu = GpuOnHost(cpu.HostAccelerator())
+    return replaced(gpu, backend=replace(gpu.backend, name="nccl"))
+
+
+@FACTS
+def test_a_platform_is_of_its_facts(facts: PlatformFacts) -> None:
+    platform = platform_of(facts)
+    assert platform.facts is facts and (platform.memory() is None) == facts.shares_memory
+    for name in facts.dtypes:
+        found = {one.subject: one for one in choices(platform, TORCH[name])}
+        assert list(found) == list(facts.implementations) and all(one.why for one in found.values())
+    for kv_dtype in facts.kv_dtypes:
+        found_name = platform.attention(torch.bfloat16, 128, KV.get(kv_dtype) or getattr(torch, kv_dtype)).name
+        assert found_name in facts.implementations["attention"]
+
+
+@FACTS
+def test_what_packs(facts: PlatformFacts) -> None:
+    """A CPU with products of float16 packs that too; one without AVX512 packs less than a plan assumes."""
+    packs = {name for name in DTYPES if platform_of(facts).packs(TORCH[name])}
+    if facts is CPU and not can_pack(torch.bfloat16):
+        packs.add("bfloat16")
+    assert packs - {"float16"} == set(facts.packs)
+
+
+def test_quantizations_are_the_methods_of_the_class_and_the_flags_values() -> None:
+    assert set(CPU.quantizations) == set(METHODS) - {None} == set(FORMATS) == set(get_args(Quantization))
+    with pytest.raises(AssertionError):
+        platform_of(CUDA).linear((), ParallelContext.single(), dtype=torch.bfloat16, quantization="int8")
+
+
+@FACTS
+def test_what_is_refused_has_no_meaning_and_the_rest_has(facts: PlatformFacts) -> None:
+    assert bool(facts.quantizations) == ("--quantization" not in facts.refused)
+    assert bool(facts.invariant_dtypes) == ("--batch-invariant" not in facts.refused)
+    assert facts.shares_memory == ("--gpu-memory-utilization" in facts.refused)
+    assert facts.shares_memory == ("--cpu-threads" not in facts.refused)
+    flags = {f"--{option.name.replace('_', '-')}" for option in OPTIONS}
+    assert flags >= {*facts.refused, *DEVICE_FLAGS}
+
+
+def test_invariant_dtypes_are_those_of_the_class() -> None:
+    platform = InvariantCpuPlatform()
+    for name in DTYPES:
+        try:
+            platform.linear((), ParallelContext.single(), dtype=TORCH[name])
+        except SettingsError:
+            assert name not in CPU.invariant_dtypes or cpu.obstacle(TORCH[name]) is not None
+        else:
+            assert name in CPU.invariant_dtypes
+
+
+def test_names_of_dtypes_are_the_flags_values() -> None:
+    assert set(get_args(DType)) == {"auto", *DTYPES} and set(get_args(Device)) == set(PLATFORM_FACTS)
+    for facts in PLATFORM_FACTS.values():
+        assert set(facts.kv_dtypes) == set(get_args(KVCacheDType)) - {"auto"}
+        assert {*facts.packs, *facts.invariant_dtypes, *facts.computed_as.values()} <= set(facts.dtypes)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "device"),
+    [("gpu_memory_utilization", 0.5, "cpu"), ("cpu_threads", 2, "cuda")],
+)
+def test_a_flag_that_a_device_has_no_use_for_is_refused(flag: str, value: float, device: Device) -> None:
+    with pytest.raises(SettingsError, match=PLATFORM_FACTS[device].refused[f"--{flag.replace('_', '-')}"]) as refused:
+        build_settings("demo", {"device": device, flag: value})
+    assert refused.value.flag == f"--{flag.replace('_', '-')}"
+
+
+def test_formats_that_a_device_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = EngineSettings(model=ModelSettings(model="m", quantization="w8a8"))
+    check_device(settings, "cpu")
+    with pytest.raises(SettingsError, match="w8a8 is for ranks on CPU; with --device cuda weights stay in --dtype"):
+        check_device(settings, "cuda")
+    monkeypatch.setitem(PLATFORM_FACTS, "cpu", replace(CPU, kv_dtypes=("bfloat16",)))
+    with pytest.raises(SettingsError, match="int8 is not to be had with --device cpu") as refused:
+        check_formats(EngineSettings(model=ModelSettings(model="m"), cache=CacheSettings(kv_cache_dtype="int8")), "cpu")
+    assert refused.value.flag == "--kv-cache-dtype"
+
+
+def test_help_says_what_it_said() -> None:
+    words = {option.name: option.help for option in OPTIONS}
+    assert "faster in large steps. CPU only. Default: neither." in words["quantization"]
+    assert words["batch_invariant"].endswith("Slower. CPU, bfloat16 and float32 only.")
+    assert words["gpu_memory_utilization"].endswith("KV cache (GPU only).")
+    assert words["dtype"].endswith("auto: the checkpoint's; on CPU, bfloat16 for a float16 checkpoint.")
