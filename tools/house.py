@@ -16,6 +16,7 @@ from tools.sources import Source, folder, module_of, sources
 ORDERS: dict[str, tuple[str, ...]] = {
     "cluster": (
         "state process",
+        "ray_private",
         "wire",
         "fleet tenants routing",
         "adapters",
@@ -25,7 +26,15 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "service",
         "cli",
     ),
-    "cluster/gateway": ("http", "generation", "services", "openai", "chat", "responses anthropic", "routes", "*"),
+    "cluster/gateway": (
+        "http",
+        "schemas generation",
+        "services",
+        "serving",
+        "conversation",
+        "openai anthropic responses admin",
+        "app",
+    ),
     "workers": (
         "messages",
         "text",

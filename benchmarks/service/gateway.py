@@ -24,13 +24,14 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from benchmarks.models import DEMO
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.app.routes import build_gateway_app
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.http.auth import StaticKeys
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.gateway.http.text_workers import TextWorkers
-from tandem.cluster.gateway.routes import build_gateway_app
-from tandem.cluster.gateway.services import Accounts, TextServices
+from tandem.cluster.gateway.services.accounts import Accounts
+from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.routing.route_hint import hint_of
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import GenerationRequest, SamplingParams, TokenDelta
@@ -76,7 +77,7 @@ def new_app(folder: Path, tokenizer: ModelTokenizer, backend: FakeBackend) -> Fa
         workers=TextWorkers(meter=metrics),
     )
     accounts = Accounts(auth=StaticKeys())
-    generations = Generations(
+    context = GatewayContext(
         dispatch=backend,
         tenancy=accounts.tenancy,
         ledger=accounts.ledger,
@@ -85,7 +86,7 @@ def new_app(folder: Path, tokenizer: ModelTokenizer, backend: FakeBackend) -> Fa
         max_answer_bytes=settings.max_answer_bytes,
         queue_timeout_s=settings.queue_timeout_s,
     )
-    return build_gateway_app(text, accounts, generations)
+    return build_gateway_app(text, accounts, context)
 
 
 def body(tokens: int, options: dict[str, Any]) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.fleet.group_reports import AdapterReport
 from tandem.cluster.routing.residency import adapter_key
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import Commands
 from tandem.workers.messages.request import AdapterRef
 
@@ -30,7 +30,7 @@ class GroupAdapters:
         self._in_flight: Counter[AdapterRef] = Counter()
         self.residency: Mapping[str, str] = {}
 
-    async def run(self, changes: Announcements = NoAnnouncements(), period_s: float = PERIOD_S) -> None:
+    async def run(self, changes: Announcements = Announcements(), period_s: float = PERIOD_S) -> None:
         """Follows the list until it is cancelled."""
         await self._adapters.run(self.reconcile, period_s, changes)
 
@@ -47,12 +47,12 @@ class GroupAdapters:
             self._pin(pinned)
 
     def enter(self, adapter: AdapterRef | None) -> None:
-        """A request came."""
+        """Counts a request that came."""
         if adapter is not None:
             self._in_flight[adapter] += 1
 
     def leave(self, adapter: AdapterRef | None) -> None:
-        """It has ended."""
+        """Counts it no more: it has ended."""
         if adapter is not None:
             self._in_flight[adapter] -= 1
             if not self._in_flight[adapter]:

@@ -1,6 +1,6 @@
 """Builds one gateway's adapters (or a batch run's) from its settings: the list, the service, what runs beside requests.
 
-Called by cluster/gateway/gateway_replica.py and `tandem run-batch`.
+Called by cluster/gateway/app/gateway_replica.py and `tandem run-batch`.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
-from tandem.cluster.adapters.folder_watch import FolderWatch, SharedSightings
-from tandem.cluster.adapters.sources import modules_digest, modules_of
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.adapters.folder_watch import FolderWatch, Sightings
+from tandem.cluster.adapters.sources import Module, modules_digest, modules_of
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 from tandem.configs.schema import ServiceSettings
 
@@ -41,12 +41,17 @@ async def open_adapter_service(
     adapter_service = AdapterService(adapters, checker_of(facts), names, limit=limit)
     with suppress(RedisUnavailable):
         await adapters.refresh()
-    modules = modules_of(settings.adapters, names)
-    digest = modules_digest(names[0], modules)
+    await _list_new_modules(adapter_service, modules_of(settings.adapters, names), service)
+    return adapter_service
+
+
+async def _list_new_modules(adapter_service: AdapterService, modules: list[Module], service: str) -> None:
+    """Lists --lora-modules, unless a gateway of the service has listed the same before. SettingsError."""
+    adapters = adapter_service.adapters
+    digest = modules_digest(adapters.model, modules)
     if not await adapters.modules_are_listed(service, digest):
         await adapter_service.list_modules(modules)
         await adapters.note_modules_listed(service, digest)
-    return adapter_service
 
 
 def start_adapter_tasks(
@@ -54,7 +59,7 @@ def start_adapter_tasks(
     settings: ServiceSettings,
     redis: Commands,
     service: str,
-    changes: Announcements = NoAnnouncements(),
+    changes: Announcements = Announcements(),
 ) -> "list[asyncio.Task[None]]":
     """Starts the tasks of an AdapterService: they follow the list and --lora-watch-dir, and save to --state-dir.
     The caller cancels them."""
@@ -63,9 +68,7 @@ def start_adapter_tasks(
         loop.create_task(adapter_service.adapters.run(lambda: _say(adapter_service), changes=changes), name="adapters")
     ]
     if settings.adapters.watch_dir is not None:
-        watch = FolderWatch(
-            Path(settings.adapters.watch_dir), adapter_service, sightings=SharedSightings(redis, service)
-        )
+        watch = FolderWatch(Path(settings.adapters.watch_dir), adapter_service, Sightings(redis, service))
         tasks.append(loop.create_task(watch.run(), name="adapters' folder"))
     if settings.gateway.state_dir is not None:
         tasks.append(loop.create_task(_keep_saved(adapter_service.adapters), name="saving adapters"))

@@ -1,4 +1,4 @@
-"""Whether a source holds an adapter of this model: read and checked whole, without torch, before anybody may list it.
+"""Checks a source: does it hold an adapter of this model? Read whole, without torch, before anybody may list it.
 
 Called on a thread of cluster/adapters/adapter_service.py, by the launcher and by `tandem adapters add`. Imported only
 where adapters are served.
@@ -18,7 +18,7 @@ from tandem.workers.models.spec.config.config_reader import load_spec
 
 
 def checker_of(base: BaseFacts) -> AdapterChecker:
-    """For the model that a service announced. SettingsError when its folder cannot be read here."""
+    """The checker for the model that a service announced. SettingsError when its folder cannot be read here."""
     overrides: Mapping[str, Any] | None = base.overrides or None
     folder = Path(base.folder)
     has_weights = base.has_weights and any(folder.glob("*.safetensors"))
@@ -27,7 +27,7 @@ def checker_of(base: BaseFacts) -> AdapterChecker:
 
 
 def base_facts(settings: ServiceSettings) -> BaseFacts:
-    """Of settings whose model is a folder."""
+    """The facts of settings whose model is a folder."""
     model = settings.engine.model
     return BaseFacts(
         folder=model.model,

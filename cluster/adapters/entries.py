@@ -1,7 +1,7 @@
 """The entry of a listed adapter, and how a client's `model` finds it. Pure: no Redis, no HTTP, no files.
 
 A listed version is `name@digest` and never changes: loading other content under the name lists another version in its
-place. Used by the adapters, the gateway, the command line and the coordinator.
+place. Used by the list, the gateway, the command line and the coordinator.
 """
 
 import re
@@ -18,19 +18,18 @@ LEAST_DIGEST_CHARS = 8
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The version that is served under a name. tenant: whose it is, None: everyone's. pinned: groups keep it on their
-    devices. listed_at_s: wall clock."""
+    """The version that is served under a name."""
 
     name: str
     digest: str
     source: str
-    tenant: str | None = None
-    pinned: bool = False
-    listed_at_s: float = 0.0
+    tenant: str | None = None  # whose it is, None: everyone's
+    pinned: bool = False  # groups keep it on their devices
+    listed_at_s: float = 0.0  # wall clock
 
     @property
     def ref(self) -> AdapterRef:
-        """As requests carry it."""
+        """The reference that requests carry."""
         return AdapterRef(name=self.name, digest=self.digest, source=self.source)
 
     def is_for(self, tenant: str | None) -> bool:
@@ -39,23 +38,22 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BaseFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a list of adapters belongs to: what checking a new one needs. overrides: --hf-overrides;
-    names: all that it is served by, () where that is unknown; has_weights: False when they are random."""
+    """The model that a list of adapters belongs to: what checking a new one needs."""
 
     folder: str
     max_rank: int
-    overrides: dict[str, Any] = {}
-    names: tuple[str, ...] = ()
-    has_weights: bool = True
+    overrides: dict[str, Any] = {}  # --hf-overrides
+    names: tuple[str, ...] = ()  # all that it is served by, () where that is unknown
+    has_weights: bool = True  # False when they are random
 
 
 def is_name(name: str) -> bool:
-    """May an adapter be called so? ':' and '@' have a meaning in a request's `model`."""
+    """True when an adapter may be called so. ':' and '@' have a meaning in a request's `model`."""
     return NAME.fullmatch(name) is not None
 
 
 def changed(before: AdapterEntry | None, after: AdapterEntry | None) -> str:
-    """What is another about the same content, in words after its name; "" when nothing is."""
+    """Says what is another about the same content, in words after its name; "" when nothing is."""
     if before is None or after is None or before.digest != after.digest:
         return ""
     words = []

@@ -11,8 +11,9 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,13 +21,14 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry, is_name
 from tandem.cluster.adapters.sources import FILES
 from tandem.cluster.state import keys
+from tandem.cluster.state.heartbeat import read_live
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 from tandem.workers.messages.errors import RequestRefused
 
 log = logging.getLogger("tandem.adapters")
 SETTLED_S = 1.5
 UNSEEN_S = 30.0
-"""For a folder that this gateway has never seen: another one, which starts later, may have it."""
+"""The same time for a folder that this gateway has never seen: another one, which starts later, may have it."""
 
 Print = tuple[tuple[str, int, int], ...]
 """Name, bytes and time of change of each file."""
@@ -39,24 +41,9 @@ class _Sight(NamedTuple):
     since_s: float
 
 
-class Sightings(Protocol):
-    """What the gateways see of the folder, each on its own node."""
-
-    async def exchange(self, names: list[str]) -> set[str]:
-        """Tells what this gateway sees and returns what the others do. RedisUnavailable."""
-        ...
-
-
-class NoOthers:
-    """Sightings of a gateway that has nobody to ask."""
-
-    async def exchange(self, names: list[str]) -> set[str]:
-        del names
-        return set()
-
-
-class SharedSightings:
-    """Sightings over Redis: a key of each gateway, renewed by each look."""
+class Sightings:
+    """The names that the gateways see in the folder, each on its own node: a key of each in Redis, renewed by each
+    look."""
 
     def __init__(self, redis: Commands, service: str) -> None:
         self._redis = redis
@@ -64,6 +51,7 @@ class SharedSightings:
         self._id = secrets.token_hex(6)
 
     async def exchange(self, names: list[str]) -> set[str]:
+        """Tells what this gateway sees and returns what the others do. RedisUnavailable."""
         own, everyone = keys.sighting(self._service, self._id), keys.sightings(self._service)
         answers = await self._redis.pipeline(
             [
@@ -76,14 +64,8 @@ class SharedSightings:
         members = answers[3]
         assert isinstance(members, set | list), members
         others = sorted(name for member in members if (name := member.decode()) != self._id)
-        if not others:
-            return set()
-        values = await self._redis.command("MGET", *(keys.sighting(self._service, other) for other in others))
-        assert isinstance(values, list), values
-        gone = [other for other, value in zip(others, values, strict=True) if value is None]
-        if gone:
-            await self._redis.command("SREM", everyone, *gone)
-        return {name for value in values if value is not None for name in msgspec.msgpack.decode(value, type=list[str])}
+        values = await read_live(self._redis, others, partial(keys.sighting, self._service), everyone)
+        return {name for value in values for name in msgspec.msgpack.decode(value, type=list[str])}
 
 
 class FolderWatch:
@@ -93,8 +75,8 @@ class FolderWatch:
         self,
         folder: Path,
         adapter_service: AdapterService,
+        sightings: Sightings,
         clock: Callable[[], float] = time.monotonic,
-        sightings: Sightings = NoOthers(),
     ) -> None:
         self._folder = folder
         self._adapter_service = adapter_service
@@ -138,7 +120,7 @@ class FolderWatch:
                 await self._miss(name, now_s)
 
     async def _seen_elsewhere(self, names: list[str]) -> set[str] | None:
-        """What other gateways see; None when that is not known, and nothing may be unlisted."""
+        """The names that other gateways see; None when that is not known, and nothing may be unlisted."""
         try:
             return await self._sightings.exchange(names)
         except RedisUnavailable as error:
@@ -146,7 +128,7 @@ class FolderWatch:
             return None
 
     def _listed(self) -> dict[str, AdapterEntry]:
-        """What is listed from this folder."""
+        """The entries that are listed from this folder."""
         entries = self._adapter_service.adapters.entries
         return {name: entry for name, entry in entries.items() if Path(entry.source) == self._folder / name}
 
@@ -198,7 +180,7 @@ class FolderWatch:
 
 
 def _print_of(folder: Path) -> Print | None:
-    """None when it is being removed at this moment."""
+    """The files of a folder; None when it is being removed at this moment."""
     try:
         stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
     except OSError:

@@ -1,4 +1,4 @@
-"""Where adapters may come from: --lora-modules, --lora-root and --lora-watch-dir, and what a client may name.
+"""Sources of adapters: --lora-modules, --lora-root and --lora-watch-dir, and what a client may name.
 
 Called by the launcher (every path becomes absolute before it changes folder), the gateway and `tandem adapters`. Looks
 at paths only; what lies there is checked by cluster/adapters/checks.py.
@@ -77,8 +77,8 @@ def roots_of(settings: AdapterSettings) -> tuple[str, ...]:
 
 
 def allowed_source(path: str, roots: Collection[str]) -> str:
-    """What a client named, when it lies under a root: a folder, links resolved, with the files that count, or a URL.
-    RequestRefused in the same words whether it lies elsewhere or nowhere."""
+    """The source that a client named, when it lies under a root: a folder, links resolved, with the files that count,
+    or a URL. RequestRefused in the same words whether it lies elsewhere or nowhere."""
     words = "lora_path must be the absolute path of a folder, or a URL, under --lora-root."
     if not roots:
         words = "Nothing may be loaded over HTTP: the service was started without --lora-root."
@@ -102,7 +102,7 @@ def allowed_source(path: str, roots: Collection[str]) -> str:
 
 
 def _is_plain(rest: str) -> bool:
-    """Does every client of a file system read it as steps down? No escapes, queries, chains or ways up."""
+    """True when every client of a file system reads it as steps down: no escapes, queries, chains or ways up."""
     if not rest.isprintable() or "::" in rest or any(character in rest for character in "%?#\\"):
         return False
     return not {".", ".."} & {*rest.split("/")}

@@ -18,7 +18,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 from tandem.cluster.state import keys
-from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable
+from tandem.cluster.state.lua import load_lua
+from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable, text_of
 
 log = logging.getLogger("tandem.fairness")
 Charges = Mapping[str, float]
@@ -33,51 +34,7 @@ IDLE_S = 600.0
 LEAST_TOKENS = 1e-3
 """Less is what sums of fractions are rounded by."""
 
-EXCHANGE = """
-local function each(list, call)
-  for first = 1, #list, 1000 do call(unpack(list, first, math.min(first + 999, #list))) end
-end
-local totals, changes, own = KEYS[1], KEYS[2], KEYS[3]
-local ttl, idle, number, origin, since = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
-local found = redis.call('HGET', totals, '')
-if not found then
-  redis.call('DEL', totals, changes)
-  found = ARGV[6]
-  redis.call('HSET', totals, '', found)
-end
-if found ~= origin then since = '0' end
-local clock = redis.call('TIME')
-local now = clock[1] * 1000000 + clock[2]
-local last = redis.call('ZREVRANGE', changes, 0, 0, 'WITHSCORES')
-if last[2] and tonumber(last[2]) >= now then now = tonumber(last[2]) + 1 end
-local gone = redis.call('ZRANGEBYSCORE', changes, '-inf', string.format('(%.0f', now - idle))
-each(gone, function(...) redis.call('HDEL', totals, ...) redis.call('ZREM', changes, ...) end)
-if #ARGV > 6 and redis.call('GET', own) ~= number then
-  local names = {}
-  for i = 7, #ARGV, 2 do names[#names + 1] = ARGV[i] end
-  local before, place, sums, scores = {}, 0, {}, {}
-  each(names, function(...) for _, v in ipairs(redis.call('HMGET', totals, ...)) do before[#before + 1] = v end end)
-  local score = string.format('%.0f', now)
-  for i, name in ipairs(names) do
-    sums[2 * i - 1], sums[2 * i] = name, string.format('%.17g', (tonumber(before[i]) or 0) + ARGV[6 + 2 * i])
-    scores[2 * i - 1], scores[2 * i] = score, name
-  end
-  each(sums, function(...) redis.call('HSET', totals, ...) end)
-  each(scores, function(...) redis.call('ZADD', changes, ...) end)
-  redis.call('SET', own, number)
-end
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl) end
-local names = redis.call('ZRANGEBYSCORE', changes, '(' .. since, '+inf')
-local values = {}
-each(names, function(...) for _, v in ipairs(redis.call('HMGET', totals, ...)) do values[#values + 1] = v end end)
-return {found, string.format('%.0f', now), names, values}
-"""
-"""Adds ARGV[7..] (tenant, charge, ...) unless it has been added under this number; returns what changed since a time.
-
-KEYS: the totals, the times of their last changes in microseconds (or later, so that they only grow), the number of the
-group's last addition. ARGV: TTL in ms, IDLE_S in microseconds, number, the name of the totals that the group knows, the
-time of its last look, a name for new totals. Returns the name, the time, and tenants with their totals.
-"""
+EXCHANGE = load_lua(__file__, "charges_exchange.lua")
 
 
 class _Seen(NamedTuple):
@@ -160,18 +117,8 @@ class ChargeExchange:
         """One round trip: adds what is to be sent, and returns what other groups have added. The first one, and one so
         long after the last that tenants were forgotten meanwhile, only learns what was added before."""
         listed = keys.groups(self._service)
-        added: list[Part] = [part for tenant, charge in self._sending.items() for part in (tenant, charge)]
         answer, count, is_listed = await self._redis.pipeline(
-            [
-                [
-                    *("EVAL", EXCHANGE, 3, keys.charges(self._service), keys.charges_changed(self._service)),
-                    keys.charges_number(self._service, self._group),
-                    *(keys.CHARGES_TTL_MS, self._idle_us, self._number, self._origin, self._since_us),
-                    *(secrets.token_hex(8), *added),
-                ],
-                ["SCARD", listed],
-                ["SISMEMBER", listed, self._group],
-            ]
+            [self._script(), ["SCARD", listed], ["SISMEMBER", listed, self._group]]
         )
         assert isinstance(count, int), count
         self._next_at_s = self._clock() + count / MOST_PER_S - PERIOD_S / 2 if count > MOST_PER_S else 0.0
@@ -182,8 +129,19 @@ class ChargeExchange:
         is_first = not self._origin or int(now_us) - self._since_us > self._idle_us
         if is_first:
             self._seen = {}
-        grown = self._learn(_text(origin), int(now_us), dict(zip(map(_text, names), map(_number, values), strict=True)))
+        totals = dict(zip(map(text_of, names), map(_number, values), strict=True))
+        grown = self._learn(text_of(origin), int(now_us), totals)
         return {} if is_first else grown
+
+    def _script(self) -> list[Part]:
+        """The call of charges_exchange.lua."""
+        added: list[Part] = [part for tenant, charge in self._sending.items() for part in (tenant, charge)]
+        return [
+            *("EVAL", EXCHANGE, 3, keys.charges(self._service), keys.charges_changed(self._service)),
+            keys.charges_number(self._service, self._group),
+            *(keys.CHARGES_TTL_MS, self._idle_us, self._number, self._origin, self._since_us),
+            *(secrets.token_hex(8), *added),
+        ]
 
     def _learn(self, origin: str, now_us: int, totals: Charges) -> Charges:
         """Takes the totals that have changed, and returns by how much others have raised them."""
@@ -204,11 +162,7 @@ class ChargeExchange:
 def _number(value: object) -> float:
     """A total; 0 when it cannot be read."""
     try:
-        return float(_text(value))
+        return float(text_of(value))
     except ValueError as error:
         log.warning("a total of charges cannot be read: %s", error)
         return 0.0
-
-
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

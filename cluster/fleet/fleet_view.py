@@ -17,12 +17,12 @@ import msgspec
 from tandem.cluster.fleet.group_reports import ANSWER_S, GroupReport, GroupReports
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
-from tandem.cluster.state.heartbeat import Heartbeat, Place
-from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable
+from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace, decode_record
+from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable, text_of
 
-log = logging.getLogger("tandem.registry")
+log = logging.getLogger("tandem.fleet")
 PERIOD_S, IDLE_PERIOD_S = 0.5, 1.0
-"""Between two reads of the fleet."""
+"""Pauses between two reads of the fleet."""
 STALLED_AFTER_S = 10.0
 SLOW_ANSWER_S = 1.0
 MISSING_KEPT_S = 120.0
@@ -31,15 +31,10 @@ GroupState = Literal["loading", "serving", "draining"]
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One group at one moment: what gateways need at once, some 250 bytes. Its statistics are in its GroupReport.
-
-    `life` names the group's life. kv_tokens: that its KV cache can hold, 0 before it is there. stalled_s: how long no
-    step has finished although there is work; 0 without work. loaded_bytes of total_bytes of its weights are in memory,
-    over all its ranks; both are 0 until those have reported. load_s: from the start of its process until it served.
-    """
+    """One group at one moment: what gateways need at once, some 250 bytes. Its statistics are in its GroupReport."""
 
     group: str
-    life: int
+    life: int  # names the group's life
     model: str
     state: GroupState
     host: str
@@ -48,20 +43,21 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     outstanding_tokens: int = 0
     kv_used: float = 0.0
-    kv_tokens: int = 0
-    stalled_s: float = 0.0
+    kv_tokens: int = 0  # that its KV cache can hold, 0 before it is there
+    stalled_s: float = 0.0  # how long no step has finished although there is work; 0 without work
+    # of its weights, over all its ranks; both are 0 until those have reported
     loaded_bytes: int = 0
     total_bytes: int = 0
-    load_s: float = 0.0
+    load_s: float = 0.0  # from the start of its process until it served
 
     @property
     def is_ready(self) -> bool:
-        """It takes requests and makes progress."""
+        """True while it takes requests and makes progress."""
         return self.state == "serving" and self.stalled_s <= STALLED_AFTER_S
 
 
 class StartFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a group or a gateway could not start, for the launcher to print. `flag` is what to change, when known."""
+    """The reason why a group or a gateway could not start, for the launcher to print. flag: what to change."""
 
     part: str
     message: str
@@ -73,9 +69,9 @@ def group_heartbeat(
 ) -> Heartbeat[GroupRecord]:
     """Writes one group's record each second."""
 
-    def place(record: GroupRecord) -> Place:
+    def place(record: GroupRecord) -> RecordPlace:
         key = keys.group(service, record.group)
-        return Place(key, keys.groups(service), record.group, keys.GROUP_RECORD_TTL_MS)
+        return RecordPlace(key, keys.groups(service), record.group, keys.GROUP_RECORD_TTL_MS)
 
     return Heartbeat(redis, place, read, period_s)
 
@@ -168,12 +164,14 @@ class FleetView:
 
     async def _read(self) -> dict[str, GroupRecord]:
         there, values = await self._look()
-        sentinel = _text(there) if there is not None else await self._seed()
+        sentinel = text_of(there) if there is not None else await self._seed()
         before, self._epoch = self._epoch, Epoch(sentinel)
         if self._epoch.is_behind(before):
             self._on_emptied()  # now: what follows may fail, and the next read finds the same sentinel
         gone = [i for i, value in values.items() if value is None]
-        found = {i: r for i, value in values.items() if (r := _decoded(i, value)) is not None}
+        found = {
+            i: r for i, value in values.items() if (r := decode_record(value, GroupRecord, "record", i)) is not None
+        }
         if gone or self.records.keys() - found.keys():
             await self._remove(gone, sentinel)
         return found
@@ -183,7 +181,7 @@ class FleetView:
         asked = self._ids
         members, values = await self._redis.pipeline([["SMEMBERS", keys.groups(self._service)], self._mget(asked)])
         assert isinstance(members, set | list), members
-        ids = sorted(_text(i) for i in members)
+        ids = sorted(text_of(i) for i in members)
         if not set(ids) <= set(asked):
             asked, values = ids, await self._redis.command(*self._mget(ids))
         assert isinstance(values, list), values
@@ -206,7 +204,7 @@ class FleetView:
         await self._redis.pipeline(commands)
 
     async def _seed(self) -> str:
-        """Redis has lost its data (or is new): durable state is written again, then the sentinel. Its new value."""
+        """Writes durable state again, then the sentinel, to a Redis that lost its data or is new. Returns its value."""
         if self._reseed is None:
             raise RedisUnavailable("its data is gone")
         await self._reseed()
@@ -238,20 +236,6 @@ def _attempt(call: Callable[[], object], failed: str) -> None:
         call()
     except Exception:
         log.exception(failed)
-
-
-def _decoded(group: str, value: object) -> GroupRecord | None:
-    if not isinstance(value, bytes):
-        return None
-    try:
-        return msgspec.msgpack.decode(value, type=GroupRecord)
-    except msgspec.DecodeError as error:
-        log.warning("the record of group %s cannot be read: %s", group, error)
-        return None
-
-
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def bytes_of(records: Iterable[GroupRecord], groups: int) -> tuple[int, int]:

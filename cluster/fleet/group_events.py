@@ -16,16 +16,15 @@ MOST_EVENTS = 200
 Kind = Literal["serving", "failed", "lost", "missing", "returned", "left"]
 
 
-class Event(msgspec.Struct, frozen=True):
-    """One event. failed: the group did not start. missing: its record is missing. returned: the record is back.
-    reason: of a failure or a loss, for people."""
+class GroupEvent(msgspec.Struct, frozen=True):
+    """One event. failed: the group did not start. missing: its record is missing. returned: the record is back."""
 
     kind: Kind
     group: str
-    reason: str = ""
+    reason: str = ""  # of a failure or a loss, for people
 
 
-async def write_event(redis: Commands, service: str, event: Event) -> None:
+async def write_event(redis: Commands, service: str, event: GroupEvent) -> None:
     """Appends an event. Raises RedisUnavailable."""
     key = keys.events(service)
     await redis.pipeline(
@@ -38,7 +37,7 @@ async def write_event(redis: Commands, service: str, event: Event) -> None:
     )
 
 
-async def take_events(redis: Commands, service: str) -> list[Event]:
+async def take_events(redis: Commands, service: str) -> list[GroupEvent]:
     """Takes the events that are left, the oldest first. Raises RedisUnavailable."""
     values = await redis.command("LPOP", keys.events(service), MOST_EVENTS)
-    return [msgspec.msgpack.decode(value, type=Event) for value in values] if isinstance(values, list) else []
+    return [msgspec.msgpack.decode(value, type=GroupEvent) for value in values] if isinstance(values, list) else []

@@ -11,7 +11,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import psutil
 
@@ -20,31 +19,53 @@ from tandem.cluster.wire.service_facts import COORDINATOR
 
 log = logging.getLogger("ray.serve.tandem")
 SUSPECT_AFTER_S = 8.0
-"""After the record's end, which is 3 s after the last heartbeat: a short hang is left alone."""
+"""Time after the record's end, which is 3 s after the last heartbeat: a short hang is left alone."""
 STOPPED_S = 7.0
-"""Stopped for that long after the record's end, and never running meanwhile: several short stops are left alone."""
+"""Time that it was stopped after the record's end, never running meanwhile: several short stops are left alone."""
 ANSWER_S = 5.0
 TITLE = "ray::"
 
 
-class Remote(Protocol):
-    """A coordinator's actor, by its group's name."""
+class CoordinatorActors:
+    """The coordinators' actors by their groups' names, from inside one of Serve's replicas. app: the application's
+    name."""
+
+    def __init__(self, app: str) -> None:
+        self._app = app
 
     async def answers(self, group: str, timeout_s: float) -> bool:
         """False only when it lives, as far as Ray knows, and has not answered in time."""
-        ...
+        actor = await asyncio.to_thread(_actor, self._app, group)
+        if actor is None:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await actor.__ray_ready__.remote()
+        except TimeoutError:
+            return False
+        except Exception as error:  # Ray has several types for its death
+            log.debug("group %s is gone: %s", group, error)
+        return True
 
-    async def end(self, group: str) -> None: ...
+    async def end(self, group: str) -> None:
+        """Kills it, if there is one."""
+        import ray
+
+        actor = await asyncio.to_thread(_actor, self._app, group)
+        if actor is not None:
+            await asyncio.to_thread(ray.kill, actor)
 
 
 class HungGroups:
     """The watch of one gateway; all gateways may do the same at once. Call check() repeatedly, close() at the end."""
 
-    def __init__(self, fleet: FleetView, remote: Remote, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, fleet: FleetView, actors: CoordinatorActors, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
         self._stopped: dict[int, tuple[float, float]] = {}
         self._fleet = fleet
-        self._remote = remote
+        self._actors = actors
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def close(self) -> None:
@@ -72,39 +93,12 @@ class HungGroups:
 
     async def _ask(self, record: GroupRecord) -> None:
         try:
-            if not await self._remote.answers(record.group, ANSWER_S):
+            if not await self._actors.answers(record.group, ANSWER_S):
                 log.warning("the coordinator of group %s does not answer: it is ended", record.group)
-                await self._remote.end(record.group)
+                await self._actors.end(record.group)
         except Exception as error:
             log.warning("group %s could not be asked: %s", record.group, error)
         await asyncio.sleep(ANSWER_S)  # before it is asked again
-
-
-class RayRemote:
-    """Remote over Ray, from inside one of Serve's replicas. app: the application's name."""
-
-    def __init__(self, app: str) -> None:
-        self._app = app
-
-    async def answers(self, group: str, timeout_s: float) -> bool:
-        actor = await asyncio.to_thread(_actor, self._app, group)
-        if actor is None:
-            return True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await actor.__ray_ready__.remote()
-        except TimeoutError:
-            return False
-        except Exception as error:  # Ray has several types for its death
-            log.debug("group %s is gone: %s", group, error)
-        return True
-
-    async def end(self, group: str) -> None:
-        import ray
-
-        actor = await asyncio.to_thread(_actor, self._app, group)
-        if actor is not None:
-            await asyncio.to_thread(ray.kill, actor)
 
 
 def _actor(app: str, group: str):  # type: ignore[no-untyped-def]

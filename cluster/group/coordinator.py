@@ -29,17 +29,17 @@ from tandem.cluster.fleet.fleet_view import (
     group_heartbeat,
     report_start_failure,
 )
-from tandem.cluster.fleet.group_events import Event, write_event
+from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.group.group_engine import GroupEngine
 from tandem.cluster.group.sharing import Sharing
-from tandem.cluster.process.replica_end import on_sigterm, on_taken_down
+from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down
 from tandem.cluster.routing.outstanding import by_gateway
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
-from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
+from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node
 from tandem.cluster.wire.version import OtherVersion, with_version, without_version
@@ -103,7 +103,7 @@ class Coordinator:
         self._stopping = False
         self.engine_stats: EngineStats | None = None
         self._opened: asyncio.Future[None] = self._loop.create_future()
-        self._redis = await self._membership.open_redis(BackgroundClient)
+        self._redis = await self._membership.open_redis()
         self._heartbeat = group_heartbeat(self._redis, facts.service_id, self._record)
         self._heartbeat_task = self._loop.create_task(self._heartbeat.run(), name="group heartbeat")
         placement_group = ray.util.get_current_placement_group()
@@ -212,7 +212,7 @@ class Coordinator:
         self._thread.stop()  # what still runs is handed over at once
         await self._changes.close()
         if self._opened.done() and self._opened.exception() is None:
-            await self._write_event(Event("left", self._group))
+            await self._write_event(GroupEvent("left", self._group))
         await self._leave()
         await self._loop.run_in_executor(None, self._thread.join, JOIN_S)
         await self._redis.close()
@@ -226,7 +226,9 @@ class Coordinator:
         self._state = "serving"
         self._load_s = time.monotonic() - self._began_s
         self.heartbeat_now()
-        self._event_task = self._loop.create_task(self._write_event(Event("serving", self._group)), name="group serves")
+        self._event_task = self._loop.create_task(
+            self._write_event(GroupEvent("serving", self._group)), name="group serves"
+        )
         if not self._opened.done():
             self._opened.set_result(None)
 
@@ -253,7 +255,7 @@ class Coordinator:
         """Ends the process, after the streams got their error: so Serve replaces the group without three failed health
         checks."""
         try:
-            event = Event("left" if self._thread.is_planned else "lost", self._group, str(error))
+            event = GroupEvent("left" if self._thread.is_planned else "lost", self._group, str(error))
             await asyncio.gather(
                 self._write_event(event), self._leave(), asyncio.sleep(EXIT_DELAY_S), return_exceptions=True
             )
@@ -281,7 +283,7 @@ class Coordinator:
         finally:
             os._exit(0)
 
-    async def _write_event(self, event: Event) -> None:
+    async def _write_event(self, event: GroupEvent) -> None:
         """Writes an event for the operator, if Redis answers soon."""
         with suppress(RedisUnavailable, TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
@@ -311,7 +313,7 @@ class Coordinator:
         except Exception as error:
             self._heartbeat_task.cancel()
             await self._report_failure(error)
-            await self._write_event(Event("failed", self._group, str(error)))
+            await self._write_event(GroupEvent("failed", self._group, str(error)))
             raise RuntimeError(f"group {self._group} did not start: {error}") from None
 
     async def _report_failure(self, error: Exception) -> None:

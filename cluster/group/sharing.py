@@ -14,7 +14,7 @@ from tandem.cluster.fleet.charges import PERIOD_S, ChargeExchange, Charges
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 from tandem.cluster.tenants.store import TenantStore
 from tandem.configs.schema import LoraSettings
@@ -23,12 +23,12 @@ from tandem.workers.messages.request import AdapterRef
 
 log = logging.getLogger("tandem.fairness")
 SUBSCRIBED_POLL_S = 5.0
-"""Between two reads of weights while their changes are announced."""
+"""Pause between two reads of weights while their changes are announced."""
 T = TypeVar("T")
 
 
 class Sharing:
-    """One group's part."""
+    """One group's part of the state that groups share."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Sharing:
         group: str,
         base: str,
         lora: LoraSettings,
-        changes: Announcements = NoAnnouncements(),
+        changes: Announcements = Announcements(),
         period_s: float = PERIOD_S,
     ) -> None:
         self._thread = thread

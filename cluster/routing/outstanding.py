@@ -14,29 +14,29 @@ OLD_S = 60.0
 """A call that was routed so long ago is in every report, if it was dispatched at all."""
 
 
-class _Call(msgspec.Struct):
-    """tried: groups that did not take it."""
+class _RoutedCall(msgspec.Struct):
+    """One call that has not ended."""
 
     group: str
     tokens: int
     began_s: float
-    tried: set[str] = set()
+    tried: set[str] = set()  # groups that did not take it
 
 
 class Outstanding:
     """Tokens by group. Unknown groups and unknown calls count as nothing."""
 
     def __init__(self) -> None:
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _RoutedCall] = {}
         self._here: dict[str, int] = {}
         self._beyond: dict[str, tuple[int, float]] = {}
-        """By group: the least by which the count was above its reports, and since when."""
+        """By group, the least by which the count was above its reports, and since when."""
 
     def begin(self, call_id: str, group: str, tokens: int, now_s: float) -> None:
         """A call goes to a group. A call that is routed again leaves its first group."""
         before = self._remove(call_id)
         tried = (before.tried | {before.group}) - {group} if before is not None else set()
-        self._calls[call_id] = _Call(group, tokens, now_s, tried)
+        self._calls[call_id] = _RoutedCall(group, tokens, now_s, tried)
         self._here[group] = self._here.get(group, 0) + tokens
 
     def end(self, call_id: str, group: str) -> None:
@@ -69,7 +69,7 @@ class Outstanding:
             self._beyond.pop(group)
 
     def _forget(self, group: str, tokens: int, began_s: float) -> None:
-        """Calls that began before that time, the oldest first, of so many tokens at most."""
+        """Removes calls that began before that time, the oldest first, of so many tokens at most."""
         old = [(i, c.tokens) for i, c in self._calls.items() if c.group == group and c.began_s <= began_s]
         for call_id, of_call in old:
             if of_call <= tokens:
@@ -91,7 +91,7 @@ class Outstanding:
         self._beyond = {g: b for g, b in self._beyond.items() if g in alive}
         self._calls = {i: call for i, call in self._calls.items() if call.group in alive}
 
-    def _remove(self, call_id: str) -> _Call | None:
+    def _remove(self, call_id: str) -> _RoutedCall | None:
         call = self._calls.pop(call_id, None)
         if call is not None:
             self._here[call.group] -= call.tokens
@@ -107,7 +107,7 @@ def by_gateway(owed: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def elsewhere(reported: Mapping[str, int], gateway: str) -> int:
-    """Of what a group reported, what `gateway` did not send."""
+    """The part of what a group reported that `gateway` did not send."""
     return sum(tokens for name, tokens in reported.items() if name != gateway)
 
 

@@ -1,4 +1,4 @@
-"""Which group should take a request: a policy gives every group a cost, the request goes to one of the cheapest.
+"""Routing policy: every group has a cost for a request, which goes to one of the cheapest.
 
 Pure functions of the loads; the Serve router calls them and falls back to no preference when one raises.
 """
@@ -6,18 +6,18 @@ Pure functions of the loads; the Serve router calls them and falls back to no pr
 from collections.abc import Callable, Mapping, Sequence
 from heapq import nsmallest
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 from tandem.cluster.routing.group_loads import GroupLoads
 from tandem.cluster.routing.residency import Tier
 from tandem.cluster.routing.route_hint import RouteHint
 
 MISS_TOKENS: Final = 512
-"""What loading an adapter from its source is worth in tokens to come, besides MISS_REQUESTS of the request's own size:
+"""Tokens to come that loading an adapter from its source is worth, besides MISS_REQUESTS of the request's own size:
 with long answers allowed, one request more is no reason to load it elsewhere."""
 MISS_REQUESTS: Final = 2
 TIER_SHARES: Final[Mapping[Tier, float]] = MappingProxyType({Tier.DEVICE: 0.0, Tier.HOST: 0.25, Tier.HOME: 0.75})
-"""Of a miss; all of it where a group has nothing of the adapter."""
+"""Shares of a miss; all of it where a group has nothing of the adapter."""
 FEW: Final = 4
 """Groups that are tried in order; the others only when none of these takes the request."""
 NEAR_REQUESTS: Final = 0.25
@@ -29,47 +29,30 @@ Pick = Callable[[Sequence[int]], int]
 """Chooses one of several groups that are as good as each other."""
 
 
-class RoutingPolicy(Protocol):
-    """Judges groups for one request."""
+def adapter_affinity(groups: GroupLoads, request: RouteHint) -> list[float]:
+    """A new list with one cost per group, in tokens; lower is better. `last` is not its concern.
 
-    def costs(self, groups: GroupLoads, request: RouteHint) -> list[float]:
-        """A new list with one cost per group, in tokens; lower is better. `last` is not its concern."""
-        ...
-
-
-class LeastOutstandingTokens:
-    """The group with the fewest tokens still to come: a long answer weighs more than many short ones."""
-
-    def costs(self, groups: GroupLoads, request: RouteHint) -> list[float]:
-        return list(groups.outstanding)
-
-
-class AdapterAffinity:
-    """Least outstanding tokens, where a group that would have to load the request's adapter counts as having more.
-
-    So among groups of similar load the request goes where its adapter lies, device before host before none; when those
-    have more to do than the others by what a load is worth, one more group gets it: the more popular an adapter, the
-    more groups hold it. Requests without an adapter are routed by tokens alone.
+    The cost is the outstanding tokens, and more where a group would have to load the request's adapter. So among groups
+    of similar load the request goes where its adapter lies, device before host before none; when those have more to do
+    than the others by what a load is worth, one more group gets it: the more popular an adapter, the more groups hold
+    it. Requests without an adapter are routed by tokens alone: a long answer weighs more than many short ones.
     """
-
-    def costs(self, groups: GroupLoads, request: RouteHint) -> list[float]:
-        if request.adapter is None:
-            return list(groups.outstanding)
-        miss = MISS_TOKENS + MISS_REQUESTS * request.cost_tokens
-        costs: list[float] = [tokens + miss for tokens in groups.outstanding]
-        for tier, indices in groups.tiers.items():
-            cheaper = miss - TIER_SHARES[tier] * miss
-            for index in indices:
-                costs[index] -= cheaper
-        return costs
+    if request.adapter is None:
+        return list(groups.outstanding)
+    miss = MISS_TOKENS + MISS_REQUESTS * request.cost_tokens
+    costs: list[float] = [tokens + miss for tokens in groups.outstanding]
+    for tier, indices in groups.tiers.items():
+        cheaper = miss - TIER_SHARES[tier] * miss
+        for index in indices:
+            costs[index] -= cheaper
+    return costs
 
 
-def best_few(policy: RoutingPolicy, groups: GroupLoads, request: RouteHint, pick: Pick) -> list[int]:
-    """Returns up to FEW groups, best first. The first is one that `pick` chooses among the groups that are as good as
-    the cheapest: gateways see each other's requests seconds late, and without chance all would send theirs to the same
-    group. Those of `last` come last whatever their cost. O(groups)."""
-    costs = policy.costs(groups, request)
-    assert len(costs) == len(groups.groups), "a policy judges every group"
+def best_few(costs: list[float], groups: GroupLoads, request: RouteHint, pick: Pick) -> list[int]:
+    """Returns up to FEW groups, best first; `costs` are changed. The first is one that `pick` chooses among the groups
+    that are as good as the cheapest: gateways see each other's requests seconds late, and without chance all would send
+    theirs to the same group. Those of `last` come last whatever their cost. O(groups)."""
+    assert len(costs) == len(groups.groups), "every group has a cost"
     for index in groups.last:
         costs[index] += LAST_COST
     limit = min(costs) + NEAR_REQUESTS * request.cost_tokens

@@ -17,7 +17,7 @@ _MASK, _ODD = 2**64 - 1, 0x9E3779B97F4A7C15
 
 
 class Tier(Enum):
-    """Where a group has an adapter, or that it is the one to load it if no group has."""
+    """The place where a group has an adapter, or that it is the one to load it if no group has."""
 
     DEVICE = "device"
     HOST = "host"
@@ -60,7 +60,7 @@ class Homes:
 
 
 class Residency:
-    """Who has which adapter. sent() and report() take notes, holders() answers."""
+    """Groups by the adapters that they have. sent() and report() take notes, holders() answers."""
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[Sequence[str], Sequence[str]]] = {}

@@ -16,13 +16,13 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from tandem.cluster.routing.group_loads import STALLS_AFTER_S, GroupLoads
 from tandem.cluster.routing.outstanding import Outstanding, elsewhere
-from tandem.cluster.routing.policy import AdapterAffinity, Pick, best_few
+from tandem.cluster.routing.policy import Pick, adapter_affinity, best_few
 from tandem.cluster.routing.residency import Homes, Residency, Tier
 from tandem.cluster.routing.route_hint import RouteHint
 
 log = logging.getLogger("ray.serve.tandem")
 RECONCILE_S = 2.0
-"""Between two comparisons of the counts with reports that have not changed."""
+"""Pause between two comparisons of the counts with reports that have not changed."""
 
 
 class GroupRouter(RequestRouter):  # type: ignore[misc]
@@ -33,7 +33,6 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, **kwargs: Any) -> None:
         assert not kwargs, f"unknown router arguments {sorted(kwargs)}"
-        self._policy = AdapterAffinity()
         self._pick: Pick = random.choice
         self._outstanding = Outstanding()
         self._residency = Residency()
@@ -51,7 +50,8 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             request: RouteHint = pending_request.kwargs["hint"]
             now_s = time.monotonic()
             self._read_reports(candidate_replicas, request.gateway, now_s)
-            few = best_few(self._policy, self._loads(request, now_s), request, self._pick)
+            loads = self._loads(request, now_s)
+            few = best_few(adapter_affinity(loads, request), loads, request, self._pick)
             self._begin(pending_request, self._reports.groups[few[0]], request)
             ranks = [[candidate_replicas[i]] for i in few]
             return ranks if len(few) == len(candidate_replicas) else [*ranks, candidate_replicas]
@@ -128,11 +128,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
 
 
 class _Reports:
-    """What the groups of one list of Serve's have reported: columns that stay as they are until the next list.
-
-    groups: their ids; index: their places. elsewhere: by group the tokens that other gateways have sent; here: those
-    that this one has, of groups that have reported. stalling: places of groups that make no progress.
-    """
+    """The reports of the groups of one list of Serve's: columns that stay as they are until the next list."""
 
     def __init__(self, replicas: Sequence[RunningReplica] = (), gateway: str = "") -> None:
         self.replicas = replicas
@@ -140,9 +136,9 @@ class _Reports:
         self.groups = [replica.replica_id.unique_id for replica in replicas]
         self.stats: list[Mapping[str, Any]] = [replica.routing_stats or {} for replica in replicas]
         self.index = {group: place for place, group in enumerate(self.groups)}
-        self.elsewhere: list[tuple[str, int]] = []
-        self.here: dict[str, int] = {}
-        stalling = []
+        self.elsewhere: list[tuple[str, int]] = []  # by group the tokens that other gateways have sent
+        self.here: dict[str, int] = {}  # those that this one has sent, of groups that have reported
+        stalling = []  # places of groups that make no progress
         for place, (group, stats) in enumerate(zip(self.groups, self.stats, strict=True)):
             tokens: Mapping[str, int] = stats["outstanding_tokens"] if stats else {}
             self.elsewhere.append((group, elsewhere(tokens, gateway)))

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from tandem.cluster.fleet.group_events import Event, take_events
+from tandem.cluster.fleet.group_events import GroupEvent, take_events
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
@@ -28,7 +28,7 @@ class Lines:
     def __init__(self) -> None:
         self._ended: dict[str, None] = {}
 
-    def of(self, event: Event) -> str | None:
+    def of(self, event: GroupEvent) -> str | None:
         """The event's line; None for one that repeats."""
         if event.kind == "serving":
             return f"group {event.group} serves"
@@ -98,7 +98,7 @@ class GroupEventLog:
             await changes.close()
             await redis.close()
 
-    async def _take(self, redis: BackgroundClient) -> list[Event]:
+    async def _take(self, redis: BackgroundClient) -> list[GroupEvent]:
         try:
             return await take_events(redis, self._service)
         except RedisUnavailable as error:

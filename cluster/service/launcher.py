@@ -36,12 +36,14 @@ from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
 from tandem.cluster.process.sidecar import Sidecar, Startable
 from tandem.cluster.process.signals import Signals, StopRequested
+from tandem.cluster.ray_private.local_node import node_runs
 from tandem.cluster.service import ray_node
 from tandem.cluster.service.group_event_log import GroupEventLog
 from tandem.cluster.wire.service_facts import ServiceFacts, groups_per_node, new_identity
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ServiceSettings
 from tandem.offload.host.host_process import HostProcess
+from tandem.workers.planning.budget import available_cores
 from tandem.workers.planning.start_notes import rope_notes
 
 WATCH_PERIOD_S = 1.0
@@ -148,7 +150,7 @@ class Launcher:
         self._announce(facts, announced)
 
     def _check(self) -> None:
-        from tandem.cluster.gateway.model_text import check_text  # jinja2, tokenizers
+        from tandem.cluster.gateway.app.model_text import check_text  # jinja2, tokenizers
 
         settings = self._settings = choose_device(self._settings)
         check_port(settings.gateway.host, settings.gateway.port)
@@ -205,7 +207,7 @@ class Launcher:
             ray_node.join(self._address, may_be_open=self._may_be_open)
         else:
             device = self._settings.engine.device.chosen
-            cpus = declared_cpus(self._settings, device, devices.cores())
+            cpus = declared_cpus(self._settings, device, available_cores())
             gpus = declared_gpus(device, devices.cuda_device_count())
             ray_node.start_private(folder.ray, cpus, gpus)
 
@@ -271,7 +273,7 @@ class Launcher:
         while not self._signals.wait(WATCH_PERIOD_S):
             for sidecar in self._sidecars:
                 sidecar.keep()
-            if not ray_node.is_alive(self._left_ray):
+            if not node_runs(self._left_ray):
                 raise SettingsError("Ray's own processes have died; the service cannot go on")
 
     def _restart_sidecars(self) -> None:
@@ -289,7 +291,7 @@ class Launcher:
         if self._run_file is not None:
             with suppress(OSError):
                 write_run_file(replace(self._run_file, stopping=True))
-        if self._left_ray is not None and ray_node.is_alive(self._left_ray):
+        if self._left_ray is not None and node_runs(self._left_ray):
             try:
                 ray_node.rejoin(self._left_ray)
             except Exception as error:  # of many kinds; it may die at this moment
@@ -306,7 +308,7 @@ class Launcher:
         """Asks for the end of everything once a signal has also ended Ray's own processes, as a service manager's to
         all does: nothing drains without them, and the main thread would wait for a minute."""
         while not drained.wait(RAY_POLL_S):
-            if self._signals.first() is not None and not ray_node.is_alive(self._left_ray):
+            if self._signals.first() is not None and not node_runs(self._left_ray):
                 self._status_pipe.abort("Ray got the signal too: requests in flight are cut off")
                 return
 

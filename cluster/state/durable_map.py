@@ -8,13 +8,15 @@ so writers never lose each other's changes. A process that still has a copy (map
 import logging
 import secrets
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from types import ModuleType
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
-from tandem.cluster.state.notifications import ANNOUNCE, announcement
+from tandem.cluster.state.lua import load_lua
+from tandem.cluster.state.notifications import announcement
 from tandem.cluster.state.redis_client import Commands, Part
 
 log = logging.getLogger("tandem.state")
@@ -23,65 +25,8 @@ JUMP: Final = 2**20
 """The most that a write raises the counter by. Two that write from the same state, or to an older copy of Redis, must
 not arrive at the counter of another state: a reader would take them for one."""
 
-_HEAD: Final = f"""
-local field = ARGV[1]
-local function counter()
-  local value
-  if field == '' then value = redis.call('GET', KEYS[3]) else value = redis.call('HGET', KEYS[3], field) end
-  return tonumber(value or '0')
-end
-local function count_to(number)
-  local value = string.format('%d', number)
-  if field == '' then redis.call('SET', KEYS[3], value) else redis.call('HSET', KEYS[3], field, value) end
-  {ANNOUNCE}
-  return number
-end
-"""
-"""Keys: entries, id, counter, absorbed. First argument: the counter's field, '' where it is a key of its own."""
-
-PUT: Final = f"""{_HEAD}
-local now = redis.call('HGET', KEYS[1], ARGV[2]) or ''
-if now == ARGV[4] then return counter() end
-if now ~= ARGV[3] or (ARGV[5] ~= '' and counter() ~= tonumber(ARGV[5])) then return false end
-if ARGV[4] == '' then redis.call('HDEL', KEYS[1], ARGV[2]) else redis.call('HSET', KEYS[1], ARGV[2], ARGV[4]) end
-if ARGV[6] ~= '' then redis.call('SET', KEYS[2], ARGV[6], 'NX') end
-return count_to(counter() + tonumber(ARGV[7]))
-"""
-"""Name, value expected and value wanted ('' none), counter expected ('' any), id of a map without one, raise. Returns
-the counter, also where the value is as wanted already: a client may send it twice. nil: nothing was changed."""
-
-SEED: Final = f"""{_HEAD}
-local id, at, own = redis.call('GET', KEYS[2]) or '', counter(), ARGV[2]
-local is_there = own ~= '' and (id == own or redis.call('SISMEMBER', KEYS[4], own) == 1)
-if at > 0 and (is_there or ARGV[3] == 'new') then return {{0, id, at}} end
-for i = 7, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
-if id == '' and ARGV[4] ~= '' then
-  id = ARGV[4]
-  redis.call('SET', KEYS[2], id)
-end
-if own ~= '' and own ~= id then redis.call('SADD', KEYS[4], own) end
-return {{1, id, count_to(math.max(at, tonumber(ARGV[5])) + tonumber(ARGV[6]))}}
-"""
-"""Id that the copy has ('' none), 'new' to write only where nothing ever was, id of a map without one, counter of the
-copy, raise, names and values. Values that are there stay: they were written after the loss. Who finds its id absorbed
-finds its entries written back by another, and some removed again since."""
-
-RESTORE: Final = f"""{_HEAD}
-if (redis.call('GET', KEYS[2]) or '') ~= ARGV[2] or counter() ~= tonumber(ARGV[3]) then return false end
-local first = 6 + tonumber(ARGV[5])
-for i = 6, first - 1 do redis.call('HDEL', KEYS[1], ARGV[i]) end
-for i = first, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-return count_to(tonumber(ARGV[4]))
-"""
-"""Id and counter expected, next counter, how many names to remove, these, names and values."""
-
-
-class Codec(Protocol):
-    """msgspec.json or msgspec.msgpack."""
-
-    def encode(self, obj: Any, /) -> bytes: ...
-
-    def decode(self, buf: bytes, /, *, type: Any) -> Any: ...
+_SCRIPTS: Final = ("map_put.lua", "map_seed.lua", "map_restore.lua")
+PUT, SEED, RESTORE = (load_lua(__file__, "map_counter.lua", name) for name in _SCRIPTS)
 
 
 class Held(NamedTuple, Generic[T]):
@@ -111,9 +56,10 @@ class Seeded(NamedTuple):
 
 
 class DurableMap(Generic[T]):
-    """One map. what: its entries in the plural, for the log. Every method raises RedisUnavailable."""
+    """One map. codec: msgspec.json or msgspec.msgpack. what: its entries in the plural, for the log. Every method
+    raises RedisUnavailable."""
 
-    def __init__(self, redis: Commands, place: keys.MapKeys, kind: type[T], codec: Codec, what: str) -> None:
+    def __init__(self, redis: Commands, place: keys.MapKeys, kind: type[T], codec: ModuleType, what: str) -> None:
         self.redis = redis
         self.place = place
         self.what = what
@@ -151,7 +97,8 @@ class DurableMap(Generic[T]):
 
     def encode(self, value: T) -> bytes:
         """The value as Redis has it."""
-        return self._codec.encode(value)
+        raw: bytes = self._codec.encode(value)
+        return raw
 
     async def compare_and_set(self, name: str, before: bytes, after: bytes, guard: int | None = None) -> int | None:
         """Sets one entry from `before` to `after`, b"" for none. guard: the counter that the map must have. The

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Change(Enum):
-    """What has become of the data since an epoch was seen. LOST: all of it was lost, what is there now was written
+    """The fate of the data since an epoch was seen. LOST: all of it was lost, what is there now was written
     since. OLDER: the latest writes are missing, as after a restart from an older snapshot."""
 
     SAME = "same"
@@ -30,7 +30,7 @@ class Epoch(NamedTuple):
         return cls(id.decode() if isinstance(id, bytes) else None, int(counter) if isinstance(counter, bytes) else 0)
 
     def since(self, known: "Epoch | None") -> Change:
-        """What has happened from `known` to this one. A reader that knew no data (None, or without an id) lost none."""
+        """The change from `known` to this one. A reader that knew no data (None, or without an id) lost none."""
         if known is None or known.id is None:
             return Change.SAME if self == known else Change.NEWER
         if self.id != known.id:

@@ -75,8 +75,8 @@ def gateway(service: str, gateway_id: str) -> str:
 
 
 def events(service: str) -> str:
-    """List of what became of groups (msgpack Event), for the launcher to print, announced. At most 200, TTL 1 h. Owner:
-    coordinators and gateways; the launcher takes them."""
+    """List of what became of groups (msgpack GroupEvent), for the launcher to print, announced. At most 200, TTL 1 h.
+    Owner: coordinators and gateways; the launcher takes them."""
     return f"tandem:{service}:events"
 
 
@@ -84,7 +84,8 @@ EVENTS_TTL_S = 3600
 
 
 def start_failure(service: str) -> str:
-    """Why a process of this service could not start (msgpack StartFailure). TTL 10 min. Owner: the failing process."""
+    """The reason why a process of this service could not start (msgpack StartFailure). TTL 10 min. Owner: the failing
+    process."""
     return f"tandem:{service}:start-failure"
 
 
@@ -103,7 +104,7 @@ every batch of rows. Owner: cluster/tenants/ledger.py."""
 
 
 def quota(tenant: str) -> str:
-    """Hash of a tenant's buckets and of each gateway's part (cluster/tenants/quota_script.py). TTL 400 days, because a
+    """Hash of a tenant's buckets and of each gateway's part (cluster/tenants/quota.lua). TTL 400 days, because a
     budget is counted here; renewed by every call. Owner: gateways."""
     return f"tandem:quota:{{{tenant}}}"
 

@@ -1,19 +1,12 @@
 """Lease: the right to do something that one process at a time does, as long as it renews it. It ends by itself."""
 
+from tandem.cluster.state.lua import load_lua
 from tandem.cluster.state.redis_client import Commands
 
-_TAKE = """
-local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
-redis.call('DEL', KEYS[1])
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return 1
-"""
-"""Deletes first: a script that has written may write on in a full memory, and who makes room needs the lease then."""
-_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+_TAKE, _RELEASE = load_lua(__file__, "lease_take.lua"), load_lua(__file__, "lease_release.lua")
 
 
-class Lease:
+class RedisLease:
     """One process's part in the lease at `key`. Who was frozen may believe that it holds a lease which has ended: work
     under it must be safe when two do it. Every method raises RedisUnavailable."""
 

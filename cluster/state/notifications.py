@@ -10,19 +10,19 @@ sees the change then. One connection per process, used by nothing else.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from typing import Final, Protocol
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing, suppress
+from typing import Final
 
-from tandem.cluster.state.redis_client import Part, RedisUnavailable, Subscription
+from tandem.cluster.state.redis_client import Part, RedisUnavailable, published
 
 log = logging.getLogger("tandem.redis")
 SILENT_S = 10.0
-"""After this time without a message the server gets a PING, and has as long again to answer."""
+"""Time without a message after which the server gets a PING, and has as long again to answer."""
 LEAST_PERIOD_S = 0.05
-"""Between two returns of wait() for changes of one key: a burst of changes is read once."""
+"""Time between two returns of wait() for changes of one key: a burst of changes is read once."""
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.1, 5.0
-"""Between two tries to subscribe."""
+"""Pauses between two tries to subscribe."""
 CLOSE_S = 2.0
 
 ANNOUNCE: Final = "redis.pcall('PUBLISH', KEYS[1], '')"
@@ -34,52 +34,33 @@ def announcement(key: str) -> list[Part]:
     return ["EVAL", ANNOUNCE, 1, key]
 
 
-class Announcements(Protocol):
-    """The part of Changes that followers of keys use."""
+class Announcements:
+    """Announcements that a follower of keys waits for. As it is, without Redis or a subscription, there are none."""
 
     @property
     def is_subscribed(self) -> bool:
         """True while changes are announced, so that polls can be rare."""
-        ...
+        return False
 
     async def wait(self, key: str, timeout_s: float) -> None:
         """Returns when `key` has changed since the last wait for it, or may have; at the latest after timeout_s. Only
         one task waits for a key."""
-        ...
-
-
-class NoAnnouncements:
-    """Announcements without Redis or without a subscription: wait() always takes timeout_s."""
-
-    is_subscribed: Final = False
-
-    async def wait(self, key: str, timeout_s: float) -> None:
         del key
         await asyncio.sleep(timeout_s)
 
 
-class Channels(Protocol):
-    """Subscription."""
-
-    async def open(self, channels: Sequence[str]) -> None: ...
-
-    async def next(self, timeout_s: float) -> str | None: ...
-
-    async def close(self) -> None: ...
-
-
-class Changes:
+class Changes(Announcements):
     """Announcements over Redis, from start() to close(). One event loop. `where`: the URL of now; never waits."""
 
     def __init__(
         self,
         where: Callable[[], str],
         keys: Iterable[str],
-        subscription: Callable[[str], Channels] = Subscription,
+        subscribe: Callable[[str, list[str], float], AsyncGenerator[str | None, None]] = published,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._where = where
-        self._subscription = subscription
+        self._subscribe = subscribe
         self._clock = clock
         self._news = {key: asyncio.Event() for key in keys}
         self._told_s = dict.fromkeys(self._news, -LEAST_PERIOD_S)
@@ -138,19 +119,19 @@ class Changes:
     async def _listen(self) -> None:
         """Receives announcements until the URL of Redis changes. Raises RedisUnavailable."""
         url = self._where()
-        subscription = self._subscription(url)
-        try:
-            await subscription.open(list(self._news))
-            self._set_subscribed(True)
-            self._has_said = False
-            while self._where() == url and not self._is_closing:
-                key = await subscription.next(SILENT_S)
-                if key in self._news:
-                    self._news[key].set()
-        finally:
-            if self._is_subscribed:
-                self._set_subscribed(False)
-            await subscription.close()
+        async with aclosing(self._subscribe(url, list(self._news), SILENT_S)) as channels:
+            try:
+                async for key in channels:
+                    if not self._is_subscribed:
+                        self._set_subscribed(True)
+                        self._has_said = False
+                    if key in self._news:
+                        self._news[key].set()
+                    if self._where() != url or self._is_closing:
+                        return
+            finally:
+                if self._is_subscribed:
+                    self._set_subscribed(False)
 
     def _set_subscribed(self, is_subscribed: bool) -> None:
         self._is_subscribed = is_subscribed

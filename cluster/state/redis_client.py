@@ -1,15 +1,21 @@
-"""The only file that imports redis: two clients with different patience, and a subscription; torch-free and asyncio.
+"""The only file that imports redis: two clients with different patience, and what is published; torch-free and asyncio.
 
 RequestClient serves the request path: a short deadline, no retries, a breaker. BackgroundClient serves heartbeats and
-commands: it retries. Subscription receives what is published. All raise RedisUnavailable and nothing else. Callers name
-commands as Redis spells them.
+commands: it retries. published() receives messages. All raise RedisUnavailable and nothing else. Callers name commands
+as Redis spells them.
+
+The private Redis of `serve run` moves to another URL when its replica is replaced. A BackgroundClient asks for the URL
+after a few failures in a row, and goes on with a new connection when it changed; without an answer nothing changes, and
+the next failures ask again. A RequestClient follows the URL that its BackgroundClient found.
 """
 
 import asyncio
 import hashlib
+import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeVar
 
 import redis
@@ -20,9 +26,12 @@ from redis.retry import Retry
 
 from tandem.cluster.state.breaker import Breaker
 
+log = logging.getLogger("tandem.redis")
 T = TypeVar("T")
 Part = str | bytes | int | float
 LOOP_LAG_S = 0.010
+ASK_AFTER_FAILURES = 3
+ASK_TIMEOUT_S = 2.0
 _CONNECTION_ERRORS = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.ReadOnlyError, OSError)
 
 
@@ -40,32 +49,36 @@ class Commands(Protocol):
 
 
 class RequestClient:
-    """Calls on behalf of a request: answers within `timeout_s` or RedisUnavailable. One per event loop."""
+    """Runs scripts on behalf of a request: within `timeout_s` or RedisUnavailable. One per event loop. where: returns
+    the URL of now without waiting."""
 
-    def __init__(self, url: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, where: Callable[[], str], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._where = where
         self._clock = clock
         self._timeout_s = timeout_s
-        self.breaker = Breaker(clock)
-        self._redis = _open(url, timeout_s=timeout_s, connect_timeout_s=timeout_s, retries=0)
-
-    async def command(self, *parts: Part) -> Any:
-        """One command, e.g. command("GET", key)."""
-        return await self._bounded(lambda: _execute(self._redis, parts), may_probe=True)
-
-    async def pipeline(self, commands: Sequence[Sequence[Part]]) -> list[Any]:
-        """Several commands in one round trip, in one transaction."""
-        return await self._bounded(lambda: _transaction(self._redis, commands), may_probe=True)
+        self._connect(where())
 
     async def script(self, text: str, keys: Sequence[str], arguments: Sequence[Part], *, may_probe: bool = True) -> Any:
-        """One Lua script, atomically; its text is sent only when the server does not have it. may_probe
-        False: while the breaker is open this call is no probe."""
+        """Runs a Lua script, atomically; its text is sent only when the server does not have it. may_probe False:
+        while the breaker is open this call is no probe."""
+        if (url := self._where()) != self._url:
+            before = self._redis
+            self._connect(url)
+            await before.aclose()
         return await self._bounded(lambda: _run_script(self._redis, text, keys, arguments), may_probe=may_probe)
 
     async def close(self) -> None:
         await self._redis.aclose()
 
+    def _connect(self, url: str) -> None:
+        """Uses another server from now on, of which nothing is known yet."""
+        self._url = url
+        self.breaker = Breaker(self._clock)
+        self._redis = _open(url, timeout_s=self._timeout_s, connect_timeout_s=self._timeout_s, retries=0)
+
     async def _bounded(self, call: Callable[[], Awaitable[T]], *, may_probe: bool) -> T:
-        if not self.breaker.admit(may_probe):
+        breaker = self.breaker
+        if not breaker.admit(may_probe):
             raise RedisUnavailable("the breaker is open")
         deadline_s = self._clock() + self._timeout_s
         try:
@@ -74,81 +87,128 @@ class RequestClient:
         except (TimeoutError, redis.TimeoutError) as error:
             # A deadline that this loop noticed late means that the loop was busy, not that Redis is unavailable.
             if self._clock() - deadline_s < LOOP_LAG_S:
-                self.breaker.record_failure()
+                breaker.record_failure()
             raise RedisUnavailable(f"no answer within {self._timeout_s * 1000:.0f} ms") from error
         except _CONNECTION_ERRORS as error:
-            self.breaker.record_failure()
+            breaker.record_failure()
             raise RedisUnavailable(str(error)) from error
         except redis.RedisError as error:
-            self.breaker.record_success()  # an error reply came in time: the server is available
+            breaker.record_success()  # an error reply came in time: the server is available
             raise RedisUnavailable(str(error)) from error
-        self.breaker.record_success()
+        breaker.record_success()
         return result
 
 
 class BackgroundClient:
-    """Calls that may take their time: six retries with jittered backoff. One per event loop.
+    """Calls that may take their time: six retries with jittered backoff. One per event loop. ask: returns the current
+    URL; None: it never changes.
 
     A call ends after all tries have had their time, whatever it waits for: closing a connection to a server that is
     stopped has no deadline in the library, and the others of its pool wait for it.
     """
 
-    def __init__(self, url: str, timeout_s: float = 2.0, retries: int = 6) -> None:
-        self._limit_s = 2 * timeout_s * (retries + 2)
-        self._redis = _open(url, timeout_s=timeout_s, connect_timeout_s=1.0, retries=retries)
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = 2.0,
+        retries: int = 6,
+        ask: Callable[[], Awaitable[str]] | None = None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._ask = ask
+        self._failures = 0
+        self._connect(url)
+
+    @property
+    def url(self) -> str:
+        """The last known URL."""
+        return self._url
 
     async def command(self, *parts: Part) -> Any:
-        """One command; may run twice when a reply was lost, so it must be safe to repeat."""
-        return await _translated(lambda: _execute(self._redis, parts), self._limit_s)
+        """Runs one command; may run it twice when a reply was lost, so it must be safe to repeat."""
+        return await self._followed(lambda: _execute(self._redis, parts))
 
     async def pipeline(self, commands: Sequence[Sequence[Part]]) -> list[Any]:
-        """Several commands in one transaction; may run twice."""
-        return await _translated(lambda: _transaction(self._redis, commands), self._limit_s)
+        """Runs several commands in one transaction; may run it twice."""
+        return await self._followed(lambda: _transaction(self._redis, commands))
 
     async def close(self) -> None:
         await self._redis.aclose()
 
+    def _connect(self, url: str) -> None:
+        self._url = url
+        self._redis = _open(url, timeout_s=self._timeout_s, connect_timeout_s=1.0, retries=self._retries)
 
-class Subscription:
-    """What is published on some channels, over a connection of its own. Used by one task; an end is for ever: after
-    RedisUnavailable there is only close()."""
+    async def _followed(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The call's result. Failures in a row are a reason to ask for the URL."""
+        try:
+            result = await _translated(call, 2 * self._timeout_s * (self._retries + 2))
+        except RedisUnavailable:
+            self._failures += 1
+            if self._ask is not None and self._failures % ASK_AFTER_FAILURES == 0:
+                await self._follow(self._ask)
+            raise
+        self._failures = 0
+        return result
 
-    def __init__(self, url: str, timeout_s: float = 2.0) -> None:
-        self._timeout_s = timeout_s
-        # not the library's PubSub, which connects again by itself, with no deadline, and without a notice
-        self._connection: Any = _pool(url, timeout_s=timeout_s, connect_timeout_s=1.0, retries=0).make_connection()
-        self._is_asked = False
+    async def _follow(self, ask: Callable[[], Awaitable[str]]) -> None:
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                url = await ask()
+        except Exception as error:  # no replica answers yet; Serve raises several types for it
+            log.warning("the URL of Redis is unknown: %s", str(error) or type(error).__name__)
+            return
+        if url != self._url:
+            log.warning("Redis was replaced: going on with the new one")
+            before = self._redis
+            self._connect(url)
+            await before.aclose()
 
-    async def open(self, channels: Sequence[str]) -> None:
-        """Returns when the server has confirmed every one of them; RedisUnavailable also when it refuses."""
-        await _translated(lambda: self._subscribe(channels), self._timeout_s)
 
-    async def next(self, timeout_s: float) -> str | None:
-        """The channel of the next message. None: no message came in that time; a server that sends nothing until the
-        end of the next call either is unavailable."""
-        return await _translated(lambda: self._next(timeout_s), timeout_s + self._timeout_s)
+async def published(
+    url: str, channels: Sequence[str], silent_s: float, timeout_s: float = 2.0
+) -> AsyncGenerator[str | None, None]:
+    """Yields the channel of each message that is published on some channels, over a connection of its own.
 
-    async def close(self) -> None:
-        """Closes the connection at once, whatever the server does."""
+    The first is None: the server has confirmed all channels. None, too, after silent_s without a message; then the
+    server gets a PING, and has as long again to send anything. RedisUnavailable when it does not, and when it refuses.
+    """
+    # not the library's PubSub, which connects again by itself, with no deadline, and without a notice
+    connection: Any = _pool(url, timeout_s=timeout_s, connect_timeout_s=1.0, retries=0).make_connection()
+    is_asked = False
+    try:
+        await _translated(lambda: _subscribe(connection, channels), timeout_s)
+        yield None
+        while True:
+            answer = await _translated(partial(_next_message, connection, silent_s, is_asked), silent_s + timeout_s)
+            is_asked = answer is None
+            yield answer[1].decode() if isinstance(answer, list) and answer[0] == b"message" else None
+    finally:
         with suppress(redis.RedisError, OSError):
-            await self._connection.disconnect(nowait=True)
+            await connection.disconnect(nowait=True)  # at once, whatever the server does
 
-    async def _subscribe(self, channels: Sequence[str]) -> None:
-        await self._connection.connect()
-        await self._connection.send_command("SUBSCRIBE", *channels)
-        for _ in channels:
-            await self._connection.read_response(push_request=True)
 
-    async def _next(self, timeout_s: float) -> str | None:
-        answer = await self._connection.read_response(timeout=timeout_s, push_request=True)
-        if answer is None:
-            if self._is_asked:
-                raise RedisUnavailable("no sign of life")
-            self._is_asked = True
-            await self._connection.send_command("PING")
-            return None
-        self._is_asked = False
-        return answer[1].decode() if isinstance(answer, list) and answer[0] == b"message" else None
+async def _subscribe(connection: Any, channels: Sequence[str]) -> None:
+    await connection.connect()
+    await connection.send_command("SUBSCRIBE", *channels)
+    for _ in channels:
+        await connection.read_response(push_request=True)
+
+
+async def _next_message(connection: Any, silent_s: float, is_asked: bool) -> Any:
+    """The next answer; None, and a PING is sent, when there was none in that time, for the first time in a row."""
+    answer = await connection.read_response(timeout=silent_s, push_request=True)
+    if answer is None:
+        if is_asked:
+            raise RedisUnavailable("no sign of life")
+        await connection.send_command("PING")
+    return answer
+
+
+def text_of(answer: object) -> str:
+    """A word of an answer as text."""
+    return answer.decode() if isinstance(answer, bytes) else str(answer)
 
 
 def check_reachable(url: str, timeout_s: float = 2.0) -> str | None:
@@ -210,8 +270,11 @@ async def _transaction(client: "redis_asyncio.Redis", commands: Sequence[Sequenc
 async def _run_script(client: "redis_asyncio.Redis", text: str, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
     rest = (len(keys), *keys, *arguments)
     try:
-        return await _execute(
-            client, ("EVALSHA", hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), *rest)
-        )
+        return await _execute(client, ("EVALSHA", _sha1(text), *rest))
     except redis.exceptions.NoScriptError:
         return await _execute(client, ("EVAL", text, *rest))
+
+
+@lru_cache
+def _sha1(text: str) -> str:
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

@@ -1,7 +1,7 @@
 """Files in --state-dir that hold a copy of durable state: of the tenants, and of each base model's adapters.
 
-Called by cluster/tenants/directory.py and cluster/adapters/kept.py, on threads. A file is its owner's only, is replaced
-whole, and is ignored with an error line when it cannot be read: it must never keep a service from starting.
+Called by map_copy.py, on threads. A file is its owner's only, is replaced whole, and is ignored with an error line when
+it cannot be read: it must never keep a service from starting.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ LOCK_PERIOD_S = 0.01
 
 
 def read_state(file: Path, kind: type[T]) -> T | None:
-    """What the file holds; None when there is none, or none that can be read."""
+    """Reads what the file holds; None when there is none, or none that can be read."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except FileNotFoundError:
@@ -61,7 +61,8 @@ def merge_state(file: Path, kind: type[T], merged: Callable[[T | None], T]) -> N
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """While this holds the lock; after some time without it, since a process that is stopped may keep it for ever."""
+    """Holds the lock meanwhile; after some time goes on without it, since a process that is stopped may keep it for
+    ever."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         deadline_s = time.monotonic() + LOCK_WAIT_S

@@ -8,13 +8,64 @@ the last known state of the buckets over the gateways that were there, refilled 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
+
+import msgspec
 
 from tandem.cluster.state import keys
-from tandem.cluster.tenants.quota_script import LEASE_MS, Report, Verdict
 from tandem.cluster.tenants.tenant import Limits, Tenant
 from tandem.cluster.tenants.tenant_admission import Reason, Reservation
 
 MINUTE_S = 60.0
+LEASE_MS = 5000
+"""Five heartbeats."""
+
+
+class QuotaReport(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One gateway's report and request, of one tenant, in tokens and requests."""
+
+    gateway: str
+    number: int  # grows with every report of the gateway
+    # absolute, this gateway's, without requests that await an answer
+    running: int
+    reserved: int
+    used: int
+    budget_id: int
+    ttl_s: int
+    lease_ms: int
+    # what the buckets do not know yet
+    delta_requests: float
+    delta_tokens: float
+    known_base: float  # budget tokens of gateways that are gone, for a Redis that has lost it
+    need: int  # tokens that the request reserves
+    charge: int  # of those, taken from the minute's bucket
+    wanted: int  # of those, what the bucket must hold
+    admit: bool = False
+    now_ms: int | None = None  # stands in for the server's clock
+    # limits; None: no such limit
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrency: int | None = None
+    token_budget: int | None = None
+    kv_tokens: int | None = None
+    # what this gateway last knew of the buckets, for a Redis that has lost it
+    known_requests: float | None = None
+    known_tokens: float | None = None
+    awaited: list[int] = []  # the reports that asked for requests without an answer, but for this one
+
+
+class QuotaVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The script's answer."""
+
+    ok: bool
+    reason: str
+    wait_ms: float
+    gateways: int  # with a lease, this one too
+    base: float  # budget tokens used by gateways that are gone
+    used_elsewhere: float  # budget tokens used by all gateways but this one
+    # how full the tenant's buckets are now
+    requests: float | None = None
+    tokens: float | None = None
 
 
 @dataclass
@@ -26,7 +77,7 @@ class Bucket:
     at_s: float
 
     def fill(self, now_s: float) -> float:
-        """Its level now."""
+        """Returns its level now."""
         self.level = min(self.size, self.level + max(0.0, now_s - self.at_s) * self.size / MINUTE_S)
         self.at_s = now_s
         return self.level
@@ -35,7 +86,7 @@ class Bucket:
         self.level = max(-self.size, min(self.size, self.fill(now_s) + amount))
 
     def wait_s(self, wanted: float, now_s: float) -> float:
-        """Until it holds so much."""
+        """Seconds until it holds so much."""
         return max(0.0, wanted - self.fill(now_s)) * MINUTE_S / self.size
 
 
@@ -72,28 +123,25 @@ class Debt:
 
 @dataclass
 class Account:
-    """See the module. gateways: how many there are at least; share_of: those that the limits are shared by. numbers: of
-    this gateway's reports; they go on where an earlier account of the tenant ended, which Redis may remember.
-
-    base, used_elsewhere: budget tokens of gateways that are gone, and of all but this one, as last read. running,
-    reserved: of requests that were granted; a request that awaits an answer holds nothing, or requests would shut each
-    other out.
-    """
+    """One tenant in one gateway, see the module."""
 
     name: str
     limits: Limits
     budget_id: int
     gateway: str
-    gateways: int
+    gateways: int  # how many there are at least
     now_s: float
+    # of this gateway's reports; they go on where an earlier account of the tenant ended, which Redis may remember
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    # budget tokens of gateways that are gone, and of all but this one, as last read
     base: float = 0.0
     used_elsewhere: float = 0.0
+    # of requests that were granted; one that awaits an answer holds nothing, or requests would shut each other out
     running: int = 0
     reserved: int = 0
     used: int = 0
     is_unavailable: bool = False
-    share_of: int = 1
+    share_of: int = 1  # gateways that the limits are shared by
     _awaited: set[int] = field(default_factory=set)
     _used_when_left: int = 0
     _requests: Bucket | None = None
@@ -106,7 +154,7 @@ class Account:
         self._set_limits(self.limits, self.now_s)
 
     def update(self, tenant: Tenant, now_s: float) -> None:
-        """The tenant may have been changed. A new budget starts at nothing."""
+        """Takes over what was changed of the tenant. A new budget starts at nothing."""
         if tenant.budget_id != self.budget_id:
             self.budget_id = tenant.budget_id
             self.used = self._used_when_left = 0
@@ -118,7 +166,7 @@ class Account:
 
     @property
     def is_idle(self) -> bool:
-        """No request of it runs or awaits an answer."""
+        """True while no request of it runs or awaits an answer."""
         return not self.running and not self._awaited
 
     def hold(self, tokens: int) -> None:
@@ -130,7 +178,7 @@ class Account:
         self.reserved -= tokens
 
     def bill(self, charge: int, used_tokens: int, now_s: float) -> None:
-        """Of `charge` tokens taken from the minute, so many were used."""
+        """Counts the tokens that were used, of the `charge` tokens taken from the minute."""
         self.used += used_tokens
         self._take(self._tokens, self._debt_tokens, used_tokens - charge, now_s)
 
@@ -148,17 +196,13 @@ class Account:
 
     # ---- with Redis ----------------------------------------------------------------------------------------------
 
-    def report(self, now_s: float, kv_tokens: int | None, asked: Reservation | None = None) -> Report:
+    def report(self, now_s: float, kv_tokens: int | None, asked: Reservation | None = None) -> QuotaReport:
         """The next report, which may request a reservation. It has the charges that the buckets in Redis lack, and
         these count as reported."""
-        number = next(self.numbers)
-        requests, tokens = self.left(now_s)
-        limits = self.limits
-        shared = self.share_of if self.is_unavailable else 1  # a share's level stands for that much of the whole
-        awaited = sorted(self._awaited)
+        number, awaited = next(self.numbers), sorted(self._awaited)
         if asked is not None:
             self._awaited.add(number)
-        return Report(
+        return QuotaReport(
             gateway=self.gateway,
             number=number,
             running=self.running,
@@ -167,25 +211,26 @@ class Account:
             budget_id=self.budget_id,
             ttl_s=keys.QUOTA_TTL_S,
             lease_ms=LEASE_MS,
-            delta_requests=self._debt_requests.take(now_s),
-            delta_tokens=self._debt_tokens.take(now_s),
             known_base=self.base,
             need=0 if asked is None else asked.tokens,
             charge=0 if asked is None else asked.charge,
             wanted=0 if asked is None else asked.wanted,
             admit=asked is not None,
-            requests_per_minute=limits.requests_per_minute,
-            tokens_per_minute=limits.tokens_per_minute,
-            concurrency=limits.concurrency,
-            token_budget=limits.token_budget,
             kv_tokens=kv_tokens,
-            known_requests=None if requests is None else requests.level * shared,
-            known_tokens=None if tokens is None else tokens.level * shared,
             awaited=awaited,
+            **self.limits.counted,
+            **self._take_levels(now_s),
         )
 
-    def learn(self, report: Report, verdict: Verdict, now_s: float) -> None:
-        """Redis has answered it. A request that was granted is held before the next report is made."""
+    def _take_levels(self, now_s: float) -> dict[str, Any]:
+        """The part of a report that is about buckets: charges that those in Redis lack, and how full they were here."""
+        shared = self.share_of if self.is_unavailable else 1  # a share's level stands for that much of the whole
+        requests, tokens = (None if bucket is None else bucket.level * shared for bucket in self.left(now_s))
+        lacking = {"delta_requests": self._debt_requests.take(now_s), "delta_tokens": self._debt_tokens.take(now_s)}
+        return {**lacking, "known_requests": requests, "known_tokens": tokens}
+
+    def learn(self, report: QuotaReport, verdict: QuotaVerdict, now_s: float) -> None:
+        """Takes the answer of Redis. A request that was granted is held before the next report is made."""
         self._awaited.discard(report.number)
         self.is_unavailable = False
         self.share_of = max(self.gateways, verdict.gateways)
@@ -195,8 +240,8 @@ class Account:
         self._tokens = self._known(self.limits.tokens_per_minute, verdict.tokens, now_s)
         self._set_rates()
 
-    def unreported(self, report: Report, now_s: float) -> None:
-        """The report may not have arrived, and nobody waits for its answer."""
+    def unreported(self, report: QuotaReport, now_s: float) -> None:
+        """Takes a report back that may not have arrived; nobody waits for its answer."""
         self._awaited.discard(report.number)
         self._debt_requests.give_back(report.delta_requests, now_s)
         self._debt_tokens.give_back(report.delta_tokens, now_s)
@@ -204,7 +249,7 @@ class Account:
     # ---- without Redis -------------------------------------------------------------------------------------------
 
     def refusal_of_share(self, asked: Reservation, kv_tokens: int | None, now_s: float) -> tuple[Reason, float] | None:
-        """Why not, and for how many seconds; None: there is room."""
+        """The reason against it, and for how many seconds; None: there is room."""
         self._leave(now_s)
         reason = self._over_total(asked.tokens, kv_tokens)
         if reason is not None:
@@ -217,8 +262,8 @@ class Account:
         return None
 
     def take_from_share(self, charge: int, now_s: float) -> int:
-        """What the request takes of the minute's share: its charge, or what the share may be overdrawn by. More would
-        be given back at its end without having been taken."""
+        """Takes from the minute's share what the request may: its charge, or what the share may be overdrawn by. More
+        would be given back at its end without having been taken."""
         requests, tokens = self.left(now_s)
         taken = charge if tokens is None else min(charge, int(tokens.level + tokens.size))
         self._take(requests, self._debt_requests, 1, now_s)
@@ -241,7 +286,7 @@ class Account:
         return None
 
     def _leave(self, now_s: float) -> None:
-        """From the whole tenant's buckets to this gateway's share of them."""
+        """Goes from the whole tenant's buckets to this gateway's share of them."""
         if self.is_unavailable:
             return
         self.is_unavailable = True

@@ -4,7 +4,7 @@ import datetime
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,21 +25,17 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
 
 
 class BillingRecord(msgspec.Struct, frozen=True, kw_only=True, tag="bill"):
-    """One accepted request: a line of the journal, and, once it has ended, a row of the ledger.
-
-    time_s: wall clock of its end; until then of its admission. adapter: name@digest. terminal: stop, length, abort,
-    error, rejected or client_lost; None until it has ended. Tokens are those delivered, which an aborted request pays
-    too; cached ones are part of the prompt's.
-    """
+    """One accepted request: a line of the journal, and, once it has ended, a row of the ledger."""
 
     id: str
-    time_s: float
+    time_s: float  # wall clock of its end; until then of its admission
     tenant: str
     model: str
-    adapter: str | None = None
-    terminal: str | None = None
+    adapter: str | None = None  # name@digest
+    terminal: str | None = None  # stop, length, abort, error, rejected or client_lost; None until it has ended
+    # tokens that were delivered, which an aborted request pays too
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt's
     completion_tokens: int = 0
 
     @property
@@ -84,14 +80,14 @@ class UsageSum(NamedTuple):
 
 
 def pack(row: BillingRecord) -> bytes:
-    """Without the id, which is its field."""
+    """The row as Redis has it. Its id is left out: it is the field's name."""
     values = msgspec.structs.asdict(row)
     del values["id"]
     return msgspec.msgpack.encode(_Packed(**values))
 
 
 def unpack(row_id: bytes, data: bytes) -> BillingRecord:
-    """What pack() made."""
+    """The row that pack() made."""
     return BillingRecord(id=row_id.decode(), **msgspec.structs.asdict(msgspec.msgpack.decode(data, type=_Packed)))
 
 
@@ -112,13 +108,6 @@ def parse_since(text: str, now_s: float) -> float:
     return (moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)).timestamp()
 
 
-async def read_usage(redis: Commands, tenant: str | None, since_s: float, until_s: float) -> list[BillingRecord]:
-    """The rows that ended in [since_s, until_s], oldest first; of one tenant, or of all. RedisUnavailable."""
-    days = _days(since_s, until_s)
-    rows = [row for day in days async for row in _read_day(redis, tenant, day) if since_s <= row.time_s <= until_s]
-    return sorted(rows, key=lambda row: (row.time_s, row.id))
-
-
 def summed(rows: Iterable[BillingRecord], earlier: Iterable[UsageSum] = ()) -> list[UsageSum]:
     """One line for each tenant, model and adapter, by name. earlier: sums of rows that are not there any more."""
     sums: dict[tuple[str, str, str], UsageSum] = {}
@@ -133,17 +122,17 @@ def summed(rows: Iterable[BillingRecord], earlier: Iterable[UsageSum] = ()) -> l
 
 
 KINDS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-"""What is summed."""
+"""The amounts that are summed."""
 
 
 class _Part(NamedTuple):
-    """The field of a sum: of one hour (its first second), tenant, model, adapter, kind: one of KINDS."""
+    """The field of a sum."""
 
-    hour_s: int
+    hour_s: int  # its first second
     tenant: str
     model: str
     adapter: str | None
-    kind: str
+    kind: str  # one of KINDS
 
 
 def sums_by_hour(rows: Iterable[BillingRecord]) -> dict[bytes, int]:
@@ -160,7 +149,8 @@ def sums_by_hour(rows: Iterable[BillingRecord]) -> dict[bytes, int]:
 async def read_rows_and_sums(
     redis: Commands, tenant: str | None, since_s: float, until_s: float
 ) -> tuple[list[BillingRecord], list[UsageSum]]:
-    """As read_usage(), with what the rows that are not there any more have used, of the hours that overlap the period.
+    """The rows that ended in [since_s, until_s], oldest first, of one tenant or of all, and what the rows that are not
+    there any more have used, of the hours that overlap the period.
 
     No request is in both, and none in neither, also when rows become sums meanwhile: every row that does raises a sum
     of its day, so the sums are read before the rows and after, until they are the same. TandemError when they are not
@@ -219,41 +209,25 @@ async def _read_day(redis: Commands, tenant: str | None, day: str) -> AsyncItera
 
 
 async def tenants_of(redis: Commands, day: str) -> list[str]:
-    """Those that have rows on a UTC day, sorted. RedisUnavailable."""
+    """The tenants that have rows on a UTC day, sorted. RedisUnavailable."""
     answer = await redis.command("SMEMBERS", keys.usage_tenants(day))
     assert isinstance(answer, set | list), answer
     return sorted(name.decode() for name in answer)
 
 
 def _days(since_s: float, until_s: float) -> list[str]:
-    return sorted({day_of(moment) for moment in _moments(max(since_s, until_s - LONGEST_S), until_s)})
+    """The UTC days of a period, sorted; of a longer one the last LONGEST_S."""
+    first_s = min(until_s, max(since_s, until_s - LONGEST_S))
+    whole_days = int((until_s - first_s) // DAY_S)
+    return sorted({day_of(until_s), *(day_of(first_s + day * DAY_S) for day in range(whole_days + 1))})
 
 
-def _moments(since_s: float, until_s: float) -> Iterable[float]:
-    moment_s = since_s
-    while moment_s < until_s:
-        yield moment_s
-        moment_s += DAY_S
-    yield until_s
-
-
-class Ledger(Protocol):
-    """Takes two records of each accepted request: at its admission, and at its end."""
+class Ledger:
+    """Takes two records of each accepted request: at its admission, and at its end. As it is it keeps nothing:
+    `tandem run-batch`, and tests."""
 
     def accepted(self, record: BillingRecord) -> None:
         """A row is owed from now on. Never waits."""
-        ...
 
     async def settle(self, record: BillingRecord) -> None:
         """Writes the row of a request that has ended. Called by the request's task, never by an HTTP handler."""
-        ...
-
-
-class NoLedger:
-    """Keeps nothing."""
-
-    def accepted(self, record: BillingRecord) -> None:
-        del record
-
-    async def settle(self, record: BillingRecord) -> None:
-        del record

@@ -17,10 +17,10 @@ import msgspec
 from tandem.cluster.state.durable_map import DurableMap
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.map_copy import MapCopy
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.tenants.store import TenantStore
-from tandem.cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
+from tandem.cluster.tenants.tenant import Tenant
 
 POLL_S = 0.5
 SUBSCRIBED_POLL_S = 1.0
@@ -30,14 +30,14 @@ CERTAIN_S = 2.0
 
 
 class SavedTenants(msgspec.Struct, frozen=True, kw_only=True):
-    """The file. origin, version: the epoch of the tenants. spent: tokens of each tenant's budget, with the budget's id.
-    unreadable: as in Reading."""
+    """The file."""
 
+    # the epoch of the tenants
     origin: str | None
     version: int
     tenants: list[Tenant]
-    spent: dict[str, tuple[int, int]] = {}
-    unreadable: int = 0
+    spent: dict[str, tuple[int, int]] = {}  # of each tenant's budget: its id, and its tokens
+    unreadable: int = 0  # as in Reading
 
 
 class TenantDirectory(MapCopy[Tenant]):
@@ -86,10 +86,6 @@ class TenantDirectory(MapCopy[Tenant]):
             return None
         return found[0]
 
-    def limits(self, tenant: str) -> Limits:
-        known = self.tenants.get(tenant)
-        return known.limits if known is not None else NO_LIMITS
-
     # ---- kept up to date -----------------------------------------------------------------------------------------
 
     def _adopt_saved(self, saved: SavedTenants) -> None:
@@ -109,7 +105,7 @@ class TenantDirectory(MapCopy[Tenant]):
         self._read_s = began_s
         return has_changed
 
-    async def run(self, period_s: float = POLL_S, changes: Announcements = NoAnnouncements()) -> None:
+    async def run(self, period_s: float = POLL_S, changes: Announcements = Announcements()) -> None:
         """Refreshes until it is cancelled, see follow()."""
         await self.follow(lambda: None, period_s, SUBSCRIBED_POLL_S, changes)
 

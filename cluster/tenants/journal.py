@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -38,9 +38,10 @@ Line = BillingRecord | CarriedOn
 
 
 class Journal:
-    """Used on one event loop; one thread writes. A disk that takes no more costs the journal, not the requests.
+    """The journal of one gateway. A disk that takes no more costs the journal, not the requests.
 
     A file that has grown or aged is closed and another begun: `paths` are all of this life, the last one is locked.
+    One event loop uses it; a thread writes.
     """
 
     def __init__(self, folder: Path, gateway: str, rotate_bytes: int = ROTATE_BYTES) -> None:
@@ -93,7 +94,7 @@ class Journal:
                 written.set()
 
     def _write(self, batch: list[Line], owed: list[BillingRecord]) -> None:
-        """On the thread. A batch without an end needs no sync: it only lists what is owed."""
+        """Writes a batch, on the thread. One without an end needs no sync: it only lists what is owed."""
         data = _encoded(batch)
         if self.is_failing:
             data = b"\n" + data  # after a torn line
@@ -153,25 +154,21 @@ def read_rows(path: Path, *, is_over: bool) -> Iterator[BillingRecord]:
 def left_behind(folder: Path, max_age_s: float) -> Iterator[Path]:
     """Journals in the folder that nobody writes any more; those that nothing would take are removed."""
     for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if time.time() - os.fstat(descriptor).st_mtime > max_age_s:
-                    path.unlink()
-                    continue
-            finally:
-                os.close(descriptor)
+        is_left = False
+        with suppress(OSError), _unwritten(path) as is_unwritten:
+            is_old = time.time() - path.stat().st_mtime > max_age_s
+            if is_unwritten and is_old:
+                path.unlink()
+            is_left = is_unwritten and not is_old
+        if is_left:
             yield path
 
 
 def is_in_use(folder: Path) -> bool:
-    """A gateway that lives journals in this folder."""
+    """True while a gateway journals in this folder."""
     for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
-        with path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+        with _unwritten(path) as is_unwritten:
+            if not is_unwritten:
                 return True
     return False
 
@@ -180,13 +177,24 @@ def remove_unlocked(folder: Path) -> bool:
     """Removes the journals that nobody writes. False: somebody writes one by now."""
     is_unused = True
     for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with suppress(FileNotFoundError), _unwritten(path) as is_unwritten:
+            if is_unwritten:
                 path.unlink()
-            except BlockingIOError:
+            else:
                 is_unused = False
     return is_unused
+
+
+@contextmanager
+def _unwritten(path: Path) -> Iterator[bool]:
+    """True while nobody writes the journal, and nobody begins to; False when somebody does."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def _read_lines(path: Path) -> Iterable[Line]:

@@ -4,34 +4,28 @@ A row's place in Redis follows from the row (tenant, day of its end, id) and is 
 again changes nothing. After an outage the rows that wait are sent; when Redis has lost them, or a gateway has died,
 whole journals are sent again.
 
-    settle --> journal (synced) --> waiting --batch--> Redis --UsageCap--> sums by hour
+    settle --> journal (synced) --> waiting --batch--> Redis --usage_cap.py--> sums by hour
                   '---- replay: own journal, journals left behind ----^
 """
 
 import asyncio
-import datetime
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
-from tandem.cluster.state.lease import Lease
+from tandem.cluster.state.lua import load_lua
 from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable
 from tandem.cluster.tenants.billing_record import (
-    DAY_S,
-    HOUR_S,
-    PAGE,
     BillingRecord,
+    Ledger,
     day_of,
     pack,
-    sums_by_hour,
-    tenants_of,
-    unpack,
 )
 from tandem.cluster.tenants.journal import Journal, gateway_of, left_behind, read_rows
 
@@ -40,54 +34,14 @@ BATCH = 256
 MAX_WAITING = 50_000
 """Rows kept in memory while Redis is unavailable; the journal has them all."""
 PERIOD_S, IDLE_PERIOD_S = 1.0, 5.0
-"""Between two looks, whether Redis has lost rows, while something is to be sent and while Redis has everything."""
+"""Pauses between two looks for a loss: while something is to be sent, and while Redis has everything."""
 LOOK_PERIOD_S = 30.0
-COUNT_PERIOD_S = 60.0
-GRACE_S = 3600.0
-"""Rows are not summed up before: those of an outage may yet come."""
 
-_WRITE = """
-local summed_s, places = tonumber(redis.call('GET', KEYS[1]) or '0'), tonumber(ARGV[4])
-local late = {}
-for i = 5 + places, #ARGV, 4 do
-  if tonumber(ARGV[i + 1]) < summed_s then late[#late + 1] = ARGV[i + 2]
-  else redis.call('HSETNX', KEYS[3 + 2 * tonumber(ARGV[i])], ARGV[i + 2], ARGV[i + 3]) end
-end
-redis.call('EXPIRE', KEYS[2], ARGV[1])
-redis.call('SET', KEYS[3], ARGV[2], 'EX', ARGV[1])
-local sent_s = redis.call('GET', KEYS[4])
-if tonumber(ARGV[3]) > tonumber(sent_s or '0') then sent_s = ARGV[3] end
-if sent_s then redis.call('SET', KEYS[4], sent_s, 'EX', ARGV[1]) end
-for place = 1, places do
-  redis.call('EXPIRE', KEYS[3 + 2 * place], ARGV[1])
-  redis.call('SADD', KEYS[4 + 2 * place], ARGV[4 + place])
-  redis.call('EXPIRE', KEYS[4 + 2 * place], ARGV[1])
-end
-return late
-"""
-"""How long rows are kept, the counter, up to when all is sent, how many places, the tenant of each, then for each row
-its place, time, id and value. Answers the ids of those that are not written: their hour is sums. Rows are first, so
-that a full memory refuses it all."""
-_SUM_UP = """
-local first = 3 + tonumber(ARGV[1])
-for i = 2, first - 2 do
-  if redis.call('HEXISTS', KEYS[1], ARGV[i]) == 0 then return 0 end
-end
-for i = 2, first - 2 do redis.call('HDEL', KEYS[1], ARGV[i]) end
-for i = first + 1, #ARGV, 2 do redis.call('HINCRBY', KEYS[2], ARGV[i], ARGV[i + 1]) end
-redis.call('EXPIRE', KEYS[2], ARGV[first])
-local summed_s = redis.call('GET', KEYS[3])
-if tonumber(ARGV[first - 1]) > tonumber(summed_s or '0') then summed_s = ARGV[first - 1] end
-redis.call('SET', KEYS[3], summed_s, 'EX', ARGV[first])
-return 1
-"""
-"""How many rows, their ids, until when rows are sums now, how long that is kept, fields and amounts. Nothing when one
-of the rows is gone. Deletes first: a script that has written may write on in a full memory. The moment is never taken
-back, or a journal that is sent again counts twice."""
+_WRITE = load_lua(__file__, "usage_write.lua")
 
 
-class UsageLedger:
-    """Implements Ledger. Used on one event loop. kept_s: how long Redis and the folder keep rows."""
+class UsageLedger(Ledger):
+    """The ledger of one gateway. Used on one event loop. kept_s: how long Redis and the folder keep rows."""
 
     def __init__(
         self,
@@ -169,7 +123,7 @@ class UsageLedger:
                     self._waiting.popleft()
 
     async def close(self) -> bool:
-        """What is left goes to the journal, and to Redis if it is there. True when Redis has everything."""
+        """Brings what is left to the journal, and to Redis if it is there. True when Redis has everything."""
         is_told = True
         self._look_at_s = self._clock()  # nobody may come after this one to take up what was left a moment ago
         try:
@@ -181,7 +135,7 @@ class UsageLedger:
         return is_told
 
     async def _look_for_loss(self) -> None:
-        """Redis that has lost its rows, or was restored from before some of them, gets them again."""
+        """Notices that Redis has lost its rows, or was restored from before some of them: they are sent again."""
         fresh = secrets.token_hex(8)
         _, answers = await self._redis.pipeline(
             [
@@ -263,91 +217,3 @@ class UsageLedger:
         self._epoch = epoch
         late = {row_id.decode() for row_id in answer}
         return [row for row in rows if row.id in late]
-
-
-class UsageCap:
-    """Keeps at most `most` rows in Redis: beyond that the oldest become sums by hour, so that what a tenant has used
-    stays right. One gateway of a service does it at a time. kept_s: how long Redis keeps sums."""
-
-    def __init__(
-        self, redis: Commands, gateway: str, most: int, kept_s: int, wall_clock: Callable[[], float] = time.time
-    ) -> None:
-        self._redis = redis
-        self._most = most
-        self._kept_s = kept_s
-        self._wall_clock = wall_clock
-        self._lease = Lease(redis, keys.USAGE_LEASE, gateway, keys.USAGE_LEASE_TTL_MS)
-        self.summed_rows = 0
-
-    async def run(self) -> None:
-        """Counts and sums up until it is cancelled."""
-        is_failing = False
-        while True:
-            await asyncio.sleep(COUNT_PERIOD_S)
-            try:
-                await self.enforce()
-                is_failing = False
-            except RedisUnavailable as error:
-                level = logging.DEBUG if is_failing else logging.WARNING
-                log.log(level, "Redis may hold more usage rows than --usage-rows: they were not counted: %s", error)
-                is_failing = True
-            except Exception:
-                log.exception("usage rows were not counted")
-
-    async def enforce(self) -> None:
-        """Sums up as many hours as it takes, the oldest first, and none of the last GRACE_S."""
-        if not await self._lease.take():
-            return
-        days = {day: await tenants_of(self._redis, day) for day in self._days()}
-        over, before = await self._count(days) - self._most, self.summed_rows
-        for day, until_s in self._ends(days):
-            if over <= 0 or not await self._lease.take():
-                break
-            for tenant in days[day]:
-                over -= await self._sum_up(tenant, day, until_s)
-        if done := self.summed_rows - before:
-            log.warning("--usage-rows: the %d oldest usage rows are sums now; the journals have the rows", done)
-        if over > 0:
-            log.error("Redis holds %d usage rows more than --usage-rows: they are of the last hour", over)
-
-    async def _count(self, days: dict[str, list[str]]) -> int:
-        places = [keys.usage(tenant, day) for day, tenants in days.items() for tenant in tenants]
-        total = 0
-        for start in range(0, len(places), PAGE):
-            lengths = await self._redis.pipeline([["HLEN", place] for place in places[start : start + PAGE]])
-            total += sum(length for length in lengths if isinstance(length, int))
-        return total
-
-    async def _sum_up(self, tenant: str, day: str, until_s: int) -> int:
-        """How many rows of before until_s it was."""
-        place, cursor, summed = keys.usage(tenant, day), "0", 0
-        while True:
-            answer = await self._redis.command("HSCAN", place, cursor, "COUNT", BATCH)
-            assert isinstance(answer, list | tuple), answer
-            old = [row for field, raw in answer[1].items() if (row := unpack(field, raw)).time_s < until_s]
-            if old and await self._replace(old, place, keys.usage_sums(day), until_s):
-                summed += len(old)
-                self.summed_rows += len(old)
-            cursor = answer[0].decode() if isinstance(answer[0], bytes) else str(answer[0])
-            if cursor == "0":
-                return summed
-
-    async def _replace(self, rows: Iterable[BillingRecord], place: str, sums: str, until_s: int) -> bool:
-        ids = [row.id for row in rows]
-        amounts = [part for pair in sums_by_hour(rows).items() for part in pair]
-        names, kept = (place, sums, keys.USAGE_SUMMED), (until_s, self._kept_s)
-        answer = await self._redis.command("EVAL", _SUM_UP, len(names), *names, len(ids), *ids, *kept, *amounts)
-        return bool(answer)
-
-    def _days(self) -> list[str]:
-        """Those that may have rows, the oldest first."""
-        now_s = self._wall_clock()
-        return [day_of(now_s - age * DAY_S) for age in range(self._kept_s // DAY_S + 1, -1, -1)]
-
-    def _ends(self, days: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Up to which moments each day can be summed up: its end, or, of a day that has not ended, its hours."""
-        latest_s = self._wall_clock() - GRACE_S
-        for day in days:
-            began_s = int(datetime.datetime.strptime(f"{day}+0000", "%Y%m%d%z").timestamp())
-            hours = range(1, DAY_S // HOUR_S + 1) if began_s + DAY_S > latest_s else (DAY_S // HOUR_S,)
-            yield from ((day, end_s) for hour in hours if (end_s := began_s + hour * HOUR_S) <= latest_s)

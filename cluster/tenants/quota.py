@@ -1,6 +1,6 @@
 """Quotas of one gateway: each request is admitted by one script call, and settled when it ends.
 
-The owner task of a request calls admit and settle. Redis counts for all gateways (quota_script.py); while it is
+The owner task of a request calls admit and settle. Redis counts for all gateways (quota.lua); while it is
 unavailable each goes on with its share (account.py). A heartbeat reports changes to Redis: freed concurrency and unused
 tokens at once, everything that runs once a second, which renews this gateway's lease. The heartbeat also finds out that
 Redis is back: while it is unavailable, no request waits for it.
@@ -13,18 +13,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, Protocol
 
 import msgspec
 
 from tandem.cluster.state import keys
-from tandem.cluster.state.redis_client import RedisUnavailable
-from tandem.cluster.tenants.account import Account, Bucket
-from tandem.cluster.tenants.quota_script import QUOTA_SCRIPT, Report, Verdict
-from tandem.cluster.tenants.tenant import NO_LIMITS, Limits, Tenant
-from tandem.cluster.tenants.tenant_admission import Header, OverLimit, Reason, Reservation
+from tandem.cluster.state.lua import load_lua
+from tandem.cluster.state.redis_client import RedisUnavailable, RequestClient
+from tandem.cluster.tenants.account import Account, Bucket, QuotaReport, QuotaVerdict
+from tandem.cluster.tenants.directory import TenantDirectory
+from tandem.cluster.tenants.tenant import NO_LIMITS, Limits
+from tandem.cluster.tenants.tenant_admission import Header, OverLimit, Reason, Reservation, Tenancy
 
 log = logging.getLogger("tandem.tenants")
+QUOTA_SCRIPT = load_lua(__file__, "quota.lua")
+"""Runs once to admit a request, and by the heartbeat to report changes since."""
 HEARTBEAT_S = 1.0
 LEAST_PERIOD_S = 0.05
 AT_ONCE = 32
@@ -33,8 +35,8 @@ MAX_RETRY_S = 60.0
 LEAST_RETRY_S = 1.0
 LEAST_SPREAD_S = 4.0
 OPEN_OUTPUT_TOKENS = 64
-"""What must be left for the answer of a request without max_tokens. It is charged all that it may take, so the others
-wait until that is known; the bucket is overdrawn by one such request at most."""
+"""Tokens that must be left for the answer of a request without max_tokens. It is charged all that it may take, so the
+others wait until that is known; the bucket is overdrawn by one such request at most."""
 WORDS: Mapping[Reason, str] = {
     "requests": "Too many requests: {limit} a minute are allowed.",
     "tokens": "Too many tokens: {limit} a minute are allowed, prompt and output together; this asks for {tokens}.",
@@ -45,23 +47,9 @@ WORDS: Mapping[Reason, str] = {
 }
 
 
-class Scripts(Protocol):
-    """RequestRedis, or a client."""
-
-    async def script(
-        self, text: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float], *, may_probe: bool = True
-    ) -> Any: ...
-
-
-class Tenants(Protocol):
-    """TenantDirectory."""
-
-    @property
-    def tenants(self) -> Mapping[str, Tenant]: ...
-
-
-class Quota:
-    """Implements Tenancy. `gateway`: id of this life of the gateway. `gateways`: how many there are at least.
+class Quota(Tenancy):
+    """The limits of tenants over all gateways. gateway: id of this life of the gateway. gateways: how many there are at
+    least.
 
     kv_tokens: KV tokens of all groups, 0 when not known. random: 0 to 1, spreads those who come back. server_ms: stands
     in for the server's clock in tests.
@@ -69,8 +57,8 @@ class Quota:
 
     def __init__(
         self,
-        redis: Scripts,
-        directory: Tenants,
+        redis: RequestClient,
+        directory: TenantDirectory,
         gateway: str,
         *,
         gateways: int = 1,
@@ -144,7 +132,7 @@ class Quota:
     # ---- heartbeat ------------------------------------------------------------------------------------------------
 
     def restore(self, spent: Mapping[str, tuple[int, int]]) -> None:
-        """What an earlier life knew of budgets (budget id, tokens), for a Redis that has lost it."""
+        """Takes what an earlier life knew of budgets (budget id, tokens), for a Redis that has lost it."""
         self._saved_spent = dict(spent)
 
     def spent(self) -> dict[str, tuple[int, int]]:
@@ -242,12 +230,12 @@ class Quota:
             raise self._refusal(account.limits, reason, verdict.wait_ms / 1000, reservation)
         return reservation
 
-    async def _ask(self, account: Account, report: Report, *, may_probe: bool = True) -> Verdict:
+    async def _ask(self, account: Account, report: QuotaReport, *, may_probe: bool = True) -> QuotaVerdict:
         report.now_ms = None if self._server_ms is None else self._server_ms()
         names = (keys.quota(account.name), keys.quota_gateways(account.name))
         try:
             answer = await self._redis.script(QUOTA_SCRIPT, names, [msgspec.json.encode(report)], may_probe=may_probe)
-            verdict = msgspec.json.decode(answer, type=Verdict)
+            verdict = msgspec.json.decode(answer, type=QuotaVerdict)
         except BaseException:
             account.unreported(report, self._clock())
             raise

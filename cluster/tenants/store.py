@@ -12,7 +12,15 @@ import msgspec
 from tandem.cluster.state import keys
 from tandem.cluster.state.durable_map import DurableMap, Held
 from tandem.cluster.state.redis_client import Commands
-from tandem.cluster.tenants.tenant import HashedKey, Limits, Tenant, changed_limits, check_name, digest_of, new_key
+from tandem.cluster.tenants.tenant import (
+    HashedKey,
+    Limits,
+    Tenant,
+    changed_limits,
+    check_name,
+    digest_of,
+    new_key,
+)
 from tandem.workers.messages.errors import RequestRefused
 
 MAX_GRACE_S = 30 * 86400.0
@@ -88,7 +96,7 @@ class TenantStore(DurableMap[Tenant]):
         return KeyedTenant(await self._update(name, rotated), key)
 
     async def remove(self, name: str) -> None:
-        """Its keys stop working, its counts are forgotten, usage rows stay. RequestRefused 404; 409: has adapters."""
+        """Removes its keys and its counts; usage rows stay. RequestRefused 404; 409 while it has adapters."""
         for _ in range(TRIES):
             known = await self._tenant(name)
             if adapters := await _adapters_of(self.redis, name):
@@ -133,7 +141,7 @@ async def _adapters_of(redis: Commands, tenant: str) -> list[str]:
 
 
 def no_tenant(name: str) -> RequestRefused:
-    """There is none of that name."""
+    """The refusal of a name that is no tenant's."""
     return RequestRefused(f"There is no tenant {name!r}.", code="tenant_not_found", status=404, param="name")
 
 

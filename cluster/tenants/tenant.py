@@ -1,4 +1,4 @@
-"""What a tenant is: a name, hashed keys, limits. Made and checked here, kept in Redis by store.py.
+"""A tenant: a name, hashed keys, limits. Made and checked here, kept in Redis by store.py.
 
 A key is 256 random bits, shown once; what is kept is its SHA-256, which a random key needs no salt or stretching for.
 """
@@ -23,13 +23,13 @@ _Count = Annotated[int, Meta(ge=1, le=10**12)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant may take; None: no limit.
+    """The amounts that a tenant may take; None: no limit.
 
     A minute is a token bucket: it holds a minute's worth, fills evenly, and starts full. tokens: prompt and output.
     concurrency: HTTP requests at once. kv_share: of all groups' KV tokens, 0 to 1, for its requests in flight.
     max_adapters: of its own at once. weight: its share of busy groups against other tenants'. priority: of requests
     that name none. token_budget: tokens in all, counted from when it was set.
-    """
+    """  # the description of the body in openapi.json
 
     requests_per_minute: _Count | None = None
     tokens_per_minute: _Count | None = None
@@ -41,16 +41,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     token_budget: Annotated[int, Meta(ge=0, le=10**15)] | None = None
 
     @property
+    def counted(self) -> dict[str, Any]:
+        """Those that Redis counts as they are, by name."""
+        return {
+            "requests_per_minute": self.requests_per_minute,
+            "tokens_per_minute": self.tokens_per_minute,
+            "concurrency": self.concurrency,
+            "token_budget": self.token_budget,
+        }
+
+    @property
     def are_counted(self) -> bool:
-        """Some of them need counting in Redis."""
-        counted = (
-            self.requests_per_minute,
-            self.tokens_per_minute,
-            self.concurrency,
-            self.kv_share,
-            self.token_budget,
-        )
-        return any(limit is not None for limit in counted)
+        """True when some of them need counting in Redis."""
+        return any(limit is not None for limit in (self.kv_share, *self.counted.values()))
 
 
 NO_LIMITS = Limits()

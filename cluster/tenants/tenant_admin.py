@@ -5,7 +5,7 @@ The CLI changes the store directly; gateways see that when it is announced, or w
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
@@ -17,23 +17,36 @@ from tandem.workers.messages.errors import RequestRefused
 T = TypeVar("T")
 
 
-class TenantAdmin(Protocol):
+class TenantAdmin:
     """The operations of the admin routes. RequestRefused: 400, 404 or 409 for the request, 503 while Redis is
-    unavailable."""
+    unavailable. As it is there is no Redis, and so no tenant: `tandem run-batch`, and tests."""
 
-    async def all(self) -> Mapping[str, Tenant]: ...
+    async def all(self) -> Mapping[str, Tenant]:
+        """Every tenant by its name."""
+        return {}
 
-    async def add(self, name: str, limits: Mapping[str, Any]) -> KeyedTenant: ...
+    async def add(self, name: str, limits: Mapping[str, Any]) -> KeyedTenant:
+        """A new tenant with a new key."""
+        del name, limits
+        raise _unavailable()
 
-    async def change(self, name: str, limits: Mapping[str, Any]) -> Tenant: ...
+    async def change(self, name: str, limits: Mapping[str, Any]) -> Tenant:
+        """Replaces the given limits; None lifts one."""
+        del limits
+        raise no_tenant(name)
 
-    async def rotate_key(self, name: str, grace_s: float) -> KeyedTenant: ...
+    async def rotate_key(self, name: str, grace_s: float) -> KeyedTenant:
+        """A new key in place of all others, which go on working for grace_s."""
+        del grace_s
+        raise no_tenant(name)
 
-    async def remove(self, name: str) -> None: ...
+    async def remove(self, name: str) -> None:
+        """Removes it: its keys stop working."""
+        raise no_tenant(name)
 
 
-class StoreAdmin:
-    """Over the service's Redis."""
+class StoreAdmin(TenantAdmin):
+    """The same over the service's Redis."""
 
     def __init__(self, store: TenantStore, directory: TenantDirectory) -> None:
         self._store = store
@@ -66,35 +79,13 @@ class StoreAdmin:
         return result
 
 
-class NoTenantAdmin:
-    """There is no Redis: `tandem run-batch`, and tests."""
-
-    async def all(self) -> Mapping[str, Tenant]:
-        return {}
-
-    async def add(self, name: str, limits: Mapping[str, Any]) -> KeyedTenant:
-        del name, limits
-        raise _unavailable()
-
-    async def change(self, name: str, limits: Mapping[str, Any]) -> Tenant:
-        del limits
-        raise no_tenant(name)
-
-    async def rotate_key(self, name: str, grace_s: float) -> KeyedTenant:
-        del grace_s
-        raise no_tenant(name)
-
-    async def remove(self, name: str) -> None:
-        raise no_tenant(name)
-
-
 def _unavailable() -> RequestRefused:
     message = "Redis is away: tenants cannot be changed now. Those that are known go on."
     return RequestRefused(message, code="service_unavailable", status=503)
 
 
 async def _nothing() -> None:
-    """Only reads."""
+    """Changes nothing."""
 
 
 async def running_requests(redis: Commands) -> dict[str, int | None]:

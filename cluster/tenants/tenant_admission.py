@@ -1,7 +1,7 @@
 """Admission of tenants' requests: admit, settle, headers. Implemented by quota.py; open in `run-batch`."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from tandem.cluster.tenants.tenant import NO_LIMITS, Limits
 from tandem.workers.messages.errors import RequestRefused
@@ -20,19 +20,17 @@ class OverLimit(RequestRefused):
 
 
 class Reservation(NamedTuple):
-    """What an admitted request holds until it is settled. tokens: prompt and allowed output; charge: of those, taken
-    from the minute's bucket; wanted: of those, what the bucket must hold. Not counted: its tenant has no limit that
-    needs counting."""
+    """The tokens that an admitted request holds until it is settled."""
 
     tenant: str
-    tokens: int = 0
-    charge: int = 0
-    wanted: int = 0
-    is_counted: bool = False
+    tokens: int = 0  # prompt and allowed output
+    charge: int = 0  # of those, taken from the minute's bucket
+    wanted: int = 0  # of those, what the bucket must hold
+    is_counted: bool = False  # False: its tenant has no limit that needs counting
 
 
-class Tenancy(Protocol):
-    """What tenants may do, and what they have left."""
+class Tenancy:
+    """The limits of tenants, and what they have left. As it is no tenant has a limit: `tandem run-batch`, and tests."""
 
     async def admit(
         self, tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False
@@ -42,37 +40,18 @@ class Tenancy(Protocol):
         is_open_ended: the client named no limit of output; output_tokens are all that the context holds.
         Called by the request's owner task. Every reservation is settled once.
         """
-        ...
-
-    def settle(self, reservation: Reservation, used_tokens: int) -> None:
-        """The request is over and is billed so many tokens. Never waits, never fails."""
-        ...
-
-    def headers(self, tenant: str) -> Sequence[Header]:
-        """The x-ratelimit-* headers of this moment, by this gateway's count; none for a tenant without such limits."""
-        ...
-
-    def limits(self, tenant: str) -> Limits:
-        """Its limits as last seen; NO_LIMITS for a name that is no tenant's."""
-        ...
-
-
-class OpenTenancy:
-    """No tenant has a limit: `tandem run-batch`, and tests."""
-
-    async def admit(
-        self, tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False
-    ) -> Reservation:
         del prompt_tokens, output_tokens, is_open_ended
         return Reservation(tenant)
 
     def settle(self, reservation: Reservation, used_tokens: int) -> None:
-        del reservation, used_tokens
+        """The request is over and is billed so many tokens. Never waits, never fails."""
 
     def headers(self, tenant: str) -> Sequence[Header]:
+        """The x-ratelimit-* headers of this moment, by this gateway's count; none for a tenant without such limits."""
         del tenant
         return ()
 
     def limits(self, tenant: str) -> Limits:
+        """The limits as last seen; NO_LIMITS for a name that is no tenant's."""
         del tenant
         return NO_LIMITS

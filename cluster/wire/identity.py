@@ -1,4 +1,4 @@
-"""What an application under Serve keeps over its versions: the service's id, its secret, and its private Redis.
+"""Identity of an application under Serve over its versions: the service's id, its secret, and its private Redis.
 
 A named detached actor outside the application has them, so a redeploy, which restarts every replica, finds them again.
 Replicas join by the application's name, and renew a lease for as long as they live; without a renewal for LEASE_S the
@@ -21,14 +21,15 @@ import ray
 from msgspec.structs import replace
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster.state.redis_address import Client, MovingRedis
+from tandem.cluster.ray_private.ray_facts import session_folder
+from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.wire.private_redis import PrivateRedis
 from tandem.cluster.wire.service_facts import ServiceFacts, new_identity
 
 log = logging.getLogger("ray.serve.tandem")
 NAMESPACE = "tandem"
 LEASE_S = 600.0
-"""Without a renewal from any replica the identity ends: after `serve delete`, `serve shutdown`, or a failed deploy."""
+"""The identity ends when no replica renews it for that long: after `serve delete` or `shutdown`, or a failed deploy."""
 RENEW_PERIOD_S = 30.0
 CALL_S = 20.0
 LOOPBACK = "127.0.0.1"
@@ -84,13 +85,12 @@ class ServiceIdentity:
                 shutil.rmtree(self._folder())
 
     def is_over(self) -> bool:
-        """Whether nobody has renewed the lease for too long."""
+        """True when nobody has renewed the lease for too long."""
         return self._clock() - self._renewed_s >= self._lease_s
 
     def _folder(self) -> Path:
-        """In the folder of Ray's session, which outlives every actor. Its name is short: a socket's path must be."""
-        session = ray._private.worker.global_worker.node.get_session_dir_path()
-        return Path(session) / f"r-{self._service_id[:6]}"
+        """A folder in that of Ray's session, which outlives every actor. Its name is short: a socket's path must be."""
+        return session_folder() / f"r-{self._service_id[:6]}"
 
     async def _end_unrenewed(self) -> None:
         while not self.is_over():
@@ -129,11 +129,11 @@ class Membership:
             self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="identity's lease")
         return self.facts
 
-    async def open_redis(self, open_client: Callable[[str], Client]) -> MovingRedis:
+    async def open_redis(self, timeout_s: float = 2.0, retries: int = 6) -> BackgroundClient:
         """Opens the service's Redis: the one of the facts, else the private one, which may move."""
         if self.facts.redis_url is not None:
-            return MovingRedis(self.facts.redis_url, open_client, None)
-        return MovingRedis(await self._redis_url(), open_client, self._redis_url)
+            return BackgroundClient(self.facts.redis_url, timeout_s, retries)
+        return BackgroundClient(await self._redis_url(), timeout_s, retries, self._redis_url)
 
     def leave(self) -> None:
         """Renews no more."""

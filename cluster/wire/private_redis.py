@@ -34,7 +34,7 @@ class PrivateRedis:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the server runs, or is being started again."""
+        """True while the server runs, or is being started again."""
         return self._watching is not None and not self._watching.done()
 
     async def start(self) -> None:

@@ -21,28 +21,21 @@ MAX_ONGOING_REQUESTS = 100_000
 
 
 class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a service. Replicas of one version get the same at their start.
+    """Facts of a service. Replicas of one version get the same at their start."""
 
-    service_id, secret: the identity; empty where replicas learn it from the application's identity actor (identity.py).
-    single_node: all processes are on one machine and use loopback. home_node: that machine's Ray node id, when other
-    nodes could join; a process that is placed elsewhere refuses to start. redis_url: None when the identity actor has
-    a private one. open_port: gateways listen themselves. gateway_node: address of the node that gateways must run
-    on, because their port is there. groups_on_node: the most groups that may share a machine (groups_per_node).
-    model_digest: of the model that this version serves, empty: not known.
-    host_socket: address of the machine's host-tier process; None when ranks hold the host tier's memory themselves.
-    """
-
-    single_node: bool
+    single_node: bool  # all processes are on one machine and use loopback
     device: str
+    # the identity; empty where replicas learn it from the application's identity actor (identity.py)
     service_id: str = ""
     secret: str = ""
-    redis_url: str | None = None
-    open_port: bool = False
-    gateway_node: str | None = None
-    groups_on_node: int = 1
+    redis_url: str | None = None  # None when the identity actor has a private one
+    open_port: bool = False  # gateways listen themselves
+    gateway_node: str | None = None  # address of the node that gateways must run on, because their port is there
+    groups_on_node: int = 1  # the most groups that may share a machine (groups_per_node)
+    # Ray id of the one machine, when other nodes could join; a process that is placed elsewhere refuses to start
     home_node: str | None = None
-    model_digest: str = ""
-    host_socket: str | None = None
+    model_digest: str = ""  # of the model that this version serves, empty: not known
+    host_socket: str | None = None  # of the machine's host-tier process; None when ranks hold that memory themselves
 
 
 def groups_per_node(groups: int, nodes: int) -> int:

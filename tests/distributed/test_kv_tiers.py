@@ -211,7 +211,7 @@ def test_copies_that_are_slow_or_fail_change_no_token(
     def store(self: Any, *args: Any) -> None:
         calls["store"] += 1
         if how == "slow":
-            time.sleep(0.01)
+            time.sleep(0.01)  # a slow store is what is tested
         if how == "store fails" and calls["store"] % 2:
             raise OSError("a hook says so")
         whole_store(self, *args)
@@ -219,7 +219,7 @@ def test_copies_that_are_slow_or_fail_change_no_token(
     def load(self: Any, slots: Any, block_ids: Any, *rest: Any) -> None:
         calls["load"] += 1
         if how == "slow":
-            time.sleep(0.03)
+            time.sleep(0.03)  # so is a slow load
         if how.startswith("load fails") and calls["load"] % 2:
             if how.endswith("bytes"):
                 whole_load(self, list(reversed(slots)), block_ids, *rest)

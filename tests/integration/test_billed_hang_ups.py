@@ -18,10 +18,11 @@ import msgspec
 import pytest
 
 from tandem.cluster.state.redis_client import BackgroundClient
-from tandem.cluster.tenants.billing_record import BillingRecord, read_usage
+from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.workers.messages.step import StepPlan
 from tests.support.ends import end_by_a_drain
 from tests.support.service import Service, tandem_serve, wait_for
+from tests.support.usage import read_usage
 
 pytestmark = pytest.mark.cluster
 ADMIN = {"authorization": "Bearer root"}

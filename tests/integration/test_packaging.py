@@ -74,7 +74,7 @@ def test_a_wheel_of_a_zip_download_has_every_file(installed: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, check=True).stdout
     tops = ("cluster", "configs", "offload", "parallel", "workers")
     ours = {name for name in listed.decode().split("\0") if name.startswith(tuple(f"{top}/" for top in tops))}
-    kinds = {".py", ".c", ".h", ".yaml", ".json", ".safetensors", ".jinja"}
+    kinds = {".py", ".c", ".h", ".yaml", ".json", ".safetensors", ".jinja", ".lua"}
     wanted = {name for name in ours if Path(name).suffix in kinds and (REPOSITORY / name).exists()}
     found = {
         path.relative_to(installed / "tandem").as_posix()

@@ -6,15 +6,15 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext, GatewayTimes
 from tandem.cluster.gateway.generation.generation import Generation
-from tandem.cluster.gateway.generation.generations import GatewayTimes, Generations
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.tenants.billing_record import BillingRecord
-from tandem.cluster.tenants.tenant_admission import OpenTenancy
+from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.workers.messages.request import GenerationRequest, TokenDelta
 
 
@@ -96,9 +96,9 @@ class Client(ServeDispatch):
 
     async def submit(self, request: GenerationRequest, **more: Any) -> Reading:
         """Starts a generation; its deadline_s is the queue timeout."""
-        shared = Generations(
+        shared = GatewayContext(
             dispatch=self,
-            tenancy=more.pop("tenancy", OpenTenancy()),
+            tenancy=more.pop("tenancy", Tenancy()),
             ledger=self.books,
             metrics=self.counts,
             tasks=self.tasks,

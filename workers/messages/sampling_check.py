@@ -1,7 +1,7 @@
 """Checks SamplingParams that a caller of LLM built (workers/offline.py). Torch-free.
 
 The ranges are those in which sampling is defined. The gateway checks bodies of clients itself, within the service's
-narrower caps (cluster/gateway/openai/schemas.py).
+narrower caps (cluster/gateway/schemas/generation_body.py).
 """
 
 from collections.abc import Iterable, Mapping

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cluster.cli.terminal import say
+from tandem.cluster.cli.base.terminal import say
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import merge_config, read_serve_file, resolved_yaml
 from tandem.configs.schema import ServiceSettings
@@ -43,7 +43,7 @@ def _checked(settings: ServiceSettings) -> ServiceSettings:
     SettingsError."""
     from tandem.cluster.deploy.preflight import check_adapters, check_model
     from tandem.cluster.deploy.resolved_settings import resolve_settings
-    from tandem.cluster.gateway.model_text import check_text
+    from tandem.cluster.gateway.app.model_text import check_text
     from tandem.workers.planning.start_notes import rope_notes
 
     settings = resolve_settings(settings)

@@ -16,7 +16,7 @@ import msgspec
 import typer
 from msgspec.structs import replace
 
-from tandem.cluster.cli.flags import with_service_options
+from tandem.cluster.cli.base.flags import with_service_options
 from tandem.cluster.cli.verbs.plan_report import report
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings

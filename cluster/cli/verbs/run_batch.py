@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.cluster.cli.flags import with_service_options
-from tandem.cluster.cli.terminal import say
+from tandem.cluster.cli.base.flags import with_service_options
+from tandem.cluster.cli.base.terminal import say
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import merge_config
 from tandem.configs.options import COORDINATION, HTTP, OPTIONS
@@ -56,10 +56,10 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
     from tqdm import tqdm
 
     from tandem.cluster.adapters.build_adapters import open_adapter_service
-    from tandem.cluster.cli.batch_files import read_answered, read_lines, run_lines, succeeded
-    from tandem.cluster.cli.local_dispatch import LocalDispatch
-    from tandem.cluster.gateway import wiring
-    from tandem.cluster.gateway.routes import build_gateway_app
+    from tandem.cluster.cli.batch.batch_files import read_answered, read_lines, run_lines, succeeded
+    from tandem.cluster.cli.batch.local_dispatch import LocalDispatch
+    from tandem.cluster.gateway.app import wiring
+    from tandem.cluster.gateway.app.routes import build_gateway_app
     from tandem.workers.build import offline_settings
 
     lines = read_lines(input_file)
@@ -77,8 +77,8 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
             metrics = wiring.build_metrics(settings)
             text = wiring.build_text_services(settings, metrics)
             accounts = wiring.build_accounts(settings.gateway, open_port=False)
-            generations = wiring.build_generations(settings, dispatch, accounts, metrics, adapters=adapters)
-            app = build_gateway_app(text, accounts, generations)
+            context = wiring.build_context(settings, dispatch, accounts, metrics, adapters=adapters)
+            app = build_gateway_app(text, accounts, context)
             async for row in run_lines(app, left, at_once=4 * engine.scheduler.max_num_seqs):
                 if not dispatch.ready():
                     raise GroupLost(f"the engine stopped; the same command continues {output_file}")

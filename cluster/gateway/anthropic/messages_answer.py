@@ -1,7 +1,7 @@
 """The text of the answers of /v1/messages: messages and the events of a stream, as Anthropic's client reads them.
 
-Whole answers and streams are made of the same steps (chat/blocks.py). Streaming is the hot path: what is constant in
-the deltas of a block is serialized once.
+Whole answers and streams are made of the same steps (conversation/blocks.py). Streaming is the hot path: what is
+constant in the deltas of a block is serialized once.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.gateway.anthropic.anthropic_errors import error_event
-from tandem.cluster.gateway.chat.blocks import Began, Block, Blocks, BlockStep, Ended, Grew
+from tandem.cluster.gateway.conversation.blocks import Began, Block, Blocks, BlockStep, Ended, Grew
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.workers.messages.request import Usage
 from tandem.workers.text.choice_text import TextDelta

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.cluster.gateway.http.body import printable
-from tandem.cluster.gateway.openai.schemas import (
+from tandem.cluster.gateway.schemas.reading import (
     NEVER,
     Count,
     Neutral,

@@ -16,11 +16,12 @@ from tandem.cluster.gateway.anthropic.messages_body import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from tandem.cluster.gateway.chat.field_names import FieldNames
+from tandem.cluster.gateway.conversation.chat_checks import SWITCH
+from tandem.cluster.gateway.conversation.field_names import FieldNames
 from tandem.cluster.gateway.http.body import printable
-from tandem.cluster.gateway.openai.fields.chat_checks import SWITCH
-from tandem.cluster.gateway.openai.schemas import ChatBody, invalid, read_chat
-from tandem.cluster.gateway.services import TextServices
+from tandem.cluster.gateway.schemas.chat_body import ChatBody, read_chat
+from tandem.cluster.gateway.schemas.reading import invalid
+from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.workers.text.chat_template import ChatTemplate
 
 FIELDS = {

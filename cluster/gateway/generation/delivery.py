@@ -14,8 +14,8 @@ from functools import partial
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.generation import Generation, Step
-from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer, ResponseFormat
 from tandem.cluster.gateway.http.sse import EventWriter
@@ -64,15 +64,15 @@ class GenerationResponse(Response):
     _leaving: Aside[None]
     _timer: asyncio.TimerHandle
 
-    def __init__(self, shared: Generations, generation: Generation) -> None:
+    def __init__(self, context: GatewayContext, generation: Generation) -> None:
         super().__init__(b"")
-        self._shared = shared
+        self._context = context
         self._generation = generation
         self._limit = asyncio.timeout(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer. Returns early when the client leaves or stops reading."""
-        writer = EventWriter(send, self._shared.clock)
+        writer = EventWriter(send, self._context.clock)
         try:
             async with self._limit:
                 await self._watched(receive, send, writer)
@@ -101,10 +101,10 @@ class GenerationResponse(Response):
         self._leaving.advance()
         if self._leaving.is_over:
             raise ClientLeft
-        await writer.keep_alive(self._shared.times.keep_alive_s)
+        await writer.keep_alive(self._context.times.keep_alive_s)
 
     def _on_timer(self, writer: EventWriter) -> None:
-        times, loop = self._shared.times, asyncio.get_running_loop()
+        times, loop = self._context.times, asyncio.get_running_loop()
         if writer.stuck_for_s() > times.stuck_send_s:
             self._limit.reschedule(loop.time())
             return
@@ -129,7 +129,7 @@ class TextResponse(GenerationResponse):
 
     def __init__(
         self,
-        shared: Generations,
+        context: GatewayContext,
         generation: Generation,
         style: ResponseFormat,
         *,
@@ -140,7 +140,7 @@ class TextResponse(GenerationResponse):
         is_streamable: bool,
         before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        super().__init__(shared, generation)
+        super().__init__(context, generation)
         self._is_streamable = is_streamable
         self._style = style
         self._stream = stream
@@ -210,7 +210,7 @@ class TextResponse(GenerationResponse):
             await writer.write(opening)
 
     def _first_token(self) -> None:
-        self._shared.metrics.first_token(self._shared.clock() - self._generation.began_s)
+        self._context.metrics.first_token(self._context.clock() - self._generation.began_s)
 
     # ---- whole ---------------------------------------------------------------------------------------------------
 
@@ -225,8 +225,8 @@ class TextResponse(GenerationResponse):
                 gathered.setdefault(index, Gathered()).add(addition)
                 held += held_bytes(addition)
             held += sum(entries_bytes(d.prompt_logprobs.entries) for d in step[1] if d.prompt_logprobs is not None)
-            if held > self._shared.max_answer_bytes:
-                raise too_long(self._shared.max_answer_bytes, is_streamable=self._is_streamable)
+            if held > self._context.max_answer_bytes:
+                raise too_long(self._context.max_answer_bytes, is_streamable=self._is_streamable)
         usage = await self._generation.usage()
         chosen = [(part, entry) for part in self._generation.parts for entry in self._best(part, gathered)]
         answers = [self._answer(index, part, entry) for index, (part, entry) in enumerate(chosen)]

@@ -18,7 +18,7 @@ import msgspec
 
 from tandem.cluster.gateway.generation.dispatch import Attempt, lost
 from tandem.cluster.gateway.generation.failover import Failover
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.quarantine import Convicted
 from tandem.cluster.routing.route_hint import hint_of
@@ -45,7 +45,7 @@ class Generation:
 
     def __init__(
         self,
-        shared: Generations,
+        context: GatewayContext,
         parts: list[RequestPart],
         *,
         tenant: str,
@@ -59,7 +59,7 @@ class Generation:
         self.began_s = began_s
         self.held = ExitStack()
         self.error: Exception | None = None
-        self._shared = shared
+        self._context = context
         self._tenant = tenant
         self._prompt_field = prompt_field
         self._grammar_field = grammar_field
@@ -67,7 +67,7 @@ class Generation:
         adapter = parts[0].request.adapter
         self._bill = BillingRecord(
             id=parts[0].request.request_id,
-            time_s=shared.wall_clock(),
+            time_s=context.wall_clock(),
             tenant=tenant,
             model=model,
             adapter=None if adapter is None else f"{adapter.name}@{adapter.digest}",
@@ -91,8 +91,8 @@ class Generation:
         """Starts the task. attend: is awaited by the reader after each wake(); what it raises goes to the reader."""
         self._is_started = True
         self._attend = attend
-        self._shared.metrics.generation_began()
-        self._shared.tasks.start(self._own(), f"request {self._bill.id}")
+        self._context.metrics.generation_began()
+        self._context.tasks.start(self._own(), f"request {self._bill.id}")
 
     async def steps(self) -> AsyncIterator[Step]:
         """Yields (part, its deltas of one step) until every choice has finished. Raises why it was refused or failed,
@@ -130,7 +130,7 @@ class Generation:
     async def usage(self) -> Usage:
         """Returns the bill: what was delivered, and the cached tokens, which are awaited for usage_s."""
         try:
-            async with asyncio.timeout(self._shared.times.usage_s):
+            async with asyncio.timeout(self._context.times.usage_s):
                 while self._num_over < len(self.parts) and any(part.cached_tokens is None for part in self.parts):
                     await (self._be_attentive() if self._is_woken else self._wait_for_news())
         except TimeoutError:
@@ -201,13 +201,13 @@ class Generation:
 
     async def _admit(self) -> None:
         """Reserves what the tenant's request may take. From here on a bill is owed."""
-        shared = self._shared
-        shared.quarantine.check(part.request for part in self.parts)
+        context = self._context
+        context.quarantine.check(part.request for part in self.parts)
         prompt = sum(len(part.request.prompt_token_ids) for part in self.parts)
         output = sum(part.request.sampling.max_tokens * part.request.sampling.n for part in self.parts)
         is_open_ended = any(part.is_open_ended for part in self.parts)
-        self._reservation = await shared.tenancy.admit(self._tenant, prompt, output, is_open_ended=is_open_ended)
-        shared.ledger.accepted(self._bill)
+        self._reservation = await context.tenancy.admit(self._tenant, prompt, output, is_open_ended=is_open_ended)
+        context.ledger.accepted(self._bill)
 
     async def _serve_all(self) -> None:
         async with asyncio.TaskGroup() as serving:
@@ -240,7 +240,7 @@ class Generation:
     async def _attempts(self, part: RequestPart) -> None:
         """Attempts of one request, until its last delta has come or nobody wants it any more. Raises when no group may
         try it again."""
-        failover = Failover(self._shared.probation_tokens)
+        failover = Failover(self._context.probation_tokens)
         while not self._closing.is_set():
             ended = await self._attempt(part, failover)
             if ended is None or part.is_complete or part.open_choices == 0:  # or the text of each choice has ended
@@ -251,7 +251,7 @@ class Generation:
         """Sends the request to a group and waits for its end. Returns the answer of a group that refused or lost it;
         None when the request is over."""
         part.begin_attempt()
-        attempt = self._shared.dispatch.send(part.request, hint_of(part.request, failover.avoid), part)
+        attempt = self._context.dispatch.send(part.request, hint_of(part.request, failover.avoid), part)
         part.attempt = attempt
         sent_s = self._now()
         try:
@@ -282,16 +282,16 @@ class Generation:
 
     def _give_up_s(self, part: RequestPart) -> float:
         """Returns when a request that no group takes is given up, if there is no group then."""
-        is_limited = self._shared.queue_timeout_s is not None and not part.is_begun
+        is_limited = self._context.queue_timeout_s is not None and not part.is_begun
         return self._hold_s() + (self._started_s if is_limited else self._now())
 
     def _hold_s(self) -> float:
-        limit_s = self._shared.queue_timeout_s
-        return self._shared.dispatch.hold_s if limit_s is None else limit_s
+        limit_s = self._context.queue_timeout_s
+        return self._context.dispatch.hold_s if limit_s is None else limit_s
 
     def _check_hold(self, give_up_s: float) -> None:
         """RequestRefused when there has been no group for too long."""
-        if self._now() >= give_up_s and not self._shared.dispatch.has_group():
+        if self._now() >= give_up_s and not self._context.dispatch.has_group():
             raise RequestRefused("no worker group became ready", code="service_unavailable", status=503)
 
     async def _last_deltas(self, part: RequestPart, ended: Ended) -> Ended | None:
@@ -311,12 +311,12 @@ class Generation:
         left_s = self._left_s(part)
 
         def has_group(avoid: Collection[str]) -> bool:
-            return left_s != 0.0 and self._shared.dispatch.has_group(avoid)
+            return left_s != 0.0 and self._context.dispatch.has_group(avoid)
 
         try:
             goes_on = failover.after(part, ended, has_group)
         except Convicted:
-            self._shared.quarantine.add(part.request)
+            self._context.quarantine.add(part.request)
             raise
         if not goes_on:
             part.request = msgspec.structs.replace(part.request, deadline_s=left_s)
@@ -327,20 +327,20 @@ class Generation:
         await self._pause(part)  # by then the router knows which group is gone
         if not self._closing.is_set():
             if failover.is_suspect or not part.is_begun:  # a copy of it may have been convicted meanwhile
-                self._shared.quarantine.check([part.request])
+                self._context.quarantine.check([part.request])
             part.next_request(self._left_s(part), is_suspect=failover.is_suspect)
-            self._shared.metrics.moved()
+            self._context.metrics.moved()
 
     def _left_s(self, part: RequestPart) -> float | None:
         """Returns what is left of the request's time in the queue; None: no limit."""
-        limit_s = self._shared.queue_timeout_s
+        limit_s = self._context.queue_timeout_s
         return None if limit_s is None or part.is_begun else max(0.0, self._started_s + limit_s - self._now())
 
     async def _leave(self, part: RequestPart, attempt: Attempt) -> None:
         """Nobody reads any more: ends what still runs, and waits for the group's count."""
         if part.open_choices:
             self._abort(part, attempt, None)
-        deadline_s = self._now() + self._shared.times.drain_s
+        deadline_s = self._now() + self._context.times.drain_s
         while not part.is_complete and attempt.look() is None and (left_s := deadline_s - self._now()) > 0:
             await self._wait(part, left_s)
         if (ended := attempt.look()) is not None and ended.refused is None:
@@ -388,16 +388,16 @@ class Generation:
 
     async def _settle(self) -> None:
         self._count_unread()
-        shared, terminal = self._shared, self._terminal()
-        shared.metrics.generation_ended(terminal, shared.clock() - self.began_s)
+        context, terminal = self._context, self._terminal()
+        context.metrics.generation_ended(terminal, context.clock() - self.began_s)
         if terminal == "rejected":
-            shared.metrics.tenant_rejected(self._tenant, self._why_rejected())
+            context.metrics.tenant_rejected(self._tenant, self._why_rejected())
         if self._reservation is None:
             return
         usage = self.counted() if terminal != "rejected" else Usage(0, 0)
-        shared.tenancy.settle(self._reservation, usage.prompt_tokens + usage.completion_tokens)
-        shared.metrics.tenant_billed(self._tenant, usage)
-        await shared.ledger.settle(self._bill.ended(terminal, usage, shared.wall_clock()))
+        context.tenancy.settle(self._reservation, usage.prompt_tokens + usage.completion_tokens)
+        context.metrics.tenant_billed(self._tenant, usage)
+        await context.ledger.settle(self._bill.ended(terminal, usage, context.wall_clock()))
 
     def _count_unread(self) -> None:
         """What came after the HTTP side had left was generated all the same."""

@@ -1,1 +1,1 @@
-"""The OpenAI protocol: schemas, prompts, answers, routes' handlers."""
+"""OpenAI's API: its routes, their bodies and their answers."""

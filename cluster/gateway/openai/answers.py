@@ -4,51 +4,22 @@ Streaming is the hot path: what is constant in a chunk is serialized once per an
 Tokens come only in TextDeltas.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.cluster.gateway.http.sse import openai_end
+from tandem.cluster.gateway.openai.answer_usage import ChunkCounts, Metrics, usage_object
+from tandem.cluster.gateway.openai.chunk_frame import ChunkFrame, _head_fields
+from tandem.cluster.gateway.openai.token_formatter import TokenFormatter
+from tandem.cluster.gateway.serving.answer import AnswerHead
 from tandem.workers.messages.request import TokenLogprobs, Usage
 from tandem.workers.text.choice_text import TextDelta
 from tandem.workers.text.detokenizer import DetokenizerFactory
 
 _encode = msgspec.json.Encoder().encode
-Metrics = Callable[[], dict[str, Any]] | None
-"""Makes the object `metrics` beside `usage`; None: answers have none."""
-
-
-class AnswerHead(NamedTuple):
-    """Fields that every object of one answer has."""
-
-    id: str
-    created: int
-    model: str
-    fingerprint: str
-
-
-class ChunkCounts:
-    """The counts in every chunk of a stream (vLLM's continuous_usage_stats): of the chunk's choice, as in vLLM.
-
-    prompt_tokens: by choice, those of its prompt. The output tokens are those whose text has been formatted, whichever
-    group they came from.
-    """
-
-    def __init__(self, prompt_tokens: Sequence[int]) -> None:
-        self._prompt_tokens = prompt_tokens
-        self._completion_tokens = [0] * len(prompt_tokens)
-
-    def add(self, index: int, num_tokens: int) -> None:
-        """Counts new tokens of a choice, whether or not a chunk shows them."""
-        self._completion_tokens[index] += num_tokens
-
-    def tail(self, index: int) -> bytes:
-        """The end of a chunk of this choice."""
-        prompt, output = self._prompt_tokens[index], self._completion_tokens[index]
-        counts = b'"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d' % (prompt, prompt + output, output)
-        return b',"usage":{%b}}\n\n' % counts
 
 
 class ChatFormat:
@@ -196,158 +167,6 @@ class CompletionFormat:
 
     def closing(self, error: Exception | None) -> bytes:
         return openai_end(error)
-
-
-class ChunkFrame:
-    """The frame of both formats' chunks around the text: the head, serialized once, and the end. `content` is a
-    choice's `"delta":...` or `"text":...`."""
-
-    def __init__(
-        self,
-        head: AnswerHead,
-        kind: str,
-        with_usage: bool,
-        counts: ChunkCounts | None,
-        metrics: Metrics,
-        *,
-        with_ids: bool,
-    ) -> None:
-        constant = _encode(_head_fields(head, kind))[:-1]  # lacks its closing brace
-        self._with_ids = with_ids
-        self._start = b"data: " + constant + b',"choices":[{"index":'
-        self._usage_start = b"data: " + constant + b',"choices":[],"usage":'
-        self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
-        self._counts = counts
-        self._metrics = metrics
-
-    def chunk(self, index: int, content: bytes, logprobs: dict[str, Any] | None, addition: TextDelta) -> bytes:
-        """One addition; b"" when there is nothing to show. The end comes with the last text, if any."""
-        text, token_ids, entries, _, finish, _, _ = addition
-        if self._counts is not None:
-            self._counts.add(index, len(token_ids))
-        if finish is None and entries is None and not self._with_ids:
-            return self.going_on(index, content) if text else b""
-        if not text and not token_ids and finish is None:
-            return b""
-        return self._ended(index, content, logprobs, addition)
-
-    def sorted_chunks(
-        self, index: int, contents: Sequence[bytes], logprobs: dict[str, Any] | None, addition: TextDelta
-    ) -> bytes:
-        """One addition whose text became several deltas, or none yet; the last has what belongs to the tokens."""
-        token_ids, entries, finish = addition.token_ids, addition.logprobs, addition.finish_reason
-        if self._counts is not None:
-            self._counts.add(index, len(token_ids))
-        if finish is None and not (token_ids and (self._with_ids or entries is not None)):
-            return b"".join([self.going_on(index, content) for content in contents])
-        *first, last = contents or (b'"delta":{}',)
-        ended = self._ended(index, last, logprobs, addition)
-        return b"".join([*(self.going_on(index, content) for content in first), ended])
-
-    def _ended(self, index: int, content: bytes, logprobs: dict[str, Any] | None, addition: TextDelta) -> bytes:
-        _, token_ids, _, _, finish, stop_reason, _ = addition
-        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b}]%b' % (
-            self._start,
-            index,
-            content,
-            _encode(logprobs),
-            _encode(finish),
-            _encode(stop_reason),
-            b',"token_ids":' + _encode(token_ids) if self._with_ids else b"",
-            self._tail if self._counts is None else self._counts.tail(index),
-        )
-
-    def going_on(self, index: int, content: bytes, *, inside: bytes = b"", beside: bytes = b"") -> bytes:
-        """A choice that has not ended; more fields of the choice (`inside`) and of the chunk (`beside`)."""
-        return b'%b%d,%b,"logprobs":null,"finish_reason":null%b}]%b%b' % (
-            self._start,
-            index,
-            content,
-            inside,
-            beside,
-            self._tail if self._counts is None else self._counts.tail(index),
-        )
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """The chunk with the bill and no choices."""
-        metrics = b"" if self._metrics is None else b',"metrics":' + _encode(self._metrics())
-        return self._usage_start + _encode(usage) + metrics + b"}\n\n"
-
-
-class TokenFormatter:
-    """Token ids and logprobs in both of OpenAI's styles."""
-
-    LOWEST = -9999.0
-
-    def __init__(self, detokenizers: DetokenizerFactory) -> None:
-        self._bytes = detokenizers.token_bytes
-
-    def text(self, token_id: int) -> str:
-        """A token's text; bytes that are no whole character become U+FFFD."""
-        return self._bytes(token_id).decode("utf-8", "replace")
-
-    def chat(self, entry: TokenLogprobs) -> dict[str, Any]:
-        """One item of logprobs.content."""
-        top = [self._item(token_id, logprob) for token_id, logprob in entry.top]
-        return {**self._item(entry.token_id, entry.logprob), "top_logprobs": top}
-
-    def completion(self, entries: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any]:
-        """The parallel lists of completions; the chosen token is always among its top_logprobs. These are by text: of
-        tokens with one text (as parts of characters have, U+FFFD) the chosen one is shown, else the best."""
-        tops: list[dict[str, float]] = []
-        for entry in entries:
-            top: dict[str, float] = {}
-            for token_id, logprob in entry.top:
-                top.setdefault(self.text(token_id), self._finite(logprob))
-            top[self.text(entry.token_id)] = self._finite(entry.logprob)
-            tops.append(top)
-        return {
-            "tokens": [self.text(entry.token_id) for entry in entries],
-            "token_logprobs": [self._finite(entry.logprob) for entry in entries],
-            "top_logprobs": tops,
-            "text_offset": list(offsets[: len(entries)]),
-        }
-
-    def prompt(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
-        """vLLM's prompt_logprobs: nothing of the first token, then by token id its own and those of the best tokens."""
-        shown: list[dict[str, Any] | None] = [None]
-        for entry in entries:
-            found = [(entry.token_id, entry.logprob, entry.rank)]
-            found += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)]
-            one: dict[str, Any] = {}
-            for token_id, logprob, rank in found:
-                item = {"logprob": self._finite(logprob), "rank": rank, "decoded_token": self.text(token_id)}
-                one.setdefault(str(token_id), item)
-            shown.append(one)
-        return shown
-
-    def _item(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = self._bytes(token_id)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": self._finite(logprob), "bytes": list(raw)}
-
-    def _finite(self, logprob: float) -> float:
-        """JSON has no infinities; OpenAI's value for "very unlikely"."""
-        return max(logprob, self.LOWEST)
-
-
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-
-
-def _head_fields(head: AnswerHead, kind: str) -> dict[str, Any]:
-    return {
-        "id": head.id,
-        "object": kind,
-        "created": head.created,
-        "model": head.model,
-        "system_fingerprint": head.fingerprint,
-    }
 
 
 def _entry(choice: ChoiceAnswer, content: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:

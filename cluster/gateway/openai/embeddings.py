@@ -15,16 +15,19 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from tandem.cluster.gateway.generation.delivery import LARGE_ANSWER_BYTES, GenerationResponse
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.generation import Generation
-from tandem.cluster.gateway.generation.generations import Generations
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.sse import EventWriter
-from tandem.cluster.gateway.openai.answers import usage_object
-from tandem.cluster.gateway.openai.handlers import Posted, engine_requests, held_model, received
-from tandem.cluster.gateway.openai.prompts import prompt_items, tokenized
-from tandem.cluster.gateway.openai.schemas import Count, ShortText, TokenId, check_prompt, invalid, read
-from tandem.cluster.gateway.services import TextServices
+from tandem.cluster.gateway.openai.answer_usage import usage_object
+from tandem.cluster.gateway.schemas.generation_body import check_prompt
+from tandem.cluster.gateway.schemas.reading import Count, ShortText, TokenId, invalid, read
+from tandem.cluster.gateway.services.model_lookup import held_model
+from tandem.cluster.gateway.services.text_services import TextServices
+from tandem.cluster.gateway.serving.parts import engine_requests
+from tandem.cluster.gateway.serving.prompts import prompt_items, tokenized
+from tandem.cluster.gateway.serving.received import Posted, received
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
 from tandem.workers.messages.request import NO_TOKENS, FinishReason, Pool, TokenDelta, Usage
@@ -61,17 +64,17 @@ def read_embedding(fields: dict[str, Any], settings: GatewaySettings) -> Embeddi
     return body
 
 
-async def embeddings(text: TextServices, generations: Generations, request: Request, principal: Principal) -> Response:
+async def embeddings(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
     """One or several inputs, an embedding each."""
-    began_s = generations.clock()
+    began_s = context.clock()
     body, size = await received(text, request, principal, lambda fields: read_embedding(fields, text.settings))
     with ExitStack() as held:
-        model = held_model(text, generations, body.model, principal, held)
+        model = held_model(text, context, body.model, principal, held)
         asked = Posted(request, principal, model, f"embd-{uuid.uuid4().hex}", body)
         pool = _pool_of(text, body)
-        parts = await text.workers.run(principal.tenant, size, _parts, text, generations, asked, pool)
+        parts = await text.workers.run(principal.tenant, size, _parts, text, context, asked, pool)
         generation = Generation(
-            generations,
+            context,
             parts,
             tenant=principal.tenant,
             model=model.name,
@@ -80,7 +83,7 @@ async def embeddings(text: TextServices, generations: Generations, request: Requ
             at_once=AT_ONCE,
         )
         generation.held = held.pop_all()
-        return EmbeddingResponse(generations, generation, asked, body.encoding_format or "float")
+        return EmbeddingResponse(context, generation, asked, body.encoding_format or "float")
 
 
 def _pool_of(text: TextServices, body: EmbeddingBody) -> Pool:
@@ -90,11 +93,11 @@ def _pool_of(text: TextServices, body: EmbeddingBody) -> Pool:
         raise invalid("dimensions", f"dimensions {error}.") from error
 
 
-def _parts(text: TextServices, generations: Generations, asked: Posted[EmbeddingBody], pool: Pool) -> list[RequestPart]:
+def _parts(text: TextServices, context: GatewayContext, asked: Posted[EmbeddingBody], pool: Pool) -> list[RequestPart]:
     """A part for every input."""
     inputs, encoding = _inputs(text, asked.body), asked.body.encoding_format
-    _check_answer(len(inputs), pool.dimensions or text.pooling.size, encoding, generations.max_answer_bytes)
-    requests = engine_requests(generations, asked, [(token_ids, NO_TOKENS) for token_ids in inputs], pool)
+    _check_answer(len(inputs), pool.dimensions or text.pooling.size, encoding, context.max_answer_bytes)
+    requests = engine_requests(context, asked, [(token_ids, NO_TOKENS) for token_ids in inputs], pool)
     return [
         RequestPart(request=request, choices=[EmbeddingChoice()], first_choice=number)
         for number, request in enumerate(requests)
@@ -157,10 +160,10 @@ class EmbeddingResponse(GenerationResponse):
     """The list of embeddings, in the order of the inputs."""
 
     def __init__(
-        self, shared: Generations, generation: Generation, asked: Posted[EmbeddingBody], encoding: Format
+        self, context: GatewayContext, generation: Generation, asked: Posted[EmbeddingBody], encoding: Format
     ) -> None:
-        super().__init__(shared, generation)
-        self._head = {"id": asked.name, "created": int(shared.wall_clock())}
+        super().__init__(context, generation)
+        self._head = {"id": asked.name, "created": int(context.wall_clock())}
         self._model = asked.model.name
         self._encoding = encoding
 

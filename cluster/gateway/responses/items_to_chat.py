@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.gateway.chat.field_names import FieldNames
-from tandem.cluster.gateway.openai.schemas import ChatBody, read_chat
+from tandem.cluster.gateway.conversation.field_names import FieldNames
 from tandem.cluster.gateway.responses.responses_body import (
     FunctionCallItem,
     FunctionOutputItem,
@@ -19,6 +18,7 @@ from tandem.cluster.gateway.responses.responses_body import (
     ResponseTool,
     TextFormat,
 )
+from tandem.cluster.gateway.schemas.chat_body import ChatBody, read_chat
 from tandem.configs.schema import GatewaySettings
 
 FIELDS = {

@@ -15,6 +15,7 @@ import msgspec
 from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.gateway.responses.responses_body import Item
 from tandem.cluster.state import keys
+from tandem.cluster.state.lua import load_lua
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 from tandem.workers.messages.errors import RequestRefused
 
@@ -25,44 +26,8 @@ WAIT_S = 0.25
 """How long the end of an answer waits for its storing, so that the next request finds it through any gateway."""
 PREFIX = "resp_"
 _ID = re.compile(r"resp_[0-9a-f]{32}")
-_DROP = """
-local total = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '0')
-local function drop(id)
-  local size = redis.call('HGET', KEYS[2], id)
-  total = total - tonumber(size or '0')
-  redis.call('HDEL', KEYS[2], id)
-  redis.call('ZREM', KEYS[1], id)
-  return redis.call('DEL', ARGV[1] .. id)
-end
-"""
-PUT_SCRIPT = (
-    _DROP
-    + """
-local id, value, ttl = ARGV[3], ARGV[4], tonumber(ARGV[5])
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-for _, gone in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)) do drop(gone) end
-drop(id)
-while total + #value > tonumber(ARGV[6]) or redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[7]) do
-  local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
-  if not oldest then break end
-  drop(oldest)
-end
-redis.call('SET', ARGV[1] .. id, value, 'EX', ttl)
-redis.call('ZADD', KEYS[1], string.format('%.0f', now + ttl * 1000000), id)
-redis.call('HSET', KEYS[2], id, #value, ARGV[2], total + #value)
-redis.call('EXPIRE', KEYS[1], ttl)
-redis.call('EXPIRE', KEYS[2], ttl)
-"""
-)
-DELETE_SCRIPT = (
-    _DROP
-    + """
-local found = drop(ARGV[3])
-if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('HSET', KEYS[2], ARGV[2], total) end
-return found
-"""
-)
+PUT_SCRIPT = load_lua(__file__, "response_drop.lua", "response_put.lua")
+DELETE_SCRIPT = load_lua(__file__, "response_drop.lua", "response_delete.lua")
 
 
 class StoredResponse(msgspec.Struct, frozen=True, array_like=True):

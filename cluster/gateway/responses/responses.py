@@ -9,19 +9,20 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.cluster.gateway.chat.blocks import blocks_of
-from tandem.cluster.gateway.chat.conversation import Conversation, Received, prepare_chat
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.conversation.blocks import blocks_of
+from tandem.cluster.gateway.conversation.conversation import Conversation, Received, prepare_chat
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import printable
-from tandem.cluster.gateway.openai.handlers import PARSED_FASTER, json_response, received, text_answer
-from tandem.cluster.gateway.openai.prompts import Asked
-from tandem.cluster.gateway.openai.schemas import unsupported
 from tandem.cluster.gateway.responses.items_to_chat import chat_of, given_items
 from tandem.cluster.gateway.responses.response_store import PREFIX, ResponseStore, StoredResponse
 from tandem.cluster.gateway.responses.responses_answer import ResponsesFormat
 from tandem.cluster.gateway.responses.responses_body import FunctionCallItem, Item, ResponsesBody, read_responses
-from tandem.cluster.gateway.services import TextServices
+from tandem.cluster.gateway.schemas.reading import unsupported
+from tandem.cluster.gateway.services.text_services import TextServices
+from tandem.cluster.gateway.serving.answer import json_response, text_answer
+from tandem.cluster.gateway.serving.prompts import Asked
+from tandem.cluster.gateway.serving.received import PARSED_FASTER, received
 
 NAMES = Asked("input", "max_output_tokens")
 Store = ResponseStore | None
@@ -29,10 +30,10 @@ Store = ResponseStore | None
 
 
 async def create_response(
-    text: TextServices, generations: Generations, store: Store, request: Request, principal: Principal
+    text: TextServices, context: GatewayContext, store: Store, request: Request, principal: Principal
 ) -> Response:
     """One answer to a conversation of items, which may go on from a stored response."""
-    began_s = generations.clock()
+    began_s = context.clock()
     body, size = await received(text, request, principal, read_responses)
     before: list[Item] = []
     if body.store and store is None:
@@ -54,13 +55,13 @@ async def create_response(
     )
     with ExitStack() as held:
         with names.in_refusals():
-            conversation = await prepare_chat(text, generations, posted, held)
+            conversation = await prepare_chat(text, context, posted, held)
         keeper = store if body.store is not False else None
         fields = object_fields(body, conversation, stores=keeper is not None)
-        style = ResponsesFormat(fields, blocks_of(conversation.output), generations.wall_clock)
+        style = ResponsesFormat(fields, blocks_of(conversation.output), context.wall_clock)
         keeping = None if keeper is None else Keeping(keeper, principal.tenant, style, [*before, *given_items(body)])
         return text_answer(
-            generations,
+            context,
             conversation.generation,
             style,
             chat,

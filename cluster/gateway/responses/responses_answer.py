@@ -1,7 +1,7 @@
 """The text of the answers of /v1/responses: response objects and the events of a stream, as OpenAI's client reads them.
 
-Whole answers and streams are made of the same steps (chat/blocks.py). Streaming is the hot path: what is constant in
-the deltas of an item is serialized once.
+Whole answers and streams are made of the same steps (conversation/blocks.py). Streaming is the hot path: what is
+constant in the deltas of an item is serialized once.
 """
 
 import uuid
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.gateway.chat.blocks import Began, Block, Blocks, BlockStep, Ended, Grew
+from tandem.cluster.gateway.conversation.blocks import Began, Block, Blocks, BlockStep, Ended, Grew
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.cluster.gateway.http.error_answers import as_refusal
 from tandem.workers.messages.request import Usage

@@ -9,11 +9,12 @@ import psutil
 from tandem.cluster.fleet.engine_metrics import decode_stats
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.state.redis_client import BackgroundClient
-from tandem.cluster.tenants.billing_record import BillingRecord, read_usage
+from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.workers.engine.base.stats import EngineStats
 from tests.support.failover.calls import Call
 from tests.support.records import group_reports, redis_process, redis_url
 from tests.support.service import Service, is_alive, wait_for
+from tests.support.usage import read_usage
 
 QUIET_S = 60.0
 """Enough for a machine that does other things; what leaks stays for ever."""

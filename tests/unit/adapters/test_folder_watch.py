@@ -7,7 +7,7 @@ import pytest
 
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
-from tandem.cluster.adapters.folder_watch import SETTLED_S, UNSEEN_S, FolderWatch, SharedSightings
+from tandem.cluster.adapters.folder_watch import SETTLED_S, UNSEEN_S, FolderWatch, Sightings
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.configs.errors import TandemError
@@ -36,7 +36,7 @@ class Rig:
         self.now_s = 0.0
         self.checks = 0
         self.adapter_service = AdapterService(AdapterList(None, "demo"), self._check, ("demo",))
-        self.watch = FolderWatch(folder, self.adapter_service, lambda: self.now_s)
+        self.watch = FolderWatch(folder, self.adapter_service, Others(), lambda: self.now_s)
 
     def _check(self, source: str) -> str:
         self.checks += 1
@@ -210,7 +210,7 @@ class Others:
 async def test_what_another_gateway_sees_is_not_unlisted(rig: Rig) -> None:
     """Two nodes, of which one lost its copy of the folder, or never had it."""
     others = Others()
-    rig.watch = FolderWatch(rig.folder, rig.adapter_service, lambda: rig.now_s, others)
+    rig.watch = FolderWatch(rig.folder, rig.adapter_service, others, lambda: rig.now_s)
     write(rig.folder / "one", "a")
     await rig.look()
     assert await rig.look() == {"one": "a"} and others.told == ["one"]
@@ -232,7 +232,7 @@ async def test_a_gateway_that_never_saw_a_folder_waits_for_one_that_may_have_it(
     assert await rig.look() == {"one": "a"}
     (rig.folder / "one" / "adapter_config.json").unlink()
     others = Others()
-    rig.watch = FolderWatch(rig.folder, rig.adapter_service, lambda: rig.now_s, others)
+    rig.watch = FolderWatch(rig.folder, rig.adapter_service, others, lambda: rig.now_s)
     for _ in range(3):
         assert await rig.look() == {"one": "a"}
     others.names = {"one"}  # it has started
@@ -245,11 +245,11 @@ async def test_a_gateway_that_never_saw_a_folder_waits_for_one_that_may_have_it(
 async def test_gateways_tell_each_other_over_redis() -> None:
     with private_redis() as server:
         redis = BackgroundClient(server.url)
-        one, two, third = (SharedSightings(redis, "service") for _ in range(3))
+        one, two, third = (Sightings(redis, "service") for _ in range(3))
         assert await one.exchange(["a"]) == set()
         assert await two.exchange(["b", "c"]) == {"a"}
         assert await one.exchange([]) == {"b", "c"}
-        assert await SharedSightings(redis, "other").exchange(["x"]) == set()
+        assert await Sightings(redis, "other").exchange(["x"]) == set()
         assert await third.exchange([]) == {"b", "c"}
         await redis.command("DEL", keys.sighting("service", two._id))  # its time is over
         assert await one.exchange([]) == set()

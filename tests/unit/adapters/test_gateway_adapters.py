@@ -13,8 +13,8 @@ from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.adapters.sources import FILES
+from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.gateway.generation.generation import Generation
-from tandem.cluster.gateway.generation.generations import GatewayTimes
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.text_workers import TextWorkers
@@ -61,8 +61,8 @@ Opened = Callable[..., Any]
 
 def service(rig: Rig) -> AdapterService:
     """The gateway's adapters, which count requests."""
-    assert rig.generations.adapters is not None
-    return rig.generations.adapters
+    assert rig.context.adapters is not None
+    return rig.context.adapters
 
 
 @pytest.fixture
@@ -355,7 +355,7 @@ async def test_a_request_whose_client_left_before_it_was_opened_holds_nothing(op
         ref = AdapterRef(name="pirate", digest="a" * 64, source="")
         asked = GenerationRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1))
         part = RequestPart(request=asked, choices=[], first_choice=0)
-        generation = Generation(rig.generations, [part], tenant="acme", model="pirate", began_s=0.0)
+        generation = Generation(rig.context, [part], tenant="acme", model="pirate", began_s=0.0)
         generation.held.enter_context(service(rig).request(ref))
         assert service(rig).requests_of(ref) == 1
         generation.close()
@@ -379,16 +379,16 @@ async def test_a_client_that_leaves_does_not_leave_a_load_half_done(opened: Open
     async with opened() as rig:
         loading = asyncio.create_task(load(rig, "pirate", write(tmp_path / "pirate", "a")))
         async with asyncio.timeout(30):
-            while not len(rig.generations.tasks):
+            while not len(rig.context.tasks):
                 await asyncio.sleep(0)
         loading.cancel()
-        assert await rig.generations.tasks.wait_idle(30)
+        assert await rig.context.tasks.wait_idle(30)
         assert await names(rig) == [MODEL, "alias/echo", "pirate"]
 
 
 async def test_what_others_list_is_served_at_once(opened: Opened) -> None:
     async with opened() as rig:
-        adapter_service = rig.generations.adapters
+        adapter_service = rig.context.adapters
         assert adapter_service is not None
         entry = AdapterEntry(name="pirate", digest="c" * 64, source="/x")
         await adapter_service.adapters.replace(None, entry, "pirate")

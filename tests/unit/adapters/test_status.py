@@ -66,7 +66,7 @@ async def run_requests(
     url: str, tenants: Named, gateway: str, counts: Mapping[str, int], server_ms: Callable[[], int]
 ) -> None:
     """What a gateway tells Redis of so many requests of each tenant, which never end."""
-    client = RequestClient(url, timeout_s=20.0)
+    client = RequestClient(lambda: url, timeout_s=20.0)
     quota = Quota(client, tenants, gateway, server_ms=server_ms)
     for name, count in counts.items():
         for _ in range(count):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tandem.cluster.gateway.anthropic import messages_body
-from tandem.cluster.gateway.openai.schemas import Neutral
 from tandem.cluster.gateway.responses import responses_body
+from tandem.cluster.gateway.schemas.reading import Neutral
 from tests.support.private_redis import private_redis
 from tests.unit.gateway.rig import MODEL, gateway, served
 from tests.unit.gateway.test_response_store import ByKey, store_of

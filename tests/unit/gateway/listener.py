@@ -44,7 +44,7 @@ Opened = Callable[[], AbstractAsyncContextManager[Rig]]
 async def full_gateway(adapter_root: Path, **more: Any) -> AsyncIterator[Rig]:
     """A rig in which every route does something. Adapters of any content may be listed, from adapter_root only."""
     with private_redis() as server:
-        redis, requests = patient(server), RequestClient(server.url, timeout_s=20.0)
+        redis, requests = patient(server), RequestClient(lambda: server.url, timeout_s=20.0)
         store = TenantStore(redis)
         directory = TenantDirectory(store, clock=lambda: 0.0)
         await directory.refresh()

@@ -15,20 +15,21 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from tandem.cluster.gateway.app.routes import build_gateway_app
+from tandem.cluster.gateway.app.wiring import static_keys
 from tandem.cluster.gateway.generation.dispatch import Dispatch
-from tandem.cluster.gateway.generation.generations import Generations
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.http.auth import Authenticator
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.gateway.http.text_workers import TextWorkers
 from tandem.cluster.gateway.responses.response_store import ResponseStore
-from tandem.cluster.gateway.routes import build_gateway_app
-from tandem.cluster.gateway.services import Accounts, TextServices, extra_stop_token_ids
-from tandem.cluster.gateway.wiring import static_keys
+from tandem.cluster.gateway.services.accounts import Accounts
+from tandem.cluster.gateway.services.text_services import TextServices, extra_stop_token_ids
 from tandem.cluster.tenants.billing_record import BillingRecord
-from tandem.cluster.tenants.tenant_admin import NoTenantAdmin, TenantAdmin
-from tandem.cluster.tenants.tenant_admission import OpenTenancy, Tenancy
+from tandem.cluster.tenants.tenant_admin import TenantAdmin
+from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.models.spec.config.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
@@ -97,7 +98,7 @@ class Rig:
     app: FastAPI
     text: TextServices
     accounts: Accounts
-    generations: Generations
+    context: GatewayContext
     backend: FakeBackend
     ledger: ListLedger
     client: httpx.AsyncClient
@@ -110,7 +111,7 @@ class Rig:
 
     async def settle(self) -> None:
         """Waits until every owner task has ended, and holds the laws that nothing may break."""
-        assert await self.generations.tasks.wait_idle(DEADLINE_S), "a task was leaked"
+        assert await self.context.tasks.wait_idle(DEADLINE_S), "a task was leaked"
         assert not self.backend.streams, "a stream was leaked"
         ids = [row.id for row in self.ledger.rows]
         assert len(ids) == len(set(ids)), "a request was settled twice"
@@ -134,11 +135,11 @@ def make_text(
     return TextServices(settings=settings, tokenizer=tokenizer, **(given | more))
 
 
-def make_generations(
+def make_context(
     settings: GatewaySettings, dispatch: Dispatch, accounts: Accounts, metrics: GatewayMetrics, **more: Any
-) -> Generations:
+) -> GatewayContext:
     """Generations with the limits of the settings."""
-    return Generations(
+    return GatewayContext(
         dispatch=dispatch,
         tenancy=accounts.tenancy,
         ledger=accounts.ledger,
@@ -166,7 +167,7 @@ async def gateway(
     **more: Any,
 ) -> AsyncIterator[Rig]:
     """A Rig; on leaving, nothing may be left running. text: of TextServices, store: makes that of responses,
-    more: of Generations."""
+    more: of GatewayContext."""
     backend = backend if backend is not None else FakeBackend(eos_token_ids=frozenset({EOS}))
     settings = settings or GatewaySettings()
     tokenizer = make_tokenizer(defaults)
@@ -174,8 +175,8 @@ async def gateway(
     metrics = GatewayMetrics(CollectorRegistry(), settings.metrics_prefix, MODEL)
     accounts = Accounts(
         auth=auth or static_keys(settings),
-        tenancy=tenancy or OpenTenancy(),
-        tenants=tenants or NoTenantAdmin(),
+        tenancy=tenancy or Tenancy(),
+        tenants=tenants or TenantAdmin(),
         ledger=ledger,
     )
     services = make_text(
@@ -187,11 +188,11 @@ async def gateway(
         extra_stop_token_ids=extra_stop_token_ids(tokenizer, engine_eos_token_ids),
         **(text or {}),
     )
-    generations = make_generations(settings, backend, accounts, metrics, **more)
-    app = build_gateway_app(services, accounts, generations, store(generations.tasks) if store is not None else None)
+    context = make_context(settings, backend, accounts, metrics, **more)
+    app = build_gateway_app(services, accounts, context, store(context.tasks) if store is not None else None)
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        rig = Rig(app, services, accounts, generations, backend, ledger, client)
+        rig = Rig(app, services, accounts, context, backend, ledger, client)
         yield rig
         await rig.settle()
     services.workers.close()

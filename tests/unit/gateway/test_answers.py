@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.gateway.openai.answers import TokenFormatter
+from tandem.cluster.gateway.openai.token_formatter import TokenFormatter
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import Abort, TokenLogprobs
 from tandem.workers.text.detokenizer import DetokenizerFactory

@@ -152,7 +152,7 @@ async def test_refused_messages(rig: Rig, url: str, claude: "AsyncAnthropic") ->
     rig.backend.refuse = QueueFull("full")
     with pytest.raises(anthropic.RateLimitError):
         await claude.messages.create(model=MODEL, max_tokens=9, messages=USER)
-    rig.generations.draining.begin()
+    rig.context.draining.begin()
     with pytest.raises(anthropic.APIStatusError) as away:
         await claude.messages.create(model=MODEL, max_tokens=9, messages=USER)
     assert away.value.status_code == 503 and away.value.type == "overloaded_error"

@@ -8,7 +8,7 @@ import pytest
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
-from tandem.cluster.tenants.tenant_admission import OpenTenancy, OverLimit, Reservation
+from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation, Tenancy
 from tests.support.resuming_backend import ResumingBackend
 from tests.unit.gateway import test_messages, test_responses
 from tests.unit.gateway.rig import CHAT, MODEL, USER, Rig, error_of, gateway
@@ -25,7 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
 APIS = (RESPONSES, MESSAGES)
 
 
-class Limited(OpenTenancy):
+class Limited(Tenancy):
     """Notes what is asked for, and refuses it when told to."""
 
     def __init__(self) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import pytest
 from starlette.routing import Route
 
+from tandem.cluster.gateway.app.routes import route_table
+from tandem.cluster.gateway.app.wiring import tenant_keys
 from tandem.cluster.gateway.http.auth import (
     AuthLevel,
     Principal,
@@ -13,8 +15,6 @@ from tandem.cluster.gateway.http.auth import (
     check_level,
     may_see_tenants,
 )
-from tandem.cluster.gateway.routes import route_table
-from tandem.cluster.gateway.wiring import tenant_keys
 from tandem.cluster.tenants.tenant import digest_of
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
@@ -51,7 +51,7 @@ async def test_every_route_declares_its_level_and_holds_it() -> None:
             if is_free:
                 assert answer.status_code == 200
             seen.add(route.path)
-        assert seen == {spec.path for spec in route_table(rig.text, rig.accounts, rig.generations)} | {"/openapi.json"}
+        assert seen == {spec.path for spec in route_table(rig.text, rig.accounts, rig.context)} | {"/openapi.json"}
 
 
 @pytest.mark.parametrize("header", WRONG)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.gateway.openai.sampling_fields import WITHOUT_EFFECT
-from tandem.cluster.gateway.wiring import build_metrics, build_text_services
+from tandem.cluster.gateway.app.wiring import build_metrics, build_text_services
+from tandem.cluster.gateway.serving.sampling_fields import WITHOUT_EFFECT
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.load import build_settings
 from tandem.workers.messages.errors import QueueFull

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tandem.cluster.gateway.generation.delivery import TextResponse
-from tandem.cluster.gateway.generation.generations import GatewayTimes
-from tandem.cluster.tenants.tenant_admission import OpenTenancy, Reservation
+from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
+from tandem.cluster.tenants.tenant_admission import Reservation, Tenancy
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import Usage
 from tests.support.fake_backend import FakeBackend
@@ -141,7 +141,7 @@ async def test_a_cancelled_handler_aborts_too(stream: bool) -> None:
 
 
 async def test_a_handler_cancelled_while_its_tenant_is_asked_starts_nothing() -> None:
-    class SlowTenancy(OpenTenancy):
+    class SlowTenancy(Tenancy):
         async def admit(self, *counts: Any, **more: Any) -> Reservation:
             asked.set()
             await go_on.wait()

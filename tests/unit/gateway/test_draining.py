@@ -13,7 +13,7 @@ async def test_new_work_is_refused_and_what_is_in_hand_ends_by_itself() -> None:
     async with gateway(FakeBackend(eos_token_ids=frozenset({EOS}), manual=True)) as rig:
         running = asyncio.create_task(rig.complete(stream=True, max_tokens=3, ignore_eos=True))
         await asyncio.wait_for(rig.backend.submitted.wait(), DEADLINE_S)
-        rig.generations.draining.begin()
+        rig.context.draining.begin()
         late = await rig.complete()
         assert late.status_code == 503 and error_of(late)["code"] == "service_unavailable"
         assert 1 <= int(late.headers["retry-after"]) <= 60
@@ -21,18 +21,18 @@ async def test_new_work_is_refused_and_what_is_in_hand_ends_by_itself() -> None:
         assert (await rig.client.get("/readyz")).status_code == 503
         assert (await rig.client.get("/livez")).status_code == 200
         assert (await rig.client.get("/metrics")).status_code == 200
-        assert not await rig.generations.draining.wait_idle(0.0)
+        assert not await rig.context.draining.wait_idle(0.0)
         rig.backend.step(3)
         answer = await asyncio.wait_for(running, DEADLINE_S)
         assert events(answer.text)[-1] == "[DONE]"
-        assert await rig.generations.draining.wait_idle(DEADLINE_S)
+        assert await rig.context.draining.wait_idle(DEADLINE_S)
 
 
 async def test_refused_requests_leave_the_count() -> None:
     async with gateway() as rig:
         await rig.client.post("/v1/completions", content=b"{")
         await rig.client.get("/nowhere")
-        assert rig.generations.draining.in_flight == 0
+        assert rig.context.draining.in_flight == 0
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tandem.cluster.gateway.openai.embeddings import AT_ONCE
-from tandem.cluster.tenants.tenant_admission import OpenTenancy, Reservation
+from tandem.cluster.tenants.tenant_admission import Reservation, Tenancy
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import NO_TOKENS, Pool
 from tandem.workers.models.spec.config.pooling_config import PoolingFacts
@@ -196,7 +196,7 @@ async def test_a_client_that_leaves_ends_what_still_runs() -> None:
 
 
 async def test_tenants_reserve_the_prompts_and_no_output() -> None:
-    class Noting(OpenTenancy):
+    class Noting(Tenancy):
         async def admit(
             self, tenant: str, prompt_tokens: int, output_tokens: int, *, is_open_ended: bool = False
         ) -> Reservation:

@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from tandem.cluster.gateway.chat.format_choice import choose_formats
-from tandem.cluster.gateway.model_text import check_text
+from tandem.cluster.gateway.app.model_text import check_text
+from tandem.cluster.gateway.conversation.format_choice import choose_formats
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings, settings_from_serve_args
 from tandem.configs.schema import GatewaySettings, ReasoningParser, ToolCallParser

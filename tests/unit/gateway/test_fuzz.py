@@ -6,7 +6,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem.cluster.gateway.openai.schemas import NEUTRAL, ChatBody, CompletionBody
+from tandem.cluster.gateway.schemas.chat_body import ChatBody
+from tandem.cluster.gateway.schemas.generation_body import CompletionBody
+from tandem.cluster.gateway.schemas.reading import NEUTRAL
 from tests.unit.gateway.rig import ALL, CHAT, COMPLETE, MINIMAL, USER, error_of, gateway
 from tests.unit.gateway.test_tool_calls import CALL, THINKING, TOOLS, TURNS, saying, tooled
 

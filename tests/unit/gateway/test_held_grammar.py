@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from tandem.cluster.gateway.chat import conversation
-from tandem.cluster.gateway.chat.chat_output import ChatOutput, chat_output
-from tandem.cluster.gateway.chat.held_grammar import held_grammar, special_tokens
-from tandem.cluster.gateway.openai.schemas import read_chat
+from tandem.cluster.gateway.conversation import conversation
+from tandem.cluster.gateway.conversation.chat_output import ChatOutput, chat_output
+from tandem.cluster.gateway.conversation.held_grammar import held_grammar, special_tokens
+from tandem.cluster.gateway.schemas.chat_body import read_chat
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.text.format_list import TOOL_FORMATS

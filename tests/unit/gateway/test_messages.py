@@ -364,7 +364,7 @@ async def test_refusals_before_the_handler_have_anthropics_form() -> None:
         assert await sent() == (429, "rate_limit_error")
         rig.backend.refuse = RuntimeError("a secret")
         assert await sent() == (500, "api_error")
-        rig.generations.draining.begin()
+        rig.context.draining.begin()
         assert await sent() == (503, "overloaded_error")
         other = await rig.client.post("/v1/messagesx", json={}, headers=right)
         assert set(other.json()) == {"error"}, "no route of this API"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.gateway.model_text import check_text
-from tandem.cluster.gateway.wiring import build_metrics, build_text_services
+from tandem.cluster.gateway.app.model_text import check_text
+from tandem.cluster.gateway.app.wiring import build_metrics, build_text_services
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tests.support.service import DEMO

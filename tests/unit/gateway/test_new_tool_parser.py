@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from tandem.cluster.gateway.chat import format_choice
-from tandem.cluster.gateway.chat.format_choice import choose_formats
+from tandem.cluster.gateway.conversation import format_choice
+from tandem.cluster.gateway.conversation.format_choice import choose_formats
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.text import format_list
 from tandem.workers.text.format_list import TOOL_FORMATS

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tandem.cluster.gateway.conversation.chat_prompt import chat_prompt
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
-from tandem.cluster.gateway.openai.prompts import chat_prompt
-from tandem.cluster.gateway.openai.schemas import TokenizeBody, read, read_chat
+from tandem.cluster.gateway.schemas.chat_body import TokenizeBody, read_chat
+from tandem.cluster.gateway.schemas.reading import read
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
 from tandem.workers.text.tokenizer import load_tokenizer

@@ -245,7 +245,7 @@ async def test_an_answer_does_not_wait_long_and_its_storing_goes_on() -> None:
     async with storing(redis) as rig:
         async with asyncio.timeout(20):
             assert (await ask(rig)).status_code == 200
-        assert redis.commands == 1 and len(rig.generations.tasks) >= 1
+        assert redis.commands == 1 and len(rig.context.tasks) >= 1
         redis.answers.set()
 
 

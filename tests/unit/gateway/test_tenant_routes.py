@@ -49,13 +49,13 @@ class Door:
         return await self.rig.client.post("/v1/completions", json=body, headers=headers)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.rig.generations.metrics.tenants.get_sample_value(f"tandem:{name}_total", labels) or 0.0
+        return self.rig.context.metrics.tenants.get_sample_value(f"tandem:{name}_total", labels) or 0.0
 
 
 @contextlib.asynccontextmanager
 async def open_door(**backend: Any) -> AsyncIterator[Door]:
     with private_redis() as server:
-        redis, requests = patient(server), RequestClient(server.url, timeout_s=20.0)
+        redis, requests = patient(server), RequestClient(lambda: server.url, timeout_s=20.0)
         store = TenantStore(redis)
         directory = TenantDirectory(store, clock=lambda: 0.0)
         await directory.refresh()

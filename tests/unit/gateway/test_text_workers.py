@@ -297,14 +297,14 @@ def json_bytes(value: Any) -> bytes:
 async def test_metrics_are_rendered_off_the_loop_and_once_for_all_who_ask(slices: list[tuple[float, str]]) -> None:
     async with gateway() as rig:
         for number in range(3000):
-            rig.generations.metrics.tenant_rejected(f"tenant-{number}", "tokens")
-        rendered, plain = [], rig.generations.dispatch.metrics
+            rig.context.metrics.tenant_rejected(f"tenant-{number}", "tokens")
+        rendered, plain = [], rig.context.dispatch.metrics
 
         async def counted(**options: Any) -> str:
             rendered.append(options)
             return await plain(**options)
 
-        rig.generations.dispatch.metrics = counted  # type: ignore[method-assign]
+        rig.context.dispatch.metrics = counted  # type: ignore[method-assign]
         await asyncio.sleep(0)  # the slice of what the test has done so far ends
         slices.clear()
         answers = await asyncio.gather(*(rig.client.get("/metrics") for _ in range(8)))

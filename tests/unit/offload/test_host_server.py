@@ -68,7 +68,7 @@ def test_a_rank_attaches_while_another_groups_memory_is_reserved(host: Host) -> 
         slab = attach(host.socket, first.token, 0, 30)
         assert status(host.socket, 30).leases == 1
         third = pool.submit(lease, host.socket, "quick", PAGE, [PAGE], 60)  # leases are made one after the other
-        time.sleep(0.05)
+        time.sleep(0.05)  # nothing comes: time for it to come
         assert not third.done() and not second.done()
         host.go_on.set()
         held = [first, second.result(), third.result(), slab, attach(host.socket, second.result().token, 1, 30)]

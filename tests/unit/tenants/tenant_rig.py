@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.process.redis_server import RedisServer
-from tandem.cluster.state.redis_address import MovingRedis
 from tandem.cluster.state.redis_client import BackgroundClient, RequestClient
-from tandem.cluster.tenants.billing_record import BillingRecord, read_usage
+from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.quota import Quota
 from tandem.cluster.tenants.tenant import Limits, Tenant
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
 from tandem.cluster.tenants.tenant_service import TenantService
+from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import Usage
+from tests.support.usage import read_usage
 
 DEADLINE_S = 20.0
 START_MS = 1_800_000_000_000
@@ -27,7 +28,7 @@ def patient(server: RedisServer) -> BackgroundClient:
 
 def unhurried(server: RedisServer) -> RequestClient:
     """A request client that a slow test machine does not frighten."""
-    return RequestClient(server.url, timeout_s=20.0)
+    return RequestClient(lambda: server.url, timeout_s=20.0)
 
 
 def tenant(name: str = "acme", budget_id: int = 1, **limits: Any) -> Tenant:
@@ -91,17 +92,10 @@ def service(
     url: str, folder: Path, is_private: bool = False, gateways: int = 1, redis_timeout_s: float = 20.0
 ) -> TenantService:
     """Everything of tenants that a gateway runs."""
-    moving = MovingRedis(url, lambda url: BackgroundClient(url, timeout_s=1.0, retries=1), None)
-    return TenantService(
-        moving,
-        folder=folder,
-        is_private=is_private,
-        usage_days=7,
-        usage_rows=10**6,
-        redis_timeout_s=redis_timeout_s,
-        gateways=gateways,
-        kv_tokens=lambda: 0,
-    )
+    state_dir = None if is_private else str(folder)
+    settings = GatewaySettings(usage_days=7, usage_rows=10**6, num_gateways=gateways, state_dir=state_dir)
+    client = BackgroundClient(url, timeout_s=1.0, retries=1)
+    return TenantService(client, settings, folder, redis_timeout_s, kv_tokens=lambda: 0)
 
 
 async def serve_one(tenants: TenantService, name: str, request_id: str, used: int) -> None:

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.tenants.account import Account, Bucket, Debt
-from tandem.cluster.tenants.quota_script import Verdict
+from tandem.cluster.tenants.account import Account, Bucket, Debt, QuotaVerdict
 from tandem.cluster.tenants.tenant import Limits
 from tandem.cluster.tenants.tenant_admission import Reservation
 from tests.unit.tenants.tenant_rig import tenant
@@ -20,9 +19,9 @@ def reservation(tokens: int = 0, charge: int | None = None, wanted: int | None =
     return Reservation("acme", tokens, charge, charge if wanted is None else wanted, is_counted=True)
 
 
-def verdict(**fields: Any) -> Verdict:
+def verdict(**fields: Any) -> QuotaVerdict:
     known = {"ok": True, "reason": "", "wait_ms": 0.0, "gateways": 1, "base": 0.0, "used_elsewhere": 0.0}
-    return Verdict(**{**known, **fields})
+    return QuotaVerdict(**{**known, **fields})
 
 
 # ---- buckets and debts ----

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tandem.cluster.gateway import gateway_replica
+from tandem.cluster.gateway.app import gateway_replica
 from tandem.cluster.process.redis_server import RedisServer
-from tandem.cluster.state.notifications import NoAnnouncements
-from tandem.cluster.state.redis_address import MovingRedis
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import BackgroundClient
-from tandem.cluster.tenants.billing_record import BillingRecord, read_usage
+from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.cluster.wire import identity
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.service_facts import ServiceFacts
 from tandem.configs.load import settings_from_serve_args
 from tandem.workers.messages.request import Usage
+from tests.support.usage import read_usage
 
 
 class Actor:
@@ -31,30 +31,26 @@ class Actor:
             return "a1b2c3d4e5f6", "ab" * 32
 
 
-def client(url: str) -> BackgroundClient:
-    return BackgroundClient(url, timeout_s=5.0, retries=1)
-
-
 @pytest.fixture
-async def redis(server: RedisServer) -> AsyncIterator[MovingRedis]:
-    redis = MovingRedis(server.url, client, None)
+async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
+    redis = BackgroundClient(server.url, timeout_s=5.0, retries=1)
     yield redis
     await redis.close()
 
 
-async def gateway_of_a_version(num_seqs: int, redis: MovingRedis) -> TenantService:
+async def gateway_of_a_version(num_seqs: int, redis: BackgroundClient) -> TenantService:
     """The tenants of a gateway, of a version with this argument."""
     args = {"model_loading_config": {"model_source": "demo"}, "engine_kwargs": {"max_num_seqs": num_seqs}}
     member = Membership("tandem", ServiceFacts(single_node=True, device="cpu"))
     facts = await member.join()
     member.leave()
     return gateway_replica.open_tenants(
-        settings_from_serve_args(args), facts, redis, lambda: 0, changes=NoAnnouncements()
+        settings_from_serve_args(args), facts, redis, lambda: 0, changes=Announcements()
     )
 
 
 async def test_the_next_version_sends_what_a_killed_gateway_has_left(
-    redis: MovingRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis: BackgroundClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(identity, "identity_actor", lambda app, facts: Actor)
     monkeypatch.setattr(gateway_replica, "short_temp_folder", lambda: tmp_path)

@@ -11,6 +11,7 @@ import pytest
 
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.tenants import quota as quota_module
+from tandem.cluster.tenants.account import QuotaReport, QuotaVerdict
 from tandem.cluster.tenants.quota import (
     HEARTBEAT_S,
     LEAST_PERIOD_S,
@@ -19,7 +20,6 @@ from tandem.cluster.tenants.quota import (
     MAX_RETRY_S,
     Quota,
 )
-from tandem.cluster.tenants.quota_script import Report, Verdict
 from tandem.cluster.tenants.tenant import NO_LIMITS, Limits
 from tandem.cluster.tenants.tenant_admission import OverLimit
 from tests.unit.tenants.tenant_rig import Named, tenant
@@ -32,15 +32,15 @@ YES = {"ok": True, "reason": "", "wait_ms": 0.0, "gateways": 1, "base": 0.0, "us
 class Answers:
     """Stands in for Redis. `answer`: fields of the verdict, or what is raised."""
 
-    answer: Callable[[Report], dict[str, Any] | bytes | Exception] = lambda _: {}
-    reports: list[Report] = field(default_factory=list)
+    answer: Callable[[QuotaReport], dict[str, Any] | bytes | Exception] = lambda _: {}
+    reports: list[QuotaReport] = field(default_factory=list)
     probes: list[bool] = field(default_factory=list)
 
     async def script(
         self, text: str, keys: Sequence[str], arguments: Sequence[Any], *, may_probe: bool = True
     ) -> bytes:
         del text, keys
-        report = msgspec.json.decode(arguments[0], type=Report)
+        report = msgspec.json.decode(arguments[0], type=QuotaReport)
         self.reports.append(report)
         self.probes.append(may_probe)
         await rest(0)
@@ -49,7 +49,7 @@ class Answers:
             raise answer
         if isinstance(answer, bytes):
             return answer
-        return msgspec.json.encode(Verdict(**{**YES, **answer}))
+        return msgspec.json.encode(QuotaVerdict(**{**YES, **answer}))
 
 
 class Rig:
@@ -74,7 +74,7 @@ class Rig:
         return caught.value
 
 
-def no(reason: str, wait_ms: float = 0.0) -> Callable[[Report], dict[str, Any]]:
+def no(reason: str, wait_ms: float = 0.0) -> Callable[[QuotaReport], dict[str, Any]]:
     return lambda report: {"ok": not report.admit, "reason": reason if report.admit else "", "wait_ms": wait_ms}
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient
+from tandem.cluster.tenants.account import LEASE_MS
 from tandem.cluster.tenants.quota import AT_ONCE
-from tandem.cluster.tenants.quota_script import LEASE_MS
 from tandem.cluster.tenants.tenant_admission import OverLimit
 from tests.unit.tenants.tenant_rig import Fleet, admitted, refusal, shown, tenant, until
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tandem.cluster.state import keys
-from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
-from tandem.cluster.tenants.quota import AT_ONCE, Quota, Scripts
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable, RequestClient
+from tandem.cluster.tenants.quota import AT_ONCE, Quota
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
 from tests.unit.tenants.tenant_rig import DEADLINE_S, Fleet, admitted, shown
 
@@ -43,7 +43,7 @@ class Call:
 class Road:
     """Between gateways and Redis. While it is not open, what is sent waits in `calls` until the test lets it go on."""
 
-    redis: Scripts
+    redis: RequestClient
     is_open: bool = True
     calls: list[Call] = field(default_factory=list)
 

@@ -120,7 +120,7 @@ async def test_once_redis_counts_as_away_the_beat_finds_it_again_and_no_request_
     clock = FakeTime()
     fleet.set(requests_per_minute=100_000)
     async with slow_link(fleet.server) as link:
-        client = RequestClient(link.url, timeout_s=0.05, clock=clock.clock)
+        client = RequestClient(lambda: link.url, timeout_s=0.05, clock=clock.clock)
         quota = Quota(client, fleet.directory, "a", clock=clock.clock, server_ms=clock.server_ms)
         link.delay_s = LATENCY_S
 

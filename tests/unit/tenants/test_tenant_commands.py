@@ -8,13 +8,14 @@ import msgspec
 import pytest
 import typer.testing
 
+from tandem.cluster.cli.client.running_service import ServiceAt, model_on, service_at
 from tandem.cluster.cli.main import build_app
-from tandem.cluster.cli.running_service import ServiceAt, model_on, service_at
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import RunFile
 from tandem.cluster.state import keys
 from tandem.cluster.tenants.billing_record import BillingRecord
-from tandem.cluster.tenants.ledger import UsageCap, UsageLedger
+from tandem.cluster.tenants.ledger import UsageLedger
+from tandem.cluster.tenants.usage_cap import UsageCap
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.workers.messages.request import Usage
 from tests.unit.tenants.tenant_rig import patient

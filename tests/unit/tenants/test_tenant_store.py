@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.cluster.gateway.app.wiring import tenant_keys
 from tandem.cluster.gateway.http.auth import AuthLevel, Principal, StaticKeys, TenantKeys, check_level
-from tandem.cluster.gateway.wiring import tenant_keys
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.durable_map import Reading
@@ -202,7 +202,7 @@ async def test_the_gateway_that_took_the_change_has_it_at_once(store: TenantStor
     made = await admin.add("acme", {})
     assert directory.tenant_of(digest_of(made.key)) == "acme"
     await admin.change("acme", {"concurrency": 2})
-    assert directory.limits("acme").concurrency == 2
+    assert directory.tenants["acme"].limits.concurrency == 2
     await admin.remove("acme")
     assert await admin.all() == {}
 

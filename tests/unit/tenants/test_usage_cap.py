@@ -17,12 +17,13 @@ from tandem.cluster.tenants.billing_record import (
     pack,
     parse_since,
     read_rows_and_sums,
-    read_usage,
     summed,
 )
-from tandem.cluster.tenants.ledger import UsageCap, UsageLedger
+from tandem.cluster.tenants.ledger import UsageLedger
+from tandem.cluster.tenants.usage_cap import UsageCap
 from tandem.configs.errors import TandemError
 from tandem.workers.messages.request import Usage
+from tests.support.usage import read_usage
 from tests.unit.tenants.tenant_rig import service
 
 HOUR_S, DAY_S = 3600, 86400
@@ -365,7 +366,7 @@ async def test_a_cap_that_fails_says_so_once_until_it_works_again(
             raise outcome
 
     monkeypatch.setattr(cap, "enforce", enforce)
-    monkeypatch.setattr("tandem.cluster.tenants.ledger.COUNT_PERIOD_S", 0.0)
+    monkeypatch.setattr("tandem.cluster.tenants.usage_cap.COUNT_PERIOD_S", 0.0)
     with caplog.at_level("DEBUG", "tandem.ledger"), pytest.raises(asyncio.CancelledError):
         await cap.run()
     said = [(one.levelname, one.getMessage().rpartition(": ")[2]) for one in caplog.records]

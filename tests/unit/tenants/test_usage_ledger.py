@@ -13,11 +13,12 @@ import pytest
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
-from tandem.cluster.tenants.billing_record import BillingRecord, day_of, parse_since, read_usage, summed, tenants_of
+from tandem.cluster.tenants.billing_record import BillingRecord, day_of, parse_since, summed, tenants_of
 from tandem.cluster.tenants.journal import Journal, left_behind, read_rows
 from tandem.cluster.tenants.ledger import UsageLedger
 from tandem.configs.errors import SettingsError
 from tandem.workers.messages.request import Usage
+from tests.support.usage import read_usage
 from tests.unit.tenants.tenant_rig import patient, until
 
 NOW_S = 1_800_000_000.0

@@ -184,7 +184,7 @@ class EngineCounts:
 
 @dataclass(slots=True, eq=False)
 class Collector(EngineCounts):
-    """What an engine has counted so far, written by its thread."""
+    """Counts of an engine so far, written by its thread."""
 
     tenants: dict[str, TenantCounts] = field(default_factory=dict)
 

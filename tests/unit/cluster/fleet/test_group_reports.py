@@ -13,7 +13,7 @@ from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord
 from tandem.cluster.fleet.group_reports import GroupReport, GroupReports, ReportWriter
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
-from tandem.cluster.state.notifications import Announcements, NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import BackgroundClient, Part, RedisUnavailable
 from tests.support.subscribed import subscribed
 
@@ -24,7 +24,7 @@ IMPATIENT_S = 0.05
 class Group:
     """A writer that runs, and how often it was read."""
 
-    def __init__(self, redis: BackgroundClient, name: str, changes: Announcements = NoAnnouncements()) -> None:
+    def __init__(self, redis: BackgroundClient, name: str, changes: Announcements = Announcements()) -> None:
         self.name = name
         self.times = 0
         self.writer = ReportWriter(redis, "s", self._read, changes)
@@ -168,7 +168,7 @@ async def test_a_writer_ends_although_its_client_loses_the_cancellation() -> Non
         async def command(self, *parts: object) -> object:
             asked.set()
             with suppress(asyncio.CancelledError):
-                await asyncio.sleep(3600)
+                await asyncio.sleep(3600)  # until it is cancelled
             return None
 
         async def pipeline(self, commands: object) -> list[object]:

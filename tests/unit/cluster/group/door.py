@@ -3,17 +3,17 @@
 import httpx
 from prometheus_client import CollectorRegistry
 
-from tandem.cluster.gateway.generation.generations import GatewayTimes
+from tandem.cluster.gateway.app.routes import build_gateway_app
+from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.http.auth import StaticKeys
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
-from tandem.cluster.gateway.routes import build_gateway_app
-from tandem.cluster.gateway.services import Accounts
+from tandem.cluster.gateway.services.accounts import Accounts
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.text.chat_template import ChatTemplate
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_group import FakeCaller, FakeFleet, FakeGroup, serving
-from tests.unit.gateway.rig import MODEL, TEMPLATE, ListLedger, make_generations, make_text, make_tokenizer
+from tests.unit.gateway.rig import MODEL, TEMPLATE, ListLedger, make_context, make_text, make_tokenizer
 
 SECRET = "cd" * 32
 
@@ -31,8 +31,8 @@ class Door:
         self.text = make_text(settings, metrics, tokenizer, chat_template=template)
         accounts = Accounts(auth=StaticKeys(), ledger=self.ledger)
         times = GatewayTimes(drain_s=60.0)  # what it would take if the group were not told
-        self.generations = make_generations(settings, self.backend, accounts, metrics, times=times)
-        self.app = build_gateway_app(self.text, accounts, self.generations)
+        self.context = make_context(settings, self.backend, accounts, metrics, times=times)
+        self.app = build_gateway_app(self.text, accounts, self.context)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost")
 
     async def close(self) -> None:

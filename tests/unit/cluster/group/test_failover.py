@@ -14,7 +14,7 @@ from tandem.cluster.gateway.generation import part as part_module
 from tandem.cluster.gateway.generation import serve_dispatch
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.failover import MOST_LOSSES
-from tandem.cluster.gateway.generation.generations import GatewayTimes
+from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.gateway.generation.quarantine import MOST, Quarantine, digest_of
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.version import OtherVersion
@@ -34,7 +34,7 @@ class SlowEngine(FakeEngine):
     most = math.inf
 
     def turn(self, timeout_s: float) -> bool:
-        time.sleep(0.002)
+        time.sleep(0.002)  # this engine is slow
         return self.steps < self.most and super().turn(timeout_s)
 
 
@@ -233,7 +233,7 @@ async def test_an_engine_without_a_name_is_asked_once(told: Told) -> None:
 async def test_a_wait_that_was_too_long_is_not_begun_again_elsewhere(told: Told) -> None:
     stream = await told.client.submit(asked("r", deadline_s=0.05))
     await told.attempt(0)
-    await asyncio.sleep(0.06)
+    await asyncio.sleep(0.06)  # longer than its deadline
     told.end(503, "service_unavailable", None, "the request waited 0.05 s", group="g0")
     with pytest.raises(RequestRefused, match="waited"):
         await read(stream)

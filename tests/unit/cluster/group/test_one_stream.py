@@ -68,7 +68,7 @@ class Connection:
     async def leave(self) -> None:
         """Hangs up, and waits until nothing of the chat is left."""
         self._writer.close()
-        await until(lambda: not self._door.generations.tasks and not self._door.generations.draining.in_flight)
+        await until(lambda: not self._door.context.tasks and not self._door.context.draining.in_flight)
 
 
 async def until(condition: Callable[[], object]) -> None:

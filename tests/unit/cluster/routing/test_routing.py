@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tandem.cluster.routing.group_loads import GroupLoads
 from tandem.cluster.routing.outstanding import Outstanding, by_gateway, cost_tokens, elsewhere
-from tandem.cluster.routing.policy import FEW, LeastOutstandingTokens, best_few
+from tandem.cluster.routing.policy import FEW, adapter_affinity, best_few
 from tandem.cluster.routing.route_hint import RouteHint, hint_of
 from tandem.workers.messages.request import GenerationRequest, ReplyTo, SamplingParams
 
@@ -17,7 +17,7 @@ def order(loads: dict[str, int], last: str = "", pick: int = 0) -> str:
     """The groups to try, when of equals the one at `pick` is chosen."""
     groups = list(loads)
     given = GroupLoads(groups=groups, outstanding=list(loads.values()), last=[groups.index(name) for name in last])
-    few = best_few(LeastOutstandingTokens(), given, REQUEST, lambda near: near[pick])
+    few = best_few(adapter_affinity(given, REQUEST), given, REQUEST, lambda near: near[pick])
     return "".join(groups[i] for i in few)
 
 

@@ -5,7 +5,7 @@ import queue
 
 import pytest
 
-from tandem.cluster.fleet.group_events import MOST_EVENTS, Event, take_events, write_event
+from tandem.cluster.fleet.group_events import MOST_EVENTS, GroupEvent, take_events, write_event
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.service.group_event_log import GroupEventLog, Lines
 from tandem.cluster.state import keys
@@ -16,29 +16,29 @@ DEADLINE_S = 20.0
 
 def test_a_groups_end_is_said_once_whoever_tells_of_it() -> None:
     lines = Lines()
-    lost = lines.of(Event("lost", "a", "rank 0 of group a has died"))
+    lost = lines.of(GroupEvent("lost", "a", "rank 0 of group a has died"))
     assert lost == (
         "group a is lost: rank 0 of group a has died; its requests continue on another, Serve starts a new one"
     )
-    assert [lines.of(Event(kind, "a")) for kind in ("missing", "left", "missing")] == [None] * 3
-    assert "is missing" in str(lines.of(Event("missing", "b")))
-    assert lines.of(Event("left", "c")) == "group c has ended"
-    assert lines.of(Event("serving", "d")) == "group d serves"
-    assert lines.of(Event("failed", "e", "no memory")) == "group e did not start: no memory; Serve tries another"
+    assert [lines.of(GroupEvent(kind, "a")) for kind in ("missing", "left", "missing")] == [None] * 3
+    assert "is missing" in str(lines.of(GroupEvent("missing", "b")))
+    assert lines.of(GroupEvent("left", "c")) == "group c has ended"
+    assert lines.of(GroupEvent("serving", "d")) == "group d serves"
+    assert lines.of(GroupEvent("failed", "e", "no memory")) == "group e did not start: no memory; Serve tries another"
 
 
 def test_a_group_that_comes_back_may_go_missing_again() -> None:
     lines = Lines()
-    assert lines.of(Event("returned", "a")) is None, "nobody said that it had gone"
-    assert "is missing" in str(lines.of(Event("missing", "a")))
-    assert [lines.of(Event("returned", "a")) for _ in range(2)] == ["group a is back", None], "two gateways say so"
-    assert "is lost" in str(lines.of(Event("lost", "a", "rank 0 of group a has died")))
+    assert lines.of(GroupEvent("returned", "a")) is None, "nobody said that it had gone"
+    assert "is missing" in str(lines.of(GroupEvent("missing", "a")))
+    assert [lines.of(GroupEvent("returned", "a")) for _ in range(2)] == ["group a is back", None], "two gateways say so"
+    assert "is lost" in str(lines.of(GroupEvent("lost", "a", "rank 0 of group a has died")))
 
 
 async def test_events_are_taken_once_in_order_and_are_few(redis: BackgroundClient) -> None:
     assert await take_events(redis, "s") == []
     for i in range(MOST_EVENTS + 5):
-        await write_event(redis, "s", Event("serving", str(i)))
+        await write_event(redis, "s", GroupEvent("serving", str(i)))
     assert 0 < int(await redis.command("TTL", keys.events("s"))) <= keys.EVENTS_TTL_S
     taken = await take_events(redis, "s")
     assert [event.group for event in taken] == [str(i) for i in range(5, MOST_EVENTS + 5)]
@@ -46,16 +46,16 @@ async def test_events_are_taken_once_in_order_and_are_few(redis: BackgroundClien
 
 
 async def test_the_launcher_says_what_comes_after_the_start(server: RedisServer, redis: BackgroundClient) -> None:
-    await write_event(redis, "s", Event("serving", "of the start"))
+    await write_event(redis, "s", GroupEvent("serving", "of the start"))
     said: queue.Queue[str] = queue.Queue()
     news = GroupEventLog(server.url, "s", said.put)
     news.start()
     async with asyncio.timeout(DEADLINE_S):
         while await redis.command("EXISTS", keys.events("s")):  # until those of the start are taken
             await asyncio.sleep(0.01)
-    await write_event(redis, "another", Event("serving", "no group of ours"))
-    await write_event(redis, "s", Event("missing", "a"))
-    await write_event(redis, "s", Event("serving", "b"))
+    await write_event(redis, "another", GroupEvent("serving", "no group of ours"))
+    await write_event(redis, "s", GroupEvent("missing", "a"))
+    await write_event(redis, "s", GroupEvent("serving", "b"))
     assert [said.get(timeout=DEADLINE_S)[:18] for _ in range(2)] == ["group a is missing", "group b serves"]
     news.stop()
     news._thread.join(DEADLINE_S)
@@ -75,7 +75,7 @@ async def test_without_redis_the_launcher_hears_again_when_it_is_back(server: Re
     client = BackgroundClient(server.url)
     async with asyncio.timeout(DEADLINE_S):
         while said.empty():
-            await write_event(client, "s", Event("serving", "b"))
+            await write_event(client, "s", GroupEvent("serving", "b"))
             await asyncio.sleep(0.1)
     assert said.get() == "group b serves"
     await client.close()

@@ -12,7 +12,7 @@ from tandem.cluster.process.load_progress import LoadProgress, wipe
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.service.launcher import Console
 from tandem.cluster.service.serve_app import ServeApp
-from tandem.cluster.state.notifications import NoAnnouncements
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.wire.service_facts import ServiceFacts
 from tandem.configs.load import build_settings
@@ -158,9 +158,7 @@ async def test_who_waits_for_the_groups_is_told_what_they_say(
 
     beating = asyncio.create_task(send_heartbeats())
     writers = [
-        ReportWriter(
-            redis, facts.service_id, lambda group=group: GroupReport(group=group, model="m"), NoAnnouncements()
-        )  # type: ignore[misc]
+        ReportWriter(redis, facts.service_id, lambda group=group: GroupReport(group=group, model="m"), Announcements())  # type: ignore[misc]
         for group in "ab"
     ]
     answering = [asyncio.create_task(writer.run()) for writer in writers]

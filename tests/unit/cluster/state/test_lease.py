@@ -1,15 +1,15 @@
-"""Lease over a real Redis: one holder at a time, renewed, released, ended."""
+"""RedisLease over a real Redis: one holder at a time, renewed, released, ended."""
 
 import asyncio
 
-from tandem.cluster.state.lease import Lease
+from tandem.cluster.state.lease import RedisLease
 from tandem.cluster.state.redis_client import BackgroundClient
 
 TTL_MS = 60_000
 
 
-def lease(redis: BackgroundClient, holder: str, ttl_ms: int = TTL_MS) -> Lease:
-    return Lease(redis, "tandem:test:lease", holder, ttl_ms)
+def lease(redis: BackgroundClient, holder: str, ttl_ms: int = TTL_MS) -> RedisLease:
+    return RedisLease(redis, "tandem:test:lease", holder, ttl_ms)
 
 
 async def test_one_holds_it_until_it_is_released(redis: BackgroundClient) -> None:

@@ -4,14 +4,15 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import pytest
 
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import notifications as module
-from tandem.cluster.state.notifications import Changes, NoAnnouncements, announcement
-from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable, Subscription
+from tandem.cluster.state.notifications import Announcements, Changes, announcement
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable, published
 from tests.support.passing_time import pass_time
 from tests.support.subscribed import subscribed
 
@@ -136,12 +137,12 @@ async def test_a_refusal_is_said_once_and_nothing_else_happens(
     await redis.command("ACL", "SETUSER", "deaf", "on", ">secret", "~*", "+@all", "resetchannels")
     tried = 0
 
-    def subscription(url: str) -> Subscription:
+    def subscribe(*given: Any) -> AsyncGenerator[str | None]:
         nonlocal tried
         tried += 1
-        return Subscription(url)
+        return published(*given)
 
-    changes = Changes(lambda: f"unix://deaf@{server.socket_path}?password=secret", ["k"], subscription)
+    changes = Changes(lambda: f"unix://deaf@{server.socket_path}?password=secret", ["k"], subscribe)
     changes.start()
     await until(lambda: tried >= 4)
     assert not changes.is_subscribed
@@ -176,32 +177,29 @@ async def test_close_leaves_nothing_behind(server: RedisServer, redis: Backgroun
 
 
 class Scripted:
-    """A subscription whose messages the test sends. `opened`: their URLs, in order."""
+    """A subscription whose messages the test sends. `opened`: its URLs, in order."""
 
-    opened: list[str]
-    messages: "asyncio.Queue[str | Exception | None]"
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self.messages: asyncio.Queue[str | Exception | None] = asyncio.Queue()
 
-    def __init__(self, url: str) -> None:
+    async def __call__(self, url: str, channels: list[str], silent_s: float) -> AsyncGenerator[str | None]:
         self.opened.append(url)
-
-    async def open(self, channels: Sequence[str]) -> None:
-        assert list(channels) == ["k"]
-
-    async def next(self, timeout_s: float) -> str | None:
-        message = await self.messages.get()
-        if isinstance(message, Exception):
-            raise message
-        return message
-
-    async def close(self) -> None: ...
+        assert channels == ["k"]
+        yield None
+        while True:
+            message = await self.messages.get()
+            if isinstance(message, Exception):
+                raise message
+            yield message
 
 
 @pytest.fixture
-def scripted() -> type[Scripted]:
-    return type("Fresh", (Scripted,), {"opened": [], "messages": asyncio.Queue()})
+def scripted() -> Scripted:
+    return Scripted()
 
 
-async def test_a_redis_that_moved_is_followed(scripted: type[Scripted]) -> None:
+async def test_a_redis_that_moved_is_followed(scripted: Scripted) -> None:
     url = "a"
     changes = Changes(lambda: url, ["k"], scripted)
     changes.start()
@@ -212,7 +210,7 @@ async def test_a_redis_that_moved_is_followed(scripted: type[Scripted]) -> None:
     await changes.close()
 
 
-async def test_a_burst_is_few_looks_and_its_end_is_seen(scripted: type[Scripted]) -> None:
+async def test_a_burst_is_few_looks_and_its_end_is_seen(scripted: Scripted) -> None:
     changes = Changes(lambda: "a", ["k"], scripted)
     changes.start()
     await heard(changes)
@@ -235,16 +233,16 @@ async def test_a_burst_is_few_looks_and_its_end_is_seen(scripted: type[Scripted]
 
 
 async def test_a_cancellation_that_the_client_library_turns_into_an_error_ends_it_all_the_same(
-    scripted: type[Scripted],
+    scripted: Scripted,
 ) -> None:
-    class Deaf(scripted):  # type: ignore[valid-type, misc]
-        async def next(self, timeout_s: float) -> str | None:
-            try:
-                return await super().next(timeout_s)  # type: ignore[no-any-return]
-            except asyncio.CancelledError:
-                raise RedisUnavailable("no permission") from None
+    async def deaf(*given: Any) -> AsyncGenerator[str | None]:
+        try:
+            async for key in scripted(*given):
+                yield key
+        except asyncio.CancelledError:
+            raise RedisUnavailable("no permission") from None
 
-    changes = Changes(lambda: "a", ["k"], Deaf)
+    changes = Changes(lambda: "a", ["k"], deaf)
     changes.start()
     await until(lambda: changes.is_subscribed)
     async with asyncio.timeout(module.CLOSE_S / 2):
@@ -252,7 +250,7 @@ async def test_a_cancellation_that_the_client_library_turns_into_an_error_ends_i
     assert scripted.opened == ["a"]
 
 
-async def test_whatever_is_raised_is_tried_again(scripted: type[Scripted], caplog: pytest.LogCaptureFixture) -> None:
+async def test_whatever_is_raised_is_tried_again(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
     changes = Changes(lambda: "a", ["k"], scripted)
     changes.start()
     for error in (ValueError("odd"), RedisUnavailable("gone"), ValueError("odd")):
@@ -264,6 +262,6 @@ async def test_whatever_is_raised_is_tried_again(scripted: type[Scripted], caplo
 
 
 async def test_without_announcements_a_wait_takes_its_time() -> None:
-    nobody = NoAnnouncements()
+    nobody = Announcements()
     assert not nobody.is_subscribed
     await nobody.wait("k", 0.0)

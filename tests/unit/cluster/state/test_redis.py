@@ -1,4 +1,4 @@
-"""A real private server: start, titles, folders, kill -9, freeze; the two clients; the registry on top."""
+"""A real private server: start, titles, folders, kill -9, freeze; the two clients; the fleet on top."""
 
 import asyncio
 import os
@@ -24,10 +24,12 @@ from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, Part, RedisUnavailable, RequestClient, check_reachable
 
+GET = "return redis.call('GET', KEYS[1])"
+
 
 @pytest.fixture
 async def request_client(server: RedisServer) -> AsyncIterator[RequestClient]:
-    client = RequestClient(server.url, timeout_s=20.0)
+    client = RequestClient(lambda: server.url, timeout_s=20.0)
     yield client
     await client.close()
 
@@ -80,26 +82,26 @@ def test_an_unreachable_url_is_explained(url: str) -> None:
 async def test_a_frozen_server_opens_the_breaker_and_calls_fail_fast(server: RedisServer) -> None:
     """The breaker's clock is the test's: no timeout is seen late, and no probe is due before it is said to be."""
     now_s = 100.0
-    request_client = RequestClient(server.url, timeout_s=0.05, clock=lambda: now_s)
+    request_client = RequestClient(lambda: server.url, timeout_s=0.05, clock=lambda: now_s)
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
     for _ in range(3):
         started_s = time.monotonic()
         with pytest.raises(RedisUnavailable):
-            await request_client.command("GET", "k")
+            await request_client.script(GET, ("k",), ())
         assert time.monotonic() - started_s < 10
     assert request_client.breaker.state == "open"
     for _ in range(100):
         with pytest.raises(
             RedisUnavailable, match="breaker is open"
         ):  # it asks nobody: no answer would have other words
-            await request_client.command("GET", "k")
+            await request_client.script(GET, ("k",), ())
     os.kill(server.pid, signal.SIGCONT)
     async with asyncio.timeout(30):
         while request_client.breaker.state != "closed":
             now_s += 1.0
             try:
-                await request_client.command("GET", "k")
+                await request_client.script(GET, ("k",), ())
             except RedisUnavailable:
                 await asyncio.sleep(0.05)
     await request_client.close()
@@ -108,12 +110,12 @@ async def test_a_frozen_server_opens_the_breaker_and_calls_fail_fast(server: Red
 async def test_a_timeout_seen_late_is_the_loops_fault_not_redis(server: RedisServer) -> None:
     """The clock stands in for a loop that was busy: the deadline is noticed 50 ms too late each time."""
     jumps = iter(range(1000))
-    client = RequestClient(server.url, timeout_s=0.02, clock=lambda: next(jumps) * 0.1)
+    client = RequestClient(lambda: server.url, timeout_s=0.02, clock=lambda: next(jumps) * 0.1)
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
     for _ in range(4):
         with pytest.raises(RedisUnavailable):
-            await client.command("GET", "k")
+            await client.script(GET, ("k",), ())
     assert client.breaker.state == "closed"
     await client.close()
 
@@ -131,13 +133,11 @@ async def test_the_background_client_waits_out_a_restart(server: RedisServer, ba
     assert answer == b"1", "appendonly brings the data back"
 
 
-async def test_a_group_registers_renews_and_leaves(
-    server: RedisServer, background: BackgroundClient, request_client: RequestClient
-) -> None:
+async def test_a_group_registers_renews_and_leaves(server: RedisServer, background: BackgroundClient) -> None:
     await background.command("SET", keys.SENTINEL, "1")
     waiting = 0
     heartbeat = group_heartbeat(background, "s", lambda: record(waiting=waiting))
-    fleet = FleetView(request_client, "s")
+    fleet = FleetView(background, "s")
     await heartbeat.send_heartbeat()
     waiting = 5
     await heartbeat.send_heartbeat()
@@ -187,14 +187,16 @@ async def test_a_redis_without_the_sentinel_is_unavailable_until_it_is_seeded(ba
     assert await background.command("EXISTS", keys.SENTINEL)
 
 
-async def test_the_fleet_survives_the_server(server: RedisServer, request_client: RequestClient) -> None:
-    fleet = FleetView(request_client, "s", reseed=lambda: asyncio.sleep(0))
-    await group_heartbeat(request_client, "s", record).send_heartbeat()
+async def test_the_fleet_survives_the_server(server: RedisServer) -> None:
+    client = BackgroundClient(server.url, timeout_s=20.0, retries=0)
+    fleet = FleetView(client, "s", reseed=lambda: asyncio.sleep(0))
+    await group_heartbeat(client, "s", record).send_heartbeat()
     await fleet.refresh()
     server.stop()
     await fleet.refresh()
     assert fleet.redis_unavailable
     assert set(fleet.records) == {"g1"}
+    await client.close()
 
 
 async def until(condition: Callable[[], Awaitable[object]], timeout_s: float = 30.0) -> None:
@@ -234,7 +236,7 @@ async def test_an_error_reply_does_not_open_the_breaker(
     await background.command("CONFIG", "SET", "maxmemory", "1")
     for _ in range(5):
         with pytest.raises(RedisUnavailable, match="maxmemory"):
-            await request_client.command("SET", "k", "v")
+            await request_client.script("return redis.call('SET', KEYS[1], 'v')", ("k",), ())
     assert request_client.breaker.state == "closed"
 
 

@@ -10,41 +10,21 @@ import pytest
 
 from tandem.cluster.fleet.fleet_view import FleetView, group_heartbeat
 from tandem.cluster.process.redis_server import RedisServer
-from tandem.cluster.state.redis_address import ASK_AFTER_FAILURES, MovingRedis
-from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
+from tandem.cluster.state import redis_client
+from tandem.cluster.state.redis_client import ASK_AFTER_FAILURES, BackgroundClient, RedisUnavailable, RequestClient
 from tandem.configs.environment import short_temp_folder
 from tests.support.fake_group import serving
 
-
-class Client:
-    """Answers when its URL is the living one."""
-
-    living = "a"
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.is_closed = False
-
-    async def command(self, *parts: Any) -> Any:
-        if self.url != self.living:
-            raise RedisUnavailable("nobody there")
-        return parts
-
-    async def pipeline(self, commands: list[list[Any]]) -> list[Any]:
-        return [await self.command(*parts) for parts in commands]
-
-    async def close(self) -> None:
-        self.is_closed = True
+open_library = redis_client._open
+ABSENT = "unix:///nowhere/redis.sock"
 
 
-async def test_the_url_is_asked_for_after_some_failures_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Client] = []
-    answers: list[Exception | str] = [ConnectionError("no replica"), "a", "b"]
+async def test_the_url_is_asked_for_after_some_failures_only(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Exception | str] = [ConnectionError("no replica"), ABSENT, server.url]
     asked: list[Exception | str] = []
-
-    def open_client(url: str) -> Client:
-        opened.append(Client(url))
-        return opened[-1]
+    opened: list[Opened] = []
 
     async def ask() -> str:
         asked.append(answers.pop(0))
@@ -52,25 +32,62 @@ async def test_the_url_is_asked_for_after_some_failures_only(monkeypatch: pytest
             raise asked[-1]
         return asked[-1]
 
-    redis = MovingRedis("a", open_client, ask)
-    assert await redis.command("PING") == ("PING",)
-    monkeypatch.setattr(Client, "living", "b")
+    monkeypatch.setattr(redis_client, "_open", lambda url, **more: opened.append(Opened(url, **more)) or opened[-1])
+    redis = BackgroundClient(ABSENT, retries=0, ask=ask)
     for _ in range(3 * ASK_AFTER_FAILURES):
         with pytest.raises(RedisUnavailable):
             await redis.command("PING")
-    assert len(asked) == 3 and [client.url for client in opened] == ["a", "b"]
-    assert opened[0].is_closed
-    assert await redis.pipeline([["PING"]]) == [("PING",)]
+    assert len(asked) == 3 and [client.url for client in opened] == [ABSENT, server.url]
+    assert opened[0].is_closed and redis.url == server.url
+    assert await redis.pipeline([["PING"]]) == [True]
     await redis.close()
     assert opened[1].is_closed
 
 
-async def test_a_url_that_was_given_is_never_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Client, "living", "b")
-    redis = MovingRedis("a", Client, None)
-    for _ in range(2 * ASK_AFTER_FAILURES):
+class Opened:
+    """A client of the library whose end is noted."""
+
+    def __init__(self, url: str, **more: Any) -> None:
+        self.url = url
+        self.is_closed = False
+        self._client = open_library(url, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+        await self._client.aclose()
+
+
+async def test_a_success_begins_the_count_of_failures_anew(server: RedisServer) -> None:
+    asked: list[str] = []
+
+    async def ask() -> str:
+        asked.append(server.url)
+        return server.url
+
+    redis = BackgroundClient(server.url, retries=0, ask=ask)
+    for _ in range(2):
+        for _ in range(ASK_AFTER_FAILURES - 1):
+            with pytest.raises(RedisUnavailable):
+                await redis.command("NO-SUCH-COMMAND")
+        await redis.command("PING")
+    assert not asked
+    await redis.close()
+
+
+async def test_a_request_client_follows_and_forgets_the_failures_of_the_last_one(server: RedisServer) -> None:
+    url = ABSENT
+    client = RequestClient(lambda: url, timeout_s=20.0, clock=lambda: 0.0)
+    for _ in range(3):
         with pytest.raises(RedisUnavailable):
-            await redis.command("PING")
+            await client.script("return 1", (), ())
+    assert client.breaker.state == "open"
+    url = server.url
+    assert await client.script("return 1", (), (), may_probe=False) == 1
+    assert client.breaker.state == "closed"
+    await client.close()
 
 
 @pytest.fixture
@@ -87,10 +104,7 @@ async def test_fleet_and_heartbeat_go_on_with_the_redis_that_takes_its_place(fol
     async def ask() -> str:
         return living.url
 
-    def open_client(url: str) -> BackgroundClient:
-        return BackgroundClient(url, timeout_s=20.0, retries=0)
-
-    clients = [MovingRedis(living.url, open_client, ask) for _ in range(2)]
+    clients = [BackgroundClient(living.url, timeout_s=20.0, retries=0, ask=ask) for _ in range(2)]
     heartbeat = group_heartbeat(clients[0], "s", lambda: serving()["g"])
     view = FleetView(clients[1], "s", reseed=lambda: asyncio.sleep(0))
     try:

@@ -219,7 +219,7 @@ async def test_facts_with_an_identity_are_taken_as_they_are(cluster: Cluster) ->
     facts = ServiceFacts(single_node=True, device="cpu", service_id="mine", secret="cd" * 32, redis_url="unix:///r")
     member = Membership("tandem", facts)
     assert await member.join() == facts
-    assert (await member.open_redis(client)).url == "unix:///r"
+    assert (await member.open_redis()).url == "unix:///r"
     assert not cluster.made
     member.leave()
 

@@ -1,0 +1,1 @@
+"""Routes that need an admin key: tenants and adapters."""

@@ -1,0 +1,1 @@
+"""The gateway's process: its deployment, what it is built of, its routes and probes."""

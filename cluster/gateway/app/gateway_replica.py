@@ -1,0 +1,377 @@
+"""The gateway deployment `tandem-gateway`: the HTTP ingress of the app, a true Serve ingress.
+
+Under `serve run` requests arrive through Serve's proxy. Under `tandem serve` the replica opens the port itself
+(docs/decisions/001-serve-ingress.md). Either way it is the same ASGI app (cluster/gateway). Torch-free.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from prometheus_client import generate_latest
+from ray import serve
+from starlette.types import Lifespan
+
+from tandem.cluster.adapters.adapter_service import AdapterService, adapter_limit
+from tandem.cluster.adapters.build_adapters import open_adapter_service, start_adapter_tasks
+from tandem.cluster.fleet.fleet_view import FleetView, StartFailure, report_start_failure
+from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
+from tandem.cluster.fleet.group_events import GroupEvent, write_event
+from tandem.cluster.fleet.hung_groups import CoordinatorActors, HungGroups
+from tandem.cluster.gateway.app.routes import build_gateway_app
+from tandem.cluster.gateway.app.wiring import build_accounts, build_context, build_metrics, build_text_services
+from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
+from tandem.cluster.gateway.generation.serve_calls import ServeCaller
+from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
+from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S, shutting_down
+from tandem.cluster.gateway.http.gateway_metrics import Together
+from tandem.cluster.gateway.http.http_server import QuietServer, make_server
+from tandem.cluster.gateway.http.tls import server_context
+from tandem.cluster.gateway.responses.response_store import ResponseStore
+from tandem.cluster.ray_private.ray_facts import proxy_host
+from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down, skip_draining_period
+from tandem.cluster.routing.serve_router import GroupRouter
+from tandem.cluster.state import keys
+from tandem.cluster.state.notifications import Announcements, Changes
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
+from tandem.cluster.tenants.tenant_service import TenantService
+from tandem.cluster.wire.identity import Membership
+from tandem.cluster.wire.serve_proxy import check_open
+from tandem.cluster.wire.service_facts import ServiceFacts, check_node
+from tandem.configs.environment import short_temp_folder
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import ServiceSettings
+
+log = logging.getLogger("ray.serve.tandem")
+BACKLOG = 2048
+TAKEN_DOWN_WITHIN_S = 30.0
+"""For Serve to take an unhealthy replica down: its check fails three times, two seconds apart."""
+
+
+@serve.ingress()
+class Gateway:
+    """One gateway process."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: ServiceSettings, facts: ServiceFacts, groups: Any
+    ) -> None:
+        check_node(facts)
+        if not facts.open_port:
+            check_open(settings.gateway.auth, await asyncio.to_thread(proxy_host))
+        self._settings = settings
+        context = serve.get_replica_context()
+        self._id = context.replica_id.unique_id
+        self._membership = Membership(context.app_name, facts)
+        self._facts = facts = await self._membership.join()
+        # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
+        self._redis = await self._membership.open_redis(timeout_s=1.0, retries=1)
+        bases = settings.engine.model.served_model_name[:1]
+        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, *map(keys.adapters, bases)))
+        async with self._failures_reported():
+            self._tenants = open_tenants(settings, facts, self._redis, self._kv_tokens, self._changes)
+        self._fleet = FleetView(self._redis, facts.service_id, reseed=self._reseed, on_emptied=self._tenants.tell_again)
+        self._adapters: AdapterService | None = None
+        self._heartbeat: GatewayHeartbeat | None = None
+        self._server: QuietServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
+        self._was_told_to_end = False
+        self._taken_down = asyncio.Event()
+        self._ending: asyncio.Task[None] | None = None
+        self._was_ready = False
+        self._missing: set[str] = set()
+        await self._follow_fleet(groups, context.app_name)
+        async with self._failures_reported():
+            await self._build_services()
+        loop = asyncio.get_running_loop()
+        on_taken_down(lambda: loop.call_soon_threadsafe(self._end_in_time))
+        on_sigterm(lambda: loop.call_soon_threadsafe(self._end_soon))
+        if facts.open_port:
+            skip_draining_period()
+
+    async def check_health(self) -> None:
+        """Raises once the process was told to end, so that Serve starts another gateway beside it."""
+        if self._was_told_to_end:
+            raise RuntimeError("this gateway was told to end")
+
+    async def _follow_fleet(self, groups: Any, app_name: str) -> None:
+        """Reads the tenants and the fleet, and keeps up with both from now on. groups: their Serve handle."""
+        self._changes.start()
+        await self._tenants.start()
+        await self._fleet.refresh()
+        self._dispatch = ServeDispatch(
+            ServeCaller(groups, self._facts.model_digest),
+            self._fleet,
+            self._facts.secret,
+            "127.0.0.1" if self._facts.single_node else ray.util.get_node_ip_address(),
+            self._settings.gateway.metrics_prefix,
+            lambda: self._adapters,
+            DrainingGroups(lambda: GroupRouter.running, self._settings.shutdown_timeout_s, time.monotonic),
+        )
+        self._hung_groups = HungGroups(self._fleet, CoordinatorActors(app_name))
+        following = self._fleet.run(self._look_after, self._dispatch.has_requests)
+        self._following = asyncio.get_running_loop().create_task(following, name="fleet")
+
+    async def _build_services(self) -> None:
+        """Opens the adapters, and makes what the routes use."""
+        settings, facts = self._settings, self._facts
+        gateway = settings.gateway
+        several = gateway.num_gateways > 1
+        if several or gateway.ssl_ca_certs is not None:  # the launcher has no certificate to ask with
+            self._heartbeat = GatewayHeartbeat(self._redis, facts.service_id, self._record)
+        adapters = await open_adapter_service(settings, self._redis, facts.service_id, self._most_adapters)
+        if adapters is not None:
+            self._background = start_adapter_tasks(adapters, settings, self._redis, facts.service_id, self._changes)
+        self._adapters = adapters
+        metrics = build_metrics(settings, self._tenants)
+        self._tenants.expose(metrics.registry, gateway.metrics_prefix)
+        self._text = build_text_services(settings, metrics)
+        self._accounts = build_accounts(gateway, self._tenants, open_port=facts.open_port)
+        self._context = build_context(
+            settings,
+            self._dispatch,
+            self._accounts,
+            metrics,
+            adapters=adapters,
+            peers=Together(self._id, self._others) if several else None,
+            quarantined=lambda: (digest for record in self._others() for digest in record.quarantined),
+        )
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        """Builds the app; Serve calls it once, after the constructor."""
+        app = build_gateway_app(self._text, self._accounts, self._context, self._response_store())
+        app.router.lifespan_context = self._drained_first(app.router.lifespan_context)
+        if self._facts.open_port:
+            await self._open_port(app)
+        if self._heartbeat is not None:  # from now on its requests count
+            self._background.append(
+                asyncio.get_running_loop().create_task(self._heartbeat.run(), name="gateway heartbeat")
+            )
+        return app
+
+    def _response_store(self) -> ResponseStore | None:
+        gateway = self._settings.gateway
+        if not gateway.response_store_ttl_s:
+            return None
+        return ResponseStore(
+            self._redis,
+            self._context.tasks,
+            ttl_s=gateway.response_store_ttl_s,
+            max_bytes=gateway.response_store_bytes,
+            count=self._context.metrics.response_stored,
+        )
+
+    def _drained_first(self, lifespan: Lifespan[Any]) -> Lifespan[Any]:
+        """The app's lifespan, whose end waits for streams: Serve ends it before it calls __del__, and does not know of
+        requests on a port of our own."""
+
+        @asynccontextmanager
+        async def drained_first(app: Any) -> AsyncIterator[Any]:
+            async with lifespan(app) as state:
+                yield state
+                await self.drain()
+
+        return drained_first
+
+    async def drain(self) -> int:
+        """Refuses new work, waits until the requests in flight have ended or the timeout is over, and returns how many
+        were cut off.
+
+        `tandem serve` calls this before it deletes the application, while all groups still work.
+        """
+        draining = self._context.draining
+        draining.begin()
+        if await draining.wait_idle(self._settings.shutdown_timeout_s):
+            return 0
+        log.warning("%d requests are cut off by --shutdown-timeout", draining.in_flight)
+        return await self.cut_off()
+
+    async def cut_off(self) -> int:
+        """Ends the requests in flight, each with an error as its last event, and returns how many they were.
+        `tandem serve` calls it at the second signal."""
+        draining = self._context.draining
+        draining.begin()
+        count = draining.in_flight
+        self._dispatch.refuse_all(shutting_down())
+        await draining.wait_idle(LAST_WORDS_S)
+        return count
+
+    async def __del__(self) -> None:
+        """Serve calls this at the end: finishes streams, stops listening, removes the record. Later calls wait for the
+        first."""
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._end(), name="gateway ends")
+        await asyncio.shield(self._ending)
+
+    def _end_in_time(self) -> None:
+        """Serve takes this gateway down. It calls __del__ once no request is left, and kills the process after
+        --shutdown-timeout and LEAVING_S: streams that still run shortly before get an error as their last event."""
+        self._taken_down.set()
+        self._background.append(
+            asyncio.get_running_loop().create_task(self._cut_off_late(), name="gateway is taken down")
+        )
+
+    async def _cut_off_late(self) -> None:
+        await asyncio.sleep(self._settings.shutdown_timeout_s)
+        if self._context.draining.in_flight:
+            log.warning("%d requests are cut off by --shutdown-timeout", self._context.draining.in_flight)
+            await self.cut_off()
+
+    def _end_soon(self) -> None:
+        """SIGTERM: a port of its own is closed at once, for the next gateway; Serve's proxy goes elsewhere as soon as
+        Serve takes this replica down. The streams go on, for as long as --shutdown-timeout."""
+        if self._was_told_to_end:
+            return
+        log.warning("this gateway was told to end")
+        self._was_told_to_end = True
+        if self._server is not None:
+            self._server.config.timeout_graceful_shutdown = int(self._settings.shutdown_timeout_s + LEAVING_S)
+            self._server.should_exit = True
+        self._leaving = asyncio.get_running_loop().create_task(self._leave(), name="gateway leaves")
+
+    async def _leave(self) -> None:
+        if self._server is None and await self._is_taken_down():
+            return  # Serve knows when its proxy has the last bytes, and ends the process then
+        try:
+            await self.__del__()
+        finally:
+            os._exit(0)
+
+    async def _is_taken_down(self) -> bool:
+        """Whether Serve begins to take this replica down, as soon as it does; False when it seems to be gone itself."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TAKEN_DOWN_WITHIN_S):
+                await self._taken_down.wait()
+        return self._taken_down.is_set()
+
+    async def _end(self) -> None:
+        await self.drain()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait({self._serving}, timeout=LAST_WORDS_S)
+        for task in (self._following, *self._background):
+            task.cancel()
+        self._hung_groups.close()
+        await self._changes.close()
+        await self._dispatch.close()
+        if self._adapters is not None:
+            await self._adapters.adapters.save()
+        await self._context.tasks.wait_idle(LAST_WORDS_S)  # owner tasks record what has ended
+        await self._tenants.close()
+        if self._heartbeat is not None:
+            with suppress(RedisUnavailable):
+                await self._heartbeat.leave()
+        self._membership.leave()
+        await self._redis.close()
+
+    def _look_after(self) -> None:
+        if self._heartbeat is not None and self._was_ready != self._dispatch.ready():
+            self._was_ready = not self._was_ready
+            self._heartbeat.trigger()
+        self._dispatch.look_after()
+        self._hung_groups.check()
+        gone = {record.group for record in self._fleet.missing_for(1.0)} - self._missing
+        back = self._missing & self._fleet.records.keys()
+        self._missing = (self._missing | gone) - back
+        if gone or back:
+            events = [*(GroupEvent("missing", g) for g in gone), *(GroupEvent("returned", g) for g in back)]
+            self._event_task = asyncio.get_running_loop().create_task(self._write_events(events), name="group events")
+
+    async def _write_events(self, events: Iterable[GroupEvent]) -> None:
+        with suppress(RedisUnavailable):
+            for event in events:
+                await write_event(self._redis, self._facts.service_id, event)
+
+    def _kv_tokens(self) -> int:
+        """KV tokens of all groups together, 0 before their first records."""
+        return sum(record.kv_tokens for record in self._fleet.records.values())
+
+    async def _reseed(self) -> None:
+        """Durable state goes back into a Redis that lost its data."""
+        await self._tenants.seed()
+        if self._adapters is not None:
+            await self._adapters.adapters.reseed()
+
+    def _others(self) -> list[GatewayRecord]:
+        return [] if self._heartbeat is None else self._heartbeat.others
+
+    def _record(self) -> GatewayRecord:
+        """Called on a thread."""
+        metrics = self._context.metrics
+        return GatewayRecord(
+            gateway=self._id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            ready=self._dispatch.ready(),
+            in_flight=self._context.draining.in_flight,
+            metrics=generate_latest(metrics.registry),
+            tenant_metrics=generate_latest(metrics.tenants),
+            quarantined=self._context.quarantine.digests(),
+        )
+
+    async def _open_port(self, app: FastAPI) -> None:
+        gateway = self._settings.gateway
+        tls = server_context(gateway)  # may fail: before there is a socket
+        listener = listen(gateway.host, gateway.port, shared=gateway.num_gateways > 1)
+        self._server = make_server(app, shutdown_timeout_s=self._settings.shutdown_timeout_s, tls=tls)
+        self._serving = asyncio.get_running_loop().create_task(
+            self._server.serve(sockets=[listener]), name="http server"
+        )
+
+    def _most_adapters(self, tenant: str) -> int | None:
+        """How many adapters a tenant may have; RequestRefused when there is no such tenant."""
+        return adapter_limit(self._tenants.directory.tenants, tenant)
+
+    @asynccontextmanager
+    async def _failures_reported(self) -> AsyncIterator[None]:
+        """Tells the launcher why the gateway cannot start, and raises it."""
+        try:
+            yield
+        except Exception as error:
+            failure = StartFailure(part="the gateway", message=str(error), flag=getattr(error, "flag", None))
+            with suppress(RedisUnavailable):
+                await report_start_failure(self._redis, self._facts.service_id, failure)
+            raise
+
+
+def listen(host: str, port: int, *, shared: bool) -> socket.socket:
+    """A listening socket; `shared` lets several gateways of one node share the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def open_tenants(
+    settings: ServiceSettings,
+    facts: ServiceFacts,
+    redis: BackgroundClient,
+    kv_tokens: Callable[[], int],
+    changes: Announcements,
+) -> TenantService:
+    """The tenants of a gateway of these settings. SettingsError when their folder cannot be used."""
+    given = settings.gateway.state_dir
+    try:
+        # one for all gateways of a service on a node, so that each takes up what another leaves behind
+        folder = Path(given) if given is not None else short_temp_folder() / f"tl-{facts.service_id}"
+        timeout_s = settings.redis.timeout_ms / 1000
+        return TenantService(redis, settings.gateway, folder, timeout_s, kv_tokens, changes)
+    except OSError as error:
+        raise SettingsError(f"{given} cannot be used: {error.strerror}", "--state-dir") from error

@@ -1,0 +1,101 @@
+"""The OpenAPI document, built once from the same structs that parse the bodies and from the route table."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from tandem.cluster.gateway.admin.adapter_routes import LoadBody, UnloadBody
+from tandem.cluster.gateway.admin.tenant_routes import RotateBody, TenantBody
+from tandem.cluster.gateway.http.auth import AuthLevel
+from tandem.cluster.gateway.http.error_answers import ErrorBody
+from tandem.cluster.gateway.openai.embeddings import EmbeddingBody
+from tandem.cluster.gateway.openai.tokenize import DetokenizeBody
+from tandem.cluster.gateway.schemas.chat_body import ChatBody, TokenizeBody
+from tandem.cluster.gateway.schemas.generation_body import CompletionBody
+from tandem.cluster.tenants.tenant import Limits
+
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/admin/tenants": TenantBody,
+    "/admin/tenants/{name}": Limits,
+    "/admin/tenants/{name}/rotate-key": RotateBody,
+    "/v1/load_lora_adapter": LoadBody,
+    "/v1/unload_lora_adapter": UnloadBody,
+}
+CREATES = {("POST", "/admin/tenants")}
+"""Routes that answer 201 in place of 200."""
+REFUSALS = {
+    "400": "Bad JSON, schema, range, unsupported field, or context too long",
+    "401": "Missing or unknown API key",
+    "403": "Key valid, action not permitted",
+    "404": "Unknown route or model",
+    "405": "Method not allowed",
+    "409": "It exists already",
+    "408": "The body did not arrive in time",
+    "413": "Body too large",
+    "415": "Content type or encoding not supported",
+    "431": "Headers too large",
+    "429": "Over a limit, or the queue is full",
+    "500": "Our fault",
+    "503": "No group is ready",
+}
+
+
+def openapi_document(
+    routes: Iterable[tuple[str, str, AuthLevel, str]],
+    bodies: Mapping[str, type[msgspec.Struct]],
+    errors: Mapping[str, type[msgspec.Struct]],
+) -> dict[str, Any]:
+    """The document for (path, method, level, summary) of every route. bodies, errors: by path, those of other APIs
+    than OpenAI's oldest; without an entry the error's is ErrorBody."""
+    known = BODIES | dict(bodies)
+    kinds = {*known.values(), *errors.values(), ErrorBody}
+    _, components = msgspec.json.schema_components(
+        sorted(kinds, key=lambda kind: kind.__name__), ref_template="#/components/schemas/{name}"
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for path, method, level, summary in routes:
+        shown = path.replace(":path}", "}")
+        operation = _operation(path, method, level, summary, errors.get(path, ErrorBody))
+        if (body := known.get(path)) is not None and method in ("POST", "PATCH"):
+            operation["requestBody"] = {"required": True, "content": _json_of(body)}
+        paths.setdefault(shown, {})[method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Tandem", "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _json_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+
+
+def _operation(
+    path: str, method: str, level: AuthLevel, summary: str, error_body: type[msgspec.Struct]
+) -> dict[str, Any]:
+    error = _json_of(error_body)
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "responses": {
+            "201" if (method, path) in CREATES else "200": {"description": "OK"},
+            **{status: {"description": text, "content": error} for status, text in REFUSALS.items()},
+        },
+    }
+    if level in (AuthLevel.API_KEY, AuthLevel.ADMIN):
+        operation["security"] = [{"key": []}]
+    if names := re.findall(r"{(\w+)", path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    return operation

@@ -1,0 +1,178 @@
+"""The route table and the app. Every route names its auth level here, and nowhere else.
+
+`build_gateway_app` is called by the gateway deployment, by `tandem run-batch` and by tests. The table binds each
+handler to the services that it takes; a call adds the request and its principal. Errors of every kind leave in the
+contract's shape.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI
+from msgspec import Struct
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tandem.cluster.gateway.admin import adapter_routes, tenant_routes
+from tandem.cluster.gateway.anthropic import messages
+from tandem.cluster.gateway.anthropic.anthropic_errors import ANTHROPIC_API, AnthropicErrorBody
+from tandem.cluster.gateway.anthropic.messages_body import CountTokensBody, MessagesBody
+from tandem.cluster.gateway.app import probes
+from tandem.cluster.gateway.app.openapi import openapi_document
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
+from tandem.cluster.gateway.http.auth import Authenticator, AuthLevel, Principal, check_level, sent_authorization
+from tandem.cluster.gateway.http.draining import Draining
+from tandem.cluster.gateway.http.error_answers import on_tandem_error
+from tandem.cluster.gateway.http.gateway_metrics import Scrapes
+from tandem.cluster.gateway.http.middleware import RequestMiddleware
+from tandem.cluster.gateway.http.origins import Origins
+from tandem.cluster.gateway.openai.chat_completions import chat_completions
+from tandem.cluster.gateway.openai.completions import completions
+from tandem.cluster.gateway.openai.embeddings import embeddings
+from tandem.cluster.gateway.openai.models import model, models
+from tandem.cluster.gateway.openai.tokenize import detokenize, tokenize
+from tandem.cluster.gateway.responses import responses
+from tandem.cluster.gateway.responses.response_store import ResponseStore
+from tandem.cluster.gateway.responses.responses_body import ResponsesBody
+from tandem.cluster.gateway.services.accounts import Accounts
+from tandem.cluster.gateway.services.text_services import TextServices
+from tandem.cluster.gateway.serving.answer import json_response
+from tandem.workers.messages.errors import TandemError
+
+Handler = partial[Coroutine[Any, Any, Response]]
+"""Is called with a request and its principal."""
+OPENAPI_PATH = "/openapi.json"
+SHUTDOWN_S = 10.0
+BODIES: dict[str, type[Struct]] = {
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
+}
+ERRORS = {path: AnthropicErrorBody for path in BODIES if ANTHROPIC_API.has(path)}
+"""For the OpenAPI document: what routes of newer APIs take, and what their errors are."""
+
+
+class RouteSpec(NamedTuple):
+    """One route: method, path, the key it requires, and its handler."""
+
+    method: str
+    path: str
+    level: AuthLevel
+    handler: Handler
+
+    @property
+    def description(self) -> str:
+        """The handler's docstring."""
+        return self.handler.func.__doc__ or ""
+
+
+def route_table(
+    text: TextServices, accounts: Accounts, context: GatewayContext, store: ResponseStore | None = None
+) -> tuple[RouteSpec, ...]:
+    """All routes but the OpenAPI document's, which is made of them. store: None where responses are not stored."""
+    key, admin, metrics, none = AuthLevel.API_KEY, AuthLevel.ADMIN, AuthLevel.METRICS, AuthLevel.OPEN
+    serving = (text, context)
+    tenants = (text, accounts)
+    return (
+        RouteSpec("POST", "/v1/chat/completions", key, partial(chat_completions, *serving)),
+        RouteSpec("POST", "/v1/completions", key, partial(completions, *serving)),
+        RouteSpec("POST", "/v1/responses", key, partial(responses.create_response, *serving, store)),
+        RouteSpec("GET", "/v1/responses/{response_id}", key, partial(responses.show_response, store)),
+        RouteSpec("DELETE", "/v1/responses/{response_id}", key, partial(responses.delete_response, store)),
+        RouteSpec("POST", "/v1/messages", key, partial(messages.create_message, *serving)),
+        RouteSpec("POST", "/v1/messages/count_tokens", key, partial(messages.count_tokens, *serving)),
+        RouteSpec("POST", "/v1/embeddings", key, partial(embeddings, *serving)),
+        RouteSpec("GET", "/v1/models", key, partial(models, *serving)),
+        RouteSpec("GET", "/v1/models/{model:path}", key, partial(model, *serving)),
+        RouteSpec("POST", "/tokenize", key, partial(tokenize, *serving)),
+        RouteSpec("POST", "/detokenize", key, partial(detokenize, *serving)),
+        RouteSpec("GET", "/admin/tenants", admin, partial(tenant_routes.list_tenants, accounts)),
+        RouteSpec("POST", "/admin/tenants", admin, partial(tenant_routes.add_tenant, *tenants)),
+        RouteSpec("GET", "/admin/tenants/{name}", admin, partial(tenant_routes.show_tenant, accounts)),
+        RouteSpec("PATCH", "/admin/tenants/{name}", admin, partial(tenant_routes.change_tenant, *tenants)),
+        RouteSpec("DELETE", "/admin/tenants/{name}", admin, partial(tenant_routes.remove_tenant, accounts)),
+        RouteSpec("POST", "/admin/tenants/{name}/rotate-key", admin, partial(tenant_routes.rotate_key, *tenants)),
+        RouteSpec("POST", "/v1/load_lora_adapter", admin, partial(adapter_routes.load_adapter, *serving)),
+        RouteSpec("POST", "/v1/unload_lora_adapter", admin, partial(adapter_routes.unload_adapter, *serving)),
+        RouteSpec("GET", "/livez", none, partial(probes.live)),
+        RouteSpec("GET", "/ping", none, partial(probes.live)),
+        RouteSpec("GET", "/health", none, partial(probes.ready, context)),
+        RouteSpec("GET", "/readyz", none, partial(probes.ready, context)),
+        RouteSpec("GET", "/version", none, partial(probes.show_version)),
+        RouteSpec("GET", "/load", none, partial(probes.load, context)),
+        RouteSpec("GET", "/metrics", metrics, partial(probes.metrics, accounts, context, Scrapes())),
+    )
+
+
+def build_gateway_app(
+    text: TextServices, accounts: Accounts, context: GatewayContext, store: ResponseStore | None = None
+) -> FastAPI:
+    """The ASGI app over the services. Its lifespan ends their tasks and threads. store: as in route_table()."""
+    lifespan = _lifespan(text, context)
+    app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    app.add_exception_handler(TandemError, on_tandem_error)
+    app.add_exception_handler(HTTPException, on_tandem_error)
+    app.add_middleware(Origins, allowed=text.settings.allowed_origins, is_open=lambda: accounts.auth.is_open)
+    app.add_middleware(
+        RequestMiddleware,
+        metrics=context.metrics,
+        draining=context.draining,
+        tenancy=accounts.tenancy,
+        max_bodies_bytes=text.settings.max_bodies_bytes,
+        apis=(ANTHROPIC_API,),
+    )
+    specs = route_table(text, accounts, context, store)
+    for spec in (*specs, RouteSpec("GET", OPENAPI_PATH, AuthLevel.OPEN, _document_handler(specs))):
+        endpoint = _endpoint(spec, accounts.auth, context.draining)
+        app.router.routes.append(Route(spec.path, endpoint, methods=[spec.method]))
+    return app
+
+
+def _lifespan(text: TextServices, context: GatewayContext) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await context.tasks.close(SHUTDOWN_S)
+        text.workers.close()
+        if context.adapters is not None:
+            context.adapters.close()
+
+    return lifespan
+
+
+def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Callable[[Request], Awaitable[Response]]:
+    """The route's ASGI endpoint, which authenticates before the body is read."""
+
+    async def endpoint(request: Request) -> Response:
+        request.scope["tandem.route"] = spec.path
+        principal = check_level(spec.level, auth, sent_authorization(request.headers))
+        if spec.level in (AuthLevel.API_KEY, AuthLevel.ADMIN):
+            request.scope["tandem.tenant"] = principal.tenant
+        if spec.method == "POST":
+            draining.check()
+        return await spec.handler(request, principal)
+
+    endpoint.__doc__ = spec.description
+    endpoint.__dict__["auth_level"] = spec.level
+    return endpoint
+
+
+def _document_handler(specs: Sequence[RouteSpec]) -> Handler:
+    """Serves the OpenAPI document."""
+    own = (OPENAPI_PATH, "GET", AuthLevel.OPEN, str(_document.__doc__))
+    return partial(_document, (*((s.path, s.method, s.level, s.description.partition("\n")[0]) for s in specs), own))
+
+
+async def _document(routes: Sequence[tuple[str, str, AuthLevel, str]], _: Request, __: Principal) -> Response:
+    """This document."""
+    return _document_of(routes)
+
+
+@cache
+def _document_of(routes: Sequence[tuple[str, str, AuthLevel, str]]) -> Response:
+    return json_response(openapi_document(routes, BODIES, ERRORS))

@@ -1,1 +1,0 @@
-"""Conversations: from messages to a generation, and its answer as OpenAI's chat completions."""

@@ -1,0 +1,137 @@
+"""Blocks: an answer as other APIs than chat completions show it, one run of thinking, text or a call after the other.
+
+output events of a parser --push--> steps (Began, Grew, Ended) --> events of a stream, or the blocks of a whole answer
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from tandem.cluster.gateway.conversation.chat_output import ChatOutput
+from tandem.workers.messages.thinking import ThinkingSpan
+from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent, OutputParser, Reasoning
+
+BlockKind = Literal["thinking", "text", "call"]
+
+
+@dataclass(eq=False)
+class Block:
+    """One run of an answer. index: its number in the answer, from 0. name: of the function that is called. pieces: its
+    text so far, of a call the JSON text of its arguments."""
+
+    kind: BlockKind
+    index: int
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Began(NamedTuple):
+    """A block begins; no other one is open."""
+
+    block: Block
+
+
+class Grew(NamedTuple):
+    """The open block has more text."""
+
+    block: Block
+    text: str
+
+
+class Ended(NamedTuple):
+    """The open block has ended."""
+
+    block: Block
+
+
+BlockStep = Began | Grew | Ended
+
+
+class Blocks:
+    """Sorts the text of one choice. White space alone between parts is dropped. thinking: counts its tokens,
+    if the model's thinking is known."""
+
+    def __init__(self, parser: OutputParser, thinking: ThinkingSpan | None = None) -> None:
+        self._parser = parser
+        self._thinking = thinking
+        self._open: Block | None = None
+        self._space = ""
+        self.all: list[Block] = []
+
+    def push(self, text: str, token_ids: Sequence[int]) -> list[BlockStep]:
+        """Takes more text, and its tokens."""
+        if self._thinking is not None:
+            self._thinking.add(token_ids)
+        return self._take(self._parser.push(text)) if text else []
+
+    def finish(self) -> list[BlockStep]:
+        """Ends the answer and its last block. Called once."""
+        steps = self._take(self._parser.finish())
+        if self._space and not self.all:
+            self._grow("text", self._space, steps)
+        self._end(steps)
+        return steps
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._thinking is None else self._thinking.tokens
+
+    @property
+    def has_calls(self) -> bool:
+        return any(block.kind == "call" for block in self.all)
+
+    def _take(self, events: list[OutputEvent]) -> list[BlockStep]:
+        steps: list[BlockStep] = []
+        for event in events:
+            match event:
+                case Content(text):
+                    self._content(text, steps)
+                case Reasoning(text):
+                    self._grow("thinking", text, steps)
+                case CallBegin(_, name):
+                    self._begin("call", steps, name)
+                case CallArguments(_, text):
+                    assert self._open is not None and self._open.kind == "call", "arguments follow their call's begin"
+                    self._grow("call", text, steps)
+        return steps
+
+    def _content(self, text: str, steps: list[BlockStep]) -> None:
+        if self._open is None or self._open.kind != "text":
+            text = self._space + text
+            self._space = text if text.isspace() else ""
+            if self._space:
+                return
+        self._grow("text", text, steps)
+
+    def _grow(self, kind: BlockKind, text: str, steps: list[BlockStep]) -> None:
+        if not text:
+            return
+        block = self._open
+        if block is None or block.kind != kind:
+            block = self._begin(kind, steps)
+        block.pieces.append(text)
+        steps.append(Grew(block, text))
+
+    def _begin(self, kind: BlockKind, steps: list[BlockStep], name: str = "") -> Block:
+        self._end(steps)
+        self._space = ""
+        self._open = block = Block(kind, len(self.all), name)
+        self.all.append(block)
+        steps.append(Began(block))
+        return block
+
+    def _end(self, steps: list[BlockStep]) -> None:
+        if self._open is not None:
+            steps.append(Ended(self._open))
+            self._open = None
+
+
+def blocks_of(output: ChatOutput) -> Blocks:
+    """For one choice of a conversation."""
+    marks = output.thinking
+    span = None if marks is None else ThinkingSpan(marks.start, marks.end, inside=marks.inside)
+    return Blocks(output.make_parser(), span)

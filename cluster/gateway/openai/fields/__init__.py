@@ -1,1 +1,0 @@
-"""Groups of body fields with a room of their own: tools, thinking, structured output."""

@@ -1,0 +1,54 @@
+"""TextServices: text in and out of one model, for the handlers of all routes.
+
+Built once (wiring.py, tests); nothing here changes later, except inside the objects it points to.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tandem.cluster.gateway.http.text_workers import TextWorkers
+from tandem.configs.schema import BatchingPolicyName, GatewaySettings
+from tandem.workers.models.spec.config.pooling_config import PoolingFacts
+from tandem.workers.text.chat_template import ChatTemplate
+from tandem.workers.text.detokenizer import DetokenizerFactory
+from tandem.workers.text.output.formats import ReasoningFormat, ToolFormat
+from tandem.workers.text.tokenizer import ModelTokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextServices:
+    """From bodies to prompts and from tokens to answers, for one model. settings: the limits of bodies and texts.
+    model_names: all names of the base, at least one. chat_template: None when the model has none. max_model_len:
+    tokens. vocab_size: the model's, which may be more than the tokenizer's. extra_stop_token_ids: see
+    extra_stop_token_ids(). pooling: how embeddings are made. max_drafts: draft tokens of a step, 0 without speculative
+    decoding. batching_policy: that of all groups. tool_format, reasoning_format: how the model writes calls and
+    thinking; None: unknown, all is content. created_s: Unix time. random_seed: the seed of a request that gives
+    none."""
+
+    settings: GatewaySettings
+    model_names: tuple[str, ...]
+    tokenizer: ModelTokenizer
+    detokenizers: DetokenizerFactory
+    chat_template: ChatTemplate | None
+    max_model_len: int
+    vocab_size: int
+    extra_stop_token_ids: tuple[int, ...]
+    pooling: PoolingFacts
+    workers: TextWorkers
+    max_drafts: int = 0
+    fingerprint: str = "tandem"
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    batching_policy: BatchingPolicyName = "continuous"
+    tool_format: ToolFormat | None = None
+    reasoning_format: ReasoningFormat | None = None
+    random_seed: Callable[[], int] = lambda: secrets.randbits(63)
+
+    def __post_init__(self) -> None:
+        assert self.model_names, "a service has a model name"
+
+
+def extra_stop_token_ids(tokenizer: ModelTokenizer, engine_eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+    """The tokenizer's EOS ids at which the engine does not stop by itself; they go with each request as stop ids."""
+    return tuple(sorted(tokenizer.eos_token_ids - engine_eos_token_ids))

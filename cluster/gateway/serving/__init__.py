@@ -1,0 +1,1 @@
+"""From a checked body to a generation and its answer, for all APIs that generate."""

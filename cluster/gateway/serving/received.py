@@ -1,0 +1,57 @@
+"""A request whose body has been read: what every route that takes a body begins with."""
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from starlette.requests import Request
+
+from tandem.cluster.gateway.http.auth import Principal
+from tandem.cluster.gateway.http.body import parse_object, read_body
+from tandem.cluster.gateway.services.model_lookup import Served
+from tandem.cluster.gateway.services.text_services import TextServices
+
+Body = TypeVar("Body")
+Fields = TypeVar("Fields", bound="QueueFields", covariant=True)
+PARSED_FASTER = 16
+"""Bytes that are parsed and checked in the time in which one is tokenized, roughly."""
+
+
+class QueueFields(Protocol):
+    """The fields of every body that groups serve, of the queue and the prefix cache."""
+
+    @property
+    def priority(self) -> int | None:
+        """Of the request; None: the tenant's."""
+        ...
+
+    @property
+    def cache_salt(self) -> str | None:
+        """KV of the prefix cache is found under it only."""
+        ...
+
+
+class Posted(NamedTuple, Generic[Fields]):
+    """One HTTP request: who asks, for which model, with what body. name: its id in the answer."""
+
+    request: Request
+    principal: Principal
+    model: Served
+    name: str
+    body: Fields
+
+
+async def received(
+    text: TextServices, request: Request, principal: Principal, check: Callable[[dict[str, Any]], Body]
+) -> tuple[Body, int]:
+    """The body, read and checked, and its size in bytes."""
+    data = await read_body(request, text.settings.max_body_bytes)
+
+    def parsed() -> Body:
+        return check(parse_object(data, text.settings.max_json_depth))
+
+    return await text.workers.run(principal.tenant, len(data) // PARSED_FASTER, parsed), len(data)
+
+
+async def read_fields(text: TextServices, request: Request, principal: Principal) -> dict[str, Any]:
+    """The body's JSON object."""
+    return (await received(text, request, principal, lambda fields: fields))[0]

@@ -1,0 +1,3 @@
+-- Ends the lease KEYS[1], if ARGV[1] holds it.
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
