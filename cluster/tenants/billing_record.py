@@ -168,9 +168,7 @@ async def read_rows_and_sums(
         else:
             raise TandemError(f"usage rows of {day} are becoming sums (--usage-rows): ask again in a minute")
         rows += of_day
-        sums += (
-            UsageSum(*part[1:4], *(amount * (kind == part.kind) for kind in KINDS)) for part, amount in after.items()
-        )
+        sums += [UsageSum(*p[1:4], *(n * (kind == p.kind) for kind in KINDS)) for p, n in after.items()]
     return sorted(rows, key=lambda row: (row.time_s, row.id)), sums
 
 
