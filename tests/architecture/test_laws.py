@@ -34,8 +34,6 @@ BEGINNINGS: dict[str, int] = {
     "cluster/gateway/services": 4,
     "cluster/gateway/serving": 7,
     "cluster/group": 10,
-    "cluster/routing": 1,
-    "cluster/tenants": 1,
     "workers/*": 2,
 }
 """By room, docstrings that begin with a clause or a preposition."""
