@@ -51,7 +51,7 @@ def chat_of(body: CountTokensBody, text: TextServices) -> tuple[ChatBody, FieldN
         made = _turns(message, f"messages[{i}]")
         messages += made
         places += [f"messages[{i}]"] * len(made)
-    names = FieldNames(FIELDS, "messages", places, PARTS)
+    names = FieldNames(FIELDS, "messages", "max_tokens", places, PARTS)
     fields = {"messages": messages, "model": body.model, **_settings(body, text.chat_template)}
     if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         fields["continue_final_message"] = True

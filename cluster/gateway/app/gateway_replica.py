@@ -29,7 +29,6 @@ from tandem.cluster.fleet.hung_groups import CoordinatorActors, HungGroups
 from tandem.cluster.gateway.app.routes import build_gateway_app
 from tandem.cluster.gateway.app.wiring import build_accounts, build_context, build_metrics, build_text_services
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
-from tandem.cluster.gateway.generation.serve_calls import ServeCaller
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S, shutting_down
 from tandem.cluster.gateway.http.gateway_metrics import Together
@@ -107,13 +106,14 @@ class Gateway:
         await self._tenants.start()
         await self._fleet.refresh()
         self._dispatch = ServeDispatch(
-            ServeCaller(groups, self._facts.model_digest),
+            groups,
             self._fleet,
             self._facts.secret,
             "127.0.0.1" if self._facts.single_node else ray.util.get_node_ip_address(),
             self._settings.gateway.metrics_prefix,
             lambda: self._adapters,
             DrainingGroups(lambda: GroupRouter.running, self._settings.shutdown_timeout_s, time.monotonic),
+            self._facts.model_digest,
         )
         self._hung_groups = HungGroups(self._fleet, CoordinatorActors(app_name))
         following = self._fleet.run(self._look_after, self._dispatch.has_requests)

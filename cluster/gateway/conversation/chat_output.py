@@ -58,15 +58,21 @@ class ChatOutput:
 
     def make_parser(self) -> OutputParser:
         """A parser for one choice."""
-        parser = self.make_call_parser()
+        parser = self._make_call_parser()
         if not self.include_reasoning:
             parser = Without(parser, Reasoning)
         if self.is_forced:
             parser = Without(parser, Content)
         return parser if self.special is None else WithoutSpecialTokens(parser, self.special)
 
-    def make_call_parser(self) -> "OneCall | OutputParser":
-        """The same, before what clients do not see is taken out."""
+    def make_one_call(self) -> OneCall:
+        """Makes a parser that knows when a choice ends early."""
+        parser = self._make_call_parser()
+        assert isinstance(parser, OneCall)
+        return parser
+
+    def _make_call_parser(self) -> OutputParser:
+        """Makes the parser before what clients do not see is taken out."""
         parser: OutputParser = PlainOutput()
         if self.tool_format is not None:
             parser = self.tool_format.parser(self.tools)
