@@ -22,10 +22,6 @@ FILES = sources(ROOT)
 
 TWICE: set[str] = {
     "Adapters",
-    "Asked",
-    "Block",
-    "Conversation",
-    "Ended",
     "Event",
     "Limits",
     "RowPart",
@@ -45,15 +41,6 @@ TWICE: set[str] = {
 BEGINNINGS: dict[str, int] = {
     "cluster/app": 1,
     "cluster/deploy": 5,
-    "cluster/gateway/anthropic": 6,
-    "cluster/gateway/app": 4,
-    "cluster/gateway/conversation": 8,
-    "cluster/gateway/generation": 14,
-    "cluster/gateway/http": 7,
-    "cluster/gateway/openai": 2,
-    "cluster/gateway/responses": 6,
-    "cluster/gateway/services": 4,
-    "cluster/gateway/serving": 7,
     "cluster/group": 10,
     "cluster/process": 7,
     "cluster/service": 3,

@@ -1,4 +1,4 @@
-"""From a body of Anthropic's API to the chat body that says the same, which read_chat() checks."""
+"""Translates a body of Anthropic's API to the chat body that says the same, which read_chat() checks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,7 +71,7 @@ def chat_of(body: CountTokensBody, text: TextServices) -> tuple[ChatBody, FieldN
 
 
 def _settings(body: CountTokensBody, template: ChatTemplate | None) -> dict[str, Any]:
-    """What may change the prompt: tools and thinking; and the form of the answer."""
+    """Returns what may change the prompt: tools and thinking; and the form of the answer."""
     choice, thinking, output = body.tool_choice, body.thinking, body.output_config
     fields: dict[str, Any] = {}
     if body.tools:

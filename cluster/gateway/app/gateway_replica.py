@@ -51,7 +51,7 @@ from tandem.configs.schema import ServiceSettings
 log = logging.getLogger("ray.serve.tandem")
 BACKLOG = 2048
 TAKEN_DOWN_WITHIN_S = 30.0
-"""For Serve to take an unhealthy replica down: its check fails three times, two seconds apart."""
+"""Time for Serve to take an unhealthy replica down: its check fails three times, two seconds apart."""
 
 
 @serve.ingress()
@@ -245,7 +245,7 @@ class Gateway:
             os._exit(0)
 
     async def _is_taken_down(self) -> bool:
-        """Whether Serve begins to take this replica down, as soon as it does; False when it seems to be gone itself."""
+        """Returns True as soon as Serve takes this replica down; False when it seems to be gone itself."""
         with suppress(TimeoutError):
             async with asyncio.timeout(TAKEN_DOWN_WITHIN_S):
                 await self._taken_down.wait()
@@ -326,7 +326,7 @@ class Gateway:
         )
 
     def _most_adapters(self, tenant: str) -> int | None:
-        """How many adapters a tenant may have; RequestRefused when there is no such tenant."""
+        """Returns how many adapters a tenant may have; RequestRefused when there is no such tenant."""
         return adapter_limit(self._tenants.directory.tenants, tenant)
 
     @asynccontextmanager

@@ -4,7 +4,8 @@
 
 The HTTP side iterates steps(); whatever happens to it (a finish, a disconnect, Serve cancelling the handler) it only
 calls close(), which never waits. The task then aborts what still runs, waits a little for the group's count, gives back
-what the tenant did not use, and writes the bill. Each of several prompts is served by a coroutine of that task.
+what the tenant did not use, and writes the bill. Each of several prompts is served by a coroutine of that task. Next:
+serve_dispatch.py, over which a part goes to a group; failover.py decides where it goes after that.
 """
 
 import asyncio
@@ -25,11 +26,10 @@ from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
 from tandem.workers.messages.errors import GroupLost, RequestRefused
 from tandem.workers.messages.request import Abort, Ended, TokenDelta, Usage
-from tandem.workers.messages.step import GRAMMAR_FAILED, NOTHING_LEFT
 
 log = logging.getLogger("tandem.gateway")
 GAP_S = 1.0
-"""For last deltas that the group's answer has overtaken."""
+"""Time for last deltas that the group's answer has overtaken."""
 REDISPATCH_S = 0.2
 NO_GROUP_POLL_S = 1.0
 STEPS_AT_ONCE = 64
@@ -156,17 +156,10 @@ class Generation:
             self._held.close()
 
     def _check_rows(self, part: RequestPart, deltas: list[TokenDelta]) -> None:
-        """RequestRefused when a row of the request has failed on the ranks: 400 if its own parameters leave no token,
-        else 500."""
+        """RequestRefused when a row of the request has failed on the ranks."""
         for delta in deltas:
             if delta.finish_reason == "error":
-                message = delta.error or "The request failed in the engine."
-                error = RequestRefused(message, code="internal_error", status=500)
-                if delta.error == NOTHING_LEFT:
-                    param = None if part.request.sampling.allowed_token_ids is None else "allowed_token_ids"
-                    error = RequestRefused(message, code="invalid_value", param=param)
-                elif message.startswith(GRAMMAR_FAILED):
-                    error = RequestRefused(message, code="invalid_grammar")
+                error = part.failure(delta)
                 self._fail(error)
                 raise error
 
@@ -275,8 +268,8 @@ class Generation:
                 return None
             left_s = give_up_s - self._now()
             if part.has_row:
-                await self._wait(part, None)
-            elif not await self._wait(part, NO_GROUP_POLL_S if left_s <= 0 else min(left_s, NO_GROUP_POLL_S)):
+                await part.wait(None)
+            elif not await part.wait(NO_GROUP_POLL_S if left_s <= 0 else min(left_s, NO_GROUP_POLL_S)):
                 self._check_hold(give_up_s)
         return None if part.is_complete else ended
 
@@ -300,7 +293,7 @@ class Generation:
         while not part.is_complete and (left_s := deadline_s - self._now()) > 0:
             if part.is_aborted and part.has_all(ended):
                 break
-            await self._wait(part, left_s)
+            await part.wait(left_s)
         if self._closing.is_set() or part.is_complete or part.has_all(ended):
             part.finish(ended)
             return None
@@ -342,7 +335,7 @@ class Generation:
             self._abort(part, None)
         deadline_s = self._now() + self._context.times.drain_s
         while not part.is_complete and part.look() is None and (left_s := deadline_s - self._now()) > 0:
-            await self._wait(part, left_s)
+            await part.wait(left_s)
         if (ended := part.look()) is not None and ended.refused is None:
             part.finish(ended)
 
@@ -351,7 +344,7 @@ class Generation:
         part.news.clear()
         deadline_s = self._now() + REDISPATCH_S
         while not (self._closing.is_set() or part.is_complete) and (left_s := deadline_s - self._now()) > 0:
-            await self._wait(part, left_s)
+            await part.wait(left_s)
 
     def _abort(self, part: RequestPart, choice: int | None) -> None:
         part.is_aborted = True
@@ -359,16 +352,6 @@ class Generation:
         keep = None if choice is None else part.kept[choice]
         abort = Abort(request_id=request.request_id, attempt=request.attempt, choice=choice, keep_positions=keep)
         self._context.dispatch.abort(abort)
-
-    async def _wait(self, part: RequestPart, timeout_s: float | None) -> bool:
-        """Waits for news of the part; False when there were none."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await part.news.wait()
-        except TimeoutError:
-            return False
-        part.news.clear()
-        return True
 
     def _take(self, part: RequestPart, deltas: list[TokenDelta]) -> None:
         """New deltas of a part: for the reader."""

@@ -14,6 +14,7 @@ import msgspec
 
 from tandem.cluster.gateway.http.tasks import Aside
 from tandem.cluster.wire.token_channel import GROUP_LOST
+from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import (
     Abort,
     Ended,
@@ -24,6 +25,7 @@ from tandem.workers.messages.request import (
     TokenDelta,
     Usage,
 )
+from tandem.workers.messages.step import GRAMMAR_FAILED, NOTHING_LEFT
 from tandem.workers.speculation.acceptance import DraftAcceptance
 from tandem.workers.text.choice_text import TextDelta
 
@@ -234,6 +236,16 @@ class RequestPart:
         self.ended = self.call = self.answer = self.sender = None
         self.held_aborts = []
 
+    async def wait(self, timeout_s: float | None) -> bool:
+        """Waits for news; False when there were none."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.news.wait()
+        except TimeoutError:
+            return False
+        self.news.clear()
+        return True
+
     def look(self) -> Ended | None:
         """Returns the group's answer, None while there is none; for the task of the owner only, at once and whenever
         there is news."""
@@ -265,6 +277,17 @@ class RequestPart:
         closing = self._closing_deltas(ended)
         self._settle(ended.usage)
         self.on_step(closing)
+
+    def failure(self, delta: TokenDelta) -> RequestRefused:
+        """Makes the refusal of a request with a row that has failed on the ranks: 400 if its own parameters leave no
+        token, else 500."""
+        message = delta.error or "The request failed in the engine."
+        if delta.error == NOTHING_LEFT:
+            param = None if self.request.sampling.allowed_token_ids is None else "allowed_token_ids"
+            return RequestRefused(message, code="invalid_value", param=param)
+        if message.startswith(GRAMMAR_FAILED):
+            return RequestRefused(message, code="invalid_grammar")
+        return RequestRefused(message, code="internal_error", status=500)
 
     def next_request(self, deadline_s: float | None, *, is_suspect: bool) -> None:
         """Makes the request for another group. Tokens delivered count as generated, of a stopped choice those that are

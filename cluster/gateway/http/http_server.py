@@ -187,7 +187,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _can_answer(self) -> bool:
-        """Whether the next bytes on the wire are the start of the answer to the request at fault."""
+        """True if the next bytes on the wire are the start of the answer to the request at fault."""
         if self._in_head:
             return not self._answering()
         return not self.pipeline and not self.cycle.response_started

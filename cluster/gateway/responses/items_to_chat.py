@@ -1,4 +1,4 @@
-"""From items to the chat body that says the same, which read_chat() checks."""
+"""Translates items to the chat body that says the same, which read_chat() checks."""
 
 from collections.abc import Sequence
 from typing import Any

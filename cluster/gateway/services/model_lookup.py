@@ -58,7 +58,7 @@ def _find(names: Names, adapters: Adapters, name: str, tenant: str | None) -> Se
 
 
 def _looks_for(principal: Principal) -> str | None:
-    """Whose adapters are shown, None: all."""
+    """Returns the tenant whose adapters are shown, None: all."""
     return None if principal.is_admin else principal.tenant
 
 

@@ -38,7 +38,7 @@ def structured_field(body: CommonBody) -> str | None:
 
 
 def grammar_size(body: CommonBody) -> int:
-    """What a grammar adds to the size of the work that a body is; measuring its text would be such work itself."""
+    """Returns what a grammar adds to the size of a body as work; measuring its text would be such work itself."""
     return 0 if _asked(body) is None else OFF_LOOP_BYTES
 
 
@@ -126,7 +126,7 @@ def _of_guided(body: CommonBody) -> list[RequestedForm]:
 
 
 def _text(params: StructuredOutputsParams) -> str:
-    """What the client sent, as text."""
+    """Returns what the client sent, as text."""
     value = getattr(params, kind_of(params))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
