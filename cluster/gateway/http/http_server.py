@@ -2,7 +2,8 @@
 
 uvicorn's parser takes any number of header bytes and waits for ever for the rest of a request. LimitedProtocol adds: at
 most `head_bytes` of request line and headers (431), the same for chunk framing and trailers between two pieces of a
-body, a deadline for a whole head, and two for a body. A request that comes in one read costs no timer.
+body, a deadline for a whole head, and two for a body. A request that comes in one read costs no timer. Next:
+middleware.py, then app/routes.py.
 """
 
 import asyncio

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.schemas.generation_body import CommonBody
 from tandem.cluster.gateway.services.text_services import TextServices
@@ -59,6 +57,3 @@ def draft_metrics(text: TextServices, body: CommonBody, parts: Sequence[RequestP
         return None
     acceptance = None if len(parts) > 1 or body.use_beam_search else parts[0].acceptance
     return lambda: {"speculative_decoding": None if acceptance is None else acceptance.report()}
-
-
-_encode = msgspec.json.Encoder().encode

@@ -29,19 +29,16 @@ class TextServices:
     detokenizers: DetokenizerFactory
     # None when the model has none
     chat_template: ChatTemplate | None
-    # tokens
     max_model_len: int
     # the model's, which may be more than the tokenizer's
     vocab_size: int
     # see extra_stop_token_ids()
     extra_stop_token_ids: tuple[int, ...]
-    # how embeddings are made
     pooling: PoolingFacts
     workers: TextWorkers
     # draft tokens of a step, 0 without speculative decoding
     max_drafts: int = 0
     fingerprint: str = "tandem"
-    # Unix time
     created_s: int = field(default_factory=lambda: int(time.time()))
     # that of all groups
     batching_policy: BatchingPolicyName = "continuous"

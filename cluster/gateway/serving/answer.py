@@ -48,10 +48,8 @@ def includes_usage(body: CommonBody) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A request for text that is ready to be generated; nothing is left that could refuse it here.
-
-    held: what is in use until it has been generated. prompt_field, grammar_field: names in the client's body, for
-    refusals."""
+    """A request for text that is ready to be generated. held: what is in use until it has been generated. prompt_field,
+    grammar_field: names in the client's body, for refusals."""
 
     text: TextServices
     context: GatewayContext
@@ -104,6 +102,3 @@ def _is_streamable(body: CommonBody, part: RequestPart) -> bool:
     """True if the body would be accepted with `stream` true (schemas/, checked_beams())."""
     sampling = part.request.sampling
     return sampling.prompt_logprobs is None and sampling.n == (body.n or 1) and not body.use_beam_search
-
-
-_encode = msgspec.json.Encoder().encode
