@@ -19,13 +19,13 @@ import msgspec
 
 from tandem.cluster.gateway.generation.failover import Failover
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
-from tandem.cluster.gateway.generation.part import RequestPart, lost
+from tandem.cluster.gateway.generation.part import RequestPart, lost, terminal_state
 from tandem.cluster.gateway.generation.quarantine import Convicted
 from tandem.cluster.routing.route_hint import hint_of
 from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
 from tandem.workers.messages.errors import GroupLost, RequestRefused
-from tandem.workers.messages.request import Abort, Ended, TokenDelta, Usage
+from tandem.workers.messages.request import Ended, TokenDelta, Usage
 
 log = logging.getLogger("tandem.gateway")
 GAP_S = 1.0
@@ -347,11 +347,7 @@ class Generation:
             await part.wait(left_s)
 
     def _abort(self, part: RequestPart, choice: int | None) -> None:
-        part.is_aborted = True
-        request = part.request
-        keep = None if choice is None else part.kept[choice]
-        abort = Abort(request_id=request.request_id, attempt=request.attempt, choice=choice, keep_positions=keep)
-        self._context.dispatch.abort(abort)
+        self._context.dispatch.abort(part.aborted(choice))
 
     def _take(self, part: RequestPart, deltas: list[TokenDelta]) -> None:
         """New deltas of a part: for the reader."""
@@ -372,7 +368,7 @@ class Generation:
 
     async def _settle(self) -> None:
         self._count_unread()
-        context, terminal = self._context, self._terminal()
+        context, terminal = self._context, terminal_state(self.parts, self.error)
         context.metrics.generation_ended(terminal, context.clock() - self.began_s)
         if terminal == "rejected":
             context.metrics.tenant_rejected(self._tenant, self._why_rejected())
@@ -397,17 +393,3 @@ class Generation:
         if isinstance(self.error, OverLimit):
             return self.error.reason
         return self.error.code if isinstance(self.error, RequestRefused) else "internal_error"
-
-    def _terminal(self) -> str:
-        """The terminal state: rejected only when nothing was delivered; a stream that was cut short is an error."""
-        is_computed = any(part.is_computed for part in self.parts)
-        if isinstance(self.error, RequestRefused) and self.error.status != 500 and not is_computed:
-            return "rejected"
-        if self.error is not None:
-            return "error"
-        reasons = [choice.finished for part in self.parts for choice in part.choices]
-        if any(reason is None or reason == "abort" for reason in reasons):
-            return "abort"
-        if "error" in reasons:
-            return "error"
-        return "stop" if "stop" in reasons else "length"

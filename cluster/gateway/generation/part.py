@@ -255,6 +255,12 @@ class RequestPart:
                 self.end(ended)
         return self.ended
 
+    def aborted(self, choice: int | None) -> Abort:
+        """Notes an abort of a choice, or of all, in the present attempt; returns it, to be sent."""
+        self.is_aborted = True
+        request, keep = self.request, None if choice is None else self.kept[choice]
+        return Abort(request_id=request.request_id, attempt=request.attempt, choice=choice, keep_positions=keep)
+
     def note_service(self, sent_s: float, now_s: float) -> None:
         """Notes that an attempt that was sent at sent_s has failed now."""
         if self.has_row or now_s - sent_s > AT_ONCE_S:
@@ -322,6 +328,22 @@ class RequestPart:
             )
             for choice in open_choices
         ]
+
+
+def terminal_state(parts: Sequence[RequestPart], error: Exception | None) -> str:
+    """The state in which a request of these parts ends: rejected only when nothing was delivered; a stream that was cut
+    short is an error."""
+    is_computed = any(part.is_computed for part in parts)
+    if isinstance(error, RequestRefused) and error.status != 500 and not is_computed:
+        return "rejected"
+    if error is not None:
+        return "error"
+    reasons = [choice.finished for part in parts for choice in part.choices]
+    if any(reason is None or reason == "abort" for reason in reasons):
+        return "abort"
+    if "error" in reasons:
+        return "error"
+    return "stop" if "stop" in reasons else "length"
 
 
 def lost(request: GenerationRequest, message: str, loss: Loss) -> Ended:
