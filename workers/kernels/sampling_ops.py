@@ -1,4 +1,4 @@
-"""From logits to tokens: the best one, or a draw from what min-p, top-k and top-p leave; a Protocol and its torch twin.
+"""Tokens from logits: the best one, or a draw from what min-p, top-k and top-p leave; a Protocol and its torch twin.
 
     weight = exp((logit - best logit) / temperature)        float32: the best token's is 1, so nothing is normalized
 
@@ -25,7 +25,7 @@ from tandem.workers.kernels.step_arrays import Send, Sent
 CHUNK: Final = 128
 DIGIT_BITS: Final = 10
 SHIFTS: Final = (20, 10, 0)
-"""Of the three digits of a weight's bits; a weight is at most 1, whose bits are below 2^30."""
+"""Shifts of the three digits of a weight's bits; a weight is at most 1, whose bits are below 2^30."""
 MASS_ONE: Final = 2.0**44
 """The mass of weight 1 as an integer: sums of up to 2^18 of them are exact, so they depend on no order."""
 CUT_ROWS: Final = 32
@@ -40,17 +40,13 @@ logits' device); may overwrite those rows of the logits. A row whose best logit 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What a step draws, on the host: numpy arrays [R], contiguous.
+    """The draws of a step, on the host: numpy arrays [R], contiguous."""
 
-    places: int64, distinct rows of the logits. temperature: float32, above 0. top_k: int64, 0: off. top_p: float64, 1:
-    off. min_p: float32, 0: off.
-    """
-
-    places: npt.NDArray[np.int64]
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int64]
-    top_p: npt.NDArray[np.float64]
-    min_p: npt.NDArray[np.float32]
+    places: npt.NDArray[np.int64]  # distinct rows of the logits
+    temperature: npt.NDArray[np.float32]  # above 0
+    top_k: npt.NDArray[np.int64]  # 0: off
+    top_p: npt.NDArray[np.float64]  # 1: off
+    min_p: npt.NDArray[np.float32]  # 0: off
 
 
 class SamplingOps(Protocol):
@@ -80,15 +76,15 @@ class TorchSampling:
 
     def prepare_draw(self, draws: Draws, send: Send) -> DrawTokens:
         at, temperature = send(draws.places), send(draws.temperature)
-        limits = None
+        truncation = None
         if draws.min_p.any() or draws.top_k.any() or (draws.top_p < 1).any():
-            limits = Limits(draws.top_k, draws.top_p, draws.min_p, send)
+            truncation = Truncation(draws.top_k, draws.top_p, draws.min_p, send)
 
         def draw(logits_SV: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, uniforms_R: torch.Tensor) -> None:
             at_R = at()
             weights_RV = (logits_SV[at_R] - best_S[at_R][:, None]).div_(temperature()[:, None]).exp_()
-            if limits is not None:
-                floor_R = limits.thresholds(weights_RV)
+            if truncation is not None:
+                floor_R = truncation.thresholds(weights_RV)
                 weights_RV.masked_fill_(weights_RV < floor_R[:, None], 0.0)
             ids_S[at_R] = drawn(weights_RV, uniforms_R)
 
@@ -105,8 +101,8 @@ class TorchSampling:
         return keep
 
 
-class Limits:
-    """Truncation of some rows, on its way to the device."""
+class Truncation:
+    """Bounds that truncate some rows, on their way to the device."""
 
     def __init__(
         self,

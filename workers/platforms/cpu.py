@@ -18,7 +18,7 @@ import torch
 
 from tandem.configs.environment import imitate_cpu
 from tandem.configs.platform_facts import CPU as CPU_FACTS
-from tandem.offload.copies.accelerator import Event, Stream
+from tandem.offload.copies.accelerator import DeviceEvent, Stream
 from tandem.offload.copies.kv_copies import BlockCopier, CpuCopier
 from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
 from tandem.offload.weights.weight_stream import Copier
@@ -28,9 +28,15 @@ from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_g
 from tandem.parallel.params import Param
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
+from tandem.workers.attention.latents.cpu_latents import CpuLatents
+from tandem.workers.attention.latents.latent_backend import LatentBackend
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.graphs.graph_runner import GraphRunner
+from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
+from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_build import (
     compiler_words,
     cpu_invariant_library,
@@ -39,8 +45,6 @@ from tandem.workers.kernels.cpu.cpu_build import (
     cpu_sampling_library,
     obstacle,
 )
-from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
-from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_experts import CpuExperts, cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
@@ -51,7 +55,6 @@ from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import ExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import row_methods
-from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.planning.budget import available_cores
@@ -62,7 +65,7 @@ CPU = torch.device("cpu")
 
 
 class Moment:
-    """An Event on CPU: a time, already past."""
+    """A DeviceEvent on CPU: a time, already past."""
 
     __slots__ = ("at_s",)
 
@@ -75,7 +78,7 @@ class Moment:
     def wait(self) -> None:
         """Returns at once."""
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, Moment)
         return self.at_s - earlier.at_s
 
@@ -83,7 +86,7 @@ class Moment:
 class HostStream:
     """The only stream on CPU."""
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         """Does nothing: the event is done."""
 
     def synchronize(self) -> None:
@@ -108,7 +111,7 @@ class HostAccelerator:
     def use(self, stream: Stream) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self, *, timed: bool = False) -> DeviceEvent:
         return Moment()
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
@@ -158,16 +161,19 @@ class CpuPlatform(Platform):
 
     # ---- what layers compute with ----
 
-    def attention(
-        self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
-    ) -> AttentionBackend:
-        storage = dtype if kv_dtype is None else kv_dtype
-        make = CpuLatentAttention.make if has_latents else CpuDecodeAttention.make
-        kernel: CpuLatentAttention | CpuDecodeAttention | None = make(dtype, head_dim, storage)
-        store, chunk_kernel = CpuKVStore.make(dtype, storage), CpuChunkAttention.make(dtype)
+    def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+        kernel = CpuDecodeAttention.make(dtype, head_dim, kv_dtype or dtype)
+        store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
         if kernel is None or store is None or chunk_kernel is None:
             return TorchAttention()
         return CpuAttention(kernel, store, chunk_kernel)
+
+    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        kernel = CpuLatentAttention.make(dtype, width, kv_dtype or dtype)
+        store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
+        if kernel is None or store is None or chunk_kernel is None:
+            return TorchLatents()
+        return CpuLatents(kernel, store, chunk_kernel)
 
     def linear(
         self,

@@ -14,7 +14,7 @@ import torch
 from tandem.configs.errors import SettingsError
 from tandem.configs.platform_facts import CUDA as CUDA_FACTS
 from tandem.configs.schema import EngineSettings
-from tandem.offload.copies.accelerator import Accelerator, Event, Stream
+from tandem.offload.copies.accelerator import Accelerator, DeviceEvent, Stream
 from tandem.offload.copies.kv_copies import BlockCopier, StreamCopier
 from tandem.offload.weights.weight_copiers import StreamWeightCopier
 from tandem.offload.weights.weight_stream import Copier
@@ -23,6 +23,8 @@ from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import DenseMethod, LinearMethod, Place, as_given
 from tandem.parallel.params import Param
 from tandem.workers.attention.backend import AttentionBackend
+from tandem.workers.attention.latents.latent_backend import LatentBackend
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import CaptureGraph, CudaGraphs, Replay
 from tandem.workers.graphs.graph_runner import GraphRunner, Outputs
@@ -48,7 +50,7 @@ def _has_triton() -> bool:
 
 
 class CudaEvent:
-    """An Event on a CUDA stream."""
+    """A DeviceEvent on a CUDA stream."""
 
     __slots__ = ("_event",)
 
@@ -65,7 +67,7 @@ class CudaEvent:
     def wait(self) -> None:
         self._event.synchronize()
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, CudaEvent)
         return float(earlier.native.elapsed_time(self._event)) / 1000
 
@@ -78,7 +80,7 @@ class CudaStream:
     def __init__(self, native: torch.cuda.Stream) -> None:
         self.native = native
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
         self.native.wait_event(event.native)
 
@@ -121,7 +123,7 @@ class CudaAccelerator:
         assert isinstance(stream, CudaStream)
         return torch.cuda.stream(stream.native)
 
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self, *, timed: bool = False) -> DeviceEvent:
         event = torch.cuda.Event(enable_timing=timed)
         event.record(torch.cuda.current_stream(self._device))
         return CudaEvent(event)
@@ -193,16 +195,17 @@ class CudaPlatform(Platform):
 
     # ---- what layers compute with ----
 
-    def attention(
-        self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
-    ) -> AttentionBackend:
-        """Return the kernel's where it computes such heads, else torch's, for heads and latents."""
-        if self.has_triton() and not has_latents:
+    def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+        """Return the kernel's where it computes such heads, else torch's."""
+        if self.has_triton():
             from tandem.workers.attention.triton_paged import TritonAttention, takes
 
             if takes(dtype, head_dim, kv_dtype):
                 return TritonAttention()
         return TorchAttention(is_bounded=True, replays=True)
+
+    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        return TorchLatents(is_bounded=True, replays=True)
 
     def linear(
         self,

@@ -1,8 +1,8 @@
 """Dispatch: the gateway's only door to worker groups. An attempt is one dispatch of a part's request to one group.
 
 Implemented over the Serve handle and the token channel (serve_dispatch.py), over an engine in this process
-(cluster/cli/local_dispatch.py), and by tests/support/fake_backend.py. What comes of an attempt is told to the part:
-take(), end(). Whether a request is tried again is the Generation's decision.
+(cluster/cli/batch/local_dispatch.py), and by tests/support/fake_backend.py. What comes of an attempt is told to the
+part: take(), end(). Whether a request is tried again is the Generation's decision.
 """
 
 from collections.abc import Collection, Mapping

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tandem.workers.kernels.cpu import cpu_build
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER
 from tandem.workers.kernels.cpu.cpu_sampling import SCRATCH_FLOATS, CpuSampling
-from tandem.workers.kernels.sampling_ops import CHUNK, Draws, Limits, SamplingOps, TorchSampling, drawn
+from tandem.workers.kernels.sampling_ops import CHUNK, Draws, SamplingOps, TorchSampling, Truncation, drawn
 from tandem.workers.kernels.step_arrays import sending_with
 from tests.unit.sampling.sorted_twin import Floats, mass_from, sorted_floor
 
@@ -67,7 +67,7 @@ def floor_of(kind: str, weights: Floats, top_k: int = 0, top_p: float = 1.0, min
     if kind == "torch":
         row = torch.from_numpy(weights)[None]
         columns = np.array([top_k]), np.array([top_p]), np.array([min_p], np.float32)
-        return float(Limits(*columns, AT_ONCE).thresholds(row)[0])
+        return float(Truncation(*columns, AT_ONCE).thresholds(row)[0])
     function = library(kind)["floor_of"]
     function.restype = ctypes.c_float
     function.argtypes = [POINTER, NUMBER, COUNT, NUMBER, ctypes.c_double, ctypes.c_double, *[POINTER] * 3]
@@ -184,7 +184,7 @@ def test_rows_with_limits_and_without_are_cut_each_by_its_own_in_torch() -> None
     top_k = np.arange(70) % 3 * 20
     top_p = np.where(np.arange(70) % 2, 0.5, 1.0)
     min_p = np.where(np.arange(70) % 5, 0.0, 0.1).astype(np.float32)
-    got = Limits(top_k, top_p, min_p, AT_ONCE).thresholds(weights)
+    got = Truncation(top_k, top_p, min_p, AT_ONCE).thresholds(weights)
     limits = zip(weights.numpy(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
     assert got.tolist() == [sorted_floor(*row) for row in limits]
 
