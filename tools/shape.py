@@ -23,7 +23,7 @@ from tools.sources import TOPS, Source, folder, sources
 
 CHAIN = (
     "ServeCaller", "ServeDispatch", "ServeAttempt", "Dispatch", "RequestPart", "Generation", "GenerationResponse",
-    "TextResponse", "ResponseFormat",
+    "TextResponse", "Delivery", "ResponseFormat",
 )  # fmt: skip
 """Classes, old and new, that lie around one dispatched request, from Serve's handle to the format of the answer."""
 TOUCHED = {

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from tandem.cluster.gateway.generation.dispatch import TokenSink, lost
+from tandem.cluster.gateway.generation.part import RequestPart, lost
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_facts, open_executor
@@ -29,29 +29,6 @@ RequestKey = tuple[str, int]
 FLUSH_S = 5.0
 
 
-class LocalAttempt:
-    """Attempt in the engine of this process."""
-
-    def __init__(self, owner: "LocalDispatch", request: GenerationRequest, to: TokenSink) -> None:
-        self.request = request
-        self.to = to
-        self.ended: Ended | None = None
-        self._owner = owner
-
-    def look(self) -> Ended | None:
-        """Implements Attempt."""
-        return self.ended
-
-    def abort(self, abort: Abort) -> None:
-        """Implements Attempt."""
-        self._owner.put(abort)
-
-    def cancel(self) -> None:
-        """Implements Attempt."""
-        if self.ended is None:
-            self._owner.put(Abort(request_id=self.request.request_id, attempt=self.request.attempt))
-
-
 class LocalDispatch:
     """A Dispatch that owns an engine and its thread, as an async context manager. The engine's queue limits apply."""
 
@@ -59,7 +36,7 @@ class LocalDispatch:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._attempts: dict[RequestKey, LocalAttempt] = {}
+        self._attempts: dict[RequestKey, RequestPart] = {}
         self._inbox: deque[GenerationRequest | Abort] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -81,13 +58,19 @@ class LocalDispatch:
 
     # ---- Dispatch ------------------------------------------------------------------------------------------------
 
-    def send(self, request: GenerationRequest, hint: RouteHint, to: TokenSink) -> LocalAttempt:
+    def send(self, part: RequestPart, hint: RouteHint) -> None:
         if self._lost is not None:
             raise RequestRefused(str(self._lost), code="service_unavailable", status=503)
-        attempt = LocalAttempt(self, request, to)
-        self._attempts[request.request_id, request.attempt] = attempt
-        self.put(request)
-        return attempt
+        self._attempts[part.request.request_id, part.request.attempt] = part
+        self._put(part.request)
+
+    def abort(self, abort: Abort) -> None:
+        self._put(abort)
+
+    def cancel(self, part: RequestPart) -> None:
+        request = part.request
+        if part.ended is None and (request.request_id, request.attempt) in self._attempts:
+            self._put(Abort(request_id=request.request_id, attempt=request.attempt))
 
     def has_group(self, avoid: Collection[str] = ()) -> bool:
         return self._lost is None and not avoid
@@ -102,7 +85,7 @@ class LocalDispatch:
         del with_tenants
         return ""
 
-    def put(self, item: GenerationRequest | Abort) -> None:
+    def _put(self, item: GenerationRequest | Abort) -> None:
         """Hands something to the engine's thread."""
         with self._wake:
             self._inbox.append(item)
@@ -172,17 +155,16 @@ class LocalDispatch:
             by_request.setdefault((delta.request_id, delta.attempt), []).append(delta)
         for key, mine in by_request.items():
             if key in self._attempts:
-                self._attempts[key].to.take(mine)
+                self._attempts[key].take(mine)
 
     def _finish(self, ended: Ended) -> None:
-        attempt = self._attempts.pop((ended.request_id, ended.attempt), None)
-        if attempt is not None:
-            attempt.ended = ended
-            attempt.to.wake()
+        part = self._attempts.pop((ended.request_id, ended.attempt), None)
+        if part is not None:
+            part.end(ended)
 
     def _lose_all(self, error: GroupLost) -> None:
         self._lost = error
-        for attempt in list(self._attempts.values()):
+        for part in list(self._attempts.values()):
             refused = (503, "service_unavailable", None, str(error))
-            told = lost(attempt.request, str(error), "bystander")
+            told = lost(part.request, str(error), "bystander")
             self._finish(msgspec.structs.replace(told, refused=refused, loss=None))
