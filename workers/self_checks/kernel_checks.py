@@ -18,7 +18,7 @@ from tandem.parallel.params import Param, Source
 from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
 from tandem.parallel.quantization.weight_formats import FORMATS
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.latent_heads import DenseHeads
+from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu import cpu_build
@@ -173,7 +173,7 @@ def _latents(cases: Sequence[tuple[list[int], int]]) -> str:
         plane, outputs = _noise(int(batch.block_table_RN.max()) + 1, BLOCK, 1, 576), []
         for each, dtype in ((backend, BF16), (TorchLatents(), torch.float32)):
             step, wide = each.prepare(batch), [x.to(dtype) for x in (q, latents, weight, plane)]
-            kv, projections = LayerKV.of(wide[3:], []), DenseHeads(spec, partial(wide.__getitem__, 2))
+            kv, projections = LayerKV.of(wide[3:], []), LatentHeads(spec, partial(wide.__getitem__, 2))
             outputs.append(step.attend_latent(wide[0], wide[1], kv, params, projections))
         errors.append(relative_error(*outputs))
     return _worst(errors)
