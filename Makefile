@@ -14,7 +14,7 @@ DEV     := $(VENV)/.dev-installed
 DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check check-kernels format test parity gpu chaos fuzz mutate bench bench-engine bench-serve \
+.PHONY: install dev serve check check-kernels format quick test parity gpu chaos fuzz mutate bench bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-batching bench-multiturn bench-weight-stream \
   bench-lora bench-moe bench-gpu performance model-table docs release clean help
@@ -59,6 +59,13 @@ format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Left out: property tests, and folders and files of tests/unit that take long for what they say while one works.
+DEAR := graphs kernels offline self_checks
+
+quick: $(DEV) ## the unit tests that say most for their time, for while you work; under 2 minutes on 2 cores
+	@$(call TIMED,OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/unit $(DEAR:%=--ignore=tests/unit/%) -n 2 \
+	  -m "not hypothesis and not chaos and not parity",quick tests)
+
 # Three workers on two cores: tests that start services often wait, and others compute meanwhile (tests/conftest.py).
 # Threads that wait for each other sleep: on cores that others want too, those that spin take their time from them.
 # Compiled Python files are kept, also where the environment says otherwise: each service starts ten processes.
@@ -80,7 +87,7 @@ gpu: $(DEV) ## on a machine with a CUDA device and a CUDA build of torch: tests 
 	  tests/unit/kernels/test_triton_experts.py tests/unit/kernels/test_kv_quant.py tests/parity/test_families_served.py \
 	  -m "parity or not parity"
 
-mutate: $(DEV) ## do the unit tests notice small defects? ARGS="block_pool auth" picks modules of tools/mutants.toml
+mutate: $(DEV) ## do the unit tests notice small defects? ARGS="block_pool auth": modules of mutants.toml; "--sample 200": an estimate
 	@$(BIN)/python -m tools.mutate $(ARGS)
 
 bench: bench-engine bench-serve ## every benchmark that compares; results under out/benchmarks

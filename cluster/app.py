@@ -10,7 +10,6 @@ from typing import Any
 import ray
 from msgspec.structs import replace
 from ray import serve
-from ray._private.state import available_resources_per_node
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
@@ -23,7 +22,8 @@ from tandem.cluster.deploy.resolved_settings import resolve_settings
 from tandem.cluster.gateway.app.gateway_replica import Gateway
 from tandem.cluster.gateway.http.draining import LEAVING_S
 from tandem.cluster.group.coordinator import Coordinator
-from tandem.cluster.wire.serve_proxy import check_open, proxy_host
+from tandem.cluster.ray_private.ray_facts import free_resources, proxy_host
+from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import (
     COORDINATOR,
     CPU_SHARE,
@@ -70,7 +70,7 @@ def build(args: dict[str, Any]) -> Application:
         groups_on_node=groups_per_node(max_groups(settings), cpu_nodes()),
         home_node=home_node,
     )
-    return build_app(settings, facts, list(available_resources_per_node().values()))
+    return build_app(settings, facts, free_resources())
 
 
 def build_app(settings: ServiceSettings, facts: ServiceFacts, free: Sequence[Mapping[str, float]] = ()) -> Application:
@@ -113,7 +113,7 @@ def _gateway_resources(facts: ServiceFacts) -> dict[str, Any]:
 
 
 def _has_memory(settings: ServiceSettings) -> bool:
-    """Whether the host memory that is free now holds all groups once more, as far as settings tell."""
+    """True if the host memory that is free now holds all groups once more, as far as settings tell."""
     try:
         check_memory(settings)
     except SettingsError:

@@ -22,4 +22,4 @@ class SettingsError(TandemError):
 
 
 class UnsupportedModelError(SettingsError):
-    """A checkpoint of an architecture or a format that is not supported (workers/models/spec/families.py)."""
+    """A checkpoint of an architecture or a format that is not supported (workers/models/spec/family_rows/)."""

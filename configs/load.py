@@ -16,7 +16,7 @@ import yaml
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.lora_modules import module_text, served_names
-from tandem.configs.options import OPTIONS, NotSizeError, Option, not_needed, option_named, parse_size
+from tandem.configs.options import OPTIONS, Option, not_needed, option_named, parse_size
 from tandem.configs.platform_facts import DEVICE_FLAGS, PLATFORM_FACTS
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.configs.secrets import HIDDEN, check_keys, without_password
@@ -40,30 +40,9 @@ OLD_SERVE_IMPORT = SERVE_IMPORT.removeprefix("tandem.")
 """The same before the package was named tandem; refused with the new one named."""
 LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_per_replica": "max_cpu_loras"}
 """Ray Serve LLM's names of lora_config, and the options that they set."""
-GATEWAY_KEYS = (
-    "api_server_count",
-    "auth",
-    "allowed_origins",
-    "api_key",
-    "admin_api_key",
-    "metrics_api_key",
-    "state_dir",
-    "usage_days",
-    "usage_rows",
-    "max_text_bytes",
-    "max_answer_bytes",
-    "response_store_ttl",
-    "response_store_bytes",
-    "max_grammar_bytes",
-    "metrics_prefix",
-    "per_request_spec_decode_metrics",
-    "queue_timeout",
-    "enable_auto_tool_choice",
-    "tool_call_parser",
-    "reasoning_parser",
-)
 PORT_KEYS = ("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
-"""Of a port that gateways listen on themselves; under Serve its proxy does."""
+"""Settings of a port that gateways listen on themselves; under Serve its proxy does."""
+GATEWAY_KEYS = tuple(o.name for o in OPTIONS if o.path.startswith("gateway.") and o.name not in PORT_KEYS)
 NOT_ENGINE_KEYS = (*PORT_KEYS, "redis_url", "queue_timeout")
 LORA_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes")
 AUTOSCALING_KEYS = (
@@ -177,10 +156,7 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
     loading = _section(args, "model_loading_config", ("model_id", "model_source"))
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
     values = {**_section(args, "engine_kwargs", None)}
-    for section, names in (
-        ("gateway_config", GATEWAY_KEYS),
-        ("redis_config", ("redis_url", "redis_timeout_ms")),
-    ):
+    for section, names in (("gateway_config", GATEWAY_KEYS), ("redis_config", ("redis_url", "redis_timeout_ms"))):
         values |= _section(args, section, names)
     for name in _section(args, "engine_kwargs", None):
         if name.replace("-", "_") in NOT_ENGINE_KEYS:
@@ -228,22 +204,7 @@ def default_of(option: Option) -> Any:
 def _checked(option: Option, value: Any, served: Collection[str]) -> Any:
     """Converts a value to the option's kind and checks its range. SettingsError names the flag, and the value unless it
     is a secret. served: names of the model, which an adapter may repeat."""
-    if option.size and isinstance(value, str):
-        try:
-            value = parse_size(value)
-        except NotSizeError as error:
-            raise SettingsError(f"{value!r} is not a size such as 4096, 32k or 2G", option.flag) from error
-    is_object = get_origin(option.kind) is dict or hasattr(option.kind, "__struct_fields__")
-    if is_object and isinstance(value, str):
-        value = _json_object(option, value)
-    if get_origin(option.kind) is tuple and isinstance(value, str | Mapping):
-        value = [value]
-    if option.name == "lora_modules" and isinstance(value, list | tuple):
-        value = [module_text(item, served) for item in value]
-    if option.name == "allowed_origins" and isinstance(value, list | tuple):
-        value = [origin for item in value for origin in _spliced(item)]
-    if option.name == "speculative_config":
-        value = draft_settings(value)
+    value = _read(option, value, served)
     if get_origin(option.kind) is Literal and value not in get_args(option.kind):
         raise SettingsError(f"{value!r} is not one of {', '.join(get_args(option.kind))}", option.flag)
     shown = HIDDEN if option.secret else repr(value)
@@ -254,6 +215,36 @@ def _checked(option: Option, value: Any, served: Collection[str]) -> Any:
     if option.check is not None and not option.check(converted):
         raise SettingsError(f"{shown} must be {option.rule}", option.flag)
     return converted
+
+
+def _read(option: Option, value: Any, served: Collection[str]) -> Any:
+    """Reads what a text stands for: a size, JSON, one item of a list. Other values stay as they are."""
+    origin = get_origin(option.kind)
+    if option.size and isinstance(value, str):
+        return _size(option, value)
+    if isinstance(value, str) and (origin is dict or hasattr(option.kind, "__struct_fields__")):
+        value = _json_object(option, value)
+    if option.name == "speculative_config":
+        return draft_settings(value)
+    return _items(option, value, served) if origin is tuple else value
+
+
+def _items(option: Option, value: Any, served: Collection[str]) -> Any:
+    items = [value] if isinstance(value, str | Mapping) else value
+    if not isinstance(items, list | tuple):
+        return items
+    if option.name == "lora_modules":
+        return [module_text(item, served) for item in items]
+    if option.name == "allowed_origins":
+        return [origin for item in items for origin in _spliced(item)]
+    return items
+
+
+def _size(option: Option, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise SettingsError(f"{text!r} is not a size such as 4096, 32k or 2G", option.flag) from error
 
 
 def _spliced(item: Any) -> list[Any]:
@@ -327,29 +318,15 @@ def _check_together(settings: ServiceSettings) -> None:
 
 def _refuse_unused(settings: ServiceSettings, given: Collection[str]) -> None:
     """Refuses settings that would have no effect beside the others. given: option names with underscores."""
-    engine = settings.engine
-    for names, is_unused, why in (
-        (
-            ("kv_eviction",),
-            engine.cache.kv_offloading_gib is None,
-            "needs --kv-offloading-size",
-        ),
-        (
-            ("batching_max_delay_ms",),
-            engine.scheduler.batching_policy != "dynamic",
-            "needs --batching-policy dynamic",
-        ),
-        (
-            ("per_request_spec_decode_metrics",),
-            engine.speculative is None and settings.gateway.per_request_spec_decode_metrics != "none",
-            "needs --speculative-config",
-        ),
-        (LORA_SIZES, not engine.lora.enable_lora, "needs --enable-lora"),
-        (
-            ("seed",),
-            engine.model.load_format != "dummy",
-            "leave it out: it seeds dummy weights only; requests have a `seed` of their own",
-        ),
+    engine, without_drafts = settings.engine, settings.engine.speculative is None
+    metrics_of_drafts = settings.gateway.per_request_spec_decode_metrics != "none"
+    only_dummies = "leave it out: it seeds dummy weights only; requests have a `seed` of their own"
+    for is_unused, why, names in (
+        (engine.cache.kv_offloading_gib is None, "needs --kv-offloading-size", ("kv_eviction",)),
+        (engine.scheduler.batching_policy != "dynamic", "needs --batching-policy dynamic", ("batching_max_delay_ms",)),
+        (without_drafts and metrics_of_drafts, "needs --speculative-config", ("per_request_spec_decode_metrics",)),
+        (not engine.lora.enable_lora, "needs --enable-lora", LORA_SIZES),
+        (engine.model.load_format != "dummy", only_dummies, ("seed",)),
     ):
         for name in names:
             if is_unused and name in given:

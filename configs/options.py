@@ -26,45 +26,35 @@ Check = Callable[[Any], bool]
 
 
 class Option(NamedTuple):
-    """One setting. path: its dotted place in ServiceSettings. kind: the type of its value. rule: `check` in words, for
-    the error message. size: a string such as 32k is taken too (parse_size). secret: no message shows its value, and
-    `env:NAME` and `file:PATH` stand for one (configs/secrets.py)."""
+    """One setting."""
 
     name: str
-    path: str
-    kind: Any
+    path: str  # its dotted place in ServiceSettings
+    kind: Any  # the type of its value
     group: str
     help: str
     check: Check | None = None
-    rule: str = ""
+    rule: str = ""  # `check` in words, for the error message
     aliases: tuple[str, ...] = ()
-    size: bool = False
-    secret: bool = False
+    size: bool = False  # a string such as 32k is taken too (parse_size)
+    secret: bool = False  # no message shows its value; `env:NAME` and `file:PATH` stand for one (configs/secrets.py)
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
 
-class NotSizeError(ValueError):
-    """A string that parse_size cannot read as a whole number."""
-
-
 def parse_size(text: str) -> int:
     """Reads a whole number with an optional suffix: k, m, g, t are decimal, K, M, G, T binary. '32k' is 32000; '32K'
-    and '32KiB' are 32768. NotSizeError for other strings."""
+    and '32KiB' are 32768. ValueError for other strings."""
     number = text.strip().removesuffix("iB").removesuffix("B").removesuffix("b")
     factors = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     factor = factors.get(number[-1:], 1)
     digits = number[:-1] if number[-1:] in factors else number
-    try:
-        value = float(digits) * factor
-        whole = int(value)
-    except (ValueError, OverflowError) as error:  # "x", "nan"; "inf"
-        raise NotSizeError(text) from error
-    if value != whole:
-        raise NotSizeError(text)
-    return whole
+    value = float(digits) * factor
+    if not value.is_integer():  # nor "inf" and "nan"
+        raise ValueError(text)
+    return int(value)
 
 
 def at_least(low: float) -> Check:
@@ -272,6 +262,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_grammar_bytes", "gateway.max_grammar_bytes", int, HTTP,
            "Bytes that the schema, grammar or other form of structured output in one request may have, e.g. 256K.",
            at_least(1), "at least 1", size=True),
+    Option("max_logprobs", "gateway.max_logprobs", int, HTTP,
+           "Log probabilities per token that a request may ask for, at most; beam search asks for two per beam. -1: as "
+           "many as the vocabulary has tokens.", at_least(-1), "at least -1"),
     Option("max_answer_bytes", "gateway.max_answer_bytes", int, HTTP,
            "Bytes of memory, roughly, that an answer which is not streamed may take before it gets 413, e.g. 256M.",
            at_least(1), "at least 1", size=True),

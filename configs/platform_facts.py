@@ -62,7 +62,7 @@ class PlatformFacts:
     invariant_dtypes: tuple[str, ...]
     """Dtypes that --batch-invariant computes in; none: it is refused."""
     implementations: Mapping[str, Mapping[str, Implementation]]
-    """By subject, and by its name, what a rank may compute with."""
+    """Choices of what a rank computes with, by subject and by name."""
     refused: Mapping[str, str]
     """Flags without a meaning, and why."""
     computed_as: Mapping[str, str]

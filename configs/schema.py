@@ -26,7 +26,7 @@ ToolCallParser = Literal[
     "granite",
     "openai",
 ]
-"""Names of TOOL_FORMATS (workers/text/output/format_list.py)."""
+"""Names of TOOL_FORMATS (workers/text/format_list.py)."""
 ReasoningParser = Literal["deepseek_r1", "qwen3", "granite", "openai_gptoss"]
 """Names of REASONING_FORMATS there."""
 NGRAM_TOKENS = 5
@@ -35,17 +35,15 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The checkpoint and how it is read. `model` is a folder or a hub id; the launcher resolves it to a folder.
-    quantization: how the weights of linear layers are held and multiplied; None: in `dtype`. batch_invariant: logits of
-    a sequence have the same bits whatever else is computed with it."""
+    """The checkpoint and how it is read."""
 
-    model: str
+    model: str  # a folder or a hub id; the launcher resolves it to a folder
     served_model_name: tuple[str, ...] = ()
     tokenizer: str | None = None
     revision: str | None = None
     dtype: DType = "auto"
-    quantization: Quantization | None = None
-    batch_invariant: bool = False
+    quantization: Quantization | None = None  # how linear layers hold their weights and multiply; None: in `dtype`
+    batch_invariant: bool = False  # logits of a sequence have the same bits whatever else is computed with it
     max_model_len: int | None = None
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     chat_template: str | None = None
@@ -58,13 +56,12 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ranks of one group (tensor x pipeline) and the number of groups. enable_expert_parallel: each rank of a stage
-    holds whole experts."""
+    """Ranks of one group (tensor x pipeline) and the number of groups."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
-    enable_expert_parallel: bool = False
+    enable_expert_parallel: bool = False  # each rank of a stage holds whole experts
 
     @property
     def ranks_per_group(self) -> int:
@@ -72,17 +69,16 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The paged KV cache. Device sizes are bytes per rank, and `num_blocks` overrides them. Host and disk sizes are GiB
-    per group, over all its ranks; None: the tier is off. kv_cache_dtype auto: the model's dtype; fp8: fp8_e4m3.
-    disable_hybrid_kv_cache_manager: layers with a window keep all tokens, as others do."""
+    """The paged KV cache. Device sizes are bytes per rank; host and disk sizes are GiB per group, over all its ranks,
+    and None where the tier is off."""
 
-    kv_cache_dtype: KVCacheDType = "auto"
+    kv_cache_dtype: KVCacheDType = "auto"  # auto: the model's dtype; fp8: fp8_e4m3
     block_size: int = 16
-    num_blocks: int | None = None
+    num_blocks: int | None = None  # overrides both device sizes
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
-    disable_hybrid_kv_cache_manager: bool = False
+    disable_hybrid_kv_cache_manager: bool = False  # layers with a window keep all tokens, as others do
     kv_offloading_gib: float | None = None
     kv_disk_path: str | None = None
     kv_disk_gib: float | None = None
@@ -90,40 +86,36 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one step and of a group's queue. max_itl_ms: milliseconds of a step, held by sizing prefill chunks.
-    batching_max_delay_ms: how long a dynamic batch that is not full waits for more. grammar_timeout_s: how long a
-    grammar may take to compile."""
+    """Limits of one step and of a group's queue."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int | None = None
-    max_itl_ms: float | None = None
+    max_itl_ms: float | None = None  # milliseconds of a step, held by sizing prefill chunks
     async_scheduling: bool = True
     batching_policy: BatchingPolicyName = "continuous"
-    batching_max_delay_ms: float = 50.0
-    grammar_timeout_s: float = 10.0
+    batching_max_delay_ms: float = 50.0  # how long a dynamic batch that is not full waits for more
+    grammar_timeout_s: float = 10.0  # how long a grammar may take to compile
 
 
 class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """LoRA adapters of one group. max_loras: distinct ones in one step. memory_bytes: device memory of each rank, in
-    pages; None: enough for max_loras adapters of max_lora_rank on every linear layer. max_cpu_loras: adapters that each
-    rank keeps in host memory."""
+    """LoRA adapters of one group."""
 
     enable_lora: bool = False
-    max_loras: int = 8
+    max_loras: int = 8  # distinct ones in one step
     max_lora_rank: int = 16
-    max_cpu_loras: int = 64
+    max_cpu_loras: int = 64  # those that each rank keeps in host memory
+    # Device memory of each rank, in pages. None: enough for max_loras of max_lora_rank on every linear layer.
     memory_bytes: int | None = None
 
 
 class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The device of the ranks. device None: cuda when torch sees one, else cpu. cpu_threads None: cores // ranks on the
-    node. cpu_offload_gib: GiB of weights that each rank keeps in host memory instead of on the device."""
+    """The device of the ranks."""
 
-    device: Device | None = None
-    cpu_threads: int | None = None
-    cpu_offload_gib: float = 0.0
+    device: Device | None = None  # None: cuda when torch sees one, else cpu
+    cpu_threads: int | None = None  # None: cores // ranks on the node
+    cpu_offload_gib: float = 0.0  # GiB of weights that each rank keeps in host memory instead of on the device
 
     @property
     def chosen(self) -> Device:
@@ -133,13 +125,12 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class SpeculativeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Speculative decoding, the object of --speculative-config, with vLLM's keys. method: one of DRAFT_METHODS
-    (configs/options.py), each with its own keys. num_speculative_tokens: the most drafts of a row in a step.
-    prompt_lookup_max, prompt_lookup_min: the most and fewest last tokens of a sequence that method "ngram" looks for in
-    it; as in vLLM, 5 each if neither is given, else the other's value."""
+    """Speculative decoding, the object of --speculative-config, with vLLM's keys."""
 
-    method: str
-    num_speculative_tokens: int
+    method: str  # one of DRAFT_METHODS (configs/options.py), each with its own keys
+    num_speculative_tokens: int  # the most drafts of a row in a step
+    # The most and fewest last tokens of a sequence that method "ngram" looks for in it. As in vLLM, 5 each if neither
+    # is given, else the other's value.
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
 
@@ -153,7 +144,7 @@ class SpeculativeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one group: its coordinator and its ranks. step_log: path of the file for every step's plan."""
+    """The settings of one group: its coordinator and its ranks."""
 
     model: ModelSettings
     parallel: ParallelSettings = ParallelSettings()
@@ -162,7 +153,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: DeviceSettings = DeviceSettings()
     lora: LoraSettings = LoraSettings()
     speculative: SpeculativeSettings | None = None
-    step_log: str | None = None
+    step_log: str | None = None  # path of the file for every step's plan
 
     @property
     def max_drafts(self) -> int:
@@ -183,40 +174,36 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP side. A request above one of the max_ limits gets a 400 (413 for the body). state_dir: the folder for
-    the usage journal and a copy of the tenants and the adapter list; None: they end with the service, or with Redis if
-    that is later. queue_timeout_s: seconds that a request may wait for its first step; None: no limit. auth None:
-    `open` where the gateway itself listens on loopback and has no key, else `required`. max_text_bytes None: 1 MiB, or
-    8 bytes for each token of the context if that is more. max_bodies_bytes: of all requests whose answers have not
-    begun (503). max_answer_bytes: roughly what an answer that is not streamed may take in memory (413). ssl_cert_reqs:
-    0 no certificate of clients is asked for, 1 one that is sent is checked, 2 it is required; None: 2 with
-    ssl_ca_certs, else 0. per_request_spec_decode_metrics: what answers report of their draft tokens.
-    enable_auto_tool_choice: the model itself may decide to call a tool. tool_call_parser: how it writes calls; None: as
-    the chat template says, if it says it. reasoning_parser: how it writes its thinking; None: it is content.
-    response_store_ttl_s: how long a response can be named as previous_response_id, 0: none is stored;
-    response_store_bytes: of those of one tenant, compressed."""
+    """The HTTP side."""
 
+    # The port and who may use it
     host: str = "127.0.0.1"
     port: int = 8000
-    auth: Auth | None = None
+    num_gateways: int = 1
+    auth: Auth | None = (
+        None  # None: `open` where the gateway itself listens on loopback and has no key, else `required`
+    )
     allowed_origins: tuple[str, ...] = ()
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
-    ssl_cert_reqs: int | None = None
+    # 0: no certificate of clients is asked for, 1: one that is sent is checked, 2: it is required.
+    ssl_cert_reqs: int | None = None  # None: 2 with ssl_ca_certs, else 0
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     metrics_keys: tuple[str, ...] = ()
+    # The folder for the usage journal and a copy of the tenants and the adapter list. None: they end with the service,
+    # or with Redis if that is later.
     state_dir: str | None = None
     usage_days: int = 30
     usage_rows: int = 1_000_000
-    num_gateways: int = 1
-    queue_timeout_s: float | None = None
-    max_body_bytes: int = 8 * 2**20
-    max_bodies_bytes: int = 256 * 2**20
+    # Limits of a request. Above one it gets 400, or the status at its line.
+    queue_timeout_s: float | None = None  # seconds that it may wait for its first step (503); None: no limit
+    max_body_bytes: int = 8 * 2**20  # 413
+    max_bodies_bytes: int = 256 * 2**20  # of all requests whose answers have not begun (503)
     max_json_depth: int = 64
     max_choices: int = 128
-    max_logprobs: int = 20
+    max_logprobs: int = 20  # -1: the vocabulary's size, which a gateway puts in its place
     max_stop_strings: int = 32
     max_stop_chars: int = 256
     max_logit_bias: int = 300
@@ -225,16 +212,17 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_grammar_bytes: int = 64 * 2**10
     max_grammar_choices: int = 1024
     max_regex_chars: int = 4096
-    max_text_bytes: int | None = None
-    max_answer_bytes: int = 64 * 2**20
-    metrics_prefix: str = "tandem"
-    per_request_spec_decode_metrics: SpecDecodeMetrics = "none"
-    enable_auto_tool_choice: bool = False
-    tool_call_parser: ToolCallParser | None = None
-    reasoning_parser: ReasoningParser | None = None
     max_template_kwargs_bytes: int = 16 * 2**10
-    response_store_ttl_s: int = 3600
-    response_store_bytes: int = 32 * 2**20
+    max_text_bytes: int | None = None  # None: 1 MiB, or 8 bytes for each token of the context if that is more
+    max_answer_bytes: int = 64 * 2**20  # roughly what an answer that is not streamed may take in memory (413)
+    # Answers
+    metrics_prefix: str = "tandem"
+    per_request_spec_decode_metrics: SpecDecodeMetrics = "none"  # what they report of their draft tokens
+    enable_auto_tool_choice: bool = False  # the model itself may decide to call a tool
+    tool_call_parser: ToolCallParser | None = None  # how it writes calls; None: as the chat template says, if it does
+    reasoning_parser: ReasoningParser | None = None  # how it writes its thinking; None: that is content
+    response_store_ttl_s: int = 3600  # how long one can be named as previous_response_id; 0: none is stored
+    response_store_bytes: int = 32 * 2**20  # of one tenant's stored ones, compressed
 
     @property
     def is_local(self) -> bool:
@@ -254,21 +242,18 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sources of adapters. modules: name=path of those served from the start. roots: folders that adapters may be
-    loaded from at run time; empty: the parents of modules. watch_dir: a folder whose folders are adapters, named alike.
-    """
+    """Sources of adapters."""
 
-    modules: tuple[str, ...] = ()
-    roots: tuple[str, ...] = ()
-    watch_dir: str | None = None
+    modules: tuple[str, ...] = ()  # name=path of those served from the start
+    roots: tuple[str, ...] = ()  # folders that they may be loaded from at run time; empty: the parents of modules
+    watch_dir: str | None = None  # a folder whose folders are adapters, named alike
 
 
 class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The Redis of a service. url None: the launcher starts a private server on a unix socket and sets its URL.
-    timeout_ms: the longest that a request waits for Redis."""
+    """The Redis of a service."""
 
-    url: str | None = None
-    timeout_ms: float = 50.0
+    url: str | None = None  # None: the launcher starts a private server on a unix socket and sets its URL
+    timeout_ms: float = 50.0  # the longest that a request waits for Redis
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -31,8 +31,8 @@ def with_secrets(settings: ServiceSettings) -> ServiceSettings:
 
 
 def read_secret(given: str, flag: str) -> str:
-    """What `env:NAME` or `file:PATH` stands for, without blanks around it; anything else as it is. SettingsError when
-    there is none."""
+    """Return what `env:NAME` or `file:PATH` stands for, without blanks around it; anything else as it is.
+    SettingsError when there is none."""
     kind, _, name = given.partition(":")
     if kind == "env":
         found = variable(name)

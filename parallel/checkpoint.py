@@ -1,4 +1,4 @@
-"""Reads a rank's slices of a checkpoint folder: safetensors, one file or an index, or seeded random values.
+"""load() fills a rank's parameters with its slices of a checkpoint, or with seeded random values.
 
 Called by the decoder's builder with the slots of its layers. Only this rank's slices are read, on threads, ahead of the
 parameter that is converted and packed (stored/read_ahead.py). So the peak is the shard, what is read ahead, which is
@@ -8,16 +8,13 @@ bounded, and one parameter that is converted.
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from tqdm import tqdm
 
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import Init, Param
-from tandem.parallel.stored.read_ahead import Bounds, ReadAhead, ReadSlices
-from tandem.parallel.stored.slices import Slice, slice_of
-from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 
 LoadFormat = Literal["safetensors", "dummy"]
 DUMMY_DEVIATION = 0.02
@@ -36,16 +33,14 @@ class Holder(Protocol):
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
     """Parameters to be loaded into one tensor, one behind the other along dim 0 (q, k and v; gate and up), so that
-    merged layers need no second copy. `accept` takes this rank's tensor, in the model's dtype unless the parameters
-    have their own, and on its final device.
-    holder: keeps a form of its own, None: the tensor is kept. as_stored: the tensor has the checkpoint's dtype.
-    keeps: False: `accept` keeps nothing of the tensor, whose memory is used again."""
+    merged layers need no second copy."""
 
     params: tuple[Param, ...]
+    # takes this rank's tensor, in the model's dtype unless the parameters have their own, and on its final device
     accept: Callable[[torch.Tensor], None]
-    holder: Holder | None = None
-    as_stored: bool = False
-    keeps: bool = True
+    holder: Holder | None = None  # keeps a form of its own; None: the tensor is kept
+    as_stored: bool = False  # the tensor has the checkpoint's dtype
+    keeps: bool = True  # False: `accept` keeps nothing of the tensor, whose memory is used again
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Returns the tensor's shape on a rank."""
@@ -79,7 +74,7 @@ class Found(Protocol):
         ...
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """A reader of checkpoint slices."""
 
     def in_turn(self, wanted: Sequence[tuple[Share, ...]]) -> Iterator[Found]:
@@ -89,7 +84,7 @@ class Source(Protocol):
 
 def load(
     slots: Sequence[ParameterSlot],
-    source: Source,
+    source: WeightSource,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -164,53 +159,6 @@ def _assemble(
 def _others(share: Share) -> int:
     """Returns the elements of a share at each index of its dimension."""
     return share.param.num_elements // share.param.shape[share.dim]
-
-
-DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
-
-class SafetensorsSource:
-    """Reads a checkpoint's slices ahead of the caller. SettingsError, with file and tensor, for what cannot be read.
-    bounds: of the memory for what is read ahead."""
-
-    def __init__(self, checkpoint: StoredCheckpoint, bounds: Bounds = Bounds()) -> None:
-        self._checkpoint = checkpoint
-        self._bounds = bounds
-
-    def in_turn(self, wanted: Sequence[tuple[Share, ...]]) -> Iterator[Found]:
-        groups = [tuple(map(self._slice, shares)) for shares in wanted]
-        yield from map(ReadShares, ReadAhead(groups, self._bounds))
-
-    def _slice(self, share: Share) -> Slice:
-        return slice_of(share.param, self._checkpoint.tensors_of(share.param), share.dim, share.start, share.length)
-
-
-class ReadShares:
-    """Shares that were read from files."""
-
-    def __init__(self, read: ReadSlices) -> None:
-        self._read = read
-        self.dtype = DTYPES[read.slices[0].dtype] if read.slices else None
-
-    def share(self, place: int) -> torch.Tensor:
-        stands = self._read.slices[place]
-        dtype, data = DTYPES[stands.dtype], self._read.bytes_of(place)
-        if data.storage_offset() % dtype.itemsize:  # behind shares of a smaller dtype
-            data = data.clone()
-        tensor = data.view(dtype).view(stands.shape)
-        if stands.transposed:
-            tensor = tensor.T
-        if stands.pieces is not None:
-            rows = torch.cat([torch.arange(first, first + count) for first, count in stands.pieces])
-            tensor = tensor[rows]
-        return tensor + stands.add if stands.add else tensor
-
-    def merged(self, device: torch.device, *, keeps: bool) -> torch.Tensor | None:
-        slices = self._read.slices
-        if self._read.data.device != device or not all(one.is_plain and one.dtype == slices[0].dtype for one in slices):
-            return None
-        data = self._read.keep() if keeps else self._read.data
-        return data.view(DTYPES[slices[0].dtype])
 
 
 class DummySource:

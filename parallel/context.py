@@ -7,7 +7,7 @@ runner, which shares sampled tokens through it.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem.parallel.collectives import Collectives, SingleRank
+from tandem.parallel.exchange.collectives import Collectives, SingleRank
 from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.mesh import Mesh
 

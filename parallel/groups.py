@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tandem.parallel.collectives import Collectives, SingleRank, TorchCollectives
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.collectives import Collectives, SingleRank, TorchCollectives
 from tandem.parallel.exchange.shared_memory import SharedMemoryCollectives, open_segment
 from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.mesh import Mesh

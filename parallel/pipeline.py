@@ -10,8 +10,8 @@ from collections import deque
 
 import torch
 
-from tandem.parallel.collectives import Pending
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.collectives import Pending
 
 
 class StageLink:

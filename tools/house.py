@@ -16,6 +16,7 @@ from tools.sources import Source, folder, module_of, sources
 ORDERS: dict[str, tuple[str, ...]] = {
     "cluster": (
         "state process",
+        "ray_private",
         "wire",
         "fleet tenants routing",
         "adapters",
@@ -50,7 +51,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "executor",
         "*",
     ),
-    "workers/engine": ("blocks", "base", "transfers", "waiting", "*"),
+    "workers/engine": ("blocks", "base", "observers", "transfers", "waiting", "adapters", "*"),
 }
 """Per folder its rooms from the ground up: a room imports rooms of lower floors only. `*`: modules beside the rooms."""
 

@@ -1,5 +1,5 @@
 """Laws of names and words that tests/architecture/test_laws.py holds: one class per name, how docstrings begin, how
-long a commit's subject is. Each function returns or yields who breaks one, with file and line."""
+long a commit's subject is, where tests sleep. Each function returns or yields who breaks one, with file and line."""
 
 import ast
 import subprocess
@@ -58,13 +58,33 @@ def bad_beginnings(file: Source) -> Iterator[str]:
             yield f"{file.name}:{line}: {text.splitlines()[0][:70]}"
 
 
+def bare_sleeps(file: Source) -> Iterator[str]:
+    """Sleeps of a test outside a loop that polls, without a comment on their line; `sleep(0)` lets others run."""
+    lines = file.text.splitlines()
+    for node, is_polled in _in_loops(file.tree, is_in_loop=False) if "sleep(" in file.text else ():
+        if isinstance(node, ast.Call) and not is_polled:
+            called = getattr(node.func, "attr", getattr(node.func, "id", None))
+            line = lines[node.lineno - 1]
+            if called == "sleep" and "#" not in line and [ast.unparse(given) for given in node.args] != ["0"]:
+                yield f"{file.name}:{node.lineno}: {line.strip()}"
+
+
+def _in_loops(node: ast.AST, is_in_loop: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node, and whether it stands in a loop of its own function."""
+    is_in_loop = is_in_loop or isinstance(node, ast.While | ast.For | ast.AsyncFor)
+    for inner in ast.iter_child_nodes(node):
+        begins_anew = isinstance(inner, FUNCTIONS | ast.Lambda)
+        yield inner, is_in_loop
+        yield from _in_loops(inner, is_in_loop and not begins_anew)
+
+
 def long_subjects(subjects: Iterable[str]) -> list[str]:
     """Subjects of commits that are too long."""
     return [f"{len(subject)} characters: {subject}" for subject in subjects if len(subject) > SUBJECT_LENGTH]
 
 
 def subjects(root: Path, since: str) -> list[str] | None:
-    """Subjects of the commits after `since`; None where this part of the history is absent."""
-    log = ["git", "log", "--format=%s", f"{since}..HEAD"]
+    """Subjects of the commits after `since`, merges left out: git words those. None where this history is absent."""
+    log = ["git", "log", "--no-merges", "--format=%s", f"{since}..HEAD"]
     done = subprocess.run(log, cwd=root, capture_output=True, text=True, check=False)
     return done.stdout.splitlines() if done.returncode == 0 else None

@@ -8,8 +8,8 @@ tests/unit/tools/test_model_table.py holds the page up to date, and each cell by
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tandem.workers.models.spec.families import FAMILIES
 from tandem.workers.models.spec.family import Family
+from tandem.workers.models.spec.family_rows.families import FAMILIES
 from tandem.workers.models.spec.parameter_names import Role
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"

@@ -318,7 +318,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help="names in tools/mutants.toml (all)")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
-    parser.add_argument("--sample", type=int, help="only so many, drawn at random")
+    parser.add_argument("--sample", type=int, help="only so many, drawn at random; says how long all take")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--again", action="store_true", help="tests are new: what was caught before counts as caught")
     parser.add_argument("--doubt", action="store_true", help="run those that are named equivalent too")
@@ -333,6 +333,7 @@ def main() -> int:
         for mutant in module.mutants
         if (options.doubt or mutant.identity not in module.equivalent) and mutant.key not in module.known
     ]
+    total = len(wanted)
     if options.sample is not None:
         wanted = random.Random(options.seed).sample(wanted, min(options.sample, len(wanted)))
     if options.list:
@@ -346,7 +347,13 @@ def main() -> int:
         run = Run([module for module in modules if module.name in names], options.jobs if names else 0, Path(folder))
         try:
             run.check_tests()
+            began_s = time.monotonic()
             run.run(wanted)
+            if len(wanted) < total:
+                hours = (time.monotonic() - began_s) / max(1, len(wanted)) * total / 3600
+                print(
+                    f"mutate: {total} like these {len(wanted)} take about {hours:.1f} h with {options.jobs} at a time"
+                )
         finally:
             run.close()
     return report(modules)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Pool, TokenDelta
-from tandem.workers.planning.pooling_config import PoolingFacts
+from tandem.workers.models.spec.config.pooling_config import PoolingFacts
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):

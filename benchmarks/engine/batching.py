@@ -30,7 +30,7 @@ from benchmarks.record import RESULTS, write_record
 from benchmarks.workload import Job, Summary, describe, mixed_workload, summarize
 from tandem.configs.schema import BatchingPolicyName, EngineSettings
 from tandem.workers.engine.engine import Engine
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 
 POLICIES: tuple[BatchingPolicyName, ...] = ("continuous", "dynamic", "static")
 MAX_MODEL_LEN = 1024

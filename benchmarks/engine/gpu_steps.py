@@ -29,7 +29,7 @@ from tandem.parallel.mesh import Mesh
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import Executor
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tests.support.in_process import runner_of
 
@@ -114,10 +114,10 @@ def step_times(
     found: dict[str, list[float]] = {"replayed": [], "eager": []}
     for pair in range(options.pairs + 1):
         for kind, times_ms in found.items():
-            before = replays(engine._executor, kind == "replayed")
+            before = replays(engine.executor, kind == "replayed")
             tag = f"{kind}-{rows}-{pair}"
             taken_ms = step_ms(engine, sink, rows, options.context, options.steps, spec.vocab_size, tag)
-            was_replayed = replays(engine._executor, True) > before
+            was_replayed = replays(engine.executor, True) > before
             assert was_replayed == (kind == "replayed"), f"steps of {rows} rows were to be {kind}"
             if pair:
                 times_ms.append(taken_ms)

@@ -24,11 +24,11 @@ from benchmarks.machine import OtherCpu
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.record import RESULTS, write_record
 from tandem.offload.weights.weight_stream import WeightStream
-from tandem.parallel.checkpoint import SafetensorsSource
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.stored.read_ahead import Bounds
+from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.workers.models.decoder import Decoder, attention_of
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.platforms.cpu import CpuPlatform
 

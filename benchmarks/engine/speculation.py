@@ -30,7 +30,7 @@ from benchmarks.record import RESULTS, write_record
 from benchmarks.workload import Job
 from tandem.configs.schema import SpeculativeSettings
 from tandem.workers.engine.engine import Engine
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.speculation.proposer import ProposalRow
 from tandem.workers.text.tokenizer import load_tokenizer
@@ -144,7 +144,7 @@ def bench_of(
     sinks = TimelineSink(), TimelineSink()
     plain, _ = stack.enter_context(opened_engine(settings, sinks[0]))
     drafting, _ = stack.enter_context(opened_engine(replace(settings, speculative=NGRAM), sinks[1]))
-    runners = runner_of(plain._executor), runner_of(drafting._executor)
+    runners = runner_of(plain.executor), runner_of(drafting.executor)
     return Bench(options.rows, plain, drafting, sinks), runners
 
 

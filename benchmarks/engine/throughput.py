@@ -26,7 +26,7 @@ from benchmarks.workload import Job, Summary, describe, mixed_workload, summariz
 from tandem.parallel.mesh import Mesh
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.kv_layout import kv_layouts
 
 MAX_MODEL_LEN = 1024

@@ -29,7 +29,7 @@ from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.planning.budget import available_cores
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25)

@@ -25,7 +25,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import MakeMethod, PackedMethod
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import MAX_ROWS, skinny_gemm
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform, multiplies_by_row
 
 

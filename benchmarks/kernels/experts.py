@@ -39,8 +39,8 @@ from tandem.workers.models.layers.mlp import gating
 from tandem.workers.models.layers.moe import MixtureOfExperts
 from tandem.workers.models.layers.routing import Router
 from tandem.workers.models.spec.arch import Moe
-from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.parameters import LayerParams
 from tandem.workers.platforms.cpu import CpuPlatform
 

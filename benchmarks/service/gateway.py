@@ -35,7 +35,7 @@ from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.routing.route_hint import hint_of
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import GenerationRequest, SamplingParams, TokenDelta
-from tandem.workers.planning.pooling_config import PoolingFacts
+from tandem.workers.models.spec.config.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import find_chat_template
 from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer

@@ -32,7 +32,7 @@ from benchmarks.models import MODELS, find_model
 from benchmarks.record import RESULTS, write_record
 from benchmarks.service.serving import Service
 from benchmarks.workload import percentiles, random_prompt
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 
 TITLES = {"gateway": "ray::ServeReplica:tandem:tandem-gateway", "coordinator": "ray::ServeReplica:tandem:tandem-coord"}
 GOODPUT_BAR, REFUSAL_BAR_MS, MEMORY_BAR = 0.9, 50.0, 1.2

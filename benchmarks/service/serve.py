@@ -28,7 +28,7 @@ from benchmarks.service.kv_waste import EngineWatch, KVWaste, watched
 from benchmarks.service.serving import Service, stream_completion
 from benchmarks.workload import Job, Summary, Timeline, describe, mixed_workload, summarize
 from tandem.workers.engine.engine import Engine
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 
 PEER_JOBS = 4
 

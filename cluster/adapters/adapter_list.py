@@ -22,7 +22,7 @@ from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 
 POLL_S = 0.5
 SUBSCRIBED_POLL_S = 2.0
-"""While changes are announced; no less than without."""
+"""Period while changes are announced; no less than without."""
 
 
 class SavedAdapters(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +69,8 @@ class AdapterList(MapCopy[AdapterEntry]):
         return msgspec.msgpack.decode(value, type=BaseFacts) if isinstance(value, bytes) else None
 
     async def modules_are_listed(self, service: str, modules: str) -> bool:
-        """Has a gateway of the service listed this --lora-modules, and none another since? modules: its digest. Not
-        known, so no, while Redis is unavailable."""
+        """True when a gateway of the service has listed this --lora-modules, and none another since. modules: its
+        digest. False while Redis is unavailable: it is not known."""
         if self.map is None:
             return False
         try:
@@ -79,7 +79,7 @@ class AdapterList(MapCopy[AdapterEntry]):
             return False
 
     async def note_modules_listed(self, service: str, modules: str) -> None:
-        """So that a gateway with the same --lora-modules that comes later leaves them as they are by then."""
+        """Notes them: a gateway with the same --lora-modules that comes later leaves them as they are by then."""
         if self.map is not None:
             note = keys.modules_listed(service)
             with suppress(RedisUnavailable):
@@ -107,7 +107,7 @@ class AdapterList(MapCopy[AdapterEntry]):
 
     @property
     def _may_restore(self) -> bool:
-        """Only a process that serves the model decides; groups follow."""
+        """True for a process that serves the model: it decides, groups follow."""
         return self._base is not None
 
     async def _repair(self, map: DurableMap[AdapterEntry], there: Epoch) -> None:

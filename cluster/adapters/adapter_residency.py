@@ -47,12 +47,12 @@ class GroupAdapters:
             self._pin(pinned)
 
     def enter(self, adapter: AdapterRef | None) -> None:
-        """A request came."""
+        """Counts a request that came."""
         if adapter is not None:
             self._in_flight[adapter] += 1
 
     def leave(self, adapter: AdapterRef | None) -> None:
-        """It has ended."""
+        """Counts it no more: it has ended."""
         if adapter is not None:
             self._in_flight[adapter] -= 1
             if not self._in_flight[adapter]:

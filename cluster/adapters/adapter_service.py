@@ -274,7 +274,8 @@ def _busy(name: str) -> RequestRefused:
 
 
 def adapter_limit(tenants: Mapping[str, Tenant], name: str) -> int | None:
-    """None: any number. RequestRefused 400 when there is no such tenant: an adapter of nobody's would be lost."""
+    """The most adapters that a tenant may have; None: any number. RequestRefused 400 when there is no such tenant: an
+    adapter of nobody's would be lost."""
     tenant = tenants.get(name)
     if tenant is not None:
         return tenant.limits.max_adapters

@@ -12,7 +12,7 @@ from pathlib import Path
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.folder_watch import FolderWatch, Sightings
-from tandem.cluster.adapters.sources import modules_digest, modules_of
+from tandem.cluster.adapters.sources import Module, modules_digest, modules_of
 from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 from tandem.configs.schema import ServiceSettings
@@ -41,12 +41,17 @@ async def open_adapter_service(
     adapter_service = AdapterService(adapters, checker_of(facts), names, limit=limit)
     with suppress(RedisUnavailable):
         await adapters.refresh()
-    modules = modules_of(settings.adapters, names)
-    digest = modules_digest(names[0], modules)
+    await _list_new_modules(adapter_service, modules_of(settings.adapters, names), service)
+    return adapter_service
+
+
+async def _list_new_modules(adapter_service: AdapterService, modules: list[Module], service: str) -> None:
+    """Lists --lora-modules, unless a gateway of the service has listed the same before. SettingsError."""
+    adapters = adapter_service.adapters
+    digest = modules_digest(adapters.model, modules)
     if not await adapters.modules_are_listed(service, digest):
         await adapter_service.list_modules(modules)
         await adapters.note_modules_listed(service, digest)
-    return adapter_service
 
 
 def start_adapter_tasks(

@@ -14,7 +14,7 @@ from tandem.configs.environment import adapter_cache_folder
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.configs.schema import ServiceSettings
 from tandem.workers.lora.peft.adapter_check import AdapterChecker
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 
 
 def checker_of(base: BaseFacts) -> AdapterChecker:

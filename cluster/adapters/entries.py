@@ -18,15 +18,14 @@ LEAST_DIGEST_CHARS = 8
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The version that is served under a name. tenant: whose it is, None: everyone's. pinned: groups keep it on their
-    devices. listed_at_s: wall clock."""
+    """The version that is served under a name."""
 
     name: str
     digest: str
     source: str
-    tenant: str | None = None
-    pinned: bool = False
-    listed_at_s: float = 0.0
+    tenant: str | None = None  # whose it is, None: everyone's
+    pinned: bool = False  # groups keep it on their devices
+    listed_at_s: float = 0.0  # wall clock
 
     @property
     def ref(self) -> AdapterRef:
@@ -39,18 +38,17 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BaseFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a list of adapters belongs to: what checking a new one needs. overrides: --hf-overrides;
-    names: all that it is served by, () where that is unknown; has_weights: False when they are random."""
+    """The model that a list of adapters belongs to: what checking a new one needs."""
 
     folder: str
     max_rank: int
-    overrides: dict[str, Any] = {}
-    names: tuple[str, ...] = ()
-    has_weights: bool = True
+    overrides: dict[str, Any] = {}  # --hf-overrides
+    names: tuple[str, ...] = ()  # all that it is served by, () where that is unknown
+    has_weights: bool = True  # False when they are random
 
 
 def is_name(name: str) -> bool:
-    """May an adapter be called so? ':' and '@' have a meaning in a request's `model`."""
+    """True when an adapter may be called so. ':' and '@' have a meaning in a request's `model`."""
     return NAME.fullmatch(name) is not None
 
 

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +21,14 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry, is_name
 from tandem.cluster.adapters.sources import FILES
 from tandem.cluster.state import keys
+from tandem.cluster.state.heartbeat import read_live
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 from tandem.workers.messages.errors import RequestRefused
 
 log = logging.getLogger("tandem.adapters")
 SETTLED_S = 1.5
 UNSEEN_S = 30.0
-"""The same for a folder that this gateway has never seen: another one, which starts later, may have it."""
+"""The same time for a folder that this gateway has never seen: another one, which starts later, may have it."""
 
 Print = tuple[tuple[str, int, int], ...]
 """Name, bytes and time of change of each file."""
@@ -62,14 +64,8 @@ class Sightings:
         members = answers[3]
         assert isinstance(members, set | list), members
         others = sorted(name for member in members if (name := member.decode()) != self._id)
-        if not others:
-            return set()
-        values = await self._redis.command("MGET", *(keys.sighting(self._service, other) for other in others))
-        assert isinstance(values, list), values
-        gone = [other for other, value in zip(others, values, strict=True) if value is None]
-        if gone:
-            await self._redis.command("SREM", everyone, *gone)
-        return {name for value in values if value is not None for name in msgspec.msgpack.decode(value, type=list[str])}
+        values = await read_live(self._redis, others, partial(keys.sighting, self._service), everyone)
+        return {name for value in values for name in msgspec.msgpack.decode(value, type=list[str])}
 
 
 class FolderWatch:
@@ -184,7 +180,7 @@ class FolderWatch:
 
 
 def _print_of(folder: Path) -> Print | None:
-    """None when it is being removed at this moment."""
+    """The files of a folder; None when it is being removed at this moment."""
     try:
         stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
     except OSError:

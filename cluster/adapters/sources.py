@@ -102,7 +102,7 @@ def allowed_source(path: str, roots: Collection[str]) -> str:
 
 
 def _is_plain(rest: str) -> bool:
-    """Does every client of a file system read it as steps down? No escapes, queries, chains or ways up."""
+    """True when every client of a file system reads it as steps down: no escapes, queries, chains or ways up."""
     if not rest.isprintable() or "::" in rest or any(character in rest for character in "%?#\\"):
         return False
     return not {".", ".."} & {*rest.split("/")}

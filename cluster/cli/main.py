@@ -12,8 +12,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from tandem.cluster.cli.flags import Command
-from tandem.cluster.cli.terminal import GroupedHelp, say
+from tandem.cluster.cli.base.flags import Command
+from tandem.cluster.cli.base.terminal import GroupedHelp, say
 from tandem.cluster.cli.verbs import adapters, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
 from tandem.cluster.cli.verbs.check_config import check_config

@@ -1,10 +1,9 @@
-"""CUDA devices and cores of this machine, read without torch.
+"""CUDA devices of this machine, read without torch.
 
 Memory of the host is read in workers/planning/budget.py.
 """
 
 import ctypes
-import os
 
 from tandem.configs.schema import Device
 from tandem.workers.planning.budget import available_bytes
@@ -48,8 +47,3 @@ def device_memory(asked: Device | None) -> tuple[Device, int | None]:
     on_cuda = cuda_memory_bytes()
     device = asked or ("cpu" if on_cuda is None else "cuda")
     return device, available_bytes() if device == "cpu" else on_cuda
-
-
-def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -18,7 +18,7 @@ from typing import Final
 from tandem.cluster.deploy import devices
 from tandem.cluster.process.redis_server import find_binary
 from tandem.configs.errors import SettingsError
-from tandem.workers.planning.budget import available_bytes, machine_bytes
+from tandem.workers.planning.budget import available_bytes, available_cores, machine_bytes
 
 CPU_FEATURES: Final[Mapping[str, str | None]] = {
     "avx512f": "__AVX512F__",
@@ -32,33 +32,28 @@ COMPILER_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """Versions are None for what is not installed. torch_cuda: the CUDA that torch was built for, None for a CPU build.
-
-    driver: of the kernel module. driver_cuda: the newest CUDA that the driver runs, as 1000 * major + 10 * minor. gpus:
-    devices of the driver. memlock_bytes: None without a limit. cpu_features: those of CPU_FEATURES that the CPU has.
-    compiler_features: those that the compiler uses for this CPU; None where it fails.
-    """
+    """Versions are None for what is not installed."""
 
     tandem: str
     python: str
     torch: str | None
-    torch_cuda: str | None
+    torch_cuda: str | None  # the CUDA that torch was built for, None for a CPU build
     triton: str | None
     nccl: str | None
     ray: str | None
-    driver: str | None
-    driver_cuda: int | None
-    gpus: int
+    driver: str | None  # of the kernel module
+    driver_cuda: int | None  # the newest CUDA that the driver runs, as 1000 * major + 10 * minor
+    gpus: int  # devices of the driver
     redis: str | None
     cpu: str
     cores: int
     memory_bytes: int
     available_bytes: int
     shm_bytes: int | None
-    memlock_bytes: int | None
-    cpu_features: tuple[str, ...]
+    memlock_bytes: int | None  # None without a limit
+    cpu_features: tuple[str, ...]  # those of CPU_FEATURES that the CPU has
     compiler: str | None
-    compiler_features: tuple[str, ...] | None
+    compiler_features: tuple[str, ...] | None  # those that the compiler uses for this CPU; None where it fails
 
 
 def read_facts() -> MachineFacts:
@@ -80,7 +75,7 @@ def read_facts() -> MachineFacts:
         gpus=devices.cuda_device_count(),
         redis=_redis(),
         cpu=name.group(1) if name else platform.machine(),
-        cores=devices.cores(),
+        cores=available_cores(),
         memory_bytes=machine_bytes(),
         available_bytes=available_bytes(),
         shm_bytes=_room(Path("/dev/shm")),

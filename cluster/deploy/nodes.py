@@ -1,4 +1,4 @@
-"""What `serve run` decides from the nodes that a Ray cluster has: the device of the ranks, and loopback or not."""
+"""Choices of `serve run` by the nodes of a Ray cluster: the device of the ranks, and loopback or not."""
 
 import logging
 from typing import Any

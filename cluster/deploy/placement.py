@@ -54,7 +54,7 @@ def declared_gpus(device: str, devices: int) -> int:
 
 
 def surge_percent(replicas: int, demand: Mapping[str, float], free: Sequence[Mapping[str, float]]) -> int:
-    """How many more replicas than `replicas` may run while a new version replaces them, in percent of them.
+    """The share of replicas that may run beyond `replicas` while a new version replaces them, in percent.
 
     demand: of one replica, all on one node. free: what each node has left. With room for none Serve stops old replicas
     before it starts new ones: it would wait for ever for room otherwise.
@@ -68,7 +68,7 @@ def surge_percent(replicas: int, demand: Mapping[str, float], free: Sequence[Map
 
 
 def group_demand(ranks: int, device: str, strategy: str) -> dict[str, float]:
-    """What one group needs of a node; more than any has, where it may be spread over several."""
+    """The resources that one group needs of a node; more than any has, where it may be spread over several."""
     if strategy != "STRICT_PACK":
         return {"CPU": math.inf}
     bundles = group_bundles(ranks, device)

@@ -22,7 +22,6 @@ from tandem.configs.secrets import without_password
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.sizes import rank_weights
 from tandem.workers.planning.adapter_room import adapter_room
 from tandem.workers.planning.budget import available_bytes, check_offload
 from tandem.workers.planning.invariance import check_batch_invariant
@@ -33,6 +32,7 @@ from tandem.workers.planning.resolve import (
     resolve_dtype,
     resolve_max_model_len,
 )
+from tandem.workers.planning.sizes import rank_weights
 from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.text.generation_config import generation_of
 

@@ -1,4 +1,4 @@
-"""Whether a Ray asks for tokens: one that does not lets all who reach its ports run code in it, so it is refused."""
+"""A Ray must ask for tokens: one that does not lets all who reach its ports run code in it, so it is refused."""
 
 from tandem.configs.errors import SettingsError
 
@@ -18,7 +18,7 @@ def check_token(address: str, gcs_address: str, flag: str, override: str) -> Non
 
 
 def asks_for_token(gcs_address: str, flag: str, override: str) -> bool:
-    """Whether the Ray there refuses a call without a token. True also for one that speaks TLS only, which asks for
+    """True if the Ray there refuses a call without a token. True also for one that speaks TLS only, which asks for
     certificates. Raises SettingsError when its answer does not tell."""
     import grpc
 

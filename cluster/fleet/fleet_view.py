@@ -17,12 +17,12 @@ import msgspec
 from tandem.cluster.fleet.group_reports import ANSWER_S, GroupReport, GroupReports
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
-from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace
+from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace, decode_record
 from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable, text_of
 
 log = logging.getLogger("tandem.fleet")
 PERIOD_S, IDLE_PERIOD_S = 0.5, 1.0
-"""Between two reads of the fleet."""
+"""Pauses between two reads of the fleet."""
 STALLED_AFTER_S = 10.0
 SLOW_ANSWER_S = 1.0
 MISSING_KEPT_S = 120.0
@@ -52,7 +52,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_ready(self) -> bool:
-        """It takes requests and makes progress."""
+        """True while it takes requests and makes progress."""
         return self.state == "serving" and self.stalled_s <= STALLED_AFTER_S
 
 
@@ -169,7 +169,9 @@ class FleetView:
         if self._epoch.is_behind(before):
             self._on_emptied()  # now: what follows may fail, and the next read finds the same sentinel
         gone = [i for i, value in values.items() if value is None]
-        found = {i: r for i, value in values.items() if (r := _decoded(i, value)) is not None}
+        found = {
+            i: r for i, value in values.items() if (r := decode_record(value, GroupRecord, "record", i)) is not None
+        }
         if gone or self.records.keys() - found.keys():
             await self._remove(gone, sentinel)
         return found
@@ -202,7 +204,7 @@ class FleetView:
         await self._redis.pipeline(commands)
 
     async def _seed(self) -> str:
-        """Redis has lost its data (or is new): durable state is written again, then the sentinel. Its new value."""
+        """Writes durable state again, then the sentinel, to a Redis that lost its data or is new. Returns its value."""
         if self._reseed is None:
             raise RedisUnavailable("its data is gone")
         await self._reseed()
@@ -234,16 +236,6 @@ def _attempt(call: Callable[[], object], failed: str) -> None:
         call()
     except Exception:
         log.exception(failed)
-
-
-def _decoded(group: str, value: object) -> GroupRecord | None:
-    if not isinstance(value, bytes):
-        return None
-    try:
-        return msgspec.msgpack.decode(value, type=GroupRecord)
-    except msgspec.DecodeError as error:
-        log.warning("the record of group %s cannot be read: %s", group, error)
-        return None
 
 
 def bytes_of(records: Iterable[GroupRecord], groups: int) -> tuple[int, int]:

@@ -6,29 +6,28 @@ its metrics to Redis; the one that is scraped adds the others'. A service with o
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from tandem.cluster.state import keys
-from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace
+from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace, read_live
 from tandem.cluster.state.redis_client import Commands
 
 PERIOD_S = 2.0
 
 
 class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One gateway at one moment. ready: it would take a request. in_flight: HTTP requests whose answers are not
-    complete. metrics, tenant_metrics: its own families as Prometheus text, the latter those that name tenants.
-    quarantined: digests of prompts that have ended a group (gateway/generation/quarantine.py)."""
+    """One gateway at one moment."""
 
     gateway: str
     host: str
     pid: int
-    ready: bool
-    in_flight: int
-    metrics: bytes
-    tenant_metrics: bytes
-    quarantined: list[str] = []
+    ready: bool  # it would take a request
+    in_flight: int  # HTTP requests whose answers are not complete
+    metrics: bytes  # its own families as Prometheus text
+    tenant_metrics: bytes  # those that name tenants
+    quarantined: list[str] = []  # digests of prompts that have ended a group (gateway/generation/quarantine.py)
 
 
 class GatewayHeartbeat(Heartbeat[GatewayRecord]):
@@ -63,11 +62,5 @@ async def read_gateways(redis: Commands, service: str) -> list[GatewayRecord]:
     members = await redis.command("SMEMBERS", keys.gateways(service))
     assert isinstance(members, set | list), members
     ids = sorted(member.decode() for member in members)
-    if not ids:
-        return []
-    values = await redis.command("MGET", *(keys.gateway(service, i) for i in ids))
-    assert isinstance(values, list), values
-    dead = [i for i, value in zip(ids, values, strict=True) if value is None]
-    if dead:  # a live gateway writes its id with its next record
-        await redis.command("SREM", keys.gateways(service), *dead)
-    return [msgspec.msgpack.decode(value, type=GatewayRecord) for value in values if isinstance(value, bytes)]
+    values = await read_live(redis, ids, partial(keys.gateway, service), keys.gateways(service))
+    return [msgspec.msgpack.decode(value, type=GatewayRecord) for value in values]

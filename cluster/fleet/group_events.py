@@ -17,12 +17,11 @@ Kind = Literal["serving", "failed", "lost", "missing", "returned", "left"]
 
 
 class GroupEvent(msgspec.Struct, frozen=True):
-    """One event. failed: the group did not start. missing: its record is missing. returned: the record is back.
-    reason: of a failure or a loss, for people."""
+    """One event. failed: the group did not start. missing: its record is missing. returned: the record is back."""
 
     kind: Kind
     group: str
-    reason: str = ""
+    reason: str = ""  # of a failure or a loss, for people
 
 
 async def write_event(redis: Commands, service: str, event: GroupEvent) -> None:

@@ -16,13 +16,14 @@ from contextlib import suppress
 import msgspec
 
 from tandem.cluster.state import keys
+from tandem.cluster.state.heartbeat import decode_record
 from tandem.cluster.state.notifications import Announcements, announcement
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 
 log = logging.getLogger("tandem.fleet")
 ANSWER_S = 1.0
 FIRST_LOOK_S, MOST_PAUSE_S = 0.005, 0.1
-"""Between two looks for answers: first this, then twice the last."""
+"""Pauses between two looks for answers: first this, then twice the last."""
 AT_ONCE = 16
 """Reports in one answer of Redis: with a thousand tenants each has some 60 kB, and streams must not wait."""
 POLL_S, SUBSCRIBED_POLL_S = 0.5, 5.0
@@ -30,28 +31,27 @@ POLL_S, SUBSCRIBED_POLL_S = 0.5, 5.0
 
 
 class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A group's adapters. on_device, on_host: their keys (routing/residency.py), each in one of them; running, waiting:
-    names of those that requests use, as they lie on the device or not."""
+    """A group's adapters."""
 
+    # keys (routing/residency.py), each in one of the two
     on_device: list[str] = []
     on_host: list[str] = []
+    # names of those that requests use, as they lie on the device or not
     running: list[str] = []
     waiting: list[str] = []
     max_loras: int = 0
 
 
 class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One group at one moment. answers: the number of the question. stats: msgpack of the engine's statistics, empty
-    before there are any. notes: choices made at its start that its user should know. adapters: None without
-    --enable-lora."""
+    """One group at one moment."""
 
     group: str
     model: str
-    answers: int = 0
-    stats: bytes = b""
+    answers: int = 0  # the number of the question
+    stats: bytes = b""  # msgpack of the engine's statistics, empty before there are any
     rank_pids: list[int] = []
-    notes: list[str] = []
-    adapters: AdapterReport | None = None
+    notes: list[str] = []  # choices made at its start that its user should know
+    adapters: AdapterReport | None = None  # None without --enable-lora
 
 
 class ReportWriter:
@@ -116,7 +116,7 @@ class GroupReports:
         return [self._known[group] for group in sorted(self._known)]
 
     async def _ask(self, missing: set[str]) -> None:
-        """Until every group has answered."""
+        """Asks, and reads until every group has answered."""
         key, pause_s = keys.reports_asked(self._service), FIRST_LOOK_S
         _, _, number, _ = await self._redis.pipeline(
             [
@@ -138,16 +138,7 @@ class GroupReports:
         """Reads the reports of some groups; returns those that have answered this question or a later one."""
         values = await self._redis.command("MGET", *(keys.group_report(self._service, group) for group in groups))
         assert isinstance(values, list), values
-        found = {group: _decoded(group, value) for group, value in zip(groups, values, strict=True)}
+        pairs = zip(groups, values, strict=True)
+        found = {group: decode_record(value, GroupReport, "report", group) for group, value in pairs}
         self._known |= {group: report for group, report in found.items() if report is not None}
         return {group for group, report in found.items() if report is not None and report.answers >= number}
-
-
-def _decoded(group: str, value: object) -> GroupReport | None:
-    if not isinstance(value, bytes):
-        return None
-    try:
-        return msgspec.msgpack.decode(value, type=GroupReport)
-    except msgspec.DecodeError as error:
-        log.warning("the report of group %s cannot be read: %s", group, error)
-        return None

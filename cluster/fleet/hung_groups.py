@@ -19,9 +19,9 @@ from tandem.cluster.wire.service_facts import COORDINATOR
 
 log = logging.getLogger("ray.serve.tandem")
 SUSPECT_AFTER_S = 8.0
-"""After the record's end, which is 3 s after the last heartbeat: a short hang is left alone."""
+"""Time after the record's end, which is 3 s after the last heartbeat: a short hang is left alone."""
 STOPPED_S = 7.0
-"""Stopped for that long after the record's end, and never running meanwhile: several short stops are left alone."""
+"""Time that it was stopped after the record's end, never running meanwhile: several short stops are left alone."""
 ANSWER_S = 5.0
 TITLE = "ray::"
 

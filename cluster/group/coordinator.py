@@ -34,7 +34,7 @@ from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.group.group_engine import GroupEngine
 from tandem.cluster.group.sharing import Sharing
-from tandem.cluster.process.replica_end import on_sigterm, on_taken_down
+from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down
 from tandem.cluster.routing.outstanding import by_gateway
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.state import keys

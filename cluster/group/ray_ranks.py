@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tandem.cluster.ray_private.process_titles import use_rays_titles
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node
 from tandem.configs.schema import EngineSettings
 from tandem.workers.executor.rank_group import RankGroup
@@ -27,7 +28,7 @@ class RankActor:
     def run(self, rank: int, endpoint: str, secret: str, group: str, facts: ServiceFacts) -> bool:
         """Runs the rank until the group ends it. Torch is first imported in here. Returns whether SIGTERM ended it."""
         check_node(facts)
-        _use_rays_titles()
+        use_rays_titles()
         with no_collections():
             from tandem.workers.rank.rank_server import TOLD_TO_END, ToldToEnd, run_rank
 
@@ -38,13 +39,6 @@ class RankActor:
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         signal.signal(signal.SIGTERM, end)
         return run_rank(rank, endpoint, secret, group=group, host=host) == TOLD_TO_END
-
-
-def _use_rays_titles() -> None:
-    """Ray has moved this process's argument memory: the setproctitle package no longer finds it, Ray's own does."""
-    import setproctitle
-
-    setproctitle.setproctitle = ray._raylet.setproctitle
 
 
 def ray_group(

@@ -23,12 +23,12 @@ from tandem.workers.messages.request import AdapterRef
 
 log = logging.getLogger("tandem.fairness")
 SUBSCRIBED_POLL_S = 5.0
-"""Between two reads of weights while their changes are announced."""
+"""Pause between two reads of weights while their changes are announced."""
 T = TypeVar("T")
 
 
 class Sharing:
-    """One group's part."""
+    """One group's part of the state that groups share."""
 
     def __init__(
         self,

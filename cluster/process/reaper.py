@@ -21,9 +21,9 @@ from tandem.cluster.process.run_files import sweep
 from tandem.cluster.process.signals import NUMBERS, TOGETHER_S
 
 PATIENCE_S = 3.0
-"""How long after a signal an unfinished start may take to end in order."""
+"""Time that an unfinished start has, after a signal, to end in order."""
 GRACE_S = 1.0
-"""How long processes may outlive a launcher that ended in order before they are killed."""
+"""Time that processes may outlive a launcher that ended in order before they are killed."""
 INTERRUPTED = "interrupted before the service was up"
 
 

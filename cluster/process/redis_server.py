@@ -130,7 +130,7 @@ class RedisServer:
             time.sleep(0.005)
 
     def _answers(self) -> bool:
-        """Whether it serves; while it reads what an earlier one left, it refuses all commands but those of entering."""
+        """True if it serves; while it reads what an earlier one left, it refuses all commands but those of entering."""
         asked = [b"PING\r\n"]
         if self._listen is not None:
             asked.insert(0, f"AUTH {self._listen[2]}\r\n".encode())

@@ -17,7 +17,7 @@ class Startable(Protocol):
         ...
 
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """True while the process runs."""
         ...
 
 

@@ -32,7 +32,7 @@ class StopRequested(BaseException):
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Whether the signal is ignored on purpose: SIGHUP under nohup. SIGINT, which a shell script ignores in commands
+    """True if the signal is ignored on purpose: SIGHUP under nohup. SIGINT, which a shell script ignores in commands
     that it starts with `&`, is not."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
@@ -78,7 +78,7 @@ class Signals:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a second signal has arrived: drains are cut short."""
+        """True once a second signal has arrived: drains are cut short."""
         return len(self._numbers) > 1
 
     def _take(self, numbers: set[signal.Signals]) -> None:

@@ -15,15 +15,12 @@ at best."""
 
 
 class GroupLoads(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups at one moment, for one request. A group is its index in the columns.
+    """The groups at one moment, for one request. A group is its index in the columns."""
 
-    groups: their ids. outstanding: their tokens to come, prompt + allowed output of requests that have not ended. last:
-    groups to choose only when there is no other (their record no longer reaches the gateway, they have refused the
-    request, are taken down, or stall). tiers: the groups that have the request's adapter, and the one that is its home
-    if it has it not; empty without an adapter.
-    """
-
-    groups: Sequence[str]
-    outstanding: Sequence[int]
+    groups: Sequence[str]  # their ids
+    outstanding: Sequence[int]  # their tokens to come: prompt + allowed output of requests that have not ended
+    # groups to choose only when there is no other: their record no longer reaches the gateway, they have refused the
+    # request, are taken down, or stall
     last: Collection[int] = ()
+    # groups that have the request's adapter, and its home if that has it not; empty without an adapter
     tiers: Mapping[Tier, Collection[int]] = {}

@@ -15,12 +15,12 @@ OLD_S = 60.0
 
 
 class _RoutedCall(msgspec.Struct):
-    """tried: groups that did not take it."""
+    """One call that has not ended."""
 
     group: str
     tokens: int
     began_s: float
-    tried: set[str] = set()
+    tried: set[str] = set()  # groups that did not take it
 
 
 class Outstanding:
@@ -30,7 +30,7 @@ class Outstanding:
         self._calls: dict[str, _RoutedCall] = {}
         self._here: dict[str, int] = {}
         self._beyond: dict[str, tuple[int, float]] = {}
-        """The least, by group, by which the count was above its reports, and since when."""
+        """By group, the least by which the count was above its reports, and since when."""
 
     def begin(self, call_id: str, group: str, tokens: int, now_s: float) -> None:
         """A call goes to a group. A call that is routed again leaves its first group."""
@@ -69,7 +69,7 @@ class Outstanding:
             self._beyond.pop(group)
 
     def _forget(self, group: str, tokens: int, began_s: float) -> None:
-        """Calls that began before that time, the oldest first, of so many tokens at most."""
+        """Removes calls that began before that time, the oldest first, of so many tokens at most."""
         old = [(i, c.tokens) for i, c in self._calls.items() if c.group == group and c.began_s <= began_s]
         for call_id, of_call in old:
             if of_call <= tokens:

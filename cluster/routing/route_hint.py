@@ -9,15 +9,14 @@ from tandem.workers.messages.request import GenerationRequest
 
 
 class RouteHint(msgspec.Struct, frozen=True, kw_only=True):
-    """cost_tokens: prompt and allowed output of all choices. gateway: names this life of the gateway that sends it.
-    adapter: its key (residency.adapter_key), None without one. avoid: groups to choose only when there is no other."""
+    """One request, as the router sees it."""
 
     request_id: str
-    cost_tokens: int
-    gateway: str = ""
-    adapter: str | None = None
+    cost_tokens: int  # prompt and allowed output of all choices
+    gateway: str = ""  # names this life of the gateway that sends it
+    adapter: str | None = None  # its key (residency.adapter_key), None without one
     tenant: str = "default"
-    avoid: tuple[str, ...] = ()
+    avoid: tuple[str, ...] = ()  # groups to choose only when there is no other
 
 
 def hint_of(request: GenerationRequest, avoid: tuple[str, ...] = ()) -> RouteHint:

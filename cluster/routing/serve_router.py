@@ -22,7 +22,7 @@ from tandem.cluster.routing.route_hint import RouteHint
 
 log = logging.getLogger("ray.serve.tandem")
 RECONCILE_S = 2.0
-"""Between two comparisons of the counts with reports that have not changed."""
+"""Pause between two comparisons of the counts with reports that have not changed."""
 
 
 class GroupRouter(RequestRouter):  # type: ignore[misc]
@@ -128,11 +128,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
 
 
 class _Reports:
-    """The reports of the groups of one list of Serve's: columns that stay as they are until the next list.
-
-    groups: their ids; index: their places. elsewhere: by group the tokens that other gateways have sent; here: those
-    that this one has, of groups that have reported. stalling: places of groups that make no progress.
-    """
+    """The reports of the groups of one list of Serve's: columns that stay as they are until the next list."""
 
     def __init__(self, replicas: Sequence[RunningReplica] = (), gateway: str = "") -> None:
         self.replicas = replicas
@@ -140,9 +136,9 @@ class _Reports:
         self.groups = [replica.replica_id.unique_id for replica in replicas]
         self.stats: list[Mapping[str, Any]] = [replica.routing_stats or {} for replica in replicas]
         self.index = {group: place for place, group in enumerate(self.groups)}
-        self.elsewhere: list[tuple[str, int]] = []
-        self.here: dict[str, int] = {}
-        stalling = []
+        self.elsewhere: list[tuple[str, int]] = []  # by group the tokens that other gateways have sent
+        self.here: dict[str, int] = {}  # those that this one has sent, of groups that have reported
+        stalling = []  # places of groups that make no progress
         for place, (group, stats) in enumerate(zip(self.groups, self.stats, strict=True)):
             tokens: Mapping[str, int] = stats["outstanding_tokens"] if stats else {}
             self.elsewhere.append((group, elsewhere(tokens, gateway)))

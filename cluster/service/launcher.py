@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -36,13 +36,18 @@ from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
 from tandem.cluster.process.sidecar import Sidecar, Startable
 from tandem.cluster.process.signals import Signals, StopRequested
+from tandem.cluster.ray_private.local_node import node_runs
 from tandem.cluster.service import ray_node
 from tandem.cluster.service.group_event_log import GroupEventLog
 from tandem.cluster.wire.service_facts import ServiceFacts, groups_per_node, new_identity
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ServiceSettings
 from tandem.offload.host.host_process import HostProcess
+from tandem.workers.planning.budget import available_cores
 from tandem.workers.planning.start_notes import rope_notes
+
+if TYPE_CHECKING:
+    from tandem.cluster.service.serve_app import ServeApp
 
 WATCH_PERIOD_S = 1.0
 RAY_POLL_S = 0.2
@@ -127,24 +132,16 @@ class Launcher:
             self._start_ray(folder)
         facts = self._facts(url)
         with self._signals.held():
-            from tandem.cluster.service.serve_app import ServeApp  # imports ray, whose environment is prepared by now
+            from tandem.cluster.service import serve_app  # imports ray, whose environment is prepared by now
 
-        app = ServeApp(self._settings, facts, private=self._address is None)
+        app = serve_app.ServeApp(self._settings, facts, private=self._address is None)
         announced = self._stack.enter_context(ExitStack())  # ends after the drain: till then `tandem status` shows it
         self._stack.callback(self._drain, app)
         if self._address is not None:
             self._status_pipe.started()  # a Ray of others outlives this process; the application must not
         with self._phase("serve", "starting Ray Serve ..."):
             app.deploy()
-        groups, count = _groups(min_groups(self._settings)), self._settings.gateway.num_gateways
-        gateways = "the gateway" if count == 1 else f"{count} gateways"
-        with self._phase("groups", f"starting {gateways} and {groups}, loading weights ..."):
-            try:
-                choices = app.wait_until_ready(self._restart_sidecars, self._console.loading.show)
-            finally:
-                self._console.loading.clear()
-        for choice in choices:
-            self._console.print_line(choice)
+        self._wait_until_ready(app)
         self._announce(facts, announced)
 
     def _check(self) -> None:
@@ -205,9 +202,20 @@ class Launcher:
             ray_node.join(self._address, may_be_open=self._may_be_open)
         else:
             device = self._settings.engine.device.chosen
-            cpus = declared_cpus(self._settings, device, devices.cores())
+            cpus = declared_cpus(self._settings, device, available_cores())
             gpus = declared_gpus(device, devices.cuda_device_count())
             ray_node.start_private(folder.ray, cpus, gpus)
+
+    def _wait_until_ready(self, app: "ServeApp") -> None:
+        groups, count = _groups(min_groups(self._settings)), self._settings.gateway.num_gateways
+        gateways = "the gateway" if count == 1 else f"{count} gateways"
+        with self._phase("groups", f"starting {gateways} and {groups}, loading weights ..."):
+            try:
+                choices = app.wait_until_ready(self._restart_sidecars, self._console.loading.show)
+            finally:
+                self._console.loading.clear()
+        for choice in choices:
+            self._console.print_line(choice)
 
     def _facts(self, redis_url: str) -> ServiceFacts:
         service_id, secret = new_identity()
@@ -271,14 +279,14 @@ class Launcher:
         while not self._signals.wait(WATCH_PERIOD_S):
             for sidecar in self._sidecars:
                 sidecar.keep()
-            if not ray_node.is_alive(self._left_ray):
+            if not node_runs(self._left_ray):
                 raise SettingsError("Ray's own processes have died; the service cannot go on")
 
     def _restart_sidecars(self) -> None:
         for sidecar in self._sidecars:
             sidecar.restart_if_dead()
 
-    def _drain(self, app: "ServeApp") -> None:  # type: ignore[name-defined]  # noqa: F821
+    def _drain(self, app: "ServeApp") -> None:
         drained = threading.Event()
         if self._group_events is not None:
             self._group_events.stop()
@@ -289,7 +297,7 @@ class Launcher:
         if self._run_file is not None:
             with suppress(OSError):
                 write_run_file(replace(self._run_file, stopping=True))
-        if self._left_ray is not None and ray_node.is_alive(self._left_ray):
+        if self._left_ray is not None and node_runs(self._left_ray):
             try:
                 ray_node.rejoin(self._left_ray)
             except Exception as error:  # of many kinds; it may die at this moment
@@ -306,7 +314,7 @@ class Launcher:
         """Asks for the end of everything once a signal has also ended Ray's own processes, as a service manager's to
         all does: nothing drains without them, and the main thread would wait for a minute."""
         while not drained.wait(RAY_POLL_S):
-            if self._signals.first() is not None and not ray_node.is_alive(self._left_ray):
+            if self._signals.first() is not None and not node_runs(self._left_ray):
                 self._status_pipe.abort("Ray got the signal too: requests in flight are cut off")
                 return
 

@@ -5,18 +5,20 @@ then. Between start and drain nothing is asked of Ray, and a driver's connection
 rejoin().
 """
 
-import functools
-import inspect
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tandem.cluster.deploy.ray_tokens import check_token
-from tandem.cluster.process.signals import unblock
+from tandem.cluster.ray_private.local_node import (
+    connect_to_node,
+    give_back_node,
+    keep_workers_off_terminal,
+    start_node,
+    take_node,
+)
 from tandem.configs.errors import SettingsError
 
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -65,10 +67,9 @@ def new_token() -> str:
 
 def load() -> None:
     """Imports ray, a second of work, with the environment prepared."""
-    import ray
+    import ray  # noqa: F401
 
-    # Else a dead worker is reported in ten lines on our terminal, log_to_driver or not.
-    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+    keep_workers_off_terminal()
 
 
 def node_address() -> str:
@@ -80,19 +81,14 @@ def node_address() -> str:
 
 def start_private(temp_folder: Path, num_cpus: int, num_gpus: int) -> None:
     """Starts a private Ray on this machine, below this process."""
-    import ray
-
-    with _trimmed():
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(temp_folder),
-            _node_ip_address="127.0.0.1",
-            **DRIVER,
-        )
+    start_node(
+        temp_folder,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        **DRIVER,
+    )
 
 
 def leave() -> Any:
@@ -102,19 +98,17 @@ def leave() -> Any:
     """
     import ray
 
-    node, ray._private.worker._global_node = ray._private.worker._global_node, None  # shutdown() would end it
+    node = take_node()
     ray.shutdown()
     return node
 
 
 def rejoin(left: Any) -> None:
     """Reconnects to the private Ray of leave(), with Ray's exceptions; shut_down() works also where that fails."""
-    import ray
-
     try:
-        ray.init(address=left.gcs_address, _node_ip_address="127.0.0.1", **DRIVER)
+        connect_to_node(left, **DRIVER)
     finally:
-        ray._private.worker._global_node = left
+        give_back_node(left)
 
 
 def join(address: str, *, may_be_open: bool = False) -> None:
@@ -132,53 +126,10 @@ def join(address: str, *, may_be_open: bool = False) -> None:
         check_token(address, ray.get_runtime_context().gcs_address, "--address", "--allow-unauthenticated-ray")
 
 
-def is_alive(left: Any = None) -> bool:
-    """Whether the private Ray's GCS and raylet run; True for a joined Ray. left: as leave() returned it."""
-    import ray
-
-    if (node := left or ray._private.worker._global_node) is None:
-        return False
-    return not {kind for kind, _ in node.dead_processes()} & {"gcs_server", "raylet"}
-
-
 def shut_down(left: Any = None) -> None:
     """Ends a private Ray's processes, or disconnects from a joined Ray. left: as leave() returned it."""
     import ray
 
     if left is not None:
-        ray._private.worker._global_node = left
+        give_back_node(left)
     ray.shutdown()
-
-
-def _popen(popen: Callable[..., Any], *args: Any, preexec_fn: Callable[[], None] | None = None, **kwargs: Any) -> Any:
-    def before_exec() -> None:
-        unblock()
-        if preexec_fn is not None:
-            preexec_fn()
-
-    return popen(*args, preexec_fn=before_exec, process_group=0, **kwargs)
-
-
-@contextmanager
-def _trimmed() -> Iterator[None]:
-    """Makes ray.init() leave out the autoscaler monitor and the log monitor, as only `ray start` can.
-
-    That saves about 2 s of start and 170 MiB; a Ray whose parameters have other names is started whole. Ray's processes
-    get a process group of their own, so that a signal to the launcher's group does not end them before the drain.
-    """
-    from ray._private import parameter, services
-
-    whole = parameter.RayParams
-
-    def trimmed(*args: Any, **kwargs: Any) -> Any:
-        return whole(*args, **{"no_monitor": True, "include_log_monitor": False} | kwargs)
-
-    if {"no_monitor", "include_log_monitor"} <= set(inspect.signature(whole).parameters):
-        parameter.RayParams = trimmed
-    popen = services.ConsolePopen
-    services.ConsolePopen = functools.partial(_popen, popen)
-    try:
-        yield
-    finally:
-        parameter.RayParams = whole
-        services.ConsolePopen = popen

@@ -20,6 +20,7 @@ from tandem.cluster.fleet.gateway_records import read_gateways
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.gateway.http.draining import CUT_OFF_S
 from tandem.cluster.gateway.http.tls import client_context, read_certificate
+from tandem.cluster.ray_private.application_end import begin_delete
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.wire.service_facts import APP, COORDINATOR, GATEWAY, ServiceFacts
 from tandem.configs.errors import SettingsError
@@ -31,7 +32,7 @@ SLOW_POLL_S = 1.0
 DELETE_S = 5.0
 PLACEMENT_S = 20.0
 CHOICES_S = 10.0
-"""For the groups to say what they chose, when they serve."""
+"""The longest wait for what groups chose, once they serve."""
 
 
 class ServeApp:
@@ -83,7 +84,7 @@ class ServeApp:
         try:
             if self.is_ready and (count := asyncio.run(self._drain_gateways(is_urgent))):
                 cut_off(count)
-            serve.delete(self._app, _blocking=False)
+            begin_delete(self._app)
             deadline_s = time.monotonic() + DELETE_S
             while self._app in serve.status().applications and time.monotonic() < deadline_s and not is_urgent():
                 time.sleep(POLL_S)
@@ -134,8 +135,8 @@ class ServeApp:
         return sum(record.state == "serving" for record in records) >= min_groups(self._settings)
 
     async def _gateways_answer(self, redis: BackgroundClient) -> bool:
-        """Whether one gateway answers here, and of several each has a record of being ready. Of gateways that want
-        certificates of clients the records must do."""
+        """True once one gateway answers here, and of several each has a record of being ready. Records must do for
+        gateways that want certificates of clients."""
         gateway = self._settings.gateway
         count, may_ask = gateway.num_gateways, gateway.ssl_ca_certs is None
         with suppress(RedisUnavailable):

@@ -6,7 +6,7 @@ What the two kinds of records have in common: a group's (fleet_view.py) and a ga
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Generic, NamedTuple, TypeVar
 
@@ -77,3 +77,26 @@ class Heartbeat(Generic[R]):
         """Removes the record: the process leaves on purpose."""
         place = self._place(self._read())
         await self._redis.pipeline([["DEL", place.key], ["SREM", place.ids, place.own_id]])
+
+
+async def read_live(redis: Commands, ids: Sequence[str], key: Callable[[str], str], ids_key: str) -> list[bytes]:
+    """Reads the records with these ids, which the set `ids_key` has; ids whose record has expired leave the set: a live
+    process writes its id with its next record. RedisUnavailable."""
+    if not ids:
+        return []
+    values = await redis.command("MGET", *map(key, ids))
+    assert isinstance(values, list), values
+    if dead := [i for i, value in zip(ids, values, strict=True) if value is None]:
+        await redis.command("SREM", ids_key, *dead)
+    return [value for value in values if isinstance(value, bytes)]
+
+
+def decode_record(value: object, kind: type[R], what: str, group: str) -> R | None:
+    """A group's record or report (`what`) from an answer of Redis; None when there is none, or it cannot be read."""
+    if not isinstance(value, bytes):
+        return None
+    try:
+        return msgspec.msgpack.decode(value, type=kind)
+    except msgspec.DecodeError as error:
+        log.warning("the %s of group %s cannot be read: %s", what, group, error)
+        return None

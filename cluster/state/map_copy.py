@@ -28,8 +28,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class MapCopy(Generic[T]):
-    """Used on one event loop. map None: this process has the entries to itself. file: where the copy is saved, None:
-    nowhere."""
+    """A copy of one map, on one event loop. map None: this process has the entries to itself. file: where the copy is
+    saved, None: nowhere."""
 
     SAVED: ClassVar[type[msgspec.Struct]]
     """The content of the file."""
@@ -119,16 +119,10 @@ class MapCopy(Generic[T]):
             if check is not None:
                 check()
             wanted = self._hold(after) if after is not None else None
-            if self.map is not None:
-                guard = None if check is None else self._read.counter if self._read is not None else 0
-                from_raw, to_raw = (one.raw if one is not None else b"" for one in (held, wanted))
-                written = await self.map.compare_and_set(name, from_raw, to_raw, guard)
-                if written is None:
-                    self._read = None
-                    await self._refresh(self.map)
-                    return False
-                if self._known is not None:
-                    self._known = self._known._replace(counter=max(self._known.counter, written))
+            if self.map is not None and not await self._write(
+                self.map, name, held, wanted, is_guarded=check is not None
+            ):
+                return False
             others = {key: value for key, value in self._held.items() if key != name}
             self._take(others if wanted is None else others | {name: wanted}, self.id, self.unreadable)
             return True
@@ -221,6 +215,22 @@ class MapCopy(Generic[T]):
         if written := dict(self._pending):
             await map.write(written)
             self._pending = {name: raw for name, raw in self._pending.items() if written.get(name) != raw}
+
+    async def _write(
+        self, map: DurableMap[T], name: str, held: Held[T] | None, wanted: Held[T] | None, *, is_guarded: bool
+    ) -> bool:
+        """Sets an entry in Redis; False, and the copy is fresh, when it was another. is_guarded: only while the whole
+        map is as it was read."""
+        guard = None if not is_guarded else self._read.counter if self._read is not None else 0
+        from_raw, to_raw = (one.raw if one is not None else b"" for one in (held, wanted))
+        written = await map.compare_and_set(name, from_raw, to_raw, guard)
+        if written is None:
+            self._read = None
+            await self._refresh(map)
+            return False
+        if self._known is not None:
+            self._known = self._known._replace(counter=max(self._known.counter, written))
+        return True
 
     def _fields(self) -> dict[str, bytes]:
         return {name: held.raw for name, held in self._held.items()} | self._facts

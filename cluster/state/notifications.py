@@ -18,11 +18,11 @@ from tandem.cluster.state.redis_client import Part, RedisUnavailable, published
 
 log = logging.getLogger("tandem.redis")
 SILENT_S = 10.0
-"""After this time without a message the server gets a PING, and has as long again to answer."""
+"""Time without a message after which the server gets a PING, and has as long again to answer."""
 LEAST_PERIOD_S = 0.05
-"""Between two returns of wait() for changes of one key: a burst of changes is read once."""
+"""Time between two returns of wait() for changes of one key: a burst of changes is read once."""
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.1, 5.0
-"""Between two tries to subscribe."""
+"""Pauses between two tries to subscribe."""
 CLOSE_S = 2.0
 
 ANNOUNCE: Final = "redis.pcall('PUBLISH', KEYS[1], '')"

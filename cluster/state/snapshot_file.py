@@ -61,7 +61,8 @@ def merge_state(file: Path, kind: type[T], merged: Callable[[T | None], T]) -> N
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """While this holds the lock; after some time without it, since a process that is stopped may keep it for ever."""
+    """Holds the lock meanwhile; after some time goes on without it, since a process that is stopped may keep it for
+    ever."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         deadline_s = time.monotonic() + LOCK_WAIT_S

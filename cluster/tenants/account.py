@@ -8,6 +8,7 @@ the last known state of the buckets over the gateways that were there, refilled 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -76,7 +77,7 @@ class Bucket:
     at_s: float
 
     def fill(self, now_s: float) -> float:
-        """Its level now."""
+        """Returns its level now."""
         self.level = min(self.size, self.level + max(0.0, now_s - self.at_s) * self.size / MINUTE_S)
         self.at_s = now_s
         return self.level
@@ -85,7 +86,7 @@ class Bucket:
         self.level = max(-self.size, min(self.size, self.fill(now_s) + amount))
 
     def wait_s(self, wanted: float, now_s: float) -> float:
-        """Until it holds so much."""
+        """Seconds until it holds so much."""
         return max(0.0, wanted - self.fill(now_s)) * MINUTE_S / self.size
 
 
@@ -153,7 +154,7 @@ class Account:
         self._set_limits(self.limits, self.now_s)
 
     def update(self, tenant: Tenant, now_s: float) -> None:
-        """The tenant may have been changed. A new budget starts at nothing."""
+        """Takes over what was changed of the tenant. A new budget starts at nothing."""
         if tenant.budget_id != self.budget_id:
             self.budget_id = tenant.budget_id
             self.used = self._used_when_left = 0
@@ -165,7 +166,7 @@ class Account:
 
     @property
     def is_idle(self) -> bool:
-        """No request of it runs or awaits an answer."""
+        """True while no request of it runs or awaits an answer."""
         return not self.running and not self._awaited
 
     def hold(self, tokens: int) -> None:
@@ -177,7 +178,7 @@ class Account:
         self.reserved -= tokens
 
     def bill(self, charge: int, used_tokens: int, now_s: float) -> None:
-        """So many of the `charge` tokens taken from the minute were used."""
+        """Counts the tokens that were used, of the `charge` tokens taken from the minute."""
         self.used += used_tokens
         self._take(self._tokens, self._debt_tokens, used_tokens - charge, now_s)
 
@@ -198,11 +199,7 @@ class Account:
     def report(self, now_s: float, kv_tokens: int | None, asked: Reservation | None = None) -> QuotaReport:
         """The next report, which may request a reservation. It has the charges that the buckets in Redis lack, and
         these count as reported."""
-        number = next(self.numbers)
-        requests, tokens = self.left(now_s)
-        limits = self.limits
-        shared = self.share_of if self.is_unavailable else 1  # a share's level stands for that much of the whole
-        awaited = sorted(self._awaited)
+        number, awaited = next(self.numbers), sorted(self._awaited)
         if asked is not None:
             self._awaited.add(number)
         return QuotaReport(
@@ -214,25 +211,26 @@ class Account:
             budget_id=self.budget_id,
             ttl_s=keys.QUOTA_TTL_S,
             lease_ms=LEASE_MS,
-            delta_requests=self._debt_requests.take(now_s),
-            delta_tokens=self._debt_tokens.take(now_s),
             known_base=self.base,
             need=0 if asked is None else asked.tokens,
             charge=0 if asked is None else asked.charge,
             wanted=0 if asked is None else asked.wanted,
             admit=asked is not None,
-            requests_per_minute=limits.requests_per_minute,
-            tokens_per_minute=limits.tokens_per_minute,
-            concurrency=limits.concurrency,
-            token_budget=limits.token_budget,
             kv_tokens=kv_tokens,
-            known_requests=None if requests is None else requests.level * shared,
-            known_tokens=None if tokens is None else tokens.level * shared,
             awaited=awaited,
+            **self.limits.counted,
+            **self._take_levels(now_s),
         )
 
+    def _take_levels(self, now_s: float) -> dict[str, Any]:
+        """The part of a report that is about buckets: charges that those in Redis lack, and how full they were here."""
+        shared = self.share_of if self.is_unavailable else 1  # a share's level stands for that much of the whole
+        requests, tokens = (None if bucket is None else bucket.level * shared for bucket in self.left(now_s))
+        lacking = {"delta_requests": self._debt_requests.take(now_s), "delta_tokens": self._debt_tokens.take(now_s)}
+        return {**lacking, "known_requests": requests, "known_tokens": tokens}
+
     def learn(self, report: QuotaReport, verdict: QuotaVerdict, now_s: float) -> None:
-        """Redis has answered it. A request that was granted is held before the next report is made."""
+        """Takes the answer of Redis. A request that was granted is held before the next report is made."""
         self._awaited.discard(report.number)
         self.is_unavailable = False
         self.share_of = max(self.gateways, verdict.gateways)
@@ -243,7 +241,7 @@ class Account:
         self._set_rates()
 
     def unreported(self, report: QuotaReport, now_s: float) -> None:
-        """The report may not have arrived, and nobody waits for its answer."""
+        """Takes a report back that may not have arrived; nobody waits for its answer."""
         self._awaited.discard(report.number)
         self._debt_requests.give_back(report.delta_requests, now_s)
         self._debt_tokens.give_back(report.delta_tokens, now_s)

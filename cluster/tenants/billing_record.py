@@ -25,21 +25,17 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
 
 
 class BillingRecord(msgspec.Struct, frozen=True, kw_only=True, tag="bill"):
-    """One accepted request: a line of the journal, and, once it has ended, a row of the ledger.
-
-    time_s: wall clock of its end; until then of its admission. adapter: name@digest. terminal: stop, length, abort,
-    error, rejected or client_lost; None until it has ended. Tokens are those delivered, which an aborted request pays
-    too; cached ones are part of the prompt's.
-    """
+    """One accepted request: a line of the journal, and, once it has ended, a row of the ledger."""
 
     id: str
-    time_s: float
+    time_s: float  # wall clock of its end; until then of its admission
     tenant: str
     model: str
-    adapter: str | None = None
-    terminal: str | None = None
+    adapter: str | None = None  # name@digest
+    terminal: str | None = None  # stop, length, abort, error, rejected or client_lost; None until it has ended
+    # tokens that were delivered, which an aborted request pays too
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt's
     completion_tokens: int = 0
 
     @property
@@ -84,7 +80,7 @@ class UsageSum(NamedTuple):
 
 
 def pack(row: BillingRecord) -> bytes:
-    """Without the id, which is its field."""
+    """The row as Redis has it. Its id is left out: it is the field's name."""
     values = msgspec.structs.asdict(row)
     del values["id"]
     return msgspec.msgpack.encode(_Packed(**values))
@@ -130,13 +126,13 @@ KINDS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 class _Part(NamedTuple):
-    """The field of a sum: of one hour (its first second), tenant, model, adapter, kind: one of KINDS."""
+    """The field of a sum."""
 
-    hour_s: int
+    hour_s: int  # its first second
     tenant: str
     model: str
     adapter: str | None
-    kind: str
+    kind: str  # one of KINDS
 
 
 def sums_by_hour(rows: Iterable[BillingRecord]) -> dict[bytes, int]:
@@ -220,15 +216,10 @@ async def tenants_of(redis: Commands, day: str) -> list[str]:
 
 
 def _days(since_s: float, until_s: float) -> list[str]:
-    return sorted({day_of(moment) for moment in _moments(max(since_s, until_s - LONGEST_S), until_s)})
-
-
-def _moments(since_s: float, until_s: float) -> Iterable[float]:
-    moment_s = since_s
-    while moment_s < until_s:
-        yield moment_s
-        moment_s += DAY_S
-    yield until_s
+    """The UTC days of a period, sorted; of a longer one the last LONGEST_S."""
+    first_s = min(until_s, max(since_s, until_s - LONGEST_S))
+    whole_days = int((until_s - first_s) // DAY_S)
+    return sorted({day_of(until_s), *(day_of(first_s + day * DAY_S) for day in range(whole_days + 1))})
 
 
 class Ledger:

@@ -30,14 +30,14 @@ CERTAIN_S = 2.0
 
 
 class SavedTenants(msgspec.Struct, frozen=True, kw_only=True):
-    """The file. origin, version: the epoch of the tenants. spent: tokens of each tenant's budget, with the budget's id.
-    unreadable: as in Reading."""
+    """The file."""
 
+    # the epoch of the tenants
     origin: str | None
     version: int
     tenants: list[Tenant]
-    spent: dict[str, tuple[int, int]] = {}
-    unreadable: int = 0
+    spent: dict[str, tuple[int, int]] = {}  # of each tenant's budget: its id, and its tokens
+    unreadable: int = 0  # as in Reading
 
 
 class TenantDirectory(MapCopy[Tenant]):

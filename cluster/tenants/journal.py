@@ -38,9 +38,10 @@ Line = BillingRecord | CarriedOn
 
 
 class Journal:
-    """Used on one event loop; one thread writes. A disk that takes no more costs the journal, not the requests.
+    """The journal of one gateway. A disk that takes no more costs the journal, not the requests.
 
     A file that has grown or aged is closed and another begun: `paths` are all of this life, the last one is locked.
+    One event loop uses it; a thread writes.
     """
 
     def __init__(self, folder: Path, gateway: str, rotate_bytes: int = ROTATE_BYTES) -> None:
@@ -93,7 +94,7 @@ class Journal:
                 written.set()
 
     def _write(self, batch: list[Line], owed: list[BillingRecord]) -> None:
-        """On the thread. A batch without an end needs no sync: it only lists what is owed."""
+        """Writes a batch, on the thread. One without an end needs no sync: it only lists what is owed."""
         data = _encoded(batch)
         if self.is_failing:
             data = b"\n" + data  # after a torn line
@@ -164,7 +165,7 @@ def left_behind(folder: Path, max_age_s: float) -> Iterator[Path]:
 
 
 def is_in_use(folder: Path) -> bool:
-    """A gateway that lives journals in this folder."""
+    """True while a gateway journals in this folder."""
     for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
         with _unwritten(path) as is_unwritten:
             if not is_unwritten:

@@ -34,7 +34,7 @@ BATCH = 256
 MAX_WAITING = 50_000
 """Rows kept in memory while Redis is unavailable; the journal has them all."""
 PERIOD_S, IDLE_PERIOD_S = 1.0, 5.0
-"""Between two looks, whether Redis has lost rows, while something is to be sent and while Redis has everything."""
+"""Pauses between two looks for a loss: while something is to be sent, and while Redis has everything."""
 LOOK_PERIOD_S = 30.0
 
 _WRITE = load_lua(__file__, "usage_write.lua")
@@ -135,7 +135,7 @@ class UsageLedger(Ledger):
         return is_told
 
     async def _look_for_loss(self) -> None:
-        """Redis that has lost its rows, or was restored from before some of them, gets them again."""
+        """Notices that Redis has lost its rows, or was restored from before some of them: they are sent again."""
         fresh = secrets.token_hex(8)
         _, answers = await self._redis.pipeline(
             [

@@ -96,7 +96,7 @@ class TenantStore(DurableMap[Tenant]):
         return KeyedTenant(await self._update(name, rotated), key)
 
     async def remove(self, name: str) -> None:
-        """Its keys stop working, its counts are forgotten, usage rows stay. RequestRefused 404; 409: has adapters."""
+        """Removes its keys and its counts; usage rows stay. RequestRefused 404; 409 while it has adapters."""
         for _ in range(TRIES):
             known = await self._tenant(name)
             if adapters := await _adapters_of(self.redis, name):
@@ -141,7 +141,7 @@ async def _adapters_of(redis: Commands, tenant: str) -> list[str]:
 
 
 def no_tenant(name: str) -> RequestRefused:
-    """There is none of that name."""
+    """The refusal of a name that is no tenant's."""
     return RequestRefused(f"There is no tenant {name!r}.", code="tenant_not_found", status=404, param="name")
 
 

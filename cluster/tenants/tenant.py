@@ -41,16 +41,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     token_budget: Annotated[int, Meta(ge=0, le=10**15)] | None = None
 
     @property
+    def counted(self) -> dict[str, Any]:
+        """Those that Redis counts as they are, by name."""
+        return {
+            "requests_per_minute": self.requests_per_minute,
+            "tokens_per_minute": self.tokens_per_minute,
+            "concurrency": self.concurrency,
+            "token_budget": self.token_budget,
+        }
+
+    @property
     def are_counted(self) -> bool:
-        """Some of them need counting in Redis."""
-        counted = (
-            self.requests_per_minute,
-            self.tokens_per_minute,
-            self.concurrency,
-            self.kv_share,
-            self.token_budget,
-        )
-        return any(limit is not None for limit in counted)
+        """True when some of them need counting in Redis."""
+        return any(limit is not None for limit in (self.kv_share, *self.counted.values()))
 
 
 NO_LIMITS = Limits()

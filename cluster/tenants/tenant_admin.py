@@ -41,7 +41,7 @@ class TenantAdmin:
         raise no_tenant(name)
 
     async def remove(self, name: str) -> None:
-        """Its keys stop working."""
+        """Removes it: its keys stop working."""
         raise no_tenant(name)
 
 
@@ -85,7 +85,7 @@ def _unavailable() -> RequestRefused:
 
 
 async def _nothing() -> None:
-    """Only reads."""
+    """Changes nothing."""
 
 
 async def running_requests(redis: Commands) -> dict[str, int | None]:

@@ -20,15 +20,13 @@ class OverLimit(RequestRefused):
 
 
 class Reservation(NamedTuple):
-    """The tokens that an admitted request holds until it is settled. tokens: prompt and allowed output; charge: of
-    those, taken from the minute's bucket; wanted: of those, what the bucket must hold. Not counted: its tenant has no
-    limit that needs counting."""
+    """The tokens that an admitted request holds until it is settled."""
 
     tenant: str
-    tokens: int = 0
-    charge: int = 0
-    wanted: int = 0
-    is_counted: bool = False
+    tokens: int = 0  # prompt and allowed output
+    charge: int = 0  # of those, taken from the minute's bucket
+    wanted: int = 0  # of those, what the bucket must hold
+    is_counted: bool = False  # False: its tenant has no limit that needs counting
 
 
 class Tenancy:

@@ -24,6 +24,7 @@ from tandem.cluster.tenants.quota import Quota
 from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant_admin import StoreAdmin
 from tandem.cluster.tenants.usage_cap import UsageCap
+from tandem.configs.schema import GatewaySettings
 
 log = logging.getLogger("tandem.tenants")
 TENANTS_FILE = "tenants.json"
@@ -32,36 +33,32 @@ CANCEL_TRIES = 5
 
 
 class TenantService:
-    """The tenants of one gateway. folder: where tenants and the journal outlive the gateway. is_private: it is removed
-    when the last gateway of the service has left in order, with everything written to Redis. has_keys: the service has
-    keys beside those of tenants."""
+    """The tenants of one gateway. folder: where tenants and the journal outlive the gateway; without --state-dir it is
+    removed when the last gateway of the service has left in order, with everything written to Redis. kv_tokens: KV
+    tokens of all groups, 0 when not known."""
 
     def __init__(
         self,
         redis: BackgroundClient,
-        *,
+        settings: GatewaySettings,
         folder: Path,
-        is_private: bool,
-        usage_days: int,
-        usage_rows: int,
         redis_timeout_s: float,
-        gateways: int,
         kv_tokens: Callable[[], int],
         changes: Announcements = Announcements(),
-        has_keys: bool = False,
     ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
-        self._is_private = is_private
+        self._is_private = settings.state_dir is None
         self._changes = changes
-        gateway = secrets.token_hex(6)
+        gateway, kept_s = secrets.token_hex(6), settings.usage_days * DAY_S
+        has_keys = bool(settings.api_keys or settings.admin_keys)
         store = TenantStore(redis)
         self._requests = RequestClient(lambda: redis.url, redis_timeout_s)
         self.directory = TenantDirectory(store, folder / TENANTS_FILE, has_keys=has_keys)
-        self.quota = Quota(self._requests, self.directory, gateway, gateways=gateways, kv_tokens=kv_tokens)
+        self.quota = Quota(self._requests, self.directory, gateway, gateways=settings.num_gateways, kv_tokens=kv_tokens)
         self.admin = StoreAdmin(store, self.directory)
-        self.ledger = UsageLedger(redis, folder, gateway, usage_days * DAY_S)
-        self.usage_cap = UsageCap(redis, gateway, usage_rows, usage_days * DAY_S)
+        self.ledger = UsageLedger(redis, folder, gateway, kept_s)
+        self.usage_cap = UsageCap(redis, gateway, settings.usage_rows, kept_s)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -89,12 +86,12 @@ class TenantService:
         await self.directory.refresh()
 
     def tell_again(self) -> None:
-        """Redis has lost its data, which is more than the tenants: what they have spent here, without waiting for their
-        next requests."""
+        """Reports what tenants have spent here, without waiting for their next requests: Redis has lost its data, which
+        is more than the tenants."""
         self.quota.tell_again()
 
     async def close(self) -> None:
-        """After the last request was settled."""
+        """Brings everything to Redis or to disk, after the last request was settled."""
         await _end(self._tasks)
         with suppress(RedisUnavailable):
             await self.quota.send_heartbeat()
@@ -105,7 +102,7 @@ class TenantService:
             await asyncio.to_thread(_remove_if_unused, self._folder)
 
     async def _save(self) -> None:
-        """At once when the service closes: it must be closed in its next life too."""
+        """Saves the tenants now and then; at once when the service closes: it must be closed in its next life too."""
         while True:
             was_closed = self.directory.is_closed
             await self.directory.save(self.quota.spent())
@@ -143,7 +140,8 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def _remove_if_unused(folder: Path) -> None:
-    """Never a journal that is written: a gateway of another version may begin to use the folder meanwhile."""
+    """Removes the folder. A journal that is written stays: a gateway of another version may begin to use the folder
+    meanwhile."""
     if is_in_use(folder) or not remove_unlocked(folder):
         return
     with suppress(OSError):

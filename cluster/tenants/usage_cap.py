@@ -112,7 +112,7 @@ class UsageCap:
         return [day_of(now_s - age * DAY_S) for age in range(self._kept_s // DAY_S + 1, -1, -1)]
 
     def _ends(self, days: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Up to which moments each day can be summed up: its end, or, of a day that has not ended, its hours."""
+        """The moments up to which each day can be summed up: its end, or, of a day that has not ended, its hours."""
         latest_s = self._wall_clock() - GRACE_S
         for day in days:
             began_s = int(datetime.datetime.strptime(f"{day}+0000", "%Y%m%d%z").timestamp())

@@ -21,6 +21,7 @@ import ray
 from msgspec.structs import replace
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tandem.cluster.ray_private.ray_facts import session_folder
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.wire.private_redis import PrivateRedis
 from tandem.cluster.wire.service_facts import ServiceFacts, new_identity
@@ -28,7 +29,7 @@ from tandem.cluster.wire.service_facts import ServiceFacts, new_identity
 log = logging.getLogger("ray.serve.tandem")
 NAMESPACE = "tandem"
 LEASE_S = 600.0
-"""Without a renewal from any replica the identity ends: after `serve delete`, `serve shutdown`, or a failed deploy."""
+"""The identity ends when no replica renews it for that long: after `serve delete` or `shutdown`, or a failed deploy."""
 RENEW_PERIOD_S = 30.0
 CALL_S = 20.0
 LOOPBACK = "127.0.0.1"
@@ -89,8 +90,7 @@ class ServiceIdentity:
 
     def _folder(self) -> Path:
         """A folder in that of Ray's session, which outlives every actor. Its name is short: a socket's path must be."""
-        session = ray._private.worker.global_worker.node.get_session_dir_path()
-        return Path(session) / f"r-{self._service_id[:6]}"
+        return session_folder() / f"r-{self._service_id[:6]}"
 
     async def _end_unrenewed(self) -> None:
         while not self.is_over():

@@ -3,8 +3,6 @@
 The application is checked when it is built, if Serve runs then, and each gateway at its start.
 """
 
-from ray.serve.context import _get_global_client
-
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import LOOPBACK, Auth
 
@@ -14,10 +12,3 @@ def check_open(auth: Auth | None, host: str | None) -> None:
     None: on loopback only, or not known yet."""
     if auth == "open" and host not in (None, *LOOPBACK):
         raise SettingsError(f"open: on loopback only, and http_options has host {host}", "auth")
-
-
-def proxy_host() -> str | None:
-    """The address that Serve's proxies listen on; Serve tells only its own client. None while Serve does not run.
-    Blocks."""
-    client = _get_global_client(raise_if_no_controller_running=False)
-    return None if client is None else client.http_config.host

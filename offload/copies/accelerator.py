@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the order of one stream's work."""
 
     def is_done(self) -> bool:
@@ -21,7 +21,7 @@ class Event(Protocol):
         """Blocks the calling thread until then."""
         ...
 
-    def seconds_since(self, earlier: "Event", /) -> float:
+    def seconds_since(self, earlier: "DeviceEvent", /) -> float:
         """Returns the time between two timed events that are done."""
         ...
 
@@ -29,7 +29,7 @@ class Event(Protocol):
 class Stream(Protocol):
     """Work that the device carries out in order."""
 
-    def wait_event(self, event: Event, /) -> None:
+    def wait_event(self, event: DeviceEvent, /) -> None:
         """Holds up later work of this stream, and not the calling thread, until the event is done."""
         ...
 
@@ -57,7 +57,7 @@ class Accelerator(Protocol):
         """Sends the calling thread's work to `stream` inside the context."""
         ...
 
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self, *, timed: bool = False) -> DeviceEvent:
         """Records an event behind the work of the current stream."""
         ...
 

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from tandem.offload.host.host_messages import (
     MAX_PACKET_BYTES,
+    AskStatus,
     Attach,
     Attached,
     HostStatus,
     HostTierError,
-    Lease,
     Leased,
+    LeaseRegion,
     Refused,
     Reply,
     Request,
-    Status,
     decode_reply,
     encode,
 )
@@ -68,9 +68,9 @@ def lease(socket_path: Path, layout: str, index_bytes: int, rank_bytes: Sequence
     index_bytes: size of the index; rank_bytes: size of each rank's slab. New memory is reserved before the call
     returns, about 0.5 s per GiB. HostTierError when the process refuses or does not answer within timeout_s.
     """
-    call = _Call(socket_path, timeout_s)
+    call = _HostCall(socket_path, timeout_s)
     try:
-        reply, descriptor = call.send(Lease(layout, index_bytes, list(rank_bytes)))
+        reply, descriptor = call.send(LeaseRegion(layout, index_bytes, list(rank_bytes)))
         if not isinstance(reply, Leased):
             raise _unexpected(reply)
         return RegionLease(reply.token, reply.reused, _map(descriptor, index_bytes), call.keep())
@@ -83,7 +83,7 @@ def attach(socket_path: Path, token: str, rank: int, timeout_s: float) -> SlabAt
 
     HostTierError when the process refuses or does not answer within timeout_s.
     """
-    call = _Call(socket_path, timeout_s)
+    call = _HostCall(socket_path, timeout_s)
     try:
         reply, descriptor = call.send(Attach(token, rank))
         if not isinstance(reply, Attached):
@@ -96,9 +96,9 @@ def attach(socket_path: Path, token: str, rank: int, timeout_s: float) -> SlabAt
 def status(socket_path: Path, timeout_s: float) -> HostStatus:
     """Returns the process's counts of regions, leases and bytes. HostTierError when it does not answer within
     timeout_s."""
-    call = _Call(socket_path, timeout_s)
+    call = _HostCall(socket_path, timeout_s)
     try:
-        reply, _ = call.send(Status())
+        reply, _ = call.send(AskStatus())
         if not isinstance(reply, HostStatus):
             raise _unexpected(reply)
         return reply
@@ -106,7 +106,7 @@ def status(socket_path: Path, timeout_s: float) -> HostStatus:
         call.close()
 
 
-class _Call:
+class _HostCall:
     """One connection for one request, within one deadline. close() ends it unless keep() took it."""
 
     def __init__(self, socket_path: Path, timeout_s: float) -> None:

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem.offload.host.host_messages import Attach, HostStatus, HostTierError, Lease
+from tandem.offload.host.host_messages import Attach, HostStatus, HostTierError, LeaseRegion
 
 MAX_REGIONS = 64
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -43,7 +43,7 @@ class Region:
     def total_bytes(self) -> int:
         return self.index_bytes + sum(self.rank_bytes)
 
-    def fits(self, request: Lease) -> bool:
+    def fits(self, request: LeaseRegion) -> bool:
         return (self.layout, self.index_bytes, self.rank_bytes) == (
             request.layout,
             request.index_bytes,
@@ -70,7 +70,7 @@ class Regions:
         self._leasing = threading.Lock()  # held to make or choose a region; taken before _lock
         self._lock = threading.Lock()
 
-    def lease(self, user: int, request: Lease) -> tuple[Region, bool]:
+    def lease(self, user: int, request: LeaseRegion) -> tuple[Region, bool]:
         """Returns a region for this coordinator and whether it has earlier content. HostTierError with the reason if
         there is none."""
         with self._leasing:
@@ -150,7 +150,7 @@ class Regions:
     def _leases(self) -> int:
         return len(self._regions) - len(self._free())
 
-    def _make_room(self, request: Lease) -> None:
+    def _make_room(self, request: LeaseRegion) -> None:
         """Evicts free regions until the new one fits. HostTierError when it cannot fit."""
         size = _size(request)
         self._check_can_fit(size)
@@ -162,7 +162,7 @@ class Regions:
             if not self._evict():
                 raise HostTierError(f"{size} bytes do not fit")
 
-    def _make(self, request: Lease) -> Region:
+    def _make(self, request: LeaseRegion) -> Region:
         """Allocates a region, which is added to the list by the caller. Runs without the lock: about 0.5 s per GiB."""
         while True:
             try:
@@ -203,11 +203,11 @@ def available_bytes() -> int:
     return 2**63
 
 
-def _size(request: Lease) -> int:
+def _size(request: LeaseRegion) -> int:
     return request.index_bytes + sum(request.rank_bytes)
 
 
-def _allocate(request: Lease) -> Region:
+def _allocate(request: LeaseRegion) -> Region:
     """Allocates the index and the slabs. OSError leaves nothing behind."""
     with ExitStack() as undo:
         descriptors = []

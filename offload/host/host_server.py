@@ -22,8 +22,8 @@ from tandem.offload.host.host_messages import (
     Attach,
     Attached,
     HostTierError,
-    Lease,
     Leased,
+    LeaseRegion,
     Refused,
     Reply,
     Request,
@@ -114,7 +114,7 @@ class HostServer:
         except OSError:  # gone
             self._drop(number)
         else:
-            if isinstance(request, Lease):
+            if isinstance(request, LeaseRegion):
                 self._lease(number, request)
             else:
                 self._send(number, *self._answer(number, request))
@@ -125,7 +125,7 @@ class HostServer:
         except OSError:  # gone, or the client does not read its replies
             self._drop(number)
 
-    def _lease(self, number: int, request: Lease) -> None:
+    def _lease(self, number: int, request: LeaseRegion) -> None:
         """Makes a lease on a thread. Nothing is read from this connection, its end included, until the reply is
         sent."""
         self._leasing.add(number)
@@ -153,7 +153,7 @@ class HostServer:
     def _answer(self, number: int, request: Request) -> tuple[Reply, list[int]]:
         """Returns the reply and the descriptors that go with it."""
         try:
-            if isinstance(request, Lease):
+            if isinstance(request, LeaseRegion):
                 region, reused = self._regions.lease(number, request)
                 return Leased(region.token, reused), [region.index]
             if isinstance(request, Attach):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tandem.parallel.collectives import Collectives, Pending, TorchCollectives
+from tandem.parallel.exchange.collectives import Collectives, Pending, TorchCollectives
 
 SLOT_BYTES = 2**20
 LINE_BYTES = 64  # one cache line per flag

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tandem.parallel.collectives import Collectives
+from tandem.parallel.exchange.collectives import Collectives
 
 
 class Exchange(NamedTuple):

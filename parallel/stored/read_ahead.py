@@ -17,7 +17,7 @@ import torch
 
 from tandem.configs.errors import SettingsError
 from tandem.parallel.stored.fresh_pages import provide_pages
-from tandem.parallel.stored.slices import Block, Slice
+from tandem.parallel.stored.slices import Slice, TensorBlock
 
 THREADS: Final = 4
 PART_BYTES: Final = 16 * 2**20
@@ -122,7 +122,7 @@ class ReadAhead:
             self._spare[size].append(found.data)
             self._spare_bytes += size
 
-    def _descriptor(self, block: Block) -> int:
+    def _descriptor(self, block: TensorBlock) -> int:
         file = block.tensor.file
         if file not in self._files:
             try:
@@ -136,7 +136,7 @@ def _nbytes(slices: tuple[Slice, ...]) -> int:
     return sum(one.nbytes for one in slices)
 
 
-def _read(block: Block, descriptor: int, target: memoryview, new_at: int | None) -> None:
+def _read(block: TensorBlock, descriptor: int, target: memoryview, new_at: int | None) -> None:
     """new_at: the target's address where it is new memory."""
     if new_at is not None:
         provide_pages(new_at, target.nbytes)
@@ -148,6 +148,6 @@ def _read(block: Block, descriptor: int, target: memoryview, new_at: int | None)
         raise _unreadable(block, "the file ends before it does") from error
 
 
-def _unreadable(block: Block, reason: str | None) -> SettingsError:
+def _unreadable(block: TensorBlock, reason: str | None) -> SettingsError:
     tensor = block.tensor
     return SettingsError(f"cannot read {tensor.file}: tensor {tensor.name}: {reason}", "MODEL")

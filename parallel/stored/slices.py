@@ -21,7 +21,7 @@ CHUNK_BYTES: Final = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TensorBlock:
     """The bytes [left, left + width) of each of num_rows rows. start: byte of the file of the first row, row_bytes:
     from one row to the next."""
 
@@ -36,7 +36,7 @@ class Block:
     def nbytes(self) -> int:
         return self.num_rows * self.width
 
-    def parts(self, most_bytes: int) -> Iterator["Block"]:
+    def parts(self, most_bytes: int) -> Iterator["TensorBlock"]:
         """Yields the block in parts of about most_bytes, in order."""
         step = max(1, most_bytes // max(1, self.width))
         for first in range(0, self.num_rows, step):
@@ -67,16 +67,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A parameter's slice as it is read. shape: of the blocks' bytes as one matrix [rows, columns] or vector; with
-    `transposed` it is [columns, rows]. pieces: (first, rows) of the rows that are taken of it, None: all, in order.
-    add: as Source.add."""
+    """A parameter's slice as it is read."""
 
     dtype: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[TensorBlock, ...]
+    # of the blocks' bytes as one matrix [rows, columns] or vector; with `transposed` [columns, rows]
     shape: tuple[int, ...]
     transposed: bool = False
+    # (first, rows) of the rows that are taken of it; None: all, in order
     pieces: tuple[tuple[int, int], ...] | None = None
-    add: float = 0.0
+    add: float = 0.0  # as Source.add
 
     @property
     def nbytes(self) -> int:
@@ -123,14 +123,14 @@ def slice_of(param: Param, stored: tuple[StoredTensor, ...], dim: int, start: in
 
 def _block(
     tensor: StoredTensor, index: int | None, rows: tuple[int, int], columns: tuple[int, int], *, flat: bool
-) -> Block:
+) -> TensorBlock:
     """Returns rows and columns, each (first, count), of a stored matrix, or of the one at `index` of a stack. flat: all
     its elements are rows of one."""
     item = STORED_BYTES[tensor.dtype]
     shape = tensor.shape if index is None else tensor.shape[1:]
     start = tensor.start + (0 if index is None else index * math.prod(shape) * item)
     row_bytes = item if flat else item * math.prod(shape[1:])
-    return Block(tensor, start + rows[0] * row_bytes, row_bytes, rows[1], columns[0] * item, columns[1] * item)
+    return TensorBlock(tensor, start + rows[0] * row_bytes, row_bytes, rows[1], columns[0] * item, columns[1] * item)
 
 
 def _read(descriptor: int, target: memoryview, start: int) -> None:

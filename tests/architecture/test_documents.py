@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -107,6 +108,18 @@ def test_the_readme_is_short_and_its_figures_are_measured() -> None:
     performance = (ROOT / "docs" / "performance.md").read_text()
     assert len(figures) == 8
     assert not [figure for figure in figures if f"| {figure} |" not in performance]
+
+
+def test_the_table_of_mutants_names_files_that_there_are() -> None:
+    table = tomllib.loads((ROOT / "tools" / "mutants.toml").read_text())
+    paths = {path for row in table["modules"].values() for path in (row["path"], *row["tests"])}
+    assert not sorted(path for path in paths if not (ROOT / path).is_file())
+    assert not {entry["module"] for entry in table["equivalent"]} - table["modules"].keys()
+
+
+def test_what_quick_tests_leave_out_is_there() -> None:
+    (dear,) = re.findall(r"^DEAR := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert not [name for name in dear.replace("\\", " ").split() if not (ROOT / "tests" / "unit" / name).exists()]
 
 
 def test_the_glossary_has_each_word_once_and_in_order() -> None:

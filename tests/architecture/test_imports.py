@@ -52,7 +52,7 @@ TORCH_FREE = (
     "tandem.cluster.cli.main",
     "tandem.workers.engine.engine",
     "tandem.workers.executor.rank_group",
-    "tandem.workers.models.spec.families",
+    "tandem.workers.models.spec.family_rows.families",
     "tandem.workers.lora.peft.adapter_source",
     "tandem.workers.lora.peft.adapter_check",
     "tandem.workers.planning.adapter_room",
@@ -60,7 +60,7 @@ TORCH_FREE = (
     "tandem.workers.planning.planner",
     "tandem.cluster.cli.verbs.plan",
     "tandem.cluster.cli.verbs.doctor",
-    "tandem.cluster.cli.check_process",
+    "tandem.cluster.cli.verbs.check_process",
     "tandem.cluster.deploy.misfits",
     "tandem.workers.text.tokenizer",
     "tandem.workers.text.chat_template",
@@ -144,6 +144,26 @@ def engine_in_a_rank(file: Source) -> Iterator[str]:
         yield from (f"{line}: {module}" for line, module in imports(file) if is_below(module, "workers.engine"))
 
 
+def private_names_of_ray(file: Source) -> Iterator[str]:
+    """Imports, attributes and arguments of Ray and Serve that begin with an underscore."""
+    if file.name.startswith("cluster/ray_private/"):
+        return
+    for line, module in all_imports(file):
+        if is_below(module, "ray") and "._" in module:
+            yield f"{line}: {module}"
+    for node in file.nodes:
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and is_rays(node):
+            yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_rays(node.func):
+            yield from (f"{node.lineno}: {one.arg}=" for one in node.keywords if (one.arg or "").startswith("_"))
+
+
+def is_rays(node: ast.expr) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in {"ray", "serve"}
+
+
 def is_below(module: str, allowed: str) -> bool:
     return module == allowed or module.startswith(allowed + ".")
 
@@ -198,6 +218,20 @@ def test_rank_never_imports_the_engine() -> None:
     assert sees(engine_in_a_rank, "workers/rank/x.py", "from tandem.workers.engine.engine import Engine")
 
 
+def test_private_names_of_ray_stay_in_their_room() -> None:
+    """tests/unit/cluster/ray_private/ holds what each means, so that a new Ray fails there and nowhere else."""
+    assert not broken(private_names_of_ray)
+    for line in (
+        "from ray._private import worker",
+        "from ray.serve.context import _get_global_client",
+        "ray._raylet.setproctitle",
+        "serve.context._cached",
+        "def f():\n    ray.init(address='local', _temp_dir='x')",
+    ):
+        assert sees(private_names_of_ray, "cluster/x.py", line), line
+    assert not sees(private_names_of_ray, "cluster/x.py", "from ray import serve\nray.init(address=self._x)")
+
+
 # ---- rules of all files together ----
 
 
@@ -233,6 +267,39 @@ def test_modules_hold_no_import_circles() -> None:
     assert not module_circle(PRODUCT)
     pairs = [("a.py", "from tandem.b import x"), ("b.py", "def f():\n    import c"), ("c.py", "import tandem.a")]
     assert module_circle(tuple(Source(*pair) for pair in pairs)) == ["a", "b", "c", "a"]
+
+
+def missing_names(file: Source, defined: dict[str, set[str]]) -> Iterator[str]:
+    """Names that a file imports from modules that do not have them."""
+    for node in file.nodes:
+        if isinstance(node, ast.ImportFrom) and node.module in defined:
+            for alias in node.names:
+                if alias.name not in defined[node.module] and f"{node.module}.{alias.name}" not in defined:
+                    yield f"{node.lineno}: {alias.name} of {node.module}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tandem."):
+            yield f"{node.lineno}: {node.module}"
+
+
+def names_of(file: Source) -> set[str]:
+    """What a module defines or imports, and what it gives out by __getattr__."""
+    found = {node.id for node in file.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in file.nodes:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return found
+
+
+def test_what_benchmarks_and_tools_import_is_there() -> None:
+    """No test runs most of them."""
+    others = sources(ROOT, ("benchmarks", "tools"))
+    defined = {f"tandem.{module_of(file.name).replace('/', '.')}": names_of(file) for file in PRODUCT}
+    defined |= {module_of(file.name).replace("/", "."): names_of(file) for file in others}
+    assert not broken(lambda file: missing_names(file, defined), others)
+    for line in ("from tandem.workers.none import x", "from tandem.workers.offline import NoSuch"):
+        assert sees(lambda file: missing_names(file, defined), "tools/x.py", line)
+    assert not sees(lambda file: missing_names(file, defined), "tools/x.py", "from tandem.workers import offline")
 
 
 # ---- processes ----

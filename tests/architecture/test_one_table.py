@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tandem.workers.models.spec.families import FAMILIES
+from tandem.workers.models.spec.family_rows.families import FAMILIES
 from tandem.workers.models.spec.parameter_names import Role
 from tools.sources import Source, lines_with, sources
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.cluster.cli.running_service import with_redis
+from tandem.cluster.cli.client.running_service import with_redis
 from tandem.cluster.gateway.http.tls import client_context
 from tests.support.certificates import Authority
 from tests.support.doors import ADMIN, API, METRICS, PASSWORD, SENT, ask_with_keys, assert_unsaid, logs_in

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tandem.workers.engine.probation import PROBATION_TOKENS
+from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
 from tests.support.failover import laws, table
 from tests.support.failover.calls import Call
 from tests.support.failover.kinds import KINDS
-from tests.support.failover.pairs import Row, all_pairs
 from tests.support.failover.scene import HEAL_S, TEST_S, Scene, failover_scene
 from tests.support.mixed_requests import PROMPTS
+from tests.support.pairwise import Row, all_pairs
 from tests.support.records import group_records
 from tests.support.service import wait_for
 

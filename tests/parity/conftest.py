@@ -9,7 +9,7 @@ import torch
 from tandem.parallel.context import ParallelContext
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.tiny_models import made_once
 

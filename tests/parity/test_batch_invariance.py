@@ -27,7 +27,7 @@ from tandem.workers.graphs.cpu_graphs import RUNS_BEFORE_CAPTURE
 from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.decoder import build_decoder
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu_invariant import InvariantCpuPlatform
 from tests.support.adapters import save_random_adapter
 from tests.support.paged_rows import PagedRows, prompt_ids

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.workers.models.decoder import Decoder
-from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.models.spec.families import supported_architectures
+from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.models.spec.family_rows.families import supported_architectures
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.reference_attention import ReferenceAttention
 from tests.support.tiny_models import TINY_MODELS, load_peer

@@ -13,14 +13,15 @@ from safetensors.torch import save_file
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from tandem.parallel.checkpoint import SafetensorsSource, load
+from tandem.parallel.checkpoint import load
 from tandem.parallel.linear_methods import as_given, plain
 from tandem.parallel.mesh import Mesh
+from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.models.layers.moe import MixtureOfExperts
 from tandem.workers.models.spec.arch import Activation, ClampedSwiglu, Moe, Scoring
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.parameter_names import LLAMA_STEMS, ParameterNames, Role
 from tandem.workers.models.spec.parameters import parameters
 from tandem.workers.platforms.cpu import CpuPlatform

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tandem.workers.models.decoder import Decoder
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tests.parity.test_decoder_logits import STORIES
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.tiny_models import BY_NAME, ONE_OF_EACH, TINY_MODELS, load_peer

@@ -16,7 +16,7 @@ from tandem import LLM, SamplingParams
 from tandem.parallel.context import ParallelContext
 from tandem.workers.models.decoder import Decoder, attention_of
 from tandem.workers.models.spec.arch import Moe
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.parity.test_decoder_logits import NAMES, PROMPT_LEN, STORIES
 from tests.parity.test_decoder_parallel import PROMPTS, STEPS

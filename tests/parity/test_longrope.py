@@ -10,7 +10,7 @@ import torch
 from tandem import LLM
 from tandem.parallel.context import ParallelContext
 from tandem.workers.models.decoder import build_decoder
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.service import DEMO

@@ -16,7 +16,7 @@ from tandem.parallel.linear import Linear
 from tandem.parallel.quantization.int8 import Int8Method
 from tandem.workers.kernels.cpu import cpu_int8_gemm
 from tandem.workers.models.decoder import build_decoder
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.adapters import save_random_adapter
 from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case

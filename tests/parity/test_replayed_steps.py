@@ -23,7 +23,7 @@ from tandem.workers.kernels.cpu.cpu_build import cpu_library
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.lora.device.rank_adapters import open_adapters
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform, multiplies_by_row
 from tests.support.adapters import save_random_adapter
 from tests.support.engine_ranks import RunsOut

@@ -19,7 +19,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec, AttentionParams
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.parity.test_attention import backends
 from tests.support.attention_check import random_batch

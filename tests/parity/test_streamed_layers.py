@@ -13,8 +13,8 @@ import torch
 from tandem.offload.weights.layer_placement import spread
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.mesh import Mesh
-from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.models.spec.sizes import rank_weights
+from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.planning.sizes import rank_weights
 from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
 from tests.support.paged_rows import prompt_ids
 from tests.support.tiny_models import BY_NAME, ONE_OF_EACH, TinyModel, save_tiny_model

@@ -22,7 +22,7 @@ from tandem.parallel.mesh import layer_range
 from tandem.parallel.pipeline import StageLink
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.paged_rows import PagedRows
 from tests.support.service import free_port

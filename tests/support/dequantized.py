@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.models.spec.family_rows.families import parameters_of
 
 
 def rounded(weight_OI: torch.Tensor) -> torch.Tensor:

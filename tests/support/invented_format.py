@@ -8,7 +8,16 @@ from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, named_call
 from tandem.workers.text.output.reasoning.think_tags import Qwen3
-from tandem.workers.text.output.stepping import Marks, Source, SteppedParser, Steps, one_of, run_of, spaces, text_until
+from tandem.workers.text.output.stepping import (
+    Marks,
+    SteppedParser,
+    Steps,
+    TextSource,
+    one_of,
+    run_of,
+    spaces,
+    text_until,
+)
 
 BEGIN, END = "<call>", "</call>"
 _MARKS = Marks(BEGIN)
@@ -43,7 +52,7 @@ class InventedReasoning(Qwen3):
     """Implements ReasoningFormat."""
 
 
-def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
+def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     while (yield from text_until(source, _MARKS, writer.content)) is not None:
         source.keep()
         yield from one_of(source, (BEGIN,))

@@ -19,7 +19,7 @@ from tandem.workers.lora.device.host_copy import make_shard
 from tandem.workers.lora.device.rank_adapters import RankAdapters, open_adapters
 from tandem.workers.lora.peft.peft_folder import read_adapter
 from tandem.workers.models.decoder import attention_of, build_decoder
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tandem.workers.rank.batch import adapter_segments
 from tests.support.decoder_ranks import Work, same_collectives

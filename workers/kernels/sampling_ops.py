@@ -76,15 +76,15 @@ class TorchSampling:
 
     def prepare_draw(self, draws: Draws, send: Send) -> DrawTokens:
         at, temperature = send(draws.places), send(draws.temperature)
-        limits = None
+        truncation = None
         if draws.min_p.any() or draws.top_k.any() or (draws.top_p < 1).any():
-            limits = Truncation(draws.top_k, draws.top_p, draws.min_p, send)
+            truncation = Truncation(draws.top_k, draws.top_p, draws.min_p, send)
 
         def draw(logits_SV: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, uniforms_R: torch.Tensor) -> None:
             at_R = at()
             weights_RV = (logits_SV[at_R] - best_S[at_R][:, None]).div_(temperature()[:, None]).exp_()
-            if limits is not None:
-                floor_R = limits.thresholds(weights_RV)
+            if truncation is not None:
+                floor_R = truncation.thresholds(weights_RV)
                 weights_RV.masked_fill_(weights_RV < floor_R[:, None], 0.0)
             ids_S[at_R] = drawn(weights_RV, uniforms_R)
 
@@ -102,7 +102,7 @@ class TorchSampling:
 
 
 class Truncation:
-    """Truncation of some rows, on its way to the device."""
+    """Bounds that truncate some rows, on their way to the device."""
 
     def __init__(
         self,

@@ -12,20 +12,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tandem.offload.weights.weight_stream import Copier, WeightStream
-from tandem.parallel.checkpoint import (
-    DummySource,
-    LoadFormat,
-    OnBytes,
-    ParameterSlot,
-    SafetensorsSource,
-    Source,
-    load,
-)
+from tandem.parallel.checkpoint import DummySource, LoadFormat, OnBytes, ParameterSlot, WeightSource, load
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.linear import AdaptableLinear, LinearPart
 from tandem.parallel.mesh import layer_range
 from tandem.parallel.quantization.weight_formats import weight_format
+from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.latents.latent_backend import LatentBackend
@@ -36,14 +29,14 @@ from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.norms import AddNorm, make_norm
 from tandem.workers.models.layers.positions import RotaryPositions
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, RopeSpec
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layouts
-from tandem.workers.models.spec.sizes import rank_weights
+from tandem.workers.planning.sizes import rank_weights
 from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.platforms.base import Platform
 
 
-class Adapters(Protocol):
+class DecoderAdapters(Protocol):
     """The LoRA adapters of the layers (workers/lora/device/lora_layers.py). `begin` runs before a step, `begin_layers`
     before its first layer."""
 
@@ -91,7 +84,7 @@ class Decoder:
         self.weight_bytes = 0
         self._mesh = context.mesh
         self._dtype = dtype
-        self._adapters: Adapters | None = None
+        self._adapters: DecoderAdapters | None = None
         self.stream = stream
         ropes = spec.ropes
         self._ropes = [RotaryPositions(rope, spec.rope_dim, platform.device) for rope in ropes]
@@ -235,7 +228,7 @@ class Decoder:
             head = Table(self._head.part(self.parameters.head_name), self._head)
         return embedding, head
 
-    def adapt(self, adapters: Adapters) -> None:
+    def adapt(self, adapters: DecoderAdapters) -> None:
         """Attaches `adapters`, whose `begin` is called with every later step."""
         self._adapters = adapters
 
@@ -258,7 +251,7 @@ class Decoder:
 
     def load(
         self,
-        source: Source,
+        source: WeightSource,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -337,7 +330,7 @@ def build_decoder(
     stream = WeightStream(streamed, copier or platform.weight_copier(held))
     attention = attention or attention_of(spec, platform, dtype, kv_dtype)
     decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization, windows)
-    source: Source
+    source: WeightSource
     if load_format == "dummy":
         source = DummySource(seed, dtype, platform.device)
     else:

@@ -14,7 +14,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.schema import LoraSettings
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.family_rows.families import parameters_of
 
 ALIGNED_ELEMENTS: Final = 16
 """Rows begin at multiples of it, so that kernels load aligned vectors."""

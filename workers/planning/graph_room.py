@@ -11,9 +11,9 @@ from tandem.offload.kv.kv_groups import KVGroups
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import kv_layouts
-from tandem.workers.models.spec.sizes import activation_bytes
 from tandem.workers.planning.budget import ATTENTION_BYTES, GATHER_BYTES
 from tandem.workers.planning.resolve import kv_groups
+from tandem.workers.planning.sizes import activation_bytes
 
 BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Tokens of captured steps."""

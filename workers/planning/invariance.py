@@ -11,7 +11,7 @@ from tandem.configs.platform_facts import LANES, MOST_HEAD_DIM, MOST_LATENT, PLA
 from tandem.configs.schema import Device, EngineSettings
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec, Gqa, Mla, Moe, RopeKind
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.planning.resolve import resolve_dtype
 
 FLAG = "--batch-invariant"

@@ -15,7 +15,7 @@ from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ModelSettings
 from tandem.parallel.stored.headers import no_weights
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.hub import TEXT, Wanted, download
 from tandem.workers.text.chat_template import chosen_templates
 from tandem.workers.text.generation_config import FILE as GENERATION

@@ -13,10 +13,10 @@ from tandem.offload.weights.layer_placement import LayerPlacement, bytes_to_save
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.sizes import RankWeights, rank_weights
 from tandem.workers.planning.budget import GIB, MIB, check_offload
 from tandem.workers.planning.planner import least_bytes
 from tandem.workers.planning.resolve import resolve_kv_dtype
+from tandem.workers.planning.sizes import RankWeights, rank_weights
 
 log = logging.getLogger(__name__)
 

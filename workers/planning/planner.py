@@ -15,11 +15,11 @@ from tandem.offload.weights.layer_placement import LayerPlacement, bytes_to_save
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.sizes import RankWeights, activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
 from tandem.workers.planning.adapter_room import AdapterRoom, adapter_room
 from tandem.workers.planning.budget import ATTENTION_BYTES, CPU_SHARE, GIB
 from tandem.workers.planning.graph_room import graph_bytes
 from tandem.workers.planning.resolve import DTYPE_BYTES, kv_groups
+from tandem.workers.planning.sizes import RankWeights, activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
 from tandem.workers.planning.start_notes import pool_notes
 
 CONVERSATION_TOKENS = 2048

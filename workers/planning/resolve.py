@@ -15,10 +15,10 @@ from tandem.configs.platform_facts import PLATFORM_FACTS
 from tandem.configs.schema import Device, EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.models.spec.arch import ArchSpec, RopeKind, RopeSpec
-from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.models.spec.families import family_of
+from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.models.spec.config.pooling_config import PoolingFacts, read_pooling
+from tandem.workers.models.spec.family_rows.families import family_of
 from tandem.workers.models.spec.kv_layout import kv_windows
-from tandem.workers.planning.pooling_config import PoolingFacts, read_pooling
 
 SAMPLE_BYTES = 2**16
 SAMPLES = 16

@@ -10,8 +10,8 @@ from typing import Any
 from tandem.configs.errors import SettingsError
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import OVERRIDES, load_spec
-from tandem.workers.models.spec.families import family_of, parameters_of
+from tandem.workers.models.spec.config.config_reader import OVERRIDES, load_spec
+from tandem.workers.models.spec.family_rows.families import family_of, parameters_of
 
 
 def open_checkpoint(folder: Path, spec: ArchSpec, overrides: Mapping[str, Any] | None = None) -> StoredCheckpoint:

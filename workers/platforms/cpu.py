@@ -18,7 +18,7 @@ import torch
 
 from tandem.configs.environment import imitate_cpu
 from tandem.configs.platform_facts import CPU as CPU_FACTS
-from tandem.offload.copies.accelerator import Event, Stream
+from tandem.offload.copies.accelerator import DeviceEvent, Stream
 from tandem.offload.copies.kv_copies import BlockCopier, CpuCopier
 from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
 from tandem.offload.weights.weight_stream import Copier
@@ -65,7 +65,7 @@ CPU = torch.device("cpu")
 
 
 class Moment:
-    """An Event on CPU: a time, already past."""
+    """A DeviceEvent on CPU: a time, already past."""
 
     __slots__ = ("at_s",)
 
@@ -78,7 +78,7 @@ class Moment:
     def wait(self) -> None:
         """Returns at once."""
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, Moment)
         return self.at_s - earlier.at_s
 
@@ -86,7 +86,7 @@ class Moment:
 class HostStream:
     """The only stream on CPU."""
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         """Does nothing: the event is done."""
 
     def synchronize(self) -> None:
@@ -111,7 +111,7 @@ class HostAccelerator:
     def use(self, stream: Stream) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self, *, timed: bool = False) -> DeviceEvent:
         return Moment()
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from tandem.configs.errors import SettingsError
 from tandem.configs.platform_facts import CUDA as CUDA_FACTS
 from tandem.configs.schema import EngineSettings
-from tandem.offload.copies.accelerator import Accelerator, Event, Stream
+from tandem.offload.copies.accelerator import Accelerator, DeviceEvent, Stream
 from tandem.offload.copies.kv_copies import BlockCopier, StreamCopier
 from tandem.offload.weights.weight_copiers import StreamWeightCopier
 from tandem.offload.weights.weight_stream import Copier
@@ -50,7 +50,7 @@ def _has_triton() -> bool:
 
 
 class CudaEvent:
-    """An Event on a CUDA stream."""
+    """A DeviceEvent on a CUDA stream."""
 
     __slots__ = ("_event",)
 
@@ -67,7 +67,7 @@ class CudaEvent:
     def wait(self) -> None:
         self._event.synchronize()
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, CudaEvent)
         return float(earlier.native.elapsed_time(self._event)) / 1000
 
@@ -80,7 +80,7 @@ class CudaStream:
     def __init__(self, native: torch.cuda.Stream) -> None:
         self.native = native
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
         self.native.wait_event(event.native)
 
@@ -123,7 +123,7 @@ class CudaAccelerator:
         assert isinstance(stream, CudaStream)
         return torch.cuda.stream(stream.native)
 
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self, *, timed: bool = False) -> DeviceEvent:
         event = torch.cuda.Event(enable_timing=timed)
         event.record(torch.cuda.current_stream(self._device))
         return CudaEvent(event)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from tandem.offload.copies.accelerator import Accelerator, Event
+from tandem.offload.copies.accelerator import Accelerator, DeviceEvent
 from tandem.offload.kv.kv_groups import UNLIMITED
 from tandem.workers.attention.forward_batch import GroupTable
 from tandem.workers.kernels.step_arrays import Array, StepArrays
@@ -45,7 +45,7 @@ class StepBuffer:
         self._device = device
         self._on_device = torch.empty(0, dtype=torch.uint8, device=device)
         self._staging: list[torch.Tensor] = []
-        self._read: list[Event | None] = []
+        self._read: list[DeviceEvent | None] = []
         self._turn = 0
 
     def fill(self, arrays: Sequence[Array]) -> list[torch.Tensor]:

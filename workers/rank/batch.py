@@ -25,7 +25,7 @@ from tandem.workers.sampling.sampling_table import READS_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class Adapters:
+class StepAdapters:
     """AdapterRows of the step's tokens and of those that sample, on the host."""
 
     slots_T: npt.NDArray[np.int32]
@@ -36,21 +36,17 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The model's inputs and what sampling needs, int64 [S]: rows of the table, positions of the tokens to choose. A
-    row with drafts is there once for its last token and once for each draft.
-
-    rows_R, begin_R, starts: the rows of the step, the positions of their first tokens, and the places of these among
-    all tokens. sampling: on the rank that samples. drafts_S: as in StepTensors.
-    """
+    """The model's inputs and what sampling needs, int64 [S]. A row with drafts is there once for its last token and
+    once for each draft."""
 
     forward: ForwardBatch
-    rows_R: Ints
-    begin_R: Ints
-    starts: Ints
-    sample_rows_S: Ints
-    sample_positions_S: Ints
-    sampling: Sampling | None
-    drafts_S: torch.Tensor | None
+    rows_R: Ints  # the rows of the step
+    begin_R: Ints  # the positions of their first tokens
+    starts: Ints  # the places of these among all tokens
+    sample_rows_S: Ints  # rows of the table
+    sample_positions_S: Ints  # positions of the tokens to choose
+    sampling: Sampling | None  # on the rank that samples
+    drafts_S: torch.Tensor | None  # as in StepTensors
 
 
 Prepare = Callable[[Ints, Ints, Ints, Send], Sampling]
@@ -167,7 +163,7 @@ def _check(
         )
 
 
-def _forward(tensors: StepTensors, rows: StepRows, adapters: Adapters | None, block_size: int) -> ForwardBatch:
+def _forward(tensors: StepTensors, rows: StepRows, adapters: StepAdapters | None, block_size: int) -> ForwardBatch:
     rows_T = rows_S = None
     if adapters is not None:
         assert tensors.slots_T is not None and tensors.slots_S is not None
@@ -191,14 +187,16 @@ def _forward(tensors: StepTensors, rows: StepRows, adapters: Adapters | None, bl
     )
 
 
-def _adapters(slots_R: Ints, lens_R: Ints, starts: Ints, row_S: Ints) -> Adapters | None:
+def _adapters(slots_R: Ints, lens_R: Ints, starts: Ints, row_S: Ints) -> StepAdapters | None:
     """None when no row of the step has one. row_S: as in _samples."""
     segments = adapter_segments(slots_R, starts)
     if not segments:
         return None
     slots_S = slots_R[row_S]
     sample_segments = adapter_segments(slots_S, np.arange(len(slots_S) + 1))
-    return Adapters(np.repeat(slots_R, lens_R).astype(np.int32), segments, slots_S.astype(np.int32), sample_segments)
+    return StepAdapters(
+        np.repeat(slots_R, lens_R).astype(np.int32), segments, slots_S.astype(np.int32), sample_segments
+    )
 
 
 def adapter_segments(slots_R: Ints, starts: Ints) -> list[tuple[int, int, int]]:

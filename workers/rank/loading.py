@@ -18,8 +18,8 @@ from tandem.configs.schema import Device, EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.offload.weights.layer_placement import LayerPlacement
 from tandem.parallel.checkpoint import OnBytes
-from tandem.parallel.collectives import TorchCollectives
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.collectives import TorchCollectives
 from tandem.parallel.pipeline import StageLink
 from tandem.workers.lora.device.rank_adapters import RankAdapters, open_adapters
 from tandem.workers.messages.handshake import RankLoaded, RankTiers

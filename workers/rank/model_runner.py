@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.offload.copies.accelerator import Event
+from tandem.offload.copies.accelerator import DeviceEvent
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.pipeline import StageLink
 from tandem.workers.attention.backend import KVTensors
@@ -30,7 +30,7 @@ from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.pooler import Pooled, Pooler
 from tandem.workers.rank.row_results import row_results
 from tandem.workers.rank.row_table import RowTable
-from tandem.workers.rank.step_exchanges import StepExchanges, Verdict
+from tandem.workers.rank.step_exchanges import StepExchanges, StepVerdict
 from tandem.workers.rank.transfers.load_gate import LoadGate
 from tandem.workers.sampling.prompt_logprobs import PromptScorer, Scored, ScoredRows
 from tandem.workers.sampling.sampler import Drawn, Sampling
@@ -81,19 +81,18 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """A step's work on the device. received: events around the wait for hidden states, where there was one; errors: of
-    its rows, by row; verdict: what the ranks agreed on, on the last stage of several ranks; pooled: its embeddings;
-    scored: the log probabilities of its prompts."""
+    """A step's work on the device."""
 
     batch: StepBatch
     drafts: Drafts | None = None
     drawn: Drawn | None = None
     tokens: _Tokens | None = None
-    received: tuple[Event, Event] | None = None
-    errors: dict[int, str] = field(default_factory=dict)
-    verdict: Verdict | None = None
-    pooled: Pooled | None = None
-    scored: Scored | None = None
+    # events around the wait for hidden states, where there was one
+    received: tuple[DeviceEvent, DeviceEvent] | None = None
+    errors: dict[int, str] = field(default_factory=dict)  # of its rows, by row
+    verdict: StepVerdict | None = None  # of all ranks, on the last stage of several
+    pooled: Pooled | None = None  # its embeddings
+    scored: Scored | None = None  # the log probabilities of its prompts
 
 
 class StepHandle:
@@ -112,7 +111,7 @@ class StepHandle:
     )
 
     def __init__(
-        self, runner: "ModelRunner", plan: StepPlan, began: Event, computed: _Computed | None, failure: str | None
+        self, runner: "ModelRunner", plan: StepPlan, began: DeviceEvent, computed: _Computed | None, failure: str | None
     ) -> None:
         self._runner = runner
         self.step_id = plan.step_id
@@ -217,7 +216,7 @@ class ModelRunner:
         self._steps.clear()
         self._model.close()
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """Returns a timed event behind the work given so far."""
         return self._platform.accelerator.event(timed=True)
 
@@ -348,7 +347,7 @@ class ModelRunner:
         return output, pooled, self._scorer.score(scored, hidden_PH[num_pooled:], self._model.logits)
 
     def _tokens(
-        self, batch: StepBatch, host_drafts_S: torch.Tensor | None, drawn: Drawn | None, verdict: Verdict | None
+        self, batch: StepBatch, host_drafts_S: torch.Tensor | None, drawn: Drawn | None, verdict: StepVerdict | None
     ) -> _Tokens:
         """One stage: every TP rank appends what tp0 sampled. A failed row gets some token too, so that a plan made
         before its failure was known still finds what it counts on."""

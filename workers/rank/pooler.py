@@ -40,7 +40,7 @@ class PooledRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RowPart:
+class PooledPart:
     """The hidden states of one row among those that are pooled in a step: [first, last) of P. begin: the position of
     its first token in the step; end: behind its last. ends: it gets its embedding now."""
 
@@ -58,7 +58,7 @@ class Pooled:
     """The embeddings of a step: float32 [E, H], where they arrive on the host, of the rows in `parts`. order: all rows
     of the step with a result, in the plan's order."""
 
-    parts: list[RowPart]
+    parts: list[PooledPart]
     host_EH: torch.Tensor
     order: list[int]
 
@@ -77,7 +77,7 @@ class PoolStep:
     device."""
 
     rows_P: torch.Tensor
-    parts: list[RowPart]
+    parts: list[PooledPart]
     order: list[int]
 
 
@@ -94,7 +94,7 @@ class Pooler:
         """Returns what this step pools; None for nothing. begin_R, starts: the positions of the rows' first tokens, and
         the places of these among all tokens, and T. rows: those that are bound with a Pool."""
         index_P: list[Ints] = []
-        parts: list[RowPart] = []
+        parts: list[PooledPart] = []
         first = 0
         for place, each in enumerate(work):
             pooled = rows.get(each.row)
@@ -105,7 +105,7 @@ class Pooler:
             if pooled.pool.kind == "last":
                 start = stop - 1
             index_P.append(np.arange(start, stop))
-            parts.append(RowPart(each.row, pooled, first, first + stop - start, begin, end, each.samples))
+            parts.append(PooledPart(each.row, pooled, first, first + stop - start, begin, end, each.samples))
             first += stop - start
         if not parts:
             return None
@@ -114,7 +114,7 @@ class Pooler:
 
     def pool(self, step: PoolStep, hidden_PH: torch.Tensor) -> Pooled:
         """Pools the step's hidden states, after the final norm, in the weights' dtype."""
-        ending: list[RowPart] = []
+        ending: list[PooledPart] = []
         vectors: list[torch.Tensor] = []
         for part in step.parts:
             states_H = hidden_PH[part.first : part.last]
@@ -126,7 +126,7 @@ class Pooler:
             return Pooled([], torch.empty(0, hidden_PH.shape[1]), step.order)
         return Pooled(ending, self._accelerator.to_host(torch.stack(vectors)), step.order)
 
-    def _mean(self, part: RowPart, states_TH: torch.Tensor) -> torch.Tensor:
+    def _mean(self, part: PooledPart, states_TH: torch.Tensor) -> torch.Tensor:
         """Adds a chunk to the row's sum and returns the mean so far, float32 [H]."""
         # float64: the sum of a long prompt is the same to the last bit that float32 shows, however it was cut
         sums = part.pooled.sums
@@ -149,7 +149,7 @@ def _finished(vector_H: torch.Tensor, pool: Pool) -> torch.Tensor:
     return F.normalize(vector_H, dim=0) if pool.normalize else vector_H
 
 
-def _result(part: RowPart, vector_H: npt.NDArray[np.float32], error: str | None) -> RowResult:
+def _result(part: PooledPart, vector_H: npt.NDArray[np.float32], error: str | None) -> RowResult:
     if error is None and not np.isfinite(vector_H).all():
         error = NOT_FINITE
     if error is not None:

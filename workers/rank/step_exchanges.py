@@ -17,7 +17,7 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.sampling.prompt_logprobs import pieces_of
 
 
-class Verdict(NamedTuple):
+class StepVerdict(NamedTuple):
     """The end of a step on the last stage: int64 [S + 1], or [1] with several stages: the tokens that tp rank 0
     sampled, then a number that is not 0 if a rank has failed; on the device, and where they arrive on the host."""
 
@@ -78,7 +78,7 @@ class StepExchanges:
         self._link.send(hidden_TH, self._failed_1)
         self._is_over = True
 
-    def agree(self, ids_S: torch.Tensor | None) -> Verdict | None:
+    def agree(self, ids_S: torch.Tensor | None) -> StepVerdict | None:
         """Ends a step on the last stage. ids_S: int64, on tp rank 0, where rows sample. None for a group of one."""
         return None if self._context.world_size == 1 else self._agree(ids_S, failed=False)
 
@@ -98,7 +98,7 @@ class StepExchanges:
             self._agree(None, failed=True)
         self._is_over = True
 
-    def _agree(self, ids_S: torch.Tensor | None, failed: bool) -> Verdict:
+    def _agree(self, ids_S: torch.Tensor | None, failed: bool) -> StepVerdict:
         """One sum over the TP ranks, of which only rank 0 adds tokens."""
         count = self._num_samples if self._context.pp_size == 1 else 0
         packed = torch.zeros(count + 1, dtype=torch.int64, device=self._platform.device)
@@ -109,4 +109,4 @@ class StepExchanges:
         if self._context.tp_size > 1:
             packed = self._context.tp.all_reduce(packed)
         self._is_over = True
-        return Verdict(packed, self._platform.accelerator.to_host(packed))
+        return StepVerdict(packed, self._platform.accelerator.to_host(packed))

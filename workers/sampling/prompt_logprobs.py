@@ -44,7 +44,7 @@ class ScoredRows(NamedTuple):
     sampling_of: Callable[[int], RowSampling]
 
 
-class RowPart(NamedTuple):
+class ScoredPart(NamedTuple):
     """The positions of one row among those of a step: [first, last) of P. begin: its first position in the prompt."""
 
     row: int
@@ -63,7 +63,7 @@ class ScoreStep:
     next_P: Ints
     slots_P: Ints
     wanted_P: list[int]
-    parts: list[RowPart]
+    parts: list[ScoredPart]
     order: list[int]
 
 
@@ -97,7 +97,7 @@ class PromptScorer:
 
     def begin(self, work: Sequence[RowWork], rows: ScoredRows) -> ScoreStep | None:
         """Returns what a step scores; None for nothing."""
-        parts: list[RowPart] = []
+        parts: list[ScoredPart] = []
         index_P: list[Ints] = []
         next_P: list[Ints] = []
         wanted_P: list[int] = []
@@ -105,7 +105,7 @@ class PromptScorer:
             if not (count := each.num_scored):
                 continue
             start, begin = int(rows.starts[place]), int(rows.begin_R[place])
-            parts.append(RowPart(each.row, len(wanted_P), len(wanted_P) + count, begin))
+            parts.append(ScoredPart(each.row, len(wanted_P), len(wanted_P) + count, begin))
             index_P.append(np.arange(start, start + count))
             next_P.append(rows.token_ids[each.row, begin + 1 : begin + 1 + count].astype(np.int64))
             wanted_P += [rows.sampling_of(each.row).prompt_logprobs or 0] * count
@@ -144,7 +144,7 @@ class PromptScorer:
         return AdapterRows(self._accelerator.to_device(torch.from_numpy(slots_N.astype(np.int32))), segments)
 
 
-def _with_scores(result: RowResult | None, part: RowPart, entries: list[TokenLogprobs]) -> RowResult:
+def _with_scores(result: RowResult | None, part: ScoredPart, entries: list[TokenLogprobs]) -> RowResult:
     """A row's result with the log probabilities, which it need not have otherwise."""
     if result is None:
         result = RowResult(row=part.row, token_ids=[])

@@ -103,7 +103,7 @@ class GrammarStore:
         return len(self._compiled)
 
 
-class _Tokens:
+class _VocabularyTokens:
     """A tokenizer as llguidance's TokenizerWrapper reads it: the bytes of each token below `size`, and which are
     special.
 
@@ -155,4 +155,6 @@ def _token_table(tokenizer: ModelTokenizer, vocab_size: int, eos_token_ids: froz
     eos = sorted(i for i in eos_token_ids if i < vocab_size)
     if not eos:
         raise ValueError("it has no end-of-sequence token")
-    return LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, vocab_size, eos)), n_vocab=vocab_size, eos_token=eos)
+    return LLTokenizer(
+        TokenizerWrapper(_VocabularyTokens(tokenizer, vocab_size, eos)), n_vocab=vocab_size, eos_token=eos
+    )

@@ -15,7 +15,7 @@ from tandem.configs.schema import CacheSettings, EngineSettings
 from tandem.parallel.mesh import Mesh
 from tandem.workers.engine.engine import Engine
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.rank.kv_cache import block_bytes
 

@@ -23,7 +23,7 @@ from tandem.configs.schema import EngineSettings, LoraSettings
 from tandem.workers.lora.peft.peft_folder import adapter_digest
 from tandem.workers.messages.request import AdapterRef
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 
 OUT = ROOT / "out" / "adapters"
 QV = ("q_proj", "v_proj")

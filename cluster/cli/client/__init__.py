@@ -1,1 +1,1 @@
-"""The client behind `tandem chat` and `tandem complete`."""
+"""A running service: which one, and the client behind `tandem chat` and `tandem complete`."""

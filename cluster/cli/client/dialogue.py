@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from tandem.cluster.cli.base.terminal import say
 from tandem.cluster.cli.client.endpoint import Endpoint, EndpointError
-from tandem.cluster.cli.terminal import say
 from tandem.configs.errors import TandemError
 
 _CONTROLS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-class Conversation:
+class Dialogue:
     """The messages so far, and the loop that adds to them."""
 
     def __init__(self, endpoint: Endpoint, fields: dict[str, Any], system: str | None, interactive: bool) -> None:

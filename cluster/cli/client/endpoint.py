@@ -45,12 +45,12 @@ class _Event(msgspec.Struct, frozen=True):
     error: _Problem | None = None
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _ServedModel(msgspec.Struct, frozen=True):
     id: str
 
 
 class _Models(msgspec.Struct, frozen=True):
-    data: list[_Model]
+    data: list[_ServedModel]
 
 
 class Endpoint:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from tandem.cluster.cli.flags import Command, flag, with_flags
-from tandem.cluster.cli.running_service import SERVICE_FLAGS, ServiceAt, model_on, service_at, with_redis
-from tandem.cluster.cli.terminal import say
+from tandem.cluster.cli.base.flags import Command, flag, with_flags
+from tandem.cluster.cli.base.terminal import say
+from tandem.cluster.cli.client.running_service import SERVICE_FLAGS, ServiceAt, model_on, service_at, with_redis
 from tandem.configs.errors import SettingsError, TandemError
 
 if TYPE_CHECKING:

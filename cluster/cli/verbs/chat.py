@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tandem.cluster.cli.running_service import certificate_of, newest
-from tandem.cluster.cli.terminal import say
+from tandem.cluster.cli.base.terminal import say
+from tandem.cluster.cli.client.running_service import certificate_of, newest
 from tandem.configs.environment import API_KEY
 from tandem.configs.errors import TandemError
 from tandem.configs.secrets import read_secret
@@ -72,7 +72,7 @@ def chat(
 
     /reset starts a new conversation, /exit or Ctrl-D ends the chat, Ctrl-C stops an answer.
     """
-    from tandem.cluster.cli.client.dialogue import Conversation
+    from tandem.cluster.cli.client.dialogue import Dialogue
 
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with _service(url, api_key, (ssl_certfile, ssl_keyfile, ssl_ca_certs)) as endpoint:
@@ -82,7 +82,7 @@ def chat(
 
             keys = "/reset forgets, /exit or Ctrl-D ends, Ctrl-C ends an answer"
             say(f"talking to {fields['model']} on {endpoint.url}; {keys}")
-        Conversation(endpoint, fields, system, interactive).run()
+        Dialogue(endpoint, fields, system, interactive).run()
 
 
 def complete(

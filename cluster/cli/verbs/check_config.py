@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cluster.cli.terminal import say
+from tandem.cluster.cli.base.terminal import say
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import merge_config, read_serve_file, resolved_yaml
 from tandem.configs.schema import ServiceSettings

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tandem.cluster.cli.terminal import say, table
+from tandem.cluster.cli.base.terminal import say, table
 
 if TYPE_CHECKING:
     from tandem.cluster.deploy.machine_facts import MachineFacts
@@ -51,7 +51,7 @@ def doctor(
 
 def _run(facts: "MachineFacts", as_json: bool) -> tuple[list[Row], list[Row]]:
     """Runs the process of the checks; prints what it finds as it comes. Returns (choices, checks)."""
-    from tandem.cluster.cli.check_process import self_checks
+    from tandem.cluster.cli.verbs.check_process import self_checks
 
     choices, checks = _own_choices(facts), list[Row]()
     with closing(_shown(self_checks())) as events:

@@ -16,7 +16,7 @@ import msgspec
 import typer
 from msgspec.structs import replace
 
-from tandem.cluster.cli.flags import with_service_options
+from tandem.cluster.cli.base.flags import with_service_options
 from tandem.cluster.cli.verbs.plan_report import report
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
@@ -26,7 +26,7 @@ from tandem.configs.schema import CacheSettings, EngineSettings, ModelSettings
 from tandem.parallel.stored.headers import INDEX, find_weights, has_other_weights, no_weights
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.planning.budget import GIB, available_bytes, check_offload
 from tandem.workers.planning.hub import Wanted
 from tandem.workers.planning.invariance import check_batch_invariant
@@ -111,7 +111,7 @@ def _check(asked: _Asked) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class _PlannedModel:
     """A model and the memory to plan for, with resolved types and context length."""
 
     settings: EngineSettings
@@ -127,7 +127,7 @@ class _Model:
         return plan_group(settings, self.spec, self.memory, self.dtype, self.kv_dtype, self.max_model_len)
 
 
-def _model(name: str, settings: EngineSettings, asked: _Asked) -> _Model:
+def _model(name: str, settings: EngineSettings, asked: _Asked) -> _PlannedModel:
     """Finds the model and resolves the settings that depend on it. SettingsError."""
     folder = find_model(name, settings.model.revision, "MODEL", Wanted(("config.json",)))
     settings = replace(settings, model=replace(settings.model, model=str(folder)))
@@ -136,7 +136,7 @@ def _model(name: str, settings: EngineSettings, asked: _Asked) -> _Model:
     check_batch_invariant(settings, spec, memory.device)
     dtype = resolve_dtype(settings, spec, memory.device)
     kv_dtype = resolve_kv_dtype(settings, dtype)
-    return _Model(settings, spec, memory, dtype, kv_dtype, resolve_max_model_len(settings, spec))
+    return _PlannedModel(settings, spec, memory, dtype, kv_dtype, resolve_max_model_len(settings, spec))
 
 
 def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tandem.cluster.cli.terminal import table
+from tandem.cluster.cli.base.terminal import table
 from tandem.workers.planning.planner import CONVERSATION_TOKENS, Memory, gib
 
 

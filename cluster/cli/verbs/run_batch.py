@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.cluster.cli.flags import with_service_options
-from tandem.cluster.cli.terminal import say
+from tandem.cluster.cli.base.flags import with_service_options
+from tandem.cluster.cli.base.terminal import say
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import merge_config
 from tandem.configs.options import COORDINATION, HTTP, OPTIONS
@@ -56,8 +56,8 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
     from tqdm import tqdm
 
     from tandem.cluster.adapters.build_adapters import open_adapter_service
-    from tandem.cluster.cli.batch_files import read_answered, read_lines, run_lines, succeeded
-    from tandem.cluster.cli.local_dispatch import LocalDispatch
+    from tandem.cluster.cli.batch.batch_files import read_answered, read_lines, run_lines, succeeded
+    from tandem.cluster.cli.batch.local_dispatch import LocalDispatch
     from tandem.cluster.gateway.app import wiring
     from tandem.cluster.gateway.app.routes import build_gateway_app
     from tandem.workers.build import offline_settings

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.cluster.cli.flags import with_service_options
+from tandem.cluster.cli.base.flags import with_service_options
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import merge_config
 from tandem.configs.secrets import with_secrets

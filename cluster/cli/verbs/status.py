@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from tandem.cluster.cli.running_service import runs_on, with_redis
+from tandem.cluster.cli.client.running_service import runs_on, with_redis
 from tandem.cluster.cli.verbs.adapters import held_by
 from tandem.configs.errors import TandemError
 

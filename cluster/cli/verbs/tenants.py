@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from tandem.cluster.cli.flags import Command, flag, with_flags
-from tandem.cluster.cli.running_service import ServiceAt, on_service, with_redis
-from tandem.cluster.cli.terminal import say
+from tandem.cluster.cli.base.flags import Command, flag, with_flags
+from tandem.cluster.cli.base.terminal import say
+from tandem.cluster.cli.client.running_service import ServiceAt, on_service, with_redis
 from tandem.configs.errors import SettingsError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tandem.cluster.cli.running_service import ServiceAt, on_service, with_redis
-from tandem.cluster.cli.terminal import say, table
+from tandem.cluster.cli.base.terminal import say, table
+from tandem.cluster.cli.client.running_service import ServiceAt, on_service, with_redis
 
 if TYPE_CHECKING:
     from tandem.cluster.state.redis_client import Commands

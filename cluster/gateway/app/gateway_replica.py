@@ -36,14 +36,15 @@ from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
 from tandem.cluster.gateway.responses.response_store import ResponseStore
-from tandem.cluster.process.replica_end import on_sigterm, on_taken_down, skip_draining_period
+from tandem.cluster.ray_private.ray_facts import proxy_host
+from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down, skip_draining_period
 from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, Changes
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.cluster.wire.identity import Membership
-from tandem.cluster.wire.serve_proxy import check_open, proxy_host
+from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node
 from tandem.configs.environment import short_temp_folder
 from tandem.configs.errors import SettingsError
@@ -368,18 +369,9 @@ def open_tenants(
     """The tenants of a gateway of these settings. SettingsError when their folder cannot be used."""
     given = settings.gateway.state_dir
     try:
-        return TenantService(
-            redis,
-            # one for all gateways of a service on a node, so that each takes up what another leaves behind
-            folder=Path(given) if given is not None else short_temp_folder() / f"tl-{facts.service_id}",
-            is_private=given is None,
-            usage_days=settings.gateway.usage_days,
-            usage_rows=settings.gateway.usage_rows,
-            redis_timeout_s=settings.redis.timeout_ms / 1000,
-            gateways=settings.gateway.num_gateways,
-            kv_tokens=kv_tokens,
-            changes=changes,
-            has_keys=bool(settings.gateway.api_keys or settings.gateway.admin_keys),
-        )
+        # one for all gateways of a service on a node, so that each takes up what another leaves behind
+        folder = Path(given) if given is not None else short_temp_folder() / f"tl-{facts.service_id}"
+        timeout_s = settings.redis.timeout_ms / 1000
+        return TenantService(redis, settings.gateway, folder, timeout_s, kv_tokens, changes)
     except OSError as error:
         raise SettingsError(f"{given} cannot be used: {error.strerror}", "--state-dir") from error

@@ -12,7 +12,7 @@ from tandem.cluster.gateway.conversation.format_choice import ChosenFormats, cho
 from tandem.configs.schema import ModelSettings, ServiceSettings
 from tandem.workers.build import model_generation
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
 from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
 

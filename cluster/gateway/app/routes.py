@@ -28,7 +28,7 @@ from tandem.cluster.gateway.http.auth import Authenticator, AuthLevel, Principal
 from tandem.cluster.gateway.http.draining import Draining
 from tandem.cluster.gateway.http.error_answers import on_tandem_error
 from tandem.cluster.gateway.http.gateway_metrics import Scrapes
-from tandem.cluster.gateway.http.middleware import Envelope
+from tandem.cluster.gateway.http.middleware import RequestMiddleware
 from tandem.cluster.gateway.http.origins import Origins
 from tandem.cluster.gateway.openai.chat_completions import chat_completions
 from tandem.cluster.gateway.openai.completions import completions
@@ -119,7 +119,7 @@ def build_gateway_app(
     app.add_exception_handler(HTTPException, on_tandem_error)
     app.add_middleware(Origins, allowed=text.settings.allowed_origins, is_open=lambda: accounts.auth.is_open)
     app.add_middleware(
-        Envelope,
+        RequestMiddleware,
         metrics=context.metrics,
         draining=context.draining,
         tenancy=accounts.tenancy,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from tandem.cluster.adapters.adapter_service import AdapterService
@@ -25,7 +26,7 @@ from tandem.cluster.gateway.services.text_services import TextServices, extra_st
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.workers.build import resolve_max_model_len
-from tandem.workers.engine.probation import probation_tokens
+from tandem.workers.engine.waiting.probation import probation_tokens
 from tandem.workers.planning.resolve import pooling_facts
 from tandem.workers.text.detokenizer import DetokenizerFactory
 
@@ -49,7 +50,7 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
     for note in text.notes():
         log.info(note)
     return TextServices(
-        settings=settings.gateway,
+        settings=_with_logprobs(settings.gateway, text.spec.vocab_size),
         model_names=model_names(settings),
         tokenizer=text.tokenizer,
         detokenizers=DetokenizerFactory(text.tokenizer),
@@ -65,6 +66,11 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
         batching_policy=settings.engine.scheduler.batching_policy,
         fingerprint=f"tandem-{model.revision or Path(model.model).name}"[:64],
     )
+
+
+def _with_logprobs(settings: GatewaySettings, vocab_size: int) -> GatewaySettings:
+    """Return the settings with the vocabulary's size for a max_logprobs of -1."""
+    return replace(settings, max_logprobs=vocab_size) if settings.max_logprobs == -1 else settings
 
 
 def build_accounts(settings: GatewaySettings, tenants: TenantService | None = None, *, open_port: bool) -> Accounts:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import GatewaySettings
-from tandem.workers.text.output.format_list import REASONING_FORMATS, TOOL_FORMATS, tool_format_of
+from tandem.workers.text.format_list import REASONING_FORMATS, TOOL_FORMATS, tool_format_of
 from tandem.workers.text.output.formats import ReasoningFormat, ToolFormat
 
 

@@ -1,7 +1,7 @@
 """Dispatch: the gateway's only door to worker groups. An attempt is one dispatch of a request to one group.
 
 Implemented over the Serve handle and the token channel (serve_dispatch.py), over an engine in this process
-(cluster/cli/local_dispatch.py), and by tests/support/fake_backend.py. Whether a request is tried again is the
+(cluster/cli/batch/local_dispatch.py), and by tests/support/fake_backend.py. Whether a request is tried again is the
 Generation's decision.
 """
 

@@ -25,7 +25,7 @@ CLOSE = ((b"connection", b"close"),)
 _UNSAFE = re.compile(rb"[^\w.:/+=@-]", re.ASCII)
 
 
-class Envelope:
+class RequestMiddleware:
     """Wraps the app. apis: those whose error answers have another form than OpenAI's."""
 
     def __init__(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tandem.cluster.gateway.http.text_workers import TextWorkers
 from tandem.configs.schema import BatchingPolicyName, GatewaySettings
-from tandem.workers.planning.pooling_config import PoolingFacts
+from tandem.workers.models.spec.config.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.output.formats import ReasoningFormat, ToolFormat

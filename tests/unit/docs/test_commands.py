@@ -1,8 +1,6 @@
 """The guides' commands that need no service are run as they stand: plan and check-config, and every metric is real."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from tandem.cluster.fleet import engine_metrics
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.tenants import tenant_service
 from tandem.workers.engine.base import drafting, expert_reports, stats
+from tests.support.verbs import run_verb_here
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/serving").glob("*.md"))]
@@ -25,16 +24,9 @@ def test_there_are_commands_to_run() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_it_runs(command: str) -> None:
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "tandem"), *command.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+def test_it_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = run_verb_here(*command.split())
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout
 

@@ -31,7 +31,7 @@ from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admin import TenantAdmin
 from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.configs.schema import GatewaySettings
-from tandem.workers.planning.pooling_config import PoolingFacts
+from tandem.workers.models.spec.config.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.detokenizer import DetokenizerFactory, byte_level_alphabet
 from tandem.workers.text.generation_config import GenerationDefaults

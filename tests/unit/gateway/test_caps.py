@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from tandem.cluster.gateway.http.draining import Draining
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.gateway.http.http_server import HttpLimits, make_server
-from tandem.cluster.gateway.http.middleware import SMALL_BYTES, Bodies, Envelope
+from tandem.cluster.gateway.http.middleware import SMALL_BYTES, Bodies, RequestMiddleware
 from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.configs.schema import GatewaySettings
 from tests.unit.gateway.rig import CHAT, COMPLETE, USER, Rig, error_of, gateway
@@ -37,7 +37,7 @@ class Slow:
 
 
 def held(rig: Rig) -> Bodies:
-    """What the app's envelope holds."""
+    """The bodies that the app's middleware holds."""
     layer: Any = rig.app.middleware_stack
     while not hasattr(layer, "_bodies"):
         layer = layer.app
@@ -82,9 +82,9 @@ async def test_an_answer_that_has_begun_holds_no_body() -> None:
 
     async def answer(_: Scope, receive: Receive, send: Send) -> None:
         await receive()
-        seen.append(envelope._bodies.held)
+        seen.append(middleware._bodies.held)
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        seen.append(envelope._bodies.held)
+        seen.append(middleware._bodies.held)
 
     async def body() -> Message:
         return {"type": "http.request", "body": b"x" * 700, "more_body": False}
@@ -93,9 +93,9 @@ async def test_an_answer_that_has_begun_holds_no_body() -> None:
         """Nobody reads it."""
 
     metrics = GatewayMetrics(CollectorRegistry(), "tandem", "m")
-    envelope = Envelope(answer, metrics, Draining(), Tenancy(), max_bodies_bytes=1000)
-    await envelope({"type": "http", "headers": []}, body, sent)
-    assert seen == [700, 0] and envelope._bodies.held == 0
+    middleware = RequestMiddleware(answer, metrics, Draining(), Tenancy(), max_bodies_bytes=1000)
+    await middleware({"type": "http", "headers": []}, body, sent)
+    assert seen == [700, 0] and middleware._bodies.held == 0
 
 
 async def test_a_client_that_leaves_gives_its_body_back() -> None:

@@ -14,7 +14,7 @@ from tandem.cluster.gateway.openai.embeddings import AT_ONCE
 from tandem.cluster.tenants.tenant_admission import Reservation, Tenancy
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import NO_TOKENS, Pool
-from tandem.workers.planning.pooling_config import PoolingFacts
+from tandem.workers.models.spec.config.pooling_config import PoolingFacts
 from tests.support.fake_backend import FakeBackend, embedding_of
 from tests.unit.gateway.rig import BOS, CONTEXT, MODEL, VOCAB, Rig, error_of, gateway, served
 

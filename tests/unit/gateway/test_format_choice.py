@@ -10,7 +10,7 @@ from tandem.cluster.gateway.conversation.format_choice import choose_formats
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings, settings_from_serve_args
 from tandem.configs.schema import GatewaySettings, ReasoningParser, ToolCallParser
-from tandem.workers.text.output.format_list import REASONING_FORMATS, TOOL_FORMATS
+from tandem.workers.text.format_list import REASONING_FORMATS, TOOL_FORMATS
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo" / "model"
 HERMES = "{% if tools %}<tool_call>{}</tool_call>{% endif %}"

@@ -13,8 +13,8 @@ from tandem.cluster.gateway.conversation.held_grammar import held_grammar, speci
 from tandem.cluster.gateway.schemas.chat_body import read_chat
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.grammars import json_schema
-from tandem.workers.text.output.format_list import TOOL_FORMATS
 from tandem.workers.text.output.formats import SchemaNotExpressible
 from tests.support.invented_format import InventedReasoning, InventedToolFormat
 from tests.unit.gateway.rig import USER, Rig, gateway, make_tokenizer

@@ -10,8 +10,8 @@ from llguidance import LLMatcher
 from tandem.cluster.gateway.conversation import format_choice
 from tandem.cluster.gateway.conversation.format_choice import choose_formats
 from tandem.configs.schema import GatewaySettings
-from tandem.workers.text.output import format_list
-from tandem.workers.text.output.format_list import TOOL_FORMATS
+from tandem.workers.text import format_list
+from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.stepping import joined
 from tests.support.invented_format import InventedToolFormat

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem.workers.text.output.format_list import REASONING_FORMATS, TOOL_FORMATS
+from tandem.workers.text.format_list import REASONING_FORMATS, TOOL_FORMATS
 from tests.support.fake_backend import FakeBackend, fixed_script
 from tests.unit.gateway.rig import EOS, TURN
 from tests.unit.gateway.test_tool_calls import TOOLS, gathered, tooled

@@ -16,7 +16,7 @@ from tandem.workers.graphs.cuda_graphs import RUNS_BEFORE_CAPTURE, CudaGraphs, R
 from tandem.workers.graphs.graph_runner import NoGraphs, Outputs
 from tandem.workers.lora.device.rank_adapters import open_adapters
 from tandem.workers.models.decoder import Decoder, build_decoder
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.kv_layout import kv_windows
 from tandem.workers.planning.budget import ATTENTION_BYTES, MIB
 from tandem.workers.planning.graph_room import capture_bytes, graph_bytes

@@ -18,7 +18,7 @@ from tandem.workers.graphs.graph_runner import NoGraphs, Outputs
 from tandem.workers.messages.step import RowInit, RowResult, RowSampling, RowWork, StepPlan
 from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.models.decoder import Decoder
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import HostAccelerator
 from tandem.workers.rank.kv_cache import KVCache

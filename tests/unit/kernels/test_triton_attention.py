@@ -18,7 +18,7 @@ from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable
 from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.models.spec.arch import AttentionParams
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.graph_room import table_bytes
 from tests.support.attention_check import QUANTIZED, check, random_batch
 from tests.support.interpreted import DEVICE, INTERPRETED, ROOT, computes, run_in_interpreter, starts

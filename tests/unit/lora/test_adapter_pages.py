@@ -17,7 +17,7 @@ from tandem.workers.lora.device.layout import ALIGNED_ELEMENTS, ShardShape, pack
 from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.lora.peft.peft_folder import Shape, adapted_linears, read_adapter
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"

@@ -15,7 +15,7 @@ from tandem.workers.lora.device.rank_adapters import RankAdapters, open_adapters
 from tandem.workers.lora.peft.peft_folder import read_adapter
 from tandem.workers.models.decoder import attention_of, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.adapter_room import AdapterRoom, adapter_room
 from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tests.support.adapters import ALL_LINEARS, save_random_adapter

@@ -133,7 +133,7 @@ class Slow:
     """A source that always has one more byte, after a while."""
 
     def read(self, _: int) -> bytes:
-        time.sleep(0.01)
+        time.sleep(0.01)  # this source is slow
         return b"x"
 
 

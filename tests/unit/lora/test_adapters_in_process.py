@@ -28,7 +28,7 @@ from tandem.workers.lora.peft import adapter_source
 from tandem.workers.lora.peft.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
 from tandem.workers.messages.request import AdapterRef
 from tandem.workers.messages.transfer import Failure, FetchAdapter, PlaceAdapter, TransferResult
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.adapter_room import adapter_room
 from tests.support.adapters import AdapterDriver, error_of, ref_of, save_merged, save_random_adapter
 from tests.support.executor_driver import ExecutorDriver, Job

@@ -11,7 +11,7 @@ from tandem.workers.lora.peft.adapter_source import local_folder
 from tandem.workers.lora.peft.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
 from tandem.workers.messages.errors import AdapterUnreadable
 from tandem.workers.messages.request import AdapterRef
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tests.support.hub_server import Hub, running_hub
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"

@@ -25,7 +25,7 @@ from tandem.workers.lora.peft.peft_folder import (
 )
 from tandem.workers.messages.errors import AdapterRefused
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 CONFIG = {

@@ -16,7 +16,7 @@ from tandem.workers.lora.peft.adapter_source import local_folder, remote_digest
 from tandem.workers.lora.peft.peft_folder import CONFIG_FILE, WEIGHT_FILE, adapter_digest
 from tandem.workers.messages.errors import AdapterRefused, AdapterUnreadable
 from tandem.workers.messages.request import AdapterRef
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tests.support.object_store import ObjectStore, object_store
 
 ROOT = Path(__file__).resolve().parents[3]

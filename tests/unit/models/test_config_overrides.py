@@ -7,8 +7,8 @@ import pytest
 
 from tandem.configs.errors import UnsupportedModelError
 from tandem.workers.models.spec.arch import ArchSpec, RopeKind, RopeSpec
-from tandem.workers.models.spec.config_reader import spec_from_config
-from tandem.workers.models.spec.rope_config import KEYS
+from tandem.workers.models.spec.config.config_reader import spec_from_config
+from tandem.workers.models.spec.config.rope_config import KEYS
 from tests.unit.models.test_family_configs import BASE, MPT
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
-from tandem.workers.models.spec.arch import ArchSpec, Moe, Place, QkNorm, RopeSpec
-from tandem.workers.models.spec.config_reader import spec_from_config
+from tandem.workers.models.spec.arch import ArchSpec, Moe, NormPlace, QkNorm, RopeSpec
+from tandem.workers.models.spec.config.config_reader import spec_from_config
 from tests.support.tiny_models import TINY_MODELS
 
 BASE: dict[str, Any] = {
@@ -112,9 +112,16 @@ def test_falcon_in_its_generations() -> None:
     forty = spec_of("Falcon", new_decoder_architecture=True, num_kv_heads=2)
     rw = spec_of("Falcon", alibi=True, multi_query=False, parallel_attn=False, bias=True)
     assert (seven.kv_heads, forty.kv_heads, rw.kv_heads) == (1, 2, 4)
-    assert [spec.layers[0].place for spec in (seven, forty, rw)] == [Place.PARALLEL, Place.PARALLEL_TWO, Place.PRE]
+    assert [spec.layers[0].place for spec in (seven, forty, rw)] == [
+        NormPlace.PARALLEL,
+        NormPlace.PARALLEL_TWO,
+        NormPlace.PRE,
+    ]
     assert rw.ropes == () and rw.layers[0].params.slopes is not None
-    assert spec_of("Falcon", new_decoder_architecture=True, num_ln_in_parallel_attn=1).layers[0].place is Place.PARALLEL
+    assert (
+        spec_of("Falcon", new_decoder_architecture=True, num_ln_in_parallel_attn=1).layers[0].place
+        is NormPlace.PARALLEL
+    )
 
 
 def test_scales_and_norms() -> None:

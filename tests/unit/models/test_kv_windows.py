@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tandem.parallel.mesh import Mesh
-from tandem.workers.models.spec.config_reader import spec_from_config
+from tandem.workers.models.spec.config.config_reader import spec_from_config
 from tandem.workers.models.spec.kv_layout import block_layouts, kv_layouts, kv_windows
-from tandem.workers.models.spec.sizes import kv_token_bytes
+from tandem.workers.planning.sizes import kv_token_bytes
 
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 5376,

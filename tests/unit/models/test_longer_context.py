@@ -8,7 +8,7 @@ import pytest
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import EngineSettings, ModelSettings
-from tandem.workers.models.spec.config_reader import spec_from_config
+from tandem.workers.models.spec.config.config_reader import spec_from_config
 from tandem.workers.planning.resolve import resolve_max_model_len
 from tandem.workers.planning.start_notes import rope_notes
 from tests.unit.models.test_family_configs import BASE

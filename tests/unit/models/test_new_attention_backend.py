@@ -20,7 +20,7 @@ from tandem.workers.attention.general import GeneralAttention
 from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import AttentionParams
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.kv_layout import kv_windows
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform

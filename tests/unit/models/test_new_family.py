@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from tandem.parallel.context import ParallelContext
 from tandem.workers.models.decoder import build_decoder
-from tandem.workers.models.spec import families
 from tandem.workers.models.spec.arch import NormKind
-from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.family import Family, PositionKind
+from tandem.workers.models.spec.family_rows import families
+from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.parameter_names import FusedQkv, ParameterNames, Role
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.paged_rows import PagedRows, prompt_ids

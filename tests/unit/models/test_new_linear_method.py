@@ -19,9 +19,9 @@ from tandem.parallel.params import WHOLE, Param
 from tandem.parallel.quantization import weight_formats as formats
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.decoder import Decoder, build_decoder
-from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.models.spec.families import parameters_of
-from tandem.workers.models.spec.sizes import rank_weights
+from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.models.spec.family_rows.families import parameters_of
+from tandem.workers.planning.sizes import rank_weights
 from tandem.workers.platforms import cpu
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.paged_rows import PagedRows, prompt_ids

@@ -8,8 +8,8 @@ import pytest
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.workers.messages.request import Pool
-from tandem.workers.models.spec.config_reader import spec_from_config
-from tandem.workers.planning.pooling_config import PoolingFacts, read_pooling
+from tandem.workers.models.spec.config.config_reader import spec_from_config
+from tandem.workers.models.spec.config.pooling_config import PoolingFacts, read_pooling
 
 SIZE = 64
 

@@ -8,8 +8,8 @@ import pytest
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.workers.models.spec.arch import ArchSpec, RopeKind, RopeSpec
-from tandem.workers.models.spec.config_reader import load_spec, spec_from_config
-from tandem.workers.models.spec.families import FAMILIES, parameters_of
+from tandem.workers.models.spec.config.config_reader import load_spec, spec_from_config
+from tandem.workers.models.spec.family_rows.families import FAMILIES, parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layout
 
 LLAMA: dict[str, Any] = {

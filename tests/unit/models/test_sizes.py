@@ -16,9 +16,9 @@ from tandem.parallel.mesh import Mesh
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import load_spec, spec_from_config
-from tandem.workers.models.spec.families import parameters_of
-from tandem.workers.models.spec.sizes import activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
+from tandem.workers.models.spec.config.config_reader import load_spec, spec_from_config
+from tandem.workers.models.spec.family_rows.families import parameters_of
+from tandem.workers.planning.sizes import activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.kv_cache import block_bytes
 from tests.support.tiny_models import BY_NAME, save_tiny_model, some_in_parity

@@ -258,7 +258,7 @@ def test_a_killed_writer_leaves_only_whole_blocks(tmp_path, round_number):
     assert writer.stdout is not None
     for _ in range(20):
         writer.stdout.readline()
-    time.sleep(0.001 * round_number)
+    time.sleep(0.001 * round_number)  # killed at another moment each round
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     writer.stdout.close()

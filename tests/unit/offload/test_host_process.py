@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from tandem.configs.errors import SettingsError
 from tandem.offload.host.host_messages import (
     MAX_PACKET_BYTES,
+    AskStatus,
     Attach,
-    Lease,
-    Status,
+    LeaseRegion,
     decode_reply,
     decode_request,
     encode,
@@ -359,14 +359,14 @@ def ask(connection: socket.socket, packet: bytes) -> object:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_request_or_refused(packet):
     try:
-        assert isinstance(decode_request(packet), Lease | Attach | Status)
+        assert isinstance(decode_request(packet), LeaseRegion | Attach | AskStatus)
     except HostTierError:
         pass
 
 
 def test_bad_packets_end_nothing(raw):
     host, connection = raw
-    good = encode(Lease("layout", PAGE, [PAGE]))
+    good = encode(LeaseRegion("layout", PAGE, [PAGE]))
     nested = b"\x81\xa1x" + b"\x91" * 10_000
     for packet in (b"\x00", b"\xc1", good[:-1], good + b"x", nested, b"x" * MAX_PACKET_BYTES, b"x" * 100_000):
         reply = ask(connection, packet)
@@ -378,11 +378,11 @@ def test_bad_packets_end_nothing(raw):
 
 def test_descriptors_that_are_sent_to_it_are_not_kept(raw):
     host, connection = raw
-    ask(connection, encode(Status()))
+    ask(connection, encode(AskStatus()))
     before = psutil.Process(host.pid).num_fds()
     for _ in range(5):
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [0, 1]))]
-        connection.sendmsg([encode(Status())], rights)
+        connection.sendmsg([encode(AskStatus())], rights)
         connection.recv(MAX_PACKET_BYTES)
     assert psutil.Process(host.pid).num_fds() == before
 
@@ -392,7 +392,7 @@ def test_a_client_that_never_reads_is_dropped(raw):
     sent = 0
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         for sent in range(100_000):  # noqa: B007
-            connection.send(encode(Status()))
+            connection.send(encode(AskStatus()))
     assert sent < 99_999
     assert status(host.socket_path, TIMEOUT_S).users == 0
 
@@ -433,7 +433,7 @@ def test_another_user_is_not_answered():
         folder.chmod(0o755)
         host.socket_path.chmod(0o666)
         done = subprocess.run(
-            ["/usr/bin/env", "python3", "-c", STRANGER, str(host.socket_path), encode(Status()).hex()],
+            ["/usr/bin/env", "python3", "-c", STRANGER, str(host.socket_path), encode(AskStatus()).hex()],
             user=65534,
             capture_output=True,
             text=True,

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.offload.host import host_regions
-from tandem.offload.host.host_messages import Attach, HostTierError, Lease
+from tandem.offload.host.host_messages import Attach, HostTierError, LeaseRegion
 from tandem.offload.host.host_regions import Region, Regions
 
 PAGE = 4096
 BUDGET = 10 * PAGE
 
 
-def ask(layout: str = "a", pages: int = 1, ranks: int = 2) -> Lease:
+def ask(layout: str = "a", pages: int = 1, ranks: int = 2) -> LeaseRegion:
     """Takes pages * (1 + ranks) pages."""
-    return Lease(layout, pages * PAGE, [pages * PAGE] * ranks)
+    return LeaseRegion(layout, pages * PAGE, [pages * PAGE] * ranks)
 
 
 def write(region: Region, content: bytes) -> None:

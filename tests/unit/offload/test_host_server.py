@@ -15,7 +15,7 @@ import pytest
 
 from tandem.configs.environment import short_temp_folder
 from tandem.offload.host import host_regions
-from tandem.offload.host.host_messages import HostTierError, Lease
+from tandem.offload.host.host_messages import HostTierError, LeaseRegion
 from tandem.offload.host.host_process import attach, lease, status
 from tandem.offload.host.host_server import HostServer
 from tests.support.service import wait_for
@@ -39,7 +39,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     with tempfile.TemporaryDirectory(prefix="th-", dir=short_temp_folder()) as folder:
         made = Host(Path(folder) / "s", threading.Event(), threading.Event())
 
-        def allocate(ask: Lease) -> Any:
+        def allocate(ask: LeaseRegion) -> Any:
             if ask.layout == "slow":
                 made.asked.set()
                 assert made.go_on.wait(60)
@@ -68,7 +68,7 @@ def test_a_rank_attaches_while_another_groups_memory_is_reserved(host: Host) -> 
         slab = attach(host.socket, first.token, 0, 30)
         assert status(host.socket, 30).leases == 1
         third = pool.submit(lease, host.socket, "quick", PAGE, [PAGE], 60)  # leases are made one after the other
-        time.sleep(0.05)
+        time.sleep(0.05)  # nothing comes: time for it to come
         assert not third.done() and not second.done()
         host.go_on.set()
         held = [first, second.result(), third.result(), slab, attach(host.socket, second.result().token, 1, 30)]

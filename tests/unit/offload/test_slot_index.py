@@ -76,7 +76,7 @@ def test_a_killed_writer_leaves_no_key_beside_foreign_bytes(tmp_path, round_numb
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(file)], cwd=ROOT, stdout=subprocess.PIPE)
     assert writer.stdout is not None
     writer.stdout.readline()
-    time.sleep(0.003 * round_number)
+    time.sleep(0.003 * round_number)  # killed at another moment each round
     writer.kill()
     writer.wait()
     writer.stdout.close()

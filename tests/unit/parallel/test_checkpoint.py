@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save, save_file
 
 from tandem.configs.errors import SettingsError
-from tandem.parallel.checkpoint import DummySource, ParameterSlot, SafetensorsSource, Source, load
+from tandem.parallel.checkpoint import DummySource, ParameterSlot, WeightSource, load
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import WHOLE, Init, Param, Shard
 from tandem.parallel.params import Source as Place
+from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 
 CPU = torch.device("cpu")
@@ -37,7 +38,9 @@ def opened(folder: Path, *params: Param) -> SafetensorsSource:
     return SafetensorsSource(StoredCheckpoint(folder, params))
 
 
-def assemble(slot: ParameterSlot, source: Source, dtype: torch.dtype, device: torch.device, mesh: Mesh) -> torch.Tensor:
+def assemble(
+    slot: ParameterSlot, source: WeightSource, dtype: torch.dtype, device: torch.device, mesh: Mesh
+) -> torch.Tensor:
     taken: list[torch.Tensor] = []
     load([replace(slot, accept=taken.append)], source, dtype=dtype, device=device, progress=False, mesh=mesh)
     return taken[0]

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.configs.errors import SettingsError
-from tandem.parallel.checkpoint import ParameterSlot, SafetensorsSource, load
+from tandem.parallel.checkpoint import ParameterSlot, load
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import WHOLE, Param, Shard, Source
 from tandem.parallel.stored import read_ahead
 from tandem.parallel.stored.read_ahead import Bounds, ReadAhead
+from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.parallel.stored.slices import PAGE_BYTES, Slice, slice_of
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 

@@ -20,7 +20,7 @@ from tandem.workers.engine.executor import Executor
 from tandem.workers.executor.in_process_ranks import in_process_group
 from tandem.workers.executor.local_ranks import LocalRanks
 from tandem.workers.models.decoder import Decoder
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.platforms.cuda import open_platform
 from tandem.workers.rank.loading import LoadedRank, choose_dtype

@@ -14,6 +14,7 @@ from tandem.cluster.tenants.quota import Quota
 from tandem.cluster.tenants.tenant import Limits, Tenant
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
 from tandem.cluster.tenants.tenant_service import TenantService
+from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import Usage
 from tests.support.usage import read_usage
 
@@ -91,16 +92,10 @@ def service(
     url: str, folder: Path, is_private: bool = False, gateways: int = 1, redis_timeout_s: float = 20.0
 ) -> TenantService:
     """Everything of tenants that a gateway runs."""
-    return TenantService(
-        BackgroundClient(url, timeout_s=1.0, retries=1),
-        folder=folder,
-        is_private=is_private,
-        usage_days=7,
-        usage_rows=10**6,
-        redis_timeout_s=redis_timeout_s,
-        gateways=gateways,
-        kv_tokens=lambda: 0,
-    )
+    state_dir = None if is_private else str(folder)
+    settings = GatewaySettings(usage_days=7, usage_rows=10**6, num_gateways=gateways, state_dir=state_dir)
+    client = BackgroundClient(url, timeout_s=1.0, retries=1)
+    return TenantService(client, settings, folder, redis_timeout_s, kv_tokens=lambda: 0)
 
 
 async def serve_one(tenants: TenantService, name: str, request_id: str, used: int) -> None:

@@ -37,7 +37,7 @@ async def waits_of(tenants: TenantService, rate: float, requests: int) -> list[f
     began_s = loop.time()
 
     async def one(number: int) -> float:
-        await asyncio.sleep(began_s + number / rate - loop.time())
+        await asyncio.sleep(began_s + number / rate - loop.time())  # its turn, at this rate
         asked_s = loop.time()
         tenants.quota.settle(await tenants.quota.admit("acme", 3, 3), 5)
         return loop.time() - asked_s

@@ -64,7 +64,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that write at the same time would surely undo each other."""
 
     def slowly(file: Path, data: bytes) -> None:
-        time.sleep(0.05)
+        time.sleep(0.05)  # this disk is slow
         write_state(file, data)
 
     monkeypatch.setattr(snapshot_file, "write_state", slowly)

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import typer.testing
 
+from tandem.cluster.cli.client.running_service import ServiceAt, model_on, service_at
 from tandem.cluster.cli.main import build_app
-from tandem.cluster.cli.running_service import ServiceAt, model_on, service_at
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import RunFile
 from tandem.cluster.state import keys

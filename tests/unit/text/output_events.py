@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent, OutputParser, Reasoning
-from tandem.workers.text.output.format_list import TOOL_FORMATS
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.stepping import joined
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.output.events import CallArguments, CallBegin, OutputEvent
-from tandem.workers.text.output.format_list import TOOL_FORMATS
 from tandem.workers.text.output.formats import SchemaNotExpressible, Tool
 from tandem.workers.text.output.stepping import joined
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.workers.text.format_list import REASONING_FORMATS, TOOL_FORMATS
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputParser, PlainOutput, Reasoning
-from tandem.workers.text.output.format_list import REASONING_FORMATS, TOOL_FORMATS
 from tandem.workers.text.output.stepping import SteppedParser
 from tests.unit.text.output_events import TOOLS, cut, read
 from tests.unit.text.test_tool_transcripts import CASES

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.workers.text.output.format_list import TOOL_FORMATS
+from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.schema_types import plain_text, types_of
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.workers.text.output.format_list import (
+from tandem.workers.text.format_list import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     reasoning_format_of,

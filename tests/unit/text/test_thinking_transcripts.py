@@ -2,8 +2,8 @@
 
 import pytest
 
+from tandem.workers.text.format_list import REASONING_FORMATS, TOOL_FORMATS
 from tandem.workers.text.output.events import OutputEvent, PlainOutput
-from tandem.workers.text.output.format_list import REASONING_FORMATS, TOOL_FORMATS
 from tests.unit.text.output_events import TOOLS, call, content, cut, read, reasoning
 
 CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'

@@ -9,8 +9,8 @@ import pytest
 from tandem.configs.errors import SettingsError
 from tandem.workers.lora.peft import peft_folder
 from tandem.workers.models.spec.arch import Moe
-from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.models.spec.families import FAMILIES
+from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.models.spec.family_rows.families import FAMILIES
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 from tools.model_table import NAMES, PAGE, ep_cell, page
 

@@ -16,7 +16,7 @@ from tandem.parallel.stored.headers import MOST_HEADER_BYTES, find_weights
 from tandem.workers.lora.peft.peft_folder import ELEMENT_BYTES, Bytes, PeftAdapter
 from tandem.workers.messages.errors import AdapterRefused
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import family_of, parameters_of
+from tandem.workers.models.spec.family_rows.families import family_of, parameters_of
 
 SAMPLED_ROWS: Final = 64
 ROUNDING: Final = 2.0**-7

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tandem.workers.lora.peft.peft_config import CONFIG_FILE, MOST_CONFIG_BYTES, LoraConfig, parse_config, parse_json
 from tandem.workers.messages.errors import AdapterRefused, AdapterUnreadable
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.family_rows.families import parameters_of
 
 WEIGHT_FILE: Final = "adapter_model.safetensors"
 PICKLED_FILE: Final = "adapter_model.bin"

@@ -12,7 +12,7 @@ from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.decoder_layer import DecoderLayer
 from tandem.workers.models.layers.layer_inputs import LayerInputs
-from tandem.workers.models.spec.arch import LayerSpec, Place
+from tandem.workers.models.spec.arch import LayerSpec, NormPlace
 from tandem.workers.models.spec.parameters import LayerParams
 
 
@@ -91,13 +91,13 @@ class ParallelTwoNormsLayer(ParallelLayer):
     has_two_norms = True
 
 
-ARRANGEMENTS: dict[Place, type[DecoderLayer]] = {
-    Place.PRE: DecoderLayer,
-    Place.SANDWICH: DecoderLayer,
-    Place.POST: PostNormLayer,
-    Place.POST_SUM: PostSumLayer,
-    Place.PARALLEL: ParallelLayer,
-    Place.PARALLEL_TWO: ParallelTwoNormsLayer,
+ARRANGEMENTS: dict[NormPlace, type[DecoderLayer]] = {
+    NormPlace.PRE: DecoderLayer,
+    NormPlace.SANDWICH: DecoderLayer,
+    NormPlace.POST: PostNormLayer,
+    NormPlace.POST_SUM: PostSumLayer,
+    NormPlace.PARALLEL: ParallelLayer,
+    NormPlace.PARALLEL_TWO: ParallelTwoNormsLayer,
 }
 
 
@@ -113,7 +113,7 @@ def make_layer(
     """Returns the layer that a spec describes. rope: which of the model's ropes it has."""
     if spec.branch_scale == 1.0:
         return ARRANGEMENTS[spec.place](spec, params, context, ops, make, experts, rope)
-    assert spec.place is Place.PRE, "scaled branches elsewhere than behind norms"
+    assert spec.place is NormPlace.PRE, "scaled branches elsewhere than behind norms"
     layer = ScaledLayer(spec, params, context, ops, make, experts, rope)
     layer.scale = spec.branch_scale
     return layer

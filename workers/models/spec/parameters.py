@@ -17,7 +17,7 @@ from tandem.workers.models.spec.arch import (
     Moe,
     Norm,
     NormKind,
-    Place,
+    NormPlace,
     Plain,
     QkNorm,
 )
@@ -25,13 +25,13 @@ from tandem.workers.models.spec.parameter_names import FusedQkv, ParameterNames,
 
 _PRE = (Role.ATTENTION_NORM, Role.MLP_NORM)
 _POST = (Role.ATTENTION_POST_NORM, Role.MLP_POST_NORM)
-NORMS_OF: Mapping[Place, tuple[Role, ...]] = {
-    Place.PRE: _PRE,
-    Place.SANDWICH: (*_PRE, *_POST),
-    Place.POST: _POST,
-    Place.POST_SUM: _PRE,
-    Place.PARALLEL: (Role.ATTENTION_NORM,),
-    Place.PARALLEL_TWO: _PRE,
+NORMS_OF: Mapping[NormPlace, tuple[Role, ...]] = {
+    NormPlace.PRE: _PRE,
+    NormPlace.SANDWICH: (*_PRE, *_POST),
+    NormPlace.POST: _POST,
+    NormPlace.POST_SUM: _PRE,
+    NormPlace.PARALLEL: (Role.ATTENTION_NORM,),
+    NormPlace.PARALLEL_TWO: _PRE,
 }
 """The norms of a layer."""
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from tandem.offload.copies.accelerator import Accelerator, Event
+from tandem.offload.copies.accelerator import Accelerator, DeviceEvent
 
 L = TypeVar("L")
 
@@ -26,7 +26,7 @@ class LoadGate:
         self._over = 0
         self._ticket = 0
         self._layers = 0
-        self._events: list[Event] = []
+        self._events: list[DeviceEvent] = []
         self._closed = False
 
     # ---- the lane's thread ----

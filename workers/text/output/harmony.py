@@ -12,7 +12,16 @@ from typing import Protocol
 from tandem.workers.text.output.events import OutputEvent, OutputParser, Reasoning
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, named_call
-from tandem.workers.text.output.stepping import Marks, Source, SteppedParser, Steps, one_of, run_of, spaces, text_until
+from tandem.workers.text.output.stepping import (
+    Marks,
+    SteppedParser,
+    Steps,
+    TextSource,
+    one_of,
+    run_of,
+    spaces,
+    text_until,
+)
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -55,7 +64,7 @@ class ContentTo:
         return iter(self._then.finish())
 
 
-def messages(source: Source, writer: Writer, *, inside: bool) -> Steps[None]:
+def messages(source: TextSource, writer: Writer, *, inside: bool) -> Steps[None]:
     """Reads message after message. Text outside of messages is content."""
     if inside:
         yield from _body(source, "analysis", writer)
@@ -67,7 +76,7 @@ def messages(source: Source, writer: Writer, *, inside: bool) -> Steps[None]:
     yield from writer.finish()
 
 
-def _first(source: Source, writer: Writer) -> Steps[None]:
+def _first(source: TextSource, writer: Writer) -> Steps[None]:
     """Reads the first message, whose role is in the prompt, if its header goes on with the recipient."""
     source.keep()
     if (yield from one_of(source, (" to=",))) is None:
@@ -77,7 +86,7 @@ def _first(source: Source, writer: Writer) -> Steps[None]:
     yield from _message(source, writer)
 
 
-def _header(source: Source) -> Steps[str | None]:
+def _header(source: TextSource) -> Steps[str | None]:
     """Reads marks and words up to the begin of a message's text, or its end, and returns that mark; None for other
     text."""
     while (found := (yield from one_of(source, _IN_HEADER))) in (START, CHANNEL, CONSTRAIN):
@@ -85,7 +94,7 @@ def _header(source: Source) -> Steps[str | None]:
     return found
 
 
-def _message(source: Source, writer: Writer) -> Steps[None]:
+def _message(source: TextSource, writer: Writer) -> Steps[None]:
     """Reads a message, from the header on or from the rest of it. Kept text is the begin of the header."""
     end = yield from _header(source)
     header = source.release()
@@ -105,12 +114,12 @@ def _message(source: Source, writer: Writer) -> Steps[None]:
         yield from writer.content((yield from one_of(source, ENDS)) or "")
 
 
-def _body(source: Source, channel: str, writer: Writer) -> Steps[None]:
+def _body(source: TextSource, channel: str, writer: Writer) -> Steps[None]:
     yield from text_until(source, _BODY_END, _reasoning if channel == "analysis" else writer.content)
     yield from one_of(source, ENDS)
 
 
-def _call(source: Source, name: str, writer: AnswerWriter) -> Steps[None]:
+def _call(source: TextSource, name: str, writer: AnswerWriter) -> Steps[None]:
     source.keep()
     yield from spaces(source)
     if (yield from one_of(source, ENDS)) is not None:

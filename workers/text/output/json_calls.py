@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_stream import JsonScanner, json_string, nowhere, scanned
-from tandem.workers.text.output.stepping import Source, Steps, goes_on_with, one_of, spaces
+from tandem.workers.text.output.stepping import Steps, TextSource, goes_on_with, one_of, spaces
 
 
 class AnswerWriter:
@@ -59,7 +59,7 @@ class CallKeys(NamedTuple):
     may_lack_arguments: bool = True
 
 
-def json_call(source: Source, writer: AnswerWriter, keys: CallKeys = CallKeys()) -> Steps[Read]:
+def json_call(source: TextSource, writer: AnswerWriter, keys: CallKeys = CallKeys()) -> Steps[Read]:
     """Reads an object with a name and arguments.
 
     What was read since source.keep() becomes content if the object is no call. A call begins when its name and the
@@ -68,7 +68,7 @@ def json_call(source: Source, writer: AnswerWriter, keys: CallKeys = CallKeys())
     return _JsonCall(source, writer, keys).read()
 
 
-def json_calls(source: Source, writer: AnswerWriter) -> Steps[None]:
+def json_calls(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     """Reads a list of objects as json_call() does, kept text before it likewise. Where it breaks, the rest is left."""
     yield from spaces(source)
     separator = yield from one_of(source, ("[",))
@@ -86,7 +86,7 @@ def json_calls(source: Source, writer: AnswerWriter) -> Steps[None]:
         yield from writer.content(text)
 
 
-def named_call(source: Source, writer: AnswerWriter, name: str) -> Steps[Read]:
+def named_call(source: TextSource, writer: AnswerWriter, name: str) -> Steps[Read]:
     """Reads the arguments, an object, of a call whose name was read. Kept text becomes content if it is no call."""
     whole = yield from goes_on_with(source, "{")
     if not whole and not source.exhausted:
@@ -103,7 +103,7 @@ def named_call(source: Source, writer: AnswerWriter, name: str) -> Steps[Read]:
 
 
 class _JsonCall:
-    def __init__(self, source: Source, writer: AnswerWriter, keys: CallKeys) -> None:
+    def __init__(self, source: TextSource, writer: AnswerWriter, keys: CallKeys) -> None:
         self._source, self._writer, self._keys = source, writer, keys
         self._name: str | None = None
         self._held: list[str] | None = None

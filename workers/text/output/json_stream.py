@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from tandem.workers.text.output.events import OutputEvent
-from tandem.workers.text.output.stepping import Emit, Source, Steps
+from tandem.workers.text.output.stepping import Emit, Steps, TextSource
 
 MAX_NESTING = 128
 
@@ -232,7 +232,7 @@ class JsonScanner:
         return at + 1
 
 
-def scanned(source: Source, scanner: JsonScanner, emit: Emit, *, as_written: bool = False) -> Steps[bool]:
+def scanned(source: TextSource, scanner: JsonScanner, emit: Emit, *, as_written: bool = False) -> Steps[bool]:
     """Reads a value and emits it as it arrives: as JSON or as it is written. Returns whether it was read whole."""
     while True:
         end, out = scanner.feed(source.text, source.at)
@@ -246,7 +246,7 @@ def scanned(source: Source, scanner: JsonScanner, emit: Emit, *, as_written: boo
         yield None
 
 
-def json_string(source: Source) -> Steps[str | None]:
+def json_string(source: TextSource) -> Steps[str | None]:
     """Reads a JSON string, a name, and returns its text, or None if there is none or it is longer than names are."""
     pieces: list[str] = []
     if not (yield from scanned(source, _StringScanner(), _into(pieces))):

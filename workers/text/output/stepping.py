@@ -1,4 +1,5 @@
-"""Source and SteppedParser: the core under all parsers. A parser is a generator that reads a Source and yields events.
+"""TextSource and SteppedParser: the core under all parsers. A parser is a generator that reads a TextSource
+and yields events.
 
 It yields None where it needs more text. What it does depends on the text alone, so the joined events do not depend on
 how the text was cut. Only text that may be the beginning of a mark is held back, and each character is read once.
@@ -16,7 +17,7 @@ Steps = Generator[OutputEvent | None, None, T]
 Emit = Callable[[str], Iterable[OutputEvent]]
 
 
-class Source:
+class TextSource:
     """The text of a choice as it arrives. `text` from `at` on is unread; `ended` says that no more will come."""
 
     __slots__ = ("_kept", "at", "ended", "text")
@@ -55,10 +56,10 @@ class Source:
 
 
 class SteppedParser:
-    """An OutputParser made of a generator over a Source."""
+    """An OutputParser made of a generator over a TextSource."""
 
-    def __init__(self, steps: Callable[[Source], Steps[None]]) -> None:
-        self._source = Source()
+    def __init__(self, steps: Callable[[TextSource], Steps[None]]) -> None:
+        self._source = TextSource()
         self._steps = steps(self._source)
 
     def push(self, text: str) -> list[OutputEvent]:
@@ -123,7 +124,7 @@ class Marks:
         return len(text)
 
 
-def text_until(source: Source, marks: Marks, emit: Emit) -> Steps[str | None]:
+def text_until(source: TextSource, marks: Marks, emit: Emit) -> Steps[str | None]:
     """Emits text up to the first mark. Returns the mark, which is unread, or None at the end of the text."""
     while True:
         found = marks.first(source.text, source.at)
@@ -138,7 +139,7 @@ def text_until(source: Source, marks: Marks, emit: Emit) -> Steps[str | None]:
         yield None
 
 
-def one_of(source: Source, choices: Sequence[str]) -> Steps[str | None]:
+def one_of(source: TextSource, choices: Sequence[str]) -> Steps[str | None]:
     """Reads the one of `choices` with which the text goes on, and returns it; reads nothing if there is none. Reads
     the begin of one, and returns None, where the text ends in it."""
     while True:
@@ -158,14 +159,14 @@ def one_of(source: Source, choices: Sequence[str]) -> Steps[str | None]:
         yield None
 
 
-def goes_on_with(source: Source, char: str) -> Steps[bool]:
+def goes_on_with(source: TextSource, char: str) -> Steps[bool]:
     """Returns whether the next character, which stays unread, is `char`."""
     while source.at == len(source.text) and not source.ended:
         yield None
     return source.text.startswith(char, source.at)
 
 
-def run_of(source: Source, pattern: re.Pattern[str], limit: int = sys.maxsize) -> Steps[str]:
+def run_of(source: TextSource, pattern: re.Pattern[str], limit: int = sys.maxsize) -> Steps[str]:
     """Reads the longest run of at most `limit` characters that `pattern` (a class of characters with `*`) matches, and
     returns it."""
     pieces: list[str] = []
@@ -182,6 +183,6 @@ def run_of(source: Source, pattern: re.Pattern[str], limit: int = sys.maxsize) -
 _SPACE = re.compile(r"\s*")
 
 
-def spaces(source: Source) -> Steps[str]:
+def spaces(source: TextSource) -> Steps[str]:
     """Reads white space, and returns it."""
     return run_of(source, _SPACE)

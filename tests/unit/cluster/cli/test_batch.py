@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.cli.batch_files import parse_line, read_answered, read_lines
+from tandem.cluster.cli.batch.batch_files import parse_line, read_answered, read_lines
 from tandem.configs.errors import SettingsError
 
 TANDEM = str(Path(sys.executable).parent / "tandem")

@@ -29,10 +29,10 @@ from tandem.configs.schema import (
 )
 from tandem.offload.kv.disk_io import file_bytes
 from tandem.parallel.mesh import Mesh
-from tandem.workers.models.spec import sizes
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config_reader import load_spec
-from tandem.workers.models.spec.families import parameters_of
+from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.models.spec.family_rows.families import parameters_of
+from tandem.workers.planning import sizes
 from tandem.workers.planning.budget import ATTENTION_BYTES, GIB, MIB, KVNeeds, cpu_blocks
 from tandem.workers.planning.graph_room import graph_bytes
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, gib, layouts, least_bytes, plan_group

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import typer.testing
 
-from tandem.cluster.cli.client.dialogue import Conversation
+from tandem.cluster.cli.client.dialogue import Dialogue
 from tandem.cluster.cli.client.endpoint import Endpoint, EndpointError, event_data
 from tandem.cluster.cli.main import build_app
 from tandem.cluster.process.run_files import RunFile, write_run_file
@@ -336,14 +336,14 @@ def test_ctrl_c_at_the_prompt_asks_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("builtins.input", type_next)
     with Endpoint("http://127.0.0.1:1") as endpoint:
-        Conversation(endpoint, {}, None, interactive=True).run()
+        Dialogue(endpoint, {}, None, interactive=True).run()
     assert next(typed, None) is None
 
 
 async def test_an_answer_that_fails_does_not_end_a_chat_on_a_terminal() -> None:
     async with service(saying("ok", refuse=QueueFull("too many"))) as (rig, url):
         with Endpoint(url) as endpoint:
-            talk = Conversation(endpoint, {"model": "echo"}, None, interactive=True)
+            talk = Dialogue(endpoint, {"model": "echo"}, None, interactive=True)
             await asyncio.to_thread(talk._answer, "one")
             rig.backend.refuse = None
             await asyncio.to_thread(talk._answer, "two")

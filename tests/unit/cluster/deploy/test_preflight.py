@@ -30,7 +30,7 @@ from tandem.configs.schema import (
 )
 from tandem.parallel.linear_methods import can_pack
 from tandem.parallel.mesh import Mesh
-from tandem.workers.models.spec.config_reader import load_spec
+from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.adapter_room import adapter_room
 from tests.support.loading import load_single
 from tests.support.private_redis import private_redis

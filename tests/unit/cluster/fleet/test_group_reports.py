@@ -168,7 +168,7 @@ async def test_a_writer_ends_although_its_client_loses_the_cancellation() -> Non
         async def command(self, *parts: object) -> object:
             asked.set()
             with suppress(asyncio.CancelledError):
-                await asyncio.sleep(3600)
+                await asyncio.sleep(3600)  # until it is cancelled
             return None
 
         async def pipeline(self, commands: object) -> list[object]:

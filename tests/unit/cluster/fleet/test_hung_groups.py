@@ -153,5 +153,5 @@ async def test_nobody_is_ended_after_the_close() -> None:
     watch = watch_of(remote, far=("elsewhere", os.getpid()))
     watch.check()
     watch.close()
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)  # nothing comes: time for it to come
     assert not remote.ended

@@ -52,7 +52,7 @@ class SlowEngine(FakeEngine):
     most = math.inf
 
     def turn(self, timeout_s: float) -> bool:
-        time.sleep(0.002)
+        time.sleep(0.002)  # this engine is slow
         return self.steps < self.most and super().turn(timeout_s)
 
 
@@ -667,9 +667,9 @@ async def test_streams_stay_where_they_are_while_there_is_no_other_group(freezin
     got = await anext(stream)
     freezing.groups[0].engine.frozen = True
     freezing.fleet.missing, freezing.fleet.records = list(freezing.fleet.records.values()), {}
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(0.15)  # longer than a group may be silent here
     freezing.client.look_after()
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # nothing comes: time for it to come
     freezing.client.look_after()
     freezing.groups[0].engine.frozen = False
     got += await read_all(stream)
@@ -746,6 +746,6 @@ async def test_an_idle_thread_sleeps(service: Service) -> None:
     clock = time.pthread_getcpuclockid(thread.ident)
     await until(lambda: not thread._engine_loop.is_busy)
     woken, used_s = wake_ups(), time.clock_gettime(clock)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # what is done meanwhile is measured
     assert wake_ups() - woken <= 20
     assert time.clock_gettime(clock) - used_s < 0.1

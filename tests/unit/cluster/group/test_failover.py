@@ -18,7 +18,7 @@ from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.gateway.generation.quarantine import MOST, Quarantine, digest_of
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.version import OtherVersion
-from tandem.workers.engine.probation import PROBATION_TOKENS
+from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import GroupLost, QueueFull, RequestRefused
 from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, TokenDelta, Usage
 from tests.support.fake_engine import FakeEngine
@@ -34,7 +34,7 @@ class SlowEngine(FakeEngine):
     most = math.inf
 
     def turn(self, timeout_s: float) -> bool:
-        time.sleep(0.002)
+        time.sleep(0.002)  # this engine is slow
         return self.steps < self.most and super().turn(timeout_s)
 
 
@@ -233,7 +233,7 @@ async def test_an_engine_without_a_name_is_asked_once(told: Told) -> None:
 async def test_a_wait_that_was_too_long_is_not_begun_again_elsewhere(told: Told) -> None:
     stream = await told.client.submit(asked("r", deadline_s=0.05))
     await told.attempt(0)
-    await asyncio.sleep(0.06)
+    await asyncio.sleep(0.06)  # longer than its deadline
     told.end(503, "service_unavailable", None, "the request waited 0.05 s", group="g0")
     with pytest.raises(RequestRefused, match="waited"):
         await read(stream)

@@ -122,7 +122,7 @@ async def test_a_wrong_secret_gets_nothing_through(poller: zmq.Poller) -> None:
     sender = TokenSender(SECRET, "group:1", poller, time.monotonic)
     sender.open(end.receiver.reply_to)
     sender.send([(end.receiver.reply_to, [delta("r")])])
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # nothing comes: time for it to come
     assert end.got == []
     sender.close()
     end.receiver.close()

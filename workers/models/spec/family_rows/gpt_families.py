@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tandem.workers.models.spec.arch import NormKind, Place
+from tandem.workers.models.spec.arch import NormKind, NormPlace
 from tandem.workers.models.spec.family import Family, PositionKind, Rotary, Scales, Window
 from tandem.workers.models.spec.parameter_names import FusedQkv, ParameterNames, Role
 
@@ -243,8 +243,8 @@ GPT_FAMILIES: tuple[Family, ...] = (
         o_bias="attention_bias",
         mlp_bias=True,
         norm=NormKind.LAYER,
-        place=Place.PARALLEL_TWO,
-        place_if=((("use_parallel_residual", False), Place.PRE),),
+        place=NormPlace.PARALLEL_TWO,
+        place_if=((("use_parallel_residual", False), NormPlace.PRE),),
         gated=False,
         rotary=Rotary(theta="rotary_emb_base", share="rotary_pct", default_share=0.25),
         names=NEOX_NAMES,
@@ -263,7 +263,7 @@ GPT_FAMILIES: tuple[Family, ...] = (
         mlp_bias=True,
         head_bias=True,
         norm=NormKind.LAYER,
-        place=Place.PARALLEL,
+        place=NormPlace.PARALLEL,
         gated=False,
         rotary=Rotary(dim="rotary_dim", interleaved=True),
         names=GPTJ_NAMES,
@@ -288,7 +288,7 @@ GPT_FAMILIES: tuple[Family, ...] = (
         o_bias="enable_bias",
         mlp_bias="enable_bias",
         norm=NormKind.LAYER,
-        place_if=((("do_layer_norm_before", False), Place.POST_SUM),),
+        place_if=((("do_layer_norm_before", False), NormPlace.POST_SUM),),
         no_final_norm_if=(("do_layer_norm_before", False), ("_remove_final_layer_norm", True)),
         gated=False,
         positions=PositionKind.LEARNED,
@@ -319,11 +319,11 @@ GPT_FAMILIES: tuple[Family, ...] = (
         o_bias="bias",
         mlp_bias="bias",
         norm=NormKind.LAYER,
-        place=Place.PARALLEL,
+        place=NormPlace.PARALLEL,
         place_if=(
-            (("parallel_attn", False), Place.PRE),
-            (("num_ln_in_parallel_attn", 1), Place.PARALLEL),
-            (("new_decoder_architecture", True), Place.PARALLEL_TWO),
+            (("parallel_attn", False), NormPlace.PRE),
+            (("num_ln_in_parallel_attn", 1), NormPlace.PARALLEL),
+            (("new_decoder_architecture", True), NormPlace.PARALLEL_TWO),
         ),
         one_kv_head_if=(("new_decoder_architecture", False), ("multi_query", True)),
         gated=False,

@@ -1,6 +1,6 @@
 """Llama and its kin as rows of data: decoders whose MLP has a gate. Torch-free."""
 
-from tandem.workers.models.spec.arch import NormKind, Place, QkNorm
+from tandem.workers.models.spec.arch import NormKind, NormPlace, QkNorm
 from tandem.workers.models.spec.family import Family, Rotary, Scales, Window
 from tandem.workers.models.spec.parameter_names import FusedQkv, ParameterNames, stems
 
@@ -114,7 +114,7 @@ LLAMA_FAMILIES: tuple[Family, ...] = (
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm=QkNorm.WHOLE,
-        place=Place.POST,
+        place=NormPlace.POST,
         names=ParameterNames(
             stems=stems(ATTENTION_POST_NORM="post_attention_layernorm", MLP_POST_NORM="post_feedforward_layernorm")
         ),
@@ -127,7 +127,7 @@ LLAMA_FAMILIES: tuple[Family, ...] = (
         qk_norm=QkNorm.OWN,
         qk_norm_if="qk_layernorm",
         norm=NormKind.LAYER,
-        place_if=((("use_parallel_residual", True), Place.PARALLEL),),
+        place_if=((("use_parallel_residual", True), NormPlace.PARALLEL),),
         rotary=Rotary(share="partial_rotary_factor", default_share=0.25),
         names=ParameterNames(
             stems=stems(Q_NORM="self_attn.q_layernorm", K_NORM="self_attn.k_layernorm"), norm_of_head="norms.{head}"
@@ -143,7 +143,7 @@ LLAMA_FAMILIES: tuple[Family, ...] = (
         qk_norm_if="use_qk_norm",
         norm=NormKind.LAYER,
         norm_bias=False,
-        place=Place.PARALLEL,
+        place=NormPlace.PARALLEL,
         rotary=Rotary(interleaved=True),
         scales=Scales(logits="logit_scale"),
         names=ParameterNames(),
@@ -180,7 +180,7 @@ LLAMA_FAMILIES: tuple[Family, ...] = (
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         norms_store_offset=True,
-        place=Place.SANDWICH,
+        place=NormPlace.SANDWICH,
         scales_embeddings=True,
         score_scale="query_pre_attn_scalar",
         softcaps=True,
@@ -206,7 +206,7 @@ LLAMA_FAMILIES: tuple[Family, ...] = (
         o_bias="attention_bias",
         qk_norm=QkNorm.PER_HEAD,
         norms_store_offset=True,
-        place=Place.SANDWICH,
+        place=NormPlace.SANDWICH,
         scales_embeddings=True,
         score_scale="query_pre_attn_scalar",
         window=Window.PATTERN,

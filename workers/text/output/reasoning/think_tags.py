@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tandem.workers.text.output.events import OutputEvent, OutputParser, Reasoning
-from tandem.workers.text.output.stepping import Marks, Source, SteppedParser, Steps, one_of, spaces, text_until
+from tandem.workers.text.output.stepping import Marks, SteppedParser, Steps, TextSource, one_of, spaces, text_until
 
 START, END = "<think>", "</think>"
 ASSISTANT = "<｜Assistant｜>"
@@ -40,7 +40,9 @@ class DeepSeekR1(Qwen3):
         return END not in turn if header else not prompt.rstrip().endswith(END)
 
 
-def thinking(source: Source, then: OutputParser, *, start: tuple[str, ...], end: Marks, inside: bool) -> Steps[None]:
+def thinking(
+    source: TextSource, then: OutputParser, *, start: tuple[str, ...], end: Marks, inside: bool
+) -> Steps[None]:
     """Reads thinking and its end mark, and passes the rest to `then`. Without a start mark, white space aside, there is
     no thinking, unless the prompt ends `inside`."""
     source.keep()
@@ -58,7 +60,7 @@ def thinking(source: Source, then: OutputParser, *, start: tuple[str, ...], end:
     yield from rest(source, then)
 
 
-def rest(source: Source, then: OutputParser) -> Steps[None]:
+def rest(source: TextSource, then: OutputParser) -> Steps[None]:
     """Passes all further text to `then`."""
     while not source.exhausted:
         if source.at < len(source.text):

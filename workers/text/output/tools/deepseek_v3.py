@@ -9,9 +9,9 @@ from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, Read, named_call
 from tandem.workers.text.output.stepping import (
     Marks,
-    Source,
     SteppedParser,
     Steps,
+    TextSource,
     goes_on_with,
     one_of,
     run_of,
@@ -66,7 +66,7 @@ class DeepSeekV31(DeepSeekV3):
         return name, "", ""
 
 
-def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
+def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     while (yield from text_until(source, _MARKS, writer.content)) is not None:
         source.keep()
         if (yield from one_of(source, (CALLS_BEGIN, BEGIN))) == CALLS_BEGIN:
@@ -85,7 +85,7 @@ def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
     yield from writer.finish()
 
 
-def _name(source: Source) -> Steps[str | None]:
+def _name(source: TextSource) -> Steps[str | None]:
     """Reads up to the arguments and returns the function's name, or None."""
     name = yield from run_of(source, _NAME, limit=256)
     if (yield from one_of(source, (SEPARATOR,))) is None:

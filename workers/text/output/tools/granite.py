@@ -8,9 +8,9 @@ from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, json_calls
 from tandem.workers.text.output.stepping import (
     Marks,
-    Source,
     SteppedParser,
     Steps,
+    TextSource,
     goes_on_with,
     one_of,
     spaces,
@@ -47,7 +47,7 @@ class Granite:
         return grammar_text.calls(tools, call, parallel=parallel, before=before, between='", "', after='"]"')
 
 
-def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
+def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     source.keep()
     yield from spaces(source)
     if (yield from goes_on_with(source, "[")):

@@ -6,7 +6,7 @@ from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, Read, json_call
-from tandem.workers.text.output.stepping import Marks, Source, SteppedParser, Steps, one_of, spaces, text_until
+from tandem.workers.text.output.stepping import Marks, SteppedParser, Steps, TextSource, one_of, spaces, text_until
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 _MARKS = Marks(BEGIN)
@@ -33,7 +33,7 @@ class Hermes:
         return grammar_text.calls(tools, call, parallel=parallel, between='"\\n"')
 
 
-def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
+def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     while (yield from text_until(source, _MARKS, writer.content)) is not None:
         source.keep()
         yield from one_of(source, (BEGIN,))

@@ -9,9 +9,9 @@ from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, CallKeys, Read, json_call
 from tandem.workers.text.output.stepping import (
     Marks,
-    Source,
     SteppedParser,
     Steps,
+    TextSource,
     goes_on_with,
     one_of,
     spaces,
@@ -46,14 +46,14 @@ class Llama3Json:
         return grammar_text.calls(tools, call, parallel=parallel, between='"; "')
 
 
-def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
+def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     yield from _calls(source, writer)
     while (yield from text_until(source, _MARKS, writer.content)) is not None:
         yield from _calls(source, writer)
     yield from writer.finish()
 
 
-def _calls(source: Source, writer: AnswerWriter) -> Steps[None]:
+def _calls(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     source.keep()
     yield from spaces(source)
     yield from one_of(source, (TAG,))

@@ -9,9 +9,9 @@ from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, json_calls, named_call
 from tandem.workers.text.output.stepping import (
     Marks,
-    Source,
     SteppedParser,
     Steps,
+    TextSource,
     goes_on_with,
     one_of,
     run_of,
@@ -54,7 +54,7 @@ class Mistral:
         return grammar_text.calls(tools, listed, parallel=parallel, before=before, between='", "', after='"]"')
 
 
-def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
+def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     while (yield from text_until(source, _MARKS, writer.content)) is not None:
         source.keep()
         yield from one_of(source, (BEGIN,))
@@ -66,7 +66,7 @@ def _steps(source: Source, writer: AnswerWriter) -> Steps[None]:
     yield from writer.finish()
 
 
-def _named(source: Source, writer: AnswerWriter) -> Steps[None]:
+def _named(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     name = yield from run_of(source, _NAME, limit=256)
     separator = yield from one_of(source, (CALL_ID, ARGUMENTS))
     if separator == CALL_ID:

@@ -14,9 +14,9 @@ from tandem.workers.text.output.python_stream import PythonScanner
 from tandem.workers.text.output.schema_types import Argument, plain_arguments
 from tandem.workers.text.output.stepping import (
     Marks,
-    Source,
     SteppedParser,
     Steps,
+    TextSource,
     goes_on_with,
     one_of,
     run_of,
@@ -40,7 +40,7 @@ class Pythonic:
         return _WRITES_CALLS.search(template) is not None or (START in template and '"parameters": ' not in template)
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        return SteppedParser(lambda source: _Answer(source, AnswerWriter(tools)).read())
+        return SteppedParser(lambda source: _PythonicAnswer(source, AnswerWriter(tools)).read())
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
@@ -75,10 +75,10 @@ def _argument(argument: Argument) -> str:
     return f"{grammar_text.quoted(argument.name + '=')} {grammar_text.json_value(argument.schema)}"
 
 
-class _Answer:
+class _PythonicAnswer:
     """Reads one answer."""
 
-    def __init__(self, source: Source, writer: AnswerWriter) -> None:
+    def __init__(self, source: TextSource, writer: AnswerWriter) -> None:
         self._source, self._writer = source, writer
         self._name = ""
         self._ours = self._began = False

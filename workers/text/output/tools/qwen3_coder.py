@@ -23,7 +23,16 @@ from tandem.workers.text.output.schema_types import (
     plain_text,
     types_of,
 )
-from tandem.workers.text.output.stepping import Marks, Source, SteppedParser, Steps, one_of, run_of, spaces, text_until
+from tandem.workers.text.output.stepping import (
+    Marks,
+    SteppedParser,
+    Steps,
+    TextSource,
+    one_of,
+    run_of,
+    spaces,
+    text_until,
+)
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -40,7 +49,7 @@ class Qwen3Coder:
         return BEGIN in template and FUNCTION in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        return SteppedParser(lambda source: _Answer(source, tools).read())
+        return SteppedParser(lambda source: _CoderAnswer(source, tools).read())
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
@@ -92,10 +101,10 @@ def _is_text(schema: Any) -> bool:
     return plain_text(schema)
 
 
-class _Answer:
+class _CoderAnswer:
     """Reads one answer."""
 
-    def __init__(self, source: Source, tools: Sequence[Tool]) -> None:
+    def __init__(self, source: TextSource, tools: Sequence[Tool]) -> None:
         self._source, self._writer = source, AnswerWriter(tools)
         self._schemas = {tool.name: tool.parameters for tool in tools}
         self._held: list[str] = []

@@ -1,0 +1,1 @@
+"""The floor of the command line: flags of verbs, and what is written to the terminal."""

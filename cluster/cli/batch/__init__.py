@@ -1,0 +1,1 @@
+"""The engine and the gateway of `tandem run-batch`, in its own process, and its files."""

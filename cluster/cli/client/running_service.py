@@ -1,0 +1,150 @@
+"""The running service that a verb works on, and its Redis.
+
+--url names a service of this user on this machine, --redis-url one anywhere; without both it is the newest one here.
+The verbs that send requests (verbs/chat.py) take any URL and use `newest` only.
+"""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+import psutil
+
+from tandem.cluster.cli.base.flags import Command, flag, with_flags
+from tandem.cluster.cli.base.terminal import say
+from tandem.configs.errors import SettingsError, TandemError
+from tandem.configs.secrets import check_redis_url, read_secret
+
+if TYPE_CHECKING:
+    from tandem.cluster.process.run_files import RunFile
+    from tandem.cluster.state.redis_client import BackgroundClient
+
+T = TypeVar("T")
+EVERYWHERE = ("0.0.0.0", "::")
+SERVICE_FLAGS = (
+    flag("url", str, help="Address of a service of yours on this machine. Default: the newest one."),
+    flag("redis_url", str, help="Redis of a service, on any machine (or env:NAME, file:PATH). Default: that of --url."),
+)
+
+
+class ServiceAt(NamedTuple):
+    """A service, reached through its Redis. model: the name of its base model, None where it is not known."""
+
+    redis_url: str
+    model: str | None
+
+
+def on_service(function: Command) -> Command:
+    """Makes `function(..., at)` a command with --url and --redis-url. `at` is the ServiceAt that they name."""
+    return with_flags(function, "at", SERVICE_FLAGS, service_at)
+
+
+def service_at(url: str | None, redis_url: str | None) -> ServiceAt:
+    """Finds the service that the flags name, else the newest one here. TandemError when none runs here, SettingsError
+    when the flags match none."""
+    if redis_url is not None and url is not None:
+        raise SettingsError("a service is named by --url or by --redis-url, not by both", "--url")
+    if redis_url is not None:
+        check_redis_url(redis_url := read_secret(redis_url, "--redis-url"))
+        return ServiceAt(redis_url, None)
+    run = newest("--redis-url") if url is None else runs_on(url, _running("--redis-url"))[0]
+    return ServiceAt(run.redis_url, run.model)
+
+
+def newest(instead: str) -> "RunFile":
+    """The newest service of this user on this machine. instead: the flag that the error names when there is none
+    (TandemError)."""
+    runs = _running(instead)
+    if len(runs) > 1:
+        say(f"{len(runs)} services run here; using the newest, {runs[0].url} (--url chooses another)")
+    return runs[0]
+
+
+def certificate_of(url: str) -> str | None:
+    """The certificate (PEM) of this user's service here that answers on `url`; None for other services."""
+    from tandem.cluster.process.run_files import running_services
+
+    if not url.startswith("https://") or not (runs := running_services()):
+        return None
+    try:
+        return runs_on(url, runs)[0].certificate
+    except SettingsError:
+        return None
+
+
+def _running(instead: str) -> "list[RunFile]":
+    from tandem.cluster.process.run_files import running_services
+
+    if runs := running_services():
+        return runs
+    advice = f"start one with `tandem serve`, or give {instead}"
+    raise TandemError(f"no service of this user is running on this machine; {advice}")
+
+
+def model_on(redis_url: str) -> str:
+    """The base model of the newest service here that uses this Redis. SettingsError when there is none."""
+    from tandem.cluster.process.run_files import running_services
+
+    models = [run.model for run in running_services() if run.redis_url == redis_url]
+    if not models:
+        raise SettingsError("no service of this user runs here on that Redis: name the base model", "--model")
+    return models[0]
+
+
+def runs_on(url: str, runs: "Sequence[RunFile]") -> "list[RunFile]":
+    """The services that answer on `url` (with or without /v1). All names of the loopback are equal; a service that
+    listens on all addresses answers to any name of this machine. SettingsError when there is none."""
+    host, port = _host_and_port(url)
+    found = [run for run in runs if _host_and_port(run.url) == (host, port)]
+    if not found and host is not None and _is_here(host):
+        found = [r for r in runs if urlsplit(r.url).hostname in EVERYWHERE and _host_and_port(r.url)[1] == port]
+    if not found:
+        here = ", ".join(run.url for run in runs) or "none"
+        raise SettingsError(f"{url} is no service of yours that runs here; there is {here}", "--url")
+    return found
+
+
+def with_redis(
+    url: str, work: "Callable[[BackgroundClient], Awaitable[T]]", *, timeout_s: float = 2.0, retries: int = 2
+) -> T:
+    """Runs `work` with a client. TandemError when the URL is not Redis's or Redis does not answer."""
+    from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
+
+    async def run() -> T:
+        redis = BackgroundClient(url, timeout_s=timeout_s, retries=retries)
+        try:
+            return await work(redis)
+        finally:
+            await redis.close()
+
+    try:
+        return asyncio.run(run())
+    except RedisUnavailable as error:
+        raise TandemError(f"Redis does not answer: {error}") from error
+    except ValueError as error:
+        raise TandemError(f"--redis-url: {error}") from error
+
+
+def _is_here(host: str) -> bool:
+    """Returns True for names and addresses of this machine."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return any(address in here or ip_address(address.partition("%")[0]).is_loopback for address in found)
+
+
+def _host_and_port(url: str) -> tuple[str | None, int | None]:
+    """Host and port of a URL; None for every name of the loopback. SettingsError when it is malformed."""
+    from tandem.cluster.cli.client.endpoint import NEAR
+
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise SettingsError(f"{url!r} is not a URL: {error}", "--url") from error
+    return None if host in NEAR else host, port

@@ -1,0 +1,110 @@
+"""Ray's own Node, the processes of a private Ray, which ray.init() keeps in a global variable of its driver.
+
+Called by cluster/service/ray_node.py, before which nothing has imported ray: so functions import it here.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster.process.signals import unblock
+
+LOOPBACK = {"_node_ip_address": "127.0.0.1"}
+
+
+def start_node(temp_folder: Path, **options: Any) -> None:
+    """Starts a Ray below this process, on loopback, and connects to it. options: of ray.init().
+
+    Lost without its private arguments: Ray's files stand in /tmp/ray, and it listens on the machine's address.
+    """
+    import ray
+
+    with _trimmed():
+        ray.init(address="local", _temp_dir=str(temp_folder), **LOOPBACK, **options)
+
+
+def connect_to_node(node: Any, **options: Any) -> None:
+    """Connects to the Ray of take_node(), with Ray's exceptions. options: of ray.init()."""
+    import ray
+
+    ray.init(address=node.gcs_address, **LOOPBACK, **options)
+
+
+def take_node() -> Any:
+    """Takes the Node away from the driver, None for a joined Ray, and returns it.
+
+    Lost without it: leave() and rejoin() of ray_node.py; the launcher stays a driver, 0.2 % of a core.
+    """
+    import ray
+
+    worker = ray._private.worker
+    # ray.shutdown() ends the processes of the node it finds here; if there is none, only the driver leaves.
+    node, worker._global_node = worker._global_node, None
+    return node
+
+
+def give_back_node(node: Any) -> None:
+    """Gives the Node of take_node() to the driver, whose ray.shutdown() ends its processes from now on."""
+    import ray
+
+    # ray.init() to a Ray that runs has put none here, or one that started nothing and so would end nothing.
+    ray._private.worker._global_node = node
+
+
+def node_runs(node: Any) -> bool:
+    """True while GCS and raylet run. node: of take_node(); None: the driver's, and True for a joined Ray.
+
+    Lost without it: a service whose Ray has died would not end.
+    """
+    import ray
+
+    if (node := node or ray._private.worker._global_node) is None:
+        return False
+    return not {kind for kind, _ in node.dead_processes()} & {"gcs_server", "raylet"}
+
+
+def keep_workers_off_terminal() -> None:
+    """Prints nothing of other processes.
+
+    Lost without it: a dead worker is reported in ten lines, log_to_driver or not.
+    """
+    import ray
+
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+def _popen(popen: Callable[..., Any], *args: Any, preexec_fn: Callable[[], None] | None = None, **kwargs: Any) -> Any:
+    def before_exec() -> None:
+        unblock()
+        if preexec_fn is not None:
+            preexec_fn()
+
+    return popen(*args, preexec_fn=before_exec, process_group=0, **kwargs)
+
+
+@contextmanager
+def _trimmed() -> Iterator[None]:
+    """Makes ray.init() leave out the autoscaler monitor and the log monitor, as only `ray start` can.
+
+    Lost without RayParams: about 2 s of start and 170 MiB; a Ray whose parameters have other names is started whole.
+    Lost without ConsolePopen: process groups of their own, so that Ctrl+C ends Ray's processes before the drain.
+    """
+    from ray._private import parameter, services
+
+    whole = parameter.RayParams
+
+    def trimmed(*args: Any, **kwargs: Any) -> Any:
+        return whole(*args, **{"no_monitor": True, "include_log_monitor": False} | kwargs)
+
+    if {"no_monitor", "include_log_monitor"} <= set(inspect.signature(whole).parameters):
+        parameter.RayParams = trimmed
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(_popen, popen)
+    try:
+        yield
+    finally:
+        parameter.RayParams = whole
+        services.ConsolePopen = popen

@@ -1,0 +1,33 @@
+"""Facts that Ray and Serve tell only themselves, for processes of Ray and connected drivers."""
+
+from pathlib import Path
+
+import ray
+from ray._private.state import available_resources_per_node
+
+
+def free_resources() -> list[dict[str, float]]:
+    """The resources that each node of the cluster has left.
+
+    Lost without it: a new version that starts before the old one ends where there is room for both.
+    """
+    return list(available_resources_per_node().values())
+
+
+def session_folder() -> Path:
+    """The folder of Ray's session on this node, which outlives every actor.
+
+    Lost without it: the place of the private Redis under `serve run`; a temporary folder would need its own cleaner.
+    """
+    return Path(ray._private.worker.global_worker.node.get_session_dir_path())
+
+
+def proxy_host() -> str | None:
+    """The address that Serve's proxies listen on; None while Serve does not run. Blocks.
+
+    Lost without it: the refusal of an open service whose proxy listens beyond loopback.
+    """
+    from ray.serve.context import _get_global_client  # the identity's actor needs no Serve
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client.http_config.host

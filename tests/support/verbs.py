@@ -1,0 +1,23 @@
+"""A verb of the command line in this process: no interpreter starts, no library is loaded anew."""
+
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from unittest.mock import patch
+
+from tandem.cluster.cli.main import run_verb
+from tandem.cluster.process import supervisor
+
+
+def run_verb_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`tandem ARGUMENTS` with its status and output; it must not begin to start a service."""
+    output, errors = StringIO(), StringIO()
+    started = patch.object(supervisor, "split", side_effect=AssertionError("it begins to start a service"))
+    with redirect_stdout(output), redirect_stderr(errors), patch.object(sys, "argv", ["tandem", *arguments]), started:
+        try:
+            run_verb()
+        except SystemExit as end:
+            status = end.code
+    assert status is None or isinstance(status, int)
+    return subprocess.CompletedProcess(arguments, status or 0, output.getvalue(), errors.getvalue())

@@ -1,0 +1,139 @@
+"""The names that Ray and Serve keep private are there, and mean what cluster/ray_private/ takes them to mean.
+
+A new release of Ray fails here and nowhere else: each message says what the name was for. What needs a running Ray is
+read in its source instead.
+"""
+
+import ast
+import inspect
+import subprocess
+from types import CodeType
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray._private import node as ray_nodes
+from ray._private import parameter, services, state
+from ray._private import worker as ray_worker
+from ray.serve import context as serve_context
+from ray.serve._private import replica as serve_replica
+
+from tandem.cluster.ray_private import local_node
+from tandem.cluster.ray_private.replica_end import DRAINING_NAME, EXIT_NAME
+
+
+def source(of: Any) -> str:
+    return inspect.getsource(of)
+
+
+def globals_of(function: Any) -> set[str]:
+    """The global names that a function reads, those in functions inside it too."""
+    codes, names = [inspect.unwrap(function).__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names |= set(code.co_names)
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return names
+
+
+def test_global_node() -> None:
+    why = "worker._global_node: a driver leaves its private Ray and comes back to it (local_node.take_node)"
+    assert ray_worker._global_node is None, why
+    assigned = [
+        ast.unparse(node) for node in ast.walk(ast.parse(source(ray_worker.init))) if isinstance(node, ast.Global)
+    ]
+    assert "global _global_node" in assigned, why
+    assert "_global_node.kill_all_processes" in source(ray_worker.shutdown), (
+        f"{why}; shutdown() ends what it finds there"
+    )
+
+
+@pytest.mark.parametrize("name", ["gcs_address", "dead_processes", "kill_all_processes", "get_session_dir_path"])
+def test_methods_of_the_node(name: str) -> None:
+    why = "Node: address to come back to, deaths of GCS and raylet, and the session's folder for the private Redis"
+    assert hasattr(ray_nodes.Node, name), f"Node.{name}; {why}"
+
+
+def test_dead_processes_are_pairs_that_begin_with_the_kind() -> None:
+    why = "Node.dead_processes(): Ray's own death ends the service (local_node.node_runs)"
+    assert "result.append((process_type, process_info.process))" in source(ray_nodes.Node.dead_processes), why
+    kinds = {ray_nodes.ray_constants.PROCESS_TYPE_GCS_SERVER, ray_nodes.ray_constants.PROCESS_TYPE_RAYLET}
+    assert kinds == {"gcs_server", "raylet"}, why
+
+
+def test_arguments_of_init() -> None:
+    why = "ray.init(): the private Ray has its files in our folder and listens on loopback only (local_node.start_node)"
+    accepted = source(ray_worker.init)
+    for name in ("_temp_dir", "_node_ip_address"):
+        assert f'"{name}"' in accepted or name in inspect.signature(ray.init).parameters, f"{name}; {why}"
+
+
+def test_parameters_that_leave_monitors_out() -> None:
+    why = "RayParams: a private Ray starts 2 s sooner without monitors (local_node._trimmed); else it starts whole"
+    assert {"no_monitor", "include_log_monitor"} <= set(inspect.signature(parameter.RayParams).parameters), why
+    assert "ray._private.parameter.RayParams(" in source(ray_worker.init), f"{why}; init() looks it up there"
+
+
+def test_processes_are_started_by_console_popen(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "services.ConsolePopen: a signal to our process group must not end Ray before the drain (local_node._popen)"
+    assert "ConsolePopen" in globals_of(services.start_ray_process), why
+    assert issubclass(services.ConsolePopen, subprocess.Popen), f"{why}; it takes Popen's arguments"
+    before = (parameter.RayParams, services.ConsolePopen)
+    with local_node._trimmed():
+        assert services.ConsolePopen is not before[1] and parameter.RayParams is not before[0]
+    assert (parameter.RayParams, services.ConsolePopen) == before
+
+
+def test_dead_workers_are_printed_by_one_function() -> None:
+    why = "worker.print_to_stdstream: a dead worker says nothing on our terminal (keep_workers_off_terminal)"
+    assert list(inspect.signature(ray_worker.print_to_stdstream).parameters) == ["data", "ignore_prefix"], why
+
+
+def test_free_resources() -> None:
+    why = (
+        "state.available_resources_per_node: a new version starts before the old one ends where there is room (app.py)"
+    )
+    assert not inspect.signature(state.available_resources_per_node).parameters, why
+
+
+def test_the_session_folder_is_known_to_workers() -> None:
+    why = "worker.global_worker.node: the private Redis has its folder in the session's (wire/identity.py)"
+    assert isinstance(ray_worker.global_worker, ray_worker.Worker) and hasattr(ray_worker.global_worker, "node"), why
+
+
+def test_titles() -> None:
+    why = "ray._raylet.setproctitle: ranks are named in ps, and ended by name (process_titles.py)"
+    assert callable(ray._raylet.setproctitle), why
+
+
+def test_serves_own_client() -> None:
+    why = "serve.context._get_global_client: an open service needs a proxy on loopback (wire/serve_proxy.py)"
+    assert "raise_if_no_controller_running" in inspect.signature(serve_context._get_global_client).parameters, why
+    assert isinstance(serve_context.ServeControllerClient.http_config, property), why
+
+
+def test_an_application_is_deleted_without_waiting() -> None:
+    why = "serve.delete(_blocking): a second signal cuts the end short (application_end.begin_delete)"
+    assert "_blocking" in inspect.signature(serve.delete).parameters, why
+
+
+def test_the_handler_of_sigterm() -> None:
+    why = "worker's sigterm_handler: SIGTERM ends a gateway or a group in order (replica_end.on_sigterm)"
+    codes = [code for code in ray_worker.Worker.main_loop.__code__.co_consts if isinstance(code, CodeType)]
+    assert [code.co_name for code in codes if EXIT_NAME in code.co_names] == ["sigterm_handler"], why
+    assert callable(getattr(ray_worker, EXIT_NAME)), why
+
+
+def test_the_end_of_a_replica() -> None:
+    why = "ReplicaActor._replica_impl: a replica hears that it is taken down before Serve waits (on_taken_down)"
+    assert "self._replica_impl.perform_graceful_shutdown()" in source(serve_replica.ReplicaActor), why
+    assert hasattr(ray_worker.global_worker, "actors"), f"{why}; the actor is found among the worker's"
+
+
+def test_the_draining_period() -> None:
+    why = f"replica.{DRAINING_NAME}: a gateway on its own port is not kept for 30 s (skip_draining_period)"
+    assert getattr(serve_replica, DRAINING_NAME) > 0, why
+    assert DRAINING_NAME in source(serve_replica).partition("def perform_graceful_shutdown")[2], (
+        f"{why}; read at its end"
+    )
