@@ -15,17 +15,15 @@ from tandem.workers.models.layers.positions import Angles
 
 @dataclass(slots=True)
 class LayerInputs:
-    """residual_TH: the residual stream, to which the layers add in place. slots_T: for each group of layers, where the
-    tokens' K and V are stored. angles: of each of the model's ropes. adapters: of the tokens. kv: the cache, the same
-    for all steps of a graph."""
+    """The inputs of a step's layers."""
 
     batch: ForwardBatch
-    residual_TH: torch.Tensor
-    slots_T: list[torch.Tensor]
-    angles: tuple[Angles, ...]
-    adapters: AdapterRows | None
+    residual_TH: torch.Tensor  # the residual stream, to which the layers add in place
+    slots_T: list[torch.Tensor]  # for each group of layers, where the tokens' K and V are stored
+    angles: tuple[Angles, ...]  # of each of the model's ropes
+    adapters: AdapterRows | None  # of the tokens
     backend: AttentionBackend | LatentBackend
-    kv: KVTensors
+    kv: KVTensors  # the cache, the same for all steps of a graph
     num_tokens: int
     _step: AttentionStep | LatentStep | None = None
     _replayable: ReplayableStep | ReplayableLatentStep | None = None
