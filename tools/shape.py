@@ -25,7 +25,7 @@ CHAIN = (
     "ServeCaller", "ServeDispatch", "ServeAttempt", "Dispatch", "RequestPart", "Generation", "GenerationResponse",
     "TextResponse", "Delivery", "ResponseFormat",
 )  # fmt: skip
-"""Classes, old and new, that lie around one dispatched request, from Serve's handle to the format of the answer."""
+"""Classes, old and new, around one dispatched request; Serve's handle before them and Protocols do not count."""
 TOUCHED = {
     "a metric of a group": (
         ("workers/engine/base/metric_rows.py", "workers/engine/base/stats.py"),
