@@ -29,8 +29,11 @@ CHAIN = (
 TOUCHED = {
     "a metric of a group": (
         ("workers/engine/base/metric_rows.py", "workers/engine/base/stats.py"),
-        ("workers/engine/base/stats.py", "workers/engine/base/stats.py, cluster/fleet/engine_metrics.py"),
-        "docs/operations.md", "tests/unit/cluster/fleet/metrics.txt",
+        (
+            "workers/engine/base/stats.py",
+            "workers/engine/base/stats.py, cluster/fleet/engine_metrics.py, tests/unit/cluster/fleet/metrics.txt",
+        ),
+        "docs/operations.md",
     ),
     "an HTTP route": (
         ("cluster/gateway/app/routes.py", "cluster/gateway/app/routes.py"),
