@@ -33,7 +33,6 @@ BEGINNINGS: dict[str, int] = {
     "cluster/gateway/responses": 6,
     "cluster/gateway/services": 4,
     "cluster/gateway/serving": 7,
-    "cluster/group": 10,
     "cluster/routing": 1,
     "cluster/tenants": 1,
     "workers/*": 3,
