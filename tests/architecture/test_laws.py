@@ -35,7 +35,6 @@ BEGINNINGS: dict[str, int] = {
     "cluster/gateway/serving": 7,
     "cluster/routing": 1,
     "cluster/tenants": 1,
-    "workers/*": 3,
     "workers/attention": 3,
     "workers/kernels": 16,
 }

@@ -38,7 +38,7 @@ from tandem.workers.self_checks.outcome import Check, NotHere, relative_error, r
 
 BF16 = torch.bfloat16
 TOLERANCE = 0.02
-"""Of the largest value: five roundings to bf16."""
+"""Share of the largest value: five roundings to bf16."""
 BLOCK = 16
 
 
