@@ -33,16 +33,14 @@ class Holder(Protocol):
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
     """Parameters to be loaded into one tensor, one behind the other along dim 0 (q, k and v; gate and up), so that
-    merged layers need no second copy. `accept` takes this rank's tensor, in the model's dtype unless the parameters
-    have their own, and on its final device.
-    holder: keeps a form of its own, None: the tensor is kept. as_stored: the tensor has the checkpoint's dtype.
-    keeps: False: `accept` keeps nothing of the tensor, whose memory is used again."""
+    merged layers need no second copy."""
 
     params: tuple[Param, ...]
+    # takes this rank's tensor, in the model's dtype unless the parameters have their own, and on its final device
     accept: Callable[[torch.Tensor], None]
-    holder: Holder | None = None
-    as_stored: bool = False
-    keeps: bool = True
+    holder: Holder | None = None  # keeps a form of its own; None: the tensor is kept
+    as_stored: bool = False  # the tensor has the checkpoint's dtype
+    keeps: bool = True  # False: `accept` keeps nothing of the tensor, whose memory is used again
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Returns the tensor's shape on a rank."""

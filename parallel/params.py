@@ -35,17 +35,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The way in which the ranks of an axis share a parameter, along `dim`; axis None: each holds all of it.
+    """The way in which the ranks of an axis share a parameter. Unless it is padded or replicated, they divide its
+    units."""
 
-    unit: indices that stay together, such as those of a head. replicate: with more ranks than units, several ranks hold
-    one unit. pads: the size is rounded up to a multiple of the ranks, by zeros. Otherwise the ranks divide the units.
-    """
-
-    axis: Literal["tp"] | None = None
-    dim: int = 0
-    unit: int = 1
-    replicate: bool = False
-    pads: bool = False
+    axis: Literal["tp"] | None = None  # None: each rank holds all of it
+    dim: int = 0  # that is divided
+    unit: int = 1  # indices that stay together, such as those of a head
+    replicate: bool = False  # with more ranks than units, several ranks hold one unit
+    pads: bool = False  # the size is rounded up to a multiple of the ranks, by zeros
 
     def span(self, size: int, rank: int, num_ranks: int) -> Span:
         """Returns the indices along `dim` of a rank of the axis. size: all of them."""
@@ -70,28 +67,24 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A parameter's place in a checkpoint. names: of the stored tensor, any of which it may have. rows: of the
-    stored tensor, None: as many as the parameter has.
+    """A parameter's place in a checkpoint.
 
-    Row r of the parameter is row `start + (r // run) * stride + r % run` of the stored tensor; run None: rows follow
-    one another. So fused projections are read (start), and projections that are interleaved by heads (run, stride).
-    order: of the rows within each as many of a run: the r-th is stored as the order[r]-th. transposed: the stored
-    tensor is [columns, rows], as GPT-2's. add: is added to each stored value, as Gemma's norms store w - 1. index: of a
-    stored stack of tensors, the one that is meant. shape: of the stored tensor where it has more dimensions than the
-    parameter; but for `index` it is read as if flat. joined: names are those of several tensors, one behind another.
+    Row r of the parameter is row `start + (r // run) * stride + r % run` of the stored tensor: so fused projections are
+    read (start), and projections that are interleaved by heads (run, stride).
     """
 
-    names: tuple[str, ...]
-    rows: int | None = None
+    names: tuple[str, ...]  # of the stored tensor, any of which it may have; under `joined` all of them
+    rows: int | None = None  # of the stored tensor; None: as many as the parameter has
     start: int = 0
-    run: int | None = None
+    run: int | None = None  # None: rows follow one another
     stride: int = 0
-    transposed: bool = False
-    add: float = 0.0
-    order: tuple[int, ...] = ()
-    index: int | None = None
+    transposed: bool = False  # the stored tensor is [columns, rows], as GPT-2's
+    add: float = 0.0  # is added to each stored value, as Gemma's norms store w - 1
+    order: tuple[int, ...] = ()  # of the rows within each as many of a run: the r-th is stored as the order[r]-th
+    index: int | None = None  # of a stored stack of tensors, the one that is meant
+    # of the stored tensor where it has more dimensions than the parameter; but for `index` it is read as if flat
     shape: tuple[int, ...] = ()
-    joined: bool = False
+    joined: bool = False  # names are those of several tensors, one behind another
 
     def stored(self, first: int, count: int) -> Iterator[tuple[int, int]]:
         """Yields (first row, rows) of the stored tensor for `count` rows of the parameter, in order."""
@@ -119,27 +112,21 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """One parameter, whole: [outputs, inputs] of a matrix, [outputs] of a bias, [size] of a norm.
+    """One parameter, whole: [outputs, inputs] of a matrix, [outputs] of a bias, [size] of a norm."""
 
-    name: as the checkpoint's layer is called, with `.weight` or `.bias`. role: what it is in its layer. layer: the
-    layer's index, None outside of layers. merge: names the matmul that it shares with others of its layer, None for
-    what is no linear layer's. expert: (index, number of experts) of an expert's parameter. dtype: a key of ITEM_BYTES,
-    None: the model's. takes_format: as the weight of a linear layer it is held in the model's weight format
-    (quantization/weight_formats.py); routers are not. packs: it may be held in a form whose elements cannot be read.
-    """
-
-    name: str
+    name: str  # as the checkpoint's layer is called, with `.weight` or `.bias`
     shape: tuple[int, ...]
-    role: str
+    role: str  # the part of its layer that it is
     source: Source
     shard: Shard = WHOLE
-    layer: int | None = None
-    merge: str | None = None
+    layer: int | None = None  # the layer's index; None: outside of layers
+    merge: str | None = None  # names the matmul that it shares with others of its layer; None: it is no linear layer's
     init: Init = Init.NORMAL
-    expert: tuple[int, int] | None = None
-    dtype: str | None = None
+    expert: tuple[int, int] | None = None  # (index, number of experts) of an expert's parameter
+    dtype: str | None = None  # a key of ITEM_BYTES; None: the model's
+    # as the weight of a linear layer it is held in the model's weight format; routers are not
     takes_format: bool = False
-    packs: bool = True
+    packs: bool = True  # it may be held in a form whose elements cannot be read
 
     @property
     def stem(self) -> str:

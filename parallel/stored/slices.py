@@ -67,16 +67,16 @@ class TensorBlock:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A parameter's slice as it is read. shape: of the blocks' bytes as one matrix [rows, columns] or vector; with
-    `transposed` it is [columns, rows]. pieces: (first, rows) of the rows that are taken of it, None: all, in order.
-    add: as Source.add."""
+    """A parameter's slice as it is read."""
 
     dtype: str
     blocks: tuple[TensorBlock, ...]
+    # of the blocks' bytes as one matrix [rows, columns] or vector; with `transposed` [columns, rows]
     shape: tuple[int, ...]
     transposed: bool = False
+    # (first, rows) of the rows that are taken of it; None: all, in order
     pieces: tuple[tuple[int, int], ...] | None = None
-    add: float = 0.0
+    add: float = 0.0  # as Source.add
 
     @property
     def nbytes(self) -> int:

@@ -21,7 +21,7 @@ from tools.sources import Source, sources
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sources(ROOT)
 
-TWICE: set[str] = {"Asked", "Ended", "Scratch", "SlotIndex", "Tile", "_Layout", "_Step"}
+TWICE: set[str] = {"Asked", "Ended", "SlotIndex"}
 """Names of several classes."""
 BEGINNINGS: dict[str, int] = {
     "cluster/gateway/anthropic": 6,
@@ -35,11 +35,9 @@ BEGINNINGS: dict[str, int] = {
     "cluster/gateway/serving": 7,
     "cluster/routing": 1,
     "cluster/tenants": 1,
-    "workers/attention": 3,
-    "workers/kernels": 16,
 }
 """By room, docstrings that begin with a clause or a preposition."""
-CIRCLES: set[tuple[str, ...]] = {("workers/kernels", "workers/kernels/cpu")}
+CIRCLES: set[tuple[str, ...]] = set()
 """Folders that import each other in a ring."""
 
 

@@ -10,18 +10,13 @@ from tandem.workers.messages.transfer import TransferOp, TransferResult
 
 
 class RankTiers(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The tiers below the device for one rank.
+    """The tiers below the device for one rank."""
 
-    num_slots: host slots, of the rank's own block_bytes each. layout: digest of everything that the meaning of stored
-    bytes depends on (workers/executor/tiers.py). host_socket, host_token: the host memory process that holds the slots
-    and the token of the lease; None: the rank allocates them. disk_folder: the rank's folder; None: no disk tier.
-    """
-
-    num_slots: int
-    layout: bytes
-    host_socket: str | None = None
-    host_token: str | None = None
-    disk_folder: str | None = None
+    num_slots: int  # host slots, of the rank's own block_bytes each
+    layout: bytes  # digest of everything that the meaning of stored bytes depends on (workers/executor/tiers.py)
+    host_socket: str | None = None  # the host memory process that holds the slots; None: the rank allocates them
+    host_token: str | None = None  # the token of its lease
+    disk_folder: str | None = None  # the rank's folder; None: no disk tier
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -33,19 +28,16 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class RankSetup(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="setup"):
-    """Order to a rank to load its shard. `settings`: EngineSettings as msgpack; master_*: torch.distributed's address.
+    """Order to a rank to load its shard. master_*: torch.distributed's address."""
 
-    master_port None, for rank 0: it binds a free port of master_address and answers with RankListening.
-    ranks_on_node: the most ranks that may share this rank's machine, ranks of other groups included; threads and memory
-    are divided by it. probe_endpoint: where to echo probes (workers/rank/rank_watch.py).
-    """
-
-    settings: bytes
+    settings: bytes  # EngineSettings as msgpack
     world_size: int
     master_address: str
-    master_port: int | None
+    master_port: int | None  # None, for rank 0: it binds a free port of master_address and answers with RankListening
+    # the most ranks that may share this rank's machine, ranks of other groups included; threads and memory are divided
+    # by it
     ranks_on_node: int
-    probe_endpoint: str | None = None
+    probe_endpoint: str | None = None  # where to echo probes (workers/rank/rank_watch.py)
 
 
 class RankListening(msgspec.Struct, frozen=True, array_like=True, tag="listening"):
@@ -64,35 +56,27 @@ class RankLoading(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="l
 
 
 class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="loaded"):
-    """Facts of a rank whose weights are in memory. Sizes are of this rank alone, in bytes; load_s in seconds.
-
-    num_blocks: the most KV blocks that this rank can hold, of block_bytes each. kv_dtype: their element type, by
-    --kv-cache-dtype's names; None: dtype. host_weight_bytes: the part of weight_bytes that the streamed_layers keep in
-    host memory; it passes through buffer_bytes of the device. adapter_pages: device pages for LoRA adapters, of
-    adapter_page_bytes each; 0: --enable-lora is off. is_in_host_memory: the device's memory is the machine's.
-    kernel_notes: lines for the user about kernels that are missing. kv_layout: the planes of its layers, in words.
-    num_kv_groups: groups of layers, each with blocks of its own for every token.
-    """
+    """Facts of a rank whose weights are in memory. Sizes are of this rank alone, in bytes; load_s in seconds."""
 
     rank: int
-    num_blocks: int
+    num_blocks: int  # the most KV blocks that this rank can hold, of block_bytes each
     weight_bytes: int
     block_bytes: int
     device: str
     dtype: str
     threads: int
     load_s: float
-    is_in_host_memory: bool
-    kv_dtype: str | None = None
+    is_in_host_memory: bool  # the device's memory is the machine's
+    kv_dtype: str | None = None  # element type of KV, by --kv-cache-dtype's names; None: dtype
     resident_layers: int = 0
     streamed_layers: int = 0
-    host_weight_bytes: int = 0
-    buffer_bytes: int = 0
-    adapter_pages: int = 0
+    host_weight_bytes: int = 0  # the part of weight_bytes that the streamed_layers keep in host memory
+    buffer_bytes: int = 0  # of the device, through which that part passes
+    adapter_pages: int = 0  # device pages for LoRA adapters, of adapter_page_bytes each; 0: --enable-lora is off
     adapter_page_bytes: int = 0
-    kernel_notes: tuple[str, ...] = ()
-    kv_layout: str = ""
-    num_kv_groups: int = 1
+    kernel_notes: tuple[str, ...] = ()  # lines for the user about kernels that are missing
+    kv_layout: str = ""  # the planes of its layers, in words
+    num_kv_groups: int = 1  # groups of layers, each with blocks of its own for every token
 
 
 class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):

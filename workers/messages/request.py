@@ -143,36 +143,26 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Request for `sampling.n` choices of one prompt, or for its embedding.
-
-    attempt: which dispatch of the request this is, from 0; a newer one replaces an older one. priority: the smaller the
-    earlier. deadline_s: longest wait in the queue, in seconds from its acceptance by the engine; None: no limit.
-    cache_salt: prefix hits are found only under the same salt. resume_token_ids: empty, or for each choice the tokens
-    that another group has delivered. trace_ids: headers of distributed tracing. reply_to: None without a gateway.
-
-    What earlier attempts leave behind: begun: a group has computed the prompt, which is charged and counted once.
-    suspect: a group was lost while it ran this request, so that at first it runs alone. ended_choices: choices that
-    need no further token although their resume_token_ids do not show it (a stop string was found).
-
-    pool: None to generate; else the prompt is embedded, and sampling is NO_TOKENS.
-    """
+    """Request for `sampling.n` choices of one prompt, or for its embedding."""
 
     request_id: str
-    attempt: int = 0
+    attempt: int = 0  # number of this dispatch of the request, from 0; a newer one replaces an older one
     prompt_token_ids: list[int]
     sampling: SamplingParams
     adapter: AdapterRef | None = None
     tenant: str = DEFAULT_TENANT
-    priority: int = 0
+    priority: int = 0  # the smaller the earlier
+    # longest wait in the queue, in seconds from its acceptance by the engine; None: no limit
     deadline_s: float | None = None
-    cache_salt: str = ""
-    resume_token_ids: list[list[int]] = []
-    trace_ids: dict[str, str] = {}
-    reply_to: ReplyTo | None = None
-    begun: bool = False
-    suspect: bool = False
+    cache_salt: str = ""  # prefix hits are found only under the same salt
+    resume_token_ids: list[list[int]] = []  # empty, or for each choice the tokens that another group has delivered
+    trace_ids: dict[str, str] = {}  # headers of distributed tracing
+    reply_to: ReplyTo | None = None  # None: there is no gateway
+    begun: bool = False  # a group has computed the prompt, which is charged and counted once
+    suspect: bool = False  # a group was lost while it ran this request, so that at first it runs alone
+    # choices that need no further token although their resume_token_ids do not show it (a stop string was found)
     ended_choices: list[int] = []
-    pool: Pool | None = None
+    pool: Pool | None = None  # None to generate; else the prompt is embedded, and sampling is NO_TOKENS
 
     @property
     def is_resumed(self) -> bool:
@@ -214,31 +204,28 @@ class Usage(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
-    """New tokens of one choice, from one step.
-
-    first_position: output position of token_ids[0]. logprobs: one entry for each token, if asked for.
-    finish_reason: set in the choice's last delta only. stop_reason: the stop token id that ended the choice; None for
-    EOS and for other reasons. usage: set in the request's last delta only. error: why the choice ended with "error".
-    cached_tokens: set in a delta without tokens that tells that the request has got its first row, so that its prompt
-    is billed from now on: the prompt tokens whose KV was found. embedding: of a request with a Pool, in its last delta:
-    the components as float32, little-endian. prompt_logprobs: of a request that asks for them, in deltas without tokens
-    that come before the first token; `choice` is the one that computes the prompt for all. drafts: (guessed, accepted)
-    draft tokens of the step, if its row had any; accepted ones behind the end of the choice are counted, not sent.
-    """
+    """New tokens of one choice, from one step."""
 
     request_id: str
     attempt: int
     choice: int
-    first_position: int
+    first_position: int  # output position of token_ids[0]
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    usage: Usage | None = None
-    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None  # one entry for each token, if asked for
+    finish_reason: FinishReason | None = None  # set in the choice's last delta only
+    stop_reason: int | None = None  # the stop token id that ended the choice; None for EOS and for other reasons
+    usage: Usage | None = None  # set in the request's last delta only
+    error: str | None = None  # the reason why the choice ended with "error"
+    # prompt tokens whose KV was found; set in a delta without tokens that tells that the request has got its first row,
+    # so that its prompt is billed from now on
     cached_tokens: int | None = None
+    # of a request with a Pool, in its last delta: the components as float32, little-endian
     embedding: bytes | None = None
+    # of a request that asks for them, in deltas without tokens that come before the first token; `choice` is the one
+    # that computes the prompt for all
     prompt_logprobs: PromptLogprobs | None = None
+    # (guessed, accepted) draft tokens of the step, if its row had any; accepted ones behind the end of the choice are
+    # counted, not sent
     drafts: tuple[int, int] | None = None
 
 

@@ -12,87 +12,74 @@ from tandem.workers.messages.thinking import ThinkingBudget
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Sampling parameters of one row, as in SamplingParams. `choice` selects the random numbers of one choice.
-
-    stop_token_ids: ids, EOS included, that cannot be sampled before min_tokens. allowed_token_ids: None: all. grammar:
-    the digest of a grammar that the ranks have compiled (CompileGrammar), which the output follows; None: any text.
-    """
+    """Sampling parameters of one row, as in SamplingParams."""
 
     temperature: float
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    choice: int = 0
+    choice: int = 0  # selects the random numbers of one choice
     min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # ids, EOS included, that cannot be sampled before min_tokens
     logprobs: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
+    # digest of a grammar that the ranks have compiled (CompileGrammar), which the output follows; None: any text
     grammar: str | None = None
     thinking_budget: ThinkingBudget | None = None
 
 
 class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Binds a row of the ranks' tables to a sequence; replaces what the row held.
-
-    token_ids: all known tokens, prompt first, then output. The first num_computed of them have KV in the blocks that
-    the row's first RowWork names. prompt_len: tokens of the prompt, for penalties and min_tokens. adapter_slot: device
-    slot of the LoRA adapter; None: the base model. pool: the row ends with an embedding in place of a token.
-    """
+    """Binds a row of the ranks' tables to a sequence; replaces what the row held."""
 
     row: int
-    token_ids: list[int]
-    prompt_len: int
-    num_computed: int
+    token_ids: list[int]  # all known tokens, prompt first, then output
+    prompt_len: int  # tokens of the prompt, for penalties and min_tokens
+    num_computed: int  # of the first tokens, whose KV is in the blocks that the row's first RowWork names
     sampling: RowSampling
-    adapter_slot: int | None = None
-    pool: Pool | None = None
+    adapter_slot: int | None = None  # device slot of the LoRA adapter; None: the base model
+    pool: Pool | None = None  # the row ends with an embedding in place of a token
 
 
 class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
     """Work of one row in a step: the next num_tokens tokens are computed, and up to max_drafts guesses behind them.
-
-    Ranks keep the row's computed count and derive positions from it. samples: the work reaches the last known token, so
-    one token is sampled, and one more for each guess (draft) that proves equal to the token sampled in its place
-    (speculative decoding), or the row's embedding is made. max_drafts is above 0 only for a row with one token left.
-    token_ids: known tokens that the ranks lack (with PP > 1, the ones sampled earlier). new_block_ids: appended to the
-    row's block table. replaced_blocks: (index, new block id) after a copy-on-write. num_scored: of so many of the
-    tokens, from the first on, the log probabilities of the token behind are wanted (prompt_logprobs).
-    """
+    Ranks keep the row's computed count and derive positions from it."""
 
     row: int
     num_tokens: int
+    # the work reaches the last known token, so one token is sampled, and one more for each guess (draft) that proves
+    # equal to the token sampled in its place (speculative decoding), or the row's embedding is made
     samples: bool
-    new_block_ids: list[int] = []
-    token_ids: list[int] = []
-    replaced_blocks: list[tuple[int, int]] = []
-    max_drafts: int = 0
+    new_block_ids: list[int] = []  # appended to the row's block table
+    token_ids: list[int] = []  # known tokens that the ranks lack (with PP > 1, the ones sampled earlier)
+    replaced_blocks: list[tuple[int, int]] = []  # (index, new block id) after a copy-on-write
+    max_drafts: int = 0  # above 0 only for a row with one token left
+    # of so many of the tokens, from the first on, the log probabilities of the token behind are wanted
+    # (prompt_logprobs)
     num_scored: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="step"):
     """One step of all ranks. Order: roll back rows, free rows, bind new rows, extend tables, copy blocks, forward,
-    sample.
-
-    work: each row at most once. block_copies: (source, destination) block ids on the device. awaits: tickets of loads
-    that rows of this plan use; each layer waits for its own part of them (overlapped load). known_failure: the newest
-    plan that was out when the last failure arrived; plans made before that was known fail too. rolled_back: (row, known
-    tokens, computed tokens) of each row of failed plans, which ranks count as though they had been computed.
-    """
+    sample."""
 
     step_id: int
-    work: list[RowWork]
+    work: list[RowWork]  # each row at most once
     new_rows: list[RowInit] = []
     freed_rows: list[int] = []
-    block_copies: list[tuple[int, int]] = []
+    block_copies: list[tuple[int, int]] = []  # (source, destination) block ids on the device
+    # tickets of loads that rows of this plan use; each layer waits for its own part of them (overlapped load)
     awaits: list[int] = []
+    # the newest plan that was out when the last failure arrived; plans made before that was known fail too
     known_failure: int = 0
+    # (row, known tokens, computed tokens) of each row of failed plans, which ranks count as though they had been
+    # computed
     rolled_back: list[tuple[int, int, int]] = []
 
 
@@ -108,38 +95,28 @@ GRAMMAR_FAILED: Final = "the grammar of this request cannot be followed any furt
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True):
-    """Result of one RowWork that samples or has num_scored.
-
-    If it samples: the sampled token and those behind accepted drafts, or the embedding of a row with a Pool (float32,
-    little-endian), or `error`, why there is neither. So many drafts were accepted as there are tokens, less one;
-    num_drafts: of how many. logprobs: one entry for each token, if asked for. prompt_logprobs: of the tokens of the
-    prompt behind the num_scored ones.
-    """
+    """Result of one RowWork that samples or has num_scored. If it samples, it has tokens, an embedding or an error."""
 
     row: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    error: str | None = None
-    num_drafts: int = 0
-    embedding: bytes | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int]  # the sampled token and those behind accepted drafts, of which there are as many, less one
+    logprobs: list[TokenLogprobs] | None = None  # one entry for each token, if asked for
+    error: str | None = None  # the reason why there is neither token nor embedding
+    num_drafts: int = 0  # guessed ones, accepted or not
+    embedding: bytes | None = None  # of a row with a Pool: float32, little-endian
+    prompt_logprobs: PromptLogprobs | None = None  # of the tokens of the prompt behind the num_scored ones
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True, tag="result"):
-    """Result of a StepPlan: one RowResult for each RowWork that has one, in the plan's order.
-
-    device_s: seconds that the last stage computed. num_unguessed: tokens that were computed in places for drafts where
-    nothing was guessed: on a device, places are made before guesses. wait_s: seconds that it waited for the plan and
-    for hidden states. failure: why the step counts for nothing, as a device ran out of memory; None otherwise. What the
-    plan freed, bound, copied and appended to tables stands; its rows are as they were before it once a plan has rolled
-    them back.
-    """
+    """Result of a StepPlan: one RowResult for each RowWork that has one, in the plan's order."""
 
     step_id: int
     rows: list[RowResult]
+    # the reason why the step counts for nothing, as a device ran out of memory. What the plan freed, bound, copied and
+    # appended to tables stands; its rows are as they were before it once a plan has rolled them back
     failure: str | None = None
-    device_s: float = 0.0
-    wait_s: float = 0.0
+    device_s: float = 0.0  # seconds that the last stage computed
+    wait_s: float = 0.0  # seconds that it waited for the plan and for hidden states
+    # tokens computed in places for drafts where nothing was guessed: on a device, places are made before guesses
     num_unguessed: int = 0
 
 

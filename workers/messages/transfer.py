@@ -28,19 +28,15 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CopyKV(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="copy_kv"):
-    """Order to copy the KV of these blocks between tiers.
-
-    kind: store is device -> host, load host -> device, spill host -> disk, fetch disk -> host. slots: host slots.
-    block_ids: device blocks, for store and load. keys: names of files, for spill and fetch. dropped: keys whose files
-    are removed first. The lists that are used have one entry for each block, in the same order.
-    """
+    """Order to copy the KV of these blocks between tiers. The lists that are used have one entry for each block, in the
+    same order."""
 
     ticket: int = 0
-    kind: CopyKind
-    slots: list[int]
-    block_ids: list[int] = []
-    keys: list[bytes] = []
-    dropped: list[bytes] = []
+    kind: CopyKind  # store is device -> host, load host -> device, spill host -> disk, fetch disk -> host
+    slots: list[int]  # host slots
+    block_ids: list[int] = []  # device blocks, for store and load
+    keys: list[bytes] = []  # names of files, for spill and fetch
+    dropped: list[bytes] = []  # keys whose files are removed first
 
 
 class FetchAdapter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="fetch_adapter"):
@@ -87,19 +83,15 @@ TransferOp = CopyKV | FetchAdapter | PlaceAdapter | DropAdapter | CompileGrammar
 
 
 class TransferResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="transferred"):
-    """Answer of a rank to a TransferOp.
-
-    failed: indices in a CopyKV's lists whose bytes did not arrive; other ops have failed if `failure` is set. failure:
-    the reason of the last failure. copy_s: seconds the copy took. pages: device pages that a fetched adapter needs on
-    this rank.
-    """
+    """Answer of a rank to a TransferOp."""
 
     rank: int
     ticket: int
+    # indices in a CopyKV's lists whose bytes did not arrive; other ops have failed if `failure` is set
     failed: list[int] = []
-    failure: Failure | None = None
-    copy_s: float = 0.0
-    pages: int = 0
+    failure: Failure | None = None  # the reason of the last failure
+    copy_s: float = 0.0  # seconds the copy took
+    pages: int = 0  # device pages that a fetched adapter needs on this rank
 
 
 def lane_of(op: TransferOp) -> LaneKind:

@@ -54,28 +54,21 @@ class Columns(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """A step's rows on the host.
-
-    begin_R, end_R: the first position that a row computes, and the last + 1. starts: int64 [R + 1], the rows' places
-    among the tokens. lens_R: their numbers of tokens. logits_rows_S: places of the logits. sample_rows_S: rows of the
-    sampled tokens. slots_T, slots_S: int32, adapter slots of the tokens and of those sampled, None without adapters.
-    drafts: where rows have any. Where drafts of earlier steps are in flight, positions count one token for each of
-    these steps; spare_R: by how much a row may be ahead of that, None for no row. read_rows: rows whose tokens are read
-    on the device (DeviceRows.tokens), None for none.
-    """
+    """A step's rows on the host. Where drafts of earlier steps are in flight, positions count one token for each of
+    these steps."""
 
     rows_R: Ints
-    begin_R: Ints
-    end_R: Ints
-    starts: Ints
-    lens_R: Ints
-    logits_rows_S: Ints
-    sample_rows_S: Ints
-    slots_T: npt.NDArray[np.int32] | None
-    slots_S: npt.NDArray[np.int32] | None
-    spare_R: Ints | None = None
-    drafts: "StepDrafts | None" = None
-    read_rows: Ints | None = None
+    begin_R: Ints  # the first position that a row computes
+    end_R: Ints  # the last one + 1
+    starts: Ints  # int64 [R + 1], the rows' places among the tokens
+    lens_R: Ints  # their numbers of tokens
+    logits_rows_S: Ints  # places of the logits
+    sample_rows_S: Ints  # rows of the sampled tokens
+    slots_T: npt.NDArray[np.int32] | None  # adapter slots of the tokens; None: no adapters
+    slots_S: npt.NDArray[np.int32] | None  # of those sampled
+    spare_R: Ints | None = None  # by how much a row may be ahead of its positions; None: no row is
+    drafts: "StepDrafts | None" = None  # where rows have any
+    read_rows: Ints | None = None  # rows whose tokens are read on the device (DeviceRows.tokens); None: none
 
     @property
     def most_R(self) -> Ints:
@@ -85,13 +78,11 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class StepDrafts:
-    """The drafts of a step, which are the last tokens of their rows. most_R: places for drafts of each row. behind_S:
-    whether behind a token that samples comes a draft of its row. guessed: the device guesses; else they are in
-    token_ids behind the known tokens."""
+    """The drafts of a step, which are the last tokens of their rows."""
 
-    most_R: Ints
-    behind_S: npt.NDArray[np.bool_]
-    guessed: bool
+    most_R: Ints  # places for drafts of each row
+    behind_S: npt.NDArray[np.bool_]  # behind a token that samples comes a draft of its row
+    guessed: bool  # the device guesses; else they are in token_ids behind the known tokens
 
 
 class StepTensors(NamedTuple):

@@ -36,21 +36,17 @@ class StepAdapters:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The model's inputs and what sampling needs, int64 [S]: rows of the table, positions of the tokens to choose. A
-    row with drafts is there once for its last token and once for each draft.
-
-    rows_R, begin_R, starts: the rows of the step, the positions of their first tokens, and the places of these among
-    all tokens. sampling: on the rank that samples. drafts_S: as in StepTensors.
-    """
+    """The model's inputs and what sampling needs, int64 [S]. A row with drafts is there once for its last token and
+    once for each draft."""
 
     forward: ForwardBatch
-    rows_R: Ints
-    begin_R: Ints
-    starts: Ints
-    sample_rows_S: Ints
-    sample_positions_S: Ints
-    sampling: Sampling | None
-    drafts_S: torch.Tensor | None
+    rows_R: Ints  # the rows of the step
+    begin_R: Ints  # the positions of their first tokens
+    starts: Ints  # the places of these among all tokens
+    sample_rows_S: Ints  # rows of the table
+    sample_positions_S: Ints  # positions of the tokens to choose
+    sampling: Sampling | None  # on the rank that samples
+    drafts_S: torch.Tensor | None  # as in StepTensors
 
 
 Prepare = Callable[[Ints, Ints, Ints, Send], Sampling]

@@ -81,19 +81,18 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """A step's work on the device. received: events around the wait for hidden states, where there was one; errors: of
-    its rows, by row; verdict: what the ranks agreed on, on the last stage of several ranks; pooled: its embeddings;
-    scored: the log probabilities of its prompts."""
+    """A step's work on the device."""
 
     batch: StepBatch
     drafts: Drafts | None = None
     drawn: Drawn | None = None
     tokens: _Tokens | None = None
+    # events around the wait for hidden states, where there was one
     received: tuple[DeviceEvent, DeviceEvent] | None = None
-    errors: dict[int, str] = field(default_factory=dict)
-    verdict: StepVerdict | None = None
-    pooled: Pooled | None = None
-    scored: Scored | None = None
+    errors: dict[int, str] = field(default_factory=dict)  # of its rows, by row
+    verdict: StepVerdict | None = None  # of all ranks, on the last stage of several
+    pooled: Pooled | None = None  # its embeddings
+    scored: Scored | None = None  # the log probabilities of its prompts
 
 
 class StepHandle:

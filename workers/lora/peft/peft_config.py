@@ -63,21 +63,18 @@ LAYER: Final = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Fields that decide what an adapter computes. rank_pattern, alpha_pattern: by module; the first match is used.
-
-    targets: suffixes of the names of modules that must have weights, except `excluded` ones and those outside `layers`
-    (None: all layers). None if the modules are given by a regular expression. base_model: name, not checked.
-    """
+    """Fields that decide what an adapter computes."""
 
     rank: int
     alpha: float
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: Mapping[str, int]  # by module; the first match is used
+    alpha_pattern: Mapping[str, float]  # likewise
     rslora: bool
+    # suffixes of the names of modules that must have weights; None: a regular expression gives the modules
     targets: tuple[str, ...] | None
-    excluded: tuple[str, ...]
-    layers: frozenset[int] | None
-    base_model: str | None
+    excluded: tuple[str, ...]  # no targets
+    layers: frozenset[int] | None  # outside of them there are no targets; None: all layers
+    base_model: str | None  # its name, not checked
 
     def rank_of(self, module: str) -> int:
         """Returns the rank of a module."""

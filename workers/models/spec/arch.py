@@ -33,16 +33,12 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions. trained_context: positions that the unscaled frequencies were trained for; the rest by kind.
-
-    dim: the first elements of a head that rotate, None for all. interleaved: neighbours form a pair, not elements of
-    both halves. factors: longrope's divisors of the frequencies.
-    """
+    """Rotary positions; which fields count depends on the kind."""
 
     theta: float = 10000.0
     kind: RopeKind = RopeKind.DEFAULT
     factor: float = 1.0
-    trained_context: int = 0
+    trained_context: int = 0  # positions that the unscaled frequencies were trained for
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -51,9 +47,9 @@ class RopeSpec:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    dim: int | None = None
-    interleaved: bool = False
-    factors: tuple[float, ...] = ()
+    dim: int | None = None  # the first elements of a head, which rotate; None: all
+    interleaved: bool = False  # neighbours form a pair, not elements of both halves
+    factors: tuple[float, ...] = ()  # longrope's divisors of the frequencies
 
     @property
     def score_mscale(self) -> float:
@@ -75,27 +71,24 @@ class RopeSpec:
 
 
 class QkNorm(StrEnum):
-    """A norm of q and k. PER_HEAD: of each head, one weight for all of them. OWN: of each head, which has its own
-    weight. WHOLE: of all heads at once."""
+    """A norm of q and k."""
 
-    PER_HEAD = "per_head"
-    OWN = "own"
-    WHOLE = "whole"
+    PER_HEAD = "per_head"  # of each head, one weight for all of them
+    OWN = "own"  # of each head, which has its own weight
+    WHOLE = "whole"  # of all heads at once
 
 
 @dataclass(frozen=True, slots=True)
 class Gqa:
-    """Attention with num_heads query heads in groups that share a key and value head (MHA and MQA are cases of it).
-    qk_norm: which norm q and k pass, of the layer's kind without a bias; None for none. sinks: each query head has a
-    learned sink (AttentionParams)."""
+    """Attention with num_heads query heads in groups that share a key and value head (MHA and MQA are cases of it)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: QkNorm | None = None
-    sinks: bool = False
+    qk_norm: QkNorm | None = None  # the norm that q and k pass, of the layer's kind without a bias; None: none
+    sinks: bool = False  # each query head has a learned sink (AttentionParams)
 
     @property
     def rope_dim(self) -> int:
@@ -106,21 +99,16 @@ class Gqa:
 @dataclass(frozen=True, slots=True)
 class Mla:
     """Latent attention (DeepSeek-V2): keys and values of all heads are products with one vector per token, its latent,
-    which the cache holds beside a key that rotates and that all heads share.
-
-    q_rank: width between the two projections of q, None for one projection. kv_rank: of the latent. nope_dim, rope_dim:
-    elements of a head's key that do not rotate, and that do; v_dim: of its value. bias: those of q's first projection,
-    of the latent's and of the output's. norm_eps: of the norms of q and the latent.
-    """
+    which the cache holds beside a key that rotates and that all heads share."""
 
     num_heads: int
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-    bias: bool = False
-    norm_eps: float = 1e-6
+    q_rank: int | None  # width between the two projections of q; None: there is one projection
+    kv_rank: int  # width of the latent
+    nope_dim: int  # elements of a head's key that do not rotate
+    rope_dim: int  # elements of it that do
+    v_dim: int  # elements of a head's value
+    bias: bool = False  # of q's first projection, the latent's and the output's
+    norm_eps: float = 1e-6  # of the norms of q and the latent
 
     @property
     def key_dim(self) -> int:
@@ -140,19 +128,16 @@ class Mla:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """All by which an attention kernel may vary; hashable. scale: of the products q @ k.
+    """All by which an attention kernel may vary; hashable. Slopes and sinks are of this rank's heads where a kernel
+    gets them."""
 
-    window: the number of last positions (itself included) that a token attends to, None for all. softcap: scores s
-    become softcap * tanh(s / softcap), None for none (Gemma 2). slopes: of each query head, the score falls by its
-    slope for each position of distance (ALiBi, Press et al. 2021), None for none. sinks: of each query head, the score
-    of a position without a value: it takes its share of the softmax and adds nothing (gpt-oss, Xiao et al. 2023), None
-    for none. Slopes and sinks are of this rank's heads where a kernel gets them.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
+    scale: float  # of the products q @ k
+    window: int | None = None  # the number of last positions (itself included) that a token attends to; None: all
+    softcap: float | None = None  # scores s become softcap * tanh(s / softcap); None: they stay (Gemma 2)
+    # of each query head: its score falls by it for each position of distance (ALiBi, Press et al. 2021); None: none
     slopes: tuple[float, ...] | None = None
+    # of each query head, the score of a position without a value: it takes its share of the softmax and adds nothing
+    # (gpt-oss, Xiao et al. 2023); None: none
     sinks: tuple[float, ...] | None = None
 
     @property
@@ -162,35 +147,32 @@ class AttentionParams:
 
 
 class NormKind(StrEnum):
-    """RMS: RMSNorm (Zhang and Sennrich 2019). LAYER: LayerNorm, with a mean and a bias (Ba et al. 2016)."""
+    """The kinds of norms."""
 
-    RMS = "rms"
-    LAYER = "layer"
+    RMS = "rms"  # RMSNorm (Zhang and Sennrich 2019)
+    LAYER = "layer"  # LayerNorm, with a mean and a bias (Ba et al. 2016)
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm. stores_offset: checkpoints store the weight less one, as Gemma's do. bias: a LayerNorm has one. weight:
-    it has one at all."""
+    """A norm."""
 
     eps: float
     kind: NormKind = NormKind.RMS
-    stores_offset: bool = False
-    bias: bool = True
-    weight: bool = True
+    stores_offset: bool = False  # checkpoints store the weight less one, as Gemma's do
+    bias: bool = True  # a LayerNorm has one
+    weight: bool = True  # it has one at all
 
 
 class NormPlace(StrEnum):
-    """The places of a layer's norms. PRE: before attention and MLP. SANDWICH: before and behind both (Gemma 2). POST:
-    behind both, before they are added (OLMo 2). POST_SUM: behind each sum (the first transformer). PARALLEL: one norm,
-    before both, which are computed side by side. PARALLEL_TWO: side by side, each with a norm of its own."""
+    """The places of a layer's norms."""
 
-    PRE = "pre"
-    SANDWICH = "sandwich"
-    POST = "post"
-    POST_SUM = "post_sum"
-    PARALLEL = "parallel"
-    PARALLEL_TWO = "parallel_two"
+    PRE = "pre"  # before attention and MLP
+    SANDWICH = "sandwich"  # before and behind both (Gemma 2)
+    POST = "post"  # behind both, before they are added (OLMo 2)
+    POST_SUM = "post_sum"  # behind each sum (the first transformer)
+    PARALLEL = "parallel"  # one norm, before both, which are computed side by side
+    PARALLEL_TWO = "parallel_two"  # side by side, each with a norm of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +194,11 @@ class Plain:
 
 
 class Scoring(StrEnum):
-    """The weights that a router makes of its logits. SOFTMAX: over all. TOP_SOFTMAX: over those that are chosen.
-    SIGMOID: each by itself."""
+    """The weights that a router makes of its logits."""
 
-    SOFTMAX = "softmax"
-    TOP_SOFTMAX = "top_softmax"
-    SIGMOID = "sigmoid"
+    SOFTMAX = "softmax"  # over all
+    TOP_SOFTMAX = "top_softmax"  # over those that are chosen
+    SIGMOID = "sigmoid"  # each by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,26 +223,22 @@ class ClampedSwiglu:
 @dataclass(frozen=True, slots=True)
 class Moe:
     """A mixture of experts (Shazeer et al. 2017): each token passes the top_k of num_experts gated MLPs, `width` wide,
-    whose outputs are added by their weights. scoring, groups: how they are chosen and weighed; renormalize: the weights
-    of the top_k add up to 1; scale: multiplies them then. router_bias: its logits have one. correction: a bias, by
-    which experts are chosen, not weighed. shared: the width of an MLP that every token passes, None without one; its
-    output is multiplied by a sigmoid of its own gate if it is shared_gated. expert_bias: the experts' projections have
-    biases. swiglu: in place of their activation."""
+    whose outputs are added by their weights."""
 
     num_experts: int
     top_k: int
     width: int
     activation: Activation
-    renormalize: bool = True
-    shared: int | None = None
-    shared_gated: bool = True
-    scoring: Scoring = Scoring.SOFTMAX
-    groups: ExpertGroups | None = None
-    scale: float = 1.0
-    router_bias: bool = False
-    correction: bool = False
-    expert_bias: bool = False
-    swiglu: ClampedSwiglu | None = None
+    renormalize: bool = True  # the weights of the top_k add up to 1
+    shared: int | None = None  # the width of an MLP that every token passes; None: there is none
+    shared_gated: bool = True  # its output is multiplied by a sigmoid of its own gate
+    scoring: Scoring = Scoring.SOFTMAX  # experts are weighed so
+    groups: ExpertGroups | None = None  # they are chosen by groups
+    scale: float = 1.0  # multiplies weights at last
+    router_bias: bool = False  # the router's logits have one
+    correction: bool = False  # a bias by which experts are chosen, not weighed
+    expert_bias: bool = False  # the experts' projections have biases
+    swiglu: ClampedSwiglu | None = None  # in place of the experts' activation
 
     @property
     def expert(self) -> Gated:
@@ -284,48 +261,39 @@ class Learned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: attention and MLP, each with norms, added to the residual. position: None where q and k are not
-    rotated. branch_scale: multiplies both before they are added."""
+    """One layer: attention and MLP, each with norms, added to the residual."""
 
     attention: Gqa | Mla
     params: AttentionParams
-    position: RopeSpec | None
+    position: RopeSpec | None  # None: q and k are not rotated
     norm: Norm
     mlp: Gated | Plain | Moe
     place: NormPlace = NormPlace.PRE
-    branch_scale: float = 1.0
+    branch_scale: float = 1.0  # multiplies both before they are added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchSpec:
-    """One model. max_position_embeddings counts tokens of context, rope scaling included. torch_dtype: the
-    checkpoint's own, as config.json spells it.
-
-    positions: a table that is added to the embeddings, None for none. embedding_norm: of the embeddings.
-    embedding_scale: multiplies them. final_norm: None for none. head_bias: the head adds one. logit_scale: multiplies
-    logits. final_softcap: logits x become final_softcap * tanh(x / final_softcap). short_context,
-    short_factors: see for_context() (LongRoPE, Ding et al. 2024). extra_layers: that a checkpoint may have behind the
-    last, to guess further tokens; they are not read.
-    """
+    """One model."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    max_position_embeddings: int
-    final_norm: Norm | None
+    max_position_embeddings: int  # tokens of context, rope scaling included
+    final_norm: Norm | None  # None: there is none
     tie_word_embeddings: bool
-    torch_dtype: str | None
+    torch_dtype: str | None  # the checkpoint's own, as config.json spells it
     eos_token_ids: tuple[int, ...]
-    positions: Learned | None = None
-    embedding_norm: Norm | None = None
-    embedding_scale: float = 1.0
-    final_softcap: float | None = None
-    head_bias: bool = False
-    logit_scale: float = 1.0
-    short_context: int = 0
+    positions: Learned | None = None  # a table that is added to the embeddings; None: none
+    embedding_norm: Norm | None = None  # of the embeddings
+    embedding_scale: float = 1.0  # multiplies them
+    final_softcap: float | None = None  # logits x become final_softcap * tanh(x / final_softcap)
+    head_bias: bool = False  # the head adds one
+    logit_scale: float = 1.0  # multiplies logits
+    short_context: int = 0  # see for_context() (LongRoPE, Ding et al. 2024)
     short_factors: tuple[float, ...] = ()
-    extra_layers: int = 0
+    extra_layers: int = 0  # that a checkpoint may have behind the last, to guess further tokens; they are not read
 
     def for_context(self, max_model_len: int) -> "ArchSpec":
         """Returns the model for sequences of up to max_model_len tokens: with LongRoPE's short_factors within its

@@ -68,38 +68,34 @@ def stems(**changes: str) -> Mapping[Role, str]:
 
 
 class FusedQkv(StrEnum):
-    """The tensors in which a checkpoint keeps q, k and v. APART: in three tensors. IN_TURN: in one, all rows of q, then
-    k, then v. BY_HEAD: in one, for each KV head the rows of its query heads, then its own of k and v."""
+    """The tensors in which a checkpoint keeps q, k and v."""
 
-    APART = "apart"
-    IN_TURN = "in_turn"
-    BY_HEAD = "by_head"
+    APART = "apart"  # three tensors
+    IN_TURN = "in_turn"  # one: all rows of q, then k, then v
+    BY_HEAD = "by_head"  # one: for each KV head the rows of its query heads, then its own of k and v
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterNames:
     """A family's names of parameters, without `.weight` and `.bias`; those of a layer follow layer_prefix with its
-    index, those of an expert expert_prefix too. With a name of GATE_UP both are rows of one tensor, the gate's first.
-    aliases: other names that a checkpoint may use. base_prefix: what names lack in a checkpoint without a head.
-    transposed: matrices of layers are stored as [inputs, outputs]. stacked_experts: one tensor has all experts'
-    matrices. interleaved_experts: one has, as [experts, inputs, outputs], gate and up in turn, and names end neither in
-    `.weight` nor in `.bias`, but those of biases in `_bias` (gpt-oss). norm_of_head: where each head's norm of q or k
-    is stored. mlp_prefix: of an MLP's names, where an expert's are as short. shared_prefix: of the shared expert's.
-    ignored_suffixes: of tensors that checkpoints may hold too, as they can be derived.
-    """
+    index, those of an expert expert_prefix too. With a name of GATE_UP both are rows of one tensor, the gate's
+    first."""
 
     stems: Mapping[Role, str] = field(default_factory=lambda: LLAMA_STEMS)
-    aliases: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
+    aliases: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)  # other names that a checkpoint may use
     layer_prefix: str = "model.layers.{layer}."
     expert_prefix: str = "mlp.experts.{expert}."
-    mlp_prefix: str = ""
-    shared_prefix: str = "mlp.shared_expert."
-    base_prefix: str = "model."
+    mlp_prefix: str = ""  # of an MLP's names, where an expert's are as short
+    shared_prefix: str = "mlp.shared_expert."  # of the shared expert's
+    base_prefix: str = "model."  # what names lack in a checkpoint without a head
     fused_qkv: FusedQkv = FusedQkv.APART
-    transposed: bool = False
-    stacked_experts: bool = False
+    transposed: bool = False  # matrices of layers are stored as [inputs, outputs]
+    stacked_experts: bool = False  # one tensor has all experts' matrices
+    # one tensor has them, as [experts, inputs, outputs], gate and up in turn; names end neither in `.weight` nor in
+    # `.bias`, but those of biases in `_bias` (gpt-oss)
     interleaved_experts: bool = False
-    norm_of_head: str | None = None
+    norm_of_head: str | None = None  # where each head's norm of q or k is stored
+    # of tensors that checkpoints may hold too, as they can be derived
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def stored(self, prefix: str, role: Role, suffix: str) -> tuple[str, ...]:

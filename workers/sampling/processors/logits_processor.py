@@ -40,20 +40,15 @@ class Reads(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The places of a step that a processor changes, int64 [P].
+    """The places of a step that a processor changes, int64 [P]. A row with drafts has several consecutive places,
+    positions ascending; what history() gives for those after the first ends with drafts, which may be rejected."""
 
-    places_P: rows of the logits. rows_P: rows of the row table. positions_P: index, in its sequence, of the token to
-    choose. A row with drafts has several consecutive places, positions ascending; what history() gives for those after
-    the first ends with drafts, which may be rejected. send: puts an array of the host among those that the step's one
-    copy takes to the logits' device. ops: that device's operations.
-    """
-
-    places_P: Ids
-    rows_P: Ids
-    positions_P: Ids
+    places_P: Ids  # rows of the logits
+    rows_P: Ids  # rows of the row table
+    positions_P: Ids  # index, in its sequence, of the token to choose
     history: History
-    send: Send
-    ops: SamplingOps
+    send: Send  # puts an array of the host among those that the step's one copy takes to the logits' device
+    ops: SamplingOps  # that device's operations
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Gives (row, position) for each place."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.workers.models.spec.arch import (
@@ -24,17 +24,19 @@ from tandem.workers.models.spec.arch import (
     Norm,
     RopeSpec,
 )
-from tandem.workers.models.spec.config.config_values import ConfigValues, entries, text, whole, wrong_weights
+from tandem.workers.models.spec.config.config_values import ConfigValues, entries, whole, wrong_weights
+from tandem.workers.models.spec.config.layer_patterns import layer_windows, rotary_layers
 from tandem.workers.models.spec.config.mlp_config import layer_mlps
 from tandem.workers.models.spec.config.rope_config import (
     SPELLINGS,
+    LongRope,
     RopeRow,
     check_rope_keys,
     context_length,
     long_rope,
     rope_from_config,
 )
-from tandem.workers.models.spec.family import Family, PositionKind, Window
+from tandem.workers.models.spec.family import Family, PositionKind
 from tandem.workers.models.spec.family_rows.families import family_of
 
 OVERRIDES = "--hf-overrides"
@@ -104,8 +106,33 @@ def _check_overrides(overrides: Mapping[str, Any], reader: ConfigValues, family:
             raise UnsupportedModelError(f"{key}.{unread[0]} is not a key that {architecture} reads", OVERRIDES)
 
 
+class _Positions(NamedTuple):
+    """The way in which a model tells tokens their positions."""
+
+    kind: PositionKind
+    context: int  # tokens, rope scaling included
+    learned: Learned | None = None
+    rope: RopeSpec | None = None  # of layers without a window
+    local: RopeSpec | None = None  # of layers with one
+    short: LongRope = LongRope(0, ())
+
+
 def _spec(published: Mapping[str, Any], overrides: Mapping[str, Any]) -> ArchSpec:
-    config, overridden = {**published, **overrides}, frozenset(overrides)
+    config = {**published, **overrides}
+    family = family_of(_architecture(config))
+    reader = ConfigValues(config, family, frozenset(overrides))
+    reader.check_neutral()
+    num_layers, hidden_size, context = map(reader.positive, ("num_layers", "hidden_size", "context"))
+    attention = _attention(reader, family, hidden_size)
+    positions = _positions(reader, family, published, overrides, context, attention.rope_dim)
+    layers = _layers(reader, family, num_layers, attention, positions)
+    found = _model(reader, family, hidden_size, layers, positions, _dtype(config, frozenset(overrides)))
+    _check_overrides(overrides, reader, family, rotates=positions.kind is PositionKind.ROTARY)
+    return found
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """Returns the one name in config.json's architectures."""
     architectures = config.get("architectures") or []
     if architectures == []:
         raise UnsupportedModelError(
@@ -115,56 +142,81 @@ def _spec(published: Mapping[str, Any], overrides: Mapping[str, Any]) -> ArchSpe
         )
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise UnsupportedModelError(f"config.json: architectures is {architectures!r}, want exactly one name", "MODEL")
-    family = family_of(architectures[0])
-    reader = ConfigValues(config, family, overridden)
-    reader.check_neutral()
-    num_layers, hidden_size = reader.positive("num_layers"), reader.positive("hidden_size")
-    context = positions = reader.positive("context")
-    attention, kind = _attention(reader, family, hidden_size), _positions(reader, family)
-    rope = local = long = None
-    if kind is PositionKind.ROTARY:
-        for key in (key for key in SPELLINGS if key in overrides):
-            check_rope_keys(key, entries(key, overrides[key] or {}), family.rotary.kinds)
-        row = _rope_row(reader, family, positions, attention.rope_dim)
-        if not any(published.get(key) for key in SPELLINGS):
-            published = {**published, "rope_parameters": family.rotary.scaling}
-        rope = local = rope_from_config(published, row, overrides)
-        context = context_length(rope, positions, scaled=family.rotary.positions_scaled)
-        long = long_rope(published, rope, row, overrides)
-        if family.rotary.local_theta is not None:
-            key, theta = family.rotary.local_theta
-            base, given = reader.number(key, theta, above=0), reader.overrides(key)
-            local = rope_from_config(published, replace(row, theta=base, theta_given=given, local=True), overrides)
-    has_final_norm = not any(reader.holds(condition) for condition in family.no_final_norm_if)
-    found = ArchSpec(
+    return architectures[0]
+
+
+def _model(
+    reader: ConfigValues,
+    family: Family,
+    hidden_size: int,
+    layers: tuple[LayerSpec, ...],
+    positions: _Positions,
+    dtype: str | None,
+) -> ArchSpec:
+    return ArchSpec(
         architecture=family.architecture,
         vocab_size=reader.positive("vocab_size"),
         hidden_size=hidden_size,
-        layers=_layers(reader, family, num_layers, attention, kind, (rope, local)),
-        max_position_embeddings=context,
-        final_norm=_norm(reader, family) if has_final_norm else None,
+        layers=layers,
+        max_position_embeddings=positions.context,
+        final_norm=None if any(map(reader.holds, family.no_final_norm_if)) else _norm(reader, family),
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
-        torch_dtype=_dtype(config, overridden),
+        torch_dtype=dtype,
         eos_token_ids=_eos_token_ids(reader),
-        positions=Learned(positions, family.position_offset) if kind is PositionKind.LEARNED else None,
+        positions=positions.learned,
         embedding_norm=_norm(reader, family) if family.embedding_norm else None,
-        embedding_scale=_scale(reader, family.scales.embeddings)
-        * (hidden_size**0.5 if family.scales_embeddings else 1),
+        embedding_scale=_embedding_scale(reader, family, hidden_size),
         head_bias=family.head_bias,
         logit_scale=_scale(reader, family.scales.logits) / _scale(reader, family.scales.logits_divisor, above=0),
         final_softcap=reader.number_or_none("final_logit_softcapping", above=0) if family.softcaps else None,
-        short_context=0 if long is None else long.short_context,
-        short_factors=() if long is None else long.short_factors,
-        extra_layers=0
-        if family.extra_layers is None
-        else whole(family.extra_layers, reader.get(family.extra_layers, 0), 0),
+        short_context=positions.short.short_context,
+        short_factors=positions.short.short_factors,
+        extra_layers=_extra_layers(reader, family),
     )
-    _check_overrides(overrides, reader, family, rotates=kind is PositionKind.ROTARY)
-    return found
 
 
-def _positions(reader: ConfigValues, family: Family) -> PositionKind:
-    return PositionKind.ALIBI if family.alibi_if and reader.flag(family.alibi_if) else family.positions
+def _positions(
+    reader: ConfigValues,
+    family: Family,
+    published: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    context: int,
+    rope_dim: int,
+) -> _Positions:
+    """context: config.json's. rope_dim: elements of a head that may rotate."""
+    kind = PositionKind.ALIBI if family.alibi_if and reader.flag(family.alibi_if) else family.positions
+    if kind is PositionKind.LEARNED:
+        return _Positions(kind, context, Learned(context, family.position_offset))
+    if kind is PositionKind.ALIBI:
+        return _Positions(kind, context)
+    for key in (key for key in SPELLINGS if key in overrides):
+        check_rope_keys(key, entries(key, overrides[key] or {}), family.rotary.kinds)
+    if not any(published.get(key) for key in SPELLINGS):
+        published = {**published, "rope_parameters": family.rotary.scaling}
+    row = _rope_row(reader, family, context, rope_dim)
+    rope = rope_from_config(published, row, overrides)
+    total = context_length(rope, context, scaled=family.rotary.positions_scaled)
+    short = long_rope(published, rope, row, overrides) or LongRope(0, ())
+    local = rope if (own := _local_row(reader, family, row)) is None else rope_from_config(published, own, overrides)
+    return _Positions(kind, total, None, rope, local, short)
+
+
+def _local_row(reader: ConfigValues, family: Family, row: RopeRow) -> RopeRow | None:
+    """Returns the row of layers with a window, None where they have the rope of the others."""
+    if family.rotary.local_theta is None:
+        return None
+    key, theta = family.rotary.local_theta
+    base, given = reader.number(key, theta, above=0), reader.overrides(key)
+    return replace(row, theta=base, theta_given=given, local=True)
+
+
+def _embedding_scale(reader: ConfigValues, family: Family, hidden_size: int) -> float:
+    by_width = hidden_size**0.5 if family.scales_embeddings else 1.0
+    return _scale(reader, family.scales.embeddings) * by_width
+
+
+def _extra_layers(reader: ConfigValues, family: Family) -> int:
+    return 0 if family.extra_layers is None else whole(family.extra_layers, reader.get(family.extra_layers, 0), 0)
 
 
 def _scale(reader: ConfigValues, key: str | None, above: float = -math.inf) -> float:
@@ -192,17 +244,11 @@ def _rope_row(reader: ConfigValues, family: Family, positions: int, head_dim: in
 
 
 def _layers(
-    reader: ConfigValues,
-    family: Family,
-    num_layers: int,
-    attention: Gqa | Mla,
-    kind: PositionKind,
-    ropes: tuple[RopeSpec | None, RopeSpec | None],
+    reader: ConfigValues, family: Family, num_layers: int, attention: Gqa | Mla, positions: _Positions
 ) -> tuple[LayerSpec, ...]:
-    """ropes: of layers without a window, and with one."""
-    rotary, windows = _rotary_layers(reader, family, num_layers), _windows(reader, family, num_layers)
-    scale = _score_scale(reader, family, attention, ropes[0])
-    slopes = alibi_slopes(attention.num_heads) if kind is PositionKind.ALIBI else None
+    rotary, windows = rotary_layers(reader, family, num_layers), layer_windows(reader, family, num_layers)
+    scale = _score_scale(reader, family, attention, positions.rope)
+    slopes = alibi_slopes(attention.num_heads) if positions.kind is PositionKind.ALIBI else None
     if slopes is not None and family.scales_alibi:
         slopes = tuple(slope * scale for slope in slopes)
     softcap = reader.number_or_none("attn_logit_softcapping", above=0) if family.softcaps else None
@@ -212,7 +258,7 @@ def _layers(
         LayerSpec(
             attention=attention,
             params=AttentionParams(scale, window, softcap, slopes),
-            position=ropes[window is not None] if rotates else None,
+            position=None if not rotates else positions.rope if window is None else positions.local,
             norm=_norm(reader, family),
             mlp=mlp,
             place=place,
@@ -284,54 +330,6 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
     more = [2 ** (-4 * (2 * i + 1) / n) for i in range(num_heads - n)]
     return (*slopes, *more)
-
-
-def _rotary_layers(reader: ConfigValues, family: Family, num_layers: int) -> tuple[bool, ...]:
-    """Returns whether each layer rotates: where `no_rope_layers` is 1 (sic); else all but each `interval`-th."""
-    if not family.has_no_rope_layers:
-        return (True,) * num_layers
-    given = reader.items_or_none("no_rope_layers")
-    if given is None:
-        interval = reader.positive("no_rope_layer_interval", 4)
-        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
-    if len(given) < num_layers:
-        raise UnsupportedModelError(f"config.json: no_rope_layers names {len(given)} of {num_layers} layers", "MODEL")
-    unknown = [rotates for rotates in given if rotates not in (0, 1)]
-    if unknown:
-        raise reader.unsupported("no_rope_layers", unknown[0], ("0", "1"))
-    return tuple(bool(rotates) for rotates in given[:num_layers])
-
-
-def _windows(reader: ConfigValues, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer, None where attention is full."""
-    used = family.window in (Window.ALWAYS, Window.ALTERNATING, Window.PATTERN) or (
-        family.window is Window.IF_USED and reader.flag("use_sliding_window")
-    )
-    layer_types = None if family.window is Window.NEVER else reader.items_or_none("layer_types")
-    if not used or reader.get("sliding_window", None) is None:
-        return (None,) * num_layers
-    window = reader.positive("sliding_window")
-    if family.window is Window.ALWAYS and layer_types is None:
-        return (window,) * num_layers
-    if family.window is Window.ALTERNATING and layer_types is None:
-        return tuple(None if layer % 2 else window for layer in range(num_layers))
-    if family.window is Window.PATTERN and layer_types is None:
-        pattern = reader.positive("sliding_window_pattern", 6)
-        return tuple(window if (layer + 1) % pattern else None for layer in range(num_layers))
-    if layer_types is None and family.has_no_rope_layers:
-        rotary = _rotary_layers(reader, family, num_layers)
-        return tuple(None if rotates else window for rotates in rotary)
-    if layer_types is None:
-        first = whole("max_window_layers", reader.get("max_window_layers", 28), least=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    by_type = {"full_attention": None, "sliding_attention": window}
-    unknown = [kind for kind in layer_types if text("layer_types", kind) not in by_type]
-    if unknown:
-        raise reader.unsupported("layer_types", unknown[0], tuple(by_type))
-    if len(layer_types) != num_layers:
-        words = f"config.json: layer_types names {len(layer_types)} layers, {reader.key('num_layers')} is {num_layers}"
-        raise UnsupportedModelError(words, "MODEL")
-    return tuple(by_type[kind] for kind in layer_types)
 
 
 def _dtype(config: Mapping[str, Any], overridden: frozenset[str]) -> str | None:

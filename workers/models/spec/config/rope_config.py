@@ -62,23 +62,20 @@ LAYER_KINDS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRow:
-    """Statements of a family beside the rope parameters. theta: the top-level base, used where these have none, or
-    where the user gave it (theta_given); local: this is the rope of layers with a window; share: the top-level part of
-    a head that rotates, None where all of it must, and whether the user gave it; trained: the top-level trained
-    context, and the family's own where none is given; kinds: own spellings."""
+    """Statements of a family beside the rope parameters."""
 
-    theta: float
+    theta: float  # the top-level base, used where the rope parameters have none or the user gave it
     positions: int
     head_dim: int
-    theta_given: bool = False
-    local: bool | None = None
-    share: float | None = None
-    share_given: bool = False
-    trained: int | None = None
-    default_trained: int | None = None
+    theta_given: bool = False  # the user gave it
+    local: bool | None = None  # this is the rope of layers with a window; None: there is no such rope
+    share: float | None = None  # the top-level part of a head that rotates; None: all of it must
+    share_given: bool = False  # the user gave it
+    trained: int | None = None  # the top-level trained context
+    default_trained: int | None = None  # the family's own, where none is given
     dim: int | None = None
     interleaved: bool = False
-    kinds: Mapping[str, str] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)  # own spellings of RopeKind
 
 
 @dataclass(frozen=True, slots=True)
