@@ -32,7 +32,7 @@ RETIRED = {
     "GroupClient": "cluster/gateway/generation/serve_dispatch.py",
     "RequestStream": "RequestPart",
     "RequestView": "RouteHint",
-    "_Attempt": "ServeAttempt",
+    "_Attempt": "RequestPart",
     "Opening": "BillingRecord",
     "UsageRow": "BillingRecord",
     "PackedMatrix": "PackedMethod",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
-from tandem.cluster.gateway.generation.dispatch import TokenSink, lost
+from tandem.cluster.gateway.generation.part import RequestPart, lost
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.token_channel import GROUP_ENDED, GROUP_LOST
@@ -21,7 +21,7 @@ from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.messages.errors import GroupLost, RequestRefused
-from tandem.workers.messages.request import Abort, Ended, GenerationRequest, ReplyTo, TokenDelta
+from tandem.workers.messages.request import Abort, Ended, ReplyTo, TokenDelta
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.planning.start_notes import warn_of_pool, warn_of_rope
 
@@ -29,29 +29,6 @@ log = logging.getLogger("tandem.offline")
 RequestKey = tuple[str, int]
 FLUSH_S = 5.0
 HERE = ReplyTo("", "")
-
-
-class LocalAttempt:
-    """Attempt in the engine of this process."""
-
-    def __init__(self, owner: "LocalDispatch", request: GenerationRequest, to: TokenSink) -> None:
-        self.request = request
-        self.to = to
-        self.ended: Ended | None = None
-        self._owner = owner
-
-    def look(self) -> Ended | None:
-        """Implements Attempt."""
-        return self.ended
-
-    def abort(self, abort: Abort) -> None:
-        """Implements Attempt."""
-        self._owner.abort(abort)
-
-    def cancel(self) -> None:
-        """Implements Attempt."""
-        if self.ended is None:
-            self._owner.abort(Abort(request_id=self.request.request_id, attempt=self.request.attempt))
 
 
 class LocalChannel:
@@ -92,7 +69,7 @@ class LocalDispatch:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._attempts: dict[RequestKey, LocalAttempt] = {}
+        self._attempts: dict[RequestKey, RequestPart] = {}
         self._executor: RankGroup | None = None
         self._lost: GroupLost | None = None
 
@@ -115,13 +92,20 @@ class LocalDispatch:
 
     # ---- Dispatch ------------------------------------------------------------------------------------------------
 
-    def send(self, request: GenerationRequest, hint: RouteHint, to: TokenSink) -> LocalAttempt:
+    def send(self, part: RequestPart, hint: RouteHint) -> None:
         if self._lost is not None:
             raise RequestRefused(str(self._lost), code="service_unavailable", status=503)
-        attempt = LocalAttempt(self, request, to)
-        self._attempts[request.request_id, request.attempt] = attempt
-        self._thread.submit(msgspec.structs.replace(request, reply_to=HERE), self._ended)
-        return attempt
+        request = msgspec.structs.replace(part.request, reply_to=HERE)
+        self._attempts[request.request_id, request.attempt] = part
+        self._thread.submit(request, self._ended)
+
+    def abort(self, abort: Abort) -> None:
+        self._thread.call(lambda engine: engine.abort(abort))
+
+    def cancel(self, part: RequestPart) -> None:
+        request = part.request
+        if part.ended is None and (request.request_id, request.attempt) in self._attempts:
+            self.abort(Abort(request_id=request.request_id, attempt=request.attempt))
 
     def has_group(self, avoid: Collection[str] = ()) -> bool:
         return self._lost is None and not avoid
@@ -135,10 +119,6 @@ class LocalDispatch:
     async def metrics(self, *, with_tenants: bool) -> str:
         del with_tenants
         return ""
-
-    def abort(self, abort: Abort) -> None:
-        """Ends an attempt or one choice of it in the engine."""
-        self._thread.call(lambda engine: engine.abort(abort))
 
     # ---- the engine's thread -------------------------------------------------------------------------------------
 
@@ -181,17 +161,16 @@ class LocalDispatch:
             by_request.setdefault((delta.request_id, delta.attempt), []).append(delta)
         for key, mine in by_request.items():
             if key in self._attempts:
-                self._attempts[key].to.take(mine)
+                self._attempts[key].take(mine)
 
     def _finish(self, ended: Ended) -> None:
-        attempt = self._attempts.pop((ended.request_id, ended.attempt), None)
-        if attempt is not None:
-            attempt.ended = ended
-            attempt.to.wake()
+        part = self._attempts.pop((ended.request_id, ended.attempt), None)
+        if part is not None:
+            part.end(ended)
 
     def _lose_all(self, error: GroupLost) -> None:
         self._lost = error
-        for attempt in list(self._attempts.values()):
+        for part in list(self._attempts.values()):
             refused = (503, "service_unavailable", None, str(error))
-            told = lost(attempt.request, str(error), "bystander")
+            told = lost(part.request, str(error), "bystander")
             self._finish(msgspec.structs.replace(told, refused=refused, loss=None))

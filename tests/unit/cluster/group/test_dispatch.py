@@ -38,7 +38,7 @@ from tandem.workers.executor import rank_group
 from tandem.workers.messages.errors import GroupLost, RequestRefused
 from tandem.workers.messages.request import GenerationRequest, SamplingParams, TokenDelta
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_group import FakeCaller, FakeFleet, FakeGroup, serving
+from tests.support.fake_group import FakeFleet, FakeGroup, FakeHandle, serving
 from tests.support.plain_generation import Client
 
 SECRET = "ab" * 32
@@ -60,7 +60,7 @@ class Service:
 
     def __init__(self, engine: type[FakeEngine] = FakeEngine) -> None:
         self.groups = [FakeGroup(SECRET, f"g{i}", engine) for i in range(2)]
-        self.caller = FakeCaller(self.groups)
+        self.caller = FakeHandle(self.groups)
         self.fleet = FakeFleet(serving())
         self.client = Client(self.caller, self.fleet, SECRET, "127.0.0.1", "tandem")
 
@@ -268,7 +268,7 @@ async def test_a_busy_group_without_progress_is_not_ready() -> None:
     group = StuckGroup(lambda: now_s)
     await group.wait_opened()
     fleet = FakeFleet(serving())
-    client = Client(FakeCaller([group]), fleet, SECRET, "127.0.0.1", "tandem")
+    client = Client(FakeHandle([group]), fleet, SECRET, "127.0.0.1", "tandem")
 
     def ready() -> bool:
         """As the next heartbeat says."""
@@ -344,7 +344,7 @@ async def test_a_thread_that_does_not_come_round_shows_it() -> None:
 
 async def test_metrics_are_of_groups_and_of_adapters_where_they_are_served(service: Service) -> None:
     adapters = AdapterService(AdapterList(None, "demo"), lambda source: "", ("demo",))
-    parts = [FakeCaller([]), service.fleet, SECRET, "127.0.0.1", "vllm"]
+    parts = [FakeHandle([]), service.fleet, SECRET, "127.0.0.1", "vllm"]
     plain, serving_adapters = Client(*parts), Client(*parts, lambda: adapters)
     text, more = await plain.metrics(with_tenants=False), await serving_adapters.metrics(with_tenants=False)
     assert text.startswith("# HELP vllm:num_requests_running ") and text.endswith("\nvllm:redis_away 0.0\n")
@@ -357,7 +357,7 @@ async def test_metrics_are_of_groups_and_of_adapters_where_they_are_served(servi
 async def test_senders_that_have_left_are_forgotten(service: Service) -> None:
     names = [channel_name("g", life) for life in range(3)]
     groups = [FakeGroup(SECRET, name) for name in names]
-    caller = FakeCaller(groups)
+    caller = FakeHandle(groups)
     client = Client(caller, service.fleet, SECRET, "127.0.0.1", "tandem")
     for life, group in enumerate(groups):
         await group.wait_opened()
