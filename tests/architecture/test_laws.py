@@ -23,7 +23,7 @@ FILES = sources(ROOT)
 
 TWICE: set[str] = {"SlotIndex"}
 """Names of several classes."""
-BEGINNINGS: dict[str, int] = {"cluster/group": 10, "workers/*": 2}
+BEGINNINGS: dict[str, int] = {}
 """By room, docstrings that begin with a clause or a preposition."""
 CIRCLES: set[tuple[str, ...]] = set()
 """Folders that import each other in a ring."""
