@@ -21,7 +21,7 @@ from tools.sources import Source, sources
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sources(ROOT)
 
-TWICE: set[str] = {"Asked", "Ended", "Scratch", "SlotIndex", "Tile", "_Layout", "_Open", "_Step"}
+TWICE: set[str] = {"Asked", "Ended", "Scratch", "Tile", "_Layout", "_Open", "_Step"}
 """Names of several classes."""
 BEGINNINGS: dict[str, int] = {
     "cluster/gateway/anthropic": 6,
