@@ -59,6 +59,13 @@ format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Left out: property tests, and folders and files of tests/unit that take long for what they say while one works.
+DEAR := graphs kernels offline self_checks
+
+quick: $(DEV) ## the unit tests that say most for their time, for while you work; under 2 minutes on 2 cores
+	@$(call TIMED,OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/unit $(DEAR:%=--ignore=tests/unit/%) -n 2 \
+	  -m "not hypothesis and not chaos and not parity",quick tests)
+
 # Three workers on two cores: tests that start services often wait, and others compute meanwhile (tests/conftest.py).
 # Threads that wait for each other sleep: on cores that others want too, those that spin take their time from them.
 # Compiled Python files are kept, also where the environment says otherwise: each service starts ten processes.

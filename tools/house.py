@@ -51,7 +51,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "executor",
         "*",
     ),
-    "workers/engine": ("blocks", "base", "transfers", "waiting", "*"),
+    "workers/engine": ("blocks", "base", "observers", "transfers", "waiting", "adapters", "*"),
 }
 """Per folder its rooms from the ground up: a room imports rooms of lower floors only. `*`: modules beside the rooms."""
 

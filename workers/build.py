@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tandem.configs.schema import EngineSettings, ModelSettings
-from tandem.workers.engine.engine import ModelFacts
+from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.models.spec.arch import ArchSpec

@@ -23,7 +23,7 @@ from tandem.configs.load import build_settings
 from tandem.configs.options import option_named
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_facts, model_generation, offline_settings, open_executor
-from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.lora.peft.adapter_check import AdapterChecker
 from tandem.workers.messages.errors import AdapterRefused, GroupLost, RequestRefused
@@ -114,7 +114,7 @@ class LLM:
             ready = self._executor.start()
             self._facts = model_facts(self.settings, ready)
             warn_of_pool(self.settings.cache, self._facts, log)
-            self._engine = Engine(self.settings, self._facts, self._executor, ready, self)
+            self._engine = build_engine(self.settings, self._facts, self._executor, ready, self)
             self._max_len = self._engine.max_len
         except BaseException:
             self._executor.close()

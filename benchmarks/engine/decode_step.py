@@ -26,7 +26,7 @@ from tandem.parallel.mesh import Mesh
 from tandem.workers.attention.backend import AttentionBackend, AttentionStep, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.kv_store import LayerKV
-from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.family_rows.families import parameters_of
@@ -74,7 +74,7 @@ def build(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         spec = load_spec(folder)
-    attention = Switch({kv: platform.attention(dtype, spec.head_dim, kv, spec.has_latents) for kv in kv_dtypes})
+    attention = Switch({kv: attention_of(spec, platform, dtype, kv) for kv in kv_dtypes})
     decoder = build_decoder(
         spec,
         ParallelContext.single(),

@@ -19,6 +19,7 @@ from tandem.configs.schema import (
     SchedulerSettings,
 )
 from tandem.workers.build import model_facts, open_executor
+from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.executor.local_ranks import local_group
@@ -79,7 +80,7 @@ def opened_engine(
     executor = local_group(settings) if spawn else open_executor(settings)
     try:
         ready = executor.start()
-        yield Engine(settings, model_facts(settings, ready), executor, ready, sink), ready
+        yield build_engine(settings, model_facts(settings, ready), executor, ready, sink), ready
     finally:
         executor.close()
 

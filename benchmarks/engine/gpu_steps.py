@@ -114,10 +114,10 @@ def step_times(
     found: dict[str, list[float]] = {"replayed": [], "eager": []}
     for pair in range(options.pairs + 1):
         for kind, times_ms in found.items():
-            before = replays(engine._executor, kind == "replayed")
+            before = replays(engine.executor, kind == "replayed")
             tag = f"{kind}-{rows}-{pair}"
             taken_ms = step_ms(engine, sink, rows, options.context, options.steps, spec.vocab_size, tag)
-            was_replayed = replays(engine._executor, True) > before
+            was_replayed = replays(engine.executor, True) > before
             assert was_replayed == (kind == "replayed"), f"steps of {rows} rows were to be {kind}"
             if pair:
                 times_ms.append(taken_ms)

@@ -27,7 +27,7 @@ from tandem.offload.weights.weight_stream import WeightStream
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.stored.read_ahead import Bounds
 from tandem.parallel.stored.safetensors_source import SafetensorsSource
-from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.decoder import Decoder, attention_of
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.platforms.cpu import CpuPlatform
@@ -63,7 +63,7 @@ def load_once(folder: Path, bounds: Bounds) -> None:
     """Loads a decoder as a rank alone does, and drops it."""
     spec, platform = load_spec(folder), CpuPlatform()
     attention, stream = (
-        platform.attention(BF16, spec.head_dim, None, spec.has_latents),
+        attention_of(spec, platform, BF16),
         WeightStream((), platform.weight_copier(0)),
     )
     decoder = Decoder(spec, ParallelContext.single(), attention, platform, BF16, stream)

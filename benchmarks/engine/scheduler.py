@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import msgspec
 
 from tandem.configs.schema import EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
-from tandem.workers.engine.engine import Engine, ModelFacts
+from tandem.workers.engine.admission import ModelFacts
+from tandem.workers.engine.build_engine import build_engine
+from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.messages.request import AdapterRef, DeltaBatch, Ended, GenerationRequest, SamplingParams, TokenDelta
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
@@ -160,7 +162,7 @@ def build(load: Load, steps: int) -> tuple[Engine, CountingSink]:
     blocks = load.rows * (-(-(PROMPT_LEN + 2 * steps) // 16) + 2)
     facts = ModelFacts(10**6, 1000, (1,), "none", "none")
     executor, sink = NoRanks(load.rows, blocks, load.stages, load.adapters, load.wire), CountingSink(load.wire)
-    engine = Engine(load.settings(), facts, executor, executor.start(), sink)
+    engine = build_engine(load.settings(), facts, executor, executor.start(), sink)
     for i in range(load.rows):
         engine.add_request(load.request(i))
     while engine.stats().waiting:

@@ -144,7 +144,7 @@ def bench_of(
     sinks = TimelineSink(), TimelineSink()
     plain, _ = stack.enter_context(opened_engine(settings, sinks[0]))
     drafting, _ = stack.enter_context(opened_engine(replace(settings, speculative=NGRAM), sinks[1]))
-    runners = runner_of(plain._executor), runner_of(drafting._executor)
+    runners = runner_of(plain.executor), runner_of(drafting.executor)
     return Bench(options.rows, plain, drafting, sinks), runners
 
 

@@ -6,8 +6,8 @@ DeepSeek's widths (latents of 512, keys of 64 that rotate, heads of 128) with th
 one thread, bf16, CPU seconds of that thread, as in cpu_attention.py. Products that absorb and release are included. The
 roofline is the larger of two times: a plain read of the latents that are seen and of the heads' matrix, and a matmul,
 in bf16 or float32, whichever is faster, of as many multiplications and additions as the way that is taken needs
-(attention/latent.py). Torch operations, which served decodes before there was a kernel and serve them where there is no
-compiler, are called in turn.
+(attention/latents/latent_chunks.py). Torch operations, which served decodes before there was a kernel and serve them
+where there is no compiler, are called in turn.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from benchmarks.kernels.cpu_attention import (
 )
 from benchmarks.machine import OtherCpu
 from benchmarks.record import RESULTS, write_record
-from tandem.workers.attention.backend import AttentionBackend
-from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latent import LatentStep, absorbs
-from tandem.workers.attention.latent_heads import DenseHeads
-from tandem.workers.attention.torch_sdpa import TorchAttention
+from tandem.workers.attention.latents.cpu_latents import CpuLatents
+from tandem.workers.attention.latents.latent_backend import LatentBackend
+from tandem.workers.attention.latents.latent_chunks import absorbs
+from tandem.workers.attention.latents.latent_heads import DenseHeads
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams, Mla
@@ -86,7 +86,7 @@ class LatentCase:
 
 
 def attending(
-    backend: AttentionBackend, steps: list[ForwardBatch], case: LatentCase, kv: LayerKV
+    backend: LatentBackend, steps: list[ForwardBatch], case: LatentCase, kv: LayerKV
 ) -> Callable[[int], object]:
     """Returns a function of the turn."""
     spec, tokens = case.spec, case.rows * case.queries
@@ -96,7 +96,6 @@ def attending(
 
     def attend(turn: int) -> object:
         step = backend.prepare(steps[turn % len(steps)])
-        assert isinstance(step, LatentStep)
         return step.attend_latent(q, latents, kv, params, heads)
 
     return attend
@@ -107,14 +106,14 @@ def measured(case: LatentCase, memory: Memory, repeats: int) -> dict[str, Any]:
     size = BLOCK * spec.head_dim
     kv = LayerKV.of([plane[: len(plane) // size * size].view(-1, BLOCK, 1, spec.head_dim)], [])
     steps = batches(case.as_heads, len(kv.keys))
-    ours = CpuPlatform().attention(torch.bfloat16, spec.head_dim, None, True)
-    assert isinstance(ours, CpuAttention), "there is no C compiler"
+    ours = CpuPlatform().latent_attention(torch.bfloat16, spec.head_dim)
+    assert isinstance(ours, CpuLatents), "there is no C compiler"
     ways: dict[str, Callable[[int], object]] = {
         "ours": attending(ours, steps, case, kv), "read": reading(memory, case.num_bytes),
         "bfloat16": multiplying(torch.bfloat16), "float32": multiplying(torch.float32),
     }  # fmt: skip
     if case.queries == 1 and case.heads * case.rows * case.context <= BESIDE_TORCH:
-        ways["torch"] = attending(TorchAttention(), steps, case, kv)
+        ways["torch"] = attending(TorchLatents(), steps, case, kv)
     with OtherCpu() as other, torch.inference_mode():
         found = in_turn(ways, repeats)
     rate = MATMUL_OPERATIONS / min(found["bfloat16"], found["float32"])

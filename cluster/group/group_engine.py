@@ -14,6 +14,7 @@ from tandem.cluster.group.ray_ranks import ray_group
 from tandem.cluster.wire.service_facts import ServiceFacts
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_facts
+from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.planning.start_notes import warn_of_pool
@@ -50,7 +51,7 @@ class GroupEngine:
         if self._settings.step_log is not None:
             self.notes += (f"every step's plan goes to {self._settings.step_log}",)
         log.info("ranks ready: %s", ready)
-        return Engine(self._settings, facts, self._executor, ready, sink, time.monotonic, sink.begun)
+        return build_engine(self._settings, facts, self._executor, ready, sink, time.monotonic, sink.begun)
 
     def loading(self) -> tuple[int, int]:
         """Bytes of weights that are loaded, and of how many; (0, 0) before that is known."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -45,6 +45,9 @@ from tandem.configs.schema import ServiceSettings
 from tandem.offload.host.host_process import HostProcess
 from tandem.workers.planning.budget import available_cores
 from tandem.workers.planning.start_notes import rope_notes
+
+if TYPE_CHECKING:
+    from tandem.cluster.service.serve_app import ServeApp
 
 WATCH_PERIOD_S = 1.0
 RAY_POLL_S = 0.2
@@ -129,24 +132,16 @@ class Launcher:
             self._start_ray(folder)
         facts = self._facts(url)
         with self._signals.held():
-            from tandem.cluster.service.serve_app import ServeApp  # imports ray, whose environment is prepared by now
+            from tandem.cluster.service import serve_app  # imports ray, whose environment is prepared by now
 
-        app = ServeApp(self._settings, facts, private=self._address is None)
+        app = serve_app.ServeApp(self._settings, facts, private=self._address is None)
         announced = self._stack.enter_context(ExitStack())  # ends after the drain: till then `tandem status` shows it
         self._stack.callback(self._drain, app)
         if self._address is not None:
             self._status_pipe.started()  # a Ray of others outlives this process; the application must not
         with self._phase("serve", "starting Ray Serve ..."):
             app.deploy()
-        groups, count = _groups(min_groups(self._settings)), self._settings.gateway.num_gateways
-        gateways = "the gateway" if count == 1 else f"{count} gateways"
-        with self._phase("groups", f"starting {gateways} and {groups}, loading weights ..."):
-            try:
-                choices = app.wait_until_ready(self._restart_sidecars, self._console.loading.show)
-            finally:
-                self._console.loading.clear()
-        for choice in choices:
-            self._console.print_line(choice)
+        self._wait_until_ready(app)
         self._announce(facts, announced)
 
     def _check(self) -> None:
@@ -210,6 +205,17 @@ class Launcher:
             cpus = declared_cpus(self._settings, device, available_cores())
             gpus = declared_gpus(device, devices.cuda_device_count())
             ray_node.start_private(folder.ray, cpus, gpus)
+
+    def _wait_until_ready(self, app: "ServeApp") -> None:
+        groups, count = _groups(min_groups(self._settings)), self._settings.gateway.num_gateways
+        gateways = "the gateway" if count == 1 else f"{count} gateways"
+        with self._phase("groups", f"starting {gateways} and {groups}, loading weights ..."):
+            try:
+                choices = app.wait_until_ready(self._restart_sidecars, self._console.loading.show)
+            finally:
+                self._console.loading.clear()
+        for choice in choices:
+            self._console.print_line(choice)
 
     def _facts(self, redis_url: str) -> ServiceFacts:
         service_id, secret = new_identity()
@@ -280,7 +286,7 @@ class Launcher:
         for sidecar in self._sidecars:
             sidecar.restart_if_dead()
 
-    def _drain(self, app: "ServeApp") -> None:  # type: ignore[name-defined]  # noqa: F821
+    def _drain(self, app: "ServeApp") -> None:
         drained = threading.Event()
         if self._group_events is not None:
             self._group_events.stop()

@@ -117,6 +117,11 @@ def test_the_table_of_mutants_names_files_that_there_are() -> None:
     assert not {entry["module"] for entry in table["equivalent"]} - table["modules"].keys()
 
 
+def test_what_quick_tests_leave_out_is_there() -> None:
+    (dear,) = re.findall(r"^DEAR := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert not [name for name in dear.replace("\\", " ").split() if not (ROOT / "tests" / "unit" / name).exists()]
+
+
 def test_the_glossary_has_each_word_once_and_in_order() -> None:
     glossary = (ROOT / "docs" / "architecture.md").read_text().partition("## Glossary")[2]
     words = re.findall(r"^\| ([a-z][^|]*?) \|", glossary, re.MULTILINE)[1:]

@@ -21,7 +21,7 @@ from tools.sources import Source, sources
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sources(ROOT)
 
-TWICE: set[str] = {"Asked", "Ended", "Scratch", "Tile", "_Layout", "_Open", "_Step"}
+TWICE: set[str] = {"Asked", "Ended"}
 """Names of several classes."""
 BEGINNINGS: dict[str, int] = {
     "cluster/gateway/anthropic": 6,
@@ -36,16 +36,10 @@ BEGINNINGS: dict[str, int] = {
     "cluster/group": 10,
     "cluster/routing": 1,
     "cluster/tenants": 1,
-    "workers/*": 3,
-    "workers/attention": 3,
-    "workers/engine/*": 7,
-    "workers/engine/base": 6,
-    "workers/engine/transfers": 2,
-    "workers/engine/waiting": 9,
-    "workers/kernels": 16,
+    "workers/*": 2,
 }
 """By room, docstrings that begin with a clause or a preposition."""
-CIRCLES: set[tuple[str, ...]] = {("workers/kernels", "workers/kernels/cpu")}
+CIRCLES: set[tuple[str, ...]] = set()
 """Folders that import each other in a ring."""
 
 

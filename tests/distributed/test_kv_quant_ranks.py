@@ -19,11 +19,13 @@ from tandem.configs.schema import (
 )
 from tandem.workers.build import model_facts, open_executor
 from tandem.workers.engine.base.stats import OffloadStats
+from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import Executor, ExecutorReady
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.executor.tiers import layout_digest
 from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, TokenDelta
+from tests.support.engine_invariants import check_invariants
 from tests.support.in_process import is_in_process, runner_of
 from tests.support.kv_bits import Bits
 from tests.support.loading import load_single
@@ -115,7 +117,7 @@ class Served:
 def served_by(settings: EngineSettings, executor: Executor, ready: ExecutorReady) -> Served:
     assert ready.kv_dtype == {"fp8": "fp8_e4m3"}.get(settings.cache.kv_cache_dtype, settings.cache.kv_cache_dtype)
     sink = Tokens()
-    return Served(Engine(settings, model_facts(settings, ready), executor, ready, sink), sink, executor)
+    return Served(build_engine(settings, model_facts(settings, ready), executor, ready, sink), sink, executor)
 
 
 @contextlib.contextmanager
@@ -183,7 +185,7 @@ def check_through_all_tiers(served: Served, wanted: dict[tuple[str, int], list[i
         if wave >= "c" and offload is not None and all(offload.blocks[kind] > 0 for kind in KINDS):
             break
     served.engine.flush_transfers(10.0)
-    served.engine.check_invariants()
+    check_invariants(served.engine)
     offload = served.engine.stats().offload
     assert offload is not None and (offload.failed_blocks, offload.disk_disabled) == (0, None), offload
     assert offload.host_slots == HOST_SLOTS and all(offload.blocks[kind] > 0 for kind in KINDS), offload
@@ -197,8 +199,8 @@ def test_blocks_that_went_to_disk_come_back_bit_by_bit(
 ) -> None:
     with serving(settings_for(folder, kv, num_blocks=48, disk=tmp_path)) as served:
         engine, executor = served.engine, served.executor
-        assert is_in_process(executor) and engine._offload is not None
-        bits = Bits(engine._offload, runner_of(executor).kv.planes)
+        assert is_in_process(executor) and engine.offload is not None
+        bits = Bits(engine.offload, runner_of(executor).kv.planes)
         assert check_through_all_tiers(served, undisturbed[kv]).blocks["load"] == bits.num_compared
 
 

@@ -16,6 +16,7 @@ from tandem.offload.copies import kv_copies
 from tandem.workers.engine.base.stats import OffloadStats
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.messages.errors import GroupLost
+from tests.support.engine_invariants import check_invariants
 from tests.support.in_process import is_in_process
 from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model, some_in_parity
 
@@ -102,8 +103,8 @@ def plain(folder: Path) -> tuple[list[list[int]], int, int]:
     """The tokens without tiers and with enough blocks, the bytes of a block, and the blocks of a tiny pool."""
     if folder not in PLAIN:
         with opened(folder, num_gpu_blocks_override=200) as llm:
-            num_groups = len(llm._engine._manager.groups.windows)
-            PLAIN[folder] = ask(llm), llm._engine._block_bytes, TINY_POOL * num_groups
+            num_groups = len(llm._engine.manager.groups.windows)
+            PLAIN[folder] = ask(llm), llm._engine.ready.block_bytes, TINY_POOL * num_groups
     return PLAIN[folder]
 
 
@@ -149,7 +150,7 @@ def test_offload_on_gives_the_tokens_of_offload_off(name: str, folder_of: Any, t
     }
     with opened(folder, **tiers) as llm:
         assert_thrashed(llm, lambda: ask(llm) == wanted)
-        llm._engine.check_invariants()
+        check_invariants(llm._engine)
 
 
 CUTS = [pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.parity), {"pipeline_parallel_size": 2}]
@@ -234,7 +235,7 @@ def test_copies_that_are_slow_or_fail_change_no_token(
             assert ask(llm) == wanted
             if calls["load"] > 0:
                 break
-        llm._engine.check_invariants()
+        check_invariants(llm._engine)
     assert calls["load"] > 0
 
 
@@ -273,7 +274,7 @@ def test_a_rank_killed_amid_copies_leaves_nothing_and_its_files_are_found_again(
     with opened(folder, **tiers) as again:
         left = [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
         assert not left, "half-written files"
-        store = again._engine._offload
+        store = again._engine.offload
         assert store is not None and ask(again) == wanted
         assert moved(again)["fetch"] > 0, "blocks of the group that was killed"
         assert [path.name for path in tmp_path.glob("*/*") if path.is_dir()] == ["0"], "the lock was free again"

@@ -18,6 +18,7 @@ from tandem.offload.kv.disk_tier import DiskTier
 from tandem.parallel.mesh import Mesh
 from tandem.workers.build import model_facts, offline_settings, open_executor
 from tandem.workers.engine.base.stats import EngineStats
+from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import Executor
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
@@ -26,6 +27,7 @@ from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.resolve import kv_groups, resolve_max_model_len
 from tandem.workers.planning.sizes import kv_token_bytes
 from tests.support.clients import Clients, Exchange, Listener
+from tests.support.engine_invariants import check_invariants
 from tests.support.in_process import is_in_process, runner_of
 from tests.support.kv_bits import Bits
 from tests.support.tiny_models import BY_NAME, TINY_MODELS, save_tiny_model
@@ -99,7 +101,7 @@ class Reference:
         executor, listener = open_executor(settings), Listener()
         try:
             ready = executor.start()
-            engine = Engine(settings, model_facts(settings, ready), executor, ready, listener)
+            engine = build_engine(settings, model_facts(settings, ready), executor, ready, listener)
             said = listener.answers(engine, requests)
             assert engine.stats().preemptions == 0 and engine.stats().prefix_cache_hits == 0
             return said
@@ -153,7 +155,7 @@ def thrash(folder: Path, disk: Path, cut: dict[str, int]) -> Thrashed:
     executor = open_executor(settings)
     try:
         ready, clients = executor.start(), Clients(seed=SEED)
-        engine = Engine(settings, model_facts(settings, ready), executor, ready, clients)
+        engine = build_engine(settings, model_facts(settings, ready), executor, ready, clients)
         bits, began_s = watched(engine, executor), time.monotonic()
         exchanges = clients.converse(engine, TURNS)
         took_s = time.monotonic() - began_s
@@ -170,18 +172,18 @@ def thrash(folder: Path, disk: Path, cut: dict[str, int]) -> Thrashed:
 def watched(engine: Engine, executor: Executor) -> Bits | None:
     if not is_in_process(executor):
         return None
-    assert engine._offload is not None
-    return Bits(engine._offload, runner_of(executor).kv.planes)
+    assert engine.offload is not None
+    return Bits(engine.offload, runner_of(executor).kv.planes)
 
 
 def assert_nothing_is_held(engine: Engine, disk: Path, num_ranks: int, groups: int) -> DiskTier:
     """No block is used, no ticket open, no slot pinned, no file but those that are listed, and invariants hold."""
     assert not engine.has_work() and not engine.is_copying
-    engine.check_invariants()
-    stats, offload = engine.stats(), engine._offload
+    check_invariants(engine)
+    stats, offload = engine.stats(), engine.offload
     assert offload is not None and stats.used_blocks == 0
     assert not offload._open and not offload._arriving
-    assert engine._manager.pool.num_reserved == engine._manager.num_promised == 0
+    assert engine.manager.pool.num_reserved == engine.manager.num_promised == 0
     host, tier = offload._store.host, offload._store.disk
     assert host.num_available == host.num_slots == HOST_SLOTS * groups, "a slot is pinned or being written"
     assert isinstance(tier, DiskTier) and tier.disabled_reason is None

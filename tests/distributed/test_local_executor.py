@@ -28,7 +28,7 @@ from tandem.configs.schema import (
 )
 from tandem.workers.build import model_facts
 from tandem.workers.engine.base.stats import EngineStats
-from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.executor import Executor, ExecutorReady
 from tandem.workers.executor import rank_group
 from tandem.workers.executor.in_process_ranks import in_process_group
@@ -37,6 +37,7 @@ from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.messages.errors import GroupLost
 from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, TokenDelta
 from tandem.workers.messages.step import RowSampling, RowWork, StepPlan
+from tests.support.engine_invariants import check_invariants
 from tests.support.executor_driver import ExecutorDriver, Job, plan_of_one_row
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 
@@ -142,7 +143,7 @@ def engine_tokens(
 ) -> dict[tuple[str, int], list[int]]:
     """What the real engine serves for a fixed set of requests: chunked prompts, two choices, seeds, preemption."""
     sink = Tokens()
-    engine = Engine(settings, model_facts(settings, ready), executor, ready, sink)
+    engine = build_engine(settings, model_facts(settings, ready), executor, ready, sink)
     for i in range(6):
         sampling = SamplingParams(
             max_tokens=14, ignore_eos=True, seed=i, n=1 + i % 2, temperature=0.5 * i, top_p=0.9, presence_penalty=0.2
@@ -208,7 +209,7 @@ def growing_tokens(
 ) -> tuple[TimedTokens, EngineStats]:
     """Fifty requests at once, short prompts and long answers, greedy ones and sampled ones."""
     sink = TimedTokens()
-    engine = Engine(settings, model_facts(settings, ready), executor, ready, sink)
+    engine = build_engine(settings, model_facts(settings, ready), executor, ready, sink)
     for i in range(50):
         sampling = SamplingParams(
             max_tokens=14 + i % 20, ignore_eos=True, seed=i, temperature=0.8 * (i % 2), top_k=3 * (i % 2)
@@ -220,7 +221,7 @@ def growing_tokens(
         engine.turn(0.05)
         assert time.monotonic() < deadline_s, "it is stuck"
     sink.close()
-    engine.check_invariants()
+    check_invariants(engine)
     return sink, engine.stats()
 
 

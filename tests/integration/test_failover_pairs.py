@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.workers.engine.probation import PROBATION_TOKENS
+from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
 from tests.support.failover import laws, table
 from tests.support.failover.calls import Call
 from tests.support.failover.kinds import KINDS

@@ -8,7 +8,7 @@ import torch
 
 from tandem.parallel.context import ParallelContext
 from tandem.workers.attention.backend import AttentionBackend
-from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.tiny_models import made_once
@@ -44,7 +44,7 @@ def make_decoder() -> MakeDecoder:
             folder=folder,
             dtype=dtype,
             platform=CpuPlatform(),
-            attention=attention or CpuPlatform().attention(dtype, spec.head_dim, None, spec.has_latents),
+            attention=attention or attention_of(spec, CpuPlatform(), dtype),
         )
 
     return make

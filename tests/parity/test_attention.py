@@ -15,8 +15,8 @@ from tandem.workers.attention.chunks import Gatherer
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.torch_sdpa import TorchAttention
-from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
-from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
+from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.kv_store import LayerKV, encode

@@ -24,7 +24,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.graphs.cpu_graphs import RUNS_BEFORE_CAPTURE
-from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.decoder import build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec

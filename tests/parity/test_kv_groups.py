@@ -13,6 +13,7 @@ import torch
 
 from tandem import LLM, SamplingParams
 from tests.support.adapters import load_adapted_peer, save_random_adapter
+from tests.support.engine_invariants import check_invariants
 from tests.support.tiny_models import TinyModel, greedy_after, load_peer, save_tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
@@ -95,7 +96,7 @@ def test_texts_from_a_small_pool_are_those_of_transformers(
         for _ in range(2):
             assert answers(llm, PROMPTS) == [[answer] for answer in wanted]
         stats, engine = llm._engine.stats(), llm._engine
-        engine.check_invariants()
+        check_invariants(engine)
         assert stats.used_blocks == stats.reserved_blocks == 0 or stats.offload is not None
         assert stats.preemptions or folder.name == "all", "the pool is not too small for all at once"
 
@@ -112,7 +113,7 @@ def test_a_conversation_finds_its_kv_and_choices_share_it(folder: Path, wanted: 
         (fresh,) = answers(llm, [turn])
         assert engine.stats().prefix_cache_hits - before == (len(turn) - 2) // BLOCK * BLOCK
         assert answers(llm, [turn], n=3) == [fresh * 3]
-        engine.check_invariants()
+        check_invariants(engine)
     with serving(folder, num_gpu_blocks_override=400, disable_hybrid_kv_cache_manager=True) as llm:
         assert answers(llm, [turn]) == [fresh]
 
@@ -154,6 +155,6 @@ def test_rows_with_adapters_give_blocks_back_too(folder: Path, wanted: list[list
                 )
                 assert [list(output.outputs[0].token_ids) for output in outputs] == expected
             stats = llm._engine.stats()
-            llm._engine.check_invariants()
+            check_invariants(llm._engine)
             assert stats.used_blocks == 0
             assert (stats.preemptions > 0) == (not room) and (stats.prefix_cache_hits > 0) == bool(room)

@@ -14,7 +14,7 @@ import torch
 
 from tandem import LLM, SamplingParams
 from tandem.parallel.context import ParallelContext
-from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.decoder import Decoder, attention_of
 from tandem.workers.models.spec.arch import Moe
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
@@ -45,7 +45,7 @@ class Rows:
         self._folder, self._make = folder, make
 
     def of(self, kv_dtype: torch.dtype | None, num_rows: int = 1, max_len: int = PROMPT_LEN) -> PagedRows:
-        attention = CpuPlatform().attention(torch.float32, self.spec.head_dim, kv_dtype, self.spec.has_latents)
+        attention = attention_of(self.spec, CpuPlatform(), torch.float32, kv_dtype)
         return PagedRows(self._make(self._folder, attention=attention), num_rows, max_len, kv_dtype=kv_dtype)
 
     def error(self, kv_dtype: torch.dtype) -> float:

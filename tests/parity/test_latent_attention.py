@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.workers.attention import latent
-from tandem.workers.attention.chunks import Chunk, Gatherer, SdpaChunks
-from tandem.workers.attention.latent import LatentChunks, absorbs
-from tandem.workers.attention.padded_decode import PaddedDecode, padded_blocks
-from tandem.workers.attention.torch_sdpa import TorchAttention
+from tandem.workers.attention.chunks import Gatherer, SdpaChunks
+from tandem.workers.attention.latents import latent_chunks
+from tandem.workers.attention.latents.latent_chunks import LatentChunks, absorbs
+from tandem.workers.attention.latents.torch_latents import PaddedLatents, TorchLatents
+from tandem.workers.attention.padded_decode import PaddedRows, padded_blocks
+from tandem.workers.attention.row_layout import Chunk
 from tandem.workers.kernels.kv_store import TorchKVStore
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.layers.latent_layer import Heads
@@ -49,10 +50,10 @@ def test_every_way_equals_the_definition(
     folder = tiny_folder(name)
     truth = steps(make_decoder(folder, attention=ReferenceAttention()))
     if always is not None:
-        monkeypatch.setattr(latent, "absorbs", lambda *_: always)
+        monkeypatch.setattr(latent_chunks, "absorbs", lambda *_: always)
     if bytes_at_once is not None:
-        monkeypatch.setattr(latent, "GATHER_BYTES", bytes_at_once)
-    found = steps(make_decoder(folder, attention=TorchAttention(is_bounded=is_bounded)))
+        monkeypatch.setattr(latent_chunks, "GATHER_BYTES", bytes_at_once)
+    found = steps(make_decoder(folder, attention=TorchLatents(is_bounded=is_bounded)))
     torch.testing.assert_close(found, truth, rtol=0, atol=2e-5 * float(truth.abs().max()))
 
 
@@ -60,8 +61,8 @@ def test_what_is_expanded_at_once_is_bounded(
     tiny_folder: TinyFolder, make_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CPUs too, where a context of keys and values that were cached takes no memory of its own."""
-    monkeypatch.setattr(latent, "absorbs", lambda *_: False)
-    monkeypatch.setattr(latent, "GATHER_BYTES", 8192)
+    monkeypatch.setattr(latent_chunks, "absorbs", lambda *_: False)
+    monkeypatch.setattr(latent_chunks, "GATHER_BYTES", 8192)
     taken: list[int] = []
     expand = Heads.expand
 
@@ -80,8 +81,8 @@ def test_heads_that_do_not_fit_at_once_attend_in_parts(
 ) -> None:
     folder = tiny_folder("deepseek_v3")
     truth = steps(make_decoder(folder, attention=ReferenceAttention()))
-    monkeypatch.setattr(latent, "absorbs", lambda *_: False)
-    monkeypatch.setattr(latent, "GATHER_BYTES", 40_000)
+    monkeypatch.setattr(latent_chunks, "absorbs", lambda *_: False)
+    monkeypatch.setattr(latent_chunks, "GATHER_BYTES", 40_000)
     parts: set[tuple[int, int]] = set()
     expand = Heads.expand
 
@@ -127,11 +128,11 @@ def test_the_way_is_counted() -> None:
 def test_padded_decodes_equal_the_definition(tiny_folder: TinyFolder, make_decoder: MakeDecoder) -> None:
     """What a graph captures: rows of other lengths, padded tokens behind them."""
 
-    class Padded(TorchAttention):
+    class Padded(TorchLatents):
         def prepare(self, batch):  # type: ignore[no-untyped-def]
             if max(batch.query_lens_list) > 3:
                 return super().prepare(batch)
-            return PaddedDecode(batch, batch.num_tokens, padded_blocks(batch), 0, TorchKVStore())
+            return PaddedLatents(PaddedRows(batch, batch.num_tokens, padded_blocks(batch), 0, TorchKVStore()))
 
     folder = tiny_folder("deepseek_v3")
     found, truth = (steps(make_decoder(folder, attention=each)) for each in (Padded(), ReferenceAttention()))
@@ -146,7 +147,7 @@ def test_quantized_latents(kv_dtype: torch.dtype, bound: float, tmp_path: Path, 
     tiny = BY_NAME["deepseek_v3"]
     folder = save_tiny_model(replace(tiny, changes={**tiny.changes, "first_k_dense_replace": 2}), tmp_path)
     found, truth = (
-        steps(make_decoder(folder, attention=each), kv_dtype) for each in (TorchAttention(), ReferenceAttention())
+        steps(make_decoder(folder, attention=each), kv_dtype) for each in (TorchLatents(), ReferenceAttention())
     )
     off = (found - truth).abs() > 1e-4 * truth.abs().max()  # a last bit may decide which of two codes is stored
     assert off.float().mean() < 0.05 and (found - truth).norm() < 2e-3 * truth.norm()

@@ -8,16 +8,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latent import LatentStep
-from tandem.workers.attention.latent_heads import DenseHeads
-from tandem.workers.attention.one_query import OneQueryAttention
+from tandem.workers.attention.latents.cpu_latents import OneQueryLatents
+from tandem.workers.attention.latents.latent_backend import LatentBackend
+from tandem.workers.attention.latents.latent_heads import DenseHeads
+from tandem.workers.kernels.cpu.attention import cpu_latent_attention
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import PARTITION_TOKENS
+from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_build import obstacle
-from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS
 from tandem.workers.kernels.kv_store import LayerKV, encode
-from tandem.workers.kernels.latents import cpu_latent_attention
-from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.models.spec.arch import AttentionParams, Mla
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.attention_check import random_batch
@@ -76,20 +75,19 @@ class Inputs(NamedTuple):
         heads = DenseHeads(self.heads.spec, lambda: weight)
         return Inputs(heads, self.q_TND.float(), self.latents_T1E.float(), kv)
 
-    def attend(self, backend: AttentionBackend, batch: ForwardBatch) -> torch.Tensor:
+    def attend(self, backend: LatentBackend, batch: ForwardBatch) -> torch.Tensor:
         step, spec = backend.prepare(batch), self.heads.spec
-        assert isinstance(step, LatentStep)
         return step.attend_latent(
             self.q_TND, self.latents_T1E, self.kv, AttentionParams(spec.key_dim**-0.5), self.heads
         )
 
 
-def compiled(spec: Mla, dtype: torch.dtype, storage: torch.dtype) -> list[AttentionBackend]:
+def compiled(spec: Mla, dtype: torch.dtype, storage: torch.dtype) -> list[LatentBackend]:
     """The usual backend, and that of --batch-invariant."""
-    usual = CpuPlatform().attention(dtype, spec.head_dim, storage, True)
+    usual = CpuPlatform().latent_attention(dtype, spec.head_dim, storage)
     kernel = CpuLatentAttention.make(dtype, spec.head_dim, storage)
     assert usual.name == "cpu-paged" and kernel is not None
-    return [usual, OneQueryAttention(kernel)]
+    return [usual, OneQueryLatents(kernel)]
 
 
 def check(spec: Mla, batch: ForwardBatch, dtype: torch.dtype, storage: torch.dtype) -> None:
@@ -129,7 +127,7 @@ def test_the_widths_of_deepseek(heads: int, dtype: torch.dtype, storage: torch.d
     check(mla(heads, 512, 128, 64, 128), batch, dtype, storage)
 
 
-def rows_alone(inputs: Inputs, batch: ForwardBatch, backend: AttentionBackend, queries: Sequence[int]) -> torch.Tensor:
+def rows_alone(inputs: Inputs, batch: ForwardBatch, backend: LatentBackend, queries: Sequence[int]) -> torch.Tensor:
     """Each row in a step of its own, the last token before those ahead of it: as many at a time as `queries` says."""
     outputs, starts = [], batch.query_starts.tolist()
     for row, length in enumerate(batch.seq_lens_list):
@@ -187,6 +185,6 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
 def test_selection() -> None:
     """Widths and types that the kernel does not take are torch's."""
     platform = CpuPlatform()
-    assert platform.attention(torch.bfloat16, 576, None, True).name == "cpu-paged"
-    assert platform.attention(torch.bfloat16, 1040, None, True).name == "torch-sdpa"
-    assert platform.attention(torch.float16, 576, None, True).name == "torch-sdpa"
+    assert platform.latent_attention(torch.bfloat16, 576).name == "cpu-paged"
+    assert platform.latent_attention(torch.bfloat16, 1040).name == "torch-sdpa"
+    assert platform.latent_attention(torch.float16, 576).name == "torch-sdpa"

@@ -18,11 +18,11 @@ from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
 from tandem.offload.weights.weight_stream import Copier, WeightCopyError
 from tandem.parallel.context import ParallelContext
 from tandem.workers.graphs.cpu_graphs import MAX_CAPTURES, RUNS_BEFORE_CAPTURE
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import PARTITION_TOKENS
 from tandem.workers.kernels.cpu.cpu_build import cpu_library
-from tandem.workers.kernels.cpu.cpu_decode_attention import PARTITION_TOKENS
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.lora.device.rank_adapters import open_adapters
-from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform, multiplies_by_row
 from tests.support.adapters import save_random_adapter
@@ -66,7 +66,7 @@ def two_threads() -> Iterator[None]:
 
 def decoder_of(folder: Path, kv_dtype: torch.dtype | None = None, **more: object) -> Decoder:
     spec = load_spec(folder)
-    attention = CpuPlatform().attention(BF16, spec.head_dim, kv_dtype, spec.has_latents)
+    attention = attention_of(spec, CpuPlatform(), BF16, kv_dtype)
     context = ParallelContext.single()
     return build_decoder(spec, context, folder=folder, dtype=BF16, platform=CpuPlatform(), attention=attention, **more)  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from tandem.parallel.context import ParallelContext
 from tandem.workers.kernels.kv_store import LayerKV
-from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec, AttentionParams
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
@@ -75,7 +75,7 @@ def with_sinks(spec: ArchSpec) -> ArchSpec:
 def logits_with_sinks(folder: Path, ids: list[int], context: ParallelContext) -> torch.Tensor:
     """A whole prompt, then as many tokens one by one."""
     spec = with_sinks(load_spec(folder))
-    attention = CpuPlatform().attention(torch.float32, spec.head_dim, None, spec.has_latents)
+    attention = attention_of(spec, CpuPlatform(), torch.float32)
     decoder: Decoder = build_decoder(
         spec, context, folder=folder, dtype=torch.float32, platform=CpuPlatform(), attention=attention
     )

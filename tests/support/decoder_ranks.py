@@ -21,7 +21,7 @@ from tandem.parallel.groups import GLOO, init_parallel
 from tandem.parallel.mesh import layer_range
 from tandem.parallel.pipeline import StageLink
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.paged_rows import PagedRows
@@ -63,7 +63,7 @@ def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None
         folder=case.folder,
         dtype=case.dtype,
         platform=CpuPlatform(),
-        attention=CpuPlatform().attention(case.dtype, spec.head_dim, case.kv_dtype, spec.has_latents),
+        attention=attention_of(spec, CpuPlatform(), case.dtype, case.kv_dtype),
         load_format=case.load_format,  # type: ignore[arg-type]
         streamed=[layer for layer in case.streamed if layer in local],
         quantization=case.quantization,

@@ -25,7 +25,7 @@ from tandem.configs.schema import (
 )
 from tandem.parallel.context import ParallelContext
 from tandem.workers.build import model_facts
-from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.messages.request import Ended, GenerationRequest, TokenDelta, TokenLogprobs, Usage
 from tandem.workers.messages.step import StepPlan, StepResult
@@ -267,7 +267,7 @@ def _serve(case: EngineCase, context: ParallelContext, platform: Platform, share
         block_bytes=0,
         load_s=0.0,
     )
-    engine = Engine(settings, model_facts(settings, ready), rank, ready, told)
+    engine = build_engine(settings, model_facts(settings, ready), rank, ready, told)
     for request in case.requests:
         engine.add_request(request)
     for _ in range(MOST_STEPS):

@@ -5,7 +5,7 @@ import struct
 from collections.abc import Iterable, Mapping
 
 from tandem.workers.engine.base.stats import EngineStats
-from tandem.workers.engine.probation import PROBATION_TOKENS
+from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import GroupLost, QueueFull
 from tandem.workers.messages.request import Abort, AdapterRef, Ended, GenerationRequest, TokenDelta, Usage
 

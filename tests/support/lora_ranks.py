@@ -18,7 +18,7 @@ from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.lora.device.host_copy import make_shard
 from tandem.workers.lora.device.rank_adapters import RankAdapters, open_adapters
 from tandem.workers.lora.peft.peft_folder import read_adapter
-from tandem.workers.models.decoder import build_decoder
+from tandem.workers.models.decoder import attention_of, build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tandem.workers.rank.batch import adapter_segments
@@ -49,7 +49,7 @@ class AdaptedCase:
 def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | None:
     """On this rank; on the last stage all steps' logits [sum of S, V], None elsewhere."""
     spec = load_spec(case.folder)
-    attention = CpuPlatform().attention(case.dtype, spec.head_dim, None, spec.has_latents)
+    attention = attention_of(spec, CpuPlatform(), case.dtype)
     decoder = build_decoder(
         spec,
         context,

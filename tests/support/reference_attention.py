@@ -1,8 +1,6 @@
-"""Paged attention written as its definition, slow and exact: the reference that the other backends are tested against.
-
-out[t] = softmax(cap(scale * q[t] . k[j]) - slope * (t - j) for j in the row's context, j <= position of t, within the
-window; and the sink) @ (v, 0 for the sink), in float32 (float64 for float64 inputs). Works on any device. Shapes as in
-backend.py.
+"""Paged attention as its definition over contiguous contexts, slow: the reference that the other backends are tested
+against. Its arithmetic is attention/softmax.py's, which parity with transformers tests. Works on any device. Shapes as
+in backend.py.
 """
 
 from collections.abc import Hashable
@@ -12,7 +10,8 @@ import torch
 
 from tandem.workers.attention.backend import AttentionStep, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latent import LatentHeads
+from tandem.workers.attention.latents.latent_backend import LatentHeads
+from tandem.workers.attention.softmax import Positions, attend
 from tandem.workers.kernels.kv_store import LayerKV, decode
 from tandem.workers.models.spec.arch import AttentionParams
 
@@ -53,12 +52,7 @@ class _ReferenceStep:
             k_JKD = row_context(kv.keys, kv.key_scales, batch, row)
             v_JKD = row_context(kv.values, kv.value_scales, batch, row)
             position_T = torch.arange(seq_len - num_queries, seq_len, device=q_TND.device)
-            position_J = torch.arange(seq_len, device=q_TND.device)
-            seen_TJ = position_J <= position_T[:, None]
-            if params.window is not None:
-                seen_TJ &= position_J > position_T[:, None] - params.window
-            distance_TJ = position_T[:, None] - position_J
-            out_TND[start:stop] = attend_row(q_TND[start:stop], k_JKD, v_JKD, seen_TJ, params, distance_TJ)
+            out_TND[start:stop] = attend_row(q_TND[start:stop], k_JKD, v_JKD, position_T, params)
             start = stop
         return out_TND
 
@@ -78,8 +72,8 @@ class _ReferenceStep:
             stop = start + num_queries
             latents_J1E = row_context(kv.keys, kv.key_scales, batch, row)
             k_JND, v_JNV = heads.expand(latents_J1E.squeeze(1).to(q_TND.dtype), slice(None))
-            distance_TJ = torch.arange(seq_len - num_queries, seq_len)[:, None] - torch.arange(seq_len)
-            out_TNV[start:stop] = attend_row(q_TND[start:stop], k_JND, v_JNV, distance_TJ >= 0, params, distance_TJ)
+            position_T = torch.arange(seq_len - num_queries, seq_len)
+            out_TNV[start:stop] = attend_row(q_TND[start:stop], k_JND, v_JNV, position_T, params)
             start = stop
         return out_TNV
 
@@ -94,27 +88,11 @@ def row_context(cache: torch.Tensor, scales: torch.Tensor | None, batch: Forward
 
 
 def attend_row(
-    q_TND: torch.Tensor,
-    k_JKD: torch.Tensor,
-    v_JKD: torch.Tensor,
-    seen_TJ: torch.Tensor,
-    params: AttentionParams,
-    distance_TJ: torch.Tensor,
+    q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, position_T: torch.Tensor, params: AttentionParams
 ) -> torch.Tensor:
-    """Returns softmax attention of T queries over J positions; consecutive query heads share a KV head. distance: from
-    each query to each position."""
-    wide = torch.promote_types(q_TND.dtype, torch.float32)
-    group = q_TND.shape[1] // k_JKD.shape[1]
-    k_JND, v_JND = (x.to(wide).repeat_interleave(group, dim=1) for x in (k_JKD, v_JKD))
-    scores_NTJ = torch.einsum("tnd,jnd->ntj", q_TND.to(wide), k_JND) * params.scale
-    if params.softcap is not None:
-        scores_NTJ = params.softcap * torch.tanh(scores_NTJ / params.softcap)
-    if params.slopes is not None:
-        slopes_N11 = torch.tensor(params.slopes, dtype=wide, device=q_TND.device)[:, None, None]
-        scores_NTJ = scores_NTJ - slopes_N11 * distance_TJ
-    scores_NTJ = scores_NTJ.masked_fill(~seen_TJ, float("-inf"))
-    if params.sinks is not None:
-        sinks_N11 = torch.tensor(params.sinks, dtype=wide, device=q_TND.device)[:, None, None]
-        scores_NTJ = torch.cat((scores_NTJ, sinks_N11.expand(-1, scores_NTJ.shape[1], 1)), dim=-1)
-    weights_NTJ = scores_NTJ.softmax(dim=-1)[..., : k_JKD.shape[0]]
-    return torch.einsum("ntj,jnd->tnd", weights_NTJ, v_JND).to(q_TND.dtype)
+    """Returns out_TND of queries at those positions over all J; consecutive query heads share a KV head."""
+    positions = Positions(position_T[:, None], torch.arange(k_JKD.shape[0], device=q_TND.device))
+    q_KGTD = q_TND.unflatten(1, (k_JKD.shape[1], -1)).permute(1, 2, 0, 3)
+    k_KJD, v_KJD = k_JKD.transpose(0, 1), v_JKD.transpose(0, 1)
+    out_KGTD = attend(q_KGTD, k_KJD, v_KJD, params, positions.seen(params.window), positions)
+    return out_KGTD.permute(2, 0, 1, 3).flatten(1, 2)

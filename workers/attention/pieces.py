@@ -8,11 +8,13 @@ whatever the context. T tokens of the chunk, J positions of a piece, N query hea
 """
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
-from tandem.workers.attention.chunks import Chunk, Gatherer
+from tandem.workers.attention.chunks import Gatherer
+from tandem.workers.attention.row_layout import Chunk
+from tandem.workers.attention.softmax import Positions, masked_scores, no_keys_yet
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.planning.budget import GATHER_BYTES
@@ -23,19 +25,19 @@ WORKSPACE_BYTES: Final = 2 * GATHER_BYTES + 3 * SCORE_BYTES
 
 
 def piece_blocks(kv: LayerKV, dtype: torch.dtype) -> int:
-    """The number of blocks whose keys and values, in `dtype`, take at most GATHER_BYTES; at least one."""
+    """Return the number of blocks whose keys and values, in `dtype`, take at most GATHER_BYTES; at least one."""
     return max(1, GATHER_BYTES // (2 * kv.keys[0].numel() * dtype.itemsize))
 
 
 def heads_that_fit(num_tokens: int, context_len: int) -> int:
-    """Of how many heads a chunk's scores take at most SCORE_BYTES together."""
+    """Return of how many heads a chunk's scores take at most SCORE_BYTES together."""
     return SCORE_BYTES // (num_tokens * context_len * 4)
 
 
 def context_pieces(
     gatherer: Gatherer, chunk: Chunk, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields (k_JKD, v_JKD) of the chunk's context in order, each valid until the next."""
+    """Yield (k_JKD, v_JKD) of the chunk's context in order, each valid until the next."""
     blocks, block_size = piece_blocks(kv, k_TKD.dtype), kv.keys.shape[1]
     step = blocks * block_size
     for start in range(0, chunk.context_len, step):
@@ -56,7 +58,7 @@ def attend_in_pieces(
     params: AttentionParams,
     before: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns out_TND, as wide as the values; the chunk's tokens are the last T of the context's positions, or those
+    """Return out_TND, as wide as the values; the chunk's tokens are the last T of the context's positions, or those
     behind the first `before` (Chunk)."""
     tokens, heads, dim = q_TND.shape
     sums_KGTD: torch.Tensor | None = None
@@ -67,14 +69,16 @@ def attend_in_pieces(
         q_KGTD = q_TND.view(tokens, kv_heads, group, dim).permute(1, 2, 0, 3)
         if sums_KGTD is None:
             sums_KGTD = q_TND.new_zeros((kv_heads, group, tokens, v_JKD.shape[2]), dtype=torch.float32)
-            most_KGT, total_KGT = _running(sums_KGTD[..., 0], params)
+            most_KGT, total_KGT = no_keys_yet(sums_KGTD[..., 0], params)
         k_KJD, v_KJD = k_JKD.transpose(0, 1), v_JKD.transpose(0, 1)
         rows = max(1, SCORE_BYTES // (heads * length * 4))
         for start in range(0, tokens, rows):
             own = slice(start, min(start + rows, tokens))
-            tile = _tile(own, context_len - tokens if before is None else before, first, length, params, q_TND.device)
+            position_T1 = torch.arange(own.start, own.stop, device=q_TND.device)[:, None]
+            position_T1 += context_len - tokens if before is None else before
+            positions = Positions(position_T1, torch.arange(first, first + length, device=q_TND.device))
             _add_tile(
-                q_KGTD[:, :, own], k_KJD, v_KJD, tile, params,
+                q_KGTD[:, :, own], k_KJD, v_KJD, positions, params,
                 sums_KGTD[:, :, own], most_KGT[:, :, own], total_KGT[:, :, own],
             )  # fmt: skip
         first += length
@@ -82,57 +86,19 @@ def attend_in_pieces(
     return (sums_KGTD / total_KGT[..., None]).permute(2, 0, 1, 3).flatten(1, 2).to(q_TND.dtype)
 
 
-def _running(like_KGT: torch.Tensor, params: AttentionParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the greatest score and the sum of weights before any position: those of the sinks, if there are any."""
-    if params.sinks is None:
-        return torch.full_like(like_KGT, float("-inf")), torch.zeros_like(like_KGT)
-    sinks_KG1 = torch.tensor(params.sinks, dtype=like_KGT.dtype, device=like_KGT.device).view(*like_KGT.shape[:2], 1)
-    return sinks_KG1.expand_as(like_KGT).clone(), torch.ones_like(like_KGT)
-
-
-class _Tile(NamedTuple):
-    """Queries and positions that are computed at once. seen_TJ: which positions a query attends to. bias: what is added
-    to the scores, [N, T, J], None for nothing."""
-
-    seen_TJ: torch.Tensor
-    bias_NTJ: torch.Tensor | None
-
-
-def _tile(
-    own: slice, before: int | torch.Tensor, first: int, length: int, params: AttentionParams, device: torch.device
-) -> _Tile:
-    """The piece of `length` positions that begins at `first`, and the chunk's tokens `own`, with `before` positions
-    ahead of the chunk."""
-    position_T1 = torch.arange(own.start, own.stop, device=device)[:, None] + before
-    position_J = torch.arange(first, first + length, device=device)
-    seen_TJ = position_J <= position_T1
-    if params.window is not None:
-        seen_TJ &= position_J > position_T1 - params.window
-    if params.slopes is None:
-        return _Tile(seen_TJ, None)
-    slopes_N11 = torch.tensor(params.slopes, dtype=torch.float32, device=device)[:, None, None]
-    return _Tile(seen_TJ, slopes_N11 * (position_J - position_T1))
-
-
 def _add_tile(
     q_KGTD: torch.Tensor,
     k_KJD: torch.Tensor,
     v_KJD: torch.Tensor,
-    tile: _Tile,
+    positions: Positions,
     params: AttentionParams,
     sums_KGTD: torch.Tensor,
     most_KGT: torch.Tensor,
     total_KGT: torch.Tensor,
 ) -> None:
-    """Adds a piece to the running sums, in place, rescaled to the greatest score so far."""
-    kv_heads, group, tokens, dim = q_KGTD.shape
-    q_KMD = q_KGTD.reshape(kv_heads, group * tokens, dim).float()
-    scores_KGTJ = (q_KMD @ k_KJD.float().transpose(1, 2)).view(kv_heads, group, tokens, -1).mul_(params.scale)
-    if params.softcap is not None:
-        scores_KGTJ.div_(params.softcap).tanh_().mul_(params.softcap)
-    if tile.bias_NTJ is not None:
-        scores_KGTJ += tile.bias_NTJ.view(scores_KGTJ.shape)
-    scores_KGTJ.masked_fill_(~tile.seen_TJ, float("-inf"))
+    """Add a piece to the running sums, in place, rescaled to the greatest score so far."""
+    kv_heads, group, tokens, _ = q_KGTD.shape
+    scores_KGTJ = masked_scores(q_KGTD, k_KJD, params, positions.seen(params.window), positions)
     new_most_KGT = torch.maximum(most_KGT, scores_KGTJ.amax(-1))
     base_KGT = new_most_KGT.masked_fill(new_most_KGT == float("-inf"), 0.0)  # nothing seen yet
     weights_KGTJ = scores_KGTJ.sub_(base_KGT[..., None]).exp_()

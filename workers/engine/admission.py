@@ -15,16 +15,20 @@ from tandem.workers.messages.request import GenerationRequest
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of the model for the engine: limits, end tokens, the names in the keys of its KV blocks, its groups of
-    layers, None for one without a window, and whether some have experts."""
+    """Facts of the model for the engine."""
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    model_revision: str
+    model_revision: str  # in the keys of its KV blocks, as is kv_dtype
     kv_dtype: str
-    kv_groups: KVGroups | None = None
+    kv_groups: KVGroups | None = None  # its groups of layers; None: one without a window
     has_experts: bool = False
+
+    def max_len(self, num_slots: int) -> int:
+        """Returns the most tokens of a sequence, prompt and output, over a KV pool of so many tokens. The last token
+        needs no KV."""
+        return min(self.max_model_len, num_slots + 1)
 
 
 class Deadlines:

@@ -61,14 +61,14 @@ class EngineLoop:
                 inbox.wait(NO_PROGRESS_WAIT_S)  # the work waits for something
 
     def flush(self, timeout_s: float) -> None:
-        """After run(): waits at most timeout_s for KV on its way to lower tiers, unless requests are unfinished."""
+        """Waits, after run(), at most timeout_s for KV on its way to lower tiers, unless requests are unfinished."""
         self._engine.flush_transfers(timeout_s)
 
     # ---- from any thread ----
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine had work in the last turn."""
+        """True if the engine had work in the last turn."""
         return self._is_busy
 
     def stalled_s(self) -> float:
@@ -80,12 +80,12 @@ class EngineLoop:
         return self._clock() - self._turned_s if self._is_busy else 0.0
 
     def has_worked(self) -> bool:
-        """Whether a turn has made progress since the last call."""
+        """Returns whether a turn has made progress since the last call."""
         worked, self._has_worked = self._has_worked, False
         return worked
 
     def _note_work(self, is_busy: bool) -> None:
-        """Progress is due from the moment at which there is work."""
+        """Notes whether there is work: progress is due from the moment at which there is some."""
         if is_busy and not self._is_busy:
             self._progress_s = self._clock()
         self._is_busy = is_busy

@@ -4,12 +4,14 @@ Called by the engine once per returned step. A result whose sequence has ended i
 the meantime is discarded (its row overran); one whose sequence was preempted still counts, only its KV is gone.
 """
 
-from tandem.workers.engine.base.blockers import Blocker, Event
+from dataclasses import dataclass, field
+
+from tandem.workers.engine.base.blockers import Awaited, Blocker
 from tandem.workers.engine.base.drafting import Drafting
-from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
+from tandem.workers.engine.base.in_flight_step import InFlightStep
+from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
 from tandem.workers.engine.base.stats import Collector, Histogram
 from tandem.workers.engine.blocks.block_manager import BlockManager
-from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.messages.request import FinishReason, PromptLogprobs, TokenDelta, Usage
 from tandem.workers.messages.step import RowResult, RowWork, StepResult
@@ -35,9 +37,20 @@ class TokenGaps:
         self._rows += 1
 
     def flush(self) -> None:
+        """Counts what is grouped."""
         if self._rows:
             self._histogram.observe(self._now_s - self._since_s, self._rows)
             self._rows = 0
+
+
+@dataclass(slots=True, eq=False)
+class StepOutcome:
+    """News of a step for those outside, added to row by row."""
+
+    gaps: TokenGaps
+    now_s: float
+    deltas: list[TokenDelta] = field(default_factory=list)  # in plan order
+    ended: list[RequestState] = field(default_factory=list)  # requests; each has its last delta among them
 
 
 class ResultApplier:
@@ -51,90 +64,82 @@ class ResultApplier:
         eos_token_ids: frozenset[int],
         drafting: Drafting | None = None,
     ) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._manager = manager
-        self._collector = collector
+        self.collector = collector
         self._eos = eos_token_ids
         self._drafting = drafting
 
-    def apply(
-        self, step: InFlightStep, result: StepResult, now_s: float
-    ) -> tuple[list[TokenDelta], list[RequestState]]:
-        """All deltas of the step in plan order, and the requests that it ended (each has its last delta among them)."""
+    def apply(self, step: InFlightStep, result: StepResult, now_s: float) -> StepOutcome:
+        """Returns all deltas of the step, and the requests that it ended."""
         assert result.step_id == step.step_id, "results come in the order of their plans"
-        self._scheduler.returned(step.step_id)
-        deltas: list[TokenDelta] = []
-        ended: list[RequestState] = []
-        gaps = TokenGaps(self._collector.inter_token_latency_s, now_s)
+        self.scheduler.returned(step.step_id)
+        out = StepOutcome(TokenGaps(self.collector.inter_token_latency_s, now_s), now_s)
         rows = iter(result.rows)
-        running = Status.RUNNING
+        running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
         for seq, work in zip(step.sequences, step.work, strict=True):
             row = next(rows) if work.samples or work.num_scored else None
-            if step.step_id <= seq.void_until:
-                self._collector.wasted_tokens += len(row.token_ids) if row is not None else 0
+            if step.step_id <= seq.void_until or seq.status is finished:
+                self.collector.wasted_tokens += 0 if row is None else len(row.token_ids)
                 continue
             if seq.status is running:
                 seq.num_computed += work.num_tokens
-            elif seq.status is Status.FINISHED:
-                if row is not None:
-                    self._collector.wasted_tokens += len(row.token_ids)
-                continue
             if work.max_drafts:
                 self._return_drafts(seq, work, row)
             if row is not None and row.prompt_logprobs is not None:
-                self._pass_on(seq, row.prompt_logprobs, deltas)
-            if row is None or not (work.samples or row.error):
+                self._pass_on(seq, row.prompt_logprobs, out)
+            if row is None:
                 self._after_chunk(seq)
-            elif row.embedding is not None:
-                self._end_of_prompt(seq, "stop", row.embedding, deltas, ended)
-            elif row.error is not None or not row.token_ids:
-                if row.token_ids:  # behind accepted drafts something went wrong
-                    self._accept(seq, row, deltas, ended, gaps, now_s)
-                if seq.finish_reason is None:
-                    self._fail(seq.state, row.error or "the ranks returned no token", deltas, ended)
-            elif not seq.state.request.sampling.max_tokens:
-                self._collector.wasted_tokens += len(row.token_ids)
-                self._end_of_prompt(seq, "length", None, deltas, ended)
+            elif row.token_ids and row.error is None and seq.state.request.sampling.max_tokens:
+                self._accept(seq, row, out)
             else:
-                self._accept(seq, row, deltas, ended, gaps, now_s)
+                self._end_otherwise(seq, work, row, out)
         assert next(rows, None) is None, "one RowResult per RowWork that has one"
-        gaps.flush()
-        return deltas, ended
+        out.gaps.flush()
+        return out
 
-    def undo(self, step: InFlightStep, failure: str) -> tuple[list[TokenDelta], list[RequestState]]:
-        """As apply(), for a step that the ranks have not computed. What is alone in it and still too large ends."""
-        deltas: list[TokenDelta] = []
-        ended: list[RequestState] = []
-        alone = self._scheduler.undo(step)
-        if alone is not None and alone.status is not Status.FINISHED:
-            self._fail(alone.state, failure, deltas, ended)
-        return deltas, ended
+    def fail(self, step: InFlightStep, failure: str, now_s: float) -> StepOutcome:
+        """Returns the same for a step that the ranks could not compute: it is planned again. What is alone in it and
+        still too large ends."""
+        out = StepOutcome(TokenGaps(self.collector.inter_token_latency_s, now_s), now_s)
+        alone = self.scheduler.take_back(step)
+        if alone is not None and alone.status is not SequenceStatus.FINISHED:
+            self._fail_request(alone.state, failure, out)
+        return out
 
     def finish(self, seq: Sequence, reason: FinishReason) -> bool:
         """Ends one choice and releases what it holds; True when it was the request's last."""
         state = seq.state
-        self._scheduler.finish(seq)
+        self.scheduler.finish(seq)
         seq.finish_reason = reason
-        self._collector.finished[reason] += 1
+        self.collector.finished[reason] += 1
         state.num_live -= 1
-        forks = self._scheduler.waiting.blocked_by(Blocker.FORK, state)
+        forks = self.scheduler.waiting.blocked_by(Blocker.FORK, state)
         if forks and len(forks) == state.num_live:  # nobody computes the prompt for them
             first = next(iter(forks))
-            self._scheduler.waiting.remove(first)
-            self._scheduler.enqueue(first)
+            self.scheduler.waiting.remove(first)
+            self.scheduler.admission.enqueue(first)
         return state.num_live == 0
 
     # ---- inside ----
 
-    def _accept(
-        self,
-        seq: Sequence,
-        row: RowResult,
-        deltas: list[TokenDelta],
-        ended: list[RequestState],
-        gaps: TokenGaps,
-        now_s: float,
-    ) -> None:
+    def _end_otherwise(self, seq: Sequence, work: RowWork, row: RowResult, out: StepOutcome) -> None:
+        """Takes a row that brings no ordinary token: scores of the prompt, an embedding, an error, or no answer at
+        all, as none is wanted."""
+        if not (work.samples or row.error):
+            self._after_chunk(seq)
+        elif row.embedding is not None:
+            self._end_of_prompt(seq, "stop", row.embedding, out)
+        elif row.error is not None or not row.token_ids:
+            if row.token_ids:  # behind accepted drafts something went wrong
+                self._accept(seq, row, out)
+            if seq.finish_reason is None:
+                self._fail_request(seq.state, row.error or "the ranks returned no token", out)
+        else:
+            self.collector.wasted_tokens += len(row.token_ids)
+            self._end_of_prompt(seq, "length", None, out)
+
+    def _accept(self, seq: Sequence, row: RowResult, out: StepOutcome) -> None:
         """Takes the sampled token of one row, and those behind its accepted drafts."""
         tokens, request = seq.tokens, seq.state.request
         position = len(tokens) - seq.prompt_len
@@ -144,12 +149,12 @@ class ResultApplier:
             row = self._accept_drafts(seq, row)
         tokens += row.token_ids
         token = tokens[-1]
-        self._collector.generation_tokens += len(row.token_ids)
+        self.collector.generation_tokens += len(row.token_ids)
         if seq.last_token_s is None:
-            self._first_token(seq, now_s)
+            self._first_token(seq, out.now_s)
         else:
-            gaps.add(seq.last_token_s, len(row.token_ids))
-        seq.last_token_s = now_s
+            out.gaps.add(seq.last_token_s, len(row.token_ids))
+        seq.last_token_s = out.now_s
         if seq.num_computed >= seq.table.next_commit:
             self._manager.commit(seq.table, tokens, seq.num_computed)
         if len(seq.state.sequences) > 1:
@@ -160,8 +165,8 @@ class ResultApplier:
                 reason = "stop"
             elif len(tokens) >= seq.max_len:
                 reason = "length"
-        stop_reason, usage = (None, None) if reason is None else self._end(seq, token, reason, ended)
-        deltas.append(
+        stop_reason, usage = (None, None) if reason is None else self._end(seq, token, reason, out)
+        out.deltas.append(
             TokenDelta(
                 request_id=request.request_id,
                 attempt=request.attempt,
@@ -189,11 +194,11 @@ class ResultApplier:
         self._drafting.observe(seq.drafting, row.num_drafts, num_accepted)
         num_tokens = self._num_until_end(seq, row.token_ids)
         if num_tokens <= num_accepted:
-            self._collector.wasted_tokens += num_accepted + 1 - num_tokens
+            self.collector.wasted_tokens += num_accepted + 1 - num_tokens
             logprobs = None if row.logprobs is None else row.logprobs[:num_tokens]
             row = RowResult(row=row.row, token_ids=row.token_ids[:num_tokens], logprobs=logprobs)
         seq.num_known += num_tokens - 1
-        if seq.status is Status.RUNNING:
+        if seq.status is SequenceStatus.RUNNING:
             seq.num_scheduled += num_tokens - 1
             seq.num_computed += num_tokens - 1
         return row
@@ -206,7 +211,7 @@ class ResultApplier:
                 return count
         return len(token_ids)
 
-    def _pass_on(self, seq: Sequence, got: PromptLogprobs, deltas: list[TokenDelta]) -> None:
+    def _pass_on(self, seq: Sequence, got: PromptLogprobs, out: StepOutcome) -> None:
         """Delivers the log probabilities of a part of the prompt, without those that a row before a preemption had."""
         state = seq.state
         first = state.num_prompt_logprobs + 1
@@ -218,7 +223,7 @@ class ResultApplier:
         if not state.wants_prompt_logprobs:
             for other in state.sequences:
                 other.table.finds_prefix = True  # should it be computed again
-        deltas.append(
+        out.deltas.append(
             TokenDelta(
                 request_id=state.request.request_id,
                 attempt=state.request.attempt,
@@ -229,20 +234,13 @@ class ResultApplier:
             )
         )
 
-    def _end_of_prompt(
-        self,
-        seq: Sequence,
-        reason: FinishReason,
-        embedding: bytes | None,
-        deltas: list[TokenDelta],
-        ended: list[RequestState],
-    ) -> None:
+    def _end_of_prompt(self, seq: Sequence, reason: FinishReason, embedding: bytes | None, out: StepOutcome) -> None:
         """Ends a choice that has no tokens: its prompt is embedded, or max_tokens is 0."""
         self._after_chunk(seq)
         last = self.finish(seq, reason)
         if last:
-            ended.append(seq.state)
-        deltas.append(
+            out.ended.append(seq.state)
+        out.deltas.append(
             TokenDelta(
                 request_id=seq.state.request.request_id,
                 attempt=seq.state.request.attempt,
@@ -256,12 +254,12 @@ class ResultApplier:
         )
 
     def _end(
-        self, seq: Sequence, token: int, reason: FinishReason, ended: list[RequestState]
+        self, seq: Sequence, token: int, reason: FinishReason, out: StepOutcome
     ) -> tuple[int | None, Usage | None]:
         """Ends a choice with its last token; returns the stop token id to name, and the bill if it was the last."""
         is_last = self.finish(seq, reason)
         if is_last:
-            ended.append(seq.state)
+            out.ended.append(seq.state)
         named = token if reason == "stop" and not self._is_eos(seq, token) else None
         return named, seq.state.usage() if is_last else None
 
@@ -269,7 +267,7 @@ class ResultApplier:
         return token in self._eos and not seq.state.request.sampling.ignore_eos
 
     def _after_chunk(self, seq: Sequence) -> None:
-        """A part of a prompt is computed; nothing was sampled."""
+        """Notes that a part of a prompt is computed; nothing was sampled."""
         if seq.num_computed >= seq.table.next_commit:  # a preempted one has no blocks: NEVER
             self._manager.commit(seq.table, seq.tokens, seq.num_computed)
         if len(seq.state.sequences) > 1:
@@ -278,21 +276,21 @@ class ResultApplier:
     def _release_forks(self, seq: Sequence) -> None:
         """Enqueues the other choices once the whole prompt of one is computed: they share its blocks."""
         if seq.num_computed >= seq.prompt_len:
-            self._scheduler.unblock(Event(Blocker.FORK, seq.state))
+            self.scheduler.admission.unblock(Awaited(Blocker.FORK, seq.state))
 
     def _first_token(self, seq: Sequence, now_s: float) -> None:
         if seq.choice == 0 and not any(seq.state.request.resume_token_ids):
-            self._collector.time_to_first_token_s.observe(now_s - seq.state.arrival_s)
+            self.collector.time_to_first_token_s.observe(now_s - seq.state.arrival_s)
 
-    def _fail(self, state: RequestState, error: str, deltas: list[TokenDelta], ended: list[RequestState]) -> None:
+    def _fail_request(self, state: RequestState, error: str, out: StepOutcome) -> None:
         """Ends the request of a row that failed on the ranks, and removes its blocks from the index."""
         for seq in state.sequences:
-            if seq.status is Status.FINISHED:
+            if seq.status is SequenceStatus.FINISHED:
                 continue
-            self._scheduler.forget(seq)
+            self.scheduler.forget(seq)
             position = seq.num_billed
             last = self.finish(seq, "error")
-            deltas.append(
+            out.deltas.append(
                 TokenDelta(
                     request_id=state.request.request_id,
                     attempt=state.request.attempt,
@@ -304,4 +302,4 @@ class ResultApplier:
                     error=error,
                 )
             )
-        ended.append(state)
+        out.ended.append(state)

@@ -1,4 +1,4 @@
-"""What a mixture of experts computes around its products: a Protocol and its torch twin.
+"""Operations of a mixture of experts around its products: a Protocol and its torch twin.
 
     route            logits in float32, then the experts of each token and their weights
     group            the pairs (token, expert) sorted by expert, and counts of them

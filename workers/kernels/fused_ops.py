@@ -61,7 +61,7 @@ class FusedOps(Protocol):
         bias_H: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        """As add_rms_norm, with LayerNorm, without a weight or a bias where None."""
+        """Does as add_rms_norm, with LayerNorm, without a weight or a bias where None."""
         ...
 
     def norm_heads(

@@ -1,4 +1,4 @@
-"""From logits to tokens: the best one, or a draw from what min-p, top-k and top-p leave; a Protocol and its torch twin.
+"""Tokens from logits: the best one, or a draw from what min-p, top-k and top-p leave; a Protocol and its torch twin.
 
     weight = exp((logit - best logit) / temperature)        float32: the best token's is 1, so nothing is normalized
 
@@ -25,7 +25,7 @@ from tandem.workers.kernels.step_arrays import Send, Sent
 CHUNK: Final = 128
 DIGIT_BITS: Final = 10
 SHIFTS: Final = (20, 10, 0)
-"""Of the three digits of a weight's bits; a weight is at most 1, whose bits are below 2^30."""
+"""Shifts of the three digits of a weight's bits; a weight is at most 1, whose bits are below 2^30."""
 MASS_ONE: Final = 2.0**44
 """The mass of weight 1 as an integer: sums of up to 2^18 of them are exact, so they depend on no order."""
 CUT_ROWS: Final = 32
@@ -40,17 +40,13 @@ logits' device); may overwrite those rows of the logits. A row whose best logit 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What a step draws, on the host: numpy arrays [R], contiguous.
+    """The draws of a step, on the host: numpy arrays [R], contiguous."""
 
-    places: int64, distinct rows of the logits. temperature: float32, above 0. top_k: int64, 0: off. top_p: float64, 1:
-    off. min_p: float32, 0: off.
-    """
-
-    places: npt.NDArray[np.int64]
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int64]
-    top_p: npt.NDArray[np.float64]
-    min_p: npt.NDArray[np.float32]
+    places: npt.NDArray[np.int64]  # distinct rows of the logits
+    temperature: npt.NDArray[np.float32]  # above 0
+    top_k: npt.NDArray[np.int64]  # 0: off
+    top_p: npt.NDArray[np.float64]  # 1: off
+    min_p: npt.NDArray[np.float32]  # 0: off
 
 
 class SamplingOps(Protocol):

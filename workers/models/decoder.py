@@ -21,6 +21,7 @@ from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.arrangements import make_layer
 from tandem.workers.models.layers.entry import Entry
@@ -67,7 +68,7 @@ class Decoder:
         self,
         spec: ArchSpec,
         context: ParallelContext,
-        attention: AttentionBackend,
+        attention: AttentionBackend | LatentBackend,
         platform: Platform,
         dtype: torch.dtype,
         stream: WeightStream,
@@ -287,6 +288,14 @@ def _rope_of(layer: LayerSpec, ropes: Sequence[RopeSpec]) -> int | None:
     return None if layer.position is None else ropes.index(layer.position)
 
 
+def attention_of(
+    spec: ArchSpec, platform: Platform, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> AttentionBackend | LatentBackend:
+    """Return the platform's attention for the model's layers, all of which have heads or all latents."""
+    make = platform.latent_attention if spec.has_latents else platform.attention
+    return make(dtype, spec.head_dim, kv_dtype)
+
+
 def build_decoder(
     spec: ArchSpec,
     context: ParallelContext,
@@ -295,7 +304,7 @@ def build_decoder(
     dtype: torch.dtype,
     platform: Platform,
     kv_dtype: torch.dtype | None = None,
-    attention: AttentionBackend | None = None,
+    attention: AttentionBackend | LatentBackend | None = None,
     load_format: LoadFormat = "safetensors",
     seed: int = 0,
     progress: bool = False,
@@ -319,7 +328,7 @@ def build_decoder(
     weights = rank_weights(spec, context.mesh, dtype.itemsize, platform.packs(dtype), form)
     held = weights.layer_bytes * len(streamed)
     stream = WeightStream(streamed, copier or platform.weight_copier(held))
-    attention = attention or platform.attention(dtype, spec.head_dim, kv_dtype, spec.has_latents)
+    attention = attention or attention_of(spec, platform, dtype, kv_dtype)
     decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization, windows)
     source: WeightSource
     if load_format == "dummy":

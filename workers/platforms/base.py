@@ -20,6 +20,7 @@ from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import LinearMethod, Place, as_given
 from tandem.parallel.params import Param
 from tandem.workers.attention.backend import AttentionBackend
+from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.expert_ops import ExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
@@ -58,11 +59,13 @@ class Platform(ABC):
     # ---- what layers compute with ----
 
     @abstractmethod
-    def attention(
-        self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
-    ) -> AttentionBackend:
-        """Return the attention backend. head_dim: elements of a head in the cache, or has_latents: of a latent and its
-        key. kv_dtype: the cache's dtype, None for `dtype`."""
+    def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+        """Return the attention backend. kv_dtype: the cache's dtype, None for `dtype`."""
+
+    @abstractmethod
+    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        """Return the attention backend of latents. width: elements of a latent and its key. kv_dtype: as in
+        attention()."""
 
     @abstractmethod
     def linear(

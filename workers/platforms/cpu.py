@@ -28,9 +28,15 @@ from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_g
 from tandem.parallel.params import Param
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
+from tandem.workers.attention.latents.cpu_latents import CpuLatents
+from tandem.workers.attention.latents.latent_backend import LatentBackend
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.graphs.graph_runner import GraphRunner
+from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
+from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_build import (
     compiler_words,
     cpu_invariant_library,
@@ -39,8 +45,6 @@ from tandem.workers.kernels.cpu.cpu_build import (
     cpu_sampling_library,
     obstacle,
 )
-from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
-from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_experts import CpuExperts, cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
@@ -51,7 +55,6 @@ from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import ExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import row_methods
-from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.planning.budget import available_cores
@@ -158,16 +161,19 @@ class CpuPlatform(Platform):
 
     # ---- what layers compute with ----
 
-    def attention(
-        self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
-    ) -> AttentionBackend:
-        storage = dtype if kv_dtype is None else kv_dtype
-        make = CpuLatentAttention.make if has_latents else CpuDecodeAttention.make
-        kernel: CpuLatentAttention | CpuDecodeAttention | None = make(dtype, head_dim, storage)
-        store, chunk_kernel = CpuKVStore.make(dtype, storage), CpuChunkAttention.make(dtype)
+    def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+        kernel = CpuDecodeAttention.make(dtype, head_dim, kv_dtype or dtype)
+        store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
         if kernel is None or store is None or chunk_kernel is None:
             return TorchAttention()
         return CpuAttention(kernel, store, chunk_kernel)
+
+    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        kernel = CpuLatentAttention.make(dtype, width, kv_dtype or dtype)
+        store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
+        if kernel is None or store is None or chunk_kernel is None:
+            return TorchLatents()
+        return CpuLatents(kernel, store, chunk_kernel)
 
     def linear(
         self,

@@ -18,7 +18,11 @@ from tandem.parallel.linear_methods import LinearMethod, Place, as_given
 from tandem.parallel.params import Param
 from tandem.parallel.quantization.int8 import Int8Method
 from tandem.workers.attention.backend import AttentionBackend
-from tandem.workers.attention.one_query import OneQueryAttention
+from tandem.workers.attention.cpu_paged import OneQueryAttention
+from tandem.workers.attention.latents.cpu_latents import OneQueryLatents
+from tandem.workers.attention.latents.latent_backend import LatentBackend
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
+from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_build import (
     compiler_words,
     cpu_experts_library,
@@ -27,7 +31,6 @@ from tandem.workers.kernels.cpu.cpu_build import (
     cpu_lora_library,
     obstacle,
 )
-from tandem.workers.kernels.cpu.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
@@ -37,7 +40,6 @@ from tandem.workers.kernels.expert_ops import ExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.invariant.each_token import EachToken
 from tandem.workers.kernels.invariant.row_gemm import row_methods
-from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.platforms.cpu import METHODS, CpuPlatform
 
@@ -47,17 +49,19 @@ FLAG = "--batch-invariant"
 class InvariantCpuPlatform(CpuPlatform):
     """Ranks on CPU that compute each row alone. SettingsError where this machine or a dtype lacks a kernel."""
 
-    def attention(
-        self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
-    ) -> AttentionBackend:
-        storage = dtype if kv_dtype is None else kv_dtype
-        make = CpuLatentAttention.make if has_latents else CpuDecodeAttention.make
-        kernel: CpuLatentAttention | CpuDecodeAttention | None = make(dtype, head_dim, storage)
-        if kernel is None or CpuKVStore.make(dtype, storage) is None:
+    def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+        kernel = CpuDecodeAttention.make(dtype, head_dim, kv_dtype or dtype)
+        if kernel is None or CpuKVStore.make(dtype, kv_dtype or dtype) is None:
             _required(cpu_library, dtype)
-            what = "latents and keys" if has_latents else "heads"
-            raise SettingsError(f"there is no attention kernel for {what} of {head_dim} elements", FLAG)
+            raise SettingsError(f"there is no attention kernel for heads of {head_dim} elements", FLAG)
         return OneQueryAttention(kernel)
+
+    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        kernel = CpuLatentAttention.make(dtype, width, kv_dtype or dtype)
+        if kernel is None or CpuKVStore.make(dtype, kv_dtype or dtype) is None:
+            _required(cpu_library, dtype)
+            raise SettingsError(f"there is no attention kernel for latents and keys of {width} elements", FLAG)
+        return OneQueryLatents(kernel)
 
     def linear(
         self,

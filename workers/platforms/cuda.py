@@ -23,6 +23,8 @@ from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import DenseMethod, LinearMethod, Place, as_given
 from tandem.parallel.params import Param
 from tandem.workers.attention.backend import AttentionBackend
+from tandem.workers.attention.latents.latent_backend import LatentBackend
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import CaptureGraph, CudaGraphs, Replay
 from tandem.workers.graphs.graph_runner import GraphRunner, Outputs
@@ -193,16 +195,17 @@ class CudaPlatform(Platform):
 
     # ---- what layers compute with ----
 
-    def attention(
-        self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
-    ) -> AttentionBackend:
-        """Return the kernel's where it computes such heads, else torch's, for heads and latents."""
-        if self.has_triton() and not has_latents:
+    def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+        """Return the kernel's where it computes such heads, else torch's."""
+        if self.has_triton():
             from tandem.workers.attention.triton_paged import TritonAttention, takes
 
             if takes(dtype, head_dim, kv_dtype):
                 return TritonAttention()
         return TorchAttention(is_bounded=True, replays=True)
+
+    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        return TorchLatents(is_bounded=True, replays=True)
 
     def linear(
         self,

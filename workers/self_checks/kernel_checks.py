@@ -18,8 +18,8 @@ from tandem.parallel.params import Param, Source
 from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
 from tandem.parallel.quantization.weight_formats import FORMATS
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latent import LatentStep
-from tandem.workers.attention.latent_heads import DenseHeads
+from tandem.workers.attention.latents.latent_heads import DenseHeads
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu import cpu_build
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
@@ -38,7 +38,7 @@ from tandem.workers.self_checks.outcome import Check, NotHere, relative_error, r
 
 BF16 = torch.bfloat16
 TOLERANCE = 0.02
-"""Of the largest value: five roundings to bf16."""
+"""The most difference, of the largest value: five roundings to bf16."""
 BLOCK = 16
 
 
@@ -166,14 +166,13 @@ def _latents(cases: Sequence[tuple[list[int], int]]) -> str:
     errors, params = [], AttentionParams(192**-0.5)
     for lens, heads in cases:
         spec = Mla(num_heads=heads, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
-        backend, batch = CpuPlatform().attention(BF16, spec.head_dim, None, True), attention_batch(lens, 1)
-        if isinstance(backend, TorchAttention):
+        backend, batch = CpuPlatform().latent_attention(BF16, spec.head_dim), attention_batch(lens, 1)
+        if isinstance(backend, TorchLatents):
             raise _no_kernel()
         q, latents, weight = _noise(len(lens), heads, 192), _noise(len(lens), 1, 576), _noise(heads * 256, 512) / 16
         plane, outputs = _noise(int(batch.block_table_RN.max()) + 1, BLOCK, 1, 576), []
-        for each, dtype in ((backend, BF16), (TorchAttention(), torch.float32)):
+        for each, dtype in ((backend, BF16), (TorchLatents(), torch.float32)):
             step, wide = each.prepare(batch), [x.to(dtype) for x in (q, latents, weight, plane)]
-            assert isinstance(step, LatentStep)
             kv, projections = LayerKV.of(wide[3:], []), DenseHeads(spec, partial(wide.__getitem__, 2))
             outputs.append(step.attend_latent(wide[0], wide[1], kv, params, projections))
         errors.append(relative_error(*outputs))

@@ -16,6 +16,7 @@ from tandem.cluster.gateway.generation.dispatch import TokenSink, lost
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_facts, open_executor
+from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.messages.errors import GroupLost, RequestRefused
@@ -116,7 +117,7 @@ class LocalDispatch:
             facts = model_facts(self._settings, ready)
             warn_of_rope(self._settings, read_spec(self._settings), log)
             warn_of_pool(self._settings.cache, facts, log)
-            engine = Engine(self._settings, facts, executor, ready, self)
+            engine = build_engine(self._settings, facts, executor, ready, self)
         except Exception as error:
             executor.close()
             self._loop.call_soon_threadsafe(opened.set_exception, error)

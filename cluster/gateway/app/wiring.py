@@ -26,7 +26,7 @@ from tandem.cluster.gateway.services.text_services import TextServices, extra_st
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.workers.build import resolve_max_model_len
-from tandem.workers.engine.probation import probation_tokens
+from tandem.workers.engine.waiting.probation import probation_tokens
 from tandem.workers.planning.resolve import pooling_facts
 from tandem.workers.text.detokenizer import DetokenizerFactory
 

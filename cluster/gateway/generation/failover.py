@@ -1,8 +1,8 @@
 """Failover: what becomes of one prompt after its group has refused or lost it. Pure decisions, without tasks.
 
 After a loss every request that may have ended the group is a suspect, which at first runs alone in its next group
-(workers/engine/probation.py). Who ends a group alone is convicted: its prompt goes to quarantine. So a query of death
-ends two groups, and nobody else's request fails. Six losses in a row convict too, unless all were excused.
+(workers/engine/waiting/probation.py). Who ends a group alone is convicted: its prompt goes to quarantine. So a query of
+death ends two groups, and nobody else's request fails. Six losses in a row convict too, unless all were excused.
 """
 
 from collections.abc import Callable, Collection

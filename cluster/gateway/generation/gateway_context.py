@@ -13,7 +13,7 @@ from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, P
 from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.tenants.billing_record import Ledger
 from tandem.cluster.tenants.tenant_admission import Tenancy
-from tandem.workers.engine.probation import PROBATION_TOKENS
+from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)

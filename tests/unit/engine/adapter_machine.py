@@ -13,8 +13,8 @@ from fake_tiers import TierPlan
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tandem.workers.engine.adapters.adapter_cache import AdapterCache
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
-from tandem.workers.engine.waiting.adapter_cache import AdapterCache
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest
 

@@ -15,16 +15,19 @@ from tandem.configs.schema import (
     EngineSettings,
     LoraSettings,
     ModelSettings,
+    ParallelSettings,
     SchedulerSettings,
     SpeculativeSettings,
 )
 from tandem.offload.kv.kv_groups import KVGroups
+from tandem.workers.engine.adapters.adapter_cache import AdapterCache
+from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.engine.base.blockers import Blocker
-from tandem.workers.engine.base.sequence import Status
+from tandem.workers.engine.base.sequence import SequenceStatus
 from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
-from tandem.workers.engine.engine import Engine, ModelFacts
+from tandem.workers.engine.build_engine import build_engine
+from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
-from tandem.workers.engine.waiting.adapter_cache import AdapterCache
 from tandem.workers.messages.request import (
     AdapterRef,
     Ended,
@@ -36,6 +39,7 @@ from tandem.workers.messages.request import (
     TokenLogprobs,
 )
 from tandem.workers.messages.step import RowSampling
+from tests.support.engine_invariants import check_invariants
 
 EOS = 1
 VOCAB = 97
@@ -138,7 +142,7 @@ class Harness:
     def step(self) -> bool:
         self.clock.now_s += self.step_s
         progress = self.engine.turn(0.05)
-        self.engine.check_invariants()
+        check_invariants(self.engine)
         return progress
 
     def run(self, most_steps: int = 5_000) -> None:
@@ -160,18 +164,19 @@ class Harness:
                 break
             self.clock.now_s += self.step_s
             self.engine.turn(0.0)
-            self.engine.check_invariants()
+            check_invariants(self.engine)
 
-    def states(self, name: str) -> list[Status | Blocker]:
+    def states(self, name: str) -> list[SequenceStatus | Blocker]:
         """Of each choice of a request: what it waits for; its status if that is nothing but a row and blocks."""
-        sequences = self.engine._requests[name].sequences
-        return [self.engine._waiting.blocker_of(seq) or seq.status for seq in sequences]
+        state = self.engine.requests.get(name)
+        assert state is not None
+        return [self.engine.scheduler.waiting.blocker_of(seq) or seq.status for seq in state.sequences]
 
     def assert_empty(self) -> None:
         """Quiescence of KV: nothing is used when nothing runs."""
         stats = self.engine.stats()
         assert (stats.running, stats.waiting, stats.in_flight_steps, stats.used_blocks) == (0, 0, 0, 0)
-        manager = self.engine._manager
+        manager = self.engine.manager
         assert manager.pool.num_reserved == manager.num_promised == 0, "a block is reserved or promised still"
         if self.executor.tiers is not None:
             assert not self.tiers.under_way, "a ticket is open"
@@ -216,6 +221,7 @@ def harness(
         model=ModelSettings(model="fake"),
         cache=CacheSettings(block_size=block_size, enable_prefix_caching=caching),
         scheduler=limits,
+        parallel=ParallelSettings(pipeline_parallel_size=stages),
         lora=LoraSettings(enable_lora=False)
         if adapters is None
         else LoraSettings(enable_lora=True, max_loras=adapters.max_loras, max_cpu_loras=adapters.max_cpu_loras),
@@ -243,10 +249,10 @@ def harness(
     facts = ModelFacts(max_model_len, VOCAB, (EOS,), "revision", "float32", groups, bool(experts))
     sink, clock = Sink(), FakeClock()
     with (
-        mock.patch("tandem.workers.engine.engine.AdapterCache", adapter_cache),
-        mock.patch("tandem.workers.engine.engine.TransferManager", transfers),
+        mock.patch("tandem.workers.engine.build_engine.AdapterCache", adapter_cache),
+        mock.patch("tandem.workers.engine.build_engine.TransferManager", transfers),
     ):
-        engine = Engine(settings, facts, executor, executor.start(), sink, clock, sink.on_begun)
+        engine = build_engine(settings, facts, executor, executor.start(), sink, clock, sink.on_begun)
     return Harness(engine, executor, sink, clock, facts, patience=patience)
 
 

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tandem.workers.messages.request import Abort, GenerationRequest
 from tandem.workers.messages.transfer import CopyKV
+from tests.support.engine_invariants import check_invariants
 
 MODES: tuple[dict[str, Any], ...] = (
     {"asynchronous": False},
@@ -101,7 +102,7 @@ class PromptMachine(RuleBasedStateMachine):
         choice = data.draw(st.sampled_from([None, None, *range(req.sampling.n)]))
         with self.noting_failure():
             self.h.engine.abort(Abort(request_id=req.request_id, attempt=0, choice=choice))
-            self.h.engine.check_invariants()
+            check_invariants(self.h.engine)
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:

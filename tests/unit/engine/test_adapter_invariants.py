@@ -10,11 +10,13 @@ from fake_adapters import AdapterPlan
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tandem.workers.engine.adapters.adapter_cache import AdapterCache
+from tandem.workers.engine.adapters.adapter_memory import AdapterMemory, Allocation
+from tandem.workers.engine.adapters.host_copies import HostCopies
+from tandem.workers.engine.base.blockers import Awaited
 from tandem.workers.engine.base.sequence import RequestState, Sequence
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
-from tandem.workers.engine.waiting.adapter_cache import AdapterCache
-from tandem.workers.engine.waiting.adapter_memory import AdapterMemory, Allocation
-from tandem.workers.engine.waiting.max_loras import MaxLorasGate
+from tandem.workers.engine.waiting.max_loras import MaxLoras
 from tandem.workers.messages.transfer import PlaceAdapter, TransferResult
 
 TestAdapterInvariants = machine().TestCase
@@ -38,14 +40,14 @@ def test_pages_reused_under_a_plan_in_flight_are_caught():
     class Defect(AdapterCache):
         def __init__(self, settings: Any, num_pages: int, *args: Any, **named: Any) -> None:
             super().__init__(settings, num_pages, *args, **named)
-            self._memory = Hasty(num_pages)
+            self._places.memory = Hasty(num_pages)
 
     assert_caught(Defect, "under a plan in flight|while its pages are being written|while it is being placed")
 
 
 def test_a_slot_whose_last_plan_is_forgotten_is_caught():
     class Defect(AdapterCache):
-        def unbind(self, seq: Sequence) -> None:
+        def unbound(self, seq: Sequence) -> None:
             pass
 
     assert_caught(Defect, "under a plan in flight|while its pages are being written|while it is being placed")
@@ -53,9 +55,10 @@ def test_a_slot_whose_last_plan_is_forgotten_is_caught():
 
 def test_a_lost_user_is_caught():
     class Defect(AdapterCache):
-        def unbind(self, seq: Sequence) -> None:
-            super().unbind(seq)
-            self._of(seq).users.discard(seq.state)
+        def unbound(self, seq: Sequence) -> None:
+            super().unbound(seq)
+            if seq.adapter is not None:
+                self._known.of(seq).users.discard(seq.state)
 
     assert_caught(Defect, "is not a user|without its adapter|is not known|only a sequence that has not run")
 
@@ -84,9 +87,14 @@ def test_a_plan_before_every_rank_has_its_part_is_caught():
 
 
 def test_more_host_copies_than_allowed_are_caught():
-    class Defect(AdapterCache):
+    class NeverDrops(HostCopies):
         def _drop_one(self, *, for_waiters: bool) -> bool:
             return True
+
+    class Defect(AdapterCache):
+        def __init__(self, settings: Any, num_pages: int, *args: Any, **named: Any) -> None:
+            super().__init__(settings, num_pages, *args, **named)
+            self._copies = NeverDrops(self._known, settings.max_cpu_loras, num_pages)
 
     assert_caught(Defect, "more host copies than --max-cpu-loras")
 
@@ -117,9 +125,9 @@ def test_a_starved_adapter_is_caught():
     assert wait_of_another(Defect) == float("inf")
 
 
-def steps_until_its_turn(turns: type[MaxLorasGate]) -> float:
+def steps_until_its_turn(turns: type[MaxLoras]) -> float:
     """Steps that a request for a third adapter waits while those for two others, which fill the step, never pause."""
-    with mock.patch("tandem.workers.engine.engine.MaxLorasGate", turns):
+    with mock.patch("tandem.workers.engine.build_engine.MaxLoras", turns):
         h = harness(adapters=AdapterPlan(num_pages=20, max_loras=2), num_blocks=200)
     for adapter in "abc":
         h.add(request(f"bring-{adapter}", 4, 2, adapter=adapter))
@@ -135,15 +143,15 @@ def steps_until_its_turn(turns: type[MaxLorasGate]) -> float:
     return float("inf")
 
 
-def test_an_adapter_that_the_max_loras_gate_never_admits_is_caught():
-    class NobodyDrains(MaxLorasGate):
-        def may_run(self, seq: Sequence) -> bool:
-            may = super().may_run(seq)
+def test_an_adapter_that_max_loras_never_lets_into_a_step_is_caught():
+    class NobodyDrains(MaxLoras):
+        def before_row(self, seq: Sequence) -> Awaited | None:
+            awaited = super().before_row(seq)
             self._draining = None
-            return may
+            return awaited
 
         def check_invariants(self, running: list[Sequence]) -> None:
             pass
 
-    assert steps_until_its_turn(MaxLorasGate) < 20, "as long as what ran with one of them"
+    assert steps_until_its_turn(MaxLoras) < 20, "as long as what ran with one of them"
     assert steps_until_its_turn(NobodyDrains) == float("inf")

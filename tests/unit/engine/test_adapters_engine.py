@@ -11,7 +11,7 @@ from fake_tiers import TierPlan
 from test_engine_outputs import MODES
 
 from tandem.workers.engine.base.blockers import Blocker
-from tandem.workers.engine.base.sequence import Status
+from tandem.workers.engine.base.sequence import SequenceStatus
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest
 
@@ -27,7 +27,7 @@ def with_adapters(**options: object) -> Harness:
     return harness(**{"num_blocks": 200, "patience": PATIENCE, "adapters": plan, **rest})  # type: ignore[arg-type]
 
 
-def step_until(h: Harness, name: str, status: Status | Blocker, most: int = 400) -> None:
+def step_until(h: Harness, name: str, status: SequenceStatus | Blocker, most: int = 400) -> None:
     for _ in range(most):
         if status in h.states(name):
             return
@@ -141,7 +141,7 @@ def test_tn_02_other_content_under_the_same_name_while_fifty_streams_run(mode):
     h = with_adapters(**mode, num_blocks=900, max_num_seqs=50, max_num_batched_tokens=700, num_pages=4)
     old = [version(f"old{i}", "one", 30 + i) for i in range(50)]
     h.add(*old)
-    step_until(h, "old49", Status.RUNNING, most=20)
+    step_until(h, "old49", SequenceStatus.RUNNING, most=20)
     assert h.engine.stats().running == 50
     new = [version(f"new{i}", "two", 12) for i in range(4)]
     h.add(*new)
@@ -207,7 +207,7 @@ def test_nobody_waits_for_anothers_adapter():
 def test_a_fetch_begins_while_there_is_no_room_yet():
     h = with_adapters(num_pages=2)
     h.add(request("a", 4, 60, adapter="a"))
-    step_until(h, "a", Status.RUNNING)
+    step_until(h, "a", SequenceStatus.RUNNING)
     h.add(request("b", 4, 4, adapter="b"))
     h.step()
     h.step()
@@ -257,7 +257,7 @@ def flow_of(h: Harness, adapter: str, most: int, until: str) -> int:
 def test_an_endless_flow_for_one_adapter_does_not_keep_another_waiting():
     h = with_adapters(num_pages=2)
     h.add(request("first", 4, 12, adapter="a"))
-    step_until(h, "first", Status.RUNNING)
+    step_until(h, "first", SequenceStatus.RUNNING)
     h.add(request("b", 4, 4, adapter="b"))
     begun_s = h.clock.now_s
     flow_of(h, "a", 100, "b")
@@ -268,7 +268,7 @@ def test_an_endless_flow_for_one_adapter_does_not_keep_another_waiting():
 def test_those_who_waited_for_an_adapter_are_served_before_it_goes_again():
     h = with_adapters(num_pages=2, max_num_seqs=1)
     h.add(request("hold", 4, 150, adapter="h"))
-    step_until(h, "hold", Status.RUNNING)
+    step_until(h, "hold", SequenceStatus.RUNNING)
     h.add(*(request(f"a{i}", 4, 5, adapter="a") for i in range(4)), request("c", 4, 2, adapter="c"))
     h.run()
     assert list(h.sink.ends) == ["hold", "a0", "a1", "a2", "a3", "c"], "although c has waited longer than the bound"
@@ -278,7 +278,7 @@ def test_those_who_waited_for_an_adapter_are_served_before_it_goes_again():
 def test_one_of_those_who_waited_is_served_in_any_case_and_all_only_within_the_bound():
     h = with_adapters(num_pages=2, max_num_seqs=1)
     h.add(request("hold", 4, 300), *(request(f"a{i}", 4, 2, adapter="a") for i in range(3)))
-    step_until(h, "a0", Status.WAITING)
+    step_until(h, "a0", SequenceStatus.WAITING)
     h.add(request("b", 4, 2, adapter="b"))
     h.run()
     assert list(h.sink.ends) == ["hold", "a0", "b", "a1", "a2"]
@@ -288,7 +288,7 @@ def test_one_of_those_who_waited_is_served_in_any_case_and_all_only_within_the_b
 def test_a_sequence_that_only_queued_for_a_draining_adapter_waits_in_line_again():
     h = with_adapters(num_pages=2, max_num_seqs=1)
     h.add(request("run", 4, 400, adapter="a"))
-    step_until(h, "run", Status.RUNNING)
+    step_until(h, "run", SequenceStatus.RUNNING)
     h.add(request("queued", 4, 2, adapter="a"))
     h.add(request("b", 4, 2, adapter="b"))
     step_until(h, "queued", Blocker.ADAPTER)
@@ -299,11 +299,11 @@ def test_a_sequence_that_only_queued_for_a_draining_adapter_waits_in_line_again(
 def test_an_adapter_stops_draining_when_its_room_is_no_longer_wanted():
     h = with_adapters(num_pages=2, max_num_seqs=1)
     h.add(request("run", 4, 300, adapter="a"))
-    step_until(h, "run", Status.RUNNING)
+    step_until(h, "run", SequenceStatus.RUNNING)
     h.add(request("queued", 4, 2, adapter="a"), request("b", 4, 2, adapter="b"))
     step_until(h, "queued", Blocker.ADAPTER)
     h.engine.abort(Abort(request_id="b", attempt=0))
-    step_until(h, "queued", Status.WAITING, most=10)
+    step_until(h, "queued", SequenceStatus.WAITING, most=10)
     h.run()
     assert h.adapters.kinds()["place"] == 1
 
@@ -311,7 +311,7 @@ def test_an_adapter_stops_draining_when_its_room_is_no_longer_wanted():
 def test_an_adapter_as_large_as_the_device_is_placed():
     h = with_adapters(num_pages=6, pages=lambda digest, rank: 6 if digest == "big" else 1 + rank, num_ranks=2)
     h.add(*(request(f"s{i}", 4, 150, adapter=f"s{i}") for i in range(3)))
-    step_until(h, "s2", Status.RUNNING)
+    step_until(h, "s2", SequenceStatus.RUNNING)
     h.add(request("big", 4, 5, adapter="big"))
     for i in range(3, 40):
         h.add(request(f"s{i}", 4, 20, adapter=f"s{i % 5}"))
@@ -327,7 +327,7 @@ def test_an_adapter_as_large_as_the_device_is_placed():
 def test_a_step_has_at_most_max_loras_adapters_and_nobody_starves():
     h = with_adapters(num_pages=20, max_loras=2)
     h.add(request("a", 4, 10, adapter="a"), request("b", 4, 10, adapter="b"))
-    step_until(h, "b", Status.RUNNING)
+    step_until(h, "b", SequenceStatus.RUNNING)
     h.add(request("c", 4, 4, adapter="c"))
     done = flow_of(h, "a", 100, "c")
     assert done <= 8, "as soon as the adapter with the fewest rows has drained"
@@ -340,7 +340,7 @@ def test_the_base_model_overtakes_a_sequence_blocked_by_max_loras():
     h.run()
     h.sink.ends.clear()
     h.add(request("a", 4, 60, adapter="a"))
-    step_until(h, "a", Status.RUNNING)
+    step_until(h, "a", SequenceStatus.RUNNING)
     h.add(request("b", 4, 4, adapter="b"), request("base", 4, 4), request("a2", 4, 4, adapter="a"))
     h.run()
     assert list(h.sink.ends) == ["base", "a", "b", "a2"]

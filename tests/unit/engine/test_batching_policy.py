@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from tandem.workers.engine.base.blockers import Blocker
-from tandem.workers.engine.waiting.batching_policy import WholeBatches
 from tandem.workers.messages.request import Abort, GenerationRequest
 
 POLICIES = ("static", "dynamic")
@@ -29,13 +28,13 @@ class Batches:
         self._h = h
         self._num_rows = num_rows
         self._choices = 0
-        on_begun = h.engine._on_begun
+        on_begun = h.engine.requests._on_begun
 
         def noted(req: GenerationRequest, cached_tokens: int) -> None:
             on_begun(req, cached_tokens)
             self._join(req)
 
-        h.engine._on_begun = noted
+        h.engine.requests._on_begun = noted
 
     def add(self, *requests: GenerationRequest) -> None:
         for one in requests:
@@ -45,7 +44,7 @@ class Batches:
     def _join(self, req: GenerationRequest) -> None:
         ends = self._h.sink.ends
         last = self.batches[-1] if self.batches else []
-        if all(name in ends or name not in self._h.engine._requests for name in last):
+        if all(name in ends or self._h.engine.requests.get(name) is None for name in last):
             self.batches.append([req.request_id])
             self.began_s = self._h.clock.now_s
             self._choices = req.sampling.n
@@ -81,7 +80,7 @@ def test_nobody_joins_a_batch_that_runs(policy: str) -> None:
     of.add(request("late", 3, 2))
     while "long" not in h.sink.ends:
         h.step()
-        if "long" in h.engine._requests:
+        if h.engine.requests.get("long") is not None:
             assert h.states("late") == [Blocker.BATCH], "two rows are free"
     h.run()
     assert of.batches == [["long", "short"], ["late"]]
@@ -253,18 +252,15 @@ TestBatchingPolicies.settings = settings(max_examples=30, stateful_step_count=30
 def test_a_batch_whose_waiting_block_those_that_come_back_is_caught() -> None:
     """Without blocking those that must wait, one of them at the head keeps the preempted out for ever."""
     h = harness(batching_policy="static", num_blocks=9, max_num_seqs=3, max_num_batched_tokens=64)
-    h.engine._scheduler._hold = lambda seq, until: None
-    admits = WholeBatches.admits
     asked = 0
 
-    def stops(policy: WholeBatches, seq: Any) -> bool:
+    def asks_for_ever(seq: Any, until: Any, rule: Any) -> None:
         nonlocal asked
         asked += 1
         if asked > 1000:
             raise AssertionError("nobody can run")
-        return admits(policy, seq)
 
-    h.engine._scheduler._batching.admits = lambda seq: stops(h.engine._scheduler._batching, seq)  # type: ignore
+    h.engine.scheduler.admission._block = asks_for_ever
     h.add(request("a", 8, 20), request("b", 8, 20, priority=1), request("c", 8, 20))
     h.step()
     h.add(request("urgent", 8, 2, priority=-5))

@@ -21,14 +21,14 @@ from tandem.workers.engine.base.drafting import (
     DraftRecord,
     StepLine,
 )
-from tandem.workers.engine.base.sequence import Sequence, Status
+from tandem.workers.engine.base.in_flight_step import InFlightStep
+from tandem.workers.engine.base.sequence import Sequence, SequenceStatus
 from tandem.workers.engine.blocks.block_manager import BlockTable
-from tandem.workers.engine.chunk_limiter import StepChunkLimiter
-from tandem.workers.engine.in_flight_step import InFlightStep
-from tandem.workers.engine.probation import PROBATION_TOKENS, probation_tokens
+from tandem.workers.engine.observers.chunk_limiter import StepChunkLimiter
 from tandem.workers.engine.results import ResultApplier
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.transfers.kv_offload import KVOffload
+from tandem.workers.engine.waiting.probation import PROBATION_TOKENS, probation_tokens
 from tandem.workers.messages.step import RowResult, RowWork
 
 MOST = 5
@@ -230,7 +230,7 @@ def test_a_commit_of_rejected_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) 
 
     def defective(self: ResultApplier, seq: Sequence, row: RowResult) -> RowResult:
         kept = accept(self, seq, row)
-        if seq.status is Status.RUNNING:
+        if seq.status is SequenceStatus.RUNNING:
             known = [*seq.tokens, *kept.token_ids]
             num_rejected = row.num_drafts - (len(row.token_ids) - 1)
             self._manager.commit(seq.table, known, min(seq.num_computed + num_rejected, len(known)))
@@ -345,7 +345,7 @@ def test_no_drafts_while_steps_are_short_of_memory() -> None:
     h.add(*(request(f"r{i}", 4, 200) for i in range(3)))
     drafts: dict[bool, list[int]] = {False: [], True: []}
     while h.engine.has_work():
-        is_reduced = h.engine._scheduler._limit.is_reduced
+        is_reduced = h.engine.scheduler._limit.is_reduced
         h.step()
         drafts[is_reduced].append(sum(work.max_drafts for work in h.executor.plans[-1].work))
     assert len(drafts[True]) > 10 and not any(drafts[True])
@@ -382,13 +382,13 @@ def test_a_request_on_probation_has_no_drafts_and_comes_further() -> None:
     h.executor.proposes = lambda context: (4, 4)
     h.add(request("suspect", 4, 40, suspect=True), request("other", 4, 40))
     h.step()
-    seq = h.engine._requests["suspect"].sequences[0]
-    while h.engine._scheduler.alone is not None:
+    seq = h.engine.requests.get("suspect").sequences[0]
+    while h.engine.scheduler.alone is not None:
         h.step()
         last = h.executor.plans[-1]
-        if seq.row in [work.row for work in last.work] and h.engine._scheduler.alone is not None:
+        if seq.row in [work.row for work in last.work] and h.engine.scheduler.alone is not None:
             assert [work.max_drafts for work in last.work] == [0]
-    assert h.engine._requests["suspect"].sequences[0].num_output >= probation_tokens(4) > PROBATION_TOKENS
+    assert h.engine.requests.get("suspect").sequences[0].num_output >= probation_tokens(4) > PROBATION_TOKENS
     h.run()
 
 
@@ -414,7 +414,7 @@ def test_each_step_tells_its_drafts_with_its_tokens() -> None:
     h.add(*(request(f"r{i}", 4 + i, 30 + i) for i in range(4)))
     h.run()
     told = [delta.drafts for batch in h.sink.batches for delta in batch if delta.drafts is not None]
-    stats = h.engine._drafting.stats()
+    stats = h.engine.drafting.stats()
     assert all(0 <= accepted <= guessed and guessed >= 1 for guessed, accepted in told)
     assert (len(told), sum(g for g, _ in told)) == (stats.num_drafts, stats.num_draft_tokens)
     assert sum(accepted for _, accepted in told) == stats.num_accepted > 0

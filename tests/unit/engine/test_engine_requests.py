@@ -13,6 +13,7 @@ from test_engine_outputs import MODES, ONE_TOKEN_MODES
 
 from tandem.workers.messages.errors import ContextLengthExceeded, QueueFull, RequestRefused
 from tandem.workers.messages.request import Abort
+from tests.support.engine_invariants import check_invariants
 
 
 def finish_one(h: Harness, name: str = "z") -> None:
@@ -165,13 +166,13 @@ def failing(owner: object, name: str, *, before: bool) -> object:
 
 
 PLACES = {
-    "deadlines": lambda h: (h.engine._deadlines, "add"),
-    "adapter": lambda h: (h.engine._adapters, "admit"),
-    "gate": lambda h: (h.engine._scheduler._gate, "admit"),
-    "tiers": lambda h: (h.engine._offload, "load"),
-    "push": lambda h: (h.engine._waiting, "push"),
-    "order": lambda h: (h.engine._waiting.tenants, "push"),
-    "forks": lambda h: (h.engine._waiting, "block"),
+    "deadlines": lambda h: (h.engine.requests._deadlines, "add"),
+    "adapter": lambda h: (h.engine.adapters, "before_queue"),
+    "admission": lambda h: (h.engine.scheduler.admission, "enqueue"),
+    "tiers": lambda h: (h.engine.offload, "load"),
+    "push": lambda h: (h.engine.scheduler.waiting, "push"),
+    "order": lambda h: (h.engine.scheduler.waiting.tenants, "push"),
+    "forks": lambda h: (h.engine.scheduler.waiting, "block"),
 }
 
 
@@ -185,14 +186,14 @@ def test_a_request_that_fails_on_its_way_to_the_queue_leaves_nothing(place, n, b
     h.add(other)
     while "other" not in h.sink.begun:
         h.step()
-    has_adapter = place in ("adapter", "gate")
+    has_adapter = place in ("adapter", "admission")
     bad = request("bad", 6, 4, n=n, adapter="a" if has_adapter else None, deadline_s=0.001)
     with failing(*PLACES[place](h), before=before):
         with pytest.raises(TypeError):
             h.engine.add_request(bad)
-    h.engine.check_invariants()
-    assert not h.engine._limits.num_requests and not h.engine._limits.num_tokens
-    users = {state.request.request_id for known in h.engine._adapters._known.values() for state in known.users}
+    check_invariants(h.engine)
+    assert not h.engine.requests._limits.num_requests and not h.engine.requests._limits.num_tokens
+    users = {state.request.request_id for known in h.engine.adapters._known for state in known.users}
     assert users == {"other"}
     h.step()
     assert h.engine.stats().waiting == 0 and "bad" not in h.sink.ends
@@ -204,9 +205,9 @@ def test_a_request_that_fails_on_its_way_to_the_queue_leaves_nothing(place, n, b
 
 def test_a_request_that_fails_when_it_is_queued_uses_no_grammar():
     h = harness(patience=100)
-    with failing(h.engine._scheduler, "enqueue", before=True), pytest.raises(TypeError):
+    with failing(h.engine.scheduler.admission, "enqueue", before=True), pytest.raises(TypeError):
         h.engine.add_request(request("bad", 6, grammar="g"))
-    assert not any(known.users for known in h.engine._grammars._known.values())
+    assert not any(known.users for known in h.engine.grammars._known.values())
     finish_one(h)
 
 
@@ -330,7 +331,7 @@ def test_random_aborts_leave_nothing_and_disturb_nobody(mode, data):
                     keep_positions=draw(st.sampled_from([None, None, 2])),
                 )
             )
-            h.engine.check_invariants()
+            check_invariants(h.engine)
     h.assert_empty()
     for req in requests:
         ended = h.sink.ends[req.request_id]

@@ -9,7 +9,8 @@ from builders import Harness, harness, request
 from fake_adapters import AdapterPlan
 from fake_tiers import TierPlan
 
-from tandem.workers.engine.engine import ADAPTER_WAIT_S, FLUSH_POLL_S
+from tandem.workers.engine.engine import FLUSH_POLL_S
+from tandem.workers.engine.rank_answers import CACHE_WAIT_S
 from tandem.workers.messages.request import AdapterRef
 
 
@@ -93,7 +94,7 @@ def test_what_moves_decides_how_long_a_turn_waits_for_the_ranks() -> None:
     """Of adapters alone little: their sources are slow, and requests come. Of KV, or a step: as long as is said."""
     h = harness(adapters=AdapterPlan(delay=lambda move, rank: None), patience=100)
     h.engine.set_pinned_adapters([AdapterRef(name="a", digest="a", source="a")])
-    assert waits(h) == [ADAPTER_WAIT_S]
+    assert waits(h) == [CACHE_WAIT_S]
     h.add(request("b", 3, 4))
     assert waits(h) == [0.5]
     assert waits(storing()) == [0.5]
@@ -158,8 +159,8 @@ def test_the_first_guess_of_a_loads_time_is_of_one_ranks_part(block_bytes: int, 
 
 
 def test_drafts_count_among_the_tokens_of_a_step() -> None:
-    h = harness(drafts=3)
-    drafting, limiter = h.engine._drafting, h.engine._chunk_limiter
+    h = harness(drafts=3, max_itl_ms=1000.0)
+    drafting, limiter = h.engine.drafting, h.engine.scheduler._chunk_limiter
     assert drafting is not None
     with (
         mock.patch.object(drafting, "observe_step", wraps=drafting.observe_step) as of_drafting,

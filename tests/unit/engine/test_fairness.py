@@ -12,7 +12,7 @@ from builders import Harness, assert_as_expected, harness, request
 from fake_adapters import AdapterPlan
 from test_engine_outputs import MODES
 
-from tandem.workers.engine.engine import TENANT_IDLE_S
+from tandem.workers.engine.live_requests import TENANT_IDLE_S
 from tandem.workers.engine.waiting.arrival_queue import ArrivalQueue
 from tandem.workers.engine.waiting.fairness import FairQueue, TokenCosts
 from tandem.workers.messages.errors import QueueFull
@@ -254,7 +254,7 @@ def test_a_priority_keeps_blocks_from_no_other_tenant(tenant, victim):
     h.add(request("early", 8, 32, tenant="greedy", priority=-5), request("late", 8, 32, tenant=tenant))
     while not h.engine.stats().preemptions:
         h.step()
-    waiting = [seq.state.request.request_id for seq in [h.engine._waiting.peek()] if seq is not None]
+    waiting = [seq.state.request.request_id for seq in [h.engine.scheduler.waiting.peek()] if seq is not None]
     assert waiting == [victim]
     h.run()
 
@@ -365,9 +365,9 @@ def test_thousands_of_tenants_come_and_go_and_few_are_kept() -> None:
         if number % 50 == 49:
             h.run()
     per_idle_time = 2 * TENANT_IDLE_S / 2.0
-    stats, queue = h.engine.stats().tenants, h.engine._waiting.tenants
+    stats, queue = h.engine.stats().tenants, h.engine.scheduler.waiting.tenants
     assert per_idle_time / 2 - 2 <= len(stats) <= per_idle_time + 2, "idle for this long, or twice that"
-    assert len(h.engine._collector.tenants) <= per_idle_time + 2 and len(queue._tenants) <= per_idle_time + 2
+    assert len(h.engine.collector.tenants) <= per_idle_time + 2 and len(queue._tenants) <= per_idle_time + 2
     assert "t3999" in stats and stats["t3999"].generation_tokens == 1
 
 

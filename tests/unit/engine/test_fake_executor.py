@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from builders import harness, request
 
+from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.blocks.block_pool import BlockPool
-from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.messages.step import StepPlan
 

@@ -12,6 +12,7 @@ from tandem.workers.engine.base.blockers import Blocker
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import Abort, GenerationRequest
 from tandem.workers.messages.transfer import CompileGrammar, DropGrammar, Failure
+from tests.support.engine_invariants import check_invariants
 
 
 def rig(**more: Any) -> Harness:
@@ -68,7 +69,7 @@ def test_aborts_while_a_grammar_is_compiled(choice: int | None) -> None:
     h.step()
     assert h.states("a") == [Blocker.GRAMMAR, Blocker.FORK, Blocker.FORK]
     h.engine.abort(Abort(request_id="a", attempt=0, choice=choice))
-    h.engine.check_invariants()
+    check_invariants(h.engine)
     h.run()
     reasons = h.sink.ends["a"].finish_reasons
     assert reasons == ["abort"] * 3 if choice is None else ["abort", "length", "length"]
@@ -134,7 +135,7 @@ def test_a_grammar_that_takes_too_long_ends_its_requests_and_holds_up_no_others(
 def test_a_preempted_row_keeps_its_grammar() -> None:
     """Too few blocks for both answers: one of them is preempted and computed again; nothing is dropped meanwhile."""
     h = rig(num_blocks=12, caching=False)
-    h.engine._grammars._max_idle_bytes = 0
+    h.engine.grammars._max_idle_bytes = 0
     many = [request(name, 6, 24, grammar=name) for name in "ab"]
     h.add(*many)
     while h.engine.stats().preemptions == 0:
@@ -151,7 +152,7 @@ def test_a_preempted_row_keeps_its_grammar() -> None:
 def test_what_nobody_uses_goes_when_there_is_no_room() -> None:
     """With room for two, nine requests with three grammars are answered, the least recently used idle one goes."""
     h = rig()
-    h.engine._grammars._max_ready = 2
+    h.engine.grammars._max_ready = 2
     many = [request(f"r{number}", 5, grammar=f"g{number % 3}") for number in range(9)]
     for number in range(0, 9, 3):
         h.add(*many[number : number + 3])
@@ -190,5 +191,5 @@ def test_a_stop_token_ends_a_choice_with_a_grammar_before_min_tokens() -> None:
     """The ranks choose one there only if nothing else can follow."""
     h = rig()
     h.add(request("a", 5, 8, min_tokens=6, grammar="g", stop_token_ids=tuple(range(50))))
-    seq = h.engine._requests["a"].sequences[0]
+    seq = h.engine.requests.get("a").sequences[0]
     assert seq.min_len == seq.prompt_len

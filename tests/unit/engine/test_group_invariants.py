@@ -152,7 +152,7 @@ def test_a_prompt_whose_window_others_share_gives_way_or_waits(priority: int, mo
             refused.append(not super().can_take(table, num_tokens))
             return not refused[-1]
 
-    monkeypatch.setattr("tandem.workers.engine.engine.BlockManager", Counting)
+    monkeypatch.setattr("tandem.workers.engine.build_engine.BlockManager", Counting)
     h = harness(windows=(17,), num_blocks=10, max_num_batched_tokens=8)
     text = [2 + (i * 7) % 80 for i in range(100)]
     first, second = request("a", text[:41], 30), request("b", text, 3, priority=priority)

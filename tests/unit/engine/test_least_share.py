@@ -6,7 +6,7 @@ import pytest
 from builders import Harness, assert_as_expected, harness, request
 from test_engine_outputs import MODES
 
-from tandem.workers.engine import scheduler
+from tandem.workers.engine import running_rows
 from tandem.workers.messages.request import GenerationRequest
 
 ROWS, SOON = 4, 12
@@ -27,7 +27,7 @@ def flood(h: Harness, tenant: str = "loud", rows: int = ROWS + 2) -> list[Genera
 
 
 def running(h: Harness) -> list[str]:
-    return sorted(seq.tenant for seq in h.engine._scheduler._running)
+    return sorted(seq.tenant for seq in h.engine.scheduler.rows.sequences)
 
 
 def steps_to_first_token(h: Harness, name: str, most: int) -> int:
@@ -58,7 +58,7 @@ def test_long_contexts_give_up_blocks_too(mode: dict[str, Any]) -> None:
     h.add(*requests)
     for _ in range(12):
         h.step()
-    assert len(running(h)) < 8 and h.engine._manager.pool.num_allocatable < 20, "rows are free, blocks are not"
+    assert len(running(h)) < 8 and h.engine.manager.pool.num_allocatable < 20, "rows are free, blocks are not"
     requests.append(request("quiet", 78, 4, tenant="quiet"))
     h.add(requests[-1])
     before = h.engine.stats().preemptions
@@ -70,7 +70,7 @@ def test_long_contexts_give_up_blocks_too(mode: dict[str, Any]) -> None:
 
 
 def test_without_it_the_newcomer_waits_until_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "gives_way", lambda *_: None)
+    monkeypatch.setattr(running_rows, "gives_way", lambda *_: None)
     h = engine({})
     flood(h)
     h.add(request("quiet", 9, 3, tenant="quiet"))
@@ -109,24 +109,24 @@ def test_the_tenant_served_most_gives_way_its_latest() -> None:
     h.add(*(request(f"other{i}", 8, 100, tenant="other") for i in range(2)))
     for _ in range(4):
         h.step()
-    latest = max((seq for seq in h.engine._scheduler._running if seq.tenant == "loud"), key=lambda seq: seq.order)
+    latest = max((seq for seq in h.engine.scheduler.rows.sequences if seq.tenant == "loud"), key=lambda seq: seq.order)
     h.add(request("quiet", 9, 3, tenant="quiet"))
     steps_to_first_token(h, "quiet", SOON)
-    assert latest not in h.engine._scheduler._running
+    assert latest not in h.engine.scheduler.rows.sequences
     assert running(h).count("other") == 2
 
 
 def test_who_was_served_as_little_gives_way_to_nobody() -> None:
     h = engine({})
     flood(h)
-    h.engine._scheduler.charge_running()
-    running, tenants = h.engine._scheduler._running, h.engine._waiting.tenants
+    h.engine.scheduler.charge_running()
+    running, tenants = h.engine.scheduler.rows.sequences, h.engine.scheduler.waiting.tenants
     first = request("quiet", 9, 3, tenant="quiet")
     h.add(first)
-    seq = h.engine._requests["quiet"].sequences[0]
-    assert scheduler.gives_way(seq, running, tenants) is None, "it was lifted to the other's counter"
+    seq = h.engine.requests.get("quiet").sequences[0]
+    assert running_rows.gives_way(seq, running, tenants) is None, "it was lifted to the other's counter"
     tenants.charge(running[0], output_tokens=1)
-    assert scheduler.gives_way(seq, running, tenants) is not None
+    assert running_rows.gives_way(seq, running, tenants) is not None
 
 
 def test_batches_are_not_broken_up() -> None:
@@ -144,7 +144,7 @@ def test_nobody_gives_way_while_steps_are_short_of_memory() -> None:
     h.step()
     h.add(request("quiet", 9, 3, tenant="quiet"))
     reduced = 0
-    while h.engine._scheduler._limit.is_reduced:
+    while h.engine.scheduler._limit.is_reduced:
         reduced += 1
         h.step()
         assert h.engine.stats().preemptions == 0

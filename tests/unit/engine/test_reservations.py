@@ -1,6 +1,8 @@
 """Blocks of a prompt, chunk by chunk: reserved when it is admitted, findable by others until it takes them, given back
 once; seeded defects of that do not get past the state machines."""
 
+from typing import Any
+
 import block_machine
 import pytest
 import tier_machine
@@ -12,9 +14,11 @@ from prompt_machine import PromptMachine
 from tandem.workers.engine.base.sequence import Sequence
 from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
 from tandem.workers.engine.blocks.block_pool import BlockPool
+from tandem.workers.engine.running_rows import RunningRows
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.transfers.kv_offload import KVOffload
 from tandem.workers.messages.request import Abort
+from tests.support.engine_invariants import check_invariants
 
 HUNT = settings(
     max_examples=4000, stateful_step_count=40, deadline=None, derandomize=True, phases=[Phase.generate], database=None
@@ -198,18 +202,17 @@ def test_who_ends_in_the_middle_of_its_prompt_gives_back_the_rest(mode, ends):
     long, other = request("l", 80, 2), request("o", 5, 30)
     h.add(other, long)
     step_until(h, 3)
-    stats, scheduler = h.engine.stats(), h.engine._scheduler
+    stats, scheduler = h.engine.stats(), h.engine.scheduler
     assert stats.reserved_blocks > 10 and stats.running == 2
-    (seq,) = h.engine._requests["l"].sequences
+    (seq,) = h.engine.requests.get("l").sequences
     if ends == "abort":
         h.engine.abort(Abort(request_id="l", attempt=0))
     elif ends == "roll back":
         scheduler.roll_back(seq)
     else:
-        scheduler._running.remove(seq)
-        scheduler._preempt(seq)
+        scheduler.rows.preempt(seq)
     assert h.engine.stats().reserved_blocks == 0 and seq.table.num_reserved == 0
-    h.engine.check_invariants()
+    check_invariants(h.engine)
     h.run()
     assert_as_expected(h, other, *([] if ends == "abort" else [long]))
 
@@ -329,22 +332,23 @@ def test_a_defect_of_the_manager_is_caught(defect: type[BlockManager], because: 
     assert_caught(block_machine.machine(defect), because)
 
 
-@pytest.mark.parametrize("event", ["_preempt", "finish", "roll_back"])
+@pytest.mark.parametrize("event", ["preempt", "finish", "roll_back"])
 def test_a_reservation_leaked_when_a_prompt_loses_its_row_is_caught(event, monkeypatch):
     """On preemption, at an end or an abort, after a failed load."""
-    whole = getattr(Scheduler, event)
+    owner: Any = RunningRows if event == "preempt" else Scheduler
+    whole = getattr(owner, event)
 
-    def leaks(self: Scheduler, seq: Sequence) -> None:
+    def leaks(self: Any, seq: Sequence) -> None:
         seq.table.num_reserved = 0
         whole(self, seq)
 
-    monkeypatch.setattr(Scheduler, event, leaks)
+    monkeypatch.setattr(owner, event, leaks)
     assert_caught(PromptMachine, LOST)
 
 
 @pytest.mark.parametrize("defect", [TakesMore, TakesFromAll])
 def test_a_chunk_that_takes_blocks_beyond_its_reservation_is_caught(defect, monkeypatch):
-    monkeypatch.setattr("tandem.workers.engine.engine.BlockManager", defect)
+    monkeypatch.setattr("tandem.workers.engine.build_engine.BlockManager", defect)
     because = "a prompt that needs [0-9]+ blocks holds and reserves [0-9]+|reserved blocks are always there"
     assert_caught(PromptMachine, because)
 

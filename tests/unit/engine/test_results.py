@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from builders import EOS, filled, request
 
-from tandem.workers.engine.base.blockers import Blocker, Event
-from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
+from tandem.workers.engine.base.blockers import Awaited, Blocker
+from tandem.workers.engine.base.in_flight_step import InFlightStep
+from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
 from tandem.workers.engine.base.stats import Collector, Histogram
 from tandem.workers.engine.blocks.block_manager import BlockManager
-from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.results import ResultApplier, TokenGaps
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.request import TokenDelta, TokenLogprobs
@@ -29,14 +29,18 @@ class Told:
     forgotten: list[Sequence] = field(default_factory=list)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
 
+    @property
+    def admission(self) -> "Told":
+        return self
+
     def returned(self, step_id: int) -> None:
         self.returned_steps.append(step_id)
 
     def enqueue(self, seq: Sequence) -> None:
         self.added.append(seq)
-        seq.status = Status.WAITING
+        seq.status = SequenceStatus.WAITING
 
-    def unblock(self, event: Event) -> None:
+    def unblock(self, event: Awaited) -> None:
         for seq in self.waiting.unblock(event):
             self.enqueue(seq)
 
@@ -44,11 +48,11 @@ class Told:
         self.forgotten.append(seq)
 
     def finish(self, seq: Sequence) -> None:
-        if seq.status is Status.RUNNING:
+        if seq.status is SequenceStatus.RUNNING:
             self.manager.release(seq.table, 0)
         elif self.waiting.blocker_of(seq) is not None:
             self.waiting.remove(seq)
-        seq.status = Status.FINISHED
+        seq.status = SequenceStatus.FINISHED
 
 
 class Rig:
@@ -64,7 +68,9 @@ class Rig:
             assert filled(self.manager, table, 10)
             tokens = list(self.state.request.prompt_token_ids)
             stops = frozenset({EOS, STOP})
-            seq = Sequence(self.state, choice, tokens, 4, 10, 6, stops, (0, 0, choice), table, status=Status.RUNNING)
+            seq = Sequence(
+                self.state, choice, tokens, 4, 10, 6, stops, (0, 0, choice), table, status=SequenceStatus.RUNNING
+            )
             self.state.sequences.append(seq)
         self.step_id = 0
 
@@ -82,8 +88,9 @@ class Rig:
         work = [RowWork(row=i, num_tokens=count, samples=row is not None) for i, (_, count, row) in enumerate(parts)]
         rows = [row for _, _, row in parts if row is not None]
         in_flight = InFlightStep(self.step_id, [seq for seq, _, _ in parts], work)
-        deltas, self.ended = self.applier.apply(in_flight, StepResult(step_id=self.step_id, rows=rows), now_s)
-        return deltas
+        outcome = self.applier.apply(in_flight, StepResult(step_id=self.step_id, rows=rows), now_s)
+        self.ended = outcome.ended
+        return outcome.deltas
 
 
 def row(*tokens: int, **more: Any) -> RowResult:
@@ -123,7 +130,7 @@ def test_an_end_by_a_stop_token_needs_min_tokens_and_goes_before_an_end_by_lengt
     assert (delta.finish_reason, delta.stop_reason) == (reason, told)
     assert bool(r.ended) == (delta.usage is not None) == (reason is not None)
     if reason is not None:
-        assert seq.status is Status.FINISHED and r.collector.finished[reason] == 1 and r.state.num_live == 0
+        assert seq.status is SequenceStatus.FINISHED and r.collector.finished[reason] == 1 and r.state.num_live == 0
 
 
 def test_the_models_own_end_is_no_stop_reason():
@@ -174,7 +181,7 @@ def test_a_token_of_a_preempted_choice_counts_and_its_kv_does_not():
     r = Rig()
     (seq,) = r.state.sequences
     r.manager.release(seq.table, 0)
-    seq.status, seq.num_computed = Status.WAITING, 0
+    seq.status, seq.num_computed = SequenceStatus.WAITING, 0
     (delta,) = r.apply((seq, 1, row(9)))
     assert delta.token_ids == [9] and seq.num_computed == 0
     assert r.apply((seq, 2, None)) == [] and seq.table.num_committed == 0
@@ -196,7 +203,7 @@ def test_choices_that_wait_for_the_prompt_come_in_when_it_is_computed():
 def test_when_all_that_run_have_ended_one_that_waits_computes_the_prompt():
     r = Rig(n=3)
     first, second, third = r.state.sequences
-    second.status = third.status = Status.WAITING
+    second.status = third.status = SequenceStatus.WAITING
     r.fork([second, third])
     first.tokens += [9]
     r.apply((first, 1, row(STOP)))

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from test_engine_outputs import MODES, ONE_TOKEN_MODES
 
 from tandem.workers.engine.base.blockers import Blocker
-from tandem.workers.engine.probation import PROBATION_TOKENS
+from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import QueueFull
 from tandem.workers.messages.request import Abort, GenerationRequest
 from tandem.workers.messages.transfer import FetchAdapter
+from tests.support.engine_invariants import check_invariants
 
 ADAPTERS = ("a", "b", "s3://c")
 
@@ -372,14 +373,14 @@ def test_whose_result_cannot_be_applied_is_known(mode):
     h.add(request("first", 5, 30))
     h.step()
     h.add(request("s", 5, 30, attempt=1, suspect=True))
-    apply = h.engine._results.apply
+    apply = h.engine.results.apply
 
     def choke(step, result, now_s):
         if all(seq.state.request.request_id == "s" for seq in step.sequences):
             raise IndexError("a token too much")
         return apply(step, result, now_s)
 
-    h.engine._results.apply = choke
+    h.engine.results.apply = choke
     with pytest.raises(IndexError):
         h.run()
     assert h.engine.losses() == {"first": "bystander", "s": "alone"}
@@ -390,7 +391,7 @@ def test_a_request_that_could_not_be_taken_in_leaves_nothing(broken, monkeypatch
     """Whether it was queued already or not."""
     h = harness(max_num_queued_reqs=1)
     *path, name = broken.split(".")
-    owner = getattr(h.engine, path[0]) if path else h.engine
+    owner = getattr(h.engine.requests, path[0]) if path else h.engine.requests
     real = getattr(owner, name)
 
     def fail(state, *more):
@@ -403,7 +404,7 @@ def test_a_request_that_could_not_be_taken_in_leaves_nothing(broken, monkeypatch
         with pytest.raises(TypeError):
             h.add(request("bad", 3))
     h.engine.abort(Abort(request_id="bad", attempt=0))
-    h.engine.check_invariants()
+    check_invariants(h.engine)
     assert not h.engine.has_work()
     good = request("good", 3)
     h.add(good)  # the queue has room

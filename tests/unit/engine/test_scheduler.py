@@ -4,7 +4,7 @@ import pytest
 from builders import Harness, assert_as_expected, harness, request
 from test_engine_outputs import MODES
 
-from tandem.workers.engine.step_log import StepLog
+from tandem.workers.engine.observers.step_log import StepLog
 from tandem.workers.messages.request import Abort
 from tandem.workers.messages.step import StepPlan
 
@@ -184,7 +184,7 @@ def test_blocks_of_a_prompt_are_found_while_its_last_chunks_are_still_to_come(mo
     h = harness(**mode, num_blocks=64, block_size=4, max_num_batched_tokens=chunk)
     first = request("first", 40, 2)
     h.add(first)
-    (seq,) = h.engine._requests["first"].sequences
+    (seq,) = h.engine.requests.get("first").sequences
     while not seq.num_computed:
         h.step()
     assert seq.num_computed % chunk == 0 and seq.num_computed < 40

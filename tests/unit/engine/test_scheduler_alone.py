@@ -1,6 +1,6 @@
 """The scheduler without an engine: what each plan holds, who is let in, who gives way, what is told to the queue."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
 
@@ -8,15 +8,18 @@ import pytest
 from builders import filled, request
 
 from tandem.configs.schema import SchedulerSettings
-from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.blockers import Awaited, Blocker
 from tandem.workers.engine.base.drafting import Drafting, DraftRecord
-from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
+from tandem.workers.engine.base.in_flight_step import InFlightStep
+from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
 from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
-from tandem.workers.engine.in_flight_step import InFlightStep
+from tandem.workers.engine.observers.chunk_limiter import ChunkLimiter
 from tandem.workers.engine.scheduler import Scheduler
-from tandem.workers.engine.transfers.lower_tiers import OverlappedLoad
+from tandem.workers.engine.transfers.lower_tiers import LowerTiers, OverlappedLoad
+from tandem.workers.engine.waiting.admission_rule import AdmissionRule
+from tandem.workers.engine.waiting.batching_policy import NEXT_BATCH
 from tandem.workers.engine.waiting.fairness import FairQueue, TokenCosts
-from tandem.workers.engine.waiting.max_loras import MaxLorasGate
+from tandem.workers.engine.waiting.probation import Probation
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.step import StepPlan
 from tandem.workers.messages.transfer import Failure
@@ -24,20 +27,7 @@ from tandem.workers.messages.transfer import Failure
 SIZE = 4
 
 
-class Limit:
-    """A pacer that always says the same."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-
-    def limit(self) -> int:
-        return self.tokens
-
-    def observe(self, prompt_tokens: int, device_s: float) -> None:
-        del prompt_tokens, device_s
-
-
-class Tiers:
+class Tiers(LowerTiers):
     """Writes down what it is asked; `loads`: sequences for which something is brought up."""
 
     def __init__(self) -> None:
@@ -86,7 +76,7 @@ class Bench:
 
     @property
     def num_running(self) -> int:
-        return sum(seq.status is Status.RUNNING for seq in self.scheduler._running)
+        return sum(seq.status is SequenceStatus.RUNNING for seq in self.scheduler.rows.sequences)
 
     def __init__(
         self,
@@ -98,7 +88,7 @@ class Bench:
         relay: bool = False,
         pace: int | None = None,
         tiers: Tiers | None = None,
-        gate: type[MaxLorasGate] = MaxLorasGate,
+        rules: Iterable[AdmissionRule] = (),
         drafting: Drafting | None = None,
     ) -> None:
         settings = SchedulerSettings(
@@ -106,16 +96,17 @@ class Bench:
         )
         self.manager = BlockManager(num_blocks, SIZE, model_revision="m", kv_dtype="d")
         self.queue = WaitingQueue(FairQueue(TokenCosts(prompt=1.0, output=10.0)))
-        self.gate = gate(None, 1, self.queue)
+        probation = Probation(self.queue, 0 if drafting is None else drafting.most)
         self.scheduler = Scheduler(
             settings,
             self.manager,
             self.queue,
-            Limit(pace or 10**6),
+            ChunkLimiter(pace or 10**6),
+            [probation, *rules],
+            probation,
             relay=relay,
             depth=depth,
             tiers=tiers,
-            gate=self.gate,
             drafting=drafting,
         )
         self.flights: list[InFlightStep] = []
@@ -156,7 +147,7 @@ class Bench:
 
     def add(self, prompt: int, most: int = 50, **more: Any) -> Sequence:
         (seq,) = self.make(prompt, most, **more)
-        self.scheduler.enqueue(seq)
+        self.scheduler.admission.enqueue(seq)
         return seq
 
     def plan(self) -> StepPlan | None:
@@ -171,18 +162,23 @@ class Bench:
         assert plan is not None
         return plan
 
+    def withdraw(self, seq: Sequence) -> None:
+        """Its adapter has left the device."""
+        self.queue.block(seq, Blocker.ADAPTER, seq.adapter)
+        self.scheduler.admission.withdraw(seq)
+
     def back(self) -> None:
         """The oldest result: a token for each row that sampled."""
         in_flight = self.flights.pop(0)
         self.scheduler.returned(in_flight.step_id)
         for seq, work in zip(in_flight.sequences, in_flight.work, strict=True):
-            if in_flight.step_id <= seq.void_until or seq.status is Status.FINISHED:
+            if in_flight.step_id <= seq.void_until or seq.status is SequenceStatus.FINISHED:
                 continue
-            if seq.status is Status.RUNNING:
+            if seq.status is SequenceStatus.RUNNING:
                 seq.num_computed += work.num_tokens
             if work.samples:
                 seq.tokens.append(7)
-            if seq.status is Status.RUNNING:
+            if seq.status is SequenceStatus.RUNNING:
                 self.manager.commit(seq.table, seq.tokens, seq.num_computed)
 
     def step(self) -> dict[Sequence, int]:
@@ -306,7 +302,7 @@ def test_rows_are_freed_once_and_not_when_they_are_bound_again():
     ]
     d.back()
     d.scheduler.finish(one)
-    assert one.row == -1 and one.status is Status.FINISHED and d.num_running == 1
+    assert one.row == -1 and one.status is SequenceStatus.FINISHED and d.num_running == 1
     assert d.planned().freed_rows == [0] and d.planned().freed_rows == []
     d.back()
     d.scheduler.finish(two)
@@ -331,7 +327,7 @@ def test_who_comes_in_takes_its_place_among_those_who_run():
     d.step()
     order += [d.add(2, priority=priority) for priority in (2, 0, 4)]
     d.step()
-    assert d.scheduler._running == sorted(order, key=lambda seq: seq.order)
+    assert d.scheduler.rows.sequences == sorted(order, key=lambda seq: seq.order)
 
 
 # ---- letting in ----
@@ -351,14 +347,18 @@ def test_who_may_have_its_last_token_in_a_plan_in_flight_holds_up_nobody():
     short, long = d.add(3, most=3), d.add(3)
     d.step()
     assert [work.max_drafts for work in d.planned().work] == [1, 3], "short lacks two tokens"
-    assert [work.row for work in d.planned().work] == [long.row] and short.status is Status.RUNNING
+    assert [work.row for work in d.planned().work] == [long.row] and short.status is SequenceStatus.RUNNING
 
 
-def test_who_waits_for_the_next_batch_holds_up_nobody_of_this_one(monkeypatch):
+def test_who_waits_for_the_next_batch_holds_up_nobody_of_this_one():
     """As those of it that were preempted, behind one that has come since with a higher priority."""
-    d = Bench()
+
+    class NotOfIt(AdmissionRule):
+        def before_row(self, seq: Sequence) -> Awaited | None:
+            return NEXT_BATCH if seq is late else None
+
+    d = Bench(rules=[NotOfIt()])
     late, back = d.add(3, priority=-1), d.add(3)
-    monkeypatch.setattr(d.scheduler._batching, "admits", lambda seq: seq is not late)
     assert d.step() == {back: 3}
     assert d.queue.blocker_of(late) is Blocker.BATCH
 
@@ -393,7 +393,7 @@ def test_nobody_is_let_in_by_a_step_that_takes_blocks_away():
     seen = []
     while not d.scheduler.num_preemptions:
         seen.append(d.step())
-    assert late.status is Status.WAITING and small not in seen[-1] and early in seen[-1]
+    assert late.status is SequenceStatus.WAITING and small not in seen[-1] and early in seen[-1]
     assert late.num_scheduled == late.num_computed == 0 and not late.table.block_ids
 
 
@@ -420,7 +420,7 @@ def test_what_is_found_is_not_charged():
     (again,) = d.make(9, tenant="other")
     again.tokens[:] = first.tokens[:9]
     d.queue.tenants.drain_charges()
-    d.scheduler.enqueue(again)
+    d.scheduler.admission.enqueue(again)
     d.planned()
     assert d.flights[-1].admitted == [(again, 8)] and again.num_computed == again.num_scheduled - 1 == 8
     assert d.queue.tenants.drain_charges() == {"other": 1.0}
@@ -430,8 +430,7 @@ def test_a_token_that_came_after_its_sequence_gave_way_is_charged():
     d = Bench()
     seq = d.add(3)
     d.planned()
-    d.scheduler._running.remove(seq)
-    d.scheduler._preempt(seq)
+    d.scheduler.rows.preempt(seq)
     d.back()
     assert len(seq.tokens) == 4 and d.queue.tenants.counter(seq) == 3
     d.scheduler.finish(seq)
@@ -446,64 +445,48 @@ def test_between_tenants_the_order_is_of_what_those_who_run_have_had_by_now():
     same, other = d.add(2, tenant="loud"), d.add(2, tenant="quiet")
     d.queue.tenants.charge(other, prompt_tokens=15)
     assert d.queue.tenants.counter(same) == 2, "its output is not charged yet"
-    assert d.step() == {running: 1, other: 2} and same.status is Status.WAITING
+    assert d.step() == {running: 1, other: 2} and same.status is SequenceStatus.WAITING
 
 
-class InVain(MaxLorasGate):
-    """Every adapter is on the device, and none of them has its turn."""
+class InVain(AdmissionRule):
+    """Every adapter is on the device, and none of them has its turn; writes down who waits no longer."""
 
-    def admit(self, seq: Sequence) -> bool:
-        return True
+    def __init__(self) -> None:
+        self.gone: list[Sequence] = []
 
-    def may_run(self, seq: Sequence) -> bool:
-        self._waiting.block(seq, Blocker.TURN, seq.adapter)
-        self._drains_for = None
-        return False
+    def before_row(self, seq: Sequence) -> Awaited | None:
+        return None if seq.adapter is None else Awaited(Blocker.TURN, seq.adapter)
 
-    def check_invariants(self, running: list[Sequence]) -> None:
-        """There are none of these."""
+    def left(self, seq: Sequence) -> None:
+        self.gone.append(seq)
 
 
 def test_who_waits_for_the_turn_of_its_adapter_holds_up_nobody_and_may_be_taken_back():
-    d = Bench(gate=InVain)
+    d = Bench(rules=[InVain()])
     (waiting,) = d.make(3)
     waiting.adapter = "x"
-    d.scheduler.enqueue(waiting)
+    d.scheduler.admission.enqueue(waiting)
     behind = d.add(3)
     assert d.step() == {behind: 3} and list(d.queue.blocked_by(Blocker.TURN, "x")) == [waiting]
-    d.scheduler.withdraw(waiting)
+    d.withdraw(waiting)
     assert d.queue.blocker_of(waiting) is Blocker.ADAPTER and not d.queue.keys_of(Blocker.TURN)
 
 
-class Noted(InVain):
-    """Writes down for which sequences it is told that they wait no longer."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.dropped: list[Sequence] = []
-        self.withdrawn: list[Sequence] = []
-
-    def drop(self, seq: Sequence) -> None:
-        self.dropped.append(seq)
-
-    def withdraw(self, seq: Sequence) -> None:
-        self.withdrawn.append(seq)
-
-
-def test_the_gate_hears_of_who_ends_while_it_waits_but_for_forks_and_of_who_waits_for_its_adapter_again():
-    d = Bench(gate=Noted)
+def test_rules_hear_of_who_ends_while_it_waits_but_for_forks_and_of_who_waits_for_its_adapter_again():
+    rule = InVain()
+    d = Bench(rules=[rule])
     again, ending, fork = (seq for _ in range(3) for seq in d.make(3))
     for seq in (again, ending, fork):
         seq.adapter = "x"
-    d.scheduler.enqueue(again)
-    d.scheduler.enqueue(ending)
+    d.scheduler.admission.enqueue(again)
+    d.scheduler.admission.enqueue(ending)
     d.queue.block(fork, Blocker.FORK, "r")
     base = d.add(3)
     d.step()
-    d.scheduler.withdraw(again)
+    d.withdraw(again)
     for seq in (ending, fork, base):
         d.scheduler.finish(seq)
-    assert isinstance(d.gate, Noted) and (d.gate.withdrawn, d.gate.dropped) == ([again], [ending])
+    assert rule.gone == [again, ending]
 
 
 @pytest.mark.parametrize("failure", [None, Failure("disk", "gone")])
@@ -513,13 +496,13 @@ def test_who_waited_for_kv_that_could_not_be_loaded_computes_it(failure):
     d.add(2)
     (seq,) = d.make(9)
     tiers.loads.append(seq)
-    d.scheduler.enqueue(seq)
+    d.scheduler.admission.enqueue(seq)
     assert d.queue.blocker_of(seq) is Blocker.KV
     tiers.loads.clear()
-    d.scheduler.unblock(Event(Blocker.KV, 3, failure))
+    d.scheduler.admission.unblock(Awaited(Blocker.KV, 3, failure))
     assert d.queue.blocker_of(seq) is None and tiers.of("forbid_loads") == ([seq] if failure else [])
     d.queue.block(seq, Blocker.ADAPTER, "x")
-    d.scheduler.unblock(Event(Blocker.ADAPTER, "x", failure))
+    d.scheduler.admission.unblock(Awaited(Blocker.ADAPTER, "x", failure))
     assert len(tiers.of("forbid_loads")) == bool(failure), "what else fails does not speak of KV"
 
 
@@ -530,13 +513,13 @@ def test_of_two_tenants_the_one_that_has_had_more_gives_way():
     """Nobody waits, so nothing has been charged before: it is charged when blocks run out."""
     d = Bench(num_blocks=6)
     (hungry,) = d.make(3, tenant="hungry")
-    d.scheduler.enqueue(hungry)
+    d.scheduler.admission.enqueue(hungry)
     for _ in range(8):
         d.step()
     modest = d.add(3, tenant="modest", priority=9)
     while not d.scheduler.num_preemptions:
         d.step()
-    assert (hungry.status, modest.status) == (Status.WAITING, Status.RUNNING)
+    assert (hungry.status, modest.status) == (SequenceStatus.WAITING, SequenceStatus.RUNNING)
 
 
 @pytest.mark.parametrize("ends_with", [1, 2])
@@ -546,8 +529,8 @@ def test_who_lacks_a_block_that_a_plan_in_flight_still_names_sits_out(ends_with)
     growing, ending, other = d.add(3), d.add(4 * ends_with - 1), d.add(1)
     d.planned()
     d.back()
-    assert growing.status is ending.status is Status.RUNNING
-    if other.status is Status.WAITING:
+    assert growing.status is ending.status is SequenceStatus.RUNNING
+    if other.status is SequenceStatus.WAITING:
         d.scheduler.finish(other)
     while d.manager.pool.num_allocatable:
         assert d.manager.pool.allocate(1)
@@ -556,7 +539,7 @@ def test_who_lacks_a_block_that_a_plan_in_flight_still_names_sits_out(ends_with)
     assert (d.manager.pool.num_allocatable, d.manager.pool.num_pending) == (0, len(ending.table.block_ids) or ends_with)
     plan = d.plan()
     assert plan is None or growing.row not in {work.row for work in plan.work}
-    assert d.scheduler.num_preemptions == 0 and growing.status is Status.RUNNING
+    assert d.scheduler.num_preemptions == 0 and growing.status is SequenceStatus.RUNNING
     while d.flights:
         d.back()
     assert growing.row in {work.row for work in d.planned().work}
@@ -570,7 +553,7 @@ def test_those_behind_one_that_sits_out_are_served():
     d.planned()
     d.scheduler.finish(ending)
     assert [work.row for work in d.planned().work] == [behind.row]
-    assert growing.status is Status.RUNNING and d.scheduler.num_preemptions == 0
+    assert growing.status is SequenceStatus.RUNNING and d.scheduler.num_preemptions == 0
 
 
 def test_all_choices_of_a_request_give_way_together_where_they_are_kept_below():
@@ -580,14 +563,14 @@ def test_all_choices_of_a_request_give_way_together_where_they_are_kept_below():
         d.step()
         pair = d.make(1, n=2, tenant="b")
         for seq in pair:
-            d.scheduler.enqueue(seq)
+            d.scheduler.admission.enqueue(seq)
         d.queue.tenants.charge(pair[0], prompt_tokens=10_000)
         d.step()
         assert d.num_running == 3 and d.manager.pool.allocate(1), "the last block is somebody else's"
         d.step()
         d.step()
-        assert d.scheduler.num_preemptions == gone and first.status is Status.RUNNING
-        assert [seq.status for seq in pair].count(Status.WAITING) == gone
+        assert d.scheduler.num_preemptions == gone and first.status is SequenceStatus.RUNNING
+        assert [seq.status for seq in pair].count(SequenceStatus.WAITING) == gone
         if tiers is not None:
             assert tiers.of("swap_out") == [1, 1]
 
@@ -598,7 +581,7 @@ def test_who_rests_on_kv_that_did_not_come_is_rolled_back_and_its_next_plans_cou
     d.planned()
     d.planned()
     d.scheduler.roll_back(seq)
-    assert (seq.status, seq.void_until, seq.row) == (Status.WAITING, 2, -1)
+    assert (seq.status, seq.void_until, seq.row) == (SequenceStatus.WAITING, 2, -1)
     assert (seq.num_known, seq.num_scheduled, seq.num_computed, seq.table.block_ids) == (5, 0, 0, [])
     assert d.num_running == 1 and len(d.queue) == 1
     d.back()
@@ -614,7 +597,7 @@ def test_who_waits_or_has_ended_is_rolled_back_without_a_row():
     waiting.num_known = 9
     d.scheduler.roll_back(waiting)
     d.scheduler.roll_back(ended)
-    assert (waiting.num_known, waiting.status, ended.void_until) == (5, Status.WAITING, 0)
+    assert (waiting.num_known, waiting.status, ended.void_until) == (5, SequenceStatus.WAITING, 0)
 
 
 # ---- tiers below ----
@@ -628,7 +611,7 @@ def test_a_plan_that_is_taken_back_changes_none_that_has_ended_or_was_rolled_bac
     d.scheduler.finish(ended)
     d.scheduler.roll_back(lost)
     counts = ended.num_known, ended.num_scheduled
-    d.scheduler.undo(d.flights.pop())
+    d.scheduler.take_back(d.flights.pop())
     assert (ended.num_known, ended.num_scheduled) == counts
     assert (lost.num_known, lost.num_scheduled) == (len(lost.tokens), 0)
     assert (stream.num_known, stream.num_scheduled) == (len(stream.tokens), len(stream.tokens) - 1)
@@ -670,11 +653,11 @@ def test_a_newcomer_behind_others_asks_at_once_for_what_lies_below():
     behind, found = d.add(3), d.make(3)[0]
     assert tiers.of("load") == [behind]
     tiers.loads.append(found)
-    d.scheduler.enqueue(found)
+    d.scheduler.admission.enqueue(found)
     assert d.queue.blocker_of(found) is Blocker.KV and len(d.queue) == 2
     assert d.step() == {alone: 3, behind: 3}
     tiers.loads.clear()
-    d.scheduler.unblock(Event(Blocker.KV, 3))
+    d.scheduler.admission.unblock(Awaited(Blocker.KV, 3))
     assert d.step() == {alone: 1, behind: 1, found: 3}
 
 
@@ -700,10 +683,10 @@ def test_who_has_run_before_does_not_wait_for_those_in_the_queue():
     d.step()
     d.add(30)
     before = len(tiers.of("load"))
-    d.scheduler.enqueue(*d.make(3))
+    d.scheduler.admission.enqueue(*d.make(3))
     assert len(tiers.of("load")) == before
     back.bound_step = 1
-    d.scheduler.enqueue(back)
+    d.scheduler.admission.enqueue(back)
     assert tiers.of("load")[before:] == [back]
 
 
@@ -712,13 +695,13 @@ def test_at_its_turn_one_that_is_alone_joins_and_others_load():
     d = Bench(tiers=tiers)
     first, loading, third = d.add(3), d.make(3)[0], d.make(3)[0]
     tiers.loads.append(loading)
-    d.scheduler.enqueue(loading)
-    d.scheduler.enqueue(third)
+    d.scheduler.admission.enqueue(loading)
+    d.scheduler.admission.enqueue(third)
     assert d.step() == {first: 3, third: 3}, "who waits for a load holds up nobody"
     assert tiers.of("join") == [first] and tiers.of("load") == [loading, third, first, third]
     assert tiers.reserves == [0, 0, 0, 1] and d.queue.blocker_of(loading) is Blocker.KV
     loading.adapter = "x"
-    d.scheduler.withdraw(loading)
+    d.withdraw(loading)
     assert d.queue.blocker_of(loading) is Blocker.ADAPTER and tiers.of("drop") == [loading]
 
 
@@ -731,7 +714,7 @@ def test_a_joined_load_is_awaited_and_its_blocks_lead():
     for block_id, key in zip(coming, keys, strict=True):
         d.manager.pool.publish(block_id, key)
     tiers.load_overlapped = lambda _: OverlappedLoad(5, coming)  # type: ignore[method-assign]
-    d.scheduler.enqueue(seq)
+    d.scheduler.admission.enqueue(seq)
     plan = d.planned()
     assert plan.awaits == [5] and plan.work[0].num_tokens == 1 and plan.work[0].new_block_ids[:2] == coming
     assert plan.new_rows[0].num_computed == 8 and tiers.of("load") == []
@@ -750,11 +733,11 @@ def test_a_suspect_that_loads_kv_leaves_its_turn_to_the_next_and_gets_it_again(i
     tiers.loads.append(slow)
     if is_queued:  # nothing was found when it came, and then something at its turn
         tiers.loads.clear()
-        d.scheduler.enqueue(slow)
+        d.scheduler.admission.enqueue(slow)
         assert d.scheduler.alone is slow.state
         tiers.loads.append(slow)
     else:
-        d.scheduler.enqueue(slow)
+        d.scheduler.admission.enqueue(slow)
     fast = d.add(3, suspect=True)
     if is_queued:
         assert d.queue.blocker_of(fast) is Blocker.ALONE
@@ -762,7 +745,7 @@ def test_a_suspect_that_loads_kv_leaves_its_turn_to_the_next_and_gets_it_again(i
     assert d.queue.blocker_of(slow) is Blocker.KV
     assert d.step() == {fast: 3} and d.scheduler.alone is fast.state
     tiers.loads.clear()
-    d.scheduler.unblock(Event(Blocker.KV, 3))
+    d.scheduler.admission.unblock(Awaited(Blocker.KV, 3))
     assert d.queue.blocker_of(slow) is Blocker.ALONE and tiers.of("drop")[-1] is slow
     steps = [d.step() for _ in range(8)]
     assert steps[:6] == [{other: 1}, {fast: 1}] * 3
@@ -777,7 +760,7 @@ def test_a_suspect_that_waits_for_its_adapter_again_or_was_preempted_leaves_its_
     slow, fast = d.add(3, suspect=True), d.add(3, suspect=True)
     assert d.scheduler.alone is slow.state
     slow.adapter = "x"
-    d.scheduler.withdraw(slow)
+    d.withdraw(slow)
     assert d.step() == {other: 1} and d.scheduler.alone is fast.state
     d.scheduler.finish(other)
     assert d.step() == {fast: 3}
@@ -795,9 +778,9 @@ def test_a_suspect_that_waits_for_its_adapter_again_or_was_preempted_leaves_its_
 def test_a_choice_shares_the_prompt_of_one_that_has_computed_it():
     d = Bench()
     first, second = d.make(6, n=2)
-    d.scheduler.enqueue(first)
+    d.scheduler.admission.enqueue(first)
     d.step()
-    d.scheduler.enqueue(second)
+    d.scheduler.admission.enqueue(second)
     plan = d.planned()
     assert second.num_scheduled == 6 and second.table.block_ids[0] == first.table.block_ids[0]
     assert plan.block_copies == [(first.table.block_ids[1], second.table.block_ids[1])]
@@ -809,9 +792,9 @@ def test_a_choice_needs_room_for_what_it_does_not_share(spare, computed):
     """One block of its own, and one left for those who run. It takes over the last, half full block as well."""
     d = Bench(num_blocks=3 + spare)
     first, second = d.make(10, n=2)
-    d.scheduler.enqueue(first)
+    d.scheduler.admission.enqueue(first)
     d.step()
-    d.scheduler.enqueue(second)
+    d.scheduler.admission.enqueue(second)
     d.planned()
     assert d.flights[-1].admitted == ([] if computed is None else [(second, computed)])
 
@@ -819,10 +802,10 @@ def test_a_choice_needs_room_for_what_it_does_not_share(spare, computed):
 def test_a_choice_that_has_said_something_shares_the_prompt_if_no_more_of_it_is_found():
     d = Bench()
     first, second = d.make(6, n=2)
-    d.scheduler.enqueue(first)
+    d.scheduler.admission.enqueue(first)
     d.step()
     second.tokens += [1, 2, 3]
-    d.scheduler.enqueue(second)
+    d.scheduler.admission.enqueue(second)
     plan = d.planned()
     assert d.flights[-1].admitted == [(second, 6)] and len(plan.block_copies) == 1
 
@@ -835,9 +818,9 @@ def test_a_choice_whose_answer_is_found_too_takes_that():
     assert filled(d.manager, table, 8)
     d.manager.commit(table, second.tokens, 8)
     d.manager.release(table, 0)
-    d.scheduler.enqueue(first)
+    d.scheduler.admission.enqueue(first)
     d.step()
-    d.scheduler.enqueue(second)
+    d.scheduler.admission.enqueue(second)
     plan = d.planned()
     assert d.flights[-1].admitted == [(second, 8)] and plan.block_copies == []
 

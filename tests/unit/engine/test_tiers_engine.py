@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.workers.engine.base.blockers import Blocker
-from tandem.workers.engine.base.sequence import Status
+from tandem.workers.engine.base.sequence import SequenceStatus
 from tandem.workers.messages.errors import GroupLost
 from tandem.workers.messages.request import Abort, GenerationRequest
 from tandem.workers.messages.transfer import CopyKV
+from tests.support.engine_invariants import check_invariants
 
 MODES = [
     pytest.param({"asynchronous": False}, id="depth1"),
@@ -35,7 +36,7 @@ def of_kind(*kinds: str) -> Any:
 def beside(h: Harness) -> None:
     """Another request runs: nobody's step may be held up by a load now, so the next one waits for it in the queue."""
     h.add(request("beside", 2, 10))
-    while Status.RUNNING not in h.states("beside"):
+    while SequenceStatus.RUNNING not in h.states("beside"):
         h.step()
 
 
@@ -86,7 +87,7 @@ def test_a_load_begins_in_the_queue_if_the_next_step_has_tokens_for_its_request(
     h.add(again)
     for _ in range(3):
         h.step()
-    assert len(h.engine._requests) == 3
+    assert sum(1 for _ in h.engine.requests) == 3
     assert h.tiers.kinds()["load"] == loaded
     h.run()
     assert_as_expected(h, again)
@@ -161,11 +162,11 @@ def test_a_request_is_preempted_whole_and_its_choices_share_again(mode):
         h = harness(**mode, num_blocks=num_blocks, tiers=TierPlan(host_slots=200, num_ranks=2), patience=PATIENCE)
         h.add(*early, four)
         while "four" not in h.sink.ends:
-            before, running = h.engine.stats().preemptions, h.states("four").count(Status.RUNNING)
+            before, running = h.engine.stats().preemptions, h.states("four").count(SequenceStatus.RUNNING)
             h.step()
             if (gave := h.engine.stats().preemptions - before) > 1 and running > 1:
                 went.append(gave)
-                assert Status.RUNNING not in h.states("four")
+                assert SequenceStatus.RUNNING not in h.states("four")
         h.run()
         assert_as_expected(h, *early, four)
         offload = h.engine.stats().offload
@@ -189,7 +190,7 @@ def test_without_tiers_choices_are_preempted_one_by_one():
         h.add(*early, four)
         while not h.engine.stats().preemptions:
             h.step()
-        assert h.states("four").count(Status.RUNNING) >= 2, "a step may need room twice"
+        assert h.states("four").count(SequenceStatus.RUNNING) >= 2, "a step may need room twice"
         h.run()
         assert_as_expected(h, *early, four)
 
@@ -201,7 +202,7 @@ def test_a_request_that_fills_the_pool_by_itself_gives_up_one_choice_at_a_time(m
     h.add(four)
     while not h.engine.stats().preemptions:
         h.step()
-    assert h.states("four").count(Status.RUNNING) == 3
+    assert h.states("four").count(SequenceStatus.RUNNING) == 3
     h.run()
     assert_as_expected(h, four)
 
@@ -280,7 +281,7 @@ def test_an_abort_while_loading_leaves_nothing(mode, keep):
     h.add(request("again", [*first.prompt_token_ids, 5, 6], 4, n=2))
     step_until_loading(h, "again")
     h.engine.abort(Abort(request_id="again", attempt=0, keep_positions=keep))
-    h.engine.check_invariants()
+    check_invariants(h.engine)
     assert set(h.sink.ends["again"].finish_reasons) == {"abort" if keep is None else "stop"}
     assert h.tiers.under_way, "the copy itself goes on"
     h.run()
@@ -430,7 +431,7 @@ def test_blocks_of_a_failed_request_are_found_no_more_on_any_tier(disk_keys, lat
     plan = TierPlan(host_slots=64, disk_keys=disk_keys, delay=lambda t, rank: late if t.kind != "load" else 0)
     h = harness(num_blocks=12, tiers=plan, patience=PATIENCE, fail_at=frozenset({(bad.sampling.seed, 0, 3)}))
     h.add(first)
-    while h.engine._requests:
+    while h.engine.requests:
         h.step()
     h.add(bad)
     h.run()

@@ -8,7 +8,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.blockers import Awaited, Blocker
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.transfer import Failure
 
@@ -63,7 +63,7 @@ def machine(queue_class: type[WaitingQueue] = WaitingQueue) -> type[RuleBasedSta
 
         @rule(data=st.data(), cause=st.sampled_from(CAUSES), tenant=st.sampled_from(["", "t"]), fails=st.booleans())
         def unblock(self, data: st.DataObject, cause: Any, tenant: str, fails: bool) -> None:
-            event = Event(*cause, Failure("internal", "a rule says so") if fails else None)
+            event = Awaited(*cause, Failure("internal", "a rule says so") if fails else None)
             freed = self.queue.unblock(event, only=(lambda seq: seq.tenant == tenant) if tenant else None)
             wanted = {seq for seq, of in self.model.items() if of == cause and tenant in ("", seq.tenant)}
             assert set(freed) == wanted, "others than waited for it"
@@ -142,7 +142,7 @@ class KeepsUsers(WaitingQueue):
 
 
 class FreesAll(WaitingQueue):
-    def unblock(self, event: Event, only: Any = None) -> list[Any]:
+    def unblock(self, event: Awaited, only: Any = None) -> list[Any]:
         return super().unblock(event)
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tandem.workers.kernels.cpu import cpu_chunk_attention
+from tandem.workers.kernels.cpu.attention import cpu_chunk_attention
+from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.cpu_build import cpu_chunk_library
-from tandem.workers.kernels.cpu.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.models.spec.arch import AttentionParams
 
 BF16 = torch.bfloat16

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tandem.workers.kernels import weight_blocks
+from tandem.workers.kernels.cpu import weight_blocks
 from tandem.workers.kernels.cpu.cpu_build import obstacle
-from tandem.workers.kernels.weight_blocks import BLOCK, in_blocks, torch_in_blocks
+from tandem.workers.kernels.cpu.weight_blocks import BLOCK, in_blocks, torch_in_blocks
 
 needs_kernel = pytest.mark.skipif(obstacle(torch.bfloat16) is not None, reason="no compiler")
 SIZES = [(64, 32), (1, 2), (65, 34), (130, 96), (63, 62), (192, 16), (200, 1000), (2 * BLOCK, 30)]

@@ -13,7 +13,7 @@ from tandem.parallel.mesh import Mesh
 from tandem.workers.lora.device.host_copy import make_shard
 from tandem.workers.lora.device.rank_adapters import RankAdapters, open_adapters
 from tandem.workers.lora.peft.peft_folder import read_adapter
-from tandem.workers.models.decoder import build_decoder
+from tandem.workers.models.decoder import attention_of, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.adapter_room import AdapterRoom, adapter_room
@@ -34,7 +34,7 @@ def opened(
     folder: Path, spec: ArchSpec, mesh: Mesh, lora: LoraSettings = LORA, dtype: torch.dtype = torch.float32
 ) -> RankAdapters:
     """As the rank at `mesh` opens them."""
-    attention = CpuPlatform().attention(dtype, spec.head_dim, None, spec.has_latents)
+    attention = attention_of(spec, CpuPlatform(), dtype)
     decoder = build_decoder(
         spec, ParallelContext(mesh), folder=folder, dtype=dtype, platform=CpuPlatform(), attention=attention
     )

@@ -19,6 +19,7 @@ from tandem.configs.schema import (
 from tandem.workers.build import model_facts
 from tandem.workers.engine.base import expert_reports
 from tandem.workers.engine.base.expert_reports import ExpertStats
+from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
 from tandem.workers.messages.request import GenerationRequest
 from tests.support.engine_ranks import Told
@@ -76,7 +77,7 @@ def test_layers_of_all_stages_are_counted(tmp_path: Path, tp_size: int) -> None:
     group, told = thread_group(settings), Told()
     try:
         ready = group.start()
-        engine = Engine(settings, model_facts(settings, ready), group, ready, told)
+        engine = build_engine(settings, model_facts(settings, ready), group, ready, told)
         engine.add_request(GenerationRequest(request_id="r", prompt_token_ids=PROMPT, sampling=GREEDY))
         check(turn_to_the_end(engine), range(1, 5))
     finally:

@@ -73,9 +73,7 @@ class InventedStep:
         return torch.cat(rows)
 
 
-def _attention(
-    dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None, has_latents: bool = False
-) -> InventedAttention:
+def _attention(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> InventedAttention:
     return InventedAttention()
 
 

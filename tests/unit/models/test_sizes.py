@@ -14,7 +14,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import can_pack
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.quantization.weight_formats import weight_format
-from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec, spec_from_config
 from tandem.workers.models.spec.family_rows.families import parameters_of
@@ -51,7 +51,7 @@ def rank_of(
 ) -> Decoder:
     """The decoder of one rank, loaded without the others."""
     context = ParallelContext(mesh)
-    attention = CpuPlatform().attention(dtype, spec.head_dim, None, spec.has_latents)
+    attention = attention_of(spec, CpuPlatform(), dtype)
     return build_decoder(
         spec,
         context,

@@ -12,7 +12,7 @@ from tandem.offload.copies.host_slab import HostSlab
 def answer(**flags: Any) -> tuple[str, bool, bool]:
     """Outputs of a small engine, and whether it has a host tier and a disk tier."""
     with LLM("demo", dtype="float32", max_num_seqs=2, num_gpu_blocks_override=64, **flags) as llm:
-        offload = llm._engine._offload
+        offload = llm._engine.offload
         text = llm.generate("What is 2 + 3?", SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)[0].text
         return text, offload is not None, offload is not None and offload._store.disk is not None
 

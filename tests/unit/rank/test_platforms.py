@@ -18,6 +18,7 @@ from tandem.offload.copies.host_slab import HostSlab
 from tandem.parallel import groups
 from tandem.parallel.linear import LinearPart
 from tandem.parallel.params import Span
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.pieces import WORKSPACE_BYTES
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import CudaGraphs
@@ -108,12 +109,14 @@ def test_attention_on_cuda_is_a_kernels_or_bounded_and_not_cudnns(cuda: Platform
     has_kernel = _has_triton()
     of_kernel: list[tuple[Any, ...]] = [(torch.bfloat16, 128), (torch.float16, 256, torch.int8), (torch.float32, 80)]
     of_torch: list[tuple[Any, ...]] = [
-        (torch.bfloat16, 576, None, True), (torch.float32, 256), (torch.float32, 64, torch.int8), (torch.bfloat16, 512),
+        (torch.float32, 256), (torch.float32, 64, torch.int8), (torch.bfloat16, 512),
     ]  # fmt: skip
     assert [cuda.attention(*asked).name for asked in of_kernel] == ["triton-paged" if has_kernel else "torch-sdpa"] * 3
     for asked in of_torch:
         backend = cuda.attention(*asked)
         assert isinstance(backend, TorchAttention) and backend._is_bounded
+    latents = cuda.latent_attention(torch.bfloat16, 576)
+    assert isinstance(latents, TorchLatents) and latents._is_bounded
     assert WORKSPACE_BYTES == ATTENTION_BYTES, "what the planner counts"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert not cuda.packs(torch.bfloat16) and cuda.backend.name == "nccl" and not cuda.facts.shares_memory

@@ -15,9 +15,11 @@ from tandem.offload.copies.kv_copies import CpuCopier
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import as_given, plain
 from tandem.workers.attention.cpu_paged import CpuAttention
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.kernels.cpu import cpu_build, cpu_skinny_gemm
+from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_experts import CpuExperts, DenseExperts, Int8Experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import CpuInt8Method
@@ -27,7 +29,6 @@ from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import RowMethod
-from tandem.workers.kernels.latents.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.platforms import cpu
@@ -152,6 +153,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Platform:
     made = replaced(
         CpuPlatform(),
         attention=lambda *_: TorchAttention(),
+        latent_attention=lambda *_: TorchLatents(),
         experts=lambda *_: TorchExperts(plain, as_given),
         fused_ops=lambda _: TorchFusedOps(),
         lora_ops=lambda _: TorchLora(),

@@ -11,9 +11,14 @@ from tandem.workers.messages.request import FinishReason, GenerationRequest, Tok
 
 
 class Arrivals:
-    """Factory of RequestState, which numbers requests in order of arrival. max_len: most tokens of a sequence."""
+    """Factory of RequestState, which numbers requests in order of arrival. max_len: most tokens of a sequence.
+    takes_adapters: requests may name a LoRA adapter."""
 
-    def __init__(self, manager: BlockManager, eos_token_ids: frozenset[int], max_len: int) -> None:
+    def __init__(
+        self, manager: BlockManager, eos_token_ids: frozenset[int], max_len: int, *, takes_adapters: bool
+    ) -> None:
+        self.takes_adapters = takes_adapters
+        self.num_slots = manager.num_slots  # tokens that the whole KV pool holds
         self._manager = manager
         self._eos = eos_token_ids
         self._max_len = max_len

@@ -1,25 +1,26 @@
 """Drafting: how many draft tokens a sequence may have in its next step, from what became of earlier ones.
 
-Called by the scheduler and the result applier. A draft costs the time of one more token in a step; each one accepted
-saves a step's share of one token. So a sequence drafts while the share that is accepted, times a step's time for each
-token that it yields, exceeds the time of a token more. What is accepted is counted for each sequence; both times come
-from a line through the steps measured so far: those without prefill, or as long as none was measured, those with one.
-Steps of one size show no line. Then it drafts while a fair share is accepted, and some steps go without drafts, so that
-there is another size. A sequence whose drafts do not pay stops, and tries again after a pause that doubles. The ranks
-decide what is guessed, and may guess fewer (speculation/proposer.py).
+Called by the scheduler and the result applier, and an observer of steps. A draft costs the time of one more token in a
+step; each one accepted saves a step's share of one token. So a sequence drafts while the share that is accepted, times
+a step's time for each token that it yields, exceeds the time of a token more. What is accepted is counted for each
+sequence; both times come from a line through the steps measured so far: those without prefill, or as long as none was
+measured, those with one. Steps of one size show no line. Then it drafts while a fair share is accepted, and some steps
+go without drafts, so that there is another size. A sequence whose drafts do not pay stops, and tries again after a
+pause that doubles. The ranks decide what is guessed, and may guess fewer (speculation/proposer.py).
 """
 
 from dataclasses import dataclass
 from typing import Annotated
 
+from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.metric_rows import Metric
+from tandem.workers.engine.base.sequence import DraftRecord
+from tandem.workers.engine.base.step_observer import StepObserver
 
 FORGET = 0.98
 """Weight of all earlier steps in the measured line, with each new one."""
-PRIOR_DRAFTS, PRIOR_ACCEPTED = 8.0, 4.0
-"""Drafts, and accepted ones, that count before a sequence has any."""
 AGAIN_DRAFTS, AGAIN_ACCEPTED = 4.0, 1.0
-"""The same after a pause."""
+"""Drafts, and accepted ones, that count after a pause (as DraftRecord's before a sequence has any)."""
 OLDER = 0.9
 """Weight of a sequence's earlier drafts with each new step."""
 EMPTY_STEPS, LONGEST_EMPTY_PAUSE = 4, 16
@@ -36,24 +37,6 @@ HICCUP = 3.0
 """No step counts for more than so many times what the line says: the machine did something else meanwhile."""
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
 """Output tokens without drafts after they have not paid."""
-
-
-@dataclass(slots=True, eq=False)
-class DraftRecord:
-    """What became of one sequence's drafts. num_drafts, num_accepted: with weights that fade. resume_at: the number of
-    the sequence's tokens from which it drafts again; pause: the last pause, in tokens. num_empty: steps in a row for
-    which nothing was guessed."""
-
-    num_drafts: float = PRIOR_DRAFTS
-    num_accepted: float = PRIOR_ACCEPTED
-    resume_at: int = 0
-    pause: int = 0
-    num_empty: int = 0
-
-    @property
-    def acceptance(self) -> float:
-        """The share of drafts that are accepted, 0 to 1."""
-        return self.num_accepted / self.num_drafts
 
 
 @dataclass(frozen=True)
@@ -93,7 +76,7 @@ class StepLine:
 
     @property
     def is_known(self) -> bool:
-        """Whether steps of different sizes have been measured, not too long ago."""
+        """True if steps of different sizes have been measured, not too long ago."""
         if not self._count:
             return False
         mean = self._x / self._count
@@ -107,7 +90,7 @@ class StepLine:
         return max(0.0, mean_y + slope * (num_tokens - mean_x)), slope
 
 
-class Drafting:
+class Drafting(StepObserver):
     """The draft budgets of one engine. most: drafts of a row in a step, at most."""
 
     def __init__(self, most: int) -> None:
@@ -154,6 +137,10 @@ class Drafting:
         """Returns a frozen copy of all counts."""
         return DraftStats(self._num_drafts, self._num_draft_tokens, sum(self._accepted), tuple(self._accepted))
 
+    def returned(self, step: InFlightStep, num_drafts: int, device_s: float) -> None:
+        """Implements StepObserver."""
+        self.observe_step(step.num_decode + step.num_prefill_tokens + num_drafts, step.num_prefill_tokens, device_s)
+
     def observe_step(self, num_tokens: int, num_prefill_tokens: int, seconds: float) -> None:
         """Adds a step. num_tokens: computed ones, with those of prefills and rejected drafts."""
         self._num_steps += 1
@@ -167,7 +154,7 @@ class Drafting:
     # ---- inside ----
 
     def _pays(self, record: DraftRecord, num_rows: int) -> bool:
-        """Whether drafts of this sequence save more time than they take, as far as is known."""
+        """Return whether drafts of this sequence save more time than they take, as far as is known."""
         times = self.step_seconds(num_rows)
         if times is None:
             return record.acceptance >= BLIND_ACCEPTANCE
@@ -175,5 +162,5 @@ class Drafting:
         return record.acceptance >= LEAST_ACCEPTANCE and record.acceptance * step_s >= token_s * num_rows
 
     def _probes(self) -> bool:
-        """Whether the next step goes without drafts, to be of another size than the last ones."""
+        """Return whether the next step goes without drafts, to be of another size than the last ones."""
         return self._num_steps % PROBE_EVERY == PROBE_EVERY - 1 and self.step_seconds(1) is None

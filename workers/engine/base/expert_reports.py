@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Final
 
+from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.metric_rows import Metric
-from tandem.workers.messages.step import ExpertTokens
+from tandem.workers.engine.base.step_observer import StepObserver
+from tandem.workers.messages.step import ExpertTokens, StepPlan
 
 PERIOD_S: Final = 5.0
 """Seconds between two questions: an answer waits for the device, and 100 layers of 128 experts are 40 KB of it."""
@@ -39,7 +41,7 @@ class ExpertStats:
         return cls([sum(each) for each in zip(*tokens_of_layers.values(), strict=True)], imbalance)
 
 
-class ExpertReports:
+class ExpertReports(StepObserver):
     """ask: asks the ranks, of which one on each stage answers. num_stages: 0 for a model without experts.
 
     stats: what is known; None before all stages have answered."""
@@ -56,7 +58,7 @@ class ExpertReports:
 
     @property
     def is_open(self) -> bool:
-        """Whether answers are due."""
+        """True while answers are due."""
         return self._num_open > 0
 
     @property
@@ -64,8 +66,8 @@ class ExpertReports:
         """The moment of the clock at which to call poll() although there are no steps; inf: never."""
         return self._next_s if self._is_stale else math.inf
 
-    def note_step(self) -> None:
-        """A step was submitted: what is known will be out of date."""
+    def submitted(self, step: InFlightStep, plan: StepPlan) -> None:
+        """Implements StepObserver: what is known will be out of date."""
         self._is_stale = self._num_stages > 0
 
     def poll(self) -> None:

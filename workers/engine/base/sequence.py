@@ -14,13 +14,12 @@ result.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem.workers.engine.base.drafting import DraftRecord
 from tandem.workers.engine.blocks.block_manager import BlockTable
 from tandem.workers.messages.request import Ended, FinishReason, GenerationRequest, Usage
 from tandem.workers.messages.step import RowSampling
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     """State of a sequence (docs/architecture.md): it waits (for what: waiting_queue.py), has a row, or has ended."""
 
     WAITING = "waiting"
@@ -28,48 +27,58 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+PRIOR_DRAFTS, PRIOR_ACCEPTED = 8.0, 4.0
+"""Drafts, and accepted ones, that count before a sequence has any."""
+
+
+@dataclass(slots=True, eq=False)
+class DraftRecord:
+    """Drafts of one sequence, and what became of them (drafting.py)."""
+
+    num_drafts: float = PRIOR_DRAFTS  # with weights that fade
+    num_accepted: float = PRIOR_ACCEPTED  # the same
+    resume_at: int = 0  # number of the sequence's tokens from which it drafts again
+    pause: int = 0  # the last pause, in tokens
+    num_empty: int = 0  # steps in a row for which nothing was guessed
+
+    @property
+    def acceptance(self) -> float:
+        """The share of drafts that are accepted, 0 to 1."""
+        return self.num_accepted / self.num_drafts
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of a request.
-
-    tokens: prompt, then output. max_len: len(tokens) at which it ends with "length" (max_tokens, context or KV pool).
-    min_len: len(tokens) below which no stop id ends it. order: (priority, arrival, choice), the smaller the earlier.
-    adapter: digest of its LoRA adapter. grammar: digest of the grammar that its output
-    follows. row: its row in the ranks' tables while RUNNING, else -1. num_known, num_scheduled,
-    num_computed, num_drafts: see the module. drafting: what became of its drafts. num_sent: leading
-    tokens that the ranks know (PP > 1). bound_step: the first plan of its present or last row, 0: it never had one.
-    last_step: the newest plan that names it. num_loads: waits for a lower tier since it last lost its blocks.
-    void_until: results of plans up to this one are discarded, because KV that they used did not arrive. num_charged:
-    leading tokens that its tenant was charged for or never will be. kept: output tokens that are billed; None: all.
-    """
+    """One choice of a request. num_known, num_scheduled, num_computed, num_drafts: see the module."""
 
     state: "RequestState"
     choice: int
-    tokens: list[int]
+    tokens: list[int]  # prompt, then output
     prompt_len: int
-    max_len: int
-    min_len: int
+    max_len: int  # len(tokens) at which it ends with "length" (max_tokens, context or KV pool)
+    min_len: int  # len(tokens) below which no stop id ends it
     stop_ids: frozenset[int]
-    order: tuple[int, int, int]
+    order: tuple[int, int, int]  # (priority, arrival, choice), the smaller the earlier
     table: BlockTable
-    adapter: str | None = None
-    grammar: str | None = None
-    status: Status = Status.WAITING
-    row: int = -1
+    adapter: str | None = None  # digest of its LoRA adapter
+    grammar: str | None = None  # digest of the grammar that its output follows
+    status: SequenceStatus = SequenceStatus.WAITING
+    row: int = -1  # in the ranks' tables while RUNNING, else -1
+    adapter_slot: int | None = None  # slot of its adapter on the device, in its present or last row
     num_known: int = 0
     num_scheduled: int = 0
     num_computed: int = 0
     num_drafts: int = 0
     drafting: DraftRecord = field(default_factory=DraftRecord)
-    num_sent: int = 0
-    bound_step: int = 0
-    last_step: int = 0
-    num_loads: int = 0
-    void_until: int = 0
-    num_charged: int = 0
+    num_sent: int = 0  # leading tokens that the ranks know (PP > 1)
+    bound_step: int = 0  # the first plan of its present or last row, 0: it never had one
+    last_step: int = 0  # the newest plan that names it
+    num_loads: int = 0  # waits for a lower tier since it last lost its blocks
+    void_until: int = 0  # results of plans up to this one are discarded: KV that they used did not arrive
+    num_charged: int = 0  # leading tokens that its tenant was charged for or never will be
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None
-    kept: int | None = None
+    kept: int | None = None  # output tokens that are billed; None: all
 
     @property
     def tenant(self) -> str:
@@ -119,28 +128,21 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One accepted request.
-
-    arrival_s: of the engine's clock. num_live: choices that are not FINISHED. admitted: some choice has had a row.
-    cached_tokens: prompt tokens found in the prefix cache. is_cleared: it was suspect, ran alone, and nothing happened.
-
-    grammar: digest of the grammar that its choices follow. num_prompt_logprobs: prompt tokens whose log probabilities
-    have been delivered.
-    """
+    """One accepted request."""
 
     request: GenerationRequest
-    arrival_s: float
+    arrival_s: float  # of the engine's clock
     sequences: list[Sequence] = field(default_factory=list)
-    num_live: int = 0
-    admitted: bool = False
-    cached_tokens: int = 0
-    is_cleared: bool = False
-    grammar: str | None = None
-    num_prompt_logprobs: int = 0
+    num_live: int = 0  # choices that are not FINISHED
+    admitted: bool = False  # some choice has had a row
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    is_cleared: bool = False  # it was suspect, ran alone, and nothing happened
+    grammar: str | None = None  # digest of the grammar that its choices follow
+    num_prompt_logprobs: int = 0  # prompt tokens whose log probabilities have been delivered
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log probabilities of the prompt are still to be delivered."""
+        """True while log probabilities of the prompt are still to be delivered."""
         request = self.request
         if request.sampling.prompt_logprobs is None:
             return False
@@ -172,6 +174,6 @@ class RequestState:
         """Returns a running choice whose first num_tokens tokens are computed, or None."""
         # only one whose first plan has returned: the prefix that it found may still be loading, and the load may fail
         for seq in self.sequences:
-            if seq.status is Status.RUNNING and seq.num_computed >= num_tokens and seq.bound_step <= done_step:
+            if seq.status is SequenceStatus.RUNNING and seq.num_computed >= num_tokens and seq.bound_step <= done_step:
                 return seq
         return None

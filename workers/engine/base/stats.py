@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from tandem.workers.engine.base.drafting import DraftStats
 from tandem.workers.engine.base.expert_reports import ExpertStats
 from tandem.workers.engine.base.metric_rows import Metric
-from tandem.workers.engine.base.sequence import RequestState, Sequence, Status
+from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
 from tandem.workers.engine.blocks.block_manager import BlockManager
 
 TTFT_BOUNDS_S = (
@@ -234,9 +234,9 @@ def engine_stats(
 ) -> EngineStats:
     """Returns a copy of all counts; O(live sequences). output_tokens: charged by tenant, from the start."""
     pool = manager.pool
-    live = [seq for state in requests for seq in state.sequences if seq.status is not Status.FINISHED]
-    queued = [seq for seq in live if seq.status is not Status.RUNNING]
-    running = (seq for seq in live if seq.status is Status.RUNNING)
+    live = [seq for state in requests for seq in state.sequences if seq.status is not SequenceStatus.FINISHED]
+    queued = [seq for seq in live if seq.status is not SequenceStatus.RUNNING]
+    running = (seq for seq in live if seq.status is SequenceStatus.RUNNING)
     counts = _copied(collector) | {"preemptions": preemptions}
     return EngineStats(
         **counts,
@@ -277,7 +277,7 @@ def _tenants(
 ) -> dict[str, TenantStats]:
     waiting: dict[str, int] = {}
     for seq in live:
-        if seq.status is not Status.RUNNING:
+        if seq.status is not SequenceStatus.RUNNING:
             waiting[seq.tenant] = waiting.get(seq.tenant, 0) + 1
         output_tokens[seq.tenant] = output_tokens.get(seq.tenant, 0) + len(seq.tokens) - seq.num_charged
     none, counted = TenantCounts(), [each.name for each in fields(TenantCounts)]

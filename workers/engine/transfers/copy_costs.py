@@ -1,10 +1,12 @@
 """Estimates of the seconds to copy KV and to compute it again, from measured prefill and copy times.
 
-Called by kv_offload.py with every step's and every ticket's times. Averages are exponential; before anything is
+Called by kv_offload.py with every ticket's times; observes the steps. Averages are exponential; before anything is
 measured, copying is taken to be cheaper. Seconds everywhere.
 """
 
 from tandem.offload.kv.tiered_store import Kind
+from tandem.workers.engine.base.in_flight_step import InFlightStep
+from tandem.workers.engine.base.step_observer import StepObserver
 
 FOLLOW = 0.25
 MIN_CHUNK = 32
@@ -14,7 +16,7 @@ FIRST_LATENCY_S = 1e-3
 """Modest guesses, until something is measured."""
 
 
-class CopyCosts:
+class CopyCosts(StepObserver):
     """Averages of this group's own steps and copies. block_bytes: of a block on one rank."""
 
     def __init__(self, block_bytes: float) -> None:
@@ -23,6 +25,10 @@ class CopyCosts:
         self._decode_s = 0.0
         self._block_s: dict[Kind, float] = {kind: block_bytes / rate for kind, rate in FIRST_BYTES_PER_S.items()}
         self._latency_s: dict[Kind, float] = dict.fromkeys(FIRST_BYTES_PER_S, FIRST_LATENCY_S)
+
+    def returned(self, step: InFlightStep, num_drafts: int, device_s: float) -> None:
+        """Implements StepObserver."""
+        self.observe_step(step.num_prefill_tokens, step.num_decode, device_s)
 
     def observe_step(self, prefill_tokens: int, decodes: int, device_s: float) -> None:
         """Notes one step's time; the part that its decodes alone would take does not count as prefill time."""

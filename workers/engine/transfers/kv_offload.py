@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tandem.offload.kv.tiered_store import Kind, TieredStore, TierMove
-from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.blockers import Awaited, Blocker
 from tandem.workers.engine.base.sequence import Sequence
 from tandem.workers.engine.base.stats import OffloadStats
 from tandem.workers.engine.blocks.block_manager import NO_BLOCK, BlockManager, BlockTable
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
-from tandem.workers.engine.transfers.lower_tiers import OverlappedLoad
+from tandem.workers.engine.transfers.lower_tiers import LowerTiers, OverlappedLoad
 from tandem.workers.engine.transfers.transfer_manager import TransferManager, TransferOutcome
 from tandem.workers.messages.transfer import CopyKV, Failure
 
@@ -41,7 +41,7 @@ class _Found(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _OpenMove:
     """A move in flight. began_step: steps that had ended when it was sent. kept: device blocks of the prefix that it
     holds. failed: failed indices. overlapped: the sequence that runs while it loads."""
 
@@ -65,8 +65,8 @@ class OffloadCounts:
     loaded_tokens: int = 0
 
 
-class KVOffload:
-    """LowerTiers of the scheduler."""
+class KVOffload(LowerTiers):
+    """The host tier, and the disk tier if there is one."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class KVOffload:
         self._transfers = transfers
         self._costs = costs
         self._clock = clock
-        self._open: dict[int, _Open] = {}
-        self._arriving: dict[bytes, _Open] = {}
+        self._open: dict[int, _OpenMove] = {}
+        self._arriving: dict[bytes, _OpenMove] = {}
         self._failed_loads: list[Sequence] = []
-        self._events: list[Event] = []
+        self._events: list[Awaited] = []
 
     # ---- queries ----
 
     @property
     def is_busy(self) -> bool:
-        """Whether tickets are open."""
+        """True while tickets are open."""
         return bool(self._open)
 
     def stats(self, block_bytes: int) -> OffloadStats:
@@ -184,11 +184,11 @@ class KVOffload:
 
     # ---- the engine's side ----
 
-    def take_events(self, late: Iterable[int]) -> list[Event]:
+    def take_events(self, late: Iterable[int]) -> list[Awaited]:
         """Returns the ends of tickets since the last call, and as failures those that take far longer than a copy
         should: who waits for them computes, and they stay open. late: tickets that TransferManager.overdue() named."""
         events, self._events = self._events, []
-        return events + [Event(Blocker.KV, ticket, LATE) for ticket in late if ticket in self._open]
+        return events + [Awaited(Blocker.KV, ticket, LATE) for ticket in late if ticket in self._open]
 
     def take_failed_loads(self) -> list[Sequence]:
         """Sequences that ran on loads which have failed since the last call."""
@@ -237,11 +237,11 @@ class KVOffload:
         copy_s = costs.copy_s("load", len(found.from_host) + disk) + costs.copy_s("fetch", disk)
         return copy_s < costs.recompute_s(found.num_tokens)
 
-    def _fetch(self, keys: list[bytes]) -> _Open | None:
+    def _fetch(self, keys: list[bytes]) -> _OpenMove | None:
         move = self._store.fetch(keys, [1.0] * len(keys))
         return None if move is None else self._start(move)
 
-    def _load(self, seq: Sequence, found: _Found, reserve: int) -> _Open | None:
+    def _load(self, seq: Sequence, found: _Found, reserve: int) -> _OpenMove | None:
         """Starts a load if all of it has room beside the blocks reserved for others, which loads must not evict."""
         manager, pool = self._manager, self._manager.pool
         if not manager.promise(seq.table, len(seq.tokens), reserve):
@@ -270,7 +270,7 @@ class KVOffload:
         if move is not None:
             self._start(move)
 
-    def _start(self, move: TierMove, kept: list[int] | None = None) -> _Open:
+    def _start(self, move: TierMove, kept: list[int] | None = None) -> _OpenMove:
         patience_s = max(MIN_PATIENCE_S, PATIENCE * self._costs.copy_s(move.kind, len(move.keys)))
         on_disk = move.kind in ("spill", "fetch")
         op = CopyKV(
@@ -281,7 +281,7 @@ class KVOffload:
             dropped=move.dropped,
         )
         ticket = self._transfers.start(op, self._end, late_s=patience_s, on_disk_failure=self._disable_disk)
-        opened = self._open[ticket] = _Open(ticket, move, self._costs.num_steps, kept or [])
+        opened = self._open[ticket] = _OpenMove(ticket, move, self._costs.num_steps, kept or [])
         if move.kind in ("load", "fetch"):
             self._arriving.update(dict.fromkeys(move.keys, opened))  # for others with this prefix
         return opened
@@ -296,13 +296,13 @@ class KVOffload:
             self._failed_loads.append(opened.overlapped)
         self._close(opened, outcome)
         self._spill()
-        self._events.append(Event(Blocker.KV, opened.ticket))
+        self._events.append(Awaited(Blocker.KV, opened.ticket))
 
     def _disable_disk(self, reason: str) -> None:
         if self._store.disk is not None:
             self._store.disk.disable(reason)
 
-    def _close(self, opened: _Open, outcome: TransferOutcome) -> None:
+    def _close(self, opened: _OpenMove, outcome: TransferOutcome) -> None:
         move, pool, counts = opened.move, self._manager.pool, self.counts
         blocks = len(move.keys)
         for key in move.keys:

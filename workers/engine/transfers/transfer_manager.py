@@ -88,7 +88,7 @@ class TransferManager:
 
     @property
     def is_busy(self) -> bool:
-        """Whether tickets are open."""
+        """True while tickets are open."""
         return bool(self._open)
 
     def is_open(self, tickets: Iterable[int]) -> bool:

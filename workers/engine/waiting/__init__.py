@@ -1,1 +1,1 @@
-"""Who waits for what: fair shares, adapters, max_loras."""
+"""Waiting: the queue, the rules of admission, fair shares, what sequences wait for."""

@@ -1,4 +1,4 @@
-"""BatchingPolicy: which waiting requests may get a row beside those that run. The scheduler asks before it admits one.
+"""--batching-policy: which waiting requests may get a row beside those that run.
 
 Continuous batching admits whenever there is room (iteration-level scheduling: Orca). Static and dynamic batching keep
 requests together: a batch begins when nothing of the last one is left, and nobody joins it later. They differ in when:
@@ -9,48 +9,18 @@ A request that must wait is blocked (Blocker.BATCH), so that it is in nobody's w
 preempted, or waited for an adapter or KV, come back past it.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 from tandem.configs.schema import SchedulerSettings
-from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.blockers import Awaited, Blocker
 from tandem.workers.engine.base.sequence import RequestState, Sequence
+from tandem.workers.engine.waiting.admission_rule import AdmissionRule
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 
-NEXT_BATCH = Event(Blocker.BATCH, "next")
+NEXT_BATCH = Awaited(Blocker.BATCH, "next")
 
 
-class BatchingPolicy(Protocol):
-    """Admission beside running requests. One instance for each scheduler. joins_running: a request may join those that
-    run, so that one of these may be preempted for it."""
-
-    joins_running: bool
-
-    def begins(self) -> bool:
-        """Returns whether a batch begins now: sequences that wait for NEXT_BATCH are to be enqueued again."""
-        ...
-
-    def admits(self, seq: Sequence) -> bool:
-        """Returns whether the first in the queue may get a row; if not, it waits for NEXT_BATCH. A sequence that was
-        admitted is admitted again after preemption, and so are the other choices of its request."""
-        ...
-
-
-class ContinuousBatching:
-    """Requests join and leave in every step."""
-
-    joins_running = True
-
-    def begins(self) -> bool:
-        """Returns False: nobody waits for a batch."""
-        return False
-
-    def admits(self, seq: Sequence) -> bool:
-        """Returns True."""
-        return True
-
-
-class WholeBatches:
+class WholeBatches(AdmissionRule):
     """Static and dynamic batching. num_rows: the most choices of a batch. max_delay_s: a batch that is not full begins
     when its oldest request has waited for so long; 0: at once (static). clock: that of RequestState.arrival_s.
 
@@ -59,6 +29,7 @@ class WholeBatches:
     has ended waits for the next.
     """
 
+    keeps_loaded = False
     joins_running = False
 
     def __init__(
@@ -73,17 +44,23 @@ class WholeBatches:
         self._began_s = 0.0
         self._is_open = False
 
-    def begins(self) -> bool:
-        """Returns True once the last batch has ended and the next one is due; it is open from then on."""
+    def arrived(self) -> Iterable[Awaited]:
+        """Implements AdmissionRule: NEXT_BATCH once the last batch has ended and the next one is due; it is open from
+        then on."""
         if any(state.num_live for state in self._batch) or not self._is_due():
-            return False
+            return ()
         self._batch.clear()
         self._num_choices = 0
         self._began_s = self._clock()
         self._is_open = True
-        return True
+        return (NEXT_BATCH,)
 
-    def admits(self, seq: Sequence) -> bool:
+    def before_row(self, seq: Sequence) -> Awaited | None:
+        """Implements AdmissionRule: who is not of the batch waits for the next one. A sequence that was admitted is
+        admitted again after preemption, and so are the other choices of its request."""
+        return None if self._admits(seq) else NEXT_BATCH
+
+    def _admits(self, seq: Sequence) -> bool:
         """Returns whether the sequence is of the batch; its request joins an open one that it fits into."""
         state = seq.state
         if state in self._batch:
@@ -110,10 +87,12 @@ class WholeBatches:
         return min(arrivals_s) + self._max_delay_s <= self._clock()
 
 
-def batching_policy(settings: SchedulerSettings, waiting: WaitingQueue, clock: Callable[[], float]) -> BatchingPolicy:
-    """Returns the policy of --batching-policy."""
+def batching_rule(
+    settings: SchedulerSettings, waiting: WaitingQueue, clock: Callable[[], float]
+) -> AdmissionRule | None:
+    """Returns the rule of --batching-policy; None for continuous batching, which has none."""
     if settings.batching_policy == "continuous":
-        return ContinuousBatching()
+        return None
     num_rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     delay_s = settings.batching_max_delay_ms / 1000 if settings.batching_policy == "dynamic" else 0.0
     return WholeBatches(num_rows, waiting, clock, delay_s)

@@ -113,7 +113,7 @@ class FairQueue:
 
     @property
     def has_competing_tenants(self) -> bool:
-        """Whether the order depends on what running sequences have been charged."""
+        """True if the order depends on what running sequences have been charged."""
         return len(self._heap) > 1
 
     def charge(self, seq: Sequence, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
@@ -146,7 +146,7 @@ class FairQueue:
             tenant.weight = self._weights.get(tenant.name, 1.0)
 
     def drain_charges(self) -> dict[str, float]:
-        """What tenants cost here since the last call, in prompt tokens, not divided by weights."""
+        """Returns what tenants cost here since the last call, in prompt tokens, not divided by weights."""
         charges = {tenant.name: tenant.own for tenant in self._tenants.values() if tenant.own}
         for tenant in self._tenants.values():
             tenant.own = 0.0

@@ -10,14 +10,14 @@ and the ranks' grammar lanes).
 """
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.blockers import Awaited, Blocker
 from tandem.workers.engine.base.sequence import RequestState, Sequence
 from tandem.workers.engine.transfers.transfer_manager import TransferManager, TransferOutcome
+from tandem.workers.engine.waiting.admission_rule import AdmissionRule
+from tandem.workers.engine.waiting.waited import CacheEvents, Waited
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.transfer import CompileGrammar, DropGrammar
@@ -33,29 +33,23 @@ FIRST_EXTRA_S = 60.0
 """More time for the first grammar: the rank may have to read the tokenizer for it."""
 
 
-class GrammarEvents(NamedTuple):
-    """What advance() found: sequences whose grammar is ready, and requests that end without having run."""
-
-    ready: list[Sequence]
-    refused: list[tuple[RequestState, RequestRefused]]
-
-
 @dataclass(slots=True, eq=False)
 class _Grammar:
-    """One grammar. users: live requests that want it. since_s: when the first of them came. ticket: of the order to
-    compile it; None: not ordered. is_late: the order has taken too long, and the requests so far are refused."""
+    """One grammar."""
 
     text: str
-    since_s: float
-    users: dict[RequestState, None] = field(default_factory=dict)
-    ticket: int | None = None
+    since_s: float  # when the first of its users came
+    users: dict[RequestState, None] = field(default_factory=dict)  # live requests that want it
+    ticket: int | None = None  # of the order to compile it; None: not ordered
     is_ready: bool = False
-    is_late: bool = False
-    used: int = 0
+    is_late: bool = False  # the order has taken too long, and the requests so far are refused
+    used: int = 0  # its last use
 
 
-class GrammarCache:
+class GrammarCache(AdmissionRule):
     """Grammars of the requests of one engine. timeout_s: how long one may take to compile."""
+
+    cause = "grammar"
 
     def __init__(
         self,
@@ -67,108 +61,104 @@ class GrammarCache:
         max_ready: int = MAX_READY,
         max_idle_bytes: int = MAX_IDLE_BYTES,
     ) -> None:
-        self._transfers = transfers
-        self._waiting = waiting
-        self._clock = clock
+        self._waited = Waited(Blocker.GRAMMAR, transfers, waiting, clock)
         self._timeout_s = timeout_s
         self._max_ready, self._max_idle_bytes = max_ready, max_idle_bytes
         self._known: dict[str, _Grammar] = {}
         self._refused: dict[str, str] = {}
-        self._outcomes: list[TransferOutcome] = []
-        self._has_changed = False
         self._has_compiled = False
-        self._uses = 0
 
     # ---- the engine's side ----
 
-    def check(self, digest: str) -> None:
-        """Raises RequestRefused for a grammar that is known to be wrong."""
-        if digest in self._refused:
-            raise _refusal(self._refused[digest])
+    @property
+    def look_again_s(self) -> float:
+        """Implements WaitedCache."""
+        return self._waited.look_again_s
+
+    def check(self, state: RequestState) -> None:
+        """Implements WaitedCache: grammars that are known to be wrong are refused."""
+        if state.grammar in self._refused:
+            raise _refusal(self._refused[state.grammar])
 
     def enter(self, state: RequestState) -> None:
-        """A request has come, whose sequences will want its grammar."""
-        assert state.grammar is not None
+        """Implements WaitedCache: its sequences will want its grammar."""
         text = state.request.sampling.grammar
-        assert text is not None
+        if state.grammar is None or text is None:
+            return
         grammar = self._known.get(state.grammar)
         if grammar is None:
-            grammar = self._known[state.grammar] = _Grammar(text, self._clock())
+            grammar = self._known[state.grammar] = _Grammar(text, self._waited.clock())
         grammar.users[state] = None
-        self._touch(grammar)
-        self._has_changed = True
+        grammar.used = self._waited.next_use()
+        self._waited.has_changed = True
 
     def leave(self, state: RequestState) -> None:
-        """A request has ended, with all its sequences."""
+        """Implements WaitedCache."""
         grammar = None if state.grammar is None else self._known.get(state.grammar)
         if grammar is not None and state in grammar.users:
             del grammar.users[state]
-            self._touch(grammar)
-            self._has_changed = True
+            grammar.used = self._waited.next_use()
+            self._waited.has_changed = True
 
-    def advance(self, late: Collection[int] = ()) -> GrammarEvents:
-        """Applies what the ranks have answered, and gives the next orders. late: tickets that TransferManager.overdue()
-        has named."""
-        events = GrammarEvents([], [])
-        outcomes, self._outcomes = self._outcomes, []
-        for outcome in outcomes:
-            self._finish(outcome, events)
+    def advance(self, done_step: int, late: Collection[int] = ()) -> CacheEvents:
+        """Implements WaitedCache: applies what the ranks have answered, and gives the next orders."""
+        waited = self._waited
+        for outcome in waited.take_outcomes():
+            self._finish(outcome)
         for digest, grammar in self._known.items() if late else ():
             if grammar.ticket in late and not grammar.is_late:
-                grammar.is_late = self._has_changed = True
+                grammar.is_late = waited.has_changed = True
                 log.warning("grammar %.12s takes longer than %g s to compile", digest, self._timeout_s)
-        if self._has_changed:
-            self._has_changed = False
-            self._refuse_late(events)
+        if waited.has_changed:
+            waited.has_changed = False
+            self._refuse_late()
             self._forget_unwanted()
             self._order_next()
-        return events
+        return waited.take_events()
 
     # ---- the scheduler's side ----
 
-    def is_ready(self, digest: str) -> bool:
-        """Returns whether rows may name the grammar."""
-        grammar = self._known.get(digest)
-        return grammar is not None and grammar.is_ready
+    def before_queue(self, seq: Sequence) -> Awaited | None:
+        """Implements AdmissionRule: a sequence waits until its grammar is compiled."""
+        if seq.grammar is None:
+            return None
+        grammar = self._known.get(seq.grammar)
+        return None if grammar is not None and grammar.is_ready else Awaited(Blocker.GRAMMAR, seq.grammar)
 
     # ---- inside ----
 
-    def _note_outcome(self, outcome: TransferOutcome) -> None:
-        """Every rank has answered: advance() does what follows."""
-        self._outcomes.append(outcome)
-
-    def _finish(self, outcome: TransferOutcome, events: GrammarEvents) -> None:
+    def _finish(self, outcome: TransferOutcome) -> None:
         op, failure = outcome.op, outcome.failure
         if not isinstance(op, CompileGrammar):
             return  # nobody waits for a drop
-        self._has_changed = self._has_compiled = True
+        self._waited.has_changed = self._has_compiled = True
         grammar = self._known[op.digest]
         grammar.ticket, grammar.is_late = None, False
         if failure is None:
             grammar.is_ready = True
-            events.ready.extend(self._waiting.unblock(Event(Blocker.GRAMMAR, op.digest)))
+            self._waited.admit(op.digest)
             return
         if failure.kind == "content":
             self._refused[op.digest] = failure.message
             if len(self._refused) > MAX_REFUSED:
                 del self._refused[next(iter(self._refused))]
-            self._refuse(grammar, _refusal(failure.message), events)
+            self._refuse(grammar, _refusal(failure.message))
         else:
             log.warning("grammar %.12s was not compiled: %s", op.digest, failure.message)
             message = "Structured output is not possible at the moment: the grammar could not be compiled."
-            self._refuse(grammar, RequestRefused(message, code="service_unavailable", status=503), events)
+            self._refuse(grammar, RequestRefused(message, code="service_unavailable", status=503))
         del self._known[op.digest]
 
-    def _refuse_late(self, events: GrammarEvents) -> None:
+    def _refuse_late(self) -> None:
         for grammar in self._known.values():
             if grammar.is_late and grammar.users:
                 message = f"it takes longer to compile than the limit of {self._timeout_s:g} s (--grammar-timeout)"
-                self._refuse(grammar, _refusal(message), events)
+                self._refuse(grammar, _refusal(message))
 
-    @staticmethod
-    def _refuse(grammar: _Grammar, refusal: RequestRefused, events: GrammarEvents) -> None:
-        """The engine ends these requests, which then leave()."""
-        events.refused.extend((state, refusal) for state in grammar.users)
+    def _refuse(self, grammar: _Grammar, refusal: RequestRefused) -> None:
+        """Refuses its requests: the engine ends them, and they leave()."""
+        for state in grammar.users:
+            self._waited.refuse(state, refusal)
         grammar.users.clear()
 
     def _forget_unwanted(self) -> None:
@@ -187,13 +177,13 @@ class GrammarCache:
             num_bytes += len(self._known[digest].text)
             if place >= num_kept or num_bytes > self._max_idle_bytes:
                 del self._known[digest]
-                self._transfers.start(DropGrammar(digest=digest), self._note_outcome)
+                self._waited.start(DropGrammar(digest=digest))
 
     def _order_next(self) -> None:
         """Orders grammars that requests want, as long as there is room."""
         line = sorted(
             (
-                (self._least_served(g), g.since_s, d)
+                (self._waited.least_served(state.sequences[0] for state in g.users), g.since_s, d)
                 for d, g in self._known.items()
                 if not g.is_ready and g.ticket is None
             )
@@ -205,18 +195,11 @@ class GrammarCache:
             grammar = self._known[digest]
             late_s = self._timeout_s if self._has_compiled else self._timeout_s + FIRST_EXTRA_S
             order = CompileGrammar(digest=digest, text=grammar.text)
-            grammar.ticket = self._transfers.start(order, self._note_outcome, late_s=late_s)
-
-    def _least_served(self, grammar: _Grammar) -> float:
-        return min((self._waiting.tenants.counter(seq) for seq in _one_of_each(grammar.users)), default=math.inf)
-
-    def _touch(self, grammar: _Grammar) -> None:
-        self._uses += 1
-        grammar.used = self._uses
+            grammar.ticket = self._waited.start(order, late_s)
 
     # ---- invariants, for tests ----
 
-    def check_invariants(self, states: Iterable[RequestState]) -> None:
+    def check_users(self, states: Iterable[RequestState]) -> None:
         """Asserts that live requests, and no others, are counted as users, and that those with a row are ready."""
         wanted: dict[str, set[RequestState]] = {}
         for state in states:
@@ -226,12 +209,8 @@ class GrammarCache:
                 assert grammar.is_ready or all(seq.row < 0 for seq in state.sequences), "a row without its grammar"
         assert wanted == {d: set(g.users) for d, g in self._known.items() if g.users}, "users are miscounted"
         for digest, grammar in self._known.items():
-            assert not (grammar.is_ready and self._waiting.blocked_by(Blocker.GRAMMAR, digest)), "blocked for nothing"
+            assert not (grammar.is_ready and self._waited.waiters(digest)), "blocked for nothing"
         assert sum(g.is_ready for g in self._known.values()) <= self._max_ready, "more grammars than there is room for"
-
-
-def _one_of_each(states: Iterable[RequestState]) -> Iterable[Sequence]:
-    return (state.sequences[0] for state in states)
 
 
 def _refusal(message: str) -> RequestRefused:

@@ -1,4 +1,4 @@
-"""Which running sequence gives way to a tenant that runs nothing.
+"""The running sequence that gives way to a tenant that runs nothing.
 
 Without this a tenant whose long answers hold all rows or blocks keeps a newcomer waiting until one of them ends. Called
 by the scheduler when the first in the queue lacks a row or blocks.

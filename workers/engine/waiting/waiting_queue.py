@@ -3,13 +3,13 @@
 A waiting sequence is queued (it needs only a row and blocks), or blocked by one thing: a choice of its request that
 computes the prompt (FORK), its adapter (ADAPTER), KV of its prefix (KV), --max-loras (TURN), a request that must run
 alone as it must itself (ALONE), the batch that runs (BATCH), or its grammar (GRAMMAR). What it waits for is reported
-as an Event, and unblock() is the one way out. Called by the scheduler, the adapter cache and the engine.
+as Awaited, and unblock() is the one way out. Called by the scheduler, the adapter cache and the engine.
 """
 
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-from tandem.workers.engine.base.blockers import Blocker, Event
+from tandem.workers.engine.base.blockers import Awaited, Blocker
 from tandem.workers.engine.base.sequence import Sequence
 from tandem.workers.engine.waiting.fairness import FairQueue
 
@@ -77,7 +77,7 @@ class WaitingQueue:
             if blocker is not Blocker.ADAPTER:
                 self._note_adapter(seq)
 
-    def unblock(self, event: Event, only: Callable[[Sequence], bool] | None = None) -> list[Sequence]:
+    def unblock(self, event: Awaited, only: Callable[[Sequence], bool] | None = None) -> list[Sequence]:
         """Returns the sequences that waited for this, longest first; push(), block() or remove() follows for each.
 
         only: of those, the ones for which it is true.

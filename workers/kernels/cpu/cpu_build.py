@@ -33,12 +33,12 @@ SAMPLING_SOURCES = ("cpu_sampling.c",)
 INVARIANT_SOURCES = ("cpu_row_gemm.c",)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 HIDING = {None: (), CpuIsa.AVX512: ("-mno-avx512bf16",), CpuIsa.AVX2: ("-mno-avx512f",)}
-"""What hides instructions from the compiler, by the CPU to imitate. All of AVX512 goes with its foundation."""
+"""Flags that hide instructions from the compiler, by the CPU to imitate. All of AVX512 goes with its foundation."""
 TIMEOUT_S = 300.0
 """On cores that many others want, gcc takes more than a minute; without its kernels a service would stay slow."""
 NO_COMPILER = "there is no C compiler (gcc or cc)"
 failures: list[str] = []
-"""Why libraries could not be compiled in this process."""
+"""Reasons why libraries could not be compiled in this process."""
 
 
 @cache

@@ -35,13 +35,13 @@ from tandem.workers.kernels.cpu.cpu_int8_gemm import (
     grouped_int8_kernel,
     padded_bytes,
 )
+from tandem.workers.kernels.cpu.weight_blocks import in_blocks
 from tandem.workers.kernels.expert_ops import ExpertOps, RouterWeights, TorchExperts
-from tandem.workers.kernels.weight_blocks import in_blocks
 from tandem.workers.models.spec.arch import ClampedSwiglu, Moe, Scoring
 
 LANES = 16
 SCORINGS = (Scoring.SOFTMAX, Scoring.TOP_SOFTMAX, Scoring.SIGMOID)
-"""In the order of cpu_experts.c."""
+"""The order is that of cpu_experts.c."""
 
 
 class DenseBlocks:
@@ -148,7 +148,7 @@ class CpuExperts:
 
     @property
     def has_products(self) -> bool:
-        """Whether the products too are compiled."""
+        """True if the products too are compiled."""
         return self._products is not None
 
     def method(self, experts: Sequence[ExpertParams], context: ParallelContext) -> ExpertMethod:

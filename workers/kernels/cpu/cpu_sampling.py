@@ -18,7 +18,7 @@ from tandem.workers.kernels.step_arrays import Send
 
 KINDS = ("l", "f", "l", "d", "f")
 SCRATCH_FLOATS = 80
-"""For each thread, beside four for each token of the vocabulary."""
+"""Floats of a thread, beside four for each token of the vocabulary."""
 
 
 class _Own(threading.local):

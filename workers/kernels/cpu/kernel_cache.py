@@ -21,7 +21,7 @@ from tandem.configs.environment import kernel_cache_folder
 log = logging.getLogger(__name__)
 UNUSED_S = 60 * 86400
 WAIT_S = 120.0
-"""How long a process waits for another one's compilation: that may have been stopped in the middle."""
+"""The longest wait for another process's compilation: that may have been stopped in the middle."""
 POLL_S = 0.05
 DIGEST = hashlib.sha256().digest_size
 CPU_FACTS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")

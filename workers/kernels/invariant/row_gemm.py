@@ -22,7 +22,7 @@ from tandem.parallel.linear_methods import Arrive, DenseMethod, LinearMethod, Ma
 from tandem.parallel.params import Param
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import DEPTH, CpuSkinnyGemm
-from tandem.workers.kernels.weight_blocks import BLOCK, in_blocks
+from tandem.workers.kernels.cpu.weight_blocks import BLOCK, in_blocks
 
 
 class RowMethod(LinearMethod):
@@ -80,7 +80,7 @@ def row_methods(library: ctypes.CDLL, skinny: CpuSkinnyGemm | None) -> MakeMetho
 
     def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
         if not all(weight.packs for weight in weights):
-            return DenseMethod(place)  # the latents' heads: kernels/latents/cpu_latent_attention.py
+            return DenseMethod(place)  # the latents' heads: kernels/cpu/attention/cpu_latent_attention.py
         if skinny is not None and weights[0].span(1, context.mesh).length % DEPTH == 0:
             return SkinnyMethod(place, skinny)
         return RowMethod(kernel, place)

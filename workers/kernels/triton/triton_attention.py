@@ -55,7 +55,7 @@ class Tile(NamedTuple):
 
 DECODE: Final = {(2, 128): Tile(16, 64, 4, 3), (2, 256): Tile(16, 32, 4, 3), (4, 128): Tile(16, 16, 4, 2)}
 PREFILL: Final = {(2, 128): Tile(128, 64, 8, 3), (2, 256): Tile(64, 32, 8, 2), (4, 128): Tile(16, 16, 4, 2)}
-"""By the bytes of a query's element, and the most elements of a head. Larger ones spill registers."""
+"""Tiles by the bytes of a query's element, and the most elements of a head. Larger ones spill registers."""
 MOST_OF_QUANTIZED: Final = 32
 """Rows of a tile, of caches whose elements are converted in registers."""
 
@@ -222,8 +222,8 @@ class Numbers:
 
 
 def takes(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None) -> bool:
-    """Whether the kernel suits queries and caches of these dtypes and heads of this size. In fp32 it spills registers
-    with quantized caches and with heads of more than 128 elements. kv_dtype None: dtype."""
+    """Return whether the kernel suits queries and caches of these dtypes and heads of this size. In fp32 it spills
+    registers with quantized caches and with heads of more than 128 elements. kv_dtype None: dtype."""
     return (dtype.itemsize, _size_of(head_dim)) in DECODE and (dtype.itemsize == 2 or kv_dtype not in LARGEST)
 
 

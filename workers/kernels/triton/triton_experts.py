@@ -35,7 +35,7 @@ SUM_BLOCK: Final = 1024
 """Elements of a token that one program adds up."""
 
 
-class Tile(NamedTuple):
+class ExpertTile(NamedTuple):
     """Rows, outputs and inputs that a program multiplies at once, and its warps."""
 
     rows: int
@@ -44,9 +44,9 @@ class Tile(NamedTuple):
     warps: int
 
 
-FEW: Final = {2: Tile(16, 64, 128, 4), 4: Tile(16, 32, 32, 4)}
-MANY: Final = {2: Tile(64, 128, 64, 8), 4: Tile(32, 64, 16, 8)}
-"""By the bytes of an element. Larger ones, and in fp32 any that fill the tensor cores, spill registers."""
+FEW: Final = {2: ExpertTile(16, 64, 128, 4), 4: ExpertTile(16, 32, 32, 4)}
+MANY: Final = {2: ExpertTile(64, 128, 64, 8), 4: ExpertTile(32, 64, 16, 8)}
+"""Tiles by the bytes of an element. Larger ones, and in fp32 any that fill the tensor cores, spill registers."""
 MANY_FROM: Final = 32
 """Rows of an expert on average, from which on tiles are MANY."""
 

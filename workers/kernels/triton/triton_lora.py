@@ -28,9 +28,9 @@ RANK_BLOCK: Final = 16
 TILE: Final = 32
 INPUT_BLOCK: Final = 128
 TILE_INPUT_BYTES: Final = 128
-"""Of a token's inputs in one piece: 64 of them, 32 in fp32, where 64 spill registers."""
+"""Bytes of a token's inputs in one piece: 64 of them, 32 in fp32, where 64 spill registers."""
 OUTPUT_BLOCK: Final = 128
-"""With 256, fp16 on sm_80 spills registers."""
+"""Outputs of a block: with 256, fp16 on sm_80 spills registers."""
 TILE_OUTPUT_BLOCK: Final = 128
 CHANGING: Final = [
     "tokens", "x_stride", "y_stride", "projections",

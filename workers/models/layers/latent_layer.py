@@ -14,8 +14,7 @@ from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear
 from tandem.parallel.linear_methods import DenseMethod, MakeMethod
-from tandem.workers.attention.latent import LatentStep
-from tandem.workers.attention.latent_heads import DenseHeads
+from tandem.workers.attention.latents.latent_heads import DenseHeads
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.layer_inputs import LayerInputs
@@ -69,8 +68,7 @@ class LatentAttentionLayer:
 
     def __call__(self, x_TH: torch.Tensor, inputs: LayerInputs, kv: LayerKV) -> torch.Tensor:
         """Returns [T, H], before the residual. `kv`: this layer's cache, to which the step's tokens are added."""
-        spec, step = self._spec, inputs.attention
-        assert isinstance(step, LatentStep), "an attention backend without latents"
+        spec = self._spec
         q_TX, latents_TL, k_TR = self._latents(x_TH).split((spec.q_rank or 0, spec.kv_rank, spec.rope_dim), dim=-1)
         q_TND = self._q(x_TH if self._q_norm is None else self._q_norm.alone(_in_one_piece(q_TX)))
         q_TND = q_TND.unflatten(-1, (-1, spec.key_dim))
@@ -79,7 +77,7 @@ class LatentAttentionLayer:
         latents_T1E[:, 0, spec.kv_rank :] = k_TR
         self._rotate(q_TND[..., spec.nope_dim :], latents_T1E[..., spec.kv_rank :], inputs)
         self._ops.store(latents_T1E, latents_T1E, kv, inputs.slots_T[kv.group])
-        out_TNV = step.attend_latent(q_TND, latents_T1E, kv, self._params, self._heads)
+        out_TNV = inputs.latent_attention.attend_latent(q_TND, latents_T1E, kv, self._params, self._heads)
         return self._o(out_TNV.flatten(1))
 
     def _rotate(self, q_TNR: torch.Tensor, k_T1R: torch.Tensor, inputs: LayerInputs) -> None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from tandem.workers.attention.backend import AttentionBackend, AttentionStep, KVTensors, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.latents.latent_backend import LatentBackend, LatentStep, ReplayableLatentStep
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.positions import Angles
 
@@ -20,18 +22,25 @@ class LayerInputs:
     slots_T: list[torch.Tensor]  # for each group of layers, where the tokens' K and V are stored
     angles: tuple[Angles, ...]  # of each of the model's ropes
     adapters: AdapterRows | None  # of the tokens
-    backend: AttentionBackend
+    backend: AttentionBackend | LatentBackend
     kv: KVTensors  # the cache, the same for all steps of a graph
     num_tokens: int
-    _step: AttentionStep | None = None
-    _replayable: ReplayableStep | None = None
+    _step: AttentionStep | LatentStep | None = None
+    _replayable: ReplayableStep | ReplayableLatentStep | None = None
 
     @property
     def attention(self) -> AttentionStep:
-        """The step's attention, which all layers share."""
+        """The step's attention, which all layers share, in models of heads."""
         if self._step is None:
             self._step = self.backend.prepare(self.batch)
-        return self._step
+        return cast(AttentionStep, self._step)
+
+    @property
+    def latent_attention(self) -> LatentStep:
+        """The step's attention, which all layers share, in models of latents (ArchSpec.has_latents)."""
+        if self._step is None:
+            self._step = self.backend.prepare(self.batch)
+        return cast(LatentStep, self._step)
 
     @property
     def graph_key(self) -> Hashable | None:

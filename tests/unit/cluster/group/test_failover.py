@@ -18,7 +18,7 @@ from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.gateway.generation.quarantine import MOST, Quarantine, digest_of
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.version import OtherVersion
-from tandem.workers.engine.probation import PROBATION_TOKENS
+from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import GroupLost, QueueFull, RequestRefused
 from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, TokenDelta, Usage
 from tests.support.fake_engine import FakeEngine

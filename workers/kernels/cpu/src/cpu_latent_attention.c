@@ -1,5 +1,5 @@
 /* Attention over latents, absorbed, for CPUs, and the products between latents and heads. See
-   kernels/latents/cpu_latent_attention.py for shapes and meaning. */
+   kernels/cpu/attention/cpu_latent_attention.py for shapes and meaning. */
 #include <omp.h>
 
 #include "cpu_attention.h"

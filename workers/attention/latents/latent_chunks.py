@@ -1,6 +1,4 @@
-"""Attention over latents (DeepSeek-V2, 2024): a token's one cached vector stands for the keys and values of all heads.
-
-Two ways to the same result, up to rounding:
+"""Chunks of attention over latents, by whichever of two ways to the same result, up to rounding, multiplies less:
 
     absorbed  q @ W_uk once for each query, scores and sums over the latents themselves, then @ W_uv
     expanded  k and v of each head made of every latent of the context, then attention as usual
@@ -18,77 +16,28 @@ T tokens, J context positions, N query heads, D = P + R elements of a key, E = L
 """
 
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
 
 import torch
 
 from tandem.workers.attention.backend import DECODE_QUERIES
-from tandem.workers.attention.chunks import Chunk, ChunkAttention, Gatherer
+from tandem.workers.attention.chunks import ChunkAttention, Gatherer
+from tandem.workers.attention.latents.latent_backend import LatentHeads
 from tandem.workers.attention.pieces import attend_in_pieces, heads_that_fit
+from tandem.workers.attention.row_layout import Chunk
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams, Mla
 from tandem.workers.planning.budget import GATHER_BYTES
 
 
-class LatentHeads(Protocol):
-    """The projections between latents and this rank's heads, of one layer."""
-
-    spec: Mla
-
-    def of_heads(self) -> torch.Tensor:
-        """Returns the matrix, [N, P + V, L]: a head's rows make its key of a latent, then its value."""
-        ...
-
-    def absorb(self, q_TND: torch.Tensor) -> torch.Tensor:
-        """Returns q_TNE, whose products with what the cache has are the scores."""
-        ...
-
-    def release(self, out_TNL: torch.Tensor) -> torch.Tensor:
-        """Returns out_TNV of sums over latents."""
-        ...
-
-    def expand(self, latents_JE: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns k_JND and v_JNV of that part of the heads."""
-        ...
-
-
-@runtime_checkable
-class LatentStep(Protocol):
-    """One step's attention of layers whose cache has latents: the state that all layers share."""
-
-    def attend_latent(
-        self,
-        q_TND: torch.Tensor,
-        latents_T1E: torch.Tensor,
-        kv: LayerKV,
-        params: AttentionParams,
-        heads: LatentHeads,
-    ) -> torch.Tensor:
-        """Returns out_TNV, causal attention to each row's context in this layer's cache, which holds the step's own
-        latents already."""
-        ...
-
-
 def absorbs(spec: Mla, num_queries: int, context_len: int) -> bool:
-    """Whether absorbed attention of a row takes fewer multiplications. A token and its drafts are always absorbed: they
-    come out as in steps of one token each."""
+    """Return whether absorbed attention of a row takes fewer multiplications. A token and its drafts are always
+    absorbed: they come out as in steps of one token each."""
     if num_queries <= DECODE_QUERIES:
         return True
     seen = num_queries * (2 * context_len - num_queries + 1)  # twice the sum over queries
     both = 2 * spec.kv_rank * (spec.nope_dim + spec.v_dim)
     absorbed = num_queries * both + seen * (2 * spec.kv_rank + spec.rope_dim)
     return absorbed < context_len * both + seen * (spec.key_dim + spec.v_dim)
-
-
-def attend_absorbed(
-    q_RNE: torch.Tensor, latents_RJE: torch.Tensor, mask_R1J: torch.Tensor | None, params: AttentionParams, heads: Mla
-) -> torch.Tensor:
-    """Returns out_RNL of rows with one query each, in float32. mask: is added to the scores."""
-    latents_RJE = latents_RJE.float()
-    scores_RNJ = (q_RNE.float() @ latents_RJE.transpose(1, 2)).mul_(params.scale)
-    if mask_R1J is not None:
-        scores_RNJ += mask_R1J
-    return (scores_RNJ.softmax(-1) @ latents_RJE[..., : heads.kv_rank]).to(q_RNE.dtype)
 
 
 class LatentChunks:
@@ -111,7 +60,7 @@ class LatentChunks:
         params: AttentionParams,
         heads: LatentHeads,
     ) -> torch.Tensor:
-        """Returns out_TNV of the chunk's own tokens."""
+        """Return out_TNV of the chunk's own tokens."""
         spec, own = heads.spec, q_TND[chunk.start : chunk.stop]
         if chunk.before is not None or absorbs(spec, len(own), chunk.context_len):
             pieces = self._pieces(chunk, latents_T1E, kv, spec.head_dim)
@@ -134,7 +83,7 @@ class LatentChunks:
         return out_TNV
 
     def _heads_at_once(self, chunk: Chunk, own: torch.Tensor, spec: Mla, of_head: int) -> int:
-        """Returns how many heads attend at once; 0 for pieces. of_head: elements that are made for each position and
+        """Return how many heads attend at once; 0 for pieces. of_head: elements that are made for each position and
         head: the product with the latents, which has the value, and the key."""
         is_gathered, num_bytes = chunk.block_ids is not None, chunk.context_len * own.element_size()
         if is_gathered and num_bytes * spec.head_dim > GATHER_BYTES:
@@ -146,7 +95,7 @@ class LatentChunks:
     def _pieces(
         self, chunk: Chunk, latents_T1E: torch.Tensor, kv: LayerKV, of_position: int | None
     ) -> Iterator[torch.Tensor]:
-        """Yields latents_J1E of the chunk's context in order, each valid until the next; of_position: elements that a
+        """Yield latents_J1E of the chunk's context in order, each valid until the next; of_position: elements that a
         piece takes for each position, None: all in one piece."""
         block_size = kv.keys.shape[1]
         blocks = -(-chunk.context_len // block_size)

@@ -32,6 +32,7 @@ class AdapterMemory:
 
     @property
     def num_free(self) -> int:
+        """Free pages."""
         return len(self._free_pages)
 
     @property
@@ -57,7 +58,7 @@ class AdapterMemory:
             self._pending.append((last_step, allocation))
 
     def retire(self, done_step: int) -> bool:
-        """Plans up to done_step have returned from every rank. Whether that has freed anything."""
+        """Notes that plans up to done_step have returned from every rank; returns whether that has freed anything."""
         self._done_step = done_step
         if not self._pending:
             return False

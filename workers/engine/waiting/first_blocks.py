@@ -6,9 +6,9 @@ Called by the scheduler. `reserve`: blocks that are left for running sequences.
 
 from collections.abc import Iterable
 
-from tandem.workers.engine.base.sequence import Sequence, Status
+from tandem.workers.engine.base.in_flight_step import InFlightStep
+from tandem.workers.engine.base.sequence import Sequence, SequenceStatus
 from tandem.workers.engine.blocks.block_manager import BlockManager
-from tandem.workers.engine.in_flight_step import InFlightStep
 from tandem.workers.engine.transfers.lower_tiers import OverlappedLoad
 
 
@@ -59,7 +59,7 @@ def check_reservations(manager: BlockManager, sequences: Iterable[Sequence]) -> 
         table = seq.table
         have = len(table.block_ids) + table.num_reserved
         need = manager.places_for(len(seq.tokens)) * manager.groups.count
-        if seq.status is not Status.RUNNING:
+        if seq.status is not SequenceStatus.RUNNING:
             assert have == 0, "a sequence without a row holds or reserves blocks"
         elif manager.groups.has_windows:
             assert have <= max(need, len(table.block_ids)), "more is reserved than the prompt lacks"

@@ -12,9 +12,8 @@ part by part. bf16 and float32, summed in float32 (products of bf16 queries and 
 rounded once per line above. A token's results have the same bits whatever is computed beside it, absorb and release
 included.
 
-Called by workers/attention/cpu_paged.py and one_query.py; the torch twins are attend_absorbed (attention/latent.py) and
-DenseHeads (attention/latent_heads.py). T tokens, N heads, P elements of a key that do not rotate, R that do, D = P + R,
-V of a value, L of a latent, E = L + R.
+Called by workers/attention/latents/cpu_latents.py; the torch twins are torch_latents.py and latent_heads.py there. T
+tokens, N heads, P elements of a key that do not rotate, R that do, D = P + R, V of a value, L of a latent, E = L + R.
 """
 
 import ctypes
@@ -23,9 +22,9 @@ from collections.abc import Iterable
 import torch
 
 from tandem.configs.platform_facts import MOST_LATENT
+from tandem.workers.kernels.cpu.attention.cpu_decode_attention import LANES, DecodeTable, DecodeWork, up_to
 from tandem.workers.kernels.cpu.cpu_build import cpu_latent_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel, Scratch
-from tandem.workers.kernels.cpu.cpu_decode_attention import LANES, DecodeTable, DecodeWork, up_to
 from tandem.workers.kernels.cpu.cpu_kv_quant import address
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams, Mla

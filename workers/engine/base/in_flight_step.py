@@ -3,13 +3,12 @@
 from dataclasses import dataclass, field
 
 from tandem.workers.engine.base.sequence import Sequence
-from tandem.workers.messages.step import RowInit, RowWork, StepPlan
+from tandem.workers.messages.step import RowInit, RowWork, StepPlan, StepResult
 
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """One plan and its sequences: sequences[i] owns work[i]. admitted: sequences that got their first row, and how many
-    of their tokens were found in the prefix cache. num_drafts: the most that its rows may have together."""
+    """One plan and its sequences: sequences[i] owns work[i]."""
 
     step_id: int
     sequences: list[Sequence] = field(default_factory=list)
@@ -17,16 +16,25 @@ class InFlightStep:
     new_rows: list[RowInit] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
+    """Sequences that got their first row, and how many of their tokens were found in the prefix cache."""
     awaits: list[int] = field(default_factory=list)
     num_decode: int = 0
-    num_drafts: int = 0
+    num_drafts: int = 0  # the most that its rows may have together
     num_prefill_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the ranks compute at most."""
         return self.num_decode + self.num_drafts + self.num_prefill_tokens
 
+    def num_computed_drafts(self, result: StepResult) -> int:
+        """Returns in how many places for drafts the ranks computed something, guessed or not."""
+        if not self.num_drafts:
+            return 0
+        return sum(row.num_drafts for row in result.rows) + result.num_unguessed
+
     def plan(self, freed_rows: list[int], known_failure: int, rolled_back: list[tuple[int, int, int]]) -> StepPlan:
+        """Returns the plan for the ranks."""
         return StepPlan(
             step_id=self.step_id,
             work=self.work,

@@ -1,17 +1,17 @@
-"""State of one LoRA adapter at the coordinator, and of recent refusals. Used by the adapter cache alone."""
+"""State of one LoRA adapter at the coordinator, and of recent refusals. Used by the files beside it alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tandem.workers.engine.adapters.adapter_memory import Allocation
 from tandem.workers.engine.base.sequence import RequestState, Sequence
-from tandem.workers.engine.waiting.adapter_memory import Allocation
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import AdapterRef
 from tandem.workers.messages.transfer import DropAdapter, FetchAdapter, PlaceAdapter
 
 REFUSED_S = 30.0
-"""How long requests for a refused adapter are refused without another attempt to read it."""
+"""Time for which requests for a refused adapter are refused without another attempt to read it."""
 
 
 AdapterOp = FetchAdapter | PlaceAdapter | DropAdapter
@@ -19,52 +19,42 @@ AdapterOp = FetchAdapter | PlaceAdapter | DropAdapter
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """An op in flight. is_late: its source has not answered for so long that nobody waits for it."""
+    """An op in flight."""
 
     ticket: int
     op: AdapterOp
-    is_late: bool = False
+    is_late: bool = False  # its source has not answered for so long that nobody waits for it
 
     @property
     def is_fetch(self) -> bool:
+        """True for a copy from the source to the host."""
         return isinstance(self.op, FetchAdapter)
 
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """One adapter content. allocation: pages that it has or is being copied to. since_s: when the first of those that
-    wait for it began to. users: requests that have had a row with it. pending: waiting sequences that it admitted when
-    it was placed, at placed_s; has_served: some sequence has run since. used: time of the last use, in uses of all
-    adapters. last_step: the newest plan that names its slot. load_s: seconds that its moves to the device have taken.
-    is_draining: it accepts no new users."""
+    """One adapter content."""
 
     ref: AdapterRef
     on_host: bool = False
     num_pages: int = 0
     move: Move | None = None
-    allocation: Allocation | None = None
+    allocation: Allocation | None = None  # device memory that it has or is being copied to
     is_resident: bool = False
-    is_draining: bool = False
-    has_served: bool = False
-    last_step: int = 0
-    used: int = 0
-    since_s: float = 0.0
+    is_draining: bool = False  # it accepts no new users
+    has_served: bool = False  # some sequence has run since it was placed
+    last_step: int = 0  # the newest plan that names its slot
+    used: int = 0  # its last use, in uses of all adapters
+    since_s: float = 0.0  # when the first of those that wait for it began to
     placed_s: float = 0.0
-    load_s: float = 0.0
-    pending: set[Sequence] = field(default_factory=set)
-    users: set[RequestState] = field(default_factory=set)
+    load_s: float = 0.0  # seconds that its moves to the device have taken
+    pending: set[Sequence] = field(default_factory=set)  # waiting sequences that it admitted when it was placed
+    users: set[RequestState] = field(default_factory=set)  # requests that have had a row with it
 
     @property
     def digest(self) -> str:
+        """The name of its content."""
         return self.ref.digest
-
-
-class AdapterEvents(NamedTuple):
-    """Events of one AdapterCache.advance(): sequences that unblock() returned, to be enqueued; requests to be ended
-    with a reason."""
-
-    ready: list[Sequence]
-    refused: list[tuple[RequestState, RequestRefused]]
 
 
 class Refusal(NamedTuple):

@@ -1,0 +1,1 @@
+"""Attention over latents (DeepSeek-V2): Protocols of its own, and one implementation per device."""

@@ -1,0 +1,75 @@
+"""The Protocol of attention over latents (DeepSeek-V2, 2024): a token's one cached vector stands for the keys and
+values of all heads.
+
+A model has layers of heads or of latents (ArchSpec.has_latents), so its decoder has an AttentionBackend or a
+LatentBackend; both live by the rules of attention/backend.py. T tokens, J context positions, N query heads, P elements
+of a key that do not rotate and R that do, D = P + R, L of a latent, E = L + R of the cache, V of a value.
+"""
+
+from collections.abc import Hashable
+from typing import Protocol
+
+import torch
+
+from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.kv_store import LayerKV
+from tandem.workers.models.spec.arch import AttentionParams, Mla
+
+
+class LatentHeads(Protocol):
+    """The projections between latents and this rank's heads, of one layer."""
+
+    spec: Mla
+
+    def of_heads(self) -> torch.Tensor:
+        """Return the matrix, [N, P + V, L]: a head's rows make its key of a latent, then its value."""
+        ...
+
+    def absorb(self, q_TND: torch.Tensor) -> torch.Tensor:
+        """Return q_TNE, whose products with what the cache has are the scores."""
+        ...
+
+    def release(self, out_TNL: torch.Tensor) -> torch.Tensor:
+        """Return out_TNV of sums over latents."""
+        ...
+
+    def expand(self, latents_JE: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return k_JND and v_JNV of that part of the heads."""
+        ...
+
+
+class LatentStep(Protocol):
+    """One step's attention of layers whose cache has latents: the state that all layers share."""
+
+    def attend_latent(
+        self,
+        q_TND: torch.Tensor,
+        latents_T1E: torch.Tensor,
+        kv: LayerKV,
+        params: AttentionParams,
+        heads: LatentHeads,
+    ) -> torch.Tensor:
+        """Return out_TNV, causal attention to each row's context in this layer's cache, which holds the step's own
+        latents already."""
+        ...
+
+
+class ReplayableLatentStep(LatentStep, Protocol):
+    """A step whose calls may be captured and replayed (workers/graphs/graph_runner.py)."""
+
+    def set_batch(self, batch: ForwardBatch) -> None:
+        """Point the captured calls at another batch, as ReplayableStep does."""
+        ...
+
+
+class LatentBackend(Protocol):
+    """One way to compute attention over latents on a device. Its members are those of AttentionBackend, but for what
+    the steps attend to."""
+
+    name: str
+
+    def prepare(self, batch: ForwardBatch) -> LatentStep: ...
+
+    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None: ...
+
+    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableLatentStep: ...

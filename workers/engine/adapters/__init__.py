@@ -1,0 +1,1 @@
+"""LoRA adapters of one group: host copies, places on the device, who waits for them."""

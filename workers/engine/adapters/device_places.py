@@ -1,0 +1,134 @@
+"""DevicePlaces: which adapters are on the device: room for the next in line, who is evicted or drains for it.
+
+Room comes from idle residents, least recently used first. When the line has not moved for longer than a bound,
+residents in use drain: sequences that were only queued for them wait in line again, and requests that have run keep
+them until they end. So the line moves at least once in the bound plus the longest answer. An adapter serves sequences
+that waited for it before it drains.
+"""
+
+from tandem.workers.engine.adapters.adapter_memory import AdapterMemory
+from tandem.workers.engine.adapters.adapter_state import Adapter
+from tandem.workers.engine.adapters.known_adapters import KnownAdapters
+from tandem.workers.engine.base.stats import LOAD_BOUNDS_S, Histogram
+from tandem.workers.messages.transfer import Failure, PlaceAdapter
+
+LOOK_AGAIN_S = 0.05
+
+
+class DevicePlaces:
+    """Adapters over num_pages device pages. wait_bound_s: seconds without movement of the line before residents in use
+    drain for the first in it."""
+
+    def __init__(self, known: KnownAdapters, num_pages: int, wait_bound_s: float) -> None:
+        self.memory = AdapterMemory(num_pages)
+        self.loads = Histogram(LOAD_BOUNDS_S)
+        self.num_evictions = 0
+        self._known = known
+        self._wait_bound_s = wait_bound_s
+        self._still_since_s: float | None = None
+
+    # ---- placing ----
+
+    def place_all(self, line: list[Adapter], pinned: list[Adapter], now_s: float) -> None:
+        """Makes room for adapters on the host, in order; none overtakes the first that lacks room."""
+        for adapter in line:
+            if adapter.is_resident:  # it was draining, and is first in line before it was evicted
+                self._admit_waiters(adapter, now_s)
+            elif adapter.on_host and adapter.move is None:
+                if self._still_since_s is None:
+                    self._still_since_s = now_s
+                if not self._make_room(adapter, now_s):
+                    self._known.waited.look_again_at(now_s + LOOK_AGAIN_S)
+                    return
+                self._still_since_s = None
+                self._start(adapter)
+        self._still_since_s = None
+        for adapter in self._known:
+            adapter.is_draining = False  # nobody lacks room
+        for adapter in pinned:
+            is_ready = adapter.on_host and adapter.move is None and not self._known.is_refused_pin(adapter)
+            if is_ready and self._make_room(adapter, now_s):
+                self._start(adapter)
+
+    def _start(self, adapter: Adapter) -> None:
+        adapter.allocation = self.memory.take(adapter.num_pages)
+        assert adapter.allocation is not None, "room was made"
+        slot, pages = adapter.allocation
+        self._known.start(adapter, PlaceAdapter(adapter=adapter.ref, slot=slot, pages=pages))
+
+    def end_place(self, adapter: Adapter, op: PlaceAdapter, failure: Failure | None, now_s: float) -> None:
+        """Notes that every rank has answered: the adapter is on the device, or refused."""
+        if failure is not None:
+            assert adapter.allocation is not None
+            self.memory.give_back(adapter.allocation, 0)
+            adapter.allocation = None
+            self._known.refuse_moved(adapter, None, op, failure)
+            return
+        self.loads.observe(adapter.load_s)
+        adapter.load_s = 0.0
+        tenants = self._known.waited.waiting.tenants
+        if waiters := self._known.waiters(adapter):
+            tenants.charge_swap(min(waiters, key=tenants.counter))
+        self._admit_waiters(adapter, now_s)
+
+    def _admit_waiters(self, adapter: Adapter, now_s: float) -> None:
+        """Admits its waiters, which are pending until they have run."""
+        adapter.is_resident, adapter.is_draining = True, False
+        adapter.has_served, adapter.placed_s = False, now_s
+        adapter.pending = set(self._known.waited.admit(adapter.digest))
+        self._known.touch(adapter)
+
+    # ---- room ----
+
+    def _make_room(self, adapter: Adapter, now_s: float) -> bool:
+        """Returns whether its pages are free; evicts idle adapters if that is enough, drains others after the bound."""
+        need, memory, known = adapter.num_pages, self.memory, self._known
+        residents = sorted((a for a in known if a.is_resident), key=lambda a: a.used)
+        open_ones = [a for a in residents if not a.is_draining]
+        idle = [a for a in open_ones if known.is_idle(a) and not known.is_pinned(a)]
+        coming = memory.num_free + memory.num_pending + sum(a.num_pages for a in residents if a.is_draining)
+        if coming + sum(a.num_pages for a in idle) >= need:
+            victims = idle
+        elif self._still_since_s is not None and now_s - self._still_since_s >= self._wait_bound_s:
+            victims = sorted((a for a in open_ones if not self._is_guarded(a, now_s)), key=self._staying_power)
+        else:
+            victims = []
+        for victim in victims:
+            if coming >= need:
+                break
+            coming += victim.num_pages
+            self._start_draining(victim, now_s)
+        for draining in residents:
+            if draining.is_draining and known.is_idle(draining):
+                self._evict(draining)
+        return memory.num_free >= need
+
+    def _staying_power(self, adapter: Adapter) -> tuple[bool, bool, int]:
+        return self._known.is_pinned(adapter), not self._known.is_idle(adapter), adapter.used
+
+    def _is_guarded(self, adapter: Adapter, now_s: float) -> bool:
+        """Returns whether sequences that waited for it must run before it drains: one in any case, all of them within
+        the bound."""
+        return bool(adapter.pending) and (not adapter.has_served or now_s - adapter.placed_s < self._wait_bound_s)
+
+    def _start_draining(self, adapter: Adapter, now_s: float) -> None:
+        """Refuses new users; sequences that were only queued wait in line again."""
+        adapter.is_draining = True
+        if queued := self._known.queued(adapter):
+            for seq in queued:
+                self._known.waited.block(seq, adapter.digest)
+            adapter.since_s = now_s
+            adapter.pending.clear()
+            self._known.waited.has_changed = True
+
+    def _evict(self, adapter: Adapter) -> None:
+        assert adapter.allocation is not None
+        self.memory.give_back(adapter.allocation, adapter.last_step)
+        adapter.allocation, adapter.is_resident, adapter.is_draining = None, False, False
+        self.num_evictions += 1
+
+    def check_invariants(self) -> None:
+        """Asserts that memory adds up, and that residents have some."""
+        self.memory.check_invariants([a.allocation for a in self._known if a.allocation is not None])
+        for adapter in self._known:
+            assert not adapter.is_resident or adapter.allocation is not None, "resident nowhere"

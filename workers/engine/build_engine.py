@@ -1,0 +1,146 @@
+"""Builds an engine: the one place that knows which parts there are and who holds whom.
+
+A new rule of admission is a line in _rules(), a new observer of steps one in _observers(), a new cache that requests
+wait for one where `caches` is made.
+"""
+
+import time
+from collections.abc import Callable
+
+from tandem.configs.schema import EngineSettings
+from tandem.workers.engine.adapters.adapter_cache import AdapterCache
+from tandem.workers.engine.admission import ModelFacts
+from tandem.workers.engine.base.arrivals import Arrivals
+from tandem.workers.engine.base.drafting import Drafting
+from tandem.workers.engine.base.expert_reports import ExpertReports
+from tandem.workers.engine.base.stats import Collector
+from tandem.workers.engine.base.step_observer import StepObserver
+from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.executor import Executor, ExecutorReady
+from tandem.workers.engine.live_requests import LiveRequests, OnBegun, OutputSink
+from tandem.workers.engine.observers.chunk_limiter import ChunkLimiter, StepChunkLimiter
+from tandem.workers.engine.observers.step_counts import StepCounts
+from tandem.workers.engine.observers.step_log import StepLog
+from tandem.workers.engine.rank_answers import RankAnswers
+from tandem.workers.engine.results import ResultApplier
+from tandem.workers.engine.scheduler import Scheduler
+from tandem.workers.engine.transfers.copy_costs import CopyCosts
+from tandem.workers.engine.transfers.kv_offload import KVOffload
+from tandem.workers.engine.transfers.transfer_manager import TransferManager
+from tandem.workers.engine.waiting.admission_rule import AdmissionRule
+from tandem.workers.engine.waiting.batching_policy import batching_rule
+from tandem.workers.engine.waiting.grammar_cache import GrammarCache
+from tandem.workers.engine.waiting.max_loras import MaxLoras
+from tandem.workers.engine.waiting.probation import Probation
+from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
+
+
+def build_engine(
+    settings: EngineSettings,
+    facts: ModelFacts,
+    executor: Executor,
+    ready: ExecutorReady,
+    sink: OutputSink,
+    clock: Callable[[], float] = time.monotonic,
+    on_begun: OnBegun = lambda request, cached_tokens: None,
+) -> Engine:
+    """Returns an engine over ranks that are ready.
+
+    on_begun(request, cached tokens) is called when a request has got its first row: its prompt is billed from then on.
+    """
+    manager, waiting, collector = _block_manager(settings, facts, ready), WaitingQueue(), Collector()
+    transfers = TransferManager(executor.transfer, ready.num_ranks, clock)
+    costs = CopyCosts(ready.block_bytes / ready.num_ranks)
+    offload = None if ready.store is None else KVOffload(manager, ready.store, transfers, costs, clock)
+    adapters = None
+    if settings.lora.enable_lora:
+        assert ready.adapter_pages > 0, "--enable-lora, and no rank has room for adapters"
+        adapters = AdapterCache(settings.lora, ready.adapter_pages, transfers, waiting, clock)
+    grammars = GrammarCache(transfers, waiting, clock, settings.scheduler.grammar_timeout_s)
+    drafting = Drafting(settings.max_drafts) if settings.max_drafts else None
+    chunk_limiter = _chunk_limiter(settings)
+    experts = ExpertReports(executor.count_experts, ready.pipeline_parallel_size if facts.has_experts else 0, clock)
+    step_log = StepLog(settings.step_log) if settings.step_log else None
+
+    probation = Probation(waiting, settings.max_drafts)
+    scheduler = Scheduler(
+        settings.scheduler,
+        manager,
+        waiting,
+        chunk_limiter,
+        _rules(settings, waiting, clock, adapters, grammars, probation),
+        probation,
+        relay=ready.pipeline_parallel_size > 1,
+        depth=settings.steps_in_flight,
+        tiers=offload,
+        drafting=drafting,
+    )
+    eos = frozenset(facts.eos_token_ids)
+    results = ResultApplier(scheduler, manager, collector, eos, drafting)
+    arrivals = Arrivals(manager, eos, facts.max_len(manager.num_slots), takes_adapters=adapters is not None)
+    caches = (grammars,) if adapters is None else (adapters, grammars)
+    requests = LiveRequests(settings.scheduler, facts, arrivals, results, caches, sink, clock, on_begun)
+    return Engine(
+        facts=facts,
+        ready=ready,
+        executor=executor,
+        sink=sink,
+        depth=settings.steps_in_flight,
+        clock=clock,
+        manager=manager,
+        scheduler=scheduler,
+        results=results,
+        requests=requests,
+        answers=RankAnswers(executor, transfers, scheduler, requests, caches, offload, experts),
+        grammars=grammars,
+        experts=experts,
+        collector=collector,
+        observers=_observers(StepCounts(collector), costs, experts, drafting, chunk_limiter, step_log),
+        offload=offload,
+        adapters=adapters,
+        drafting=drafting,
+        step_log=step_log,
+    )
+
+
+def _rules(
+    settings: EngineSettings,
+    waiting: WaitingQueue,
+    clock: Callable[[], float],
+    adapters: AdapterCache | None,
+    grammars: GrammarCache,
+    probation: Probation,
+) -> list[AdmissionRule]:
+    """Returns the rules of admission, in the order in which a sequence is asked about."""
+    rules = [
+        adapters,
+        grammars,
+        probation,
+        batching_rule(settings.scheduler, waiting, clock),
+        MaxLoras(settings.lora.max_loras, waiting) if adapters is not None else None,
+    ]
+    return [rule for rule in rules if rule is not None]
+
+
+def _observers(*parts: object) -> tuple[StepObserver, ...]:
+    """Returns those of these parts that watch steps."""
+    return tuple(part for part in parts if isinstance(part, StepObserver))
+
+
+def _block_manager(settings: EngineSettings, facts: ModelFacts, ready: ExecutorReady) -> BlockManager:
+    return BlockManager(
+        ready.num_blocks,
+        settings.cache.block_size,
+        model_revision=facts.model_revision,
+        kv_dtype=facts.kv_dtype,
+        enable_prefix_caching=settings.cache.enable_prefix_caching,
+        groups=facts.kv_groups,
+    )
+
+
+def _chunk_limiter(settings: EngineSettings) -> ChunkLimiter:
+    limits = settings.scheduler
+    if limits.max_itl_ms is None:
+        return ChunkLimiter(limits.max_num_batched_tokens)
+    return StepChunkLimiter(limits.max_itl_ms / 1000, settings.cache.block_size, limits.max_num_batched_tokens)

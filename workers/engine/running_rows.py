@@ -1,0 +1,157 @@
+"""RunningRows: the sequences that have a row, in their order; which rows are free; who gives way to whom.
+
+Row numbers are reused at once: every rank runs plans in submission order, so a plan that rebinds a row comes after all
+earlier plans that name it, on each stage. Called by the scheduler alone.
+"""
+
+from bisect import insort
+from collections.abc import Sequence as ListOf
+
+from tandem.workers.engine.base.sequence import Sequence, SequenceStatus
+from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.transfers.lower_tiers import LowerTiers
+from tandem.workers.engine.waiting.admission_rule import AdmissionRule
+from tandem.workers.engine.waiting.least_share import gives_way
+from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
+from tandem.workers.messages.step import RowInit
+
+
+class RunningRows:
+    """num_rows rows of one scheduler. tiers: where blocks go that a preempted sequence loses; None: none."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        manager: BlockManager,
+        waiting: WaitingQueue,
+        tiers: LowerTiers | None,
+        rules: ListOf[AdmissionRule],
+    ) -> None:
+        self.sequences: list[Sequence] = []  # earliest first; those that have ended stay until prune()
+        self.num_preemptions = 0
+        self.free = list(range(num_rows - 1, -1, -1))
+        self._manager = manager
+        self._waiting = waiting
+        self._has_tiers = tiers is not None
+        self._tiers = LowerTiers() if tiers is None else tiers
+        self._rules = rules
+        self._unsent_freed: set[int] = set()
+        self._any_ended = False
+
+    # ---- queries ----
+
+    def running(self) -> list[Sequence]:
+        """Returns the sequences that run, in their order."""
+        return [seq for seq in self.sequences if seq.status is SequenceStatus.RUNNING]
+
+    @property
+    def reserve(self) -> int:
+        """Blocks to leave for running sequences (each takes one of each group per block_size steps), so that a new one
+        is not preempted in the next steps. 0 when none runs, so that a sequence that fits the empty pool is
+        admitted."""
+        return -(-len(self.sequences) * self._manager.groups.count // 4)
+
+    # ---- rows ----
+
+    def prune(self) -> None:
+        """Drops the sequences that have ended."""
+        if self._any_ended:
+            self.sequences = [seq for seq in self.sequences if seq.status is SequenceStatus.RUNNING]
+            self._any_ended = False
+
+    def take_freed(self) -> list[int]:
+        """Returns the rows that have become free since the last call, and are."""
+        freed = sorted(self._unsent_freed) if self._unsent_freed else []
+        self._unsent_freed.clear()
+        return freed
+
+    def bind(self, seq: Sequence, step_id: int) -> RowInit:
+        """Gives a sequence a row, from this step on."""
+        seq.row = self.free.pop()
+        self._unsent_freed.discard(seq.row)
+        seq.status = SequenceStatus.RUNNING
+        seq.num_sent = len(seq.tokens)
+        seq.bound_step = step_id
+        for rule in self._rules:
+            rule.bound(seq)
+        if not self.sequences or self.sequences[-1].order < seq.order:
+            self.sequences.append(seq)
+        else:
+            insort(self.sequences, seq, key=lambda other: other.order)
+        return RowInit(
+            row=seq.row,
+            token_ids=seq.tokens.copy(),
+            prompt_len=seq.prompt_len,
+            num_computed=seq.num_scheduled,
+            sampling=seq.row_sampling(),
+            adapter_slot=seq.adapter_slot,
+            pool=seq.state.request.pool,
+        )
+
+    def end(self, seq: Sequence) -> None:
+        """Takes the row and the blocks of a sequence, which leaves the list with the next prune()."""
+        self._any_ended = True
+        self._unbind(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Returns a running sequence to the queue without blocks. Its samples in flight still count."""
+        self.sequences.remove(seq)
+        self._tiers.swap_out(seq.table)
+        self._unbind(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_scheduled = seq.num_computed = seq.num_loads = 0
+        self.num_preemptions += 1
+        self._waiting.push(seq)
+
+    def _unbind(self, seq: Sequence) -> None:
+        self.charge(seq)
+        for rule in self._rules:
+            rule.unbound(seq)
+        self._manager.release(seq.table, seq.last_step)
+        self.free.append(seq.row)
+        self._unsent_freed.add(seq.row)
+        seq.row = -1
+
+    # ---- what tenants have had ----
+
+    def charge_all(self) -> None:
+        """Charges tenants for the tokens of running sequences since the last charge."""
+        for seq in self.sequences:
+            self.charge(seq)
+
+    def charge(self, seq: Sequence) -> None:
+        """Charges a sequence's tenant for its tokens since the last charge."""
+        num_tokens = len(seq.tokens)
+        if num_tokens > seq.num_charged:
+            self._waiting.tenants.charge(seq, output_tokens=num_tokens - seq.num_charged)
+            seq.num_charged = num_tokens
+
+    # ---- who gives way ----
+
+    def make_way(self, first: Sequence) -> None:
+        """Preempts a sequence of another tenant if `first`, the first in the queue, is of one that runs nothing."""
+        self.charge_all()
+        victim = gives_way(first, self.sequences, self._waiting.tenants)
+        if victim is not None:
+            self.preempt(victim)
+
+    def preempt_for(self, seq: Sequence) -> None:
+        """Preempts one of those that this step has not served yet, seq included: of the tenant served most, the one of
+        lowest priority, then the latest; in its place all choices of its request where blocks are shared."""
+        # if it is seq itself, the sequence after it skips this step
+        self.charge_all()
+        unserved = self.sequences[self.sequences.index(seq) :]
+        victim = max(unserved, key=lambda other: (self._waiting.tenants.counter(other), other.order))
+        for other in self._giving_way(victim, seq):
+            self.preempt(other)
+
+    def _giving_way(self, victim: Sequence, seq: Sequence) -> list[Sequence]:
+        """Returns the sequences to preempt for a victim: all running choices of its request, or the victim alone.
+
+        The victim alone if it is a choice of seq's request (this plan may serve some choices already, and a request
+        that fills the pool by itself must make progress), or without lower tiers, where each answer so far would be
+        computed again. Otherwise all: shared blocks are free only when the last choice is gone.
+        """
+        if victim.state is seq.state or not self._has_tiers:
+            return [victim]
+        return [other for other in self.sequences if other.state is victim.state]

@@ -1,0 +1,1 @@
+"""Compiled attention kernels for CPUs: decodes, chunks of prompts, latents."""
