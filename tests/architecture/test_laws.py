@@ -21,7 +21,7 @@ from tools.sources import Source, sources
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sources(ROOT)
 
-TWICE: set[str] = {"SlotIndex"}
+TWICE: set[str] = set()
 """Names of several classes."""
 BEGINNINGS: dict[str, int] = {}
 """By room, docstrings that begin with a clause or a preposition."""
