@@ -21,9 +21,9 @@ from tools.sources import Source, sources
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sources(ROOT)
 
-TWICE: set[str] = {"SlotIndex"}
+TWICE: set[str] = set()
 """Names of several classes."""
-BEGINNINGS: dict[str, int] = {"cluster/group": 10, "workers/*": 2}
+BEGINNINGS: dict[str, int] = {}
 """By room, docstrings that begin with a clause or a preposition."""
 CIRCLES: set[tuple[str, ...]] = set()
 """Folders that import each other in a ring."""

@@ -1,7 +1,9 @@
 """A whole group without Ray: the real engine thread over a fake engine, called like a Serve handle."""
 
 import asyncio
+import time
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.wire.token_channel import TokenSender
 from tandem.cluster.wire.version import with_version, without_version
 from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest
@@ -30,8 +33,13 @@ class FakeGroup:
         self._opened = asyncio.Event()
         self._make = engine
         self.name = name
-        self.thread = EngineThread(self._open, lambda: None, self, secret, name)
-        self.thread.start()
+        self.thread = self.started(secret, name)
+
+    def started(self, secret: str, name: str, clock: Callable[[], float] = time.monotonic) -> EngineThread:
+        """A thread with a new engine."""
+        thread = EngineThread(self, partial(TokenSender, secret, name), clock)
+        thread.start_engine(self._open, lambda: None)
+        return thread
 
     async def wait_opened(self) -> None:
         async with asyncio.timeout(30):

@@ -28,7 +28,6 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.fleet.fleet_view import FleetView, channel_name, group_heartbeat
 from tandem.cluster.gateway.generation import generation, serve_dispatch
 from tandem.cluster.group import ray_ranks
-from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.service import serve_app
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import RedisUnavailable
@@ -261,8 +260,7 @@ class StuckGroup(FakeGroup):
     def __init__(self, clock: Callable[[], float], engine: Callable[[Any], Any] = StuckEngine) -> None:
         super().__init__(SECRET, "stuck", engine)
         self.close()
-        self.thread = EngineThread(self._open, lambda: None, self, SECRET, "stuck", clock)
-        self.thread.start()
+        self.thread = self.started(SECRET, "stuck", clock)
 
 
 async def test_a_busy_group_without_progress_is_not_ready() -> None:
@@ -331,8 +329,7 @@ async def test_a_thread_that_does_not_come_round_shows_it() -> None:
 
     group = FakeGroup(SECRET, "hanging", HangingEngine)
     group.close()
-    group.thread = EngineThread(group._open, lambda: None, group, SECRET, "hanging", lambda: now_s)
-    group.thread.start()
+    group.thread = group.started(SECRET, "hanging", lambda: now_s)
     await group.wait_opened()
     now_s += 3600
     assert group.thread.stuck_s() == 0.0, "it sleeps because there is no work"
