@@ -27,9 +27,11 @@ class Watch:
         self.part: Seen = (set(), set())
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or frame.f_code.co_filename.startswith("<"):  # of no file: frozen into the interpreter
+            return
         path = self._real(frame.f_code.co_filename)
         is_ours = path.startswith(self._root) and "/.venv/" not in path and "/lib/python" not in path
-        if event != "call" or not is_ours or path == __file__:
+        if not is_ours or path == __file__:
             return
         owner, dot, _ = frame.f_code.co_qualname.partition(".")
         self.part[1].add(path)

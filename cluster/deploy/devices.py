@@ -5,6 +5,7 @@ Memory of the host is read in workers/planning/budget.py.
 
 import ctypes
 
+from tandem.configs.platform_facts import PLATFORM_FACTS
 from tandem.configs.schema import Device
 from tandem.workers.planning.budget import available_bytes
 
@@ -46,4 +47,4 @@ def device_memory(asked: Device | None) -> tuple[Device, int | None]:
     available of the machine on cpu, None for cuda without a device."""
     on_cuda = cuda_memory_bytes()
     device = asked or ("cpu" if on_cuda is None else "cuda")
-    return device, available_bytes() if device == "cpu" else on_cuda
+    return device, available_bytes() if PLATFORM_FACTS[device].shares_memory else on_cuda

@@ -16,7 +16,7 @@ from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant import Tenant
 from tandem.configs.errors import SettingsError
-from tandem.configs.platform_facts import CPU, check_device
+from tandem.configs.platform_facts import CPU, PLATFORM_FACTS, check_device
 from tandem.configs.schema import Device, ParallelSettings, Quantization, ServiceSettings
 from tandem.configs.secrets import without_password
 from tandem.parallel.mesh import Mesh
@@ -101,11 +101,11 @@ def check_memory(settings: ServiceSettings) -> None:
     """Checks that host memory suffices. On CPU: for the weights of all groups, KV pools of a given size and host copies
     of adapters. On any device: for weights that --cpu-offload-gb keeps there."""
     check_offload(settings.engine.device.cpu_offload_gib, host_bytes=0, ranks_on_node=1)
-    if settings.engine.device.device != "cpu":
+    if (device := settings.engine.device.device) is None or not PLATFORM_FACTS[device].shares_memory:
         return
     groups, ranks = max_groups(settings), settings.engine.parallel.ranks_per_group
     spec = read_spec(settings.engine)
-    dtype = resolve_dtype(settings.engine, spec, "cpu")
+    dtype = resolve_dtype(settings.engine, spec, device)
     weights = cpu_weight_bytes(spec, dtype, settings.engine.parallel, settings.engine.model.quantization)
     free = available_bytes()
     if weights * groups > free:
@@ -127,7 +127,7 @@ def check_processes(settings: ServiceSettings) -> None:
     """Checks on CPU that the idle processes of all groups fit in free memory."""
     groups, ranks = max_groups(settings), settings.engine.parallel.ranks_per_group
     needed, free = groups * (COORDINATOR_BYTES + ranks * RANK_BYTES), available_bytes()
-    if settings.engine.device.device == "cpu" and needed > free:
+    if (device := settings.engine.device.device) and PLATFORM_FACTS[device].shares_memory and needed > free:
         raise SettingsError(
             f"the processes of {groups} group(s) of {ranks} rank(s) need about {_gib(needed)} before any weights, "
             f"of which {_gib(free)} are free",

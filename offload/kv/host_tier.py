@@ -9,21 +9,13 @@ before a slot is used again, so that a group that starts after a crash finds com
 """
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from tandem.offload.kv.eviction import EvictionPolicy
-
-
-class SlotIndex(Protocol):
-    """A persistent list of each slot's key (offload/kv/slot_index.py)."""
-
-    def write(self, slot: int, key: bytes) -> None: ...
-
-    def clear(self, slot: int) -> None: ...
+from tandem.offload.kv.slot_index import SlotIndex
 
 
 class NoIndex:
-    """The index of memory that ends with its owner: it stores nothing."""
+    """The SlotIndex of memory that ends with its owner: it stores nothing."""
 
     def write(self, slot: int, key: bytes) -> None:
         del slot, key
@@ -44,7 +36,7 @@ class HostTier:
     ) -> None:
         self.num_slots = num_slots
         self._policy = policy
-        self._index = index if index is not None else NoIndex()
+        self._index: SlotIndex | NoIndex = NoIndex() if index is None else index
         self._slots: dict[bytes, int] = {}
         self._costs: dict[bytes, float] = {}
         self._writing: dict[bytes, int] = {}

@@ -1,4 +1,4 @@
-"""A rank's Model that runs out of memory or computes NaN in chosen forward passes: given to a ModelRunner in tests."""
+"""A Decoder that runs out of memory or computes NaN in chosen forward passes: given to a ModelRunner in tests."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,7 +8,7 @@ import torch
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.lora_ops import AdapterRows
-from tandem.workers.rank.model_runner import Model
+from tandem.workers.models.decoder import Decoder
 
 Fault = Literal["out of memory at once", "out of memory at the end", "nan"]
 
@@ -18,7 +18,7 @@ class FaultyModel:
     """`model` with faults by the number of the forward pass, from 0; "nan" spoils the step's first row of logits, or
     the first hidden state where it pools."""
 
-    model: Model
+    model: Decoder
     faults: dict[int, Fault] = field(default_factory=dict)
     calls: int = 0
 

@@ -8,7 +8,7 @@ strides are in elements.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import LoraSettings
@@ -16,6 +16,11 @@ from tandem.parallel.mesh import Mesh, layer_range
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.family_rows.families import parameters_of
 
+if TYPE_CHECKING:  # the launcher starts without numpy
+    import numpy as np
+    import numpy.typing as npt
+
+Elements = TypeVar("Elements", int, "npt.NDArray[np.int64]")
 ALIGNED_ELEMENTS: Final = 16
 """Rows begin at multiples of it, so that kernels load aligned vectors."""
 ROWS_PER_PAGE: Final = 4
@@ -80,8 +85,9 @@ def device_pages(lora: LoraSettings, page_bytes: int, most_pages: int) -> int:
 # ---- rows in pages ----
 
 
-def row_stride(length: int) -> int:
-    """Elements from the start of a row to the start of the next, for a row of `length` elements."""
+def row_stride(length: Elements) -> Elements:
+    """Elements from the start of a row to the start of the next, for a row, or an array of rows, of `length`
+    elements."""
     return -(-length // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
 
 

@@ -7,13 +7,13 @@ host may be behind by as many tokens as are in flight. T tokens, R rows of a ste
 Q rows with drafts, D drafts of a row, N blocks and L tokens of the longest row, G groups of layers.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from tandem.offload.copies.accelerator import Accelerator, DeviceEvent
+from tandem.offload.copies.accelerator import Accelerator
 from tandem.offload.kv.kv_groups import UNLIMITED
 from tandem.workers.attention.forward_batch import GroupTable
 from tandem.workers.kernels.step_arrays import Array, StepArrays
@@ -26,61 +26,12 @@ from tandem.workers.platforms.device_rows import (
     StepRows,
     StepTensors,
 )
+from tandem.workers.platforms.step_buffer import StepBuffer
 
-ALIGNED_BYTES: Final = 16
-"""Arrays of a packed copy begin at multiples of it, so that a kernel is compiled for one alignment of each."""
-STAGING_BUFFERS: Final = 4
-"""Pinned buffers in turn, at first: more than there are steps in flight, so that the host finds one that was read."""
-LEAST_BYTES: Final = 1 << 16
+T = TypeVar("T")
+
 UNKNOWN: Final = -1
 """Stands for a count or a block id on the device."""
-
-
-class StepBuffer:
-    """One static buffer on the device and the pinned memory that fills it. It grows only for a step with more than any
-    before."""
-
-    def __init__(self, accelerator: Accelerator, device: torch.device) -> None:
-        self._accelerator = accelerator
-        self._device = device
-        self._on_device = torch.empty(0, dtype=torch.uint8, device=device)
-        self._staging: list[torch.Tensor] = []
-        self._read: list[DeviceEvent | None] = []
-        self._turn = 0
-
-    def fill(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
-        """Returns the arrays as aligned views of the buffer, by one copy in the order of the stream. They last until
-        the next call."""
-        starts, size = [], 0
-        for array in arrays:
-            starts.append(size)
-            size += -(-array.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
-        host = self._room(size)
-        packed = host.numpy()
-        for array, start in zip(arrays, starts, strict=True):
-            packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._accelerator.upload(host[:size], self._on_device[:size])
-        self._read[self._turn] = self._accelerator.event()
-        return [
-            self._on_device[start : start + array.nbytes]
-            .view(torch.from_numpy(array.reshape(-1)[:0]).dtype)
-            .view(array.shape)
-            for array, start in zip(arrays, starts, strict=True)
-        ]
-
-    def _room(self, size: int) -> torch.Tensor:
-        """Returns the next pinned buffer, which the device has read."""
-        if size > len(self._on_device):
-            capacity = max(LEAST_BYTES, 1 << (size - 1).bit_length())
-            self._on_device = torch.empty(capacity, dtype=torch.uint8, device=self._device)
-            self._staging = [self._accelerator.pinned_memory(capacity) for _ in range(STAGING_BUFFERS)]
-            self._read = [None] * STAGING_BUFFERS
-        self._turn = (self._turn + 1) % len(self._staging)
-        last = self._read[self._turn]
-        if last is not None and not last.is_done():  # more steps in flight than ever before: launching does not wait
-            self._staging.insert(self._turn, self._accelerator.pinned_memory(len(self._on_device)))
-            self._read.insert(self._turn, None)
-        return self._staging[self._turn]
 
 
 class TensorRows:
@@ -153,51 +104,64 @@ class TensorRows:
         return True
 
     def _step(self, rows: StepRows, beside: StepArrays) -> StepTensors:
-        columns, size = self._columns, self._columns.block_size
-        if len(columns.num_known) > len(self._base):
+        if len(self._columns.num_known) > len(self._base):
             self._grow()
-        width = int(-(-rows.most_R.max() // size))
+        width = int(-(-rows.most_R.max() // self._columns.block_size))
+        host = self._packed(rows, width)
+        tensors = self._buffer.fill([*(array for array in host if array is not None), *beside.arrays])
+        arrived = iter(tensors)
+        sent = _StepCopy[torch.Tensor](*(None if array is None else next(arrived) for array in host))
+        beside.arrive(list(arrived))
+        self._take_changes(sent)
+        derived = self._derived(sent, rows, width)
+        most = int(host.count_B.max(initial=1)) - 1
+        self._sampled = _Sampled(
+            np.asarray(host.rows_B, np.int64), sent.rows_B, sent.first_B, sent.count_B, most, derived.drafts_S
+        )
+        return derived
+
+    def _packed(self, rows: StepRows, width: int) -> "_StepCopy[Array]":
+        """Returns what the step's copy takes to the device. width: blocks of the longest row."""
+        columns = self._columns
         counts = self._changed_counts(rows.rows_R)
         blocks = self._changed_blocks(rows.rows_R, width * len(columns.windows))
         place_T = np.repeat(np.arange(len(rows.rows_R)), rows.lens_R)
         steps_T = np.arange(rows.starts[-1]) - rows.starts[:-1][place_T]
-        positions_T = rows.begin_R[place_T] + steps_T
-        arrays: dict[str, Array] = {
-            "ids_T": columns.token_ids[rows.rows_R[place_T], positions_T].astype(np.int64),
-            "place_T": place_T,
-            "rows_R": rows.rows_R,
-            "back_R": columns.num_known[rows.rows_R] - rows.begin_R,
-            "num_blocks_R": columns.num_blocks[rows.rows_R],
-            "logits_rows_S": rows.logits_rows_S,
-            "starts": rows.starts.astype(np.int32),
-            "steps_T": steps_T,
-            "lens_R": rows.lens_R.astype(np.int32),
-            "count_rows": counts,
-            "counts": columns.num_known[counts],
-            "block_places": blocks,
-            "blocks": self._blocks.reshape(-1)[blocks],
-        }
-        adapters = {"slots_T": rows.slots_T, "slots_S": rows.slots_S}
-        arrays |= {name: slots for name, slots in adapters.items() if slots is not None}
-        if rows.drafts is not None:
-            arrays |= self._draft_arrays(rows, rows.drafts, place_T, steps_T)
-        if rows.read_rows is not None or (rows.drafts is not None and rows.drafts.guessed):
-            arrays |= self._untold(rows)
         numbers, first_B, count_B = _runs(rows.sample_rows_S)
-        arrays |= {"rows_B": numbers, "first_B": first_B, "count_B": count_B}
-        tensors = self._buffer.fill([*arrays.values(), *beside.arrays])
-        sent = dict(zip(arrays, tensors, strict=False))
-        beside.arrive(tensors[len(arrays) :])
-        if len(counts):
-            self._num_known.index_copy_(0, sent["count_rows"], sent["counts"])
-        if len(blocks):
-            self._block_ids.view(-1).index_copy_(0, sent["block_places"], sent["blocks"])
-        if len(sent.get("told", ())):
-            self._tokens.view(-1).index_copy_(0, sent["told_places"], sent["told"])
-        derived = self._derived(sent, rows, width)
-        drafts_S, most = derived.drafts_S, int(count_B.max(initial=1)) - 1
-        self._sampled = _Sampled(numbers, sent["rows_B"], sent["first_B"], sent["count_B"], most, drafts_S)
-        return derived
+        packed = _StepCopy[Array](
+            ids_T=columns.token_ids[rows.rows_R[place_T], rows.begin_R[place_T] + steps_T].astype(np.int64),
+            place_T=place_T,
+            rows_R=rows.rows_R,
+            back_R=columns.num_known[rows.rows_R] - rows.begin_R,
+            num_blocks_R=columns.num_blocks[rows.rows_R],
+            logits_rows_S=rows.logits_rows_S,
+            starts=rows.starts.astype(np.int32),
+            steps_T=steps_T,
+            lens_R=rows.lens_R.astype(np.int32),
+            count_rows=counts,
+            counts=columns.num_known[counts],
+            block_places=blocks,
+            blocks=self._blocks.reshape(-1)[blocks],
+            rows_B=numbers,
+            first_B=first_B,
+            count_B=count_B,
+            slots_T=rows.slots_T,
+            slots_S=rows.slots_S,
+        )
+        if rows.drafts is not None:
+            packed = _with_drafts(packed, rows, rows.drafts)
+        if rows.read_rows is not None or (rows.drafts is not None and rows.drafts.guessed):
+            packed = self._with_untold(packed, rows)
+        return packed
+
+    def _take_changes(self, sent: "_StepCopy[torch.Tensor]") -> None:
+        """Brings the device's rows up to what the host has changed."""
+        if len(sent.counts):
+            self._num_known.index_copy_(0, sent.count_rows, sent.counts)
+        if len(sent.blocks):
+            self._block_ids.view(-1).index_copy_(0, sent.block_places, sent.blocks)
+        if sent.told is not None and len(sent.told):
+            self._tokens.view(-1).index_copy_(0, sent.told_places, sent.told)
 
     def _forget(self) -> None:
         """The device has run out of memory in the middle: nobody knows which changes it has got."""
@@ -221,24 +185,10 @@ class TensorRows:
         self._blocks[rows_R, :width] = now_RN
         return np.asarray(rows_R[place_R] * self._blocks.shape[1] + column)
 
-    def _draft_arrays(self, rows: StepRows, drafts: StepDrafts, place_T: Ints, steps_T: Ints) -> dict[str, Array]:
-        """behind_S: the place of the draft behind each token that samples, -1 for none. Where the device guesses:
-        rows_Q, most_Q, the rows with drafts and how many; draft_T: each token's place among their drafts [Q, D], -1 for
-        one that is no draft."""
-        arrays: dict[str, Array] = {"behind_S": np.where(drafts.behind_S, rows.logits_rows_S + 1, -1)}
-        if not drafts.guessed:
-            return arrays
-        with_drafts = np.flatnonzero(drafts.most_R)
-        most_Q = drafts.most_R[with_drafts]
-        order_R = np.cumsum(drafts.most_R > 0) - 1
-        number_T = steps_T - (rows.lens_R - drafts.most_R)[place_T]
-        draft_T = np.where(number_T >= 0, order_R[place_T] * most_Q.max() + number_T, -1)
-        return arrays | {"rows_Q": rows.rows_R[with_drafts], "most_Q": most_Q, "draft_T": draft_T}
-
-    def _untold(self, rows: StepRows) -> dict[str, Array]:
-        """Notes that the device gets the tokens of rows that are read here or have drafts that are guessed here. told,
-        told_places: tokens that the host has read and the device lacks, and their places in the flat table. What was
-        sampled since a row was bound, the device has noted."""
+    def _with_untold(self, packed: "_StepCopy[Array]", rows: StepRows) -> "_StepCopy[Array]":
+        """Notes that the device gets the tokens of rows that are read here or have drafts that are guessed here; adds
+        those that the host has read and the device lacks. What was sampled since a row was bound, the device has
+        noted."""
         columns = self._columns
         asked = [np.empty(0, np.int64) if rows.read_rows is None else rows.read_rows]
         if rows.drafts is not None and rows.drafts.guessed:
@@ -252,20 +202,17 @@ class TensorRows:
         lacks, width = np.flatnonzero(firsts < ends), columns.token_ids.shape[1]
         spans = [np.arange(firsts[at], ends[at]) + numbers[at] * width for at in lacks]
         places = np.concatenate([np.empty(0, np.int64), *spans])
-        return {"told_places": places, "told": columns.token_ids.reshape(-1)[places]}
+        return packed._replace(told_places=places, told=columns.token_ids.reshape(-1)[places])
 
-    def _derived(self, sent: Mapping[str, torch.Tensor], rows: StepRows, width: int) -> StepTensors:
-        rows_R, place_T, size = sent["rows_R"], sent["place_T"], self._columns.block_size
-        begin_R = self._num_known[rows_R] - sent["back_R"]
-        positions_T = begin_R[place_T] + sent["steps_T"]
-        ids_T = torch.where(sent["ids_T"] < 0, self._last_token[rows_R][place_T], sent["ids_T"])
+    def _derived(self, sent: "_StepCopy[torch.Tensor]", rows: StepRows, width: int) -> StepTensors:
+        rows_R, place_T, size = sent.rows_R, sent.place_T, self._columns.block_size
+        begin_R = self._num_known[rows_R] - sent.back_R
+        positions_T = begin_R[place_T] + sent.steps_T
+        ids_T = torch.where(sent.ids_T < 0, self._last_token[rows_R][place_T], sent.ids_T)
         drafts_S = None
-        if rows.drafts is not None:
-            if rows.drafts.guessed:
-                longest = int(rows.most_R.max())
-                ids_T = self._with_guesses(sent, ids_T, longest, int(rows.drafts.most_R.max()))
-            behind_S = sent["behind_S"]
-            drafts_S = torch.where(behind_S >= 0, ids_T[behind_S.clamp(min=0)], NO_PLACE)
+        if rows.drafts is not None and sent.behind_S is not None:
+            ids_T = self._with_guesses(sent, ids_T, rows, rows.drafts)
+            drafts_S = torch.where(sent.behind_S >= 0, ids_T[sent.behind_S.clamp(min=0)], NO_PLACE)
             ids_T = ids_T.clamp(min=0)
             if rows.read_rows is not None:  # behind the known tokens, until the sampled ones take their places
                 columns_T = positions_T.clamp(max=self._tokens.shape[1] - 1)
@@ -277,36 +224,36 @@ class TensorRows:
             ids_T,
             positions_T,
             groups[0].slot_mapping_T,
-            sent["starts"],
-            begin_R.int() + sent["lens_R"],
+            sent.starts,
+            begin_R.int() + sent.lens_R,
             groups[0].block_table_RN,
-            sent["logits_rows_S"],
-            sent.get("slots_T"),
-            sent.get("slots_S"),
+            sent.logits_rows_S,
+            sent.slots_T,
+            sent.slots_S,
             drafts_S,
             tuple(groups[1:]),
         )
 
-    def _own_blocks(self, sent: Mapping[str, torch.Tensor], begin_R: torch.Tensor, width: int) -> torch.Tensor:
+    def _own_blocks(self, sent: "_StepCopy[torch.Tensor]", begin_R: torch.Tensor, width: int) -> torch.Tensor:
         """Returns what own_blocks() of device_rows.py does, for all groups [G, R, N]."""
         num_groups = len(self._columns.windows)
-        table_RNG = self._block_ids[sent["rows_R"], : width * num_groups].unflatten(1, (width, num_groups))
+        table_RNG = self._block_ids[sent.rows_R, : width * num_groups].unflatten(1, (width, num_groups))
         tables_GRN = table_RNG.permute(2, 0, 1).contiguous()
         place_N = torch.arange(width, device=self._device)
         first_GR1 = (begin_R[:, None] - self._reach_G11).clamp(min=0) // self._columns.block_size
-        seen_GRN = (place_N < sent["num_blocks_R"][:, None]) & (place_N >= first_GR1)
+        seen_GRN = (place_N < sent.num_blocks_R[:, None]) & (place_N >= first_GR1)
         return torch.where(seen_GRN, tables_GRN, tables_GRN.gather(2, first_GR1))
 
     def _with_guesses(
-        self, sent: Mapping[str, torch.Tensor], ids_T: torch.Tensor, width: int, num_drafts: int
+        self, sent: "_StepCopy[torch.Tensor]", ids_T: torch.Tensor, rows: StepRows, drafts: StepDrafts
     ) -> torch.Tensor:
-        """Returns the ids with guesses, where there are any, in the drafts' places. width: of the longest row, at
-        most."""
-        assert self._guess is not None
-        tokens_QL = self._tokens[:, :width][sent["rows_Q"]]
-        guesses_QD = self._guess(tokens_QL, self._num_known[sent["rows_Q"]], sent["most_Q"], num_drafts)
-        draft_T = sent["draft_T"]
-        return torch.where(draft_T >= 0, guesses_QD.flatten()[draft_T.clamp(min=0)], ids_T)
+        """Returns the ids with guesses, where there are any, in the drafts' places."""
+        if sent.draft_T is None:
+            return ids_T
+        assert self._guess is not None, "nothing guesses here"
+        tokens_QL = self._tokens[:, : int(rows.most_R.max())][sent.rows_Q]
+        guesses_QD = self._guess(tokens_QL, self._num_known[sent.rows_Q], sent.most_Q, int(drafts.most_R.max()))
+        return torch.where(sent.draft_T >= 0, guesses_QD.flatten()[sent.draft_T.clamp(min=0)], ids_T)
 
     def _append(self, sampled: "_Sampled", ids_S: torch.Tensor) -> None:
         """Notes every sampled token behind its row's known ones, and counts those that are accepted."""
@@ -338,17 +285,56 @@ class TensorRows:
         self._blocks = np.append(self._blocks, np.zeros((more, self._blocks.shape[1]), np.int32), axis=0)
 
 
-class _Sampled(NamedTuple):
-    """The B rows that the last step samples: their numbers on the host; on the device their numbers, the place of each
-    one's first token among those sampled, and how many it has. most: drafts of a row, at most. drafts_S: as in
-    StepTensors."""
+class _StepCopy(NamedTuple, Generic[T]):
+    """The arrays of a step's one copy: as arrays on the host, and as tensors on the device."""
 
-    numbers: Ints
+    ids_T: T  # the tokens that the host knows, negative for others
+    place_T: T  # each token's row of the step
+    rows_R: T
+    back_R: T  # known tokens from the first that is computed on
+    num_blocks_R: T
+    logits_rows_S: T
+    starts: T
+    steps_T: T  # each token's place in its row
+    lens_R: T
+    count_rows: T  # rows with another count of known tokens than the device has
+    counts: T
+    block_places: T  # places of the flat table of blocks with another id than the device has
+    blocks: T
+    rows_B: T  # the rows that sample
+    first_B: T  # the place of each one's first token among those sampled
+    count_B: T  # how many it has
+    slots_T: T | None = None  # adapters of the tokens
+    slots_S: T | None = None  # adapters of those sampled
+    behind_S: T | None = None  # the place of the draft behind each token that samples, -1 for none
+    rows_Q: T | None = None  # where the device guesses, the rows with drafts
+    most_Q: T | None = None  # how many they have
+    draft_T: T | None = None  # each token's place among their drafts [Q, D], -1 for one that is no draft
+    told_places: T | None = None  # places of the flat table of tokens that the device lacks
+    told: T | None = None
+
+
+class _Sampled(NamedTuple):
+    """The B rows that the last step samples, as in _StepCopy."""
+
+    numbers: Ints  # rows_B on the host
     rows_B: torch.Tensor
     first_B: torch.Tensor
     count_B: torch.Tensor
-    most: int
-    drafts_S: torch.Tensor | None
+    most: int  # drafts of a row, at most
+    drafts_S: torch.Tensor | None  # as in StepTensors
+
+
+def _with_drafts(packed: _StepCopy[Array], rows: StepRows, drafts: StepDrafts) -> _StepCopy[Array]:
+    packed = packed._replace(behind_S=np.where(drafts.behind_S, rows.logits_rows_S + 1, -1))
+    if not drafts.guessed:
+        return packed
+    with_drafts = np.flatnonzero(drafts.most_R)
+    most_Q = drafts.most_R[with_drafts]
+    order_R = np.cumsum(drafts.most_R > 0) - 1
+    number_T = packed.steps_T - (rows.lens_R - drafts.most_R)[packed.place_T]
+    draft_T = np.where(number_T >= 0, order_R[packed.place_T] * most_Q.max() + number_T, -1)
+    return packed._replace(rows_Q=rows.rows_R[with_drafts], most_Q=most_Q, draft_T=draft_T)
 
 
 def _reaches(windows: Sequence[int | None]) -> list[int]:

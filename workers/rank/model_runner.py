@@ -8,7 +8,6 @@ plans, requests or transport of its own. S rows that sample, T tokens, V vocabul
 import logging
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +18,9 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.pipeline import StageLink
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
+from tandem.workers.models.decoder import Decoder
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NO_PLACE, Guess
 from tandem.workers.rank.batch import StepBatch, build_batch, preparing
@@ -40,29 +39,6 @@ from tandem.workers.speculation.proposer import Proposer
 Ints = npt.NDArray[np.int64]
 OUT_OF_MEMORY = "device out of memory"
 log = logging.getLogger(__name__)
-
-
-class Model(Protocol):
-    """The decoder, as far as a step needs it."""
-
-    def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states [T, H], or on the last stage logits [S, V] (float32, whole at least on tp rank 0)."""
-        ...
-
-    def forward_and_pool(
-        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """On the last stage: logits [S, V] as above, and the hidden states [P, H] of some tokens after the final
-        norm."""
-        ...
-
-    def logits(self, hidden_PH: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
-        """On the last stage: logits [P, V] as above, of such hidden states of the step, with the rows' adapters."""
-        ...
-
-    def close(self) -> None:
-        """Ends what runs beside steps. Idempotent; no step may follow."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +117,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         context: ParallelContext,
         kv: KVCache,
         table: RowTable,

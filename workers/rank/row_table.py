@@ -13,7 +13,7 @@ from tandem.workers.messages.step import RowInit, RowWork, StepPlan
 from tandem.workers.platforms.device_rows import PENDING
 from tandem.workers.rank.pooler import PooledRow
 from tandem.workers.sampling.sampling_table import SamplingTable
-from tandem.workers.structured.grammar_store import Grammars
+from tandem.workers.structured.grammar_store import GrammarStore
 
 Ints = npt.NDArray[np.int64]
 COUNTS = ("num_known", "num_computed", "num_blocks", "num_unread", "num_accepted", "max_accepted")
@@ -40,7 +40,7 @@ class RowTable:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
-        grammars: Grammars | None = None,
+        grammars: GrammarStore | None = None,
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.block_size = block_size

@@ -13,7 +13,7 @@ from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.chain import ProcessorChain, all_processors
 from tandem.workers.sampling.processors.grammar import GrammarMask
 from tandem.workers.sampling.processors.logits_processor import LogitsProcessor, Reads
-from tandem.workers.structured.grammar_store import Grammars
+from tandem.workers.structured.grammar_store import GrammarStore
 
 RANDOM: Final = 1  # temperature above 0
 EDITS: Final = 2  # some logits processor changes the logits before the choice
@@ -42,7 +42,7 @@ class SamplingTable:
         capacity: int,
         vocab_size: int,
         processors: Sequence[LogitsProcessor] | None = None,
-        grammars: Grammars | None = None,
+        grammars: GrammarStore | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.flags = np.zeros(capacity, np.uint8)

@@ -6,7 +6,7 @@ steps. llguidance compiles and matches: see docs/decisions/028-structured-output
 
 import threading
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -26,18 +26,6 @@ class GrammarRefused(Exception):
 
 class TokenizerUnusable(Exception):
     """The model's tokenizer cannot be used for grammars on this rank; no grammar can be compiled."""
-
-
-class Grammars(Protocol):
-    """Compiled grammars, as a logits processor needs them."""
-
-    def start(self, digest: str) -> LLMatcher | None:
-        """Returns a matcher at the beginning of a text, to be copied; None if the grammar is not there."""
-        ...
-
-    def end_ids(self, stop_token_ids: tuple[int, ...]) -> frozenset[int]:
-        """Returns the token ids that end a text, for a row that stops at these ids."""
-        ...
 
 
 class _Compiled(NamedTuple):
@@ -92,10 +80,12 @@ class GrammarStore:
             self._compiled.pop(digest, None)
 
     def start(self, digest: str) -> LLMatcher | None:
+        """Returns a matcher at the beginning of a text, to be copied; None if the grammar is not there."""
         compiled = self._compiled.get(digest)
         return None if compiled is None else compiled.matcher
 
     def end_ids(self, stop_token_ids: tuple[int, ...]) -> frozenset[int]:
+        """Returns the token ids that end a text, for a row that stops at these ids."""
         own = self._eos.union(self._special).intersection(stop_token_ids)
         return frozenset(i for i in own or self._eos if i < self._vocab_size)
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from tandem.parallel.linear import LinearPart
 from tandem.parallel.params import Span
 from tandem.workers.lora.device.host_copy import make_shard
-from tandem.workers.lora.device.layout import ALIGNED_ELEMENTS, ShardShape, pack
+from tandem.workers.lora.device.layout import ShardShape, pack
 from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.lora.peft.peft_folder import Shape, adapted_linears, read_adapter
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.planning.adapter_room import ALIGNED_ELEMENTS
 from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"

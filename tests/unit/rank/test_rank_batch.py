@@ -16,7 +16,8 @@ from tandem.workers.kernels.step_arrays import Array
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tandem.workers.platforms.device_rows import DeviceRows, Ints
-from tandem.workers.platforms.tensor_rows import StepBuffer, TensorRows
+from tandem.workers.platforms.step_buffer import StepBuffer
+from tandem.workers.platforms.tensor_rows import TensorRows
 from tandem.workers.rank.batch import build_batch, preparing
 from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.row_table import RowTable

@@ -18,7 +18,7 @@ from tandem.workers.lora.device.host_copy import HostCopy
 from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.messages.transfer import CopyKV, TransferResult
-from tandem.workers.platforms import tensor_rows
+from tandem.workers.platforms import step_buffer
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
 from tandem.workers.rank.transfers.lanes import Lanes
 from tests.support.traced_accelerator import (
@@ -269,7 +269,7 @@ def test_a_step_takes_the_tokens_of_the_one_before_from_the_device(rank: Rank, s
 
 
 def test_pinned_memory_that_is_filled_too_early_is_found(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_rows, "STAGING_BUFFERS", 1)
+    monkeypatch.setattr(step_buffer, "STAGING_BUFFERS", 1)
     row = rank.add([3, 1, 4], 4)
     rank.launch([(row, 2)])
     rank.runner._rows._buffer._read[0] = None  # type: ignore[attr-defined]

@@ -15,9 +15,10 @@ import torch
 from tandem.offload.copies.accelerator import Accelerator
 from tandem.offload.copies.host_slab import HostSlab
 from tandem.parallel.linear import LinearPart
-from tandem.workers.lora.device.layout import Ints, Packing, ShardShape, pack, row_strides
+from tandem.workers.lora.device.layout import Ints, Packing, ShardShape, pack
 from tandem.workers.lora.peft.peft_folder import LoraModule, PeftAdapter, TensorAt
 from tandem.workers.messages.errors import AdapterRefused
+from tandem.workers.planning.adapter_room import row_stride
 
 SERIAL_ELEMENTS: Final = 2**15
 """torch spreads elementwise operations on more elements than that over its threads."""
@@ -56,7 +57,7 @@ def make_shard(adapter: PeftAdapter, shape: ShardShape, dtype: torch.dtype, acce
     memory = HostSlab.allocate(packing.num_pages, page_bytes, accelerator) if packing.num_pages else None
     pages_NE = torch.zeros(0, shape.page_elements, dtype=dtype) if memory is None else memory.bytes_SB.view(dtype)
     starts_2SR = packing.starts(range(packing.num_pages), shape.page_elements)
-    strides_2S = row_strides(shape.lengths_2S)
+    strides_2S = row_stride(shape.lengths_2S)
     copy = HostCopy(pages_NE, packing, ranks_S, scales_S, memory)
     try:
         for projection, (part, module) in enumerate(zip(shape.parts, found, strict=True)):

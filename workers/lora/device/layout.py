@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tandem.parallel.linear import LinearPart
 from tandem.parallel.params import Span
 from tandem.workers.planning import adapter_room
-from tandem.workers.planning.adapter_room import ALIGNED_ELEMENTS, count_pages, filled
+from tandem.workers.planning.adapter_room import count_pages, filled, row_stride
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class ShardShape:
     def of(cls, parts: Sequence[LinearPart], max_rank: int, page_elements: int | None = None) -> "ShardShape":
         """page_elements None: a page that fits several of the longest rows."""
         lengths = np.array([[part.inputs.length for part in parts], [part.outputs.length for part in parts]], np.int64)
-        longest = int(row_strides(lengths).max())
+        longest = int(row_stride(lengths).max())
         assert page_elements is None or longest <= page_elements, (longest, page_elements)
         return cls(tuple(parts), max_rank, lengths, page_elements or adapter_room.page_elements([longest]))
 
@@ -83,7 +83,7 @@ def pack(shape: ShardShape, ranks_S: Ints) -> Packing:
     held_2SR = np.broadcast_to(
         np.arange(shape.max_rank) < ranks_S[:, None], (2, len(shape.parts), shape.max_rank)
     ).reshape(-1)
-    strides = np.repeat(row_strides(shape.lengths_2S).reshape(-1), shape.max_rank)
+    strides = np.repeat(row_stride(shape.lengths_2S).reshape(-1), shape.max_rank)
     lengths, counts = np.unique(strides[held_2SR], return_counts=True)
     rows: dict[int, int] = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
     places: dict[int, list[tuple[int, int]]] = {stride: [] for stride in rows}
@@ -97,8 +97,3 @@ def pack(shape: ShardShape, ranks_S: Ints) -> Packing:
         flat[held_2SR & (strides == stride)] = found
     pages, offsets = flat.T.reshape(2, 2, len(shape.parts), shape.max_rank)
     return Packing(num_pages, pages, offsets)
-
-
-def row_strides(lengths: Ints) -> Ints:
-    """Elements from the beginning of one row to that of the next."""
-    return -(-lengths // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS

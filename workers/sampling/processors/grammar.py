@@ -13,7 +13,7 @@ import torch
 from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import GRAMMAR_FAILED, RowSampling
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Ids, Reads, SampledRows
-from tandem.workers.structured.grammar_store import Grammars
+from tandem.workers.structured.grammar_store import GrammarStore
 from tandem.workers.structured.masks import ALLOWED, Bits, MaskWriter, allow
 from tandem.workers.structured.row_grammar import Position, RowGrammar
 
@@ -26,7 +26,7 @@ class GrammarMask:
 
     reads = Reads.TOKENS_LATE
 
-    def __init__(self, vocab_size: int, grammars: Grammars | None) -> None:
+    def __init__(self, vocab_size: int, grammars: GrammarStore | None) -> None:
         self.errors: dict[int, str] = {}
         self._num_words = -(-vocab_size // 32)
         self._vocab_size = vocab_size

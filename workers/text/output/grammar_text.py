@@ -40,6 +40,13 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     return {**tool.parameters, "type": "object"}
 
 
+def named_json(tool: Tool, *, key: str = "arguments", before: str = "", after: str = "") -> str:
+    """Returns Lark text of a call as an object with its name and, under `key`, its arguments. before, after: texts
+    around the object."""
+    head = before + '{"name": ' + quoted(tool.name) + f', "{key}": '
+    return f"{quoted(head)} {arguments(tool)} {quoted('}' + after)}"
+
+
 def calls(
     tools: Sequence[Tool],
     call: Callable[[Tool], str],

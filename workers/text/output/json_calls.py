@@ -1,13 +1,13 @@
 """AnswerWriter, which words content and calls; functions that read calls whose arguments are written as JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_stream import JsonScanner, json_string, nowhere, scanned
-from tandem.workers.text.output.stepping import Steps, TextSource, goes_on_with, one_of, spaces
+from tandem.workers.text.output.stepping import SteppedParser, Steps, TextSource, goes_on_with, one_of, spaces
 
 
 class AnswerWriter:
@@ -42,6 +42,12 @@ class AnswerWriter:
         """Ends the choice. A text of nothing but white space is content after all."""
         if self._call < 0 and self._space:
             yield Content("".join(self._space))
+
+
+def answer_parser(steps: Callable[[TextSource, AnswerWriter], Steps[None]], tools: Sequence[Tool]) -> SteppedParser:
+    """Returns the parser of one choice. steps: reads its text and words what it finds."""
+    writer = AnswerWriter(tools)
+    return SteppedParser(lambda source: steps(source, writer))
 
 
 class Read(Enum):

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, Read, named_call
+from tandem.workers.text.output.json_calls import AnswerWriter, Read, answer_parser, named_call
 from tandem.workers.text.output.stepping import (
     Marks,
-    SteppedParser,
     Steps,
     TextSource,
     goes_on_with,
@@ -34,8 +33,7 @@ class DeepSeekV3:
         return CALLS_BEGIN in template and "```json" in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        writer = AnswerWriter(tools)
-        return SteppedParser(lambda source: _steps(source, writer))
+        return answer_parser(_steps, tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, json_calls
+from tandem.workers.text.output.json_calls import AnswerWriter, answer_parser, json_calls
 from tandem.workers.text.output.stepping import (
     Marks,
-    SteppedParser,
     Steps,
     TextSource,
     goes_on_with,
@@ -32,19 +31,16 @@ class Granite:
         return TOKEN in template or (TEXT in template and "</tool_call>" not in template)
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        writer = AnswerWriter(tools)
-        return SteppedParser(lambda source: _steps(source, writer))
+        return answer_parser(_steps, tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
     ) -> str:
-        def call(tool: Tool) -> str:
-            head = grammar_text.quoted('{"name": ' + grammar_text.quoted(tool.name) + ', "arguments": ')
-            return f'{head} {grammar_text.arguments(tool)} "}}"'
-
         begin = grammar_text.mark(TOKEN if TOKEN in special_tokens else TEXT, special_tokens)
         before = f'{begin} "["'
-        return grammar_text.calls(tools, call, parallel=parallel, before=before, between='", "', after='"]"')
+        return grammar_text.calls(
+            tools, grammar_text.named_json, parallel=parallel, before=before, between='", "', after='"]"'
+        )
 
 
 def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, Read, json_call
-from tandem.workers.text.output.stepping import Marks, SteppedParser, Steps, TextSource, one_of, spaces, text_until
+from tandem.workers.text.output.json_calls import AnswerWriter, Read, answer_parser, json_call
+from tandem.workers.text.output.stepping import Marks, Steps, TextSource, one_of, spaces, text_until
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+NEW_LINE = "\n"
 _MARKS = Marks(BEGIN)
 
 
@@ -19,16 +20,14 @@ class Hermes:
         return BEGIN in template and END in template and "<function=" not in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        writer = AnswerWriter(tools)
-        return SteppedParser(lambda source: _steps(source, writer))
+        return answer_parser(_steps, tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
     ) -> str:
         def call(tool: Tool) -> str:
-            head = grammar_text.quoted('\n{"name": ' + grammar_text.quoted(tool.name) + ', "arguments": ')
             begin, end = (grammar_text.mark(text, special_tokens) for text in (BEGIN, END))
-            return f'{begin} {head} {grammar_text.arguments(tool)} "}}\\n" {end}'
+            return f"{begin} {grammar_text.named_json(tool, before=NEW_LINE, after=NEW_LINE)} {end}"
 
         return grammar_text.calls(tools, call, parallel=parallel, between='"\\n"')
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, CallKeys, Read, json_call
+from tandem.workers.text.output.json_calls import AnswerWriter, CallKeys, Read, answer_parser, json_call
 from tandem.workers.text.output.stepping import (
     Marks,
-    SteppedParser,
     Steps,
     TextSource,
     goes_on_with,
@@ -33,15 +32,13 @@ class Llama3Json:
         return header and "tool_calls" in template and '"parameters": ' in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        writer = AnswerWriter(tools)
-        return SteppedParser(lambda source: _steps(source, writer))
+        return answer_parser(_steps, tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
     ) -> str:
         def call(tool: Tool) -> str:
-            head = grammar_text.quoted('{"name": ' + grammar_text.quoted(tool.name) + ', "parameters": ')
-            return f'{head} {grammar_text.arguments(tool)} "}}"'
+            return grammar_text.named_json(tool, key="parameters")
 
         return grammar_text.calls(tools, call, parallel=parallel, between='"; "')
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, json_calls, named_call
+from tandem.workers.text.output.json_calls import AnswerWriter, answer_parser, json_calls, named_call
 from tandem.workers.text.output.stepping import (
     Marks,
-    SteppedParser,
     Steps,
     TextSource,
     goes_on_with,
@@ -33,8 +32,7 @@ class Mistral:
         return BEGIN in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        writer = AnswerWriter(tools)
-        return SteppedParser(lambda source: _steps(source, writer))
+        return answer_parser(_steps, tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
@@ -44,14 +42,12 @@ class Mistral:
         def named(tool: Tool) -> str:
             return f"{begin} {grammar_text.quoted(tool.name)} {arguments} {grammar_text.arguments(tool)}"
 
-        def listed(tool: Tool) -> str:
-            head = grammar_text.quoted('{"name": ' + grammar_text.quoted(tool.name) + ', "arguments": ')
-            return f'{head} {grammar_text.arguments(tool)} "}}"'
-
         if ARGUMENTS in special_tokens:
             return grammar_text.calls(tools, named, parallel=parallel)
         before = f'{begin} "["'
-        return grammar_text.calls(tools, listed, parallel=parallel, before=before, between='", "', after='"]"')
+        return grammar_text.calls(
+            tools, grammar_text.named_json, parallel=parallel, before=before, between='", "', after='"]"'
+        )
 
 
 def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
