@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tandem.workers.messages.request import SamplingParams
     from tandem.workers.messages.structured_outputs import StructuredOutputsParams
-    from tandem.workers.offline import LLM
-    from tandem.workers.offline_embeddings import PoolingParams
+    from tandem.workers.offline.embed import PoolingParams
+    from tandem.workers.offline.llm import LLM
     from tandem.workers.text.beam_search import BeamSearchParams
 
     __version__: str
 
 PUBLIC = {
-    "LLM": "tandem.workers.offline",
+    "LLM": "tandem.workers.offline.llm",
     "BeamSearchParams": "tandem.workers.text.beam_search",
-    "PoolingParams": "tandem.workers.offline_embeddings",
+    "PoolingParams": "tandem.workers.offline.embed",
     "SamplingParams": "tandem.workers.messages.request",
     "StructuredOutputsParams": "tandem.workers.messages.structured_outputs",
 }

@@ -49,6 +49,8 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "lora/device",
         "rank",
         "executor",
+        "build",
+        "offline",
         "*",
     ),
     "workers/engine": ("blocks", "base", "observers", "transfers", "waiting", "adapters", "*"),
@@ -57,7 +59,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
 
 ONLY = {"workers/engine": {"workers/messages"}}
 """Rooms beside an order: what they may import of the same folder. Rooms of that order on top of them: ABOVE."""
-ABOVE = {"workers/engine": {"workers/executor", "workers/*"}}
+ABOVE = {"workers/engine": {"workers/executor", "workers/build", "workers/offline"}}
 
 
 class Import(NamedTuple):

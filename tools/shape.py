@@ -23,14 +23,17 @@ from tools.sources import TOPS, Source, folder, sources
 
 CHAIN = (
     "ServeCaller", "ServeDispatch", "ServeAttempt", "Dispatch", "RequestPart", "Generation", "GenerationResponse",
-    "TextResponse", "ResponseFormat",
+    "TextResponse", "Delivery", "ResponseFormat",
 )  # fmt: skip
-"""Classes, old and new, that lie around one dispatched request, from Serve's handle to the format of the answer."""
+"""Classes, old and new, around one dispatched request; Serve's handle before them and Protocols do not count."""
 TOUCHED = {
     "a metric of a group": (
         ("workers/engine/base/metric_rows.py", "workers/engine/base/stats.py"),
-        ("workers/engine/base/stats.py", "workers/engine/base/stats.py, cluster/fleet/engine_metrics.py"),
-        "docs/operations.md", "tests/unit/cluster/fleet/metrics.txt",
+        (
+            "workers/engine/base/stats.py",
+            "workers/engine/base/stats.py, cluster/fleet/engine_metrics.py, tests/unit/cluster/fleet/metrics.txt",
+        ),
+        "docs/operations.md",
     ),
     "an HTTP route": (
         ("cluster/gateway/app/routes.py", "cluster/gateway/app/routes.py"),

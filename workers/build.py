@@ -1,7 +1,7 @@
 """Builds an executor and the facts of the model from settings.
 
-Called by workers/offline.py and the coordinator (cluster/group/coordinator.py). Torch-free until an in-process executor
-is made.
+Called by workers/offline/llm.py and the coordinator (cluster/group/coordinator.py). Torch-free until an in-process
+executor is made.
 """
 
 from collections.abc import Callable

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tandem.configs.schema import EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
+from tandem.configs.schema import EngineSettings, LoraSettings, ModelSettings, ParallelSettings, SchedulerSettings
 from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
@@ -126,7 +126,8 @@ class Load:
         )
         most = max(1, self.adapters)
         lora = LoraSettings(enable_lora=self.adapters > 0, max_loras=most, max_cpu_loras=most)
-        return EngineSettings(model=ModelSettings(model="none"), scheduler=scheduler, lora=lora)
+        parallel = ParallelSettings(pipeline_parallel_size=self.stages)
+        return EngineSettings(model=ModelSettings(model="none"), parallel=parallel, scheduler=scheduler, lora=lora)
 
     def request(self, i: int) -> GenerationRequest:
         name = f"adapter-{i % max(1, self.adapters)}"

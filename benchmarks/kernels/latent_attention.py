@@ -34,7 +34,7 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.latents.cpu_latents import CpuLatents
 from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.attention.latents.latent_chunks import absorbs
-from tandem.workers.attention.latents.latent_heads import DenseHeads
+from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.kv_store import LayerKV
@@ -92,7 +92,7 @@ def attending(
     spec, tokens = case.spec, case.rows * case.queries
     q, latents = torch.randn(tokens, case.heads, spec.key_dim).bfloat16(), torch.randn(tokens, 1, 576).bfloat16()
     weight = (torch.randn(case.heads * 256, spec.kv_rank) / 16).bfloat16()
-    heads, params = DenseHeads(spec, lambda: weight), AttentionParams(spec.key_dim**-0.5)
+    heads, params = LatentHeads(spec, lambda: weight), AttentionParams(spec.key_dim**-0.5)
 
     def attend(turn: int) -> object:
         step = backend.prepare(steps[turn % len(steps)])

@@ -34,7 +34,7 @@ from tandem.cluster.gateway.services.accounts import Accounts
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.routing.route_hint import hint_of
 from tandem.configs.schema import GatewaySettings
-from tandem.workers.messages.request import GenerationRequest, SamplingParams, TokenDelta
+from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, TokenDelta
 from tandem.workers.models.spec.config.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import find_chat_template
 from tandem.workers.text.detokenizer import DetokenizerFactory
@@ -99,22 +99,25 @@ async def run_fake(streams: int, tokens: int, ids: list[int], pace_s: float | No
     backend = FakeBackend(step_s=pace_s)
 
     class Reader:
-        def __init__(self) -> None:
-            self.wake_event = asyncio.Event()
+        """As much of RequestPart as the fake engine uses."""
+
+        def __init__(self, request: GenerationRequest) -> None:
+            self.request = request
+            self.is_over = asyncio.Event()
 
         def take(self, deltas: list[TokenDelta]) -> bool:
             return True
 
-        def wake(self) -> None:
-            self.wake_event.set()
+        def end(self, ended: Ended) -> None:
+            self.is_over.set()
 
     async def read(number: int) -> None:
         request = GenerationRequest(
             request_id=str(number), prompt_token_ids=ids, sampling=SamplingParams(max_tokens=tokens)
         )
-        reader = Reader()
-        backend.send(request, hint_of(request), reader)
-        await reader.wake_event.wait()
+        reader = Reader(request)
+        backend.send(reader, hint_of(request))
+        await reader.is_over.wait()
 
     await asyncio.gather(*(read(number) for number in range(streams)))
 

@@ -59,8 +59,7 @@ class ChargeExchange:
         idle_s: float = IDLE_S,
     ) -> None:
         self._redis = redis
-        self._service = service
-        self._group = group
+        self._service, self._group = service, group
         self._take = take
         self._give = give
         self._clock = clock

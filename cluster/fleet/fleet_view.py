@@ -14,10 +14,10 @@ from typing import Literal
 
 import msgspec
 
-from tandem.cluster.fleet.group_reports import ANSWER_S, GroupReport, GroupReports
+from tandem.cluster.fleet.group_reports import ANSWER_S, GroupReport, GroupReports, decode_record
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
-from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace, decode_record
+from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace
 from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable, text_of
 
 log = logging.getLogger("tandem.fleet")

@@ -12,15 +12,16 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from typing import TypeVar
 
 import msgspec
 
 from tandem.cluster.state import keys
-from tandem.cluster.state.heartbeat import decode_record
 from tandem.cluster.state.notifications import Announcements, announcement
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 
 log = logging.getLogger("tandem.fleet")
+R = TypeVar("R", bound=msgspec.Struct)
 ANSWER_S = 1.0
 FIRST_LOOK_S, MOST_PAUSE_S = 0.005, 0.1
 """Pauses between two looks for answers: first this, then twice the last."""
@@ -142,3 +143,14 @@ class GroupReports:
         found = {group: decode_record(value, GroupReport, "report", group) for group, value in pairs}
         self._known |= {group: report for group, report in found.items() if report is not None}
         return {group for group, report in found.items() if report is not None and report.answers >= number}
+
+
+def decode_record(value: object, kind: type[R], what: str, group: str) -> R | None:
+    """A group's record or report (`what`) from an answer of Redis; None when there is none, or it cannot be read."""
+    if not isinstance(value, bytes):
+        return None
+    try:
+        return msgspec.msgpack.decode(value, type=kind)
+    except msgspec.DecodeError as error:
+        log.warning("the %s of group %s cannot be read: %s", what, group, error)
+        return None

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -42,11 +43,11 @@ from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node
+from tandem.cluster.wire.token_channel import TokenSender
 from tandem.cluster.wire.version import OtherVersion, with_version, without_version
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import EngineSettings
 from tandem.workers.engine.base.stats import EngineStats
-from tandem.workers.engine.engine import Engine
 from tandem.workers.messages.errors import GroupLost
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest
 
@@ -54,12 +55,12 @@ log = logging.getLogger("ray.serve.tandem")
 STUCK_S = 60.0
 EXIT_DELAY_S, HANDED_OVER_S, LAST_WORDS_S = 0.1, 0.5, 1.0
 JOIN_S = 5.0
-"""For the engine's thread, which ends the ranks."""
+"""Seconds for the engine's thread, which ends the ranks."""
 SWITCH_INTERVAL_S = 0.001
 
 
-class _LoopReport:
-    """Passes the engine thread's reports to the replica's event loop."""
+class _LoopListener:
+    """Passes what the engine's thread says to the replica's event loop."""
 
     def __init__(self, replica: "Coordinator", loop: asyncio.AbstractEventLoop) -> None:
         self._replica = replica
@@ -67,9 +68,12 @@ class _LoopReport:
         self._busy = False
 
     def opened(self) -> None:
+        """Implements EngineListener."""
         self._loop.call_soon_threadsafe(self._replica.on_opened)
 
     def stats(self, stats: EngineStats, residency: Mapping[str, str]) -> None:
+        """Implements EngineListener. The replica reads the last ones: they need not wake its loop four times a second,
+        and each reference is replaced whole."""
         self._replica.engine_stats = stats
         self._replica.take_residency(residency)
         busy = stats.running + stats.waiting + stats.used_blocks > 0
@@ -78,6 +82,7 @@ class _LoopReport:
             self._loop.call_soon_threadsafe(self._replica.heartbeat_now)
 
     def failed(self, error: Exception, opened: bool) -> None:
+        """Implements EngineListener."""
         self._loop.call_soon_threadsafe(self._replica.on_failed, error, opened)
 
 
@@ -107,16 +112,10 @@ class Coordinator:
         self._heartbeat = group_heartbeat(self._redis, facts.service_id, self._record)
         self._heartbeat_task = self._loop.create_task(self._heartbeat.run(), name="group heartbeat")
         placement_group = ray.util.get_current_placement_group()
+        open_channel = partial(TokenSender, facts.secret, channel_name(self._group, self._life))
+        self._thread = EngineThread(_LoopListener(self, self._loop), open_channel)
         self._engine = GroupEngine(
-            settings,
-            facts,
-            self._group,
-            placement_group,
-            lambda message: self._thread.lose(message),
-            lambda: self._thread.expect_end(),
-        )
-        self._thread = EngineThread(
-            self._open_engine, self._engine.close, _LoopReport(self, self._loop), facts.secret, self._identity()
+            settings, facts, self._group, placement_group, self._thread.lose, self._thread.expect_end
         )
         asked = keys.reports_asked(facts.service_id)
         self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, keys.adapters(model_name), asked))
@@ -133,7 +132,7 @@ class Coordinator:
         self._reports_task = self._loop.create_task(reports.run(), name="group reports")
         on_taken_down(lambda: self._loop.call_soon_threadsafe(self._leave_fleet))
         on_sigterm(lambda: self._loop.call_soon_threadsafe(self._end_soon))
-        self._thread.start()
+        self._thread.start_engine(self._engine.open, self._engine.close)
         await self._wait_until_opened()
         self._changes.start()
         self._sharing.start()
@@ -194,7 +193,7 @@ class Coordinator:
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For custom autoscaling policies; the default one counts the handle calls in flight."""
+        """Returns figures for custom autoscaling policies; the default one counts the handle calls in flight."""
         stats = self.engine_stats
         return {
             "waiting": float(stats.waiting) if stats is not None else 0.0,
@@ -241,6 +240,11 @@ class Coordinator:
             self._sharing.adapters.residency = residency
 
     def on_failed(self, error: Exception, opened: bool) -> None:
+        """Ends the process of a group whose engine has stopped by itself, or could not be opened."""
+        if not opened:
+            log.error("the engine did not start: %s", error)
+        elif not self._thread.is_planned:
+            log.error("the engine stopped", exc_info=error)
         if not opened and not self._opened.done():
             self._opened.set_exception(error)
         elif opened and not self._stopping:
@@ -298,14 +302,8 @@ class Coordinator:
             return  # it expires by itself
 
     def _stalled_s(self) -> float:
-        """How long nothing has moved: no step although there is work, or no probe answered by a rank."""
+        """Returns the seconds without any movement: no step although there is work, or no probe answered by a rank."""
         return max(self._thread.stalled_s(), self._engine.silent_s())
-
-    def _identity(self) -> str:
-        return channel_name(self._group, self._life)
-
-    def _open_engine(self, sink: Any) -> Engine:
-        return self._engine.open(sink)
 
     async def _wait_until_opened(self) -> None:
         try:

@@ -2,8 +2,9 @@
 
     open engine -> EngineLoop: [ inbox and aborts -> turn -> one message per gateway ]* -> lost | stopped
 
-Owned by coordinator.py, whose event loop uses submit(), abort() and `report`. Everything else in here,
-the engine and its executor included, is touched by this thread only.
+Owned by coordinator.py, and by cluster/cli/batch/local_dispatch.py for batches without a service: their event loops use
+submit(), abort() and call(). Everything else in here, the engine and its executor included, is touched by this thread
+only.
 """
 
 import logging
@@ -13,13 +14,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
 
-from tandem.cluster.wire.token_channel import GROUP_ENDED, GROUP_LOST, TokenSender, by_gateway
+from tandem.cluster.wire.token_channel import GROUP_ENDED, GROUP_LOST, by_gateway
 from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.engine_loop import EngineLoop
@@ -30,38 +31,12 @@ log = logging.getLogger("tandem.engine")
 GATEWAY_LOST_AFTER_S = 5.0
 REPORT_PERIOD_S = 0.25
 FLUSH_S = 2.0
-"""For KV that is on its way to host memory or disk when the group stops."""
+"""Seconds for KV that is on its way to host memory or disk when the group stops."""
 ENDED = "the group is shutting down"
 OUT_OF_MEMORY = re.compile("out of ?memory", re.IGNORECASE)
 
 RequestKey = tuple[str, int]
 OnEnded = Callable[[Ended], None]
-
-
-class Sink:
-    """The engine's OutputSink: hands each step's deltas and each request's begin and end back to the thread."""
-
-    def __init__(self, on_deltas: Callable[[list[TokenDelta]], None], on_ended: OnEnded) -> None:
-        self._on_deltas = on_deltas
-        self._on_ended = on_ended
-
-    def deltas(self, deltas: list[TokenDelta]) -> None:
-        self._on_deltas(deltas)
-
-    def begun(self, request: GenerationRequest, cached_tokens: int) -> None:
-        """Tells the gateway that the request has a row, with a delta without tokens."""
-        delta = TokenDelta(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            choice=0,
-            first_position=0,
-            token_ids=[],
-            cached_tokens=cached_tokens,
-        )
-        self._on_deltas([delta])
-
-    def ended(self, ended: Ended, request: GenerationRequest) -> None:
-        self._on_ended(ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,35 +46,68 @@ class EngineCall:
     run: Callable[[Engine], None]
 
 
-class Report(Protocol):
-    """Reports of the thread to the replica. Called on the engine's thread."""
+class EngineListener(Protocol):
+    """Hears of the engine of a thread. Called on that thread."""
 
-    def opened(self) -> None: ...
+    def opened(self) -> None:
+        """Called when the engine takes requests."""
+        ...
 
-    def stats(self, stats: EngineStats, residency: Mapping[str, str]) -> None: ...
+    def stats(self, stats: EngineStats, residency: Mapping[str, str]) -> None:
+        """Called every REPORT_PERIOD_S, and when there is no work any more. residency: of adapters, by digest."""
+        ...
 
-    def failed(self, error: Exception, opened: bool) -> None: ...
+    def failed(self, error: Exception, opened: bool) -> None:
+        """Called when the engine has stopped by itself, or could not be opened; its requests have been answered."""
+        ...
+
+
+class TokenChannel(Protocol):
+    """The way of tokens to those that have asked for them, by the `reply_to` of requests: a TokenSender to gateways, or
+    the caller's event loop."""
+
+    def open(self, reply_to: ReplyTo) -> None:
+        """Notes that tokens will go there."""
+        ...
+
+    def send(self, batches: Iterable[tuple[ReplyTo, list[TokenDelta]]]) -> None:
+        """Sends one step's deltas."""
+        ...
+
+    def receive(self) -> list[Abort]:
+        """Returns the aborts that have come back."""
+        ...
+
+    def has_doubtful_link(self) -> bool:
+        """Returns whether any receiver may be gone."""
+        ...
+
+    def lost(self, after_s: float) -> list[ReplyTo]:
+        """Returns the receivers that have been gone for so long, and forgets them."""
+        ...
+
+    def close(self) -> None:
+        """Called at the end, on the thread."""
+        ...
 
 
 class EngineThread(threading.Thread):
-    """Runs one engine until stop() or until it fails. `open_engine` builds it, on this thread."""
+    """Runs one engine until stop() or until it fails. open_channel: makes the way of its tokens, on this thread, which
+    waits in the poller. flush_s: the most seconds for KV that is on its way to host memory or disk at the end."""
 
     def __init__(
         self,
-        open_engine: Callable[[Sink], Engine],
-        close_engine: Callable[[], None],
-        report: Report,
-        secret: str,
-        identity: str,
+        listener: EngineListener,
+        open_channel: Callable[[zmq.Poller, Callable[[], float]], TokenChannel],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        flush_s: float = FLUSH_S,
     ) -> None:
         super().__init__(name="tandem-engine", daemon=True)
-        self._open_engine = open_engine
-        self._close_engine = close_engine
-        self._report = report
-        self._secret = secret
-        self._identity = identity
+        self._listener = listener
+        self._open_channel = open_channel
         self._clock = clock
+        self._flush_s = flush_s
         self._inbox: deque[tuple[GenerationRequest, OnEnded] | Abort | EngineCall] = deque()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -113,6 +121,12 @@ class EngineThread(threading.Thread):
         """Requests whose calls were cancelled: their counts go out over the token channel."""
         self._reported_at_s = 0.0
         self._engine_loop: EngineLoop | None = None
+
+    def start_engine(self, open_engine: Callable[["EngineThread"], Engine], close_engine: Callable[[], None]) -> None:
+        """Starts the thread, which opens its engine with itself as OutputSink, and closes it at the end."""
+        self._open_engine = open_engine
+        self._close_engine = close_engine
+        self.start()
 
     # ---- called from other threads -------------------------------------------------------------------------------
 
@@ -145,7 +159,7 @@ class EngineThread(threading.Thread):
 
     @property
     def is_planned(self) -> bool:
-        """Whether the thread's end is as planned."""
+        """True if the thread's end is, or would be, as planned."""
         return self._is_planned or self._stopping
 
     def stalled_s(self) -> float:
@@ -153,7 +167,7 @@ class EngineThread(threading.Thread):
         return 0.0 if self._engine_loop is None else self._engine_loop.stalled_s()
 
     def has_worked(self) -> bool:
-        """Whether any step has been made since the last call."""
+        """Returns whether any step has been made since the last call."""
         return self._engine_loop is not None and self._engine_loop.has_worked()
 
     def stuck_s(self) -> float:
@@ -178,30 +192,28 @@ class EngineThread(threading.Thread):
         opened = False
         self._poller = zmq.Poller()
         self._poller.register(self._wake_out, zmq.POLLIN)
-        self._sender = TokenSender(self._secret, self._identity, self._poller, self._clock)
+        self._channel = self._open_channel(self._poller, self._clock)
         try:
-            self._engine = self._open_engine(Sink(self._send, self._ended))
+            self._engine = self._open_engine(self)
             opened = True
             self._engine_loop = EngineLoop(self._engine, self, self._clock)
             self._publish(self._clock())
-            self._report.opened()
+            self._listener.opened()
             self._engine_loop.run(lambda: self._stopping)
-            self._engine_loop.flush(FLUSH_S)
+            self._engine_loop.flush(self._flush_s)
         except Exception as error:
             self._is_planned |= isinstance(error, GroupLost) and error.is_planned
             self._lose_inbox(ENDED)
             if self._is_planned:
-                log.warning("the group ends: %s", error)
                 self._hand_over()
             else:
-                log.exception("the engine stopped") if opened else log.error("the engine did not start: %s", error)
                 self._lose_live(f"the group stopped: {error}", self._losses(error) if opened else {})
-            self._report.failed(error, opened)
+            self._listener.failed(error, opened)
         finally:
             self._over = True
             self._lose_inbox(ENDED)
             self._hand_over()
-            self._sender.close()
+            self._channel.close()
             if opened:
                 self._engine.close()
             self._close_engine()
@@ -223,7 +235,7 @@ class EngineThread(threading.Thread):
         """Until a request, an abort or a change of a link arrives. Reports first if there is no work."""
         if self._engine_loop is not None and not self._engine_loop.is_busy:
             self._publish(self._clock())
-        if self._sender.has_doubtful_link():
+        if self._channel.has_doubtful_link():
             timeout_s = 1.0 if timeout_s is None else min(1.0, timeout_s)
         self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
 
@@ -249,7 +261,7 @@ class EngineThread(threading.Thread):
             if key in self._live:
                 raise RequestRefused("this request is already running", code="internal_error", status=500)
             if request.reply_to is not None:
-                self._sender.open(request.reply_to)
+                self._channel.open(request.reply_to)
             self._live[key] = (request, on_ended)
             engine.add_request(request)
         except RequestRefused as error:
@@ -264,34 +276,52 @@ class EngineThread(threading.Thread):
             on_ended(refusal(request, 500, "internal_error", None, "The request failed in the engine."))
 
     def _take_channel(self, engine: Engine) -> None:
-        for abort in self._sender.receive():
+        for abort in self._channel.receive():
             engine.abort(abort)
-        if self._sender.has_doubtful_link():
-            for reply_to in self._sender.lost(GATEWAY_LOST_AFTER_S):
+        if self._channel.has_doubtful_link():
+            for reply_to in self._channel.lost(GATEWAY_LOST_AFTER_S):
                 log.warning("the gateway at %s is gone: its requests are aborted", reply_to.endpoint)
                 for request, _ in list(self._live.values()):
                     if request.reply_to == reply_to:
                         engine.abort(Abort(request_id=request.request_id, attempt=request.attempt))
 
-    def _send(self, deltas: list[TokenDelta]) -> None:
-        self._sender.send(by_gateway(deltas, self._reply_to_of))
+    # ---- OutputSink of the engine ----
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        """Implements OutputSink."""
+        self._channel.send(by_gateway(deltas, self._reply_to_of))
+
+    def begun(self, request: GenerationRequest, cached_tokens: int) -> None:
+        """Tells the gateway that the request has a row, with a delta without tokens."""
+        delta = TokenDelta(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            choice=0,
+            first_position=0,
+            token_ids=[],
+            cached_tokens=cached_tokens,
+        )
+        self.deltas([delta])
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        """Implements OutputSink."""
+        key = (ended.request_id, ended.attempt)
+        if key in self._unheard:
+            self._unheard.discard(key)
+            self.deltas([last_word(ended)])
+        live = self._live.pop(key, None)
+        if live is not None:
+            live[1](ended)
+
+    # ---- inside ----
 
     def _reply_to_of(self, delta: TokenDelta) -> ReplyTo | None:
         live = self._live.get((delta.request_id, delta.attempt))
         return live[0].reply_to if live is not None else None
 
-    def _ended(self, ended: Ended) -> None:
-        key = (ended.request_id, ended.attempt)
-        if key in self._unheard:
-            self._unheard.discard(key)
-            self._send([last_word(ended)])
-        live = self._live.pop(key, None)
-        if live is not None:
-            live[1](ended)
-
     def _losses(self, error: Exception) -> dict[str, Loss]:
-        """What this end of the engine says of each request. Memory runs out by what all rows have, and transfers are of
-        no step: then no row is to blame alone."""
+        """Returns what this end of the engine says of each request. Memory runs out by what all rows have, and
+        transfers are of no step: then no row is to blame alone."""
         try:
             losses = self._engine.losses()
         except Exception:
@@ -326,7 +356,7 @@ class EngineThread(threading.Thread):
 
     def _publish(self, now_s: float) -> None:
         self._reported_at_s = now_s
-        self._report.stats(self._engine.stats(), self._engine.adapter_residency())
+        self._listener.stats(self._engine.stats(), self._engine.adapter_residency())
 
 
 def last_word(ended: Ended) -> TokenDelta:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import ray
 
-from tandem.cluster.group.engine_thread import Sink
+from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.group.ray_ranks import ray_group
 from tandem.cluster.wire.service_facts import ServiceFacts
 from tandem.configs.schema import EngineSettings
@@ -41,7 +41,7 @@ class GroupEngine:
         self.rank_pids: tuple[int, ...] = ()
         self.notes: tuple[str, ...] = ()
 
-    def open(self, sink: Sink) -> Engine:
+    def open(self, sink: EngineThread) -> Engine:
         """Starts the ranks, loads the model, and puts the engine on top. SettingsError or GroupLost when that fails."""
         ready = self._executor.start()
         self.rank_pids = ready.rank_pids
@@ -58,10 +58,11 @@ class GroupEngine:
         return self._executor.loading()
 
     def silent_s(self) -> float:
-        """How long a rank has given no sign of life, 0 while there is no doubt."""
+        """Returns the seconds for which a rank has given no sign of life, 0 while there is no doubt."""
         return self._executor.silent_s()
 
     def close(self) -> None:
+        """Ends the ranks."""
         self._executor.close()
 
 
@@ -74,7 +75,7 @@ def with_own_step_log(settings: EngineSettings, group: str) -> EngineSettings:
 
 
 def loading_note(ready: ExecutorReady) -> str:
-    """What reading the weights took; all ranks of the group read at the same time."""
+    """Returns what reading the weights took; all ranks of the group read at the same time."""
     size_mib = ready.weight_bytes / 2**20
     size = f"{size_mib / 1024:.1f} GiB" if size_mib >= 1024 else f"{size_mib:.1f} MiB"
     return f"{size} of weights loaded in {ready.load_s:.1f} s"

@@ -134,7 +134,7 @@ class RayRanks:
 
 
 def _how_it_ended(run: Any) -> tuple[bool, str]:
-    """Whether a rank was told to end, and how its run ended, for messages."""
+    """Returns whether a rank was told to end, and how its run ended, for messages."""
     try:
         was_told = bool(ray.get(run))
     except ray.exceptions.RayActorError:

@@ -30,7 +30,7 @@ class Outstanding:
         self._calls: dict[str, _RoutedCall] = {}
         self._here: dict[str, int] = {}
         self._beyond: dict[str, tuple[int, float]] = {}
-        """By group, the least by which the count was above its reports, and since when."""
+        """The least, by group, by which the count was above its reports, and since when."""
 
     def begin(self, call_id: str, group: str, tokens: int, now_s: float) -> None:
         """A call goes to a group. A call that is routed again leaves its first group."""

@@ -89,14 +89,3 @@ async def read_live(redis: Commands, ids: Sequence[str], key: Callable[[str], st
     if dead := [i for i, value in zip(ids, values, strict=True) if value is None]:
         await redis.command("SREM", ids_key, *dead)
     return [value for value in values if isinstance(value, bytes)]
-
-
-def decode_record(value: object, kind: type[R], what: str, group: str) -> R | None:
-    """A group's record or report (`what`) from an answer of Redis; None when there is none, or it cannot be read."""
-    if not isinstance(value, bytes):
-        return None
-    try:
-        return msgspec.msgpack.decode(value, type=kind)
-    except msgspec.DecodeError as error:
-        log.warning("the %s of group %s cannot be read: %s", what, group, error)
-        return None

@@ -109,9 +109,9 @@ class MapCopy(Generic[T]):
     async def replace(
         self, before: T | None, after: T | None, name: str, check: Callable[[], None] | None = None
     ) -> bool:
-        """Sets the entry from `before` to `after` (None: nothing). False: it was not, somebody was faster; then the
-        copy is fresh. RedisUnavailable: nothing is known to have changed. check: raises when `values` as they are do
-        not allow it; then it happens only while the whole map is as it was checked."""
+        """Sets the entry from `before` to `after`, None for none. False, and a fresh copy: somebody was faster.
+        RedisUnavailable: nothing is known to have changed. check: raises when `values` as they are do not allow it; the
+        map must still be as it was checked."""
         async with self._refreshing:
             held = self._held.get(name)
             if (held.value if held is not None else None) != before:
@@ -119,10 +119,16 @@ class MapCopy(Generic[T]):
             if check is not None:
                 check()
             wanted = self._hold(after) if after is not None else None
-            if self.map is not None and not await self._write(
-                self.map, name, held, wanted, is_guarded=check is not None
-            ):
-                return False
+            if self.map is not None:
+                guard = None if check is None else self._read.counter if self._read is not None else 0
+                from_raw, to_raw = (one.raw if one is not None else b"" for one in (held, wanted))
+                written = await self.map.compare_and_set(name, from_raw, to_raw, guard)
+                if written is None:
+                    self._read = None
+                    await self._refresh(self.map)
+                    return False
+                if self._known is not None:
+                    self._known = self._known._replace(counter=max(self._known.counter, written))
             others = {key: value for key, value in self._held.items() if key != name}
             self._take(others if wanted is None else others | {name: wanted}, self.id, self.unreadable)
             return True
@@ -215,22 +221,6 @@ class MapCopy(Generic[T]):
         if written := dict(self._pending):
             await map.write(written)
             self._pending = {name: raw for name, raw in self._pending.items() if written.get(name) != raw}
-
-    async def _write(
-        self, map: DurableMap[T], name: str, held: Held[T] | None, wanted: Held[T] | None, *, is_guarded: bool
-    ) -> bool:
-        """Sets an entry in Redis; False, and the copy is fresh, when it was another. is_guarded: only while the whole
-        map is as it was read."""
-        guard = None if not is_guarded else self._read.counter if self._read is not None else 0
-        from_raw, to_raw = (one.raw if one is not None else b"" for one in (held, wanted))
-        written = await map.compare_and_set(name, from_raw, to_raw, guard)
-        if written is None:
-            self._read = None
-            await self._refresh(map)
-            return False
-        if self._known is not None:
-            self._known = self._known._replace(counter=max(self._known.counter, written))
-        return True
 
     def _fields(self) -> dict[str, bytes]:
         return {name: held.raw for name, held in self._held.items()} | self._facts

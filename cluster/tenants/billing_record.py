@@ -150,13 +150,13 @@ async def read_rows_and_sums(
     redis: Commands, tenant: str | None, since_s: float, until_s: float
 ) -> tuple[list[BillingRecord], list[UsageSum]]:
     """The rows that ended in [since_s, until_s], oldest first, of one tenant or of all, and what the rows that are not
-    there any more have used, of the hours that overlap the period.
+    there any more have used, of the hours that overlap the period, for summed().
 
     No request is in both, and none in neither, also when rows become sums meanwhile: every row that does raises a sum
     of its day, so the sums are read before the rows and after, until they are the same. TandemError when they are not
     after TRIES, RedisUnavailable."""
     rows: list[BillingRecord] = []
-    sums: list[dict[_Part, int]] = []
+    sums: list[UsageSum] = []
     for day in _days(since_s, until_s):
         after = await _sums_of(redis, tenant, day, since_s, until_s)
         for _ in range(TRIES):
@@ -168,8 +168,8 @@ async def read_rows_and_sums(
         else:
             raise TandemError(f"usage rows of {day} are becoming sums (--usage-rows): ask again in a minute")
         rows += of_day
-        sums.append(after)
-    return sorted(rows, key=lambda row: (row.time_s, row.id)), _by_place(sums)
+        sums += [UsageSum(*p[1:4], *(n * (kind == p.kind) for kind in KINDS)) for p, n in after.items()]
+    return sorted(rows, key=lambda row: (row.time_s, row.id)), sums
 
 
 async def _sums_of(redis: Commands, tenant: str | None, day: str, since_s: float, until_s: float) -> dict[_Part, int]:
@@ -181,14 +181,6 @@ async def _sums_of(redis: Commands, tenant: str | None, day: str, since_s: float
         for part, amount in parts
         if part.hour_s + HOUR_S > since_s and part.hour_s <= until_s and tenant in (None, part.tenant)
     }
-
-
-def _by_place(sums: Iterable[dict[_Part, int]]) -> list[UsageSum]:
-    """The hours of each tenant, model and adapter together."""
-    counts: dict[tuple[str, str, str | None], Counter[str]] = {}
-    for part, amount in (item for of_day in sums for item in of_day.items()):
-        counts.setdefault(part[1:4], Counter())[part.kind] += amount
-    return [UsageSum(*place, *(count[kind] for kind in KINDS)) for place, count in counts.items()]
 
 
 async def _read_day(redis: Commands, tenant: str | None, day: str) -> AsyncIterator[BillingRecord]:

@@ -67,10 +67,8 @@ class Quota(Tenancy):
         random: Callable[[], float] = random.random,
         server_ms: Callable[[], int] | None = None,
     ) -> None:
-        self._redis = redis
-        self._directory = directory
-        self._gateway = gateway
-        self._gateways = gateways
+        self._redis, self._directory = redis, directory
+        self._gateway, self._gateways = gateway, gateways
         self._kv_tokens = kv_tokens
         self._clock = clock
         self._random = random

@@ -42,7 +42,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def counted(self) -> dict[str, Any]:
-        """Those that Redis counts as they are, by name."""
+        """The limits that Redis counts as they are, by name."""
         return {
             "requests_per_minute": self.requests_per_minute,
             "tokens_per_minute": self.tokens_per_minute,

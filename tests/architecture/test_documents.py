@@ -138,15 +138,6 @@ def test_the_page_names_every_blocker_once() -> None:
     assert len(rows) == len(set(rows))
 
 
-def test_metrics_of_drafts_are_spelled_out() -> None:
-    """Every counter of speculative decoding, by its whole name, for those who search the page for it."""
-    source = (ROOT / "workers" / "engine" / "base" / "drafting.py").read_text()
-    names = set(re.findall(r'"(spec_decode_\w+)"', source))
-    page = (ROOT / "docs" / "operations.md").read_text()
-    assert len(names) == 4
-    assert not [name for name in names if not re.search(rf"`{name}\W", page)]
-
-
 def test_the_link_checker_finds_broken_links(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("# A `b`, c\n\n[1](#a-b-c) [2](#d) [3](docs/x.md) [4](docs/y.md#z)\n")

@@ -65,7 +65,7 @@ TORCH_FREE = (
     "tandem.workers.text.tokenizer",
     "tandem.workers.text.chat_template",
 )
-RAY_FREE = ("tandem.workers.offline", "tandem.workers.executor.local_ranks", "tandem.workers.rank.rank_server")
+RAY_FREE = ("tandem.workers.offline.llm", "tandem.workers.executor.local_ranks", "tandem.workers.rank.rank_server")
 Rule = Callable[[Source], Iterator[str]]
 """Yields what is wrong with a file, a line each."""
 
@@ -297,7 +297,7 @@ def test_what_benchmarks_and_tools_import_is_there() -> None:
     defined = {f"tandem.{module_of(file.name).replace('/', '.')}": names_of(file) for file in PRODUCT}
     defined |= {module_of(file.name).replace("/", "."): names_of(file) for file in others}
     assert not broken(lambda file: missing_names(file, defined), others)
-    for line in ("from tandem.workers.none import x", "from tandem.workers.offline import NoSuch"):
+    for line in ("from tandem.workers.none import x", "from tandem.workers.offline.llm import NoSuch"):
         assert sees(lambda file: missing_names(file, defined), "tools/x.py", line)
     assert not sees(lambda file: missing_names(file, defined), "tools/x.py", "from tandem.workers import offline")
 

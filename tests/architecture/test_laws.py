@@ -21,23 +21,9 @@ from tools.sources import Source, sources
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sources(ROOT)
 
-TWICE: set[str] = {"Asked", "Ended"}
+TWICE: set[str] = set()
 """Names of several classes."""
-BEGINNINGS: dict[str, int] = {
-    "cluster/gateway/anthropic": 6,
-    "cluster/gateway/app": 4,
-    "cluster/gateway/conversation": 8,
-    "cluster/gateway/generation": 14,
-    "cluster/gateway/http": 7,
-    "cluster/gateway/openai": 2,
-    "cluster/gateway/responses": 6,
-    "cluster/gateway/services": 4,
-    "cluster/gateway/serving": 7,
-    "cluster/group": 10,
-    "cluster/routing": 1,
-    "cluster/tenants": 1,
-    "workers/*": 2,
-}
+BEGINNINGS: dict[str, int] = {}
 """By room, docstrings that begin with a clause or a preposition."""
 CIRCLES: set[tuple[str, ...]] = set()
 """Folders that import each other in a ring."""

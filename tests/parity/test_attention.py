@@ -1,7 +1,9 @@
 """The attention backends against the reference on random steps: rows, head layouts, windows, block sizes, dtypes."""
 
 import dataclasses
+import math
 import random
+from operator import mul
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tandem.workers.attention.backend import AttentionBackend, AttentionStep
 from tandem.workers.attention.chunks import Gatherer
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.pieces import attend_in_pieces
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
@@ -23,6 +26,7 @@ from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.attention_check import QUANTIZED, check, random_batch
+from tests.support.reference_attention import attend_row
 
 
 def backends(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> list[AttentionBackend]:
@@ -31,6 +35,47 @@ def backends(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = N
     store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
     compiled = CpuAttention(kernel, store, chunk_kernel) if kernel and store and chunk_kernel else None
     return [TorchAttention(), *([compiled] if compiled else [])]
+
+
+def by_hand(
+    q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, params: AttentionParams, token: int, head: int
+) -> list[float]:
+    """One query's output in Python's numbers, by the formula of attention/softmax.py."""
+    group, position = q_TND.shape[1] // k_JKD.shape[1], len(k_JKD) - len(q_TND) + token
+    first = 0 if params.window is None else max(0, position - params.window + 1)
+    weights = []
+    for key in range(first, position + 1):
+        score = params.scale * sum(map(mul, q_TND[token, head].tolist(), k_JKD[key, head // group].tolist()))
+        if params.softcap is not None:
+            score = params.softcap * math.tanh(score / params.softcap)
+        if params.slopes is not None:
+            score -= params.slopes[head] * (position - key)
+        weights.append(math.exp(score))
+    total = sum(weights) + (0.0 if params.sinks is None else math.exp(params.sinks[head]))
+    values = v_JKD[first : position + 1, head // group].T.tolist()
+    return [sum(map(mul, weights, column)) / total for column in values]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        AttentionParams(0.3),
+        AttentionParams(0.3, window=3),
+        AttentionParams(0.5, softcap=2.0, sinks=(0.1, -1.0, 2.0, 0.5)),
+        AttentionParams(0.3, window=5, softcap=3.0, slopes=(0.5, 0.1, 0.9, 0.01), sinks=(1.0, 0.0, -2.0, 0.3)),
+    ],
+    ids=["plain", "window", "cap and sinks", "all"],
+)
+def test_the_reference_is_the_formula(params: AttentionParams) -> None:
+    """The tests' reference and the torch backends share their arithmetic (attention/softmax.py): this is its judge,
+    beside transformers."""
+    generator = torch.Generator().manual_seed(0)
+    q_TND, k_JKD, v_JKV = (torch.randn(*shape, generator=generator) for shape in ((4, 4, 8), (9, 2, 8), (9, 2, 6)))
+    wanted = torch.tensor([[by_hand(q_TND, k_JKD, v_JKV, params, t, n) for n in range(4)] for t in range(4)])
+    whole = attend_row(q_TND, k_JKD, v_JKV, torch.arange(5, 9), params)
+    in_pieces = attend_in_pieces(q_TND, iter([(k_JKD[:5], v_JKV[:5]), (k_JKD[5:], v_JKV[5:])]), 9, params)
+    for found in (whole, in_pieces):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED, torch.bfloat16], ids=str)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tandem import LLM, BeamSearchParams, SamplingParams
 from tandem.configs.bundled import DEMO_MODEL
-from tandem.workers.offline_beams import BeamSearchSequence
+from tandem.workers.offline.beams import BeamSearchSequence
 from tests.support.tiny_models import TinyModel, load_peer, save_tiny_model
 
 VOCAB = 23

@@ -7,6 +7,7 @@ from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.models.spec.arch import Activation
 from tandem.workers.platforms.cpu import CpuPlatform
+from tests.support.pairwise import all_pairs
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOKENS = [1, 3, 130]
@@ -35,9 +36,9 @@ def close(ours: torch.Tensor, twin: torch.Tensor) -> None:
     torch.testing.assert_close(ours, twin, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("size", [16, 50, 576, 1024])
-@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "size", "adds"), all_pairs(DTYPES, TOKENS, (16, 50, 576, 1024), (True, False)), ids=str
+)
 def test_add_rms_norm(ops: CpuFusedOps, dtype: torch.dtype, tokens: int, size: int, adds: bool) -> None:
     weight = noise(size, dtype=dtype, seed=2)
     x = noise(tokens, size, dtype=dtype, seed=1) if adds else None
@@ -50,9 +51,13 @@ def test_add_rms_norm(ops: CpuFusedOps, dtype: torch.dtype, tokens: int, size: i
     assert torch.equal(*residuals)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("size", [16, 50, 576])
-@pytest.mark.parametrize(("weighs", "shifts"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "size", "weighs", "shifts"),
+    all_pairs(
+        DTYPES, TOKENS, (16, 50, 576), (True, False), (True, False), is_possible=lambda row: row[3] or not row[4]
+    ),
+    ids=str,
+)
 def test_add_layer_norm(
     ops: CpuFusedOps, dtype: torch.dtype, tokens: int, size: int, weighs: bool, shifts: bool
 ) -> None:
@@ -67,9 +72,9 @@ def test_add_layer_norm(
         assert torch.equal(*residuals)
 
 
-@pytest.mark.parametrize("dim", [8, 24, 64, 80])
-@pytest.mark.parametrize("together", [None, 3])
-@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "together", "centered"), all_pairs(DTYPES, (8, 24, 64, 80), (None, 3), (True, False)), ids=str
+)
 def test_norm_heads(ops: CpuFusedOps, dtype: torch.dtype, dim: int, together: int | None, centered: bool) -> None:
     qkv, weight = noise(5, 7, dim, dtype=dtype), noise(5, dim, dtype=dtype, seed=1)
     ours, twin = (
@@ -79,10 +84,11 @@ def test_norm_heads(ops: CpuFusedOps, dtype: torch.dtype, dim: int, together: in
     close(ours, twin)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("dim", [8, 24, 32, 64, 80, 128])
-@pytest.mark.parametrize("norms", [True, False])
-@pytest.mark.parametrize("rotates", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "dim", "norms", "rotates"),
+    all_pairs(DTYPES, TOKENS, (8, 24, 32, 64, 80, 128), (True, False), (True, False)),
+    ids=str,
+)
 def test_norm_rotate(ops: CpuFusedOps, dtype: torch.dtype, tokens: int, dim: int, norms: bool, rotates: bool) -> None:
     qkv = noise(tokens, 7, dim, dtype=dtype)
     weight = noise(5, dim, dtype=dtype, seed=1) if norms else None

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.cpu_latents import OneQueryLatents
+from tandem.workers.attention.latents.cpu_latents import CpuLatents
 from tandem.workers.attention.latents.latent_backend import LatentBackend
-from tandem.workers.attention.latents.latent_heads import DenseHeads
+from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.kernels.cpu.attention import cpu_latent_attention
 from tandem.workers.kernels.cpu.attention.cpu_decode_attention import PARTITION_TOKENS
 from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_build import obstacle
+from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.models.spec.arch import AttentionParams, Mla
 from tandem.workers.platforms.cpu import CpuPlatform
@@ -41,7 +42,7 @@ def mla(heads: int, kv_rank: int, nope: int, rope: int, v_dim: int) -> Mla:
 class Inputs(NamedTuple):
     """What a layer hands over: its projections, queries, the step's latents and a cache that has them."""
 
-    heads: DenseHeads
+    heads: LatentHeads
     q_TND: torch.Tensor
     latents_T1E: torch.Tensor
     kv: LayerKV
@@ -65,14 +66,14 @@ class Inputs(NamedTuple):
         plane, scales = encode(latents, storage)
         planes = [plane.view(blocks, size, 1, -1)]
         kv = LayerKV.of(planes, [] if scales is None else [scales.view(blocks, size, 1)])
-        return cls(DenseHeads(spec, lambda: weight), q_TND, latents[batch.slot_mapping_T], kv)
+        return cls(LatentHeads(spec, lambda: weight), q_TND, latents[batch.slot_mapping_T], kv)
 
     def wide(self) -> "Inputs":
         """The same numbers in float32."""
         weight, kv = self.heads.of_heads().float().flatten(0, 1), self.kv
         if not kv.scales:
             kv = LayerKV.of([kv.keys.float()], [])
-        heads = DenseHeads(self.heads.spec, lambda: weight)
+        heads = LatentHeads(self.heads.spec, lambda: weight)
         return Inputs(heads, self.q_TND.float(), self.latents_T1E.float(), kv)
 
     def attend(self, backend: LatentBackend, batch: ForwardBatch) -> torch.Tensor:
@@ -85,9 +86,9 @@ class Inputs(NamedTuple):
 def compiled(spec: Mla, dtype: torch.dtype, storage: torch.dtype) -> list[LatentBackend]:
     """The usual backend, and that of --batch-invariant."""
     usual = CpuPlatform().latent_attention(dtype, spec.head_dim, storage)
-    kernel = CpuLatentAttention.make(dtype, spec.head_dim, storage)
-    assert usual.name == "cpu-paged" and kernel is not None
-    return [usual, OneQueryLatents(kernel)]
+    kernel, store = CpuLatentAttention.make(dtype, spec.head_dim, storage), CpuKVStore.make(dtype, storage)
+    assert usual.name == "cpu-paged" and kernel is not None and store is not None
+    return [usual, CpuLatents(kernel, store, chunk_kernel=None)]
 
 
 def check(spec: Mla, batch: ForwardBatch, dtype: torch.dtype, storage: torch.dtype) -> None:

@@ -25,10 +25,10 @@ from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, TokenLogprobs
 from tandem.workers.messages.thinking import ThinkingBudget
-from tandem.workers.offline import RequestOutput
-from tandem.workers.offline_inbox import OfflineInbox
-from tandem.workers.offline_inputs import as_prompts
-from tandem.workers.offline_outputs import OfflineRun
+from tandem.workers.offline.inbox import OfflineInbox
+from tandem.workers.offline.inputs import as_prompts
+from tandem.workers.offline.llm import RequestOutput
+from tandem.workers.offline.outputs import OfflineRun
 from tests.support.adapters import save_random_adapter
 from tests.support.paged_rows import prompt_ids
 

@@ -19,9 +19,9 @@ from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.messages.request import AdapterRef, Ended, GenerationRequest, TokenDelta
-from tandem.workers.offline import Completion, RequestOutput
-from tandem.workers.offline_inbox import OfflineInbox
-from tandem.workers.offline_inputs import with_grammar
+from tandem.workers.offline.inbox import OfflineInbox
+from tandem.workers.offline.inputs import with_grammar
+from tandem.workers.offline.llm import Completion, RequestOutput
 from tandem.workers.structured.grammar_store import GrammarStore
 from tandem.workers.text.grammars import grammar_of
 

@@ -62,30 +62,20 @@ class FakeChoice:
 
 
 class FakeStream:
-    """Attempt fed by FakeBackend.step."""
+    """Dispatch of a part that is fed by FakeBackend.step."""
 
-    def __init__(self, backend: "FakeBackend", request: GenerationRequest, choices: list[FakeChoice], to: Any) -> None:
-        self.request = request
+    def __init__(self, backend: "FakeBackend", part: Any, choices: list[FakeChoice]) -> None:
+        self.request: GenerationRequest = part.request
+        self.part = part
         self.choices = choices
-        self.to = to
         self.has_row = False
         self.is_scored = False
-        self.ended: Ended | None = None
         self._backend = backend
-
-    def look(self) -> Ended | None:
-        return self.ended
-
-    def abort(self, abort: Abort) -> None:
-        self._backend.abort(abort)
-
-    def cancel(self) -> None:
-        self._backend.drop(self.request.request_id)
 
     def put(self, item: list[TokenDelta] | RequestRefused | GroupLost | None) -> None:
         """Deltas of a step, or the end: None, or why there is no other group for the request."""
         if isinstance(item, list):
-            self.to.take(item)
+            self.part.take(item)
             return
         ended = Ended(
             request_id=self.request.request_id,
@@ -98,13 +88,7 @@ class FakeStream:
             ended = msgspec.structs.replace(ended, refused=(item.status, item.code, item.param, str(item)))
         elif isinstance(item, GroupLost):
             ended = msgspec.structs.replace(ended, refused=(503, "service_unavailable", None, str(item)))
-        self.end(ended)
-
-    def end(self, ended: Ended) -> None:
-        """Answers, unless it has answered."""
-        if self.ended is None:
-            self.ended = ended
-            self.to.wake()
+        self.part.end(ended)
 
 
 @dataclass
@@ -133,18 +117,20 @@ class FakeBackend:
     hold_s: float = 3600.0
     _driver: "asyncio.Task[None] | None" = None
 
-    def send(self, request: GenerationRequest, hint: RouteHint, to: Any) -> FakeStream:
+    def send(self, part: Any, hint: RouteHint) -> None:
+        request = part.request
         self.requests.append(request)
         self.submitted.set()
         if self.refuse is not None:
             raise self.refuse
         choices = [FakeChoice(self.script(request, i)) for i in range(request.sampling.n)]
-        stream = FakeStream(self, request, choices, to)
         assert request.request_id not in self.streams, "request ids are unique"
-        self.streams[request.request_id] = stream
+        self.streams[request.request_id] = FakeStream(self, part, choices)
         if not self.manual and (self._driver is None or self._driver.done()):
             self._driver = asyncio.get_running_loop().create_task(self._drive())
-        return stream
+
+    def cancel(self, part: Any) -> None:
+        self.drop(part.request.request_id)
 
     def has_group(self, avoid: Collection[str] = ()) -> bool:
         """There is no other group for what was refused."""

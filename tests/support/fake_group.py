@@ -1,7 +1,9 @@
 """A whole group without Ray: the real engine thread over a fake engine, called like a Serve handle."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,6 +12,8 @@ from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.wire.token_channel import TokenSender
+from tandem.cluster.wire.version import with_version, without_version
 from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest
 from tests.support.fake_engine import FakeEngine
@@ -29,8 +33,13 @@ class FakeGroup:
         self._opened = asyncio.Event()
         self._make = engine
         self.name = name
-        self.thread = EngineThread(self._open, lambda: None, self, secret, name)
-        self.thread.start()
+        self.thread = self.started(secret, name)
+
+    def started(self, secret: str, name: str, clock: Callable[[], float] = time.monotonic) -> EngineThread:
+        """A thread with a new engine."""
+        thread = EngineThread(self, partial(TokenSender, secret, name), clock)
+        thread.start_engine(self._open, lambda: None)
+        return thread
 
     async def wait_opened(self) -> None:
         async with asyncio.timeout(30):
@@ -82,25 +91,38 @@ class FakeGroup:
         return self.engine
 
 
-class FakeCaller:
-    """Sends each call to the next group of the list, past those that its hint avoids if there are others. As with
-    Serve's, only cancel() ends a call: it does not care who waits for its answer."""
+class FakeCall:
+    """A call of a handle. As with Serve's, only cancel() ends it: it does not care who waits for its answer."""
+
+    def __init__(self, answer: "asyncio.Future[bytes]") -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, None, bytes]:
+        return with_version((yield from asyncio.shield(self._answer).__await__()))
+
+    def cancel(self) -> None:
+        self._answer.cancel()
+
+
+class FakeHandle:
+    """Sends each call to the next group of the list, past those that its hint avoids if there are others."""
 
     def __init__(self, groups: list[FakeGroup]) -> None:
         self.groups = groups
         self.made = 0
         self.hints: list[RouteHint] = []
 
-    def call(self, payload: bytes, hint: RouteHint) -> "asyncio.Task[bytes]":
+    def options(self, **_: Any) -> "FakeHandle":
+        return self
+
+    def remote(self, message: bytes, hint: RouteHint) -> FakeCall:
         self.hints.append(hint)
         turn = self.made % len(self.groups)
         order = [*self.groups[turn:], *self.groups[:turn]]
         group = min(order, key=lambda group: group.name.split(":")[0] in hint.avoid)
         self.made += 1
-        return asyncio.get_running_loop().create_task(group.generate(payload))
-
-    async def answer(self, call: "asyncio.Task[bytes]") -> bytes:
-        return await asyncio.shield(call)
+        payload = bytes(without_version(message))
+        return FakeCall(asyncio.get_running_loop().create_task(group.generate(payload)))
 
 
 class FakeFleet:

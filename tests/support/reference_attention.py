@@ -10,8 +10,8 @@ import torch
 
 from tandem.workers.attention.backend import AttentionStep, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.latent_backend import LatentHeads
-from tandem.workers.attention.softmax import Positions, attend
+from tandem.workers.attention.latents.latent_heads import LatentHeads
+from tandem.workers.attention.softmax import attend, seen_through
 from tandem.workers.kernels.kv_store import LayerKV, decode
 from tandem.workers.models.spec.arch import AttentionParams
 
@@ -91,8 +91,8 @@ def attend_row(
     q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, position_T: torch.Tensor, params: AttentionParams
 ) -> torch.Tensor:
     """Returns out_TND of queries at those positions over all J; consecutive query heads share a KV head."""
-    positions = Positions(position_T[:, None], torch.arange(k_JKD.shape[0], device=q_TND.device))
+    back_TJ = position_T[:, None] - torch.arange(k_JKD.shape[0], device=q_TND.device)
     q_KGTD = q_TND.unflatten(1, (k_JKD.shape[1], -1)).permute(1, 2, 0, 3)
     k_KJD, v_KJD = k_JKD.transpose(0, 1), v_JKD.transpose(0, 1)
-    out_KGTD = attend(q_KGTD, k_KJD, v_KJD, params, positions.seen(params.window), positions)
+    out_KGTD = attend(q_KGTD, k_KJD, v_KJD, params, seen_through(params.window, back_TJ), back_TJ)
     return out_KGTD.permute(2, 0, 1, 3).flatten(1, 2)

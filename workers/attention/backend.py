@@ -11,7 +11,7 @@ own need not be gathered: the first chunk of a prompt reads no cache.
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 import torch
 
@@ -50,7 +50,6 @@ class AttentionStep(Protocol):
         ...
 
 
-@runtime_checkable
 class ReplayableStep(AttentionStep, Protocol):
     """A step whose calls may be captured and replayed (workers/graphs/graph_runner.py)."""
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.workers.attention.row_layout import Chunk
-from tandem.workers.attention.softmax import Positions, as_mask
+from tandem.workers.attention.softmax import as_mask, seen_through
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 
@@ -24,21 +24,6 @@ class ChunkAttention(Protocol):
     ) -> torch.Tensor:
         """Return out_TND, as wide as the values. The chunk's tokens are the last T of the J positions."""
         ...
-
-
-class GatherMemory:
-    """Memory that gathers reuse from layer to layer and step to step: fresh pages would cost more than the copy."""
-
-    def __init__(self) -> None:
-        self._bytes: dict[str, torch.Tensor] = {}
-
-    def take(self, use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor, valid until the next take of the same use."""
-        size = torch.Size(shape).numel() * dtype.itemsize
-        held = self._bytes.get(use)
-        if held is None or held.nbytes < size or held.device != device:
-            held = self._bytes[use] = torch.empty(size, dtype=torch.uint8, device=device)
-        return held[:size].view(dtype).view(shape)
 
 
 class SdpaChunks:
@@ -71,8 +56,8 @@ class SdpaChunks:
         key = (num_tokens, context_len, window)
         if key not in self._masks:
             position_J = torch.arange(context_len, device=like.device)
-            seen_TJ = Positions(position_J[-num_tokens:, None], position_J).seen(window)
-            self._masks[key] = as_mask(seen_TJ, like.dtype)
+            back_TJ = position_J[-num_tokens:, None] - position_J
+            self._masks[key] = as_mask(seen_through(window, back_TJ), like.dtype)
         return self._masks[key]
 
 
@@ -83,24 +68,31 @@ def _as_wide(*each_XND: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class Gatherer:
-    """Gathers cached blocks into reused memory, in q's dtype."""
+    """Gathers cached blocks, in q's dtype, into memory that is reused from layer to layer and step to step: fresh pages
+    would cost more than the copy."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
-        self._memory = GatherMemory()
+        self._bytes: dict[str, torch.Tensor] = {}
 
     def blocks(self, kv: LayerKV, block_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [blocks, block_size, K, D], valid until the next call."""
-        shape, device = (block_ids.shape[0], *kv.keys.shape[1:]), kv.keys.device
-        k_out, v_out = (self._memory.take(use, shape, dtype, device) for use in ("keys", "values"))
-        self._store.gather(kv.keys, kv.key_scales, block_ids, k_out)
-        self._store.gather(kv.values, kv.value_scales, block_ids, v_out)
-        return k_out, v_out
+        v_out = self._room("values", block_ids, kv.values, dtype)
+        return self.keys(kv, block_ids, dtype), self._store.gather(kv.values, kv.value_scales, block_ids, v_out)
 
     def keys(self, kv: LayerKV, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the first plane alone, [blocks, block_size, K, D], valid until the next call."""
-        shape, device = (block_ids.shape[0], *kv.keys.shape[1:]), kv.keys.device
-        return self._store.gather(kv.keys, kv.key_scales, block_ids, self._memory.take("keys", shape, dtype, device))
+        k_out = self._room("keys", block_ids, kv.keys, dtype)
+        return self._store.gather(kv.keys, kv.key_scales, block_ids, k_out)
+
+    def _room(self, use: str, block_ids: torch.Tensor, plane: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized tensor for these blocks of a plane, valid until the next one of the same use."""
+        shape = torch.Size((block_ids.shape[0], *plane.shape[1:]))
+        size = shape.numel() * dtype.itemsize
+        held = self._bytes.get(use)
+        if held is None or held.nbytes < size or held.device != plane.device:
+            held = self._bytes[use] = torch.empty(size, dtype=torch.uint8, device=plane.device)
+        return held[:size].view(dtype).view(shape)
 
     def context(
         self, chunk: Chunk, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV

@@ -4,11 +4,11 @@ prefill. Both compute any AttentionParams.
 CpuAttention is chosen by workers/platforms/cpu.py where the kernels can be compiled; torch_sdpa.py is the twin that
 needs no compiler. The cache may have any dtype that kernel and store were compiled for. Shapes as in backend.py.
 
-OneQueryAttention, of --batch-invariant (cpu_invariant.py), gives prompts to the decode kernel too: each token is a row
-of its own, whose context is split at multiples of 128 positions from its first visible one on, by nothing but the
-token's own position, and whose parts are merged in order. So a token's result depends neither on the chunk that it is
-computed in nor on other rows. In long prompts the context is then read once for each token: see docs/performance.md for
-what that costs.
+Without a chunk kernel, as --batch-invariant makes it (cpu_invariant.py), the decode kernel gets prompts too: each token
+is a row of its own, whose context is split at multiples of 128 positions from its first visible one on, by nothing but
+the token's own position, and whose parts are merged in order. So a token's result depends neither on the chunk that it
+is computed in nor on other rows. In long prompts the context is then read once for each token: see docs/performance.md
+for what that costs.
 """
 
 from collections.abc import Hashable
@@ -27,38 +27,21 @@ from tandem.workers.models.spec.arch import AttentionParams
 
 
 class CpuAttention:
-    """The backend. It keeps scratch memory between steps, so one instance serves one decoder on one thread."""
+    """The backend. chunk_kernel: None for --batch-invariant. It keeps scratch memory between steps, so one instance
+    serves one decoder on one thread."""
 
-    name = "cpu-paged"
-
-    def __init__(self, kernel: CpuDecodeAttention, store: KVStore, chunk_kernel: CpuChunkAttention) -> None:
+    def __init__(self, kernel: CpuDecodeAttention, store: KVStore, chunk_kernel: CpuChunkAttention | None) -> None:
+        self.name = "cpu-one-query" if chunk_kernel is None else "cpu-paged"
         self._kernel = kernel
         self._chunk_kernel = chunk_kernel
         self._gatherer = Gatherer(store)
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
+        if self._chunk_kernel is None:
+            return _HeadQueries(self._kernel, QueryRows(batch, self._kernel, most_parts=MOST_PARTS))
         if decode_key(batch) is None:
             return _HeadChunks(batch, self._kernel, self._chunk_kernel, self._gatherer)
         return _HeadQueries(self._kernel, QueryRows(batch, self._kernel))
-
-    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
-        return decode_key(batch)
-
-    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
-        assert num_tokens == batch.num_tokens, "a step on CPU is not padded"
-        return _HeadQueries(self._kernel, QueryRows(batch, self._kernel))
-
-
-class OneQueryAttention:
-    """The backend of --batch-invariant. It keeps scratch memory as CpuAttention does."""
-
-    name = "cpu-one-query"
-
-    def __init__(self, kernel: CpuDecodeAttention) -> None:
-        self._kernel = kernel
-
-    def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        return _HeadQueries(self._kernel, QueryRows(batch, self._kernel, most_parts=MOST_PARTS))
 
     def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         return decode_key(batch)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.pieces import piece_blocks
-from tandem.workers.attention.softmax import Positions, as_mask, attend
+from tandem.workers.attention.softmax import as_mask, attend, seen_through
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 
@@ -73,9 +73,9 @@ class PaddedRows:
             self._masks[window, dtype] = self._mask(window, dtype)
         return self._masks[window, dtype]
 
-    def positions(self, own: slice) -> Positions:
-        """Return the positions of tokens, [R, 1, 1, 1, 1], and of what they attend to, [J]."""
-        return Positions(self._last_T1[own, :, None, None, None], self._position_J)
+    def back(self, own: slice) -> torch.Tensor:
+        """Return by how many positions each slot is behind tokens, [R, 1, 1, 1, J]."""
+        return self._last_T1[own, :, None, None, None] - self._position_J
 
     def gather(
         self, own: slice, group: int, plane: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
@@ -89,33 +89,26 @@ class PaddedRows:
         return out_BSKD.view(len(table_RW), -1, *plane.shape[2:])
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        return as_mask(Positions(self._last_T1, self._position_J).seen(window), dtype)
+        return as_mask(seen_through(window, self._last_T1 - self._position_J), dtype)
 
 
-class PaddedDecode:
-    """A ReplayableStep of PaddedRows."""
-
-    def __init__(self, rows: PaddedRows) -> None:
-        self._rows = rows
-
-    def set_batch(self, batch: ForwardBatch) -> None:
-        self._rows.set_batch(batch)
+class PaddedDecode(PaddedRows):
+    """A ReplayableStep."""
 
     def attend(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, params: AttentionParams
     ) -> torch.Tensor:
-        rows = self._rows
-        mask_TJ = rows.mask(params.window, q_TND.dtype if params.is_plain else torch.bool)
+        mask_TJ = self.mask(params.window, q_TND.dtype if params.is_plain else torch.bool)
         outputs = []
-        for own in rows.at_once(kv, q_TND.dtype):
-            k_RKJD = rows.gather(own, kv.group, kv.keys, kv.key_scales, q_TND.dtype).transpose(1, 2)
-            v_RKJD = rows.gather(own, kv.group, kv.values, kv.value_scales, q_TND.dtype).transpose(1, 2)
+        for own in self.at_once(kv, q_TND.dtype):
+            k_RKJD = self.gather(own, kv.group, kv.keys, kv.key_scales, q_TND.dtype).transpose(1, 2)
+            v_RKJD = self.gather(own, kv.group, kv.values, kv.value_scales, q_TND.dtype).transpose(1, 2)
             q_RKGD = q_TND[own].unflatten(1, (k_RKJD.shape[1], -1))
             mask_R11J = mask_TJ[own, None, None]
             if params.is_plain:
                 out = F.scaled_dot_product_attention(q_RKGD, k_RKJD, v_RKJD, attn_mask=mask_R11J, scale=params.scale)
             else:
                 q_RKG1D, seen_R111J = q_RKGD[..., None, :], mask_R11J[:, None]
-                out = attend(q_RKG1D, k_RKJD, v_RKJD, params, seen_R111J, rows.positions(own)).squeeze(3)
+                out = attend(q_RKG1D, k_RKJD, v_RKJD, params, seen_R111J, self.back(own)).squeeze(3)
             outputs.append(out.flatten(1, 2))
         return torch.cat(outputs)

@@ -14,7 +14,7 @@ import torch
 
 from tandem.workers.attention.chunks import Gatherer
 from tandem.workers.attention.row_layout import Chunk
-from tandem.workers.attention.softmax import Positions, masked_scores, no_keys_yet
+from tandem.workers.attention.softmax import masked_scores, no_keys_yet, seen_through
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.planning.budget import GATHER_BYTES
@@ -76,9 +76,9 @@ def attend_in_pieces(
             own = slice(start, min(start + rows, tokens))
             position_T1 = torch.arange(own.start, own.stop, device=q_TND.device)[:, None]
             position_T1 += context_len - tokens if before is None else before
-            positions = Positions(position_T1, torch.arange(first, first + length, device=q_TND.device))
+            back_TJ = position_T1 - torch.arange(first, first + length, device=q_TND.device)
             _add_tile(
-                q_KGTD[:, :, own], k_KJD, v_KJD, positions, params,
+                q_KGTD[:, :, own], k_KJD, v_KJD, back_TJ, params,
                 sums_KGTD[:, :, own], most_KGT[:, :, own], total_KGT[:, :, own],
             )  # fmt: skip
         first += length
@@ -90,7 +90,7 @@ def _add_tile(
     q_KGTD: torch.Tensor,
     k_KJD: torch.Tensor,
     v_KJD: torch.Tensor,
-    positions: Positions,
+    back_TJ: torch.Tensor,
     params: AttentionParams,
     sums_KGTD: torch.Tensor,
     most_KGT: torch.Tensor,
@@ -98,7 +98,7 @@ def _add_tile(
 ) -> None:
     """Add a piece to the running sums, in place, rescaled to the greatest score so far."""
     kv_heads, group, tokens, _ = q_KGTD.shape
-    scores_KGTJ = masked_scores(q_KGTD, k_KJD, params, positions.seen(params.window), positions)
+    scores_KGTJ = masked_scores(q_KGTD, k_KJD, params, seen_through(params.window, back_TJ), back_TJ)
     new_most_KGT = torch.maximum(most_KGT, scores_KGTJ.amax(-1))
     base_KGT = new_most_KGT.masked_fill(new_most_KGT == float("-inf"), 0.0)  # nothing seen yet
     weights_KGTJ = scores_KGTJ.sub_(base_KGT[..., None]).exp_()

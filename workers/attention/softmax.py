@@ -10,25 +10,18 @@ heads, G query heads of each, T queries, J positions, D elements of a key, V of 
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
 from tandem.workers.models.spec.arch import AttentionParams
 
 
-class Positions(NamedTuple):
-    """Positions of queries and of keys, int64, in shapes that together broadcast to the scores' last axes."""
-
-    of_queries: torch.Tensor
-    of_keys: torch.Tensor
-
-    def seen(self, window: int | None) -> torch.Tensor:
-        """Return which keys a query attends to, as bools."""
-        seen = self.of_keys <= self.of_queries
-        if window is not None:
-            seen &= self.of_keys > self.of_queries - window
-        return seen
+def seen_through(window: int | None, back: torch.Tensor) -> torch.Tensor:
+    """Return which keys a query attends to, as bools. back: by how many positions each key is behind each query."""
+    seen = back >= 0
+    if window is not None:
+        seen &= back < window
+    return seen
 
 
 def as_mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -50,17 +43,18 @@ def masked_scores(
     k_XKJD: torch.Tensor,
     params: AttentionParams,
     seen: torch.Tensor | None,
-    positions: Positions | None,
+    back: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return scores [..., K, G, T, J]. seen: None where every query sees all; positions: read for slopes alone."""
+    """Return scores [..., K, G, T, J]. seen: None where every query sees all; back: as in seen_through, read for slopes
+    alone."""
     wide = torch.promote_types(q_XKGTD.dtype, torch.float32)
     products = q_XKGTD.flatten(-3, -2).to(wide) @ k_XKJD.to(wide).transpose(-1, -2)
     scores = products.unflatten(-2, q_XKGTD.shape[-3:-1]).mul_(params.scale)
     if params.softcap is not None:
         scores.div_(params.softcap).tanh_().mul_(params.softcap)
     if params.slopes is not None:
-        assert positions is not None
-        scores -= _of_each(params.slopes, scores) * (positions.of_queries - positions.of_keys)
+        assert back is not None
+        scores -= _of_each(params.slopes, scores) * back
     return scores if seen is None else scores.masked_fill_(~seen, float("-inf"))
 
 
@@ -70,10 +64,10 @@ def attend(
     v_XKJV: torch.Tensor,
     params: AttentionParams,
     seen: torch.Tensor | None = None,
-    positions: Positions | None = None,
+    back: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return out [..., K, G, T, V] in q's dtype. seen and positions: as for masked_scores."""
-    scores = masked_scores(q_XKGTD, k_XKJD, params, seen, positions)
+    """Return out [..., K, G, T, V] in q's dtype. seen and back: as for masked_scores."""
+    scores = masked_scores(q_XKGTD, k_XKJD, params, seen, back)
     num_keys = scores.shape[-1]
     if params.sinks is not None:
         scores = torch.cat((scores, _of_each(params.sinks, scores).expand_as(scores[..., :1])), dim=-1)

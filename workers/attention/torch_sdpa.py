@@ -16,10 +16,10 @@ from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, Repl
 from tandem.workers.attention.chunks import Gatherer, SdpaChunks
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.general import GeneralAttention
-from tandem.workers.attention.padded_decode import PaddedDecode, PaddedRows, padded_blocks, padded_width
+from tandem.workers.attention.padded_decode import PaddedDecode, padded_blocks, padded_width
 from tandem.workers.attention.pieces import attend_in_pieces, context_pieces, heads_that_fit, piece_blocks
 from tandem.workers.attention.row_layout import Chunk, RowLayout, RowLayouts, visible_span
-from tandem.workers.attention.softmax import Positions, as_mask
+from tandem.workers.attention.softmax import as_mask, seen_through
 from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore
 from tandem.workers.models.spec.arch import AttentionParams
 
@@ -50,7 +50,7 @@ class TorchAttention:
         return padded_width(batch, kv, dtype)
 
     def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
-        return PaddedDecode(PaddedRows(batch, num_tokens, padded_blocks(batch), scratch_block, TorchKVStore()))
+        return PaddedDecode(batch, num_tokens, padded_blocks(batch), scratch_block, TorchKVStore())
 
 
 class DecodeGroup(NamedTuple):
@@ -212,7 +212,7 @@ def _group(
     position_RJ = first_R1 * block_size + torch.arange(width * block_size, device=device)
     if all(batch.seq_lens_list[row] == width * block_size for row in rows) and window is None:
         return DecodeGroup(len(rows), tokens_R, block_ids, None)
-    seen_RJ = Positions(seq_len_R1 - 1, position_RJ).seen(window)
+    seen_RJ = seen_through(window, seq_len_R1 - 1 - position_RJ)
     return DecodeGroup(len(rows), tokens_R, block_ids, as_mask(seen_RJ, mask_dtype)[:, None, None])
 
 

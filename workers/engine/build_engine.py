@@ -96,7 +96,9 @@ def build_engine(
         grammars=grammars,
         experts=experts,
         collector=collector,
-        observers=_observers(StepCounts(collector), costs, experts, drafting, chunk_limiter, step_log),
+        observers=_observers(
+            StepCounts(collector), costs, experts if facts.has_experts else None, drafting, chunk_limiter, step_log
+        ),
         offload=offload,
         adapters=adapters,
         drafting=drafting,

@@ -14,7 +14,7 @@ from tandem.workers.engine.live_requests import LiveRequests
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.transfers.kv_offload import KVOffload
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
-from tandem.workers.engine.waiting.waited import WaitedCache
+from tandem.workers.engine.waiting.waited import NO_EVENTS, WaitedCache
 from tandem.workers.messages.step import ExpertTokens, StepResult
 from tandem.workers.messages.transfer import TransferResult
 
@@ -113,6 +113,8 @@ class RankAnswers:
         """Applies the ends of a cache's moves and starts new ones; returns whether that let a sequence go on or ended a
         request."""
         events = cache.advance(self._scheduler.done_step, late)
+        if events is NO_EVENTS:
+            return False
         for seq in events.withdrawn:
             self._scheduler.admission.withdraw(seq)
         for seq in events.ready:

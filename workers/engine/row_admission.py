@@ -33,6 +33,8 @@ class RowAdmission:
         self.joins_running = all(rule.joins_running for rule in rules)  # those that run may be preempted for others
         self._waiting = waiting
         self._rules = rules
+        # asked in each step that has room: most rules never answer
+        self._arriving = [rule for rule in rules if type(rule).arrived is not AdmissionRule.arrived]
         self._probation = probation
         self._tiers = tiers
         self._rows = rows
@@ -77,7 +79,7 @@ class RowAdmission:
 
     def take_arrived(self) -> None:
         """Queues the sequences for which what their rules waited for has come. Called before rows are given."""
-        for rule in self._rules:
+        for rule in self._arriving:
             for come in rule.arrived():
                 if rule.keeps_loaded:
                     self._queue_again(come)

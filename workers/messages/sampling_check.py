@@ -1,4 +1,4 @@
-"""Checks SamplingParams that a caller of LLM built (workers/offline.py). Torch-free.
+"""Checks SamplingParams that a caller of LLM built (workers/offline/llm.py). Torch-free.
 
 The ranges are those in which sampling is defined. The gateway checks bodies of clients itself, within the service's
 narrower caps (cluster/gateway/schemas/generation_body.py).

@@ -1,6 +1,6 @@
 """The model's folder from the MODEL argument: the bundled demo, a folder, or a hub id that is downloaded.
 
-Called by LLM (workers/offline.py), and for the verbs of the command line by cluster/deploy/resolved_settings.py, so
+Called by LLM (workers/offline/llm.py), and for the verbs of the command line by cluster/deploy/resolved_settings.py, so
 that all of them take the same names. Torch-free.
 """
 

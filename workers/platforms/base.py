@@ -64,8 +64,7 @@ class Platform(ABC):
 
     @abstractmethod
     def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
-        """Return the attention backend of latents. width: elements of a latent and its key. kv_dtype: as in
-        attention()."""
+        """Return the backend of latents. width: elements of a latent and its key. kv_dtype: as in attention()."""
 
     @abstractmethod
     def linear(

@@ -164,16 +164,12 @@ class CpuPlatform(Platform):
     def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
         kernel = CpuDecodeAttention.make(dtype, head_dim, kv_dtype or dtype)
         store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
-        if kernel is None or store is None or chunk_kernel is None:
-            return TorchAttention()
-        return CpuAttention(kernel, store, chunk_kernel)
+        return CpuAttention(kernel, store, chunk_kernel) if kernel and store and chunk_kernel else TorchAttention()
 
     def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
         kernel = CpuLatentAttention.make(dtype, width, kv_dtype or dtype)
         store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
-        if kernel is None or store is None or chunk_kernel is None:
-            return TorchLatents()
-        return CpuLatents(kernel, store, chunk_kernel)
+        return CpuLatents(kernel, store, chunk_kernel) if kernel and store and chunk_kernel else TorchLatents()
 
     def linear(
         self,
@@ -244,7 +240,7 @@ class CpuPlatform(Platform):
         has_fused, linear = isinstance(self.fused_ops(dtype), CpuFusedOps), self._linear_words(dtype)
         has_experts = isinstance(experts, CpuExperts) and experts.has_products
         has_gemm = skinny_gemm(dtype) is not None or multiplies_by_row(dtype)
-        replays = isinstance(attention, CpuAttention) and has_fused and has_gemm
+        replays = attention.name == "cpu-paged" and has_fused and has_gemm
         shares = self.backend.shares_memory and sys.platform == "linux" and machine() in ("x86_64", "AMD64")
         return {
             "attention": attention.name,

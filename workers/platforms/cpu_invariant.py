@@ -18,8 +18,8 @@ from tandem.parallel.linear_methods import LinearMethod, Place, as_given
 from tandem.parallel.params import Param
 from tandem.parallel.quantization.int8 import Int8Method
 from tandem.workers.attention.backend import AttentionBackend
-from tandem.workers.attention.cpu_paged import OneQueryAttention
-from tandem.workers.attention.latents.cpu_latents import OneQueryLatents
+from tandem.workers.attention.cpu_paged import CpuAttention
+from tandem.workers.attention.latents.cpu_latents import CpuLatents
 from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
@@ -51,17 +51,19 @@ class InvariantCpuPlatform(CpuPlatform):
 
     def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
         kernel = CpuDecodeAttention.make(dtype, head_dim, kv_dtype or dtype)
-        if kernel is None or CpuKVStore.make(dtype, kv_dtype or dtype) is None:
+        store = CpuKVStore.make(dtype, kv_dtype or dtype)
+        if kernel is None or store is None:
             _required(cpu_library, dtype)
             raise SettingsError(f"there is no attention kernel for heads of {head_dim} elements", FLAG)
-        return OneQueryAttention(kernel)
+        return CpuAttention(kernel, store, chunk_kernel=None)
 
     def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
         kernel = CpuLatentAttention.make(dtype, width, kv_dtype or dtype)
-        if kernel is None or CpuKVStore.make(dtype, kv_dtype or dtype) is None:
+        store = CpuKVStore.make(dtype, kv_dtype or dtype)
+        if kernel is None or store is None:
             _required(cpu_library, dtype)
             raise SettingsError(f"there is no attention kernel for latents and keys of {width} elements", FLAG)
-        return OneQueryLatents(kernel)
+        return CpuLatents(kernel, store, chunk_kernel=None)
 
     def linear(
         self,

@@ -5,7 +5,8 @@ The twin computes the same bf16 inputs in float32, so an error above TOLERANCE i
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +14,12 @@ import torch.nn.functional as F
 
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.expert_methods import ExpertMethod, ExpertParams, StackedExperts
-from tandem.parallel.linear_methods import as_given, plain
+from tandem.parallel.linear_methods import MakeMethod, as_given, plain
 from tandem.parallel.params import Param, Source
 from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
 from tandem.parallel.quantization.weight_formats import FORMATS
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.latent_heads import DenseHeads
+from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu import cpu_build
@@ -40,30 +41,32 @@ BF16 = torch.bfloat16
 TOLERANCE = 0.02
 """The most difference, of the largest value: five roundings to bf16."""
 BLOCK = 16
+NORMS = ((1, 1024), (7, 2048), (64, 4096))
+GEMMS = ((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096))
+"""Rows, inputs and outputs."""
 
 
 def kernel_checks() -> list[Check]:
     """Returns the checks of all kernels."""
-    return [
-        Check("compiled kernels", _compiled),
-        Check("kernel add_rms_norm", lambda: _fused(_add_rms_norm, ((1, 1024), (7, 2048), (64, 4096)))),
-        Check("kernel norm_rotate", lambda: _fused(_norm_rotate, ((1, 10, 128), (7, 4, 64), (64, 40, 128)))),
-        Check("kernel add_layer_norm", lambda: _fused(_add_layer_norm, ((1, 1000), (7, 2048), (64, 4096)))),
-        Check("kernel activate", lambda: _fused(_activate, ((1, 3000), (7, 6144), (64, 8192)))),
-        Check("kernel silu_mul", lambda: _fused(_silu_mul, ((1, 3072), (7, 6144), (64, 8192)))),
-        Check(
-            "kernel decode attention", lambda: _attention((([5], 4, 2), ([300, 1, 17], 8, 8), ([129] * 8, 16, 2)), 1)
-        ),
-        Check("kernel chunk attention", lambda: _attention((([9], 4, 2), ([70, 33], 8, 8), ([300], 16, 2)), 9)),
-        Check("kernel latent attention", lambda: _latents((([5], 4), ([300, 1, 17], 16), ([129] * 4, 40)))),
-        Check("kernel KV quantization", lambda: _kv_store(((1, 2, 128), (33, 8, 64), (100, 4, 128)))),
-        Check("kernel skinny GEMM", lambda: _skinny_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
-        Check("kernel row GEMM", lambda: _row_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
-        Check("kernel int8 GEMM", lambda: _int8_gemm(((1, 1024, 1024), (7, 2048, 1000), (64, 512, 4096)))),
-        Check("kernel experts", lambda: _experts(((1, 1024, 768), (7, 512, 1000), (200, 256, 512)))),
-        Check("kernel sampling", lambda: _sampling(((1, 1000), (7, 32_000), (8, 151_936)))),
-        Check("kernel grouped LoRA", lambda: _lora(((1, 1024, 1024), (7, 2048, 512), (64, 512, 3072)))),
-    ]
+    runs: dict[str, Callable[[], str]] = {
+        "compiled kernels": _compiled,
+        "kernel add_rms_norm": partial(_fused, _add_rms_norm, NORMS),
+        "kernel norm_rotate": partial(_fused, _norm_rotate, ((1, 10, 128), (7, 4, 64), (64, 40, 128))),
+        "kernel add_layer_norm": partial(_fused, _add_layer_norm, NORMS),
+        "kernel activate": partial(_fused, _activate, ((1, 3000), (7, 6144), (64, 8192))),
+        "kernel silu_mul": partial(_fused, _silu_mul, ((1, 3072), (7, 6144), (64, 8192))),
+        "kernel decode attention": partial(_attention, 1, (([5], 4, 2), ([300, 1, 17], 8, 8), ([129] * 8, 16, 2))),
+        "kernel chunk attention": partial(_attention, 9, (([9], 4, 2), ([70, 33], 8, 8), ([300], 16, 2))),
+        "kernel latent attention": partial(_latents, (([5], 4), ([300, 1, 17], 16), ([129] * 4, 40))),
+        "kernel KV quantization": partial(_kv_store, ((1, 2, 128), (33, 8, 64), (100, 4, 128))),
+        "kernel skinny GEMM": _skinny_gemm,
+        "kernel row GEMM": _row_gemm,
+        "kernel int8 GEMM": _int8_gemm,
+        "kernel experts": partial(_experts, ((1, 1024, 768), (7, 512, 1000), (200, 256, 512))),
+        "kernel sampling": partial(_sampling, ((1, 1000), (7, 32_000), (8, 151_936))),
+        "kernel grouped LoRA": partial(_lora, ((1, 1024, 1024), (7, 2048, 512), (64, 512, 3072))),
+    }
+    return [Check(*row) for row in runs.items()]
 
 
 def _compiled() -> str:
@@ -93,54 +96,47 @@ def _worst(errors: Sequence[float]) -> str:
     return f"{len(errors)} shapes, largest difference {worst:.1g}"
 
 
-def _fused(compare: Callable[[FusedOps, Sequence[int]], float], shapes: Sequence[Sequence[int]]) -> str:
+def _fused(compare: Callable[..., float], shapes: Sequence[Sequence[int]]) -> str:
     ops = CpuPlatform().fused_ops(BF16)
     if isinstance(ops, TorchFusedOps):
         raise _no_kernel()
-    return _worst([compare(ops, shape) for shape in shapes])
+    return _worst([compare(ops, *shape) for shape in shapes])
 
 
-def _add_rms_norm(ops: FusedOps, shape: Sequence[int]) -> float:
-    x, residual, weight = _noise(*shape), _noise(*shape), _noise(shape[1])
-    wide = residual.float()
-    expected = TorchFusedOps().add_rms_norm(x.float(), wide, weight.float(), 1e-6)
-    ours = ops.add_rms_norm(x, residual, weight, 1e-6)
-    return max(relative_error(ours, expected), relative_error(residual, wide))
+def _beside_twin(ops: FusedOps, name: str, *args: Any, **more: Any) -> float:
+    """Return the error of an operation's result, and of the residual where it adds to it."""
+    wide = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    expected = getattr(TorchFusedOps(), name)(*wide, **more)
+    error = relative_error(getattr(ops, name)(*args, **more), expected)
+    return max(error, relative_error(args[1], wide[1])) if name.startswith("add_") else error
 
 
-def _norm_rotate(ops: FusedOps, shape: Sequence[int]) -> float:
-    tokens, heads, dim = shape
-    qk, weight, phase = _noise(*shape), _noise(heads, dim), _noise(tokens, 1, dim, dtype=torch.float32)
-    cos, sin = phase.cos().to(BF16), phase.sin().to(BF16)
-    expected = TorchFusedOps().norm_rotate(qk.float(), weight.float(), 1e-6, cos.float(), sin.float())
-    return relative_error(ops.norm_rotate(qk, weight, 1e-6, cos, sin), expected)
+def _add_rms_norm(ops: FusedOps, rows: int, width: int) -> float:
+    x, residual = _noise(rows, width), _noise(rows, width)
+    return _beside_twin(ops, "add_rms_norm", x, residual, _noise(width), 1e-6)
 
 
-def _add_layer_norm(ops: FusedOps, shape: Sequence[int]) -> float:
-    x, residual, weight, bias = _noise(*shape), _noise(*shape), _noise(shape[1]), _noise(shape[1]).flip(0)
-    wide = residual.float()
-    expected = TorchFusedOps().add_layer_norm(x.float(), wide, weight.float(), bias.float(), 1e-6)
-    ours = ops.add_layer_norm(x, residual, weight, bias, 1e-6)
-    return max(relative_error(ours, expected), relative_error(residual, wide))
+def _norm_rotate(ops: FusedOps, tokens: int, heads: int, dim: int) -> float:
+    qk, weight, phase = _noise(tokens, heads, dim), _noise(heads, dim), _noise(tokens, 1, dim, dtype=torch.float32)
+    return _beside_twin(ops, "norm_rotate", qk, weight, 1e-6, phase.cos().to(BF16), phase.sin().to(BF16))
 
 
-def _activate(ops: FusedOps, shape: Sequence[int]) -> float:
+def _add_layer_norm(ops: FusedOps, rows: int, width: int) -> float:
+    x, residual, weight = _noise(rows, width), _noise(rows, width), _noise(width)
+    return _beside_twin(ops, "add_layer_norm", x, residual, weight, weight.flip(0), 1e-6)
+
+
+def _activate(ops: FusedOps, rows: int, width: int) -> float:
     """Every activation, alone and gated."""
-    rows, errors = _noise(*shape), []
-    for kind in Activation:
-        for gated in (False, True):
-            expected = TorchFusedOps().activate(rows.float(), kind, gated=gated)
-            errors.append(relative_error(ops.activate(rows, kind, gated=gated), expected))
-    return max(errors)
+    kinds = product(Activation, (False, True))
+    return max(_beside_twin(ops, "activate", _noise(rows, width), kind, gated=gated) for kind, gated in kinds)
 
 
-def _silu_mul(ops: FusedOps, shape: Sequence[int]) -> float:
-    gate_up = _noise(*shape)
-    expected = TorchFusedOps().silu_mul(gate_up.float())
-    return relative_error(ops.silu_mul(gate_up), expected)
+def _silu_mul(ops: FusedOps, rows: int, width: int) -> float:
+    return _beside_twin(ops, "silu_mul", _noise(rows, width))
 
 
-def _attention(cases: Sequence[tuple[list[int], int, int]], num_queries: int) -> str:
+def _attention(num_queries: int, cases: Sequence[tuple[list[int], int, int]]) -> str:
     """cases: context lengths of the rows, query heads, KV heads."""
     errors, params = [], AttentionParams(128**-0.5)
     for lens, heads, kv_heads in cases:
@@ -173,7 +169,7 @@ def _latents(cases: Sequence[tuple[list[int], int]]) -> str:
         plane, outputs = _noise(int(batch.block_table_RN.max()) + 1, BLOCK, 1, 576), []
         for each, dtype in ((backend, BF16), (TorchLatents(), torch.float32)):
             step, wide = each.prepare(batch), [x.to(dtype) for x in (q, latents, weight, plane)]
-            kv, projections = LayerKV.of(wide[3:], []), DenseHeads(spec, partial(wide.__getitem__, 2))
+            kv, projections = LayerKV.of(wide[3:], []), LatentHeads(spec, partial(wide.__getitem__, 2))
             outputs.append(step.attend_latent(wide[0], wide[1], kv, params, projections))
         errors.append(relative_error(*outputs))
     return _worst(errors)
@@ -235,38 +231,38 @@ def _kv_store(shapes: Sequence[tuple[int, int, int]]) -> str:
     return f"{len(shapes)} shapes in {len(LARGEST)} types, equal bit for bit"
 
 
-def _skinny_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
-    platform, gemm, errors = CpuPlatform(), skinny_gemm(BF16), []
+def _skinny_gemm() -> str:
+    platform, gemm = CpuPlatform(), skinny_gemm(BF16)
     if gemm is None:
         instead = "the row GEMM" if multiplies_by_row(BF16) else "oneDNN" if platform.packs(BF16) else "torch"
         raise _no_kernel("the CPU and its compiler must know AVX512-BF16", f"{instead} multiplies")
-    for rows, inputs, outputs in shapes:
-        x, weight = _noise(rows, inputs), _noise(outputs, inputs)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        require(gemm.bind(packed, None, outputs) is not None, "the kernel does not know oneDNN's layout")
-        method = platform.linear((), ParallelContext.single(), dtype=BF16)
-        method.take(weight, None)
-        errors.append(relative_error(method.apply(x), x.float() @ weight.float().T))
-    return _worst(errors)
+    for _, inputs, outputs in GEMMS:
+        reordered = torch.ops.mkldnn._reorder_linear_weight(_noise(outputs, inputs))
+        require(gemm.bind(reordered, None, outputs) is not None, "the kernel does not know oneDNN's layout")
+    return _products(partial(platform.linear, dtype=BF16))
 
 
-def _row_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
-    library, errors = cpu_build.cpu_invariant_library(BF16), []
+def _row_gemm() -> str:
+    library = cpu_build.cpu_invariant_library(BF16)
     if library is None:
         raise _no_kernel()
-    for rows, inputs, outputs in shapes:
-        x, weight = _noise(rows, inputs), _noise(outputs, inputs)
-        method = row_methods(library, None)((), ParallelContext.single())
+    return _products(row_methods(library, None))
+
+
+def _products(make: MakeMethod) -> str:
+    errors = []
+    for rows, inputs, outputs in GEMMS:
+        x, weight, method = _noise(rows, inputs), _noise(outputs, inputs), make((), ParallelContext.single())
         method.take(weight, None)
         errors.append(relative_error(method.apply(x), x.float() @ weight.float().T))
     return _worst(errors)
 
 
-def _int8_gemm(shapes: Sequence[tuple[int, int, int]]) -> str:
+def _int8_gemm() -> str:
     errors = []
     if int8_kernel(BF16) is None:
         raise _no_kernel("the CPU and its compiler must know AVX512-VNNI", "torch multiplies int8 weights")
-    for rows, inputs, outputs in shapes:
+    for rows, inputs, outputs in GEMMS:
         x, weight = _noise(rows, inputs), _noise(outputs, inputs)
         column = Param(name="x.weight", shape=(outputs, inputs), role="x", source=Source(("x.weight",)), merge="x")
         for make, twin in ((int8_methods(BF16), Int8Method), (w8a8_methods(BF16), W8A8Method)):

@@ -2,7 +2,7 @@
 
 As in vLLM since beam search has left its core, nothing below knows of beams: whoever drives a search asks for one token
 of each live beam, with the log probabilities of the best `num_logprobs`, and hands these to advance(). LLM does so with
-requests of one token (workers/offline_beams.py), the gateway with resumed requests (beam_generation.py there).
+requests of one token (workers/offline/beams.py), the gateway with resumed requests (beam_generation.py there).
 
 Candidates, what ends and the scores are those of `transformers`' generate(num_beams=..., early_stopping="never"):
 a finished beam's score is its log probability over the number of its output tokens, EOS included, to the power of

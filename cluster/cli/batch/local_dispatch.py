@@ -1,55 +1,65 @@
 """The gateway's Dispatch over one engine in this process, for `tandem run-batch`.
 
-The engine runs on its own thread; attempts belong to the loop that opened the dispatch. The service's Dispatch is
-cluster/gateway/generation/serve_dispatch.py.
+The engine runs on a thread as a group's does (cluster/group/engine_thread.py); attempts belong to the loop that opened
+the dispatch. The service's Dispatch is cluster/gateway/generation/serve_dispatch.py.
 """
 
 import asyncio
 import logging
-import threading
-from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
-from tandem.cluster.gateway.generation.dispatch import TokenSink, lost
+from tandem.cluster.gateway.generation.part import RequestPart, lost
+from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.wire.token_channel import GROUP_ENDED, GROUP_LOST
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_facts, open_executor
+from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.engine_loop import EngineLoop
+from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.messages.errors import GroupLost, RequestRefused
-from tandem.workers.messages.request import Abort, Ended, GenerationRequest, TokenDelta
+from tandem.workers.messages.request import Abort, Ended, ReplyTo, TokenDelta
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.planning.start_notes import warn_of_pool, warn_of_rope
 
 log = logging.getLogger("tandem.offline")
 RequestKey = tuple[str, int]
 FLUSH_S = 5.0
+HERE = ReplyTo("", "")
 
 
-class LocalAttempt:
-    """Attempt in the engine of this process."""
+class LocalChannel:
+    """TokenChannel to a loop of this process, which is always there. deliver: called on the loop, once per step."""
 
-    def __init__(self, owner: "LocalDispatch", request: GenerationRequest, to: TokenSink) -> None:
-        self.request = request
-        self.to = to
-        self.ended: Ended | None = None
-        self._owner = owner
+    def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[TokenDelta]], None]) -> None:
+        self._loop = loop
+        self._deliver = deliver
 
-    def look(self) -> Ended | None:
-        """Implements Attempt."""
-        return self.ended
+    def open(self, reply_to: ReplyTo) -> None:
+        """Implements TokenChannel."""
 
-    def abort(self, abort: Abort) -> None:
-        """Implements Attempt."""
-        self._owner.put(abort)
+    def send(self, batches: Iterable[tuple[ReplyTo, list[TokenDelta]]]) -> None:
+        """Implements TokenChannel."""
+        for _, deltas in batches:
+            self._loop.call_soon_threadsafe(self._deliver, deltas)
 
-    def cancel(self) -> None:
-        """Implements Attempt."""
-        if self.ended is None:
-            self._owner.put(Abort(request_id=self.request.request_id, attempt=self.request.attempt))
+    def receive(self) -> list[Abort]:
+        """Implements TokenChannel."""
+        return []
+
+    def has_doubtful_link(self) -> bool:
+        """Implements TokenChannel."""
+        return False
+
+    def lost(self, after_s: float) -> list[ReplyTo]:
+        """Implements TokenChannel."""
+        return []
+
+    def close(self) -> None:
+        """Implements TokenChannel."""
 
 
 class LocalDispatch:
@@ -59,35 +69,43 @@ class LocalDispatch:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._attempts: dict[RequestKey, LocalAttempt] = {}
-        self._inbox: deque[GenerationRequest | Abort] = deque()
-        self._wake = threading.Condition()
-        self._stopping = False
+        self._attempts: dict[RequestKey, RequestPart] = {}
+        self._executor: RankGroup | None = None
         self._lost: GroupLost | None = None
 
     async def __aenter__(self) -> "LocalDispatch":
         self._loop = asyncio.get_running_loop()
-        opened: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(opened,), name="tandem-engine", daemon=True)
-        self._thread.start()
-        await opened
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        channel = LocalChannel(self._loop, self._deliver)
+        self._thread = EngineThread(self, lambda poller, clock: channel, flush_s=FLUSH_S)
+        self._thread.start_engine(self._open_engine, self._close_engine)
+        try:
+            await self._opened
+        except Exception:
+            await asyncio.to_thread(self._thread.join)
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._thread.stop()
         await asyncio.to_thread(self._thread.join)
 
     # ---- Dispatch ------------------------------------------------------------------------------------------------
 
-    def send(self, request: GenerationRequest, hint: RouteHint, to: TokenSink) -> LocalAttempt:
+    def send(self, part: RequestPart, hint: RouteHint) -> None:
         if self._lost is not None:
             raise RequestRefused(str(self._lost), code="service_unavailable", status=503)
-        attempt = LocalAttempt(self, request, to)
-        self._attempts[request.request_id, request.attempt] = attempt
-        self.put(request)
-        return attempt
+        request = msgspec.structs.replace(part.request, reply_to=HERE)
+        self._attempts[request.request_id, request.attempt] = part
+        self._thread.submit(request, self._ended)
+
+    def abort(self, abort: Abort) -> None:
+        self._thread.call(lambda engine: engine.abort(abort))
+
+    def cancel(self, part: RequestPart) -> None:
+        request = part.request
+        if part.ended is None and (request.request_id, request.attempt) in self._attempts:
+            self.abort(Abort(request_id=request.request_id, attempt=request.attempt))
 
     def has_group(self, avoid: Collection[str] = ()) -> bool:
         return self._lost is None and not avoid
@@ -102,67 +120,38 @@ class LocalDispatch:
         del with_tenants
         return ""
 
-    def put(self, item: GenerationRequest | Abort) -> None:
-        """Hands something to the engine's thread."""
-        with self._wake:
-            self._inbox.append(item)
-            self._wake.notify()
-
     # ---- the engine's thread -------------------------------------------------------------------------------------
 
-    def _run(self, opened: "asyncio.Future[None]") -> None:
-        executor = open_executor(self._settings)
-        try:
-            ready = executor.start()
-            facts = model_facts(self._settings, ready)
-            warn_of_rope(self._settings, read_spec(self._settings), log)
-            warn_of_pool(self._settings.cache, facts, log)
-            engine = build_engine(self._settings, facts, executor, ready, self)
-        except Exception as error:
-            executor.close()
-            self._loop.call_soon_threadsafe(opened.set_exception, error)
-            return
-        self._loop.call_soon_threadsafe(opened.set_result, None)
-        try:
-            driver = EngineLoop(engine, self)
-            driver.run(lambda: self._stopping)
-            driver.flush(FLUSH_S)
-        except Exception as error:
+    def _open_engine(self, sink: EngineThread) -> Engine:
+        self._executor = open_executor(self._settings)
+        ready = self._executor.start()
+        facts = model_facts(self._settings, ready)
+        warn_of_rope(self._settings, read_spec(self._settings), log)
+        warn_of_pool(self._settings.cache, facts, log)
+        return build_engine(self._settings, facts, self._executor, ready, sink)
+
+    def _close_engine(self) -> None:
+        if self._executor is not None:
+            self._executor.close()
+
+    def opened(self) -> None:
+        """Implements EngineListener."""
+        self._loop.call_soon_threadsafe(self._opened.set_result, None)
+
+    def stats(self, stats: EngineStats, residency: Mapping[str, str]) -> None:
+        """Implements EngineListener: a batch has no metrics."""
+
+    def failed(self, error: Exception, opened: bool) -> None:
+        """Implements EngineListener."""
+        if opened:
             self._loop.call_soon_threadsafe(self._lose_all, GroupLost(f"the engine stopped: {error}"))
-        finally:
-            engine.close()
-            executor.close()
+        else:
+            self._loop.call_soon_threadsafe(self._opened.set_exception, error)
 
-    def take(self, engine: Engine) -> None:
-        """Implements Inbox."""
-        with self._wake:
-            items, self._inbox = self._inbox, deque()
-        for item in items:
-            self._take(engine, item)
-
-    def wait(self, timeout_s: float | None) -> None:
-        """Implements Inbox."""
-        with self._wake:
-            self._wake.wait_for(lambda: self._stopping or self._inbox, timeout_s)
-
-    def _take(self, engine: Engine, item: GenerationRequest | Abort) -> None:
-        if isinstance(item, Abort):
-            engine.abort(item)
-            return
-        try:
-            engine.add_request(item)
-        except RequestRefused as error:
-            refused = (error.status, error.code, error.param, str(error))
-            told = msgspec.structs.replace(lost(item, str(error), "bystander"), refused=refused, loss=None)
-            self._loop.call_soon_threadsafe(self._finish, told)
-
-    def deltas(self, deltas: list[TokenDelta]) -> None:
-        """Implements OutputSink. Calls the loop once per step, for all sequences."""
-        self._loop.call_soon_threadsafe(self._deliver, deltas)
-
-    def ended(self, ended: Ended, request: GenerationRequest) -> None:
-        """Implements OutputSink."""
-        self._loop.call_soon_threadsafe(self._finish, ended)
+    def _ended(self, ended: Ended) -> None:
+        """Passes on the end of one request. The engine's own end is told by _lose_all(), to all requests at once."""
+        if ended.refused is None or ended.refused[1] not in (GROUP_LOST, GROUP_ENDED):
+            self._loop.call_soon_threadsafe(self._finish, ended)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -172,17 +161,16 @@ class LocalDispatch:
             by_request.setdefault((delta.request_id, delta.attempt), []).append(delta)
         for key, mine in by_request.items():
             if key in self._attempts:
-                self._attempts[key].to.take(mine)
+                self._attempts[key].take(mine)
 
     def _finish(self, ended: Ended) -> None:
-        attempt = self._attempts.pop((ended.request_id, ended.attempt), None)
-        if attempt is not None:
-            attempt.ended = ended
-            attempt.to.wake()
+        part = self._attempts.pop((ended.request_id, ended.attempt), None)
+        if part is not None:
+            part.end(ended)
 
     def _lose_all(self, error: GroupLost) -> None:
         self._lost = error
-        for attempt in list(self._attempts.values()):
+        for part in list(self._attempts.values()):
             refused = (503, "service_unavailable", None, str(error))
-            told = lost(attempt.request, str(error), "bystander")
+            told = lost(part.request, str(error), "bystander")
             self._finish(msgspec.structs.replace(told, refused=refused, loss=None))

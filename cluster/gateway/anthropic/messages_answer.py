@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.gateway.anthropic.anthropic_errors import error_event
-from tandem.cluster.gateway.conversation.blocks import Began, Block, Blocks, BlockStep, Ended, Grew
+from tandem.cluster.gateway.conversation.blocks import AnswerBlock, BlockBegan, BlockEnded, BlockGrew, Blocks, BlockStep
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.workers.messages.request import Usage
 from tandem.workers.text.choice_text import TextDelta
@@ -81,9 +81,9 @@ class MessagesFormat:
 
     def _step(self, step: BlockStep) -> bytes:
         match step:
-            case Grew(_, text):
+            case BlockGrew(_, text):
                 return self._delta_start + _encode(text) + b"}}\n\n"
-            case Began(block):
+            case BlockBegan(block):
                 kind, name = DELTAS[block.kind]
                 self._delta_start = (
                     b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
@@ -91,7 +91,7 @@ class MessagesFormat:
                 )
                 shown = _block(block.kind, block.name, "", {})
                 return _event("content_block_start", index=block.index, content_block=shown)
-            case Ended(block):
+            case BlockEnded(block):
                 return _event("content_block_stop", index=block.index)
 
 
@@ -105,7 +105,7 @@ def usage_object(usage: Usage) -> dict[str, int]:
     }
 
 
-def _whole_block(block: Block) -> dict[str, Any]:
+def _whole_block(block: AnswerBlock) -> dict[str, Any]:
     return _block(block.kind, block.name, block.text, _arguments(block.text) if block.kind == "call" else {})
 
 

@@ -21,7 +21,7 @@ from tandem.cluster.gateway.schemas.reading import (
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a prefix may be cached: prefixes always are, so it changes nothing."""
+    """A place where a prefix may be cached: prefixes always are, so it changes nothing."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -53,7 +53,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tool_result"):
-    """What a tool that was called has returned. is_error: the model is told that it failed."""
+    """The result of a tool that was called. is_error: the model is told that it failed."""
 
     tool_use_id: ShortText
     content: str | list[TextBlock] | None = None
@@ -83,7 +83,7 @@ class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MessagesToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether the model calls, and what. name: of type tool."""
+    """The choice of tools: none, any, or one. name: of type tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -91,7 +91,7 @@ class MessagesToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether the model thinks. adaptive: as it does by itself. budget_tokens: of type enabled, at most so many."""
+    """The switch for thinking. adaptive: as it does by itself. budget_tokens: of type enabled, at most so many."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None

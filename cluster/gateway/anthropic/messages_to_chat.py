@@ -1,4 +1,4 @@
-"""From a body of Anthropic's API to the chat body that says the same, which read_chat() checks."""
+"""Translates a body of Anthropic's API to the chat body that says the same, which read_chat() checks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,7 +51,7 @@ def chat_of(body: CountTokensBody, text: TextServices) -> tuple[ChatBody, FieldN
         made = _turns(message, f"messages[{i}]")
         messages += made
         places += [f"messages[{i}]"] * len(made)
-    names = FieldNames(FIELDS, "messages", places, PARTS)
+    names = FieldNames(FIELDS, "messages", "max_tokens", places, PARTS)
     fields = {"messages": messages, "model": body.model, **_settings(body, text.chat_template)}
     if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         fields["continue_final_message"] = True
@@ -71,7 +71,7 @@ def chat_of(body: CountTokensBody, text: TextServices) -> tuple[ChatBody, FieldN
 
 
 def _settings(body: CountTokensBody, template: ChatTemplate | None) -> dict[str, Any]:
-    """What may change the prompt: tools and thinking; and the form of the answer."""
+    """Returns what may change the prompt: tools and thinking; and the form of the answer."""
     choice, thinking, output = body.tool_choice, body.thinking, body.output_config
     fields: dict[str, Any] = {}
     if body.tools:

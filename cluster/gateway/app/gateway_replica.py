@@ -29,7 +29,6 @@ from tandem.cluster.fleet.hung_groups import CoordinatorActors, HungGroups
 from tandem.cluster.gateway.app.routes import build_gateway_app
 from tandem.cluster.gateway.app.wiring import build_accounts, build_context, build_metrics, build_text_services
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
-from tandem.cluster.gateway.generation.serve_calls import ServeCaller
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S, shutting_down
 from tandem.cluster.gateway.http.gateway_metrics import Together
@@ -53,7 +52,7 @@ from tandem.configs.schema import ServiceSettings
 log = logging.getLogger("ray.serve.tandem")
 BACKLOG = 2048
 TAKEN_DOWN_WITHIN_S = 30.0
-"""For Serve to take an unhealthy replica down: its check fails three times, two seconds apart."""
+"""Time for Serve to take an unhealthy replica down: its check fails three times, two seconds apart."""
 
 
 @serve.ingress()
@@ -108,13 +107,14 @@ class Gateway:
         await self._tenants.start()
         await self._fleet.refresh()
         self._dispatch = ServeDispatch(
-            ServeCaller(groups, self._facts.model_digest),
+            groups,
             self._fleet,
             self._facts.secret,
             "127.0.0.1" if self._facts.single_node else ray.util.get_node_ip_address(),
             self._settings.gateway.metrics_prefix,
             lambda: self._adapters,
             DrainingGroups(lambda: GroupRouter.running, self._settings.shutdown_timeout_s, time.monotonic),
+            self._facts.model_digest,
         )
         self._hung_groups = HungGroups(self._fleet, CoordinatorActors(app_name))
         following = self._fleet.run(self._look_after, self._dispatch.has_requests)
@@ -246,7 +246,7 @@ class Gateway:
             os._exit(0)
 
     async def _is_taken_down(self) -> bool:
-        """Whether Serve begins to take this replica down, as soon as it does; False when it seems to be gone itself."""
+        """Returns True as soon as Serve takes this replica down; False when it seems to be gone itself."""
         with suppress(TimeoutError):
             async with asyncio.timeout(TAKEN_DOWN_WITHIN_S):
                 await self._taken_down.wait()
@@ -327,7 +327,7 @@ class Gateway:
         )
 
     def _most_adapters(self, tenant: str) -> int | None:
-        """How many adapters a tenant may have; RequestRefused when there is no such tenant."""
+        """Returns how many adapters a tenant may have; RequestRefused when there is no such tenant."""
         return adapter_limit(self._tenants.directory.tenants, tenant)
 
     @asynccontextmanager

@@ -2,7 +2,7 @@
 
 `build_gateway_app` is called by the gateway deployment, by `tandem run-batch` and by tests. The table binds each
 handler to the services that it takes; a call adds the request and its principal. Errors of every kind leave in the
-contract's shape.
+contract's shape. Next, for a chat: openai/chat_completions.py.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -53,7 +53,7 @@ BODIES: dict[str, type[Struct]] = {
     "/v1/messages/count_tokens": CountTokensBody,
 }
 ERRORS = {path: AnthropicErrorBody for path in BODIES if ANTHROPIC_API.has(path)}
-"""For the OpenAPI document: what routes of newer APIs take, and what their errors are."""
+"""Bodies and errors of the routes of newer APIs, for the OpenAPI document."""
 
 
 class RouteSpec(NamedTuple):

@@ -1,6 +1,6 @@
 """Blocks: an answer as other APIs than chat completions show it, one run of thinking, text or a call after the other.
 
-output events of a parser --push--> steps (Began, Grew, Ended) --> events of a stream, or the blocks of a whole answer
+output events of a parser --push--> BlockBegan, BlockGrew, BlockEnded --> events of a stream, or all blocks of an answer
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ BlockKind = Literal["thinking", "text", "call"]
 
 
 @dataclass(eq=False)
-class Block:
+class AnswerBlock:
     """One run of an answer. index: its number in the answer, from 0. name: of the function that is called. pieces: its
     text so far, of a call the JSON text of its arguments."""
 
@@ -29,26 +29,26 @@ class Block:
         return "".join(self.pieces)
 
 
-class Began(NamedTuple):
+class BlockBegan(NamedTuple):
     """A block begins; no other one is open."""
 
-    block: Block
+    block: AnswerBlock
 
 
-class Grew(NamedTuple):
+class BlockGrew(NamedTuple):
     """The open block has more text."""
 
-    block: Block
+    block: AnswerBlock
     text: str
 
 
-class Ended(NamedTuple):
+class BlockEnded(NamedTuple):
     """The open block has ended."""
 
-    block: Block
+    block: AnswerBlock
 
 
-BlockStep = Began | Grew | Ended
+BlockStep = BlockBegan | BlockGrew | BlockEnded
 
 
 class Blocks:
@@ -58,9 +58,9 @@ class Blocks:
     def __init__(self, parser: OutputParser, thinking: ThinkingSpan | None = None) -> None:
         self._parser = parser
         self._thinking = thinking
-        self._open: Block | None = None
+        self._open: AnswerBlock | None = None
         self._space = ""
-        self.all: list[Block] = []
+        self.all: list[AnswerBlock] = []
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[BlockStep]:
         """Takes more text, and its tokens."""
@@ -114,24 +114,24 @@ class Blocks:
         if block is None or block.kind != kind:
             block = self._begin(kind, steps)
         block.pieces.append(text)
-        steps.append(Grew(block, text))
+        steps.append(BlockGrew(block, text))
 
-    def _begin(self, kind: BlockKind, steps: list[BlockStep], name: str = "") -> Block:
+    def _begin(self, kind: BlockKind, steps: list[BlockStep], name: str = "") -> AnswerBlock:
         self._end(steps)
         self._space = ""
-        self._open = block = Block(kind, len(self.all), name)
+        self._open = block = AnswerBlock(kind, len(self.all), name)
         self.all.append(block)
-        steps.append(Began(block))
+        steps.append(BlockBegan(block))
         return block
 
     def _end(self, steps: list[BlockStep]) -> None:
         if self._open is not None:
-            steps.append(Ended(self._open))
+            steps.append(BlockEnded(self._open))
             self._open = None
 
 
 def blocks_of(output: ChatOutput) -> Blocks:
-    """For one choice of a conversation."""
+    """Makes the blocks of one choice of a conversation."""
     marks = output.thinking
     span = None if marks is None else ThinkingSpan(marks.start, marks.end, inside=marks.inside)
     return Blocks(output.make_parser(), span)

@@ -1,5 +1,5 @@
-"""What tools, messages and template arguments of a conversation must be together, and as what a chat template sees
-them. Their types are checked before (schemas.py)."""
+"""Checks of tools, messages and template arguments of a conversation together, and their form for a chat template.
+Their types are checked before (schemas/)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from tandem.workers.text.output.formats import Tool
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 NO_ARGUMENTS: Mapping[str, Any] = {**NO_PARAMETERS, "additionalProperties": False}
 SWITCH = "enable_thinking"
-"""What templates with a switch for thinking, and no levels, call it."""
+"""The name of the switch for thinking in templates that have no levels."""
 
 
 def check_conversation(body: ChatBody | TokenizeBody, settings: GatewaySettings, template: ChatTemplate) -> None:

@@ -23,32 +23,37 @@ AUTO_NEEDS = '"auto" tool choice requires --enable-auto-tool-choice and --tool-c
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOutput:
-    """How answers are read. tool_format: None where no call is looked for; reasoning_format: where no thinking is.
-    thinking: the marks around it, and its budget, MAX_BUDGET if there is none. tools: those that may be called.
-    is_forced: a call must come. is_named: of the tool that the body names; OpenAI's finish_reason is then "stop".
-    one_call: it ends with its first call. special: set where special tokens are shown to the parser and hidden from the
-    client. has_short_ids: the chat template takes ids of calls with 9 characters only."""
+    """The way in which answers are read."""
 
+    # None where no call is looked for
     tool_format: ToolFormat | None
+    # None where no thinking is looked for
     reasoning_format: ReasoningFormat | None
+    # those that may be called
     tools: list[Tool]
+    # a call must come
     is_forced: bool
+    # of the tool that the body names; OpenAI's finish_reason is then "stop"
     is_named: bool
+    # it ends with its first call
     one_call: bool
     include_reasoning: bool
+    # the marks around it, and its budget, MAX_BUDGET if there is none
     thinking: ThinkingBudget | None
     shows_special_tokens: bool
+    # set where special tokens are shown to the parser and hidden from the client
     special: SpecialSpellings | None
+    # the chat template takes ids of calls with 9 characters only
     has_short_ids: bool
 
     @property
     def is_plain(self) -> bool:
-        """Whether all text is content, so that nothing is parsed."""
+        """True if all text is content, so that nothing is parsed."""
         return self.tool_format is None and self.reasoning_format is None
 
     @property
     def ends_early(self) -> bool:
-        """Whether the gateway has to end a choice behind its first call. A forced call is the last by its grammar."""
+        """True if the gateway has to end a choice behind its first call. A forced call is the last by its grammar."""
         return self.one_call and self.tool_format is not None and not self.is_forced
 
     def new_call_id(self) -> str:
@@ -58,15 +63,21 @@ class ChatOutput:
 
     def make_parser(self) -> OutputParser:
         """A parser for one choice."""
-        parser = self.make_call_parser()
+        parser = self._make_call_parser()
         if not self.include_reasoning:
             parser = Without(parser, Reasoning)
         if self.is_forced:
             parser = Without(parser, Content)
         return parser if self.special is None else WithoutSpecialTokens(parser, self.special)
 
-    def make_call_parser(self) -> "OneCall | OutputParser":
-        """The same, before what clients do not see is taken out."""
+    def make_one_call(self) -> OneCall:
+        """Makes a parser that knows when a choice ends early."""
+        parser = self._make_call_parser()
+        assert isinstance(parser, OneCall)
+        return parser
+
+    def _make_call_parser(self) -> OutputParser:
+        """Makes the parser before what clients do not see is taken out."""
         parser: OutputParser = PlainOutput()
         if self.tool_format is not None:
             parser = self.tool_format.parser(self.tools)

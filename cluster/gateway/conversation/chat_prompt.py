@@ -1,4 +1,4 @@
-"""From a conversation to its prompt: messages -> template -> token ids without special tokens. Work for the threads of
+"""Makes the prompt of a conversation: messages -> template -> token ids without special tokens. Work for the threads of
 text_workers.py.
 """
 

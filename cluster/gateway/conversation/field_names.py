@@ -1,4 +1,5 @@
-"""Refusals of a chat body that another API's body was translated to: they name the fields that the client has sent."""
+"""Refusals of a chat body, which another API's body may have been translated to: they name the fields that the client
+has sent."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,17 +13,19 @@ _MESSAGE = re.compile(r"messages\[(\d+)\](.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class FieldNames:
-    """The client's names. fields: by chat field. prompt: of the field with the conversation. messages: where the chat
-    messages come from, in order. parts: what stands for parts of a chat field's path, inside of fields."""
+    """The client's names. fields: by chat field. prompt, limit: of the fields with the conversation and the number of
+    new tokens. messages: where the chat messages come from, in order; None: from `messages`. parts: what stands for
+    parts of a chat field's path, inside of fields."""
 
     fields: Mapping[str, str]
     prompt: str
-    messages: Sequence[str] = ()
+    limit: str
+    messages: Sequence[str] | None = ()
     parts: Sequence[tuple[str, str]] = ((".function", ""), (".json_schema", ""))
 
     def of(self, param: str) -> str:
         """The client's name of a chat field, or of a place in one, such as tools[0].function.name."""
-        if (found := _MESSAGE.fullmatch(param)) is not None:
+        if self.messages is not None and (found := _MESSAGE.fullmatch(param)) is not None:
             at = int(found[1])
             return self.messages[at] if at < len(self.messages) else self.prompt
         if param == "messages":

@@ -73,7 +73,7 @@ def _refused(message: str) -> RequestRefused:
 
 
 def _thinking(output: ChatOutput, special: SpecialTokens) -> tuple[str, str]:
-    """What stands before the rest of the answer in its rule, and the rules for that; ("", "") without thinking.
+    """Returns what stands before the rest of the answer in its rule, and rules for that; ("", "") without thinking.
 
     A model that closes its thinking goes on in a new paragraph, which must stay possible.
     """

@@ -149,7 +149,7 @@ class _NextToken:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it has ended for lack of room, without a token."""
+        """True if it has ended for lack of room, without a token."""
         return not self._entries() and any(delta.finish_reason == "length" for delta in self.deltas)
 
     def entry(self) -> TokenLogprobs:

@@ -1,8 +1,8 @@
-"""Runs a generation as an HTTP answer: whole or streamed, watched for the client's leaving.
+"""Delivery: runs a generation as an HTTP answer, whole or streamed, and watches for the client's leaving.
 
 The status is decided by the first step or a refusal: nothing is sent before. All of it runs in the HTTP server's task,
 which waits for steps; the client's leaving and a timer wake it too. Whatever ends it closes the generation, whose task
-does the rest.
+does the rest. Next: the format of the API, for chat openai/answers.py, and http/sse.py, which writes to the socket.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.generation import Generation, Step
 from tandem.cluster.gateway.generation.part import RequestPart
-from tandem.cluster.gateway.generation.response_format import ChoiceAnswer, ResponseFormat
+from tandem.cluster.gateway.generation.response_format import ChoiceAnswer, ResponseFormat, StreamFormat
 from tandem.cluster.gateway.http.sse import EventWriter
 from tandem.cluster.gateway.http.tasks import Aside
 from tandem.workers.messages.errors import RequestRefused, TandemError
@@ -58,16 +58,44 @@ class ClientLeft(Exception):
     """The client has left, or cannot be heard any more."""
 
 
-class GenerationResponse(Response):
-    """An answer that is made while it is sent, and while its client is watched: it leaves, or does not read."""
+class Delivery(Response):
+    """An answer that is made while it is sent, and while its client is watched: it leaves, or does not read.
+
+    style, stream: its format, whole, or None and that of its events. shown: choices to show per prompt (best_of runs
+    more). is_streamable: it could be streamed; for the advice where it is too long. other_bytes: what it takes in
+    memory beside the texts. before_end: is awaited once all is generated and formatted, before the end of the answer is
+    sent; it may not take long.
+    """
 
     _leaving: Aside[None]
     _timer: asyncio.TimerHandle
 
-    def __init__(self, context: GatewayContext, generation: Generation) -> None:
+    def __init__(
+        self,
+        context: GatewayContext,
+        generation: Generation,
+        style: ResponseFormat,
+        *,
+        stream: StreamFormat | None = None,
+        include_usage: bool = False,
+        shown: int = 1,
+        with_logprobs: bool = False,
+        is_streamable: bool = False,
+        other_bytes: int = 0,
+        before_end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         super().__init__(b"")
         self._context = context
         self._generation = generation
+        self._style = style
+        self._stream = stream
+        self._include_usage = include_usage
+        self._shown = shown
+        self._with_logprobs = with_logprobs
+        self._is_streamable = is_streamable
+        self._other_bytes = other_bytes
+        self._before_end = before_end
+        self._prompts: dict[int, list[TokenLogprobs]] = {}
         self._limit = asyncio.timeout(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,46 +140,10 @@ class GenerationResponse(Response):
         self._timer = loop.call_later(times.keep_alive_s, self._on_timer, writer)
 
     async def _deliver(self, send: Send, writer: EventWriter) -> None:
-        """Sends the whole answer; writer: for one in events."""
-        raise NotImplementedError
-
-    @staticmethod
-    async def _send_json(send: Send, body: bytes) -> None:
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-class TextResponse(GenerationResponse):
-    """The answer with the texts of choices. `shown`: choices to show per prompt (best_of runs more). is_streamable:
-    whether it could be streamed; for the advice where it is too long. before_end: is awaited once all is generated and
-    formatted, before the end of the answer is sent; it may not take long."""
-
-    def __init__(
-        self,
-        context: GatewayContext,
-        generation: Generation,
-        style: ResponseFormat,
-        *,
-        stream: bool,
-        include_usage: bool,
-        shown: int,
-        with_logprobs: bool,
-        is_streamable: bool,
-        before_end: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        super().__init__(context, generation)
-        self._is_streamable = is_streamable
-        self._style = style
-        self._stream = stream
-        self._include_usage = include_usage
-        self._shown = shown
-        self._with_logprobs = with_logprobs
-        self._before_end = before_end
-        self._prompts: dict[int, list[TokenLogprobs]] = {}
-
-    async def _deliver(self, send: Send, writer: EventWriter) -> None:
-        await (self._deliver_stream(writer) if self._stream else self._deliver_whole(send))
+        if self._stream is None:
+            await self._deliver_whole(send)
+        else:
+            await self._deliver_stream(writer, self._stream)
 
     def _take(self, step: Step) -> list[tuple[int, TextDelta]]:
         """Feeds one step to its choices, and stops choices in the engine where a stop string was found."""
@@ -171,11 +163,11 @@ class TextResponse(GenerationResponse):
 
     # ---- streamed ------------------------------------------------------------------------------------------------
 
-    async def _deliver_stream(self, writer: EventWriter) -> None:
+    async def _deliver_stream(self, writer: EventWriter, style: StreamFormat) -> None:
         try:
-            await self._write_steps(writer)
+            await self._write_steps(writer, style)
             if self._include_usage:
-                events = self._style.usage_chunk(await self._generation.usage())
+                events = style.usage_chunk(await self._generation.usage())
                 await self._end()
                 await writer.write(events)
         except Exception as error:
@@ -183,16 +175,16 @@ class TextResponse(GenerationResponse):
                 raise
             if not isinstance(error, TandemError):
                 log.exception("request %s failed in its stream", self._generation.parts[0].request.request_id)
-            await writer.finish(self._style.closing(error))
+            await writer.finish(style.closing(error))
             return
-        await writer.finish(self._style.closing(None))
+        await writer.finish(style.closing(None))
 
-    async def _write_steps(self, writer: EventWriter) -> None:
-        chunk = self._style.chunk
+    async def _write_steps(self, writer: EventWriter, style: StreamFormat) -> None:
+        chunk = style.chunk
         async for step in self._generation.steps():
             additions = self._take(step)
             if not writer.started:
-                await self._begin(writer)
+                await self._begin(writer, style)
             if len(additions) == 1:
                 events = chunk(*additions[0])
             else:
@@ -200,12 +192,12 @@ class TextResponse(GenerationResponse):
             if events:
                 await writer.write(events)
 
-    async def _begin(self, writer: EventWriter) -> None:
+    async def _begin(self, writer: EventWriter, style: StreamFormat) -> None:
         """Admitted: status, headers, and the events that open each choice."""
         self._first_token()
         await writer.start()
         indices = [part.first_choice + i for part in self._generation.parts for i in range(len(part.choices))]
-        opening = b"".join(self._style.opening(index) for index in indices)
+        opening = b"".join(style.opening(index) for index in indices)
         if opening:
             await writer.write(opening)
 
@@ -230,12 +222,14 @@ class TextResponse(GenerationResponse):
         usage = await self._generation.usage()
         chosen = [(part, entry) for part in self._generation.parts for entry in self._best(part, gathered)]
         answers = [self._answer(index, part, entry) for index, (part, entry) in enumerate(chosen)]
-        if held > LARGE_ANSWER_BYTES:
+        if held + self._other_bytes > LARGE_ANSWER_BYTES:
             body = await asyncio.to_thread(self._style.whole, answers, usage)
         else:
             body = self._style.whole(answers, usage)
         await self._end()
-        await self._send_json(send, body)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _end(self) -> None:
         if self._before_end is not None:

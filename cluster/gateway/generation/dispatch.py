@@ -1,56 +1,32 @@
-"""Dispatch: the gateway's only door to worker groups. An attempt is one dispatch of a request to one group.
+"""Dispatch: the gateway's only door to worker groups. An attempt is one dispatch of a part's request to one group.
 
 Implemented over the Serve handle and the token channel (serve_dispatch.py), over an engine in this process
-(cluster/cli/batch/local_dispatch.py), and by tests/support/fake_backend.py. Whether a request is tried again is the
-Generation's decision.
+(cluster/cli/batch/local_dispatch.py), and by tests/support/fake_backend.py. What comes of an attempt is told to the
+part: take(), end(). Whether a request is tried again is the Generation's decision.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.cluster.wire.token_channel import GROUP_LOST
-from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Loss, TokenDelta, Usage
-
-
-class TokenSink(Protocol):
-    """Receiver of what comes of an attempt."""
-
-    def take(self, deltas: list[TokenDelta]) -> bool:
-        """All deltas of one step for this request. False when tokens before one of them are missing: then none of
-        them is taken."""
-        ...
-
-    def wake(self) -> None:
-        """The owner's task is to look at the attempt again. Never waits."""
-        ...
-
-
-class Attempt(Protocol):
-    """One dispatch. Its owner calls cancel() in the end, whatever has happened."""
-
-    def look(self) -> Ended | None:
-        """The group's answer, None while there is none; for the task of the owner only, at once and whenever it is
-        woken. The answer may overtake the last deltas. A lost group is a refusal with code GROUP_LOST, one that ends as
-        planned one with GROUP_ENDED."""
-        ...
-
-    def abort(self, abort: Abort) -> None:
-        """Ends the request, or one choice of it, in its group; the answer follows. Never waits. The attempt number of
-        the abort does not matter."""
-        ...
-
-    def cancel(self) -> None:
-        """Gives the attempt up: its group stops working on it, and its deltas are ignored. Never waits; idempotent;
-        after the last delta it only forgets the attempt."""
-        ...
+from tandem.workers.messages.request import Abort
 
 
 class Dispatch(Protocol):
-    """All groups of one service, as one."""
+    """All groups of one service, as one: three calls for an attempt, the rest is about the groups."""
 
-    def send(self, request: GenerationRequest, hint: RouteHint, to: TokenSink) -> Attempt:
-        """Dispatches a request; returns at once. RequestRefused (503) when nothing can be dispatched."""
+    def send(self, part: RequestPart, hint: RouteHint) -> None:
+        """Dispatches a part's request; returns at once. RequestRefused (503) when nothing can be dispatched."""
+        ...
+
+    def abort(self, abort: Abort) -> None:
+        """Ends the request of an attempt, or one choice of it, in its group; the answer follows. Never waits."""
+        ...
+
+    def cancel(self, part: RequestPart) -> None:
+        """Gives the attempt up: its group stops working on it, and its deltas are ignored. Called in the end, whatever
+        has happened; after the last delta it only forgets the attempt. Never waits; idempotent."""
         ...
 
     @property
@@ -59,7 +35,7 @@ class Dispatch(Protocol):
         ...
 
     def has_group(self, avoid: Collection[str] = ()) -> bool:
-        """Whether some group serves that is not among those to avoid."""
+        """True if some group serves that is not among those to avoid."""
         ...
 
     def ready(self) -> bool:
@@ -67,23 +43,11 @@ class Dispatch(Protocol):
         ...
 
     def load(self) -> Mapping[str, float | int | str]:
-        """What `/load` shows: at least `num_requests_running` and `num_requests_waiting`, summed over groups."""
+        """Returns what `/load` shows: at least `num_requests_running` and `num_requests_waiting`, summed over
+        groups."""
         ...
 
     async def metrics(self, *, with_tenants: bool) -> str:
         """The engines' metrics in Prometheus text form; "" when there are none. Without tenants: nothing that names
         one, nor an adapter of its own."""
         ...
-
-
-def lost(request: GenerationRequest, message: str, loss: Loss) -> Ended:
-    """Returns the answer that a lost group did not give."""
-    return Ended(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        positions=[],
-        finish_reasons=[],
-        usage=Usage(prompt_tokens=0, completion_tokens=0),
-        refused=(503, GROUP_LOST, None, message),
-        loss=loss,
-    )

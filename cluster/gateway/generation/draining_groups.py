@@ -41,6 +41,6 @@ class DrainingGroups:
         self._since_s = {group: self._since_s.get(group, self._clock()) for group in leaving}
 
     def is_due(self, group: str) -> bool:
-        """Whether requests in this group must move now."""
+        """True if requests in this group must move now."""
         since_s = self._since_s.get(group)
         return since_s is not None and self._clock() - since_s >= self._after_s

@@ -17,7 +17,7 @@ MOST_LOSSES = 6
 """Groups that may be lost one after the other while they ran a request, before it is past where they were lost; and
 while they had it and it had no row."""
 MOST_UNKNOWN = 2
-"""Of those, ends in an unknown step while the request was on probation. One may be a coordinator that was killed."""
+"""Most of those in an unknown step while the request was on probation. One may be a coordinator that was killed."""
 MOST_REFUSALS = 3
 """Groups that are asked after a first one that is full."""
 

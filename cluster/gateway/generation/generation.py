@@ -4,7 +4,8 @@
 
 The HTTP side iterates steps(); whatever happens to it (a finish, a disconnect, Serve cancelling the handler) it only
 calls close(), which never waits. The task then aborts what still runs, waits a little for the group's count, gives back
-what the tenant did not use, and writes the bill. Each of several prompts is served by a coroutine of that task.
+what the tenant did not use, and writes the bill. Each of several prompts is served by a coroutine of that task. Next:
+serve_dispatch.py, over which a part goes to a group; failover.py decides where it goes after that.
 """
 
 import asyncio
@@ -16,21 +17,19 @@ from functools import partial
 
 import msgspec
 
-from tandem.cluster.gateway.generation.dispatch import Attempt, lost
 from tandem.cluster.gateway.generation.failover import Failover
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
-from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.generation.part import RequestPart, lost, terminal_state
 from tandem.cluster.gateway.generation.quarantine import Convicted
 from tandem.cluster.routing.route_hint import hint_of
 from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
 from tandem.workers.messages.errors import GroupLost, RequestRefused
-from tandem.workers.messages.request import Abort, Ended, TokenDelta, Usage
-from tandem.workers.messages.step import GRAMMAR_FAILED, NOTHING_LEFT
+from tandem.workers.messages.request import Ended, TokenDelta, Usage
 
 log = logging.getLogger("tandem.gateway")
 GAP_S = 1.0
-"""For last deltas that the group's answer has overtaken."""
+"""Time for last deltas that the group's answer has overtaken."""
 REDISPATCH_S = 0.2
 NO_GROUP_POLL_S = 1.0
 STEPS_AT_ONCE = 64
@@ -39,9 +38,9 @@ Step = tuple[RequestPart, list[TokenDelta]]
 
 
 class Generation:
-    """Owns a request from its admission to its bill: start(), read steps(), close(). prompt_field: the prompt's name
-    in the client's body. began_s: of the gateway's clock. at_once: parts that are dispatched at a time; None: all.
-    held: resources that end with it."""
+    """Owns a request from its admission to its bill: start(), read steps(), close(). began_s: of the gateway's clock.
+    held: resources that end with it. prompt_field, grammar_field: names in the client's body, for refusals. at_once:
+    parts that are dispatched at a time; None: all."""
 
     def __init__(
         self,
@@ -51,15 +50,16 @@ class Generation:
         tenant: str,
         model: str,
         began_s: float,
+        held: ExitStack | None = None,
         prompt_field: str = "prompt",
         grammar_field: str | None = None,
         at_once: int | None = None,
     ) -> None:
         self.parts = parts
         self.began_s = began_s
-        self.held = ExitStack()
         self.error: Exception | None = None
         self._context = context
+        self._held = held if held is not None else ExitStack()
         self._tenant = tenant
         self._prompt_field = prompt_field
         self._grammar_field = grammar_field
@@ -124,8 +124,8 @@ class Generation:
     def stop_choice(self, part: RequestPart, choice: int, keep: int) -> None:
         """A stop string was found: the engine ends this choice and bills `keep` tokens of it."""
         part.kept[choice] = keep
-        if part.attempt is not None:
-            self._abort(part, part.attempt, choice)
+        if part.is_sent:
+            self._abort(part, choice)
 
     async def usage(self) -> Usage:
         """Returns the bill: what was delivered, and the cached tokens, which are awaited for usage_s."""
@@ -153,20 +153,13 @@ class Generation:
         for part in self.parts:
             part.news.set()
         if not self._is_started:
-            self.held.close()
+            self._held.close()
 
     def _check_rows(self, part: RequestPart, deltas: list[TokenDelta]) -> None:
-        """RequestRefused when a row of the request has failed on the ranks: 400 if its own parameters leave no token,
-        else 500."""
+        """RequestRefused when a row of the request has failed on the ranks."""
         for delta in deltas:
             if delta.finish_reason == "error":
-                message = delta.error or "The request failed in the engine."
-                error = RequestRefused(message, code="internal_error", status=500)
-                if delta.error == NOTHING_LEFT:
-                    param = None if part.request.sampling.allowed_token_ids is None else "allowed_token_ids"
-                    error = RequestRefused(message, code="invalid_value", param=param)
-                elif message.startswith(GRAMMAR_FAILED):
-                    error = RequestRefused(message, code="invalid_grammar")
+                error = part.failure(delta)
                 self._fail(error)
                 raise error
 
@@ -182,7 +175,7 @@ class Generation:
     # ---- the task ------------------------------------------------------------------------------------------------
 
     async def _own(self) -> None:
-        with self.held:
+        with self._held:
             try:
                 await self._serve_admitted()
                 await self._closing.wait()
@@ -250,12 +243,12 @@ class Generation:
     async def _attempt(self, part: RequestPart, failover: Failover) -> Ended | None:
         """Sends the request to a group and waits for its end. Returns the answer of a group that refused or lost it;
         None when the request is over."""
+        dispatch = self._context.dispatch
         part.begin_attempt()
-        attempt = self._context.dispatch.send(part.request, hint_of(part.request, failover.avoid), part)
-        part.attempt = attempt
-        sent_s = self._now()
         try:
-            ended = await self._until_ended(part, attempt)
+            dispatch.send(part, hint_of(part.request, failover.avoid))
+            sent_s = self._now()
+            ended = await self._until_ended(part)
             if ended is not None and ended.refused is None:
                 return await self._last_deltas(part, ended)
             if ended is not None and ended.loss not in (None, "unknown"):
@@ -264,19 +257,19 @@ class Generation:
             part.note_service(sent_s, self._now())
             return ended
         finally:
-            part.attempt = None
-            attempt.cancel()
+            part.is_sent = False
+            dispatch.cancel(part)
 
-    async def _until_ended(self, part: RequestPart, attempt: Attempt) -> Ended | None:
+    async def _until_ended(self, part: RequestPart) -> Ended | None:
         give_up_s = self._give_up_s(part)
-        while not part.is_complete and (ended := attempt.look()) is None:
+        while not part.is_complete and (ended := part.look()) is None:
             if self._closing.is_set():
-                await self._leave(part, attempt)
+                await self._leave(part)
                 return None
             left_s = give_up_s - self._now()
             if part.has_row:
-                await self._wait(part, None)
-            elif not await self._wait(part, NO_GROUP_POLL_S if left_s <= 0 else min(left_s, NO_GROUP_POLL_S)):
+                await part.wait(None)
+            elif not await part.wait(NO_GROUP_POLL_S if left_s <= 0 else min(left_s, NO_GROUP_POLL_S)):
                 self._check_hold(give_up_s)
         return None if part.is_complete else ended
 
@@ -300,7 +293,7 @@ class Generation:
         while not part.is_complete and (left_s := deadline_s - self._now()) > 0:
             if part.is_aborted and part.has_all(ended):
                 break
-            await self._wait(part, left_s)
+            await part.wait(left_s)
         if self._closing.is_set() or part.is_complete or part.has_all(ended):
             part.finish(ended)
             return None
@@ -336,14 +329,14 @@ class Generation:
         limit_s = self._context.queue_timeout_s
         return None if limit_s is None or part.is_begun else max(0.0, self._started_s + limit_s - self._now())
 
-    async def _leave(self, part: RequestPart, attempt: Attempt) -> None:
+    async def _leave(self, part: RequestPart) -> None:
         """Nobody reads any more: ends what still runs, and waits for the group's count."""
         if part.open_choices:
-            self._abort(part, attempt, None)
+            self._abort(part, None)
         deadline_s = self._now() + self._context.times.drain_s
-        while not part.is_complete and attempt.look() is None and (left_s := deadline_s - self._now()) > 0:
-            await self._wait(part, left_s)
-        if (ended := attempt.look()) is not None and ended.refused is None:
+        while not part.is_complete and part.look() is None and (left_s := deadline_s - self._now()) > 0:
+            await part.wait(left_s)
+        if (ended := part.look()) is not None and ended.refused is None:
             part.finish(ended)
 
     async def _pause(self, part: RequestPart) -> None:
@@ -351,23 +344,10 @@ class Generation:
         part.news.clear()
         deadline_s = self._now() + REDISPATCH_S
         while not (self._closing.is_set() or part.is_complete) and (left_s := deadline_s - self._now()) > 0:
-            await self._wait(part, left_s)
+            await part.wait(left_s)
 
-    def _abort(self, part: RequestPart, attempt: Attempt, choice: int | None) -> None:
-        part.is_aborted = True
-        request = part.request
-        keep = None if choice is None else part.kept[choice]
-        attempt.abort(Abort(request_id=request.request_id, attempt=request.attempt, choice=choice, keep_positions=keep))
-
-    async def _wait(self, part: RequestPart, timeout_s: float | None) -> bool:
-        """Waits for news of the part; False when there were none."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await part.news.wait()
-        except TimeoutError:
-            return False
-        part.news.clear()
-        return True
+    def _abort(self, part: RequestPart, choice: int | None) -> None:
+        self._context.dispatch.abort(part.aborted(choice))
 
     def _take(self, part: RequestPart, deltas: list[TokenDelta]) -> None:
         """New deltas of a part: for the reader."""
@@ -388,7 +368,7 @@ class Generation:
 
     async def _settle(self) -> None:
         self._count_unread()
-        context, terminal = self._context, self._terminal()
+        context, terminal = self._context, terminal_state(self.parts, self.error)
         context.metrics.generation_ended(terminal, context.clock() - self.began_s)
         if terminal == "rejected":
             context.metrics.tenant_rejected(self._tenant, self._why_rejected())
@@ -400,7 +380,7 @@ class Generation:
         await context.ledger.settle(self._bill.ended(terminal, usage, context.wall_clock()))
 
     def _count_unread(self) -> None:
-        """What came after the HTTP side had left was generated all the same."""
+        """Counts what came after the HTTP side had left: it was generated all the same."""
         for part, deltas in self._steps:
             for delta in deltas:
                 try:
@@ -413,17 +393,3 @@ class Generation:
         if isinstance(self.error, OverLimit):
             return self.error.reason
         return self.error.code if isinstance(self.error, RequestRefused) else "internal_error"
-
-    def _terminal(self) -> str:
-        """The terminal state: rejected only when nothing was delivered; a stream that was cut short is an error."""
-        is_computed = any(part.is_computed for part in self.parts)
-        if isinstance(self.error, RequestRefused) and self.error.status != 500 and not is_computed:
-            return "rejected"
-        if self.error is not None:
-            return "error"
-        reasons = [choice.finished for part in self.parts for choice in part.choices]
-        if any(reason is None or reason == "abort" for reason in reasons):
-            return "abort"
-        if "error" in reasons:
-            return "error"
-        return "stop" if "stop" in reasons else "length"

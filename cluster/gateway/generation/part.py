@@ -1,17 +1,31 @@
-"""RequestPart: one prompt of a generation, with all that outlives an attempt: tokens, stopped choices, counts.
+"""RequestPart: one prompt of a generation, its present attempt, and what outlives it: tokens, stopped choices, counts.
 
-deltas of the present attempt --take--> not yet delivered ones --> the reader of the generation
+deltas of the present attempt --take--> not yet delivered ones --> the steps of the generation
+
+A Dispatch sends it to a group and tells it what comes. Next: delivery.py, which reads the steps.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from tandem.cluster.gateway.generation.dispatch import Attempt
-from tandem.workers.messages.request import Ended, FinishReason, GenerationRequest, PromptLogprobs, TokenDelta, Usage
+from tandem.cluster.gateway.http.tasks import Aside
+from tandem.cluster.wire.token_channel import GROUP_LOST
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.request import (
+    Abort,
+    Ended,
+    FinishReason,
+    GenerationRequest,
+    Loss,
+    PromptLogprobs,
+    TokenDelta,
+    Usage,
+)
+from tandem.workers.messages.step import GRAMMAR_FAILED, NOTHING_LEFT
 from tandem.workers.speculation.acceptance import DraftAcceptance
 from tandem.workers.text.choice_text import TextDelta
 
@@ -19,7 +33,8 @@ AT_ONCE_S = 1.0
 
 
 class Choice(Protocol):
-    """What becomes of one choice's deltas: its text (ChoiceText), or the embedding of its prompt (EmbeddingChoice)."""
+    """Taker of one choice's deltas, which become its text (ChoiceText), or the embedding of its prompt
+    (EmbeddingChoice)."""
 
     @property
     def tokens(self) -> int:
@@ -28,7 +43,7 @@ class Choice(Protocol):
 
     @property
     def finished(self) -> FinishReason | None:
-        """Why it has ended; None while it goes on."""
+        """The reason for its end; None while it goes on."""
         ...
 
     def take(self, delta: TokenDelta) -> TextDelta | None:
@@ -38,38 +53,53 @@ class Choice(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class RequestPart:
-    """One prompt, where its choices begin in the answer, and how far they are. Implements TokenSink.
+    """One prompt, where its choices begin in the answer, how far they are, and its dispatch to one group."""
 
-    request: as it was sent last. is_open_ended: the client named no max_tokens, the request has what the context holds.
-    delivered, finished: by choice, as groups have sent them. kept: by choice that a stop string has ended, its output
-    tokens. is_begun: some group has computed the prompt, or part of it; cached_tokens: what the first of them found in
-    its cache. is_complete: the last delta has come. has_row: the present attempt has a row. is_aborted: an abort was
-    sent in the present attempt. before: by choice, tokens delivered before the present attempt. unserved_since_s: since
-    when each attempt has failed at once and without a row; None: the last one did not. num_prompt_logprobs: prompt
-    tokens whose log probabilities have been delivered. acceptance: counts draft tokens of all groups, if asked for.
-    on_step receives what is new.
-    news: set by whatever its owner waits for.
-    """
-
+    # as it was sent last
     request: GenerationRequest
     choices: Sequence[Choice]
     first_choice: int
+    # the client named no max_tokens, the request has what the context holds
     is_open_ended: bool = False
-    kept: dict[int, int] = field(default_factory=dict)
-    cached_tokens: int | None = None
-    is_begun: bool = False
-    is_complete: bool = False
-    has_row: bool = False
-    is_aborted: bool = False
-    unserved_since_s: float | None = None
-    attempt: Attempt | None = None
-    on_step: Callable[[list[TokenDelta]], None] = lambda deltas: None
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    num_prompt_logprobs: int = 0
+    # counts draft tokens of all groups, if asked for
     acceptance: DraftAcceptance | None = None
+    # receives what is new
+    on_step: Callable[[list[TokenDelta]], None] = lambda deltas: None
+    # set by whatever its owner waits for
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    # ---- of all attempts ----
+    # by choice that a stop string has ended, its output tokens
+    kept: dict[int, int] = field(default_factory=dict)
+    # found by the first group that has begun it, in its cache
+    cached_tokens: int | None = None
+    # some group has computed the prompt, or part of it
+    is_begun: bool = False
+    # the last delta has come
+    is_complete: bool = False
+    # since when each attempt has failed at once and without a row; None: the last one did not
+    unserved_since_s: float | None = None
+    # prompt tokens whose log probabilities have been delivered
+    num_prompt_logprobs: int = 0
+    # by choice, as groups have sent them
     delivered: list[list[int]] = field(init=False)
     finished: list[bool] = field(init=False)
+
+    # ---- of the present attempt ----
+    # between a dispatch and its cancel()
+    is_sent: bool = False
+    has_row: bool = False
+    is_aborted: bool = False
+    # by choice, tokens delivered before it
     before: list[int] = field(init=False)
+    # the group's answer. A lost group is a refusal with code GROUP_LOST, one that ends as planned one with GROUP_ENDED
+    ended: Ended | None = None
+    # Serve's response, and what becomes of it: advanced by the task that looks. None where the dispatch calls end()
+    call: Any = None
+    answer: Aside[Ended] | None = None
+    # the group's name on the token channel, once it has sent something; until then aborts are held
+    sender: bytes | None = None
+    held_aborts: list[Abort] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.delivered = [[] for _ in range(self.request.sampling.n)]
@@ -82,11 +112,11 @@ class RequestPart:
 
     @property
     def has_new_tokens(self) -> bool:
-        """Whether the present attempt has delivered any."""
+        """True if the present attempt has delivered any."""
         return any(len(got) > before for got, before in zip(self.delivered, self.before, strict=True))
 
     def is_past(self, tokens: int) -> bool:
-        """Whether the present attempt has delivered so many tokens of each choice that has not ended."""
+        """True if the present attempt has delivered so many tokens of each choice that has not ended."""
         return all(
             done or choice in self.kept or len(got) - before >= tokens
             for choice, (done, got, before) in enumerate(zip(self.finished, self.delivered, self.before, strict=True))
@@ -94,21 +124,21 @@ class RequestPart:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log probabilities of its prompt are still to come."""
+        """True if log probabilities of its prompt are still to come."""
         if self.request.sampling.prompt_logprobs is None:
             return False
         return self.num_prompt_logprobs < len(self.request.prompt_token_ids) - 1
 
     @property
     def is_computed(self) -> bool:
-        """Its prompt is known to have been processed: a token came of it, or an end of its own."""
+        """True if its prompt is known to have been processed: a token came of it, or an end of its own."""
         return any(choice.tokens or choice.finished in ("stop", "length") for choice in self.choices)
 
-    # ---- from its group ----
+    # ---- from the dispatch ----
 
     def take(self, deltas: list[TokenDelta]) -> bool:
-        """Implements TokenSink. A step that misses tokens for one choice is not taken at all: its other tokens would
-        count as delivered in the next group, and the reader would not get them."""
+        """Takes all deltas of one step. False when tokens before one of them are missing; then none of them is taken:
+        the other tokens would count as delivered in the next group, and the reader would not get them."""
         ends: dict[int, int] = {}
         scored = self.num_prompt_logprobs
         for delta in deltas:
@@ -130,12 +160,18 @@ class RequestPart:
             self.news.set()
         return True
 
-    def wake(self) -> None:
-        """Implements TokenSink."""
-        self.news.set()
+    def end(self, ended: Ended) -> None:
+        """Ends the attempt, unless it has ended. The answer may overtake the last deltas."""
+        if self.ended is None:
+            self.ended = ended
+            self.news.set()
+
+    def lose(self, message: str, loss: Loss) -> None:
+        """Gives its group up."""
+        self.end(lost(self.request, message, loss))
 
     def _take_one(self, delta: TokenDelta) -> TokenDelta | None:
-        """What is new in a delta, now delivered; None when nothing is."""
+        """Returns what is new in a delta, now delivered; None when nothing is."""
         if delta.cached_tokens is not None:
             self._begin(delta.cached_tokens)
             return None
@@ -194,8 +230,36 @@ class RequestPart:
 
     def begin_attempt(self) -> None:
         """Expects the deltas of self.request from now on."""
+        self.is_sent = True
         self.has_row = self.is_aborted = False
         self.before = [len(tokens) for tokens in self.delivered]
+        self.ended = self.call = self.answer = self.sender = None
+        self.held_aborts = []
+
+    async def wait(self, timeout_s: float | None) -> bool:
+        """Waits for news; False when there were none."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.news.wait()
+        except TimeoutError:
+            return False
+        self.news.clear()
+        return True
+
+    def look(self) -> Ended | None:
+        """Returns the group's answer, None while there is none; for the task of the owner only, at once and whenever
+        there is news."""
+        if self.answer is not None and not self.answer.is_over:
+            ended = self.answer.advance()
+            if ended is not None:
+                self.end(ended)
+        return self.ended
+
+    def aborted(self, choice: int | None) -> Abort:
+        """Notes an abort of a choice, or of all, in the present attempt; returns it, to be sent."""
+        self.is_aborted = True
+        request, keep = self.request, None if choice is None else self.kept[choice]
+        return Abort(request_id=request.request_id, attempt=request.attempt, choice=choice, keep_positions=keep)
 
     def note_service(self, sent_s: float, now_s: float) -> None:
         """Notes that an attempt that was sent at sent_s has failed now."""
@@ -219,6 +283,17 @@ class RequestPart:
         closing = self._closing_deltas(ended)
         self._settle(ended.usage)
         self.on_step(closing)
+
+    def failure(self, delta: TokenDelta) -> RequestRefused:
+        """Makes the refusal of a request with a row that has failed on the ranks: 400 if its own parameters leave no
+        token, else 500."""
+        message = delta.error or "The request failed in the engine."
+        if delta.error == NOTHING_LEFT:
+            param = None if self.request.sampling.allowed_token_ids is None else "allowed_token_ids"
+            return RequestRefused(message, code="invalid_value", param=param)
+        if message.startswith(GRAMMAR_FAILED):
+            return RequestRefused(message, code="invalid_grammar")
+        return RequestRefused(message, code="internal_error", status=500)
 
     def next_request(self, deadline_s: float | None, *, is_suspect: bool) -> None:
         """Makes the request for another group. Tokens delivered count as generated, of a stopped choice those that are
@@ -253,3 +328,32 @@ class RequestPart:
             )
             for choice in open_choices
         ]
+
+
+def terminal_state(parts: Sequence[RequestPart], error: Exception | None) -> str:
+    """The state in which a request of these parts ends: rejected only when nothing was delivered; a stream that was cut
+    short is an error."""
+    is_computed = any(part.is_computed for part in parts)
+    if isinstance(error, RequestRefused) and error.status != 500 and not is_computed:
+        return "rejected"
+    if error is not None:
+        return "error"
+    reasons = [choice.finished for part in parts for choice in part.choices]
+    if any(reason is None or reason == "abort" for reason in reasons):
+        return "abort"
+    if "error" in reasons:
+        return "error"
+    return "stop" if "stop" in reasons else "length"
+
+
+def lost(request: GenerationRequest, message: str, loss: Loss) -> Ended:
+    """Returns the answer that a lost group did not give."""
+    return Ended(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        positions=[],
+        finish_reasons=[],
+        usage=Usage(prompt_tokens=0, completion_tokens=0),
+        refused=(503, GROUP_LOST, None, message),
+        loss=loss,
+    )

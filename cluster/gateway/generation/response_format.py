@@ -23,11 +23,15 @@ class ChoiceAnswer:
 
 
 class ResponseFormat(Protocol):
-    """The words of one answer, streamed or not."""
+    """The words of one answer."""
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
         ...
+
+
+class StreamFormat(ResponseFormat, Protocol):
+    """The words of one answer, streamed or not."""
 
     def opening(self, index: int) -> bytes:
         """Events that open a choice; b"" if there are none."""

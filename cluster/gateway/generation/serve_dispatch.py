@@ -1,13 +1,14 @@
 """ServeDispatch: requests go out through the Serve handle, tokens come back over the token channel.
 
 It knows which group runs which attempt, and ends the attempts of groups that are lost, silent or on their way out. What
-follows from an end is the Generation's decision. One event loop only.
+follows from an end is the Generation's decision. One event loop only. Next: in the group cluster/group/coordinator.py;
+here part.py, which takes the deltas.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import msgspec
 
@@ -15,14 +16,14 @@ from tandem.cluster.adapters.adapter_metrics import add_adapters
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, channel_name
-from tandem.cluster.gateway.generation.dispatch import TokenSink, lost
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
+from tandem.cluster.gateway.generation.part import RequestPart, lost
 from tandem.cluster.gateway.http.tasks import Aside
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.token_channel import GROUP_UNUSABLE, TokenReceiver
-from tandem.cluster.wire.version import OtherVersion
+from tandem.cluster.wire.version import OtherVersion, with_version, without_version
 from tandem.workers.messages.errors import RequestRefused
-from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Loss, TokenDelta
+from tandem.workers.messages.request import Abort, Ended, Loss, TokenDelta
 
 log = logging.getLogger("tandem.groups")
 GAP_S = 1.0
@@ -30,136 +31,41 @@ SILENT_S = 3.5
 """A group whose record is missing (3 s after its last heartbeat) is lost when it has sent no token for this long."""
 CANCEL_AFTER_S = 5.0
 LEAST_HOLD_S = 30.0
-
-
-class Call(Protocol):
-    """One handle call in flight."""
-
-    def cancel(self) -> object: ...
-
-
-class Caller(Protocol):
-    """Makes handle calls; Serve's router chooses the group."""
-
-    def call(self, payload: bytes, hint: RouteHint) -> Call: ...
-
-    async def answer(self, call: Any) -> bytes | memoryview:
-        """The coordinator's answer. Waits for futures only. Raises OtherVersion when the group speaks another version
-        of the token channel, and, when it or the connection to it broke, anything."""
-        ...
-
-
-class ServeAttempt:
-    """Attempt over one handle call, which is awaited by the task that looks. sender: the group's name on the token
-    channel, once it has sent something."""
-
-    def __init__(
-        self,
-        owner: "ServeDispatch",
-        request: GenerationRequest,
-        to: TokenSink,
-        call: Call,
-        answer: Coroutine[Any, Any, bytes | memoryview],
-    ) -> None:
-        self.request = request
-        self.to = to
-        self.ended: Ended | None = None
-        self.sender: bytes | None = None
-        self.has_last_delta = False
-        self._owner = owner
-        self._call = call
-        self._held_aborts: list[Abort] = []
-        self._answer = Aside(answer, to.wake)
-
-    def look(self) -> Ended | None:
-        """Implements Attempt."""
-        if self.ended is None and not self._answer.is_over:
-            self._look()
-        return self.ended
-
-    def abort(self, abort: Abort) -> None:
-        """Implements Attempt. While the group is not known, an abort of one choice is held, and the whole request is
-        ended by cancelling the call: the group then sends its count as a last delta, if it has the request."""
-        abort = msgspec.structs.replace(abort, attempt=self.request.attempt)
-        if self.sender is not None:
-            self._owner.send_abort(self.sender, abort)
-            return
-        self._held_aborts.append(abort)
-        if abort.choice is None and abort.keep_positions is None:
-            self._drop()
-
-    def cancel(self) -> None:
-        """Implements Attempt."""
-        self._owner.forget(self)
-        if not self.has_last_delta:
-            self._drop()
-        elif self.ended is None:
-            self._owner.loop.call_later(CANCEL_AFTER_S, self._drop)  # its answer is due
-
-    def learn_sender(self, sender: bytes) -> None:
-        """Its first message has come: its group can be told what was held."""
-        self.sender = sender
-        held, self._held_aborts = self._held_aborts, []
-        for abort in held:
-            self._owner.send_abort(sender, abort)
-
-    def lose(self, message: str, loss: Loss) -> None:
-        """Gives its group up for this request."""
-        self.end(lost(self.request, message, loss))
-
-    def end(self, ended: Ended) -> None:
-        if self.ended is None:
-            self.ended = ended
-            self.to.wake()
-
-    def _drop(self) -> None:
-        self.look()  # what Serve does not know to be awaited it does not cancel
-        self._call.cancel()
-        self._answer.close()
-
-    def _look(self) -> None:
-        try:
-            answer = self._answer.advance()
-            if answer is not None:
-                self.end(self._owner.decode(answer))
-        except asyncio.CancelledError:
-            self.lose("its call was cancelled", "bystander")
-        except OtherVersion as error:
-            self._owner.give_up(error)
-            unusable = (503, GROUP_UNUSABLE, None, str(error))
-            told = lost(self.request, str(error), "bystander")
-            self.end(msgspec.structs.replace(told, refused=unusable, loss=None, group=error.group))
-        except Exception as error:  # whatever way Ray or Serve reports a dead replica
-            loss: Loss = "bystander" if self._owner.is_draining(self.sender) else "unknown"
-            self.lose(f"{type(error).__name__}: {error}".splitlines()[0], loss)
+MOST_BY_VALUE = 2**20
+"""Bytes of a request that travel in the call itself. Replicas take at most 4 MiB there; the rest of the message is
+small. Larger ones go through Ray's object store, which costs milliseconds and has no limit."""
 
 
 class ServeDispatch:
     """All groups of the service, for one gateway. Create and use on one event loop; close() at the end.
 
-    adapters: whose metrics are shown. draining: groups that Serve is taking down.
+    handle: Serve's, of the coordinator deployment; its router (cluster/routing) picks the group by the hint. adapters:
+    whose metrics are shown. draining: groups that Serve is taking down. model: digest of the gateway's.
     """
 
     def __init__(
         self,
-        caller: Caller,
+        handle: Any,
         fleet: FleetView,
         secret: str,
         host: str,
         metrics_prefix: str,
         adapters: Callable[[], AdapterService | None] = lambda: None,
         draining: DrainingGroups | None = None,
+        model: str = "",
     ) -> None:
         self.loop = asyncio.get_running_loop()
-        self.decode = msgspec.msgpack.Decoder(Ended).decode
+        self._decode = msgspec.msgpack.Decoder(Ended).decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._caller = caller
+        self._model = model
+        self._by_value = handle.options(method_name="generate", _by_reference=False)
+        self._by_reference = handle.options(method_name="generate", _by_reference=True)
         self._fleet = fleet
         self._metrics_prefix = metrics_prefix
         self._adapters = adapters
         self._draining = draining if draining is not None else DrainingGroups(lambda: None, 0.0, self.loop.time)
         self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap)
-        self._attempts: dict[str, ServeAttempt] = {}
+        self._attempts: dict[str, RequestPart] = {}
         self._unusable: set[str] = set()
         self._last_message_s: dict[bytes, float] = {}
         self._group_seen = False
@@ -168,20 +74,42 @@ class ServeDispatch:
 
     # ---- Dispatch ------------------------------------------------------------------------------------------------
 
-    def send(self, request: GenerationRequest, hint: RouteHint, to: TokenSink) -> ServeAttempt:
+    def send(self, part: RequestPart, hint: RouteHint) -> None:
         if self._refusal is not None:
             raise self._refusal
         if not self._may_dispatch():
             raise RequestRefused("no worker group is ready", code="service_unavailable", status=503)
         reply_to = self._receiver.reply_to
-        request = msgspec.structs.replace(request, reply_to=reply_to)
+        request = part.request = msgspec.structs.replace(part.request, reply_to=reply_to)
         missing = (record.group for record in self._fleet.missing_for())
         avoid = {*hint.avoid, *missing, *self._draining.groups, *self._unusable}
         hint = msgspec.structs.replace(hint, gateway=reply_to.nonce, avoid=tuple(sorted(avoid)))
-        call = self._caller.call(self._encode(request), hint)
-        attempt = ServeAttempt(self, request, to, call, self._caller.answer(call))
-        self._attempts[request.request_id] = attempt
-        return attempt
+        payload = self._encode(request)
+        method = self._by_value if len(payload) <= MOST_BY_VALUE else self._by_reference
+        part.call = method.remote(with_version(payload, model=self._model), hint=hint)
+        part.answer = Aside(self._answer(part), part.news.set)
+        self._attempts[request.request_id] = part
+
+    def abort(self, abort: Abort) -> None:
+        """Implements Dispatch. While the group is not known, an abort of one choice is held, and the whole request is
+        ended by cancelling the call: the group then sends its count as a last delta, if it has the request."""
+        part = self._attempts.get(abort.request_id)
+        if part is None:
+            return  # close() has cancelled it
+        if part.sender is not None:
+            self._receiver.send_abort(part.sender, abort)
+            return
+        part.held_aborts.append(abort)
+        if abort.choice is None and abort.keep_positions is None:
+            _drop(part)
+
+    def cancel(self, part: RequestPart) -> None:
+        if self._attempts.get(part.request.request_id) is part:
+            del self._attempts[part.request.request_id]
+        if not part.is_complete:
+            _drop(part)
+        elif part.ended is None:
+            self.loop.call_later(CANCEL_AFTER_S, _drop, part)  # its answer is due
 
     @property
     def hold_s(self) -> float:
@@ -237,10 +165,10 @@ class ServeDispatch:
     def refuse_all(self, refusal: RequestRefused) -> None:
         """Ends every request with `refusal`, after the tokens delivered, and refuses later ones."""
         self._refusal = refusal
-        for attempt in list(self._attempts.values()):
-            told = lost(attempt.request, str(refusal), "bystander")
+        for part in list(self._attempts.values()):
+            told = lost(part.request, str(refusal), "bystander")
             refused = (refusal.status, refusal.code, refusal.param, str(refusal))
-            attempt.end(msgspec.structs.replace(told, refused=refused, loss=None))
+            part.end(msgspec.structs.replace(told, refused=refused, loss=None))
 
     def look_after(self) -> None:
         """Ends the attempts of groups without heartbeats and tokens, and of groups that are taken down and whose time
@@ -251,29 +179,19 @@ class ServeDispatch:
         if not self.has_group(self._draining.groups):
             return
         silent = self._silent()
-        for attempt in self._attempts.values():
-            if attempt.sender is None or attempt.ended is not None:
+        for part in self._attempts.values():
+            if part.sender is None or part.ended is not None:
                 continue
-            if attempt.sender in silent:
-                attempt.lose(f"group {silent[attempt.sender]} gives no sign of life", "unknown")
-            elif self._draining.is_due(names.get(attempt.sender, "")):
-                attempt.lose("its group is taken down", "bystander")
-
-    def give_up(self, error: OtherVersion) -> None:
-        """Sends a group of another version nothing more, if another can have it."""
-        if error.group not in self._unusable:
-            log.warning("group %s cannot be used from this gateway: %s", error.group or "of an older release", error)
-        self._unusable = (self._unusable & self._fleet.records.keys()) | ({error.group} - {""})
-
-    def is_draining(self, sender: bytes | None) -> bool:
-        """Whether the group behind this name is being taken down by Serve."""
-        return sender is not None and sender.decode(errors="replace").rpartition(":")[0] in self._draining.groups
+            if part.sender in silent:
+                part.lose(f"group {silent[part.sender]} gives no sign of life", "unknown")
+            elif self._draining.is_due(names.get(part.sender, "")):
+                part.lose("its group is taken down", "bystander")
 
     async def close(self) -> None:
         """Refuses what runs and what comes."""
         self.refuse_all(RequestRefused("the gateway is shutting down", code="service_unavailable", status=503))
-        for attempt in list(self._attempts.values()):
-            attempt.cancel()
+        for part in list(self._attempts.values()):
+            self.cancel(part)
         self._receiver.close()
 
     def _silent(self) -> dict[bytes, str]:
@@ -287,13 +205,33 @@ class ServeDispatch:
 
     # ---- attempts ------------------------------------------------------------------------------------------------
 
-    def forget(self, attempt: ServeAttempt) -> None:
-        """Ignores its deltas from now on."""
-        if self._attempts.get(attempt.request.request_id) is attempt:
-            del self._attempts[attempt.request.request_id]
+    async def _answer(self, part: RequestPart) -> Ended:
+        """Returns the group's answer, or one in its place when its call, the group or the connection to it broke. Waits
+        for futures only."""
+        try:
+            result = await part.call
+            assert isinstance(result, bytes)
+            return self._decode(without_version(result, self._model))
+        except asyncio.CancelledError:
+            return lost(part.request, "its call was cancelled", "bystander")
+        except OtherVersion as error:
+            self._give_up(error)
+            unusable = (503, GROUP_UNUSABLE, None, str(error))
+            told = lost(part.request, str(error), "bystander")
+            return msgspec.structs.replace(told, refused=unusable, loss=None, group=error.group)
+        except Exception as error:  # whatever way Ray or Serve reports a dead replica
+            loss: Loss = "bystander" if self._is_draining(part.sender) else "unknown"
+            return lost(part.request, f"{type(error).__name__}: {error}".splitlines()[0], loss)
 
-    def send_abort(self, sender: bytes, abort: Abort) -> None:
-        self._receiver.send_abort(sender, abort)
+    def _give_up(self, error: OtherVersion) -> None:
+        """Sends a group of another version nothing more, if another can have it."""
+        if error.group not in self._unusable:
+            log.warning("group %s cannot be used from this gateway: %s", error.group or "of an older release", error)
+        self._unusable = (self._unusable & self._fleet.records.keys()) | ({error.group} - {""})
+
+    def _is_draining(self, sender: bytes | None) -> bool:
+        """True if the group behind this name is being taken down by Serve."""
+        return sender is not None and sender.decode(errors="replace").rpartition(":")[0] in self._draining.groups
 
     def _on_deltas(self, sender: bytes, deltas: list[TokenDelta]) -> None:
         if sender in self._last_message_s:
@@ -302,26 +240,38 @@ class ServeDispatch:
         for delta in deltas:
             by_request.setdefault(delta.request_id, []).append(delta)
         for request_id, own in by_request.items():
-            attempt = self._attempts.get(request_id)
-            if attempt is None or own[0].attempt != attempt.request.attempt:
+            part = self._attempts.get(request_id)
+            if part is None or own[0].attempt != part.request.attempt:
                 continue  # late deltas of a request that has ended or moved
-            if attempt.sender is None:
+            if part.sender is None:
                 self._meet(sender)
-                attempt.learn_sender(sender)
-            attempt.has_last_delta |= own[-1].usage is not None
-            if not attempt.to.take(own):
-                attempt.has_last_delta = False
-                self._lose_soon(attempt)
+                self._learn_sender(part, sender)
+            if not part.take(own):
+                self._lose_soon(part)
 
-    def _lose_soon(self, attempt: ServeAttempt) -> None:
-        self.loop.call_later(GAP_S, attempt.lose, "a message was missing for 1 s", "bystander")
+    def _learn_sender(self, part: RequestPart, sender: bytes) -> None:
+        """Its first message has come: its group can be told what was held."""
+        part.sender = sender
+        held, part.held_aborts = part.held_aborts, []
+        for abort in held:
+            self._receiver.send_abort(sender, abort)
+
+    def _lose_soon(self, part: RequestPart) -> None:
+        """Gives the group up in a while, if the part is still dispatched to it."""
+        call = part.call
+
+        def lose() -> None:
+            if part.call is call:
+                part.lose("a message was missing for 1 s", "bystander")
+
+        self.loop.call_later(GAP_S, lose)
 
     def _meet(self, sender: bytes) -> None:
         """Registers a coordinator at its first message, and forgets those that have left the fleet."""
         if sender in self._last_message_s:
             return
         living = {name for name, _ in self._channel_names()}
-        living |= {attempt.sender for attempt in self._attempts.values() if attempt.sender is not None}
+        living |= {part.sender for part in self._attempts.values() if part.sender is not None}
         for gone in self._last_message_s.keys() - living:
             self._receiver.forget(gone)
             del self._last_message_s[gone]
@@ -330,6 +280,14 @@ class ServeDispatch:
     def _on_gap(self, sender: bytes) -> None:
         """A message of this sender was lost: its content is unknown, so all its attempts count as lost."""
         log.warning("a message from %s is missing", sender.decode(errors="replace"))
-        for attempt in self._attempts.values():
-            if attempt.sender == sender:
-                self._lose_soon(attempt)
+        for part in self._attempts.values():
+            if part.sender == sender:
+                self._lose_soon(part)
+
+
+def _drop(part: RequestPart) -> None:
+    """Ends the part's call, if it was made."""
+    if part.answer is not None:
+        part.look()  # what Serve does not know to be awaited it does not cancel
+        part.call.cancel()
+        part.answer.close()

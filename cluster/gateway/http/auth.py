@@ -24,7 +24,7 @@ class AuthLevel(enum.Enum):
 
 
 class Principal(NamedTuple):
-    """Who a request is billed to, and whether admin routes are theirs."""
+    """The tenant that a request is billed to; is_admin: admin routes are theirs."""
 
     tenant: str
     is_admin: bool

@@ -36,7 +36,7 @@ class OtherApi(NamedTuple):
     id_header: bytes
 
     def has(self, path: str) -> bool:
-        """Whether a request to this path is one of this API."""
+        """True if a request to this path is one of this API."""
         return path == self.path or path.startswith(f"{self.path}/")
 
 
@@ -103,7 +103,7 @@ def error_response(
 
 
 def _retry_after_s(refusal: RequestRefused, jitter: int) -> int | None:
-    """When to come back, which quotas have spread already; None where that is no use, or not known."""
+    """Returns when to come back, which quotas have spread already; None where that is no use, or not known."""
     if isinstance(refusal, OverLimit):
         wait_s = refusal.retry_after_s
         return None if wait_s is None else min(MAX_RETRY_AFTER_S, math.ceil(wait_s))

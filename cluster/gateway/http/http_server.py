@@ -2,7 +2,8 @@
 
 uvicorn's parser takes any number of header bytes and waits for ever for the rest of a request. LimitedProtocol adds: at
 most `head_bytes` of request line and headers (431), the same for chunk framing and trailers between two pieces of a
-body, a deadline for a whole head, and two for a body. A request that comes in one read costs no timer.
+body, a deadline for a whole head, and two for a body. A request that comes in one read costs no timer. Next:
+middleware.py, then app/routes.py.
 """
 
 import asyncio
@@ -187,7 +188,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _can_answer(self) -> bool:
-        """Whether the next bytes on the wire are the start of the answer to the request at fault."""
+        """True if the next bytes on the wire are the start of the answer to the request at fault."""
         if self._in_head:
             return not self._answering()
         return not self.pipeline and not self.cycle.response_started

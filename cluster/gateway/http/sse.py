@@ -46,7 +46,7 @@ class EventWriter:
             await self.write(KEEP_ALIVE)
 
     def stuck_for_s(self) -> float:
-        """How long the write under way has waited for the client."""
+        """Returns how long the write under way has waited for the client."""
         return 0.0 if self.began_write_s is None else self._clock() - self.began_write_s
 
     async def finish(self, events: bytes) -> None:

@@ -26,7 +26,7 @@ MOST_IDLE = 1000
 
 
 class Meter(Protocol):
-    """Who counts text work."""
+    """Counter of text work."""
 
     def text_worked(self, tenant: str, cpu_s: float, *, waited_s: float | None) -> None:
         """One piece was done, in cpu_s seconds of a thread. waited_s: in the queue; None: it was done at once."""

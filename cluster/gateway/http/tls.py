@@ -12,7 +12,7 @@ from tandem.configs.schema import GatewaySettings
 
 PEM_END = "-----END CERTIFICATE-----"
 REQUIREMENTS = (ssl.CERT_NONE, ssl.CERT_OPTIONAL, ssl.CERT_REQUIRED)
-"""What --ssl-cert-reqs counts."""
+"""Values of --ssl-cert-reqs."""
 
 
 class ClientFiles(NamedTuple):

@@ -3,13 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.schemas.generation_body import CommonBody
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.workers.messages.request import Usage
-from tandem.workers.speculation.acceptance import DraftAcceptance
 
 Metrics = Callable[[], dict[str, Any]] | None
 """Makes the object `metrics` beside `usage`; None: answers have none."""
@@ -48,7 +45,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def chunk_counts(body: CommonBody, parts: Sequence[RequestPart]) -> ChunkCounts | None:
-    """What counts in every chunk, if that is asked for."""
+    """Makes what counts in every chunk, if that is asked for."""
     if body.stream_options is None or not body.stream_options.continuous_usage_stats:
         return None
     return ChunkCounts([len(part.request.prompt_token_ids) for part in parts for _ in part.choices])
@@ -56,13 +53,7 @@ def chunk_counts(body: CommonBody, parts: Sequence[RequestPart]) -> ChunkCounts 
 
 def draft_metrics(text: TextServices, body: CommonBody, parts: Sequence[RequestPart]) -> Metrics:
     """`metrics` of the answer, where the service reports it: acceptance of drafts, of a single choice only."""
-    level = text.settings.per_request_spec_decode_metrics
-    if level == "none":
+    if text.settings.per_request_spec_decode_metrics == "none":
         return None
-    if len(parts) > 1 or len(parts[0].choices) > 1 or body.use_beam_search:
-        return lambda: {"speculative_decoding": None}
-    acceptance = parts[0].acceptance = DraftAcceptance(text.max_drafts, detailed=level == "detailed")
-    return lambda: {"speculative_decoding": acceptance.report()}
-
-
-_encode = msgspec.json.Encoder().encode
+    acceptance = None if len(parts) > 1 or body.use_beam_search else parts[0].acceptance
+    return lambda: {"speculative_decoding": None if acceptance is None else acceptance.report()}

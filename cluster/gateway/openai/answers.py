@@ -1,7 +1,7 @@
 """The text of the answers: chat and completion objects and their stream chunks, as the OpenAI client reads them.
 
 Streaming is the hot path: what is constant in a chunk is serialized once per answer, a step only encodes its text.
-Tokens come only in TextDeltas.
+Tokens come only in TextDeltas. Next: http/sse.py, which writes what is made here.
 """
 
 from collections.abc import Sequence

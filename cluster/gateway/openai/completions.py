@@ -13,20 +13,19 @@ from tandem.cluster.gateway.openai.answer_usage import chunk_counts, draft_metri
 from tandem.cluster.gateway.openai.answers import CompletionFormat
 from tandem.cluster.gateway.schemas.generation_body import CompletionBody, read_completion
 from tandem.cluster.gateway.schemas.reading import invalid
-from tandem.cluster.gateway.services.model_lookup import held_model
+from tandem.cluster.gateway.services.model_lookup import ServedModel, held_model
 from tandem.cluster.gateway.services.text_services import TextServices
-from tandem.cluster.gateway.serving.answer import answer_head, includes_usage, make_generation, text_answer
-from tandem.cluster.gateway.serving.grammar_fields import grammar_size, requested_grammar
-from tandem.cluster.gateway.serving.parts import prompt_sampling, request_parts
-from tandem.cluster.gateway.serving.prompts import Asked, Prompt, check_token_count, fit, prompt_items, tokenized
+from tandem.cluster.gateway.serving.answer import Prepared, answer_head, includes_usage
+from tandem.cluster.gateway.serving.grammar_fields import grammar_size, requested_grammar, structured_field
+from tandem.cluster.gateway.serving.parts import PromptWork, prompt_sampling, request_parts, text_choices
+from tandem.cluster.gateway.serving.prompts import LimitNames, Prompt, check_token_count, fit, prompt_items, tokenized
 from tandem.cluster.gateway.serving.received import Posted, received
 from tandem.cluster.gateway.serving.sampling_fields import checked_beams
-from tandem.workers.messages.request import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-COMPLETION_FIELDS = Asked("prompt", "max_tokens")
+COMPLETION_FIELDS = LimitNames("prompt", "max_tokens")
 
 
 async def completions(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
@@ -38,11 +37,10 @@ async def completions(text: TextServices, context: GatewayContext, request: Requ
         wanted = _wanted(body)
         check_choices(text, body)
         head = answer_head(text, context, "cmpl-", model.name)
-        asked = Posted(request, principal, model, head.id, body)
+        posted = Posted(request, principal, body, size, began_s)
         parts, echo = await text.workers.run(
-            principal.tenant, size + grammar_size(body), _completion_parts, text, context, asked, body, wanted
+            principal.tenant, size + grammar_size(body), _parts, text, context, posted, model, head.id, wanted
         )
-        generation = make_generation(text, context, asked, parts, began_s, "prompt")
         shown = body.n or 1
         prompts = [part.request.prompt_token_ids for part in parts for _ in range(shown)]
         style = CompletionFormat(
@@ -57,7 +55,17 @@ async def completions(text: TextServices, context: GatewayContext, request: Requ
             with_prompt_logprobs=body.prompt_logprobs is not None,
             metrics=draft_metrics(text, body, parts),
         )
-        return text_answer(context, generation, style, body, held, with_logprobs=body.logprobs is not None)
+        prepared = Prepared(
+            text=text,
+            context=context,
+            posted=posted,
+            head=head,
+            parts=parts,
+            held=held,
+            prompt_field="prompt",
+            grammar_field=structured_field(body),
+        )
+        return prepared.answer(style, with_logprobs=body.logprobs is not None)
 
 
 def _completion_body(text: TextServices, fields: dict[str, Any]) -> CompletionBody:
@@ -72,17 +80,26 @@ def _wanted(body: CompletionBody) -> int:
     return DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
 
 
-def _completion_parts(
-    text: TextServices, context: GatewayContext, asked: "Posted[CompletionBody]", body: CompletionBody, wanted: int
+def _parts(
+    text: TextServices,
+    context: GatewayContext,
+    posted: Posted[CompletionBody],
+    model: ServedModel,
+    name: str,
+    wanted: int,
 ) -> tuple[list[RequestPart], list[str]]:
     """A part for every prompt, and the prompts' texts where the answer begins with them."""
+    body = posted.body
     grammar = requested_grammar(text.settings, body)
-    work: list[tuple[Prompt, SamplingParams]] = []
+    prompts: list[Prompt] = []
+    work: list[PromptWork] = []
     for item in completion_prompts(text, body):
         prompt, max_tokens = fit(text, item, body, wanted, COMPLETION_FIELDS)
-        work.append((prompt, prompt_sampling(text, body, max_tokens, body.logprobs, grammar)))
-    echo = [_echo_text(text, prompt, body) for prompt, _ in work] if body.echo else []
-    return request_parts(text, context, asked, work), echo
+        params = prompt_sampling(text, body, max_tokens, body.logprobs, grammar)
+        prompts.append(prompt)
+        work.append(PromptWork(prompt.token_ids, params, text_choices(text, body, prompt, params)))
+    echo = [_echo_text(text, prompt, body) for prompt in prompts] if body.echo else []
+    return request_parts(text, context, posted, model, name, work), echo
 
 
 def _echo_text(text: TextServices, prompt: Prompt, body: CompletionBody) -> str:
@@ -111,7 +128,7 @@ def check_choices(services: TextServices, body: CompletionBody) -> None:
         raise invalid("n", f"Prompts times n are {choices} choices, above the limit of {limit}.")
 
 
-def check_ids_fit(services: TextServices, body: CompletionBody, wanted: int, names: "Asked") -> None:
+def check_ids_fit(services: TextServices, body: CompletionBody, wanted: int, names: LimitNames) -> None:
     """Refuses, as fit() does, token ids that do not fit. Those that are to be cut may be as many as text gives."""
     if isinstance(body.prompt, str):
         return

@@ -1,6 +1,5 @@
 """POST /v1/embeddings: one or several inputs, each an engine request of its own that ends with an embedding."""
 
-import asyncio
 import base64
 import struct
 import uuid
@@ -12,20 +11,19 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Send
 
-from tandem.cluster.gateway.generation.delivery import LARGE_ANSWER_BYTES, GenerationResponse
+from tandem.cluster.gateway.generation.delivery import Delivery
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.generation import Generation
 from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.cluster.gateway.http.auth import Principal
-from tandem.cluster.gateway.http.sse import EventWriter
 from tandem.cluster.gateway.openai.answer_usage import usage_object
 from tandem.cluster.gateway.schemas.generation_body import check_prompt
 from tandem.cluster.gateway.schemas.reading import Count, ShortText, TokenId, invalid, read
-from tandem.cluster.gateway.services.model_lookup import held_model
+from tandem.cluster.gateway.services.model_lookup import ServedModel, held_model
 from tandem.cluster.gateway.services.text_services import TextServices
-from tandem.cluster.gateway.serving.parts import engine_requests
+from tandem.cluster.gateway.serving.parts import PromptWork, request_parts
 from tandem.cluster.gateway.serving.prompts import prompt_items, tokenized
 from tandem.cluster.gateway.serving.received import Posted, received
 from tandem.configs.schema import GatewaySettings
@@ -37,6 +35,8 @@ AT_ONCE = 64
 """Inputs of one body that are in a group at once: a long list must not fill the queue for other requests."""
 FLOAT_BYTES, BASE64_BYTES = 56, 8
 """A component of an answer in Python's memory: a float and its digits in JSON, or its part of a base64 text."""
+VECTOR_BYTES = 32
+"""A component's weight in the choice of a thread to write a large answer."""
 Format = Literal["float", "base64"]
 
 
@@ -70,20 +70,23 @@ async def embeddings(text: TextServices, context: GatewayContext, request: Reque
     body, size = await received(text, request, principal, lambda fields: read_embedding(fields, text.settings))
     with ExitStack() as held:
         model = held_model(text, context, body.model, principal, held)
-        asked = Posted(request, principal, model, f"embd-{uuid.uuid4().hex}", body)
+        posted, name = Posted(request, principal, body, size, began_s), f"embd-{uuid.uuid4().hex}"
         pool = _pool_of(text, body)
-        parts = await text.workers.run(principal.tenant, size, _parts, text, context, asked, pool)
+        parts = await text.workers.run(principal.tenant, size, _parts, text, context, posted, model, name, pool)
+        head: dict[str, Any] = {"id": name, "created": int(context.wall_clock())}
+        style = EmbeddingFormat(head, model.name, parts, body.encoding_format or "float")
         generation = Generation(
             context,
             parts,
             tenant=principal.tenant,
             model=model.name,
             began_s=began_s,
+            held=held.pop_all(),
             prompt_field="input",
             at_once=AT_ONCE,
         )
-        generation.held = held.pop_all()
-        return EmbeddingResponse(context, generation, asked, body.encoding_format or "float")
+        components = len(parts) * (pool.dimensions or text.pooling.size)
+        return Delivery(context, generation, style, other_bytes=components * VECTOR_BYTES)
 
 
 def _pool_of(text: TextServices, body: EmbeddingBody) -> Pool:
@@ -93,15 +96,19 @@ def _pool_of(text: TextServices, body: EmbeddingBody) -> Pool:
         raise invalid("dimensions", f"dimensions {error}.") from error
 
 
-def _parts(text: TextServices, context: GatewayContext, asked: Posted[EmbeddingBody], pool: Pool) -> list[RequestPart]:
+def _parts(
+    text: TextServices,
+    context: GatewayContext,
+    posted: Posted[EmbeddingBody],
+    model: ServedModel,
+    name: str,
+    pool: Pool,
+) -> list[RequestPart]:
     """A part for every input."""
-    inputs, encoding = _inputs(text, asked.body), asked.body.encoding_format
+    inputs, encoding = _inputs(text, posted.body), posted.body.encoding_format
     _check_answer(len(inputs), pool.dimensions or text.pooling.size, encoding, context.max_answer_bytes)
-    requests = engine_requests(context, asked, [(token_ids, NO_TOKENS) for token_ids in inputs], pool)
-    return [
-        RequestPart(request=request, choices=[EmbeddingChoice()], first_choice=number)
-        for number, request in enumerate(requests)
-    ]
+    work = [PromptWork(token_ids, NO_TOKENS, [EmbeddingChoice()]) for token_ids in inputs]
+    return request_parts(text, context, posted, model, name, work, pool=pool)
 
 
 def _inputs(text: TextServices, body: EmbeddingBody) -> list[list[int]]:
@@ -156,33 +163,20 @@ class EmbeddingChoice:
             self.embedding = delta.embedding or b""
 
 
-class EmbeddingResponse(GenerationResponse):
-    """The list of embeddings, in the order of the inputs."""
+class EmbeddingFormat:
+    """The list of embeddings, in the order of the inputs. head: the first fields of the answer."""
 
-    def __init__(
-        self, context: GatewayContext, generation: Generation, asked: Posted[EmbeddingBody], encoding: Format
-    ) -> None:
-        super().__init__(context, generation)
-        self._head = {"id": asked.name, "created": int(context.wall_clock())}
-        self._model = asked.model.name
-        self._encoding = encoding
+    def __init__(self, head: dict[str, Any], model: str, parts: Sequence[RequestPart], encoding: Format) -> None:
+        self._head = head
+        self._model = model
+        self._parts = parts
+        self._shown = _as_base64 if encoding == "base64" else _as_floats
 
-    async def _deliver(self, send: Send, writer: EventWriter) -> None:
-        del writer
-        async for part, deltas in self._generation.steps():
-            for delta in deltas:
-                part.choices[delta.choice].take(delta)
-        vectors = [_vector_of(part) for part in self._generation.parts]
-        usage = await self._generation.usage()
-        if sum(map(len, vectors)) * 8 > LARGE_ANSWER_BYTES:
-            body = await asyncio.to_thread(self._body, vectors, usage)
-        else:
-            body = self._body(vectors, usage)
-        await self._send_json(send, body)
-
-    def _body(self, vectors: Sequence[bytes], usage: Usage) -> bytes:
-        shown = _as_base64 if self._encoding == "base64" else _as_floats
-        data = [{"object": "embedding", "index": i, "embedding": shown(vector)} for i, vector in enumerate(vectors)]
+    def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
+        """Implements ResponseFormat. RequestRefused for an input that ended without an embedding."""
+        del choices
+        vectors = [_vector_of(part) for part in self._parts]
+        data = [{"object": "embedding", "index": i, "embedding": self._shown(v)} for i, v in enumerate(vectors)]
         answer = {**self._head, "object": "list", "data": data, "model": self._model, "usage": usage_object(usage)}
         return msgspec.json.encode(answer)
 

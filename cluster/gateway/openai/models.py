@@ -8,7 +8,7 @@ from starlette.responses import Response
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
-from tandem.cluster.gateway.services.model_lookup import Served, all_shown, shown_model
+from tandem.cluster.gateway.services.model_lookup import ServedModel, all_shown, shown_model
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
 
@@ -32,7 +32,7 @@ Names = tuple[str, ...]
 Adapters = AdapterService | None
 
 
-def model_object(text: TextServices, served: Served, principal: Principal) -> dict[str, Any]:
+def model_object(text: TextServices, served: ServedModel, principal: Principal) -> dict[str, Any]:
     """OpenAI's model object with vLLM's additions. A tenant's adapter is owned by that tenant. An adapter's root is its
     source for those who may load adapters, and its version for others, who must not see paths."""
     shown: dict[str, Any] = {

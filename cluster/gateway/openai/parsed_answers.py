@@ -38,7 +38,7 @@ class ParsedChoice:
     ids: list[str] = field(default_factory=list)
 
     def events(self, addition: TextDelta) -> list[OutputEvent]:
-        """What an addition to its text makes certain."""
+        """Returns what an addition to its text makes certain."""
         if self.thinking is not None:
             self.thinking.add(addition.token_ids)
         events = self.parser.push(addition.text) if addition.text else []

@@ -1,4 +1,4 @@
-"""From items to the chat body that says the same, which read_chat() checks."""
+"""Translates items to the chat body that says the same, which read_chat() checks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +45,7 @@ def chat_of(body: ResponsesBody, before: Sequence[Item], settings: GatewaySettin
         turns.take("previous_response_id", item)
     for i, item in enumerate(given_items(body)):
         turns.take("input" if isinstance(body.input, str) else f"input[{i}]", item)
-    names = FieldNames(FIELDS, "input", turns.places)
+    names = FieldNames(FIELDS, "input", "max_output_tokens", turns.places)
     fields: dict[str, Any] = {
         "messages": turns.messages,
         "model": body.model,

@@ -21,9 +21,9 @@ from tandem.workers.messages.errors import RequestRefused
 
 log = logging.getLogger("tandem.gateway")
 MAX_RESPONSES = 4096
-"""Of a tenant."""
+"""Responses of one tenant."""
 WAIT_S = 0.25
-"""How long the end of an answer waits for its storing, so that the next request finds it through any gateway."""
+"""Time that the end of an answer waits for its storing, so that the next request finds it through any gateway."""
 PREFIX = "resp_"
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 PUT_SCRIPT = load_lua(__file__, "response_drop.lua", "response_put.lua")

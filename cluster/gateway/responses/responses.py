@@ -1,7 +1,6 @@
 """POST /v1/responses, and GET and DELETE of a stored one."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.cluster.gateway.conversation.blocks import blocks_of
-from tandem.cluster.gateway.conversation.conversation import Conversation, Received, prepare_chat
+from tandem.cluster.gateway.conversation.conversation import PreparedChat, conversation_of
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import printable
@@ -20,11 +19,9 @@ from tandem.cluster.gateway.responses.responses_answer import ResponsesFormat
 from tandem.cluster.gateway.responses.responses_body import FunctionCallItem, Item, ResponsesBody, read_responses
 from tandem.cluster.gateway.schemas.reading import unsupported
 from tandem.cluster.gateway.services.text_services import TextServices
-from tandem.cluster.gateway.serving.answer import json_response, text_answer
-from tandem.cluster.gateway.serving.prompts import Asked
-from tandem.cluster.gateway.serving.received import PARSED_FASTER, received
+from tandem.cluster.gateway.serving.answer import json_response
+from tandem.cluster.gateway.serving.received import PARSED_FASTER, Posted, received
 
-NAMES = Asked("input", "max_output_tokens")
 Store = ResponseStore | None
 """None where there is no Redis, or nothing is to be stored."""
 
@@ -42,32 +39,18 @@ async def create_response(
         known = checked(store, "previous_response_id")
         stored = await known.get(principal.tenant, body.previous_response_id, "previous_response_id")
         before, size = stored.items, size + len(stored.response)
-    chat, names = await text.workers.run(principal.tenant, size // PARSED_FASTER, chat_of, body, before, text.settings)
-    posted = Received(
-        request=request,
-        principal=principal,
-        body=chat,
-        size=size,
-        began_s=began_s,
-        id_prefix=PREFIX,
-        names=NAMES,
-        field_of=names.of,
+    chat_body, names = await text.workers.run(
+        principal.tenant, size // PARSED_FASTER, chat_of, body, before, text.settings
     )
-    with ExitStack() as held:
-        with names.in_refusals():
-            conversation = await prepare_chat(text, context, posted, held)
+    posted = Posted(request, principal, chat_body, size, began_s)
+    async with conversation_of(text, context, posted, names, PREFIX) as chat:
         keeper = store if body.store is not False else None
-        fields = object_fields(body, conversation, stores=keeper is not None)
-        style = ResponsesFormat(fields, blocks_of(conversation.output), context.wall_clock)
-        keeping = None if keeper is None else Keeping(keeper, principal.tenant, style, [*before, *given_items(body)])
-        return text_answer(
-            context,
-            conversation.generation,
-            style,
-            chat,
-            held,
-            with_logprobs=False,
-            before_end=None if keeping is None else keeping.keep,
+        fields = object_fields(body, chat, stores=keeper is not None)
+        style = ResponsesFormat(fields, blocks_of(chat.output), context.wall_clock)
+        if keeper is None:
+            return chat.answer(style)
+        return chat.answer(
+            style, before_end=Keeping(keeper, principal.tenant, style, [*before, *given_items(body)]).keep
         )
 
 
@@ -127,9 +110,9 @@ def _is_cut_call(item: Item) -> bool:
     return False
 
 
-def object_fields(body: ResponsesBody, conversation: Conversation, *, stores: bool) -> dict[str, Any]:
+def object_fields(body: ResponsesBody, chat: PreparedChat, *, stores: bool) -> dict[str, Any]:
     """The fields of the response object that are known before the answer."""
-    head, sampling = conversation.head, conversation.parts[0].request.sampling
+    head, sampling = chat.head, chat.parts[0].request.sampling
     tools = [{"description": None, "parameters": None, "strict": None, **tool} for tool in _plain(body.tools or [])]
     text = {"format": {"type": "text"}, "verbosity": "medium", **(_plain(body.text) or {})}
     return {

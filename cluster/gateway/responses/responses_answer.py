@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.gateway.conversation.blocks import Began, Block, Blocks, BlockStep, Ended, Grew
+from tandem.cluster.gateway.conversation.blocks import AnswerBlock, BlockBegan, BlockEnded, BlockGrew, Blocks, BlockStep
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.cluster.gateway.http.error_answers import as_refusal
 from tandem.workers.messages.request import Usage
@@ -96,10 +96,10 @@ class ResponsesFormat:
         nothing = {"error": None, "incomplete_details": None, "usage": None}
         return {**self._fields, "status": status, **nothing, "output": output}
 
-    def _status(self, block: Block) -> str:
+    def _status(self, block: AnswerBlock) -> str:
         return "incomplete" if self._is_cut and block is self._blocks.all[-1] else "completed"
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: AnswerBlock, status: str) -> dict[str, Any]:
         """The item of a block as far as it is."""
         item_id, call_id = self._id(block)
         if block.kind == "call":
@@ -110,7 +110,7 @@ class ResponsesFormat:
             return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": parts}
         return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": parts}
 
-    def _id(self, block: Block) -> tuple[str, str]:
+    def _id(self, block: AnswerBlock) -> tuple[str, str]:
         """The ids of a block's item and, if it is one, of its call."""
         while len(self._ids) <= block.index:
             kind = self._blocks.all[len(self._ids)].kind
@@ -121,20 +121,20 @@ class ResponsesFormat:
 
     def _step(self, step: BlockStep) -> bytes:
         match step:
-            case Grew(_, text):
+            case BlockGrew(_, text):
                 self._sequence += 1
                 return b'%b%b,"sequence_number":%d}\n\n' % (self._delta_start, _encode(text), self._sequence - 1)
-            case Began(block):
+            case BlockBegan(block):
                 return self._began(block)
-            case Ended(block):
+            case BlockEnded(block):
                 return self._ended(block)
 
-    def _began(self, block: Block) -> bytes:
+    def _began(self, block: AnswerBlock) -> bytes:
         place = self._place(block)
-        shown = self._item(Block(block.kind, block.index, block.name), "in_progress")
+        shown = self._item(AnswerBlock(block.kind, block.index, block.name), "in_progress")
         events = self._event("response.output_item.added", output_index=block.index, item=shown)
         if block.kind != "call":
-            empty = _part(Block(block.kind, block.index))
+            empty = _part(AnswerBlock(block.kind, block.index))
             events += self._event("response.content_part.added", **place, part=empty)
         if block.kind == "text":
             place["logprobs"] = []
@@ -143,7 +143,7 @@ class ResponsesFormat:
         self._delta_start = b"event: %b\ndata: %b,%b:" % (kind.encode(), start, b'"delta"')
         return events
 
-    def _ended(self, block: Block) -> bytes:
+    def _ended(self, block: AnswerBlock) -> bytes:
         place, text = self._place(block), block.text
         if block.kind == "call":
             name = "response.function_call_arguments.done"
@@ -157,7 +157,7 @@ class ResponsesFormat:
         item = self._item(block, self._status(block))
         return events + self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def _place(self, block: Block) -> dict[str, Any]:
+    def _place(self, block: AnswerBlock) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self._id(block)[0], "output_index": block.index}
         return place if block.kind == "call" else {**place, "content_index": 0}
 
@@ -167,7 +167,7 @@ class ResponsesFormat:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(data))
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: AnswerBlock) -> dict[str, Any]:
     if block.kind == "thinking":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

@@ -25,7 +25,7 @@ from tandem.cluster.gateway.schemas.reading import (
 
 MAX_METADATA = 16
 Nothing = Annotated[list[Any], Meta(max_length=0)]
-"""What an answer of another service may have and ours have not: an empty list."""
+"""An empty list: answers of other services may fill it, ours do not."""
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -73,7 +73,7 @@ class FunctionCallItem(
 class FunctionOutputItem(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="function_call_output"
 ):
-    """What a function that was called has returned."""
+    """The result of a function that was called."""
 
     call_id: ShortText
     output: str | list[InputText]
@@ -111,7 +111,7 @@ class FunctionChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the answer's text must be. name, schema, strict, description: of json_schema."""
+    """The form of the answer's text. name, schema, strict, description: of json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None

@@ -1,7 +1,7 @@
 """The values that a field takes, for the text of a refusal: read from the body's type, so that no list is kept twice;
 and the value that it was given.
 
-Called by schemas.py for requests that are refused anyway; never on the way of a good one.
+Called by reading.py for requests that are refused anyway; never on the way of a good one.
 """
 
 import json

@@ -10,7 +10,7 @@ from tandem.cluster.tenants.tenant_admission import Tenancy
 
 @dataclass(frozen=True, kw_only=True)
 class Accounts:
-    """Who may use the gateway, and how much: keys, limits, and the changes of both. By default there are no tenants,
+    """Keys and limits of those who may use the gateway, and the changes of both. By default there are no tenants,
     and nothing is billed."""
 
     auth: Authenticator

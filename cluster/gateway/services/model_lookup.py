@@ -17,7 +17,7 @@ Names = tuple[str, ...]
 Adapters = AdapterService | None
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """The name to answer as, and the adapter if `model` names one."""
 
     name: str
@@ -29,42 +29,42 @@ class Served(NamedTuple):
         return self.entry.ref if self.entry is not None else None
 
 
-def served_model(names: Names, adapters: Adapters, name: str | None, principal: Principal) -> Served:
+def served_model(names: Names, adapters: Adapters, name: str | None, principal: Principal) -> ServedModel:
     """The model of a request. RequestRefused 404, with the same text, for an unknown name and another tenant's."""
     if name is None:
-        return Served(names[0])
+        return ServedModel(names[0])
     return _find(names, adapters, name, principal.tenant)
 
 
-def shown_model(names: Names, adapters: Adapters, name: str, principal: Principal) -> Served:
+def shown_model(names: Names, adapters: Adapters, name: str, principal: Principal) -> ServedModel:
     """One that may be looked at: by an admin, others' adapters too. RequestRefused 404 as of a request."""
     return _find(names, adapters, name, _looks_for(principal))
 
 
-def all_shown(names: Names, adapters: Adapters, principal: Principal) -> list[Served]:
+def all_shown(names: Names, adapters: Adapters, principal: Principal) -> list[ServedModel]:
     """Every name that this tenant may send as `model`, each once: the base's, then its adapters'. For an admin: every
     adapter's."""
     entries = adapters.visible(_looks_for(principal)) if adapters is not None else []
-    return [*map(Served, names), *(Served(entry.name, entry) for entry in entries)]
+    return [*map(ServedModel, names), *(ServedModel(entry.name, entry) for entry in entries)]
 
 
-def _find(names: Names, adapters: Adapters, name: str, tenant: str | None) -> Served:
+def _find(names: Names, adapters: Adapters, name: str, tenant: str | None) -> ServedModel:
     if name in names:
-        return Served(name)
+        return ServedModel(name)
     entry = adapters.entry(name, tenant) if adapters is not None else None
     if entry is None:
         raise model_not_found(name)
-    return Served(name, entry)
+    return ServedModel(name, entry)
 
 
 def _looks_for(principal: Principal) -> str | None:
-    """Whose adapters are shown, None: all."""
+    """Returns the tenant whose adapters are shown, None: all."""
     return None if principal.is_admin else principal.tenant
 
 
 def held_model(
     text: TextServices, context: GatewayContext, name: str | None, principal: Principal, held: ExitStack
-) -> Served:
+) -> ServedModel:
     """The model of that name, whose adapter is in use from now on."""
     adapters = context.adapters
     model = served_model(text.model_names, adapters, name, principal)

@@ -19,30 +19,33 @@ from tandem.workers.text.tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class TextServices:
-    """From bodies to prompts and from tokens to answers, for one model. settings: the limits of bodies and texts.
-    model_names: all names of the base, at least one. chat_template: None when the model has none. max_model_len:
-    tokens. vocab_size: the model's, which may be more than the tokenizer's. extra_stop_token_ids: see
-    extra_stop_token_ids(). pooling: how embeddings are made. max_drafts: draft tokens of a step, 0 without speculative
-    decoding. batching_policy: that of all groups. tool_format, reasoning_format: how the model writes calls and
-    thinking; None: unknown, all is content. created_s: Unix time. random_seed: the seed of a request that gives
-    none."""
+    """Text services of one model: from bodies to prompts and from tokens to answers."""
 
+    # the limits of bodies and texts
     settings: GatewaySettings
+    # all names of the base, at least one
     model_names: tuple[str, ...]
     tokenizer: ModelTokenizer
     detokenizers: DetokenizerFactory
+    # None when the model has none
     chat_template: ChatTemplate | None
     max_model_len: int
+    # the model's, which may be more than the tokenizer's
     vocab_size: int
+    # see extra_stop_token_ids()
     extra_stop_token_ids: tuple[int, ...]
     pooling: PoolingFacts
     workers: TextWorkers
+    # draft tokens of a step, 0 without speculative decoding
     max_drafts: int = 0
     fingerprint: str = "tandem"
     created_s: int = field(default_factory=lambda: int(time.time()))
+    # that of all groups
     batching_policy: BatchingPolicyName = "continuous"
+    # how the model writes calls and thinking; None: unknown, all is content
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | None = None
+    # the seed of a request that gives none
     random_seed: Callable[[], int] = lambda: secrets.randbits(63)
 
     def __post_init__(self) -> None:

@@ -1,1 +1,1 @@
-"""From a checked body to a generation and its answer, for all APIs that generate."""
+"""Makes a generation and its answer of a checked body, for all APIs that generate."""

@@ -24,7 +24,7 @@ OFF_LOOP_BYTES = 4096
 """Added to the size of a body with a grammar: to check one may take longer than its length says."""
 
 
-class Asked(NamedTuple):
+class RequestedForm(NamedTuple):
     """A form that a body asks for. field: the name of its field in the body."""
 
     field: str
@@ -38,7 +38,7 @@ def structured_field(body: CommonBody) -> str | None:
 
 
 def grammar_size(body: CommonBody) -> int:
-    """What a grammar adds to the size of the work that a body is; measuring its text would be such work itself."""
+    """Returns what a grammar adds to the size of a body as work; measuring its text would be such work itself."""
     return 0 if _asked(body) is None else OFF_LOOP_BYTES
 
 
@@ -58,7 +58,7 @@ def requested_grammar(settings: GatewaySettings, body: CommonBody) -> str | None
         raise _refused(field, str(error)) from None
 
 
-def _asked(body: CommonBody) -> Asked | None:
+def _asked(body: CommonBody) -> RequestedForm | None:
     found = [one for one in (_of_response_format(body), _of_structured_outputs(body), *_of_guided(body)) if one]
     if len(found) > 1:
         raise invalid(found[1].field, f"{found[0].field} and {found[1].field} exclude each other.")
@@ -66,11 +66,11 @@ def _asked(body: CommonBody) -> Asked | None:
         if not found or not found[0].field.startswith("guided_"):
             raise invalid("guided_whitespace_pattern", "guided_whitespace_pattern needs guided_json.")
         pattern = body.guided_whitespace_pattern
-        return Asked(found[0].field, msgspec.structs.replace(found[0].params, whitespace_pattern=pattern))
+        return RequestedForm(found[0].field, msgspec.structs.replace(found[0].params, whitespace_pattern=pattern))
     return found[0] if found else None
 
 
-def _of_response_format(body: CommonBody) -> Asked | None:
+def _of_response_format(body: CommonBody) -> RequestedForm | None:
     form = body.response_format
     if form is None:
         return None
@@ -80,20 +80,20 @@ def _of_response_format(body: CommonBody) -> Asked | None:
     if form.type == "text":
         return None
     if form.type == "json_object":
-        return Asked("response_format", StructuredOutputsParams(json_object=True))
+        return RequestedForm("response_format", StructuredOutputsParams(json_object=True))
     if form.type == "structural_tag":
-        return Asked("response_format", StructuredOutputsParams(structural_tag=_tag(form)))
+        return RequestedForm("response_format", StructuredOutputsParams(structural_tag=_tag(form)))
     if form.json_schema is None or form.json_schema.schema is None:
         name = "response_format.json_schema" if form.json_schema is None else "response_format.json_schema.schema"
         raise invalid(name, f"The field {name} is required with type json_schema.")
-    return Asked("response_format", StructuredOutputsParams(json=form.json_schema.schema))
+    return RequestedForm("response_format", StructuredOutputsParams(json=form.json_schema.schema))
 
 
 def _tag(form: ResponseFormatField) -> dict[str, Any]:
     return {"type": "structural_tag", "structures": form.structures, "triggers": form.triggers}
 
 
-def _of_structured_outputs(body: CommonBody) -> Asked | None:
+def _of_structured_outputs(body: CommonBody) -> RequestedForm | None:
     given = body.structured_outputs
     if given is None or given == type(given)():
         return None
@@ -112,21 +112,21 @@ def _of_structured_outputs(body: CommonBody) -> Asked | None:
     except GrammarError as error:
         field = "structured_outputs" if error.field is None else f"structured_outputs.{error.field}"
         raise invalid(field, f"structured_outputs: {error}.") from None
-    return Asked("structured_outputs", params)
+    return RequestedForm("structured_outputs", params)
 
 
-def _of_guided(body: CommonBody) -> list[Asked]:
+def _of_guided(body: CommonBody) -> list[RequestedForm]:
     found = []
     for field, name in GUIDED.items():
         value = getattr(body, field)
         if value is not None:
             plain = tuple(value) if name == "choice" else value
-            found.append(Asked(field, msgspec.structs.replace(StructuredOutputsParams(), **{name: plain})))
+            found.append(RequestedForm(field, msgspec.structs.replace(StructuredOutputsParams(), **{name: plain})))
     return found
 
 
 def _text(params: StructuredOutputsParams) -> str:
-    """What the client sent, as text."""
+    """Returns what the client sent, as text."""
     value = getattr(params, kind_of(params))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

@@ -1,17 +1,28 @@
 """The parts of a generation: a prompt, its sampling parameters and its choices each."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
-from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.generation.part import Choice, RequestPart
 from tandem.cluster.gateway.schemas.generation_body import CommonBody, CompletionBody
+from tandem.cluster.gateway.services.model_lookup import ServedModel
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.prompts import Prompt
 from tandem.cluster.gateway.serving.received import Posted, QueueFields
 from tandem.cluster.gateway.serving.sampling_fields import sampling_params
 from tandem.cluster.tenants.tenant import salted
 from tandem.workers.messages.request import GenerationRequest, Pool, SamplingParams
+from tandem.workers.speculation.acceptance import DraftAcceptance
 from tandem.workers.text.choice_text import ChoiceText
+
+
+class PromptWork(NamedTuple):
+    """One prompt of a request, with the choices that are to come of it."""
+
+    token_ids: list[int]
+    sampling: SamplingParams
+    choices: Sequence[Choice]
 
 
 def prompt_sampling(
@@ -36,23 +47,24 @@ def prompt_sampling(
     )
 
 
-def engine_requests(
+def _requests(
     context: GatewayContext,
-    asked: Posted[QueueFields],
-    work: Sequence[tuple[list[int], SamplingParams]],
-    pool: Pool | None = None,
+    posted: Posted[QueueFields],
+    model: ServedModel,
+    name: str,
+    work: Sequence[PromptWork],
+    pool: Pool | None,
 ) -> list[GenerationRequest]:
-    """The requests of one HTTP request to the groups, for each prompt one; their ids are unique even when x-request-id
-    is not. work: token ids and sampling parameters of the prompts."""
-    request, principal, model, name, body = asked
+    """Makes the requests of one HTTP request to the groups."""
+    request, principal, body = posted.request, posted.principal, posted.body
     priority = body.priority if body.priority is not None else context.tenancy.limits(principal.tenant).priority
     salt = salted(principal.tenant, body.cache_salt)
     trace_ids = {"x-request-id": request.scope.get("tandem.request_id", "")}
     return [
         GenerationRequest(
             request_id=name if len(work) == 1 else f"{name}-{number}",
-            prompt_token_ids=token_ids,
-            sampling=params,
+            prompt_token_ids=one.token_ids,
+            sampling=one.sampling,
             adapter=model.adapter,
             tenant=principal.tenant,
             priority=priority,
@@ -61,29 +73,48 @@ def engine_requests(
             trace_ids=trace_ids,
             pool=pool,
         )
-        for number, (token_ids, params) in enumerate(work)
+        for number, one in enumerate(work)
     ]
 
 
 def request_parts(
     text: TextServices,
     context: GatewayContext,
-    asked: Posted[CommonBody],
-    work: Sequence[tuple[Prompt, SamplingParams]],
+    posted: Posted[QueueFields],
+    model: ServedModel,
+    name: str,
+    work: Sequence[PromptWork],
     *,
+    pool: Pool | None = None,
     is_open_ended: bool = False,
-    shows_special_tokens: bool = False,
 ) -> list[RequestPart]:
-    """A part for every prompt of one HTTP request. shows_special_tokens: in the texts, whatever the body says."""
-    skips = not shows_special_tokens and asked.body.skip_special_tokens is not False
-    requests = engine_requests(context, asked, [(prompt.token_ids, params) for prompt, params in work])
-    parts = []
-    for number, (request, (prompt, params)) in enumerate(zip(requests, work, strict=True)):
-        choices = [_choice(text, asked.body, prompt, params, skips) for _ in range(params.n)]
-        first = number * params.n
-        part = RequestPart(request=request, choices=choices, first_choice=first, is_open_ended=is_open_ended)
-        parts.append(part)
-    return parts
+    """Makes the parts of one HTTP request, for each prompt one. name: the answer's id; those of the parts are unique
+    even when x-request-id is not."""
+    requests = _requests(context, posted, model, name, work, pool)
+    return [
+        RequestPart(
+            request=request,
+            choices=one.choices,
+            first_choice=number * one.sampling.n,
+            is_open_ended=is_open_ended,
+            acceptance=_acceptance(text) if len(work) == 1 and one.sampling.n == 1 else None,
+        )
+        for number, (request, one) in enumerate(zip(requests, work, strict=True))
+    ]
+
+
+def _acceptance(text: TextServices) -> DraftAcceptance | None:
+    """Counts draft tokens, where the service reports them."""
+    level = text.settings.per_request_spec_decode_metrics
+    return None if level == "none" else DraftAcceptance(text.max_drafts, detailed=level == "detailed")
+
+
+def text_choices(
+    text: TextServices, body: CommonBody, prompt: Prompt, params: SamplingParams, *, shows_special_tokens: bool = False
+) -> list[ChoiceText]:
+    """Makes the choices of a prompt. shows_special_tokens: in the texts, whatever the body says."""
+    skips = not shows_special_tokens and body.skip_special_tokens is not False
+    return [_choice(text, body, prompt, params, skips) for _ in range(params.n)]
 
 
 def _choice(

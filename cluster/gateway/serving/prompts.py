@@ -72,7 +72,7 @@ def prompt_items(prompt: str | list[str | int | list[int]]) -> Sequence[str | li
     return [item for item in prompt if not isinstance(item, int)]
 
 
-class Asked(NamedTuple):
+class LimitNames(NamedTuple):
     """The names of the two fields that must fit the context together, in this body."""
 
     prompt: str
@@ -80,7 +80,7 @@ class Asked(NamedTuple):
 
 
 def fit(
-    services: TextServices, prompt: Prompt, body: CommonBody, wanted: int | None, names: Asked
+    services: TextServices, prompt: Prompt, body: CommonBody, wanted: int | None, names: LimitNames
 ) -> tuple[Prompt, int]:
     """The prompt, cut as asked, and its max_tokens: `wanted`, or all that fits, within generation_config.json's limits.
 

@@ -1,4 +1,5 @@
-"""A request whose body has been read: what every route that takes a body begins with."""
+"""A request whose body has been read: what every route that takes a body begins with. Next, for a chat:
+conversation/conversation.py."""
 
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -7,7 +8,6 @@ from starlette.requests import Request
 
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
-from tandem.cluster.gateway.services.model_lookup import Served
 from tandem.cluster.gateway.services.text_services import TextServices
 
 Body = TypeVar("Body")
@@ -21,7 +21,7 @@ class QueueFields(Protocol):
 
     @property
     def priority(self) -> int | None:
-        """Of the request; None: the tenant's."""
+        """The request's; None: the tenant's."""
         ...
 
     @property
@@ -31,13 +31,14 @@ class QueueFields(Protocol):
 
 
 class Posted(NamedTuple, Generic[Fields]):
-    """One HTTP request: who asks, for which model, with what body. name: its id in the answer."""
+    """One HTTP request: who asks, and with what body, which other APIs than OpenAI's translate. size: bytes of the
+    client's body. began_s: of the gateway's clock."""
 
     request: Request
     principal: Principal
-    model: Served
-    name: str
     body: Fields
+    size: int
+    began_s: float
 
 
 async def received(

@@ -1,4 +1,4 @@
-"""From a checked body to SamplingParams: defaults of the model's generation_config.json, a seed for everyone; and what
+"""Makes SamplingParams of a checked body: defaults of the model's generation_config.json, a seed for everyone; and what
 may stand beside use_beam_search. There `n` is the number of beams and of answers, as in vLLM. Beams are ranked by the
 model's own log probabilities, so fields that change those, or sample, are refused by name."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -355,8 +355,9 @@ async def test_a_request_whose_client_left_before_it_was_opened_holds_nothing(op
         ref = AdapterRef(name="pirate", digest="a" * 64, source="")
         asked = GenerationRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1))
         part = RequestPart(request=asked, choices=[], first_choice=0)
-        generation = Generation(rig.context, [part], tenant="acme", model="pirate", began_s=0.0)
-        generation.held.enter_context(service(rig).request(ref))
+        held = ExitStack()
+        held.enter_context(service(rig).request(ref))
+        generation = Generation(rig.context, [part], tenant="acme", model="pirate", began_s=0.0, held=held)
         assert service(rig).requests_of(ref) == 1
         generation.close()
         generation.close()

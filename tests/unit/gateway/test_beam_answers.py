@@ -207,11 +207,11 @@ async def test_a_pool_that_is_full_ends_the_search_as_length() -> None:
     class Small(Letters):
         """A group whose KV pool holds two tokens behind the prompt."""
 
-        def send(self, request: GenerationRequest, hint: Any, to: Any) -> Any:
-            stream = super().send(request, hint, to)
-            if len((request.resume_token_ids or [[]])[0]) >= 2:
-                stream.choices[0].script = stream.choices[0].script[:2]
-            return stream
+        def send(self, part: Any, hint: Any) -> None:
+            super().send(part, hint)
+            if len((part.request.resume_token_ids or [[]])[0]) >= 2:
+                choice = self.streams[part.request.request_id].choices[0]
+                choice.script = choice.script[:2]
 
     async with gateway(Small(script=script)) as rig:
         answer = (await rig.complete(n=2, max_tokens=9, ignore_eos=True, **BEAMS)).json()

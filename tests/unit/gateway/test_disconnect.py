@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.cluster.gateway.generation.delivery import TextResponse
+from tandem.cluster.gateway.generation.delivery import Delivery
 from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.tenants.tenant_admission import Reservation, Tenancy
 from tandem.workers.messages.errors import RequestRefused
@@ -282,7 +282,7 @@ async def test_a_timeout_of_the_delivery_itself_is_no_client_that_does_not_read(
     async def late(*_: Any) -> None:
         raise TimeoutError("of something else")
 
-    monkeypatch.setattr(TextResponse, "_deliver", late)
+    monkeypatch.setattr(Delivery, "_deliver", late)
     async with gateway(manual()) as rig:
         caller = Caller(rig, {"prompt": "abc"})
         await within(caller.start())

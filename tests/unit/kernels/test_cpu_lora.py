@@ -11,8 +11,10 @@ from tandem.workers.kernels.cpu.cpu_lora import CpuLora, split_work
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.lora_layers import LoraLayer, check_close, make_layer, noise, rows_of
+from tests.support.pairwise import all_pairs
 
 CPU = torch.device("cpu")
+DTYPES, KINDS = (torch.float32, torch.bfloat16, torch.float16), ("twin", "compiled")
 RANKS = [4, 8, 16, 64, 3, 1, 0, 21]
 RUN = 32
 """Tokens from which the compiled one goes through matmuls here, as the twin does."""
@@ -32,12 +34,12 @@ PARALLEL_ELEMENTS = 2**20
 """As in cpu_lora.c."""
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.fixture(params=DTYPES, ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param  # type: ignore[no-any-return]
 
 
-@pytest.fixture(params=["twin", "compiled"])
+@pytest.fixture(params=KINDS)
 def ops(request: pytest.FixtureRequest, dtype: torch.dtype) -> LoraOps:
     if request.param == "twin":
         return TorchLora()
@@ -78,7 +80,12 @@ def test_mixed_ranks_and_runs_add_their_products(ops: LoraOps, dtype: torch.dtyp
     check_close(y, expected)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, RUN - 1, RUN, 3 * RUN])
+@pytest.mark.parametrize(
+    ("dtype", "ops", "tokens"),
+    all_pairs(DTYPES, KINDS, (1, 2, 3, 4, 5, 8, RUN - 1, RUN, 3 * RUN)),
+    ids=str,
+    indirect=("dtype", "ops"),
+)
 def test_any_number_of_tokens_of_one_adapter(ops: LoraOps, dtype: torch.dtype, tokens: int) -> None:
     layer = merged(dtype)
     x, y = noise(tokens, 112, dtype=dtype), torch.zeros(tokens, layer.width, dtype=dtype)

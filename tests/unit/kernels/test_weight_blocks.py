@@ -6,8 +6,10 @@ import torch
 from tandem.workers.kernels.cpu import weight_blocks
 from tandem.workers.kernels.cpu.cpu_build import obstacle
 from tandem.workers.kernels.cpu.weight_blocks import BLOCK, in_blocks, torch_in_blocks
+from tests.support.pairwise import all_pairs
 
 needs_kernel = pytest.mark.skipif(obstacle(torch.bfloat16) is not None, reason="no compiler")
+FORMS = [(torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float32, 1)]
 SIZES = [(64, 32), (1, 2), (65, 34), (130, 96), (63, 62), (192, 16), (200, 1000), (2 * BLOCK, 30)]
 
 
@@ -23,12 +25,11 @@ def same(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 @needs_kernel
-@pytest.mark.parametrize(("dtype", "together"), [(torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float32, 1)])
-@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("form", "size", "threads"), all_pairs(FORMS, SIZES, (1, 2)), ids=str)
 def test_bits_are_those_of_the_twin(
-    outputs: int, inputs: int, dtype: torch.dtype, together: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    form: tuple[torch.dtype, int], size: tuple[int, int], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (dtype, together), (outputs, inputs) = form, size
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     weight_OI = numbers(outputs, inputs, dtype)
     packed = in_blocks(weight_OI, together)

@@ -7,7 +7,7 @@ import pytest
 from tandem.cluster.tenants.tenant_admission import OverLimit
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_group import FakeCaller, FakeFleet, FakeGroup, serving
+from tests.support.fake_group import FakeFleet, FakeGroup, FakeHandle, serving
 from tests.support.plain_generation import Client
 from tests.unit.tenants.tenant_rig import Fleet
 
@@ -41,7 +41,7 @@ async def test_only_prompts_that_were_begun_use_up_the_minute(
     quota = fleet.gateway("a")
     group = FakeGroup(SECRET, "g:1", engine)
     await group.wait_opened()
-    client = Client(FakeCaller([group]), FakeFleet(serving()), SECRET, "127.0.0.1", "tandem")
+    client = Client(FakeHandle([group]), FakeFleet(serving()), SECRET, "127.0.0.1", "tandem")
     let_in = 0
     for number in range(8):
         request = GenerationRequest(

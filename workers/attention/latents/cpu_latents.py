@@ -1,8 +1,8 @@
 """Attention over latents on CPU: a compiled kernel that absorbs and reads the cache in place; latent_chunks.py has the
 chunks.
 
-CpuLatents is chosen by workers/platforms/cpu.py where the kernels can be compiled; torch_latents.py is the twin.
-OneQueryLatents, of --batch-invariant, absorbs every token, in prompts too (cpu_paged.py). Shapes as in backend.py.
+Chosen by workers/platforms/cpu.py where the kernels can be compiled; torch_latents.py is the twin. Shapes as in
+backend.py.
 """
 
 from collections.abc import Hashable
@@ -13,8 +13,9 @@ from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.chunks import Gatherer
 from tandem.workers.attention.cpu_rows import MOST_PARTS, QueryRows, decode_key
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.latent_backend import LatentHeads, LatentStep, ReplayableLatentStep
+from tandem.workers.attention.latents.latent_backend import LatentStep, ReplayableLatentStep
 from tandem.workers.attention.latents.latent_chunks import LatentChunks
+from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.attention.row_layout import RowLayouts
 from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
@@ -23,37 +24,20 @@ from tandem.workers.models.spec.arch import AttentionParams
 
 
 class CpuLatents:
-    """The backend. It keeps scratch memory between steps, so one instance serves one decoder on one thread."""
+    """The backend. chunk_kernel: None for --batch-invariant, which absorbs every token, in prompts too (cpu_paged.py).
+    It keeps scratch memory between steps, so one instance serves one decoder on one thread."""
 
-    name = "cpu-paged"
-
-    def __init__(self, kernel: CpuLatentAttention, store: KVStore, chunk_kernel: CpuChunkAttention) -> None:
+    def __init__(self, kernel: CpuLatentAttention, store: KVStore, chunk_kernel: CpuChunkAttention | None) -> None:
+        self.name = "cpu-one-query" if chunk_kernel is None else "cpu-paged"
         self._kernel = kernel
-        self._chunks = LatentChunks(Gatherer(store), chunk_kernel, keeps_scores=False)
+        self._chunks = None if chunk_kernel is None else LatentChunks(Gatherer(store), chunk_kernel, keeps_scores=False)
 
     def prepare(self, batch: ForwardBatch) -> LatentStep:
+        if self._chunks is None:
+            return _LatentQueries(self._kernel, QueryRows(batch, self._kernel, most_parts=MOST_PARTS))
         if decode_key(batch) is None:
             return _LatentRows(batch, self._kernel, self._chunks)
         return _LatentQueries(self._kernel, QueryRows(batch, self._kernel))
-
-    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
-        return decode_key(batch)
-
-    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableLatentStep:
-        assert num_tokens == batch.num_tokens, "a step on CPU is not padded"
-        return _LatentQueries(self._kernel, QueryRows(batch, self._kernel))
-
-
-class OneQueryLatents:
-    """The backend of --batch-invariant. It keeps scratch memory as CpuLatents does."""
-
-    name = "cpu-one-query"
-
-    def __init__(self, kernel: CpuLatentAttention) -> None:
-        self._kernel = kernel
-
-    def prepare(self, batch: ForwardBatch) -> LatentStep:
-        return _LatentQueries(self._kernel, QueryRows(batch, self._kernel, most_parts=MOST_PARTS))
 
     def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         return decode_key(batch)

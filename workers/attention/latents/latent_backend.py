@@ -12,30 +12,9 @@ from typing import Protocol
 import torch
 
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.kernels.kv_store import LayerKV
-from tandem.workers.models.spec.arch import AttentionParams, Mla
-
-
-class LatentHeads(Protocol):
-    """The projections between latents and this rank's heads, of one layer."""
-
-    spec: Mla
-
-    def of_heads(self) -> torch.Tensor:
-        """Return the matrix, [N, P + V, L]: a head's rows make its key of a latent, then its value."""
-        ...
-
-    def absorb(self, q_TND: torch.Tensor) -> torch.Tensor:
-        """Return q_TNE, whose products with what the cache has are the scores."""
-        ...
-
-    def release(self, out_TNL: torch.Tensor) -> torch.Tensor:
-        """Return out_TNV of sums over latents."""
-        ...
-
-    def expand(self, latents_JE: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return k_JND and v_JNV of that part of the heads."""
-        ...
+from tandem.workers.models.spec.arch import AttentionParams
 
 
 class LatentStep(Protocol):

@@ -21,7 +21,7 @@ import torch
 
 from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.chunks import ChunkAttention, Gatherer
-from tandem.workers.attention.latents.latent_backend import LatentHeads
+from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.attention.pieces import attend_in_pieces, heads_that_fit
 from tandem.workers.attention.row_layout import Chunk
 from tandem.workers.kernels.kv_store import LayerKV

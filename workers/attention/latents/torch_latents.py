@@ -11,8 +11,9 @@ import torch
 from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.chunks import Gatherer, SdpaChunks
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.attention.latents.latent_backend import LatentHeads, LatentStep, ReplayableLatentStep
+from tandem.workers.attention.latents.latent_backend import LatentStep, ReplayableLatentStep
 from tandem.workers.attention.latents.latent_chunks import LatentChunks
+from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.attention.padded_decode import PaddedRows, padded_blocks, padded_width
 from tandem.workers.attention.softmax import attend
 from tandem.workers.attention.torch_sdpa import DecodeGroups
@@ -40,7 +41,7 @@ class TorchLatents:
         return padded_width(batch, kv, dtype)
 
     def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableLatentStep:
-        return PaddedLatents(PaddedRows(batch, num_tokens, padded_blocks(batch), scratch_block, TorchKVStore()))
+        return PaddedLatents(batch, num_tokens, padded_blocks(batch), scratch_block, TorchKVStore())
 
 
 class _GroupsStep:
@@ -67,22 +68,16 @@ class _GroupsStep:
         return out_TNV
 
 
-class PaddedLatents:
-    """A ReplayableLatentStep of PaddedRows."""
-
-    def __init__(self, rows: PaddedRows) -> None:
-        self._rows = rows
-
-    def set_batch(self, batch: ForwardBatch) -> None:
-        self._rows.set_batch(batch)
+class PaddedLatents(PaddedRows):
+    """A ReplayableLatentStep."""
 
     def attend_latent(
         self, q_TND: torch.Tensor, latents_T1E: torch.Tensor, kv: LayerKV, params: AttentionParams, heads: LatentHeads
     ) -> torch.Tensor:
-        seen_TJ = self._rows.mask(params.window, torch.bool)
+        seen_TJ = self.mask(params.window, torch.bool)
         q_TNE, outputs = heads.absorb(q_TND), []
-        for own in self._rows.at_once(kv, q_TND.dtype):
-            latents_RJE = self._rows.gather(own, kv.group, kv.keys, kv.key_scales, q_TND.dtype).squeeze(2)
+        for own in self.at_once(kv, q_TND.dtype):
+            latents_RJE = self.gather(own, kv.group, kv.keys, kv.key_scales, q_TND.dtype).squeeze(2)
             outputs.append(_attend_absorbed(q_TNE[own], latents_RJE, seen_TJ[own, None, None], params, heads))
         return heads.release(torch.cat(outputs))
 

@@ -23,7 +23,7 @@ from tandem.workers.engine.base.sequence import RequestState, Sequence, Sequence
 from tandem.workers.engine.base.stats import AdapterStats
 from tandem.workers.engine.transfers.transfer_manager import TransferManager, TransferOutcome
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
-from tandem.workers.engine.waiting.waited import CacheEvents, Waited
+from tandem.workers.engine.waiting.waited import NO_EVENTS, CacheEvents, Waited
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.request import AdapterRef
 from tandem.workers.messages.transfer import DropAdapter, FetchAdapter, PlaceAdapter
@@ -155,16 +155,18 @@ class AdapterCache(AdmissionRule):
         """Implements WaitedCache: applies the ends of moves, frees pages that only plans up to done_step named, and
         starts possible moves."""
         waited = self._waited
-        for outcome in waited.take_outcomes():
-            self._finish(outcome)
+        if waited.outcomes:
             waited.has_changed = True
+            for outcome in waited.take_outcomes():
+                self._finish(outcome)
         self._copies.note_late(late)
         waited.has_changed |= self._places.memory.retire(done_step)
         now_s = waited.clock()
-        if waited.has_changed or now_s >= waited.look_again_s:
-            waited.has_changed = False
-            waited.look_again_s = math.inf
-            self._advance(now_s)
+        if not waited.has_changed and now_s < waited.look_again_s:
+            return NO_EVENTS
+        waited.has_changed = False
+        waited.look_again_s = math.inf
+        self._advance(now_s)
         return waited.take_events()
 
     # ---- inside ----

@@ -17,7 +17,7 @@ from tandem.workers.engine.base.blockers import Awaited, Blocker
 from tandem.workers.engine.base.sequence import RequestState, Sequence
 from tandem.workers.engine.transfers.transfer_manager import TransferManager, TransferOutcome
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
-from tandem.workers.engine.waiting.waited import CacheEvents, Waited
+from tandem.workers.engine.waiting.waited import NO_EVENTS, CacheEvents, Waited
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.transfer import CompileGrammar, DropGrammar
@@ -103,6 +103,8 @@ class GrammarCache(AdmissionRule):
     def advance(self, done_step: int, late: Collection[int] = ()) -> CacheEvents:
         """Implements WaitedCache: applies what the ranks have answered, and gives the next orders."""
         waited = self._waited
+        if not (waited.has_changed or waited.outcomes or late):
+            return NO_EVENTS
         for outcome in waited.take_outcomes():
             self._finish(outcome)
         for digest, grammar in self._known.items() if late else ():

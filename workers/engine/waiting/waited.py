@@ -24,6 +24,10 @@ class CacheEvents(NamedTuple):
     refused: list[tuple[RequestState, RequestRefused]]  # requests to be ended with a reason
 
 
+NO_EVENTS = CacheEvents([], [], [])
+"""The usual answer, of a turn in which nothing has come."""
+
+
 class WaitedCache(Protocol):
     """A cache that requests wait for, as the engine sees it."""
 
@@ -62,10 +66,10 @@ class Waited:
         self.waiting = waiting
         self.clock = clock
         self.has_changed = False  # the cache has something to do
+        self.outcomes: list[TransferOutcome] = []  # ops that every rank has answered since the cache last looked
         self.look_again_s = math.inf  # when it has something to do anyway
         self._blocker = blocker
         self._transfers = transfers
-        self._outcomes: list[TransferOutcome] = []
         self._events = CacheEvents([], [], [])
         self._num_uses = 0
 
@@ -88,14 +92,12 @@ class Waited:
 
     def start(self, op: TransferOp, late_s: float = math.inf) -> int:
         """Sends an op to all ranks; returns its ticket. take_outcomes() has its end."""
-        return self._transfers.start(op, self._outcomes.append, late_s=late_s)
+        return self._transfers.start(op, self.outcomes.append, late_s=late_s)
 
     def take_outcomes(self) -> list[TransferOutcome]:
         """Returns the ops that every rank has answered since the last call."""
-        if not self._outcomes:
-            return []
-        outcomes = self._outcomes.copy()
-        self._outcomes.clear()
+        outcomes = self.outcomes.copy()
+        self.outcomes.clear()
         return outcomes
 
     def look_again_at(self, moment_s: float) -> None:
@@ -126,6 +128,7 @@ class Waited:
     def take_events(self) -> CacheEvents:
         """Returns the news since the last call."""
         events = self._events
-        if any(events):
-            self._events = CacheEvents([], [], [])
+        if not any(events):
+            return NO_EVENTS
+        self._events = CacheEvents([], [], [])
         return events

@@ -14,7 +14,7 @@ from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear, ColumnParallelLinear, RowParallelLinear
 from tandem.parallel.linear_methods import DenseMethod, MakeMethod
-from tandem.workers.attention.latents.latent_heads import DenseHeads
+from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.layer_inputs import LayerInputs
@@ -24,8 +24,8 @@ from tandem.workers.models.spec.parameter_names import Role
 from tandem.workers.models.spec.parameters import LayerParams
 
 
-class Heads(DenseHeads):
-    """The LatentHeads of a layer: one dense matrix, of which all products read parts."""
+class Heads(LatentHeads):
+    """The heads of a layer: one dense matrix, of which all products read parts."""
 
     def __init__(self, spec: Mla, params: LayerParams, context: ParallelContext, make: MakeMethod) -> None:
         self._params, _ = params.merged("kv_b")

@@ -146,7 +146,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "tandem.workers.rank.model_runner": change_runner,
     "tandem.workers.rank.transfers.lanes": change_lanes,
     "tandem.cluster.gateway.http.text_workers": change_text,
-    "tandem.cluster.gateway.generation.serve_calls": change_calls,
+    "tandem.cluster.gateway.generation.serve_dispatch": change_calls,
     "tandem.cluster.service.serve_app": change_launcher,
 }
 

@@ -12,7 +12,7 @@ from tandem.cluster.gateway.services.accounts import Accounts
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.text.chat_template import ChatTemplate
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_group import FakeCaller, FakeFleet, FakeGroup, serving
+from tests.support.fake_group import FakeFleet, FakeGroup, FakeHandle, serving
 from tests.unit.gateway.rig import MODEL, TEMPLATE, ListLedger, make_context, make_text, make_tokenizer
 
 SECRET = "cd" * 32
@@ -23,7 +23,7 @@ class Door:
 
     def __init__(self, engine: type[FakeEngine]) -> None:
         self.group = FakeGroup(SECRET, "g", engine)
-        self.backend = ServeDispatch(FakeCaller([self.group]), FakeFleet(serving()), SECRET, "127.0.0.1", "tandem")
+        self.backend = ServeDispatch(FakeHandle([self.group]), FakeFleet(serving()), SECRET, "127.0.0.1", "tandem")
         self.ledger = ListLedger()
         settings, metrics = GatewaySettings(), GatewayMetrics(CollectorRegistry(), "tandem", MODEL)
         tokenizer = make_tokenizer()

@@ -28,7 +28,6 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.fleet.fleet_view import FleetView, channel_name, group_heartbeat
 from tandem.cluster.gateway.generation import generation, serve_dispatch
 from tandem.cluster.group import ray_ranks
-from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.service import serve_app
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import RedisUnavailable
@@ -39,7 +38,7 @@ from tandem.workers.executor import rank_group
 from tandem.workers.messages.errors import GroupLost, RequestRefused
 from tandem.workers.messages.request import GenerationRequest, SamplingParams, TokenDelta
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_group import FakeCaller, FakeFleet, FakeGroup, serving
+from tests.support.fake_group import FakeFleet, FakeGroup, FakeHandle, serving
 from tests.support.plain_generation import Client
 
 SECRET = "ab" * 32
@@ -61,7 +60,7 @@ class Service:
 
     def __init__(self, engine: type[FakeEngine] = FakeEngine) -> None:
         self.groups = [FakeGroup(SECRET, f"g{i}", engine) for i in range(2)]
-        self.caller = FakeCaller(self.groups)
+        self.caller = FakeHandle(self.groups)
         self.fleet = FakeFleet(serving())
         self.client = Client(self.caller, self.fleet, SECRET, "127.0.0.1", "tandem")
 
@@ -261,8 +260,7 @@ class StuckGroup(FakeGroup):
     def __init__(self, clock: Callable[[], float], engine: Callable[[Any], Any] = StuckEngine) -> None:
         super().__init__(SECRET, "stuck", engine)
         self.close()
-        self.thread = EngineThread(self._open, lambda: None, self, SECRET, "stuck", clock)
-        self.thread.start()
+        self.thread = self.started(SECRET, "stuck", clock)
 
 
 async def test_a_busy_group_without_progress_is_not_ready() -> None:
@@ -270,7 +268,7 @@ async def test_a_busy_group_without_progress_is_not_ready() -> None:
     group = StuckGroup(lambda: now_s)
     await group.wait_opened()
     fleet = FakeFleet(serving())
-    client = Client(FakeCaller([group]), fleet, SECRET, "127.0.0.1", "tandem")
+    client = Client(FakeHandle([group]), fleet, SECRET, "127.0.0.1", "tandem")
 
     def ready() -> bool:
         """As the next heartbeat says."""
@@ -331,8 +329,7 @@ async def test_a_thread_that_does_not_come_round_shows_it() -> None:
 
     group = FakeGroup(SECRET, "hanging", HangingEngine)
     group.close()
-    group.thread = EngineThread(group._open, lambda: None, group, SECRET, "hanging", lambda: now_s)
-    group.thread.start()
+    group.thread = group.started(SECRET, "hanging", lambda: now_s)
     await group.wait_opened()
     now_s += 3600
     assert group.thread.stuck_s() == 0.0, "it sleeps because there is no work"
@@ -347,7 +344,7 @@ async def test_a_thread_that_does_not_come_round_shows_it() -> None:
 
 async def test_metrics_are_of_groups_and_of_adapters_where_they_are_served(service: Service) -> None:
     adapters = AdapterService(AdapterList(None, "demo"), lambda source: "", ("demo",))
-    parts = [FakeCaller([]), service.fleet, SECRET, "127.0.0.1", "vllm"]
+    parts = [FakeHandle([]), service.fleet, SECRET, "127.0.0.1", "vllm"]
     plain, serving_adapters = Client(*parts), Client(*parts, lambda: adapters)
     text, more = await plain.metrics(with_tenants=False), await serving_adapters.metrics(with_tenants=False)
     assert text.startswith("# HELP vllm:num_requests_running ") and text.endswith("\nvllm:redis_away 0.0\n")
@@ -360,7 +357,7 @@ async def test_metrics_are_of_groups_and_of_adapters_where_they_are_served(servi
 async def test_senders_that_have_left_are_forgotten(service: Service) -> None:
     names = [channel_name("g", life) for life in range(3)]
     groups = [FakeGroup(SECRET, name) for name in names]
-    caller = FakeCaller(groups)
+    caller = FakeHandle(groups)
     client = Client(caller, service.fleet, SECRET, "127.0.0.1", "tandem")
     for life, group in enumerate(groups):
         await group.wait_opened()

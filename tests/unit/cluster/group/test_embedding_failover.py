@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tandem.cluster.gateway.generation import generation as generation_module
+from tandem.cluster.wire.version import with_version
 from tandem.workers.messages.request import NO_TOKENS, Ended, GenerationRequest, Pool, TokenDelta, Usage
 from tests.support.plain_generation import Reading
 from tests.unit.cluster.group.test_failover import FULL, LOST, Service, SlowEngine, Told, settled, until
@@ -78,7 +79,7 @@ async def test_an_end_without_the_embedding_is_no_answer(monkeypatch: pytest.Mon
     stream = await told.client.submit(asked())
     request = await told.attempt(0)
     ended = Ended(request_id=request.request_id, attempt=0, positions=[0], finish_reasons=["stop"], usage=Usage(3, 0))
-    told.groups.calls[0].answered.set_result(msgspec.msgpack.encode(ended))
+    told.groups.calls[0].set_result(with_version(msgspec.msgpack.encode(ended)))
     again = await told.attempt(1)
     assert (again.attempt, again.suspect, again.pool) == (1, False, Pool())
     embed(told, 1)
@@ -92,7 +93,7 @@ async def test_an_end_that_is_ahead_of_the_embedding_waits_for_it() -> None:
     stream = await told.client.submit(asked())
     request = await told.attempt(0)
     ended = Ended(request_id=request.request_id, attempt=0, positions=[0], finish_reasons=["stop"], usage=Usage(3, 0))
-    told.groups.calls[0].answered.set_result(msgspec.msgpack.encode(ended))
+    told.groups.calls[0].set_result(with_version(msgspec.msgpack.encode(ended)))
     await asyncio.sleep(0)
     embed(told, 0)
     assert await embeddings_of(stream) == [EMBEDDING] and len(told.groups.requests) == 1

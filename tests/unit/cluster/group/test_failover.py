@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
 import msgspec
@@ -17,12 +17,12 @@ from tandem.cluster.gateway.generation.failover import MOST_LOSSES
 from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.gateway.generation.quarantine import MOST, Quarantine, digest_of
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.cluster.wire.version import OtherVersion
+from tandem.cluster.wire.version import OtherVersion, with_version, without_version
 from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import GroupLost, QueueFull, RequestRefused
 from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, TokenDelta, Usage
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_group import FakeCaller, FakeFleet, FakeGroup, serving
+from tests.support.fake_group import FakeFleet, FakeGroup, FakeHandle, serving
 from tests.support.plain_generation import Client, Reading
 
 SECRET = "ef" * 32
@@ -43,7 +43,7 @@ class Service:
 
     def __init__(self, engine: Callable[[Any], Any] = SlowEngine, groups: int = 2, **more: Any) -> None:
         self.groups = [FakeGroup(SECRET, f"g{i}:1", engine) for i in range(groups)]
-        self.caller = FakeCaller(self.groups)
+        self.caller = FakeHandle(self.groups)
         self.fleet = FakeFleet({})
         for i in range(groups):
             self.fleet.records |= serving(f"g{i}")
@@ -88,32 +88,22 @@ async def settled(client: Client) -> None:
 # ---- groups that the test plays itself ----
 
 
-class ToldCall:
-    """A handle call that the test answers."""
-
-    def __init__(self) -> None:
-        self.answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-    def cancel(self) -> None:
-        self.answered.cancel()
-
-
 class ToldGroups:
-    """A caller whose groups do what the test says."""
+    """A handle whose groups do what the test says."""
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
         self.hints: list[RouteHint] = []
-        self.calls: list[ToldCall] = []
+        self.calls: list[asyncio.Future[bytes]] = []
 
-    def call(self, payload: bytes, hint: RouteHint) -> ToldCall:
-        self.requests.append(msgspec.msgpack.decode(payload, type=GenerationRequest))
+    def options(self, **_: Any) -> "ToldGroups":
+        return self
+
+    def remote(self, message: bytes, hint: RouteHint) -> "asyncio.Future[bytes]":
+        self.requests.append(msgspec.msgpack.decode(without_version(message), type=GenerationRequest))
         self.hints.append(hint)
-        self.calls.append(ToldCall())
+        self.calls.append(asyncio.get_running_loop().create_future())
         return self.calls[-1]
-
-    async def answer(self, call: ToldCall) -> bytes:
-        return await call.answered
 
 
 class Told:
@@ -173,10 +163,10 @@ class Told:
             loss=loss,
             group=group,
         )
-        self.groups.calls[number].answered.set_result(msgspec.msgpack.encode(ended))
+        self.groups.calls[number].set_result(with_version(msgspec.msgpack.encode(ended)))
 
     def kill(self) -> None:
-        self.groups.calls[-1].answered.set_exception(ConnectionResetError("the replica died"))
+        self.groups.calls[-1].set_exception(ConnectionResetError("the replica died"))
 
 
 @pytest.fixture
@@ -267,7 +257,7 @@ async def test_a_client_that_leaves_while_its_request_moves_is_not_started_again
     told.say((0, 0, [7]))
     assert await anext(stream)
     told.kill()
-    await until(lambda: stream.part.attempt is None)  # it is between two groups
+    await until(lambda: not stream.part.is_sent)  # it is between two groups
     await stream.aclose()
     await settled(told.client)
     assert len(told.groups.calls) == 1
@@ -284,7 +274,7 @@ async def test_a_choice_that_was_stopped_stays_stopped_in_the_next_group(told: T
     stream.stop(0, 1)
     assert [abort.choice for _, abort in told.aborts] == [0]
     told.kill()
-    await until(lambda: stream.part.attempt is None)
+    await until(lambda: not stream.part.is_sent)
     stream.stop(2, 2)
     moved = await told.attempt(1)
     assert moved.ended_choices == [0, 2] and moved.resume_token_ids == [[7], [9], [4, 5]]
@@ -410,17 +400,25 @@ async def test_a_call_that_ends_with_an_error_because_it_was_cancelled_is_no_los
     """Serve has an exception of its own for it; the group's count comes over the token channel."""
     told.client.times = SHORT
 
-    async def answer(call: ToldCall) -> bytes:  # as Serve words it
-        try:
-            return await call.answered
-        except asyncio.CancelledError:
-            raise RuntimeError("the request was cancelled") from None
+    class Call:
+        """Words it as Serve does."""
 
-    monkeypatch.setattr(told.groups, "answer", answer)
+        def __init__(self, answer: "asyncio.Future[bytes]") -> None:
+            self.cancel = answer.cancel
+            self._answer = answer
+
+        def __await__(self) -> Generator[Any, None, bytes]:
+            try:
+                return (yield from self._answer.__await__())
+            except asyncio.CancelledError:
+                raise RuntimeError("the request was cancelled") from None
+
+    plain = told.groups.remote
+    monkeypatch.setattr(told.groups, "remote", lambda *args, **named: Call(plain(*args, **named)))
     stream = await told.client.submit(asked("r", prompt=[1, 2, 3]))
     await told.attempt(0)
     closing = asyncio.create_task(stream.aclose())
-    await until(lambda: told.groups.calls[0].answered.done())
+    await until(lambda: told.groups.calls[0].done())
     for _ in range(5):
         await asyncio.sleep(0)
     told.say(begun=True)
@@ -498,7 +496,7 @@ async def test_a_group_of_another_version_is_left_alone_which_is_no_strike(
     for number, group in enumerate(("g0", "", "", "", "", "", "", "")):  # an older release does not even say its name
         request = await told.attempt(number)
         assert not request.suspect
-        told.groups.calls[number].answered.set_exception(OtherVersion("7" if group else "", group))
+        told.groups.calls[number].set_exception(OtherVersion("7" if group else "", group))
     await told.attempt(8)
     assert "g0" in told.groups.hints[8].avoid and not told.client.has_group(("g1",)), "for every request from here"
     told.say((0, 0, [1, 2, 3]), end="length")
@@ -621,12 +619,12 @@ async def test_tokens_that_a_lost_group_had_sent_are_taken_and_a_frozen_ones_are
     await told.attempt(0)
     told.say((0, 0, [7]))
     told.end(*LOST, loss="suspect")
-    await until(lambda: stream.part.attempt is not None and stream.part.attempt.ended is not None)
+    await until(lambda: stream.part.is_sent and stream.part.ended is not None)
     told.say((0, 1, [8]))  # its answer has overtaken it
     assert (await told.attempt(1)).resume_token_ids == [[7, 8]]
     told.say((0, 2, [9]))
     told.kill()
-    await until(lambda: stream.part.attempt is None)
+    await until(lambda: not stream.part.is_sent)
     told.say((0, 3, [666]))
     assert (await told.attempt(2)).resume_token_ids == [[7, 8, 9]]
     await stream.aclose()
@@ -837,7 +835,7 @@ async def test_an_answer_that_is_complete_is_neither_judged_nor_sent_again(told:
     stream = await told.client.submit(asked("r"))
     await told.attempt(0)
     told.end(*LOST, loss="alone")
-    await until(lambda: stream.part.attempt is not None and stream.part.attempt.ended is not None)
+    await until(lambda: stream.part.is_sent and stream.part.ended is not None)
     told.say((0, 0, [7]), end="length")  # its answer has overtaken it
     await until(lambda: stream.generation._num_over)
     assert not told.client.quarantine.digests()
@@ -857,7 +855,7 @@ async def test_tokens_after_an_abort_are_awaited_no_longer_than_they_take(
     await anext(stream)
     stream.stop(0, 1)
     told.end(positions=[2])
-    await until(lambda: stream.part.attempt is None or stream.part.attempt.ended is not None)
+    await until(lambda: not stream.part.is_sent or stream.part.ended is not None)
     await asyncio.sleep(0)
     told.say((0, 1, [8]))  # the answer to the abort has overtaken it
     await until(lambda: stream.generation._num_over)
@@ -870,7 +868,7 @@ async def test_a_generation_whose_task_is_cancelled_is_settled_once(told: Told) 
     told.say((0, 0, [7]))
     await anext(stream)
     released: list[bool] = []
-    stream.generation.held.callback(released.append, True)
+    stream.generation._held.callback(released.append, True)
     await told.client.tasks.close(0.0)
     assert [(row.id, row.usage) for row in told.client.books.rows] == [("r", Usage(2, 1))]
     assert released == [True] and not len(told.client.tasks)

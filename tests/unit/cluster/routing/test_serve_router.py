@@ -14,13 +14,14 @@ import pytest
 from ray.serve._private.constants import RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
 from ray.serve.request_router import RequestRouter
 
-from tandem.cluster.gateway.generation.serve_calls import MOST_BY_VALUE, ServeCaller
+from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.generation.serve_dispatch import MOST_BY_VALUE, ServeDispatch
 from tandem.cluster.group.coordinator import Coordinator
 from tandem.cluster.routing.policy import FEW
-from tandem.cluster.routing.route_hint import RouteHint, hint_of
+from tandem.cluster.routing.route_hint import hint_of
 from tandem.cluster.routing.serve_router import GroupRouter
-from tandem.cluster.wire.version import with_version
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
+from tests.support.fake_group import FakeFleet, serving
 
 ONE = "0123456789abcdef" * 4
 LONG = GenerationRequest(
@@ -202,21 +203,34 @@ def test_no_request_means_no_preference(router: GroupRouter) -> None:
     assert len(chosen(router, [replica("a"), replica("b")], None)) == 2
 
 
+def send(handle: Any, *requests: GenerationRequest) -> None:
+    """Sends them as a gateway does."""
+
+    async def sent() -> None:
+        dispatch = ServeDispatch(handle, FakeFleet(serving()), "cd" * 32, "127.0.0.1", "tandem")
+        for request in requests:
+            dispatch.send(RequestPart(request=request, choices=[], first_choice=0), hint_of(request))
+        await dispatch.close()
+
+    asyncio.run(sent())
+
+
 def test_the_hint_reaches_the_router_under_the_coordinators_own_argument() -> None:
     """Serve passes a call's arguments to the router and to the coordinator alike."""
-    method, hint = Mock(), RouteHint(request_id="r", cost_tokens=1)
-    ServeCaller(Mock(options=lambda **_: method)).call(b"", hint)
+    method = Mock()
+    send(Mock(options=lambda **_: method), LONG)
     (call,) = method.remote.call_args_list
     inspect.signature(Coordinator.generate).bind(None, *call.args, **call.kwargs)
-    assert call.kwargs == {"hint": hint}
+    (hint,) = call.kwargs.values()
+    assert list(call.kwargs) == ["hint"] and hint.gateway
+    assert msgspec.structs.replace(hint, gateway=hint_of(LONG).gateway) == hint_of(LONG)
 
 
 def test_a_request_above_what_a_replica_takes_in_a_message_goes_through_the_object_store() -> None:
     """128 choices of 8,000 tokens to resume, and a prompt of 100,000: gRPC's limit is 4 MiB."""
     methods = {False: Mock(), True: Mock()}
-    caller = ServeCaller(Mock(options=lambda method_name, _by_reference: methods[_by_reference]))
     request = GenerationRequest(
-        request_id="r",
+        request_id="large",
         attempt=1,
         prompt_token_ids=list(range(100_000)),
         sampling=SamplingParams(max_tokens=10_000, n=128),
@@ -224,11 +238,9 @@ def test_a_request_above_what_a_replica_takes_in_a_message_goes_through_the_obje
     )
     payload = msgspec.msgpack.encode(request)
     assert len(payload) > RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
-    line = len(with_version(b""))
-    caller.call(payload, hint_of(request))
-    caller.call(b"x" * MOST_BY_VALUE, hint_of(request))
-    assert [len(call.args[0]) for call in methods[True].remote.call_args_list] == [line + len(payload)]
-    assert [len(call.args[0]) for call in methods[False].remote.call_args_list] == [line + MOST_BY_VALUE]
+    send(Mock(options=lambda method_name, _by_reference: methods[_by_reference]), request, LONG)
+    (large,), (small,) = (methods[large].remote.call_args_list for large in (True, False))
+    assert len(large.args[0]) > len(payload) and len(small.args[0]) <= MOST_BY_VALUE
     assert 2 * MOST_BY_VALUE < RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
 
 

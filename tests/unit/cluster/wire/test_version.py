@@ -1,18 +1,22 @@
 """The line in front of each message of a handle call."""
 
-from typing import Any
+import asyncio
+import re
 from unittest.mock import Mock
 
 import msgspec
 import pytest
 
-from tandem.cluster.gateway.generation.serve_calls import ServeCaller
+from tandem.cluster.gateway.generation.part import RequestPart
+from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.group.coordinator import Coordinator
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire import version
 from tandem.cluster.wire.service_facts import ServiceFacts
+from tandem.cluster.wire.token_channel import GROUP_UNUSABLE
 from tandem.cluster.wire.version import OtherModel, OtherVersion, with_version, without_version
-from tandem.workers.messages.request import GenerationRequest, SamplingParams
+from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, Usage
+from tests.support.fake_group import FakeFleet, serving
 
 
 @pytest.mark.parametrize("body", [b"", b"\n", b"a b\nc", bytes(range(256))])
@@ -68,16 +72,25 @@ class Group:
 
     async def _generate(self, body: memoryview, hint: RouteHint) -> bytes:
         self.taken.append(bytes(body))
-        return b"ended"
+        usage = Usage(prompt_tokens=1, completion_tokens=1)
+        ended = Ended(request_id="r", attempt=1, positions=[1], finish_reasons=["length"], usage=usage)
+        return msgspec.msgpack.encode(ended)
 
 
-async def answer(gateways_model: str, group: Group) -> Any:
+async def answer(gateways_model: str, group: Group) -> Ended:
     """The answer to a request of a gateway, through the handle that both have."""
-    method = Mock(remote=lambda payload, hint: group.generate(payload, hint))
+    method = Mock(remote=lambda payload, hint: asyncio.create_task(group.generate(payload, hint)))
     request = GenerationRequest(request_id="r", attempt=1, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1))
-    caller = ServeCaller(Mock(options=lambda **_: method), gateways_model)
-    made = caller.call(msgspec.msgpack.encode(request), RouteHint(request_id="r", cost_tokens=1, gateway="old"))
-    return await caller.answer(made)
+    handle, fleet = Mock(options=lambda **_: method), FakeFleet(serving())
+    gateway = ServeDispatch(handle, fleet, "cd" * 32, "127.0.0.1", "tandem", model=gateways_model)
+    part = RequestPart(request=request, choices=[], first_choice=0)
+    gateway.send(part, RouteHint(request_id="r", cost_tokens=1))
+    async with asyncio.timeout(30):
+        while (ended := part.look()) is None:
+            await part.news.wait()
+            part.news.clear()
+    await gateway.close()
+    return ended
 
 
 async def test_a_group_of_another_model_takes_no_prompt_that_was_made_for_ours(
@@ -85,9 +98,12 @@ async def test_a_group_of_another_model_takes_no_prompt_that_was_made_for_ours(
 ) -> None:
     """While a service is updated to another model, its old gateways see its new groups."""
     same, other = Group("aaaa"), Group("bbbb")
-    assert await answer("aaaa", same) == b"ended"
-    with pytest.raises(OtherVersion, match="for another model") as refused:
-        await answer("aaaa", other)
-    assert refused.value.group == "group-of-bbbb", "which the gateway avoids from now on"
+    assert (await answer("aaaa", same)).refused is None
+    refused = await answer("aaaa", other)
+    assert refused.refused is not None and refused.refused[1] == GROUP_UNUSABLE
+    assert "for another model" in refused.refused[3]
+    assert refused.group == "group-of-bbbb", "which the gateway avoids from now on"
     assert len(same.taken) == 1 and not other.taken
-    assert "a request of gateway old is refused: it is for another model (aaaa), this process has bbbb" in caplog.text
+    assert re.search(
+        r"a request of gateway \w+ is refused: it is for another model \(aaaa\), this process has bbbb", caplog.text
+    )

@@ -1,6 +1,6 @@
 """Converts arguments of LLM (prompts, conversations, adapters, bad words) to plain values, or raises TypeError.
 
-Called by workers/offline.py before anything runs. The engine decides whether a prompt can be served.
+Called by workers/offline/llm.py before anything runs. The engine decides whether a prompt can be served.
 """
 
 import operator

@@ -1,4 +1,4 @@
-"""What LLM.embed() takes and returns, and the OutputSink of one call. Torch-free."""
+"""Parameters and outputs of LLM.embed(), and the OutputSink of one call. Torch-free."""
 
 import struct
 from collections.abc import Sequence

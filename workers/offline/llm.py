@@ -39,8 +39,8 @@ from tandem.workers.messages.request import (
     is_url,
 )
 from tandem.workers.messages.sampling_check import checked_sampling
-from tandem.workers.offline_beams import BeamSearchOutput, PromptSearch, Step, run_searches
-from tandem.workers.offline_embeddings import (
+from tandem.workers.offline.beams import BeamSearchOutput, PromptSearch, Step, run_searches
+from tandem.workers.offline.embed import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
     EmbeddingRun,
@@ -48,8 +48,8 @@ from tandem.workers.offline_embeddings import (
     checked_truncation,
     pools_of,
 )
-from tandem.workers.offline_inbox import OfflineInbox
-from tandem.workers.offline_inputs import (
+from tandem.workers.offline.inbox import OfflineInbox
+from tandem.workers.offline.inputs import (
     GivenPrompt,
     Prompt,
     as_conversations,
@@ -58,7 +58,7 @@ from tandem.workers.offline_inputs import (
     with_bad_word_ids,
     with_grammar,
 )
-from tandem.workers.offline_outputs import Completion, OfflineRun, OpenChoice, RequestOutput
+from tandem.workers.offline.outputs import Completion, OfflineRun, OpenChoice, RequestOutput
 from tandem.workers.planning.model_source import resolve_model
 from tandem.workers.planning.resolve import pooling_facts, read_spec
 from tandem.workers.planning.start_notes import warn_of_pool, warn_of_rope
@@ -181,8 +181,8 @@ class LLM:
                 self._end("this LLM is closed: a second Ctrl-C interrupted it in the middle of a step")
 
     def _run_added(self, inbox: OfflineInbox, many: Iterable[tuple[Any, ...]], add: Callable[..., str]) -> list[str]:
-        """As _run_all(). After an error the engine has none of the requests, unless a second Ctrl-C has cut it
-        short."""
+        """Does what _run_all() does. After an error the engine has none of the requests, unless a second Ctrl-C has cut
+        it short."""
         names: list[str] = []
         try:
             for each in many:
