@@ -1,9 +1,8 @@
 """The group deployment `tandem-coordinator`: one Serve replica = one worker group.
 
 Holds the handle call of each request until the request ends, reports load to Serve and Redis, and exits when its group
-is lost, or its process is told to end, so that Serve replaces it. The engine runs on a thread of its own
-(engine_thread.py).
-Torch-free.
+is lost, or its process is told to end, so that Serve replaces it. The engine runs on a thread of its own. Torch-free.
+Next: engine_thread.py.
 """
 
 import asyncio

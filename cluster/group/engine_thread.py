@@ -4,7 +4,7 @@
 
 Owned by coordinator.py, and by cluster/cli/batch/local_dispatch.py for batches without a service: their event loops use
 submit(), abort() and call(). Everything else in here, the engine and its executor included, is touched by this thread
-only.
+only. Next: workers/engine/engine_loop.py.
 """
 
 import logging

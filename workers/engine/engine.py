@@ -2,7 +2,8 @@
 
 Owned by one thread (engine_loop.py), which calls add_request, abort and turn; everything else hangs below it.
 Torch-free, Ray-free, and without transport: ranks are behind Executor, gateways behind OutputSink. build_engine.py
-puts it together. No content of a request ends the engine; GroupLost from the executor does.
+puts it together. No content of a request ends the engine; GroupLost from the executor does. Next: scheduler.py, which
+makes the plans.
 """
 
 from collections import deque

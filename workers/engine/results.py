@@ -2,7 +2,7 @@
 
 Called by the engine once per returned step, and by LiveRequests, which ends choices (finish). A result whose sequence
 has ended in the meantime is discarded (its row overran); one whose sequence was preempted still counts, only its KV is
-gone.
+gone. Next: the deltas go through engine_thread.py to the gateway's generation/part.py.
 """
 
 from dataclasses import dataclass, field

@@ -13,7 +13,7 @@ the tokens charged to each (fairness.py). A request that may have ended a group 
 
 Called by the engine (schedule), ResultApplier (returned, take_back, finish, forget), RankAnswers (roll_back) and
 LiveRequests (finish); the last three also move waiting sequences, through `admission`. It has no clock, output or
-transport.
+transport. Next: workers/executor/rank_group.py, which sends the plan.
 """
 
 import heapq

@@ -2,7 +2,7 @@
 
 A rank process connects to its coordinator (workers/executor/rank_group.py) and blocks in receive between plans, so an
 idle rank uses no CPU. workers/executor/in_process_ranks.py calls the same RankServer on the caller's thread. A rank
-never decides what to run and never talks to another rank except through torch.distributed.
+never decides what to run and never talks to another rank except through torch.distributed. Next: model_runner.py.
 """
 
 import gc

@@ -1,8 +1,8 @@
 """ServeDispatch: requests go out through the Serve handle, tokens come back over the token channel.
 
 It knows which group runs which attempt, and ends the attempts of groups that are lost, silent or on their way out. What
-follows from an end is the Generation's decision. One event loop only. Next: in the group cluster/group/coordinator.py;
-here part.py, which takes the deltas.
+follows from an end is the Generation's decision. One event loop only. Next: routing/serve_router.py, which picks the
+group; in the group cluster/group/coordinator.py; here part.py, which takes the deltas.
 """
 
 import asyncio
