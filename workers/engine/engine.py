@@ -61,7 +61,7 @@ class Engine:
     drafting: Drafting | None
     step_log: StepLog | None
     _in_flight_steps: deque[InFlightStep] = field(default_factory=deque, init=False)
-    _applied: InFlightStep | None = field(default=None, init=False)
+    _applying: InFlightStep | None = field(default=None, init=False)
 
     # ---- requests ----
 
@@ -167,7 +167,7 @@ class Engine:
         return submitted
 
     def _apply(self, step: InFlightStep, result: StepResult, now_s: float) -> None:
-        self._applied = step
+        self._applying = step
         if result.failure is None:
             outcome = self.results.apply(step, result, now_s)
             num_drafts = step.num_computed_drafts(result)
@@ -175,7 +175,7 @@ class Engine:
                 observer.returned(step, num_drafts, result.device_s)
         else:
             outcome = self.results.fail(step, result.failure, now_s)
-        self._applied = None
+        self._applying = None
         self.collector.device_s += result.device_s
         if outcome.deltas:
             self.sink.deltas(outcome.deltas)
@@ -215,7 +215,7 @@ class Engine:
         whose result could not be applied; else of a step that the ranks have not answered; if there is none, each
         row."""
         unanswered = list(self._in_flight_steps)[self.answers.num_results :]
-        failing = unanswered if self._applied is None else [self._applied]
+        failing = unanswered if self._applying is None else [self._applying]
         rows = {seq.state for step in failing for seq in step.sequences}
         if not failing:
             rows = {s for s in self.requests if any(seq.status is SequenceStatus.RUNNING for seq in s.sequences)}

@@ -34,7 +34,8 @@ REDISPATCH_S = 0.2
 NO_GROUP_POLL_S = 1.0
 STEPS_AT_ONCE = 64
 
-Step = tuple[RequestPart, list[TokenDelta]]
+PartDeltas = tuple[RequestPart, list[TokenDelta]]
+"""A part and its deltas of one step."""
 
 
 class Generation:
@@ -74,7 +75,7 @@ class Generation:
         )
         self._now = asyncio.get_running_loop().time
         self._started_s = self._now()
-        self._steps: deque[Step] = deque()
+        self._steps: deque[PartDeltas] = deque()
         self._news = asyncio.Event()
         self._is_started = False
         self._is_woken = False
@@ -94,7 +95,7 @@ class Generation:
         self._context.metrics.generation_began()
         self._context.tasks.start(self._own(), f"request {self._bill.id}")
 
-    async def steps(self) -> AsyncIterator[Step]:
+    async def steps(self) -> AsyncIterator[PartDeltas]:
         """Yields (part, its deltas of one step) until every choice has finished. Raises why it was refused or failed,
         after what was delivered."""
         num_open, num_steps = len(self.parts), 0
