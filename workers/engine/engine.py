@@ -134,7 +134,7 @@ class Engine:
 
         Returns whether anything was submitted, applied or ended; False means: nothing to do, or the ranks are busy.
         """
-        progress = self.requests.end_early() | self.answers.take()
+        progress = self.requests.end_early() | self.answers.apply_transfers()
         began_s = self.clock()
         progress |= self._submit_plans(began_s)
         submitted_s = self.clock()
@@ -146,7 +146,7 @@ class Engine:
         now_s = self.clock()
         self.collector.wait_s += now_s - submitted_s
         if result is None:
-            return self.answers.take() or progress
+            return self.answers.apply_transfers() or progress
         self._apply(in_flight.popleft(), result, now_s)
         self.collector.schedule_s += self.clock() - now_s
         return True
