@@ -261,17 +261,17 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
     def send(message: FromRank) -> None:
         socket.send(encoder.encode(message))
 
-    lanes = LaneChannel(context, secret, endpoint, rank)
+    lane_channel = LaneChannel(context, secret, endpoint, rank)
     server = RankServer(
         rank,
         send,
-        lanes.send,
+        lane_channel.send,
         host=host,
         is_process=True,
         on_placed=lambda place: setproctitle.setproctitle(f"tandem rank {group} {place}"),
     )
     try:
-        lanes.serve(lambda op: list(server.take(op)))
+        lane_channel.serve(lambda op: list(server.take(op)))
         send(server.hello)
         for message in _messages(socket, server, send):
             if isinstance(message, RankSetup) and message.probe_endpoint is not None:
@@ -280,7 +280,7 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
                 if isinstance(answer, RankReady):  # from then on the coordinator can send to the lanes
                     gc.collect()
                     gc.freeze()  # what exists now lives as long as the rank: no step waits until it is walked again
-                    lanes.send(answer)
+                    lane_channel.send(answer)
                 else:
                     send(answer)
         return 0
