@@ -292,7 +292,8 @@ class EngineThread(threading.Thread):
         self._channel.send(by_gateway(deltas, self._reply_to_of))
 
     def begun(self, request: GenerationRequest, cached_tokens: int) -> None:
-        """Tells the gateway that the request has a row, with a delta without tokens."""
+        """Implements build_engine()'s on_begun: tells the gateway that the request has a row, with a delta without
+        tokens."""
         delta = TokenDelta(
             request_id=request.request_id,
             attempt=request.attempt,

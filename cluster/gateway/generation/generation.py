@@ -228,7 +228,8 @@ class Generation:
             self._news.set()
 
     async def _serve_prompt(self, part: RequestPart) -> None:
-        """Hands the part's deltas to the reader until the last one. Raises why there are no more."""
+        """Hands the part's deltas to the reader until the last one. Raises why there are no more.
+        BeamGeneration overrides this."""
         await self._attempts(part)
 
     async def _attempts(self, part: RequestPart) -> None:
