@@ -5,7 +5,8 @@
 It moves no weights: requests carry their adapter's digest, and groups fetch what requests name. So a switch is one
 write, running requests keep their version, and an unload waits only for this gateway's own requests: each counts from
 the moment its model is resolved to the end of its owner task. Built by build_adapters.py for a gateway and for
-`tandem run-batch`. One event loop.
+`tandem run-batch`. One event loop. Next, when a request names it: cluster/gateway/services/model_lookup.py, then
+workers/engine/adapters/adapter_cache.py.
 """
 
 import asyncio
@@ -123,9 +124,9 @@ class AdapterService:
         pinned: bool | None = None,
         inplace: bool = False,
     ) -> Outcome:
-        """Lists what lies at `source`. tenant, pinned: None leaves them as they are (of a new one: everyone's, not
-        pinned). The same content again is "unchanged" wherever it lies now, and is read from there from now on; other
-        content takes the name only with `inplace`, and later requests have it.
+        """Loads no weights: it lists what lies at `source`. tenant, pinned: None leaves them as they are (of a new
+        one: everyone's, not pinned). The same content again is "unchanged" wherever it lies now, and is read from there
+        from now on; other content takes the name only with `inplace`, and later requests have it.
         RequestRefused: 400 with the reason, 503 while Redis is unavailable; then all is as before."""
         try:
             self._check_name(name)

@@ -1,9 +1,8 @@
 """The group deployment `tandem-coordinator`: one Serve replica = one worker group.
 
 Holds the handle call of each request until the request ends, reports load to Serve and Redis, and exits when its group
-is lost, or its process is told to end, so that Serve replaces it. The engine runs on a thread of its own
-(engine_thread.py).
-Torch-free.
+is lost, or its process is told to end, so that Serve replaces it. The engine runs on a thread of its own. Torch-free.
+Next: engine_thread.py.
 """
 
 import asyncio
@@ -32,11 +31,11 @@ from tandem.cluster.fleet.fleet_view import (
 )
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
+from tandem.cluster.group.engine_opener import EngineOpener
 from tandem.cluster.group.engine_thread import EngineThread
-from tandem.cluster.group.group_engine import GroupEngine
 from tandem.cluster.group.sharing import Sharing
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down
-from tandem.cluster.routing.outstanding import by_gateway
+from tandem.cluster.routing.outstanding import tokens_by_gateway
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
@@ -114,7 +113,7 @@ class Coordinator:
         placement_group = ray.util.get_current_placement_group()
         open_channel = partial(TokenSender, facts.secret, channel_name(self._group, self._life))
         self._thread = EngineThread(_LoopListener(self, self._loop), open_channel)
-        self._engine = GroupEngine(
+        self._opener = EngineOpener(
             settings, facts, self._group, placement_group, self._thread.lose, self._thread.expect_end
         )
         asked = keys.reports_asked(facts.service_id)
@@ -132,7 +131,7 @@ class Coordinator:
         self._reports_task = self._loop.create_task(reports.run(), name="group reports")
         on_taken_down(lambda: self._loop.call_soon_threadsafe(self._leave_fleet))
         on_sigterm(lambda: self._loop.call_soon_threadsafe(self._end_soon))
-        self._thread.start_engine(self._engine.open, self._engine.close)
+        self._thread.start_engine(self._opener.open, self._opener.close)
         await self._wait_until_opened()
         self._changes.start()
         self._sharing.start()
@@ -186,7 +185,7 @@ class Coordinator:
         adapters = self._sharing.adapters
         on_device, on_host = adapters.tiers() if adapters is not None else ([], [])
         return {
-            "outstanding_tokens": by_gateway(self._outstanding.values()),
+            "outstanding_tokens": tokens_by_gateway(self._outstanding.values()),
             "stalled_s": self._stalled_s(),
             "on_device": on_device,
             "on_host": on_host,
@@ -303,7 +302,7 @@ class Coordinator:
 
     def _stalled_s(self) -> float:
         """Returns the seconds without any movement: no step although there is work, or no probe answered by a rank."""
-        return max(self._thread.stalled_s(), self._engine.silent_s())
+        return max(self._thread.stalled_s(), self._opener.silent_s())
 
     async def _wait_until_opened(self) -> None:
         try:
@@ -332,7 +331,7 @@ class Coordinator:
 
     def _record(self) -> GroupRecord:
         stats = self.engine_stats
-        loaded_bytes, total_bytes = self._engine.loading()
+        loaded_bytes, total_bytes = self._opener.loading()
         return GroupRecord(
             group=self._group,
             life=self._life,
@@ -357,7 +356,7 @@ class Coordinator:
             group=self._group,
             model=self._model_name,
             stats=msgspec.msgpack.encode(stats) if stats is not None else b"",
-            rank_pids=list(self._engine.rank_pids),
-            notes=list(self._engine.notes),
+            rank_pids=list(self._opener.rank_pids),
+            notes=list(self._opener.notes),
             adapters=adapters.report() if adapters is not None else None,
         )

@@ -4,7 +4,7 @@
 
 Owned by coordinator.py, and by cluster/cli/batch/local_dispatch.py for batches without a service: their event loops use
 submit(), abort() and call(). Everything else in here, the engine and its executor included, is touched by this thread
-only.
+only. Next: workers/engine/engine_loop.py.
 """
 
 import logging
@@ -292,7 +292,8 @@ class EngineThread(threading.Thread):
         self._channel.send(by_gateway(deltas, self._reply_to_of))
 
     def begun(self, request: GenerationRequest, cached_tokens: int) -> None:
-        """Tells the gateway that the request has a row, with a delta without tokens."""
+        """Implements build_engine()'s on_begun: tells the gateway that the request has a row, with a delta without
+        tokens."""
         delta = TokenDelta(
             request_id=request.request_id,
             attempt=request.attempt,

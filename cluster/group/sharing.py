@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from tandem.cluster.adapters.adapter_residency import GroupAdapters
+from tandem.cluster.adapters.group_adapters import GroupAdapters
 from tandem.cluster.fleet.charges import PERIOD_S, ChargeExchange, Charges
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.state import keys

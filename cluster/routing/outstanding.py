@@ -98,7 +98,7 @@ class Outstanding:
         return call
 
 
-def by_gateway(owed: Iterable[tuple[str, int]]) -> dict[str, int]:
+def tokens_by_gateway(owed: Iterable[tuple[str, int]]) -> dict[str, int]:
     """A group's report of (gateway, tokens) of all requests that have not ended."""
     total: dict[str, int] = {}
     for gateway, tokens in owed:

@@ -3,7 +3,7 @@
 Serve calls choose_replicas for every request and tries the ranks of its answer in order. An exception in there would
 leave the caller hanging for ever, so each hook is guarded and falls back to "no preference". All that it needs of a
 request is in its RouteHint: the prompt is not looked at. One choice is O(groups) additions and comparisons of numbers;
-what the groups report is read when Serve has a new list of them.
+what the groups report is read when Serve has a new list of them. Next: cluster/group/coordinator.py.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Admission of requests: checks of one request, limits of the queue, deadlines.
 
-Called by the engine. Never touches blocks or rows. The order of waiting is in waiting/.
+Called by LiveRequests. Never touches blocks or rows. The order of waiting is in waiting/.
 """
 
 import heapq

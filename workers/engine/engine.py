@@ -2,7 +2,8 @@
 
 Owned by one thread (engine_loop.py), which calls add_request, abort and turn; everything else hangs below it.
 Torch-free, Ray-free, and without transport: ranks are behind Executor, gateways behind OutputSink. build_engine.py
-puts it together. No content of a request ends the engine; GroupLost from the executor does.
+puts it together. No content of a request ends the engine; GroupLost from the executor does. Next: scheduler.py, which
+makes the plans.
 """
 
 from collections import deque
@@ -63,7 +64,7 @@ class Engine:
     drafting: Drafting | None
     step_log: "StepLog | None"
     _in_flight_steps: deque[InFlightStep] = field(default_factory=deque, init=False)
-    _applied: InFlightStep | None = field(default=None, init=False)
+    _applying: InFlightStep | None = field(default=None, init=False)
 
     # ---- requests ----
 
@@ -136,7 +137,7 @@ class Engine:
 
         Returns whether anything was submitted, applied or ended; False means: nothing to do, or the ranks are busy.
         """
-        progress = self.requests.end_early() | self.answers.take()
+        progress = self.requests.end_early() | self.answers.apply_transfers()
         began_s = self.clock()
         progress |= self._submit_plans(began_s)
         submitted_s = self.clock()
@@ -148,7 +149,7 @@ class Engine:
         now_s = self.clock()
         self.collector.wait_s += now_s - submitted_s
         if result is None:
-            return self.answers.take() or progress
+            return self.answers.apply_transfers() or progress
         self._apply(in_flight.popleft(), result, now_s)
         self.collector.schedule_s += self.clock() - now_s
         return True
@@ -170,7 +171,7 @@ class Engine:
         return submitted
 
     def _apply(self, step: InFlightStep, result: StepResult, now_s: float) -> None:
-        self._applied = step
+        self._applying = step
         if result.failure is None:
             outcome = self.results.apply(step, result, now_s)
             num_drafts = step.num_computed_drafts(result)
@@ -178,7 +179,7 @@ class Engine:
                 observer.returned(step, num_drafts, result.device_s)
         else:
             outcome = self.results.fail(step, result.failure, now_s)
-        self._applied = None
+        self._applying = None
         self.collector.device_s += result.device_s
         if outcome.deltas:
             self.sink.deltas(outcome.deltas)
@@ -218,7 +219,7 @@ class Engine:
         whose result could not be applied; else of a step that the ranks have not answered; if there is none, each
         row."""
         unanswered = list(self._in_flight_steps)[self.answers.num_results :]
-        failing = unanswered if self._applied is None else [self._applied]
+        failing = unanswered if self._applying is None else [self._applying]
         rows = {seq.state for step in failing for seq in step.sequences}
         if not failing:
             rows = {s for s in self.requests if any(seq.status is SequenceStatus.RUNNING for seq in s.sequences)}

@@ -2,7 +2,8 @@
 
     [ inbox.take -> engine.turn ]* while there is work; [ inbox.take -> due transfers -> inbox.wait ]* otherwise
 
-The three differ only in where requests come from (Inbox) and where tokens go (the engine's OutputSink).
+The three differ only in where requests come from (Inbox) and where tokens go (the engine's OutputSink). Next:
+engine.py.
 """
 
 import math

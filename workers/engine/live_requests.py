@@ -46,7 +46,7 @@ OnBegun = Callable[[GenerationRequest, int], None]
 
 
 class LiveRequests:
-    """Requests by id. caches: those that requests wait for. on_begun: see Engine."""
+    """Requests by id. caches: those that requests wait for. on_begun: see build_engine()."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ class RankAnswers:
 
     # ---- other answers ----
 
-    def take(self) -> bool:
+    def apply_transfers(self) -> bool:
         """Applies answers of ranks to transfers, and enqueues the sequences that waited for them. Returns whether there
         were any, or a request or sequence was concerned."""
         answers, self._answers = self._answers, []

@@ -1,7 +1,8 @@
 """Applies a step's result: tokens to sequences, computed blocks to the index, ends, deltas, latency counts.
 
-Called by the engine once per returned step. A result whose sequence has ended in
-the meantime is discarded (its row overran); one whose sequence was preempted still counts, only its KV is gone.
+Called by the engine once per returned step, and by LiveRequests, which ends choices (finish). A result whose sequence
+has ended in the meantime is discarded (its row overran); one whose sequence was preempted still counts, only its KV is
+gone. Next: the deltas go through engine_thread.py to the gateway's generation/part.py.
 """
 
 from dataclasses import dataclass, field

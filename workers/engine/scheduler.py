@@ -11,7 +11,9 @@ Who may be queued, and have a row, say the rules of a list (admission_rule.py). 
 the tokens charged to each (fairness.py). A request that may have ended a group has its steps to itself for a while
 (probation.py).
 
-Called by the engine: schedule, returned, finish; and, of `admission`, enqueue. It has no clock, output or transport.
+Called by the engine (schedule), ResultApplier (returned, take_back, finish, forget), RankAnswers (roll_back) and
+LiveRequests (finish); the last three also move waiting sequences, through `admission`. It has no clock, output or
+transport. Next: workers/executor/rank_group.py, which sends the plan.
 """
 
 import heapq

@@ -3,7 +3,7 @@
 A RankLauncher starts and ends the ranks, a RankChannel carries the messages; rank_server.py is the other end. Start:
 Hello of all -> RankSetup to rank 0 -> RankListening from it -> RankSetup to the others -> RankLoading, several ->
 RankLoaded of all -> AllocateKV (the least that all can hold) -> RankReady of all. The launcher's lost() reports dead
-ranks, ProbeWatch frozen ones, StepBound ranks without progress (liveness.py).
+ranks, ProbeWatch frozen ones, StepBound ranks without progress (liveness.py). Next: workers/rank/rank_server.py.
 """
 
 import logging

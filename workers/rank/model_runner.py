@@ -2,7 +2,8 @@
 
 Called by rank_server.py; every rank of a group launches every plan, in order. In a plan: roll back and free rows, bind
 rows, extend tables, clean new blocks, copy blocks, propose drafts, forward, sample, agree with TP peers. It has no
-plans, requests or transport of its own. S rows that sample, T tokens, V vocabulary.
+plans, requests or transport of its own. Next, back in the engine: workers/engine/results.py. S rows that sample, T
+tokens, V vocabulary.
 """
 
 import logging

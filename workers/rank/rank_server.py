@@ -2,7 +2,7 @@
 
 A rank process connects to its coordinator (workers/executor/rank_group.py) and blocks in receive between plans, so an
 idle rank uses no CPU. workers/executor/in_process_ranks.py calls the same RankServer on the caller's thread. A rank
-never decides what to run and never talks to another rank except through torch.distributed.
+never decides what to run and never talks to another rank except through torch.distributed. Next: model_runner.py.
 """
 
 import gc
@@ -263,17 +263,17 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
     def send(message: FromRank) -> None:
         socket.send(encoder.encode(message))
 
-    lanes = LaneChannel(context, secret, endpoint, rank)
+    lane_channel = LaneChannel(context, secret, endpoint, rank)
     server = RankServer(
         rank,
         send,
-        lanes.send,
+        lane_channel.send,
         host=host,
         is_process=True,
         on_placed=lambda place: setproctitle.setproctitle(f"tandem rank {group} {place}"),
     )
     try:
-        lanes.serve(lambda op: list(server.take(op)))
+        lane_channel.serve(lambda op: list(server.take(op)))
         send(server.hello)
         for message in _messages(socket, server, send):
             if isinstance(message, RankSetup) and message.probe_endpoint is not None:
@@ -282,7 +282,7 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
                 if isinstance(answer, RankReady):  # from then on the coordinator can send to the lanes
                     gc.collect()
                     gc.freeze()  # what exists now lives as long as the rank: no step waits until it is walked again
-                    lanes.send(answer)
+                    lane_channel.send(answer)
                 else:
                     send(answer)
         return 0

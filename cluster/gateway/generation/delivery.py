@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
-from tandem.cluster.gateway.generation.generation import Generation, Step
+from tandem.cluster.gateway.generation.generation import Generation, PartDeltas
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer, ResponseFormat, StreamFormat
 from tandem.cluster.gateway.http.sse import EventWriter
@@ -145,7 +145,7 @@ class Delivery(Response):
         else:
             await self._deliver_stream(writer, self._stream)
 
-    def _take(self, step: Step) -> list[tuple[int, TextDelta]]:
+    def _take(self, step: PartDeltas) -> list[tuple[int, TextDelta]]:
         """Feeds one step to its choices, and stops choices in the engine where a stop string was found."""
         part, deltas = step
         additions = []

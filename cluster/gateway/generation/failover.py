@@ -52,6 +52,8 @@ class Failover:
         if code in (GROUP_ENDED, GROUP_UNUSABLE):
             return True
         if status in (429, 503) and ended.group and len(self.avoid) <= MOST_REFUSALS and has_group(self.avoid):
+            # Attempts above 0 pass the queue's limits (is_resumed), so that the first is sent as it is. A later one
+            # passes them anyway; made anew, it says which choices a stop string has ended meanwhile.
             return part.request.attempt > 0
         raise RequestRefused(message, code=code, status=status, param=param)
 

@@ -34,7 +34,8 @@ REDISPATCH_S = 0.2
 NO_GROUP_POLL_S = 1.0
 STEPS_AT_ONCE = 64
 
-Step = tuple[RequestPart, list[TokenDelta]]
+PartDeltas = tuple[RequestPart, list[TokenDelta]]
+"""A part and its deltas of one step."""
 
 
 class Generation:
@@ -74,7 +75,7 @@ class Generation:
         )
         self._now = asyncio.get_running_loop().time
         self._started_s = self._now()
-        self._steps: deque[Step] = deque()
+        self._steps: deque[PartDeltas] = deque()
         self._news = asyncio.Event()
         self._is_started = False
         self._is_woken = False
@@ -94,7 +95,7 @@ class Generation:
         self._context.metrics.generation_began()
         self._context.tasks.start(self._own(), f"request {self._bill.id}")
 
-    async def steps(self) -> AsyncIterator[Step]:
+    async def steps(self) -> AsyncIterator[PartDeltas]:
         """Yields (part, its deltas of one step) until every choice has finished. Raises why it was refused or failed,
         after what was delivered."""
         num_open, num_steps = len(self.parts), 0
@@ -227,7 +228,8 @@ class Generation:
             self._news.set()
 
     async def _serve_prompt(self, part: RequestPart) -> None:
-        """Hands the part's deltas to the reader until the last one. Raises why there are no more."""
+        """Hands the part's deltas to the reader until the last one. Raises why there are no more.
+        BeamGeneration overrides this."""
         await self._attempts(part)
 
     async def _attempts(self, part: RequestPart) -> None:
@@ -314,7 +316,7 @@ class Generation:
         if not goes_on:
             part.request = msgspec.structs.replace(part.request, deadline_s=left_s)
             return
-        log.warning("request %s lost its group: %s", part.request.request_id, ended.refused and ended.refused[3])
+        log.warning("request %s goes to another group: %s", part.request.request_id, ended.refused and ended.refused[3])
         if part.unserved_since_s is not None and self._now() >= part.unserved_since_s + self._hold_s():
             raise RequestRefused("no worker group took the request", code="service_unavailable", status=503)
         await self._pause(part)  # by then the router knows which group is gone

@@ -1,8 +1,8 @@
 """ServeDispatch: requests go out through the Serve handle, tokens come back over the token channel.
 
 It knows which group runs which attempt, and ends the attempts of groups that are lost, silent or on their way out. What
-follows from an end is the Generation's decision. One event loop only. Next: in the group cluster/group/coordinator.py;
-here part.py, which takes the deltas.
+follows from an end is the Generation's decision. One event loop only. Next: routing/serve_router.py, which picks the
+group; in the group cluster/group/coordinator.py; here part.py, which takes the deltas.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class ServeDispatch:
         self._adapters = adapters
         self._draining = draining if draining is not None else DrainingGroups(lambda: None, 0.0, self.loop.time)
         self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap)
-        self._attempts: dict[str, RequestPart] = {}
+        self._parts: dict[str, RequestPart] = {}
         self._unusable: set[str] = set()
         self._last_message_s: dict[bytes, float] = {}
         self._group_seen = False
@@ -88,12 +88,12 @@ class ServeDispatch:
         method = self._by_value if len(payload) <= MOST_BY_VALUE else self._by_reference
         part.call = method.remote(with_version(payload, model=self._model), hint=hint)
         part.answer = Aside(self._answer(part), part.news.set)
-        self._attempts[request.request_id] = part
+        self._parts[request.request_id] = part
 
     def abort(self, abort: Abort) -> None:
         """Implements Dispatch. While the group is not known, an abort of one choice is held, and the whole request is
         ended by cancelling the call: the group then sends its count as a last delta, if it has the request."""
-        part = self._attempts.get(abort.request_id)
+        part = self._parts.get(abort.request_id)
         if part is None:
             return  # close() has cancelled it
         if part.sender is not None:
@@ -104,8 +104,8 @@ class ServeDispatch:
             _drop(part)
 
     def cancel(self, part: RequestPart) -> None:
-        if self._attempts.get(part.request.request_id) is part:
-            del self._attempts[part.request.request_id]
+        if self._parts.get(part.request.request_id) is part:
+            del self._parts[part.request.request_id]
         if not part.is_complete:
             _drop(part)
         elif part.ended is None:
@@ -135,7 +135,7 @@ class ServeDispatch:
             "outstanding_tokens": sum(r.outstanding_tokens for r in records),
             "kv_cache_usage_perc": max((r.kv_used for r in records), default=0.0),
             "groups": len(records),
-            "requests_in_this_gateway": len(self._attempts),
+            "requests_in_this_gateway": len(self._parts),
             "redis": "away" if self._fleet.redis_unavailable else "here",
         }
 
@@ -160,12 +160,12 @@ class ServeDispatch:
     # ---- the gateway ---------------------------------------------------------------------------------------------
 
     def has_requests(self) -> bool:
-        return bool(self._attempts)
+        return bool(self._parts)
 
     def refuse_all(self, refusal: RequestRefused) -> None:
         """Ends every request with `refusal`, after the tokens delivered, and refuses later ones."""
         self._refusal = refusal
-        for part in list(self._attempts.values()):
+        for part in list(self._parts.values()):
             told = lost(part.request, str(refusal), "bystander")
             refused = (refusal.status, refusal.code, refusal.param, str(refusal))
             part.end(msgspec.structs.replace(told, refused=refused, loss=None))
@@ -179,7 +179,7 @@ class ServeDispatch:
         if not self.has_group(self._draining.groups):
             return
         silent = self._silent()
-        for part in self._attempts.values():
+        for part in self._parts.values():
             if part.sender is None or part.ended is not None:
                 continue
             if part.sender in silent:
@@ -190,7 +190,7 @@ class ServeDispatch:
     async def close(self) -> None:
         """Refuses what runs and what comes."""
         self.refuse_all(RequestRefused("the gateway is shutting down", code="service_unavailable", status=503))
-        for part in list(self._attempts.values()):
+        for part in list(self._parts.values()):
             self.cancel(part)
         self._receiver.close()
 
@@ -240,7 +240,7 @@ class ServeDispatch:
         for delta in deltas:
             by_request.setdefault(delta.request_id, []).append(delta)
         for request_id, own in by_request.items():
-            part = self._attempts.get(request_id)
+            part = self._parts.get(request_id)
             if part is None or own[0].attempt != part.request.attempt:
                 continue  # late deltas of a request that has ended or moved
             if part.sender is None:
@@ -271,7 +271,7 @@ class ServeDispatch:
         if sender in self._last_message_s:
             return
         living = {name for name, _ in self._channel_names()}
-        living |= {part.sender for part in self._attempts.values() if part.sender is not None}
+        living |= {part.sender for part in self._parts.values() if part.sender is not None}
         for gone in self._last_message_s.keys() - living:
             self._receiver.forget(gone)
             del self._last_message_s[gone]
@@ -280,7 +280,7 @@ class ServeDispatch:
     def _on_gap(self, sender: bytes) -> None:
         """A message of this sender was lost: its content is unknown, so all its attempts count as lost."""
         log.warning("a message from %s is missing", sender.decode(errors="replace"))
-        for part in self._attempts.values():
+        for part in self._parts.values():
             if part.sender == sender:
                 self._lose_soon(part)
 

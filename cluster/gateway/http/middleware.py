@@ -1,7 +1,7 @@
 """The outermost ASGI layer: ids, status metrics, header limits, tenants' headers, in-flight counts, exceptions.
 
 Pure ASGI (a wrapper per request, one frame per send), so that it costs streams nothing. Every answer carries
-`x-request-id`: the client's when it is printable, cut to 128 characters, else a fresh one.
+`x-request-id`: the client's when it is printable, cut to 128 characters, else a fresh one. Next: app/routes.py.
 """
 
 import logging

@@ -30,10 +30,10 @@ async def chat_completions(
     names = FieldNames({}, "messages", limit, messages=None, parts=())
     posted = Posted(request, principal, body, size, began_s)
     async with conversation_of(text, context, posted, names, "chatcmpl-") as chat:
-        return chat.answer(_style(text, body, chat), with_logprobs=chat.logprobs is not None)
+        return chat.answer(_format(text, body, chat), with_logprobs=chat.logprobs is not None)
 
 
-def _style(text: TextServices, body: ChatBody, chat: PreparedChat) -> ChatFormat:
+def _format(text: TextServices, body: ChatBody, chat: PreparedChat) -> ChatFormat:
     make = ChatFormat if chat.output.is_plain else partial(ParsedChatFormat, chat.output)
     return make(
         text.detokenizers,

@@ -71,7 +71,7 @@ class Prepared:
         body = self.posted.body
         return Delivery(
             self.context,
-            self._generation(),
+            self._make_generation(),
             style,
             stream=style if body.stream else None,
             include_usage=includes_usage(body),
@@ -81,7 +81,8 @@ class Prepared:
             before_end=before_end,
         )
 
-    def _generation(self) -> Generation:
+    def _make_generation(self) -> Generation:
+        """Returns the generation, which owns the parts and what is held from now on: call once."""
         body = self.posted.body
         named: dict[str, Any] = {
             "tenant": self.posted.principal.tenant,

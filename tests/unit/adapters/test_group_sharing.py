@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from tandem.cluster.adapters.adapter_list import AdapterList
-from tandem.cluster.adapters.adapter_residency import GroupAdapters
 from tandem.cluster.adapters.entries import AdapterEntry
+from tandem.cluster.adapters.group_adapters import GroupAdapters
 from tandem.cluster.fleet.charges import ChargeExchange, Charges
 from tandem.cluster.fleet.group_reports import AdapterReport
 from tandem.cluster.group.sharing import Sharing

@@ -1,6 +1,6 @@
 """Creates the sequences of an accepted request, one for each choice, and ends choices that need no step.
 
-Called by the engine; the scheduler decides when they run.
+Called by LiveRequests; the scheduler decides when they run.
 """
 
 import hashlib

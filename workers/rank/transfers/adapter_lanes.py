@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 URL_LANES = 3
 """Several, so that not all remote sources wait for the slowest one."""
 
-HostCopies = dict[str, HostCopy]
+CopiesByDigest = dict[str, HostCopy]
 """Adapters by digest. Fetches add, a drop takes away, each on its own thread: single operations of a dict, which are
 whole."""
 ReadShard = Callable[[AdapterRef], HostCopy]
@@ -98,7 +98,7 @@ def _has_digest(folder: Path, digest: str) -> bool:
 class SourceLane:
     """Fetches adapters: source -> host memory. A rank has several, for local and remote sources."""
 
-    def __init__(self, read: ReadShard, copies: HostCopies) -> None:
+    def __init__(self, read: ReadShard, copies: CopiesByDigest) -> None:
         self._read = read
         self._copies = copies
 
@@ -124,7 +124,7 @@ class SourceLane:
 class PlaceLane:
     """Places adapters: host memory -> device, whole when it is answered; drops them from host memory."""
 
-    def __init__(self, slab: AdapterSlab, copies: HostCopies, accelerator: Accelerator) -> None:
+    def __init__(self, slab: AdapterSlab, copies: CopiesByDigest, accelerator: Accelerator) -> None:
         self._slab = slab
         self._copies = copies
         self._accelerator = accelerator
@@ -154,7 +154,7 @@ class PlaceLane:
 
 def open_adapter_lanes(lanes: Lanes, adapters: RankAdapters) -> None:
     """Opens the lanes that move a rank's adapters."""
-    copies: HostCopies = {}
+    copies: CopiesByDigest = {}
     accelerator = adapters.platform.accelerator
     cache = adapter_cache_folder()
     read = ShardReader(adapters.spec, adapters.model_folder, adapters.slab, cache, adapters.dtype, accelerator)

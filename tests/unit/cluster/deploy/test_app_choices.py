@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tandem.cluster.deploy.nodes import choose_home, cluster_device
-from tandem.cluster.group.group_engine import loading_note, with_own_step_log
+from tandem.cluster.group.engine_opener import loading_note, with_own_step_log
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import check_home, groups_per_node
 from tandem.configs.errors import SettingsError

@@ -115,7 +115,7 @@ async def test_tokens_come_in_order_with_one_end_and_the_bill(service: Service) 
     assert tokens_of(deltas) == list(range(100, 150))
     assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"]
     assert deltas[-1].usage is not None and deltas[-1].usage.completion_tokens == 50
-    await until(lambda: not service.client._attempts)
+    await until(lambda: not service.client._parts)
 
 
 async def test_refusing_all_ends_what_runs_and_what_comes_later(slow_service: Service) -> None:
@@ -128,7 +128,7 @@ async def test_refusing_all_ends_what_runs_and_what_comes_later(slow_service: Se
     with pytest.raises(RequestRefused, match="closing"):
         await read_all(await client.submit(request("late")))
     assert first and slow_service.groups
-    await until(lambda: not client._attempts)
+    await until(lambda: not client._parts)
 
 
 async def test_many_at_once_do_not_mix(service: Service) -> None:
@@ -363,7 +363,7 @@ async def test_senders_that_have_left_are_forgotten(service: Service) -> None:
         await group.wait_opened()
         service.fleet.records = {"g": msgspec.structs.replace(serving()["g"], life=life)}
         await read_all(await client.submit(request(f"r{life}")))
-        await until(lambda: not client._attempts)
+        await until(lambda: not client._parts)
     assert set(client._receiver._next_number) == {names[-1].encode()}
     assert len(tokens_of(await read_all(await client.submit(request("again"))))) == 5, "one that was not gone after all"
     await client.close()
@@ -482,7 +482,7 @@ async def test_closing_the_stream_aborts_the_request(slow_service: Service) -> N
     await stream.aclose()
     await stream.aclose()
     await until(lambda: not slow_service.groups[0].engine.live)
-    await until(lambda: not slow_service.client._attempts)
+    await until(lambda: not slow_service.client._parts)
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
 
@@ -490,7 +490,7 @@ async def test_closing_the_stream_aborts_the_request(slow_service: Service) -> N
 async def test_closing_before_the_first_token_cancels_the_call(slow_service: Service) -> None:
     stream = await slow_service.client.submit(request("r", 10_000))
     await stream.aclose()
-    await until(lambda: not slow_service.client._attempts)
+    await until(lambda: not slow_service.client._parts)
     await until(lambda: not slow_service.groups[0].calls)
     await until(lambda: not slow_service.groups[0].engine.live)
 
@@ -704,7 +704,7 @@ async def test_a_group_that_is_given_up_for_a_gap_stops_working_on_the_request(s
     slow_service.groups[0].engine.most = 100
     stream = await slow_service.client.submit(request("r", 2000))
     await anext(stream)
-    slow_service.client._attempts["r"].lose("a gap", "bystander")  # as a second after a gap
+    slow_service.client._parts["r"].lose("a gap", "bystander")  # as a second after a gap
     await until(lambda: slow_service.groups[1].requests)
     await until(lambda: not slow_service.groups[0].engine.live)  # it would never end by itself
     await stream.aclose()

@@ -37,7 +37,7 @@ async def test_leaving_before_the_first_token_frees_the_group_at_once(door: Door
     post.cancel()
     left_s = time.monotonic()
     async with asyncio.timeout(door.context.times.drain_s / 2):
-        while door.group.engine.live or door.backend._attempts or not door.ledger.rows:
+        while door.group.engine.live or door.backend._parts or not door.ledger.rows:
             await asyncio.sleep(0.002)
     print(f"free {1000 * (time.monotonic() - left_s):.0f} ms after the client had left")
     assert [row.terminal for row in door.ledger.rows] == ["abort"]

@@ -59,7 +59,7 @@ class Connection:
         body = json.dumps({"messages": USER, "max_tokens": 100, **fields}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         self._writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        parts = self._door.backend._attempts
+        parts = self._door.backend._parts
         await until(lambda: any(len(part.delivered[0]) for part in parts.values()))
         if fields["stream"]:
             async with asyncio.timeout(DEADLINE_S):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.routing.outstanding import by_gateway
+from tandem.cluster.routing.outstanding import tokens_by_gateway
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.routing.serve_router import GroupRouter
 
@@ -91,7 +91,7 @@ class Simulation:
 
     def _take_reports(self) -> None:
         for name, live in self.live.items():
-            self.reports[name] = {"outstanding_tokens": by_gateway(live.values()), "stalled_s": 0.0}
+            self.reports[name] = {"outstanding_tokens": tokens_by_gateway(live.values()), "stalled_s": 0.0}
 
     def _replicas(self) -> list[Any]:
         return [

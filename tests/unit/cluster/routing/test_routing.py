@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cluster.routing.group_loads import GroupLoads
-from tandem.cluster.routing.outstanding import Outstanding, by_gateway, cost_tokens, elsewhere
+from tandem.cluster.routing.outstanding import Outstanding, cost_tokens, elsewhere, tokens_by_gateway
 from tandem.cluster.routing.policy import FEW, adapter_affinity, best_few
 from tandem.cluster.routing.route_hint import RouteHint, hint_of
 from tandem.workers.messages.request import GenerationRequest, ReplyTo, SamplingParams
@@ -51,7 +51,7 @@ def test_cost_counts_the_prompt_once_and_every_choice() -> None:
 
 
 def test_a_report_counts_for_the_gateways_that_did_not_send_it() -> None:
-    reported = by_gateway([("g1", 100), ("g2", 30), ("g1", 5)])
+    reported = tokens_by_gateway([("g1", 100), ("g2", 30), ("g1", 5)])
     assert [elsewhere(reported, gateway) for gateway in ("g1", "g2", "g3")] == [30, 105, 135]
     assert elsewhere({}, "g1") == 0
 

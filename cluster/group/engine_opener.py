@@ -22,7 +22,7 @@ from tandem.workers.planning.start_notes import warn_of_pool
 log = logging.getLogger("ray.serve.tandem")
 
 
-class GroupEngine:
+class EngineOpener:
     """Opens one engine and closes its ranks. on_lost, on_told: of ray_group(). rank_pids, notes, loading() and
     silent_s() may be read from any thread."""
 
