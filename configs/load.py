@@ -20,7 +20,6 @@ from tandem.configs.options import OPTIONS, Option, not_needed, option_named, pa
 from tandem.configs.platform_facts import DEVICE_FLAGS, PLATFORM_FACTS
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.configs.secrets import HIDDEN, check_keys, without_password
-from tandem.configs.speculative_config import draft_settings
 
 PRESETS = Path(__file__).parent / "presets"
 FILE_ONLY_KEYS = ("model", "autoscaling_config")
@@ -225,6 +224,8 @@ def _read(option: Option, value: Any, served: Collection[str]) -> Any:
     if isinstance(value, str) and (origin is dict or hasattr(option.kind, "__struct_fields__")):
         value = _json_object(option, value)
     if option.name == "speculative_config":
+        from tandem.configs.speculative_config import draft_settings
+
         return draft_settings(value)
     return _items(option, value, served) if origin is tuple else value
 

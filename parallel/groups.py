@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.collectives import Collectives, SingleRank, TorchCollectives
-from tandem.parallel.exchange.shared_memory import SharedMemoryCollectives, open_segment
 from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.mesh import Mesh
 
@@ -121,6 +120,8 @@ def _stage_group(mesh: Mesh, backend: Backend, ranks_on_node: int) -> Collective
     groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT) for ranks in stages]
     mine = TorchCollectives(groups[mesh.pp_rank], stages[mesh.pp_rank])
     if backend.shares_memory:
+        from tandem.parallel.exchange.shared_memory import SharedMemoryCollectives, open_segment
+
         segment = open_segment(mine, mesh.tp_rank, mesh.tp_size)
         if segment is not None:
             spins = ranks_on_node <= len(os.sched_getaffinity(0))

@@ -40,13 +40,30 @@ beside it.
 
 {table(heads, rows)}
 
-Prompts of 2,048 tokens took {whole(prompts)} tokens/s, {percent(prompts / most)} of what the products of the weights
-take at the {run["flop_per_s"] / 1e12:.0f} TFLOP/s of a large product. There are one or two runs of each figure, and
-none beside vLLM; the peer's is the mean of {run["options"]["steps"] // 4} tokens. Norms, rotations and activations are
-still torch operations of their own ([decision 041](decisions/041-gpu-attention.md)). {now} tests passed on that GPU
-with the attention kernel: texts of all families, and adapters, drafts, KV offload and grammars with the demo model.
-{before} more, before there was the kernel, with torch's SDPA: drafts, offload and streamed layers of every family, and
-`tandem serve` with a killed rank. More than one GPU has not been tried."""
+{_h100()}
+
+Prompts of 2,048 tokens took, on the first of these, {whole(prompts)} tokens/s, {percent(prompts / most)} of what the
+products of the weights take at the {run["flop_per_s"] / 1e12:.0f} TFLOP/s of a large product. There are one or two
+runs of each figure, and none beside vLLM; the peer's is the mean of {run["options"]["steps"] // 4} tokens. Norms,
+rotations and activations are still torch operations of their own ([decision 041](decisions/041-gpu-attention.md)).
+{now} tests passed on that GPU with the attention kernel: texts of all families, and adapters, drafts, KV offload and
+grammars with the demo model. {before} more, before there was the kernel, with torch's SDPA: drafts, offload and
+streamed layers of every family, and `tandem serve` with a killed rank. More than one GPU has not been tried."""
+
+
+def _h100() -> str:
+    """Steps on another GPU, of this tree and of the one before decisions 042 to 049."""
+    before, *after = (read_json(f"gpu-steps-h100-{name}.json") for name in ("before", "1", "2"))
+    old, *new = ({line["rows"]: line["replayed"] for line in run["decode"]} for run in (before, *after))
+    times = {rows: statistics.median(time for run in new for time in run[rows]) for rows in old}
+    ratios = [statistics.median(old[rows]) / times[rows] for rows in old]
+    shares = [line["roofline_ms"] / times[line["rows"]] for line in after[0]["decode"]]
+    spelled = ", ".join(f"{time:.2f}" for time in times.values())
+    (peer,) = after[0]["transformers_ms"].values()
+    return f"""On one {before["device"]}, which reads {before["read_bytes_per_s"] / 1e12:.1f} TB/s, steps of
+{", ".join(map(str, times))} rows took {spelled} ms, {span((100 * share for share in shares), 0)} % of the roofline
+(`transformers`: {peer:.2f} ms for 32 rows). The tree before decisions 042 to 050, in turns with this one, took
+{span(ratios, 3)} times as long."""
 
 
 def _gpu_tests() -> tuple[str, str]:

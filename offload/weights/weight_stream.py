@@ -81,9 +81,11 @@ class _Slot:
 
 
 class WeightStream:
-    """The streamed layers of one rank, by their index on it. Free of cost when there are none."""
+    """The streamed layers of one rank, by their index on it. Free of cost when there are none: then it has no
+    copier."""
 
-    def __init__(self, streamed: Sequence[int], copier: Copier) -> None:
+    def __init__(self, streamed: Sequence[int], copier: Copier | None) -> None:
+        assert copier is not None or not streamed, "layers stream, and nothing copies them"
         self._copier = copier
         self._slots = [_Slot() for _ in range(min(BUFFERS, len(streamed)))]
         self._slot_of: dict[int, _Slot] = {}
@@ -110,7 +112,7 @@ class WeightStream:
     @property
     def can_replay(self) -> bool:
         """True if a captured step may be replayed as a list of kernels and copies."""
-        return not self._slot_of or self._copier.is_inline
+        return self._copier is None or not self._slot_of or self._copier.is_inline
 
     def invalidate(self) -> None:
         """Marks shared buffers as empty, so that their layers are copied again when due. WeightCopyError after a failed
@@ -148,13 +150,15 @@ class WeightStream:
 
     def close(self) -> None:
         """Ends the copies and their thread and releases the host memory. Idempotent; no step may follow."""
-        self._copier.close()
+        if self._copier is not None:
+            self._copier.close()
         for slot in self._slots:
             slot.waits = []
         self._held.clear()
         self._copies.clear()
 
     def _keep(self, layer: int, weight: torch.Tensor) -> Placed:
+        assert self._copier is not None
         slot, held = self._slot_of[layer], self._copier.hold(weight)
         place = len(self._held[layer])
         if place == len(slot.buffers):
@@ -181,6 +185,7 @@ class WeightStream:
 
     def _start(self, slot: _Slot, layer: int) -> None:
         """Starts to copy a layer into the slot, after earlier copies into it (of an interrupted step) have arrived."""
+        assert self._copier is not None
         self._arrive(slot)
         slot.holds = layer
         slot.waits = [self._copier.start(copies) for copies in self._copies[layer]]

@@ -34,6 +34,7 @@ from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.loading import load_rank
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
+from tests.support.engine_invariants import check_invariants
 from tests.support.platforms import replaced
 from tests.support.traced_accelerator import TracedAccelerator, is_view, traced_platform
 
@@ -274,7 +275,7 @@ def _serve(case: EngineCase, context: ParallelContext, platform: Platform, share
         if not engine.has_work():
             break
         engine.turn(0.0)
-        engine.check_invariants()
+        check_invariants(engine)
     assert not engine.has_work(), "it is stuck"
     assert engine.stats().used_blocks == 0
     told.num_preempted = engine.stats().preemptions

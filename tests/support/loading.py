@@ -2,7 +2,7 @@
 
 from tandem.configs.schema import EngineSettings
 from tandem.parallel.context import ParallelContext
-from tandem.workers.platforms.cuda import open_platform
+from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.rank.loading import LoadedRank, load_rank
 
 

@@ -5,6 +5,7 @@ Shared by the backends of heads and of latents. Captured calls follow set_batch.
 
 import sys
 from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +19,9 @@ from tandem.workers.kernels.cpu.attention.cpu_decode_attention import (
     Ints,
     Queries,
 )
-from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
+
+if TYPE_CHECKING:
+    from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 
 MOST_PARTS = 1024
 """Parts of contexts whose sums are held at a time: some 17 MB with 32 heads of 128 elements."""
@@ -38,7 +41,7 @@ class QueryRows:
     def __init__(
         self,
         batch: ForwardBatch,
-        kernel: CpuDecodeAttention | CpuLatentAttention,
+        kernel: "CpuDecodeAttention | CpuLatentAttention",
         most_queries: int = sys.maxsize,
         *,
         most_parts: int | None = None,

@@ -6,9 +6,9 @@ wait for one where `caches` is made.
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tandem.configs.schema import EngineSettings
-from tandem.workers.engine.adapters.adapter_cache import AdapterCache
 from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.engine.base.arrivals import Arrivals
 from tandem.workers.engine.base.drafting import Drafting
@@ -21,19 +21,17 @@ from tandem.workers.engine.executor import Executor, ExecutorReady
 from tandem.workers.engine.live_requests import LiveRequests, OnBegun, OutputSink
 from tandem.workers.engine.observers.chunk_limiter import ChunkLimiter, StepChunkLimiter
 from tandem.workers.engine.observers.step_counts import StepCounts
-from tandem.workers.engine.observers.step_log import StepLog
 from tandem.workers.engine.rank_answers import RankAnswers
 from tandem.workers.engine.results import ResultApplier
 from tandem.workers.engine.scheduler import Scheduler
-from tandem.workers.engine.transfers.copy_costs import CopyCosts
-from tandem.workers.engine.transfers.kv_offload import KVOffload
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
-from tandem.workers.engine.waiting.batching_policy import batching_rule
 from tandem.workers.engine.waiting.grammar_cache import GrammarCache
-from tandem.workers.engine.waiting.max_loras import MaxLoras
 from tandem.workers.engine.waiting.probation import Probation
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
+
+if TYPE_CHECKING:
+    from tandem.workers.engine.adapters.adapter_cache import AdapterCache
 
 
 def build_engine(
@@ -51,17 +49,27 @@ def build_engine(
     """
     manager, waiting, collector = _block_manager(settings, facts, ready), WaitingQueue(), Collector()
     transfers = TransferManager(executor.transfer, ready.num_ranks, clock)
-    costs = CopyCosts(ready.block_bytes / ready.num_ranks)
-    offload = None if ready.store is None else KVOffload(manager, ready.store, transfers, costs, clock)
-    adapters = None
+    costs = offload = adapters = experts = step_log = None
+    if ready.store is not None:
+        from tandem.workers.engine.transfers.copy_costs import CopyCosts
+        from tandem.workers.engine.transfers.kv_offload import KVOffload
+
+        costs = CopyCosts(ready.block_bytes / ready.num_ranks)
+        offload = KVOffload(manager, ready.store, transfers, costs, clock)
     if settings.lora.enable_lora:
+        from tandem.workers.engine.adapters.adapter_cache import AdapterCache
+
         assert ready.adapter_pages > 0, "--enable-lora, and no rank has room for adapters"
         adapters = AdapterCache(settings.lora, ready.adapter_pages, transfers, waiting, clock)
     grammars = GrammarCache(transfers, waiting, clock, settings.scheduler.grammar_timeout_s)
     drafting = Drafting(settings.max_drafts) if settings.max_drafts else None
     chunk_limiter = _chunk_limiter(settings)
-    experts = ExpertReports(executor.count_experts, ready.pipeline_parallel_size if facts.has_experts else 0, clock)
-    step_log = StepLog(settings.step_log) if settings.step_log else None
+    if facts.has_experts:
+        experts = ExpertReports(executor.count_experts, ready.pipeline_parallel_size, clock)
+    if settings.step_log:
+        from tandem.workers.engine.observers.step_log import StepLog
+
+        step_log = StepLog(settings.step_log)
 
     probation = Probation(waiting, settings.max_drafts)
     scheduler = Scheduler(
@@ -96,9 +104,7 @@ def build_engine(
         grammars=grammars,
         experts=experts,
         collector=collector,
-        observers=_observers(
-            StepCounts(collector), costs, experts if facts.has_experts else None, drafting, chunk_limiter, step_log
-        ),
+        observers=_observers(StepCounts(collector), costs, experts, drafting, chunk_limiter, step_log),
         offload=offload,
         adapters=adapters,
         drafting=drafting,
@@ -110,19 +116,21 @@ def _rules(
     settings: EngineSettings,
     waiting: WaitingQueue,
     clock: Callable[[], float],
-    adapters: AdapterCache | None,
+    adapters: "AdapterCache | None",
     grammars: GrammarCache,
     probation: Probation,
 ) -> list[AdmissionRule]:
     """Returns the rules of admission, in the order in which a sequence is asked about."""
-    rules = [
-        adapters,
-        grammars,
-        probation,
-        batching_rule(settings.scheduler, waiting, clock),
-        MaxLoras(settings.lora.max_loras, waiting) if adapters is not None else None,
-    ]
-    return [rule for rule in rules if rule is not None]
+    rules: list[AdmissionRule] = [grammars, probation] if adapters is None else [adapters, grammars, probation]
+    if settings.scheduler.batching_policy != "continuous":
+        from tandem.workers.engine.waiting.batching_policy import batching_rule
+
+        rules.append(batching_rule(settings.scheduler, waiting, clock))
+    if adapters is not None:
+        from tandem.workers.engine.waiting.max_loras import MaxLoras
+
+        rules.append(MaxLoras(settings.lora.max_loras, waiting))
+    return rules
 
 
 def _observers(*parts: object) -> tuple[StepObserver, ...]:

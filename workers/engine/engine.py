@@ -8,8 +8,8 @@ puts it together. No content of a request ends the engine; GroupLost from the ex
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from tandem.workers.engine.adapters.adapter_cache import AdapterCache
 from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.expert_reports import ExpertReports
@@ -20,14 +20,17 @@ from tandem.workers.engine.base.step_observer import StepObserver
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.executor import Executor, ExecutorReady
 from tandem.workers.engine.live_requests import LiveRequests, OutputSink
-from tandem.workers.engine.observers.step_log import StepLog
 from tandem.workers.engine.rank_answers import RankAnswers
 from tandem.workers.engine.results import ResultApplier
 from tandem.workers.engine.scheduler import Scheduler
-from tandem.workers.engine.transfers.kv_offload import KVOffload
 from tandem.workers.engine.waiting.grammar_cache import GrammarCache
 from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest, Loss
 from tandem.workers.messages.step import StepResult
+
+if TYPE_CHECKING:  # of features that may be off
+    from tandem.workers.engine.adapters.adapter_cache import AdapterCache
+    from tandem.workers.engine.observers.step_log import StepLog
+    from tandem.workers.engine.transfers.kv_offload import KVOffload
 
 FLUSH_POLL_S = 0.05
 
@@ -52,13 +55,13 @@ class Engine:
     requests: LiveRequests
     answers: RankAnswers
     grammars: GrammarCache
-    experts: ExpertReports
+    experts: ExpertReports | None
     collector: Collector
     observers: tuple[StepObserver, ...]
-    offload: KVOffload | None
-    adapters: AdapterCache | None
+    offload: "KVOffload | None"
+    adapters: "AdapterCache | None"
     drafting: Drafting | None
-    step_log: StepLog | None
+    step_log: "StepLog | None"
     _in_flight_steps: deque[InFlightStep] = field(default_factory=deque, init=False)
     _applied: InFlightStep | None = field(default=None, init=False)
 
@@ -162,7 +165,8 @@ class Engine:
             for observer in self.observers:
                 observer.submitted(step, plan)
             submitted = True
-        self.experts.poll()
+        if self.experts is not None:
+            self.experts.poll()
         return submitted
 
     def _apply(self, step: InFlightStep, result: StepResult, now_s: float) -> None:
@@ -201,7 +205,7 @@ class Engine:
             offload=None if self.offload is None else self.offload.stats(self.ready.block_bytes),
             adapters=None if self.adapters is None else self.adapters.stats(),
             drafts=None if self.drafting is None else self.drafting.stats(),
-            experts=self.experts.stats,
+            experts=None if self.experts is None else self.experts.stats,
         )
 
     @property

@@ -4,13 +4,15 @@ Implemented by workers/executor/rank_group.py, whose launchers start the ranks: 
 as child processes (local_ranks.py), as Ray actors (cluster/group/ray_ranks.py).
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from tandem.offload.kv.tiered_store import TieredStore
 from tandem.workers.messages.step import ExpertTokens, StepPlan, StepResult
 from tandem.workers.messages.transfer import TransferOp, TransferResult
+
+if TYPE_CHECKING:
+    from tandem.offload.kv.tiered_store import TieredStore
 
 
 class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +33,7 @@ class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float
     rank_pids: tuple[int, ...] = ()
     num_ranks: int = 1
-    store: TieredStore | None = None
+    store: "TieredStore | None" = None
     tier_notes: tuple[str, ...] = ()
     kv_dtype: str | None = None
     adapter_pages: int = 0

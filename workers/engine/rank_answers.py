@@ -6,24 +6,27 @@ steps, and the sequences that waited for them are enqueued. Part of an Engine (e
 
 from collections import deque
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from tandem.workers.engine.base.expert_reports import ExpertReports
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.executor import Executor
 from tandem.workers.engine.live_requests import LiveRequests
 from tandem.workers.engine.scheduler import Scheduler
-from tandem.workers.engine.transfers.kv_offload import KVOffload
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
 from tandem.workers.engine.waiting.waited import NO_EVENTS, WaitedCache
 from tandem.workers.messages.step import ExpertTokens, StepResult
 from tandem.workers.messages.transfer import TransferResult
+
+if TYPE_CHECKING:
+    from tandem.workers.engine.transfers.kv_offload import KVOffload
 
 CACHE_WAIT_S = 0.005
 """The longest wait while only adapters or grammars move: their sources may be slow, and requests should not wait."""
 
 
 class RankAnswers:
-    """Messages of one executor's ranks. offload: the tiers below the device; None: none."""
+    """Messages of one executor's ranks. offload: the tiers below the device; experts: None of a model without."""
 
     def __init__(
         self,
@@ -32,8 +35,8 @@ class RankAnswers:
         scheduler: Scheduler,
         requests: LiveRequests,
         caches: tuple[WaitedCache, ...],
-        offload: KVOffload | None,
-        experts: ExpertReports,
+        offload: "KVOffload | None",
+        experts: ExpertReports | None,
     ) -> None:
         self._executor = executor
         self._transfers = transfers
@@ -55,7 +58,7 @@ class RankAnswers:
     @property
     def is_copying(self) -> bool:
         """True while transfers of KV or adapters, or questions to the ranks, are in flight."""
-        return self._transfers.is_busy or self._experts.is_open
+        return self._transfers.is_busy or (self._experts is not None and self._experts.is_open)
 
     @property
     def is_copying_kv(self) -> bool:
@@ -65,7 +68,8 @@ class RankAnswers:
     @property
     def look_again_s(self) -> float:
         """The moment of the clock at which there is something to do without an answer; inf: never."""
-        return min(self._experts.look_again_s, *(cache.look_again_s for cache in self._caches))
+        caches_s = min(cache.look_again_s for cache in self._caches)
+        return caches_s if self._experts is None else min(self._experts.look_again_s, caches_s)
 
     # ---- results of steps ----
 
@@ -86,7 +90,7 @@ class RankAnswers:
         while isinstance(message, TransferResult | ExpertTokens):
             if isinstance(message, TransferResult):
                 self._answers.append(message)
-            else:
+            elif self._experts is not None:
                 self._experts.take(message)
             message = self._executor.poll(0.0)
         if message is not None:
@@ -123,7 +127,7 @@ class RankAnswers:
             self._requests.refuse(state, refusal, cache.cause)
         return bool(events.ready or events.refused)
 
-    def _take_kv(self, offload: KVOffload, late: list[int]) -> None:
+    def _take_kv(self, offload: "KVOffload", late: list[int]) -> None:
         events = offload.take_events(late)
         for seq in offload.take_failed_loads():
             self._scheduler.roll_back(seq)

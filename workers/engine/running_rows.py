@@ -32,8 +32,7 @@ class RunningRows:
         self.free = list(range(num_rows - 1, -1, -1))
         self._manager = manager
         self._waiting = waiting
-        self._has_tiers = tiers is not None
-        self._tiers = LowerTiers() if tiers is None else tiers
+        self._tiers = tiers
         self._rules = rules
         self._unsent_freed: set[int] = set()
         self._any_ended = False
@@ -96,7 +95,8 @@ class RunningRows:
     def preempt(self, seq: Sequence) -> None:
         """Returns a running sequence to the queue without blocks. Its samples in flight still count."""
         self.sequences.remove(seq)
-        self._tiers.swap_out(seq.table)
+        if self._tiers is not None:
+            self._tiers.swap_out(seq.table)
         self._unbind(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_scheduled = seq.num_computed = seq.num_loads = 0
@@ -152,6 +152,6 @@ class RunningRows:
         that fills the pool by itself must make progress), or without lower tiers, where each answer so far would be
         computed again. Otherwise all: shared blocks are free only when the last choice is gone.
         """
-        if victim.state is seq.state or not self._has_tiers:
+        if victim.state is seq.state or self._tiers is None:
             return [victim]
         return [other for other in self.sequences if other.state is victim.state]

@@ -62,7 +62,7 @@ class Scheduler:
         self.waiting = waiting
         self.done_step = 0
         self._manager = manager
-        self._tiers = LowerTiers() if tiers is None else tiers
+        self._tiers = tiers
         self._probation = probation
         self._chunk_limiter = chunk_limiter
         self._relay = relay
@@ -184,7 +184,8 @@ class Scheduler:
     def forget(self, seq: Sequence) -> None:
         """Removes a failed sequence's KV from the index of every tier. finish() follows."""
         self._manager.forget(seq.table)
-        self._tiers.forget(seq.table)
+        if self._tiers is not None:
+            self._tiers.forget(seq.table)
 
     def finish(self, seq: Sequence) -> None:
         """Removes a sequence in any state and releases all it holds. Its results in flight are discarded."""
@@ -192,7 +193,8 @@ class Scheduler:
             self.rows.charge(seq)
             self.admission.leave(seq)
         elif seq.status is SequenceStatus.RUNNING:
-            self._tiers.store(seq.table)
+            if self._tiers is not None:
+                self._tiers.store(seq.table)
             self.rows.end(seq)
         seq.status = SequenceStatus.FINISHED
 
@@ -372,8 +374,11 @@ class Scheduler:
             if self.admission.must_wait(seq):
                 continue
             alone = not self.rows.sequences and not step.work
-            overlapped = self._tiers.load_overlapped(seq) if alone else None
-            if overlapped is None and (ticket := self._tiers.load(seq, self.rows.reserve)) is not None:
+            overlapped = ticket = None
+            if self._tiers is not None:
+                overlapped = self._tiers.load_overlapped(seq) if alone else None
+                ticket = self._tiers.load(seq, self.rows.reserve) if overlapped is None else None
+            if ticket is not None:
                 self.waiting.block(seq, Blocker.KV, ticket)
                 continue
             shared = share_prompt(self._manager, step, seq, self.rows.reserve, self.done_step)

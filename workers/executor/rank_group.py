@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 import psutil
@@ -21,7 +21,6 @@ from tandem.configs.schema import EngineSettings
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.executor.liveness import ProbeWatch, StepBound
 from tandem.workers.executor.rank_channel import RankChannel, SocketChannel, Unreachable
-from tandem.workers.executor.tiers import NoTiersBecause, OpenTiers, device_bytes, no_tiers, open_tiers
 from tandem.workers.messages.channel import new_secret
 from tandem.workers.messages.errors import GroupLost, SettingsError
 from tandem.workers.messages.handshake import (
@@ -34,6 +33,7 @@ from tandem.workers.messages.handshake import (
     RankLoading,
     RankReady,
     RankSetup,
+    RankTiers,
     Shutdown,
     ToRank,
 )
@@ -41,6 +41,9 @@ from tandem.workers.messages.step import CountExperts, ExpertTokens, StepPlan, S
 from tandem.workers.messages.transfer import TransferOp, TransferResult
 from tandem.workers.planning.budget import available_bytes
 from tandem.workers.planning.start_notes import adapter_notes, kernel_notes, weight_notes
+
+if TYPE_CHECKING:
+    from tandem.workers.executor.tiers import OpenTiers
 
 log = logging.getLogger(__name__)
 
@@ -254,22 +257,30 @@ class RankGroup:
 
     def _allocate(self, loaded: list[RankLoaded], num_blocks: int) -> tuple[str, ...]:
         """Allocates the KV of every rank and opens the tiers below it; returns the notes about the tiers."""
+        if self._settings.cache.kv_offloading_gib is None:
+            self._allocate_kv(num_blocks, [None] * self.world_size)
+            return ()
+        from tandem.workers.executor.tiers import device_bytes, no_tiers, open_tiers
+
         in_host = sum(device_bytes(rank, num_blocks) for rank in loaded if rank.is_in_host_memory)
         tiers = open_tiers(self._settings, loaded, available_bytes() - in_host, self._host_socket)
-        if isinstance(tiers, OpenTiers):
-            self._close_tiers = tiers.close
-        for rank in range(self.world_size):
-            own = None if isinstance(tiers, NoTiersBecause) else tiers.ranks[rank]
-            self._send(rank, AllocateKV(num_blocks, own))
-        ready = self._gather(RankReady, LOAD_TIMEOUT_S, "became ready")
-        if isinstance(tiers, NoTiersBecause):
-            return tiers.notes
+        if isinstance(tiers, str):
+            self._allocate_kv(num_blocks, [None] * self.world_size)
+            return (tiers,)
+        self._close_tiers = tiers.close
+        ready = self._allocate_kv(num_blocks, tiers.ranks)
         errors = [f"rank {message.rank}: {message.tiers_error}" for message in ready if message.tiers_error is not None]
         if errors:
             self._close_tiers()
-            return no_tiers("; ".join(errors)).notes
+            return (no_tiers("; ".join(errors)),)
         self._tiers = tiers
         return tiers.notes
+
+    def _allocate_kv(self, num_blocks: int, tiers: Sequence[RankTiers | None]) -> list[RankReady]:
+        """Tells every rank to allocate its KV and open its tiers; returns their answers."""
+        for rank, own in enumerate(tiers):
+            self._send(rank, AllocateKV(num_blocks, own))
+        return self._gather(RankReady, LOAD_TIMEOUT_S, "became ready")
 
     def _send_setups(self, hellos: list[Hello]) -> None:
         """Sends each rank its setup. The rendezvous is on the machine of rank 0, which chooses the port by binding it:

@@ -43,30 +43,23 @@ class OpenTiers:
     close: Callable[[], None]
 
 
-@dataclass(frozen=True)
-class NoTiersBecause:
-    """Only the device. `notes` is empty when nothing below it was asked for."""
-
-    notes: tuple[str, ...] = ()
-
-
-def no_tiers(reason: str) -> NoTiersBecause:
+def no_tiers(reason: str) -> str:
     """Returns and logs why tiers that were asked for cannot be opened."""
     note = f"--kv-offloading-size: {reason}; serving without tiers below the device"
     log.warning("%s", note)
-    return NoTiersBecause((note,))
+    return note
 
 
 def open_tiers(
     settings: EngineSettings, loaded: Sequence[RankLoaded], available_bytes: int, host_socket: str | None = None
-) -> OpenTiers | NoTiersBecause:
-    """The tiers that the settings ask for. available_bytes: memory of this machine beside weights and device KV.
+) -> OpenTiers | str:
+    """Returns the tiers that the settings ask for, or a note of why they cannot be had. available_bytes: memory of this
+    machine beside weights and device KV.
 
     host_socket: the node's host-tier process, whose memory outlives this group; None: ranks hold it themselves.
     """
     cache = settings.cache
-    if cache.kv_offloading_gib is None:
-        return NoTiersBecause()
+    assert cache.kv_offloading_gib is not None, "no tiers are asked for"
     size_bytes = int(cache.kv_offloading_gib * GIB)
     block_bytes = sum(rank.block_bytes for rank in loaded)
     num_slots = size_bytes // block_bytes

@@ -95,7 +95,7 @@ class Decoder:
                 context,
                 ops,
                 partial(make, place=stream.place_of(index)),
-                platform.experts(dtype, quantization, stream.place_of(index)),
+                partial(platform.experts, dtype, quantization, stream.place_of(index)),
                 _rope_of(spec.layers[layer], ropes),
             )
             for index, layer in enumerate(self.layer_ids)
@@ -324,10 +324,11 @@ def build_decoder(
     on_bytes: a callback for the loading's progress, on every rank; `progress`: shows a bar, on rank 0. Raises
     SettingsError for a model that cannot be sharded this way, and for a checkpoint that does not match its config.json.
     """
-    form = weight_format(quantization)
-    weights = rank_weights(spec, context.mesh, dtype.itemsize, platform.packs(dtype), form)
-    held = weights.layer_bytes * len(streamed)
-    stream = WeightStream(streamed, copier or platform.weight_copier(held))
+    if streamed and copier is None:
+        form = weight_format(quantization)
+        weights = rank_weights(spec, context.mesh, dtype.itemsize, platform.packs(dtype), form)
+        copier = platform.weight_copier(weights.layer_bytes * len(streamed))
+    stream = WeightStream(streamed, copier)
     attention = attention or attention_of(spec, platform, dtype, kv_dtype)
     decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization, windows)
     source: WeightSource

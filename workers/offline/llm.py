@@ -25,7 +25,6 @@ from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_facts, model_generation, offline_settings, open_executor
 from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine_loop import EngineLoop
-from tandem.workers.lora.peft.adapter_check import AdapterChecker
 from tandem.workers.messages.errors import AdapterRefused, GroupLost, RequestRefused
 from tandem.workers.messages.request import (
     NO_TOKENS,
@@ -332,12 +331,13 @@ class LLM:
         source: a folder, or a URL as text ("s3://bucket/folder"). name: for errors; default: the last part of source.
         The adapter's files are read again when it is first used, and must then have the same content.
 
-        Raises AdapterRefused with the source and the reason if it cannot be served, SettingsError without
-        enable_lora=True.
+        Raises AdapterRefused with the source and the reason if it cannot be served, SettingsError without enable_lora.
         """
         lora, model = self.settings.lora, self.settings.model
         if not lora.enable_lora:
             raise SettingsError("adapters need enable_lora=True", "enable_lora")
+        from tandem.workers.lora.peft.adapter_check import AdapterChecker
+
         place = str(source).rstrip("/")
         if not is_url(place):
             place = str(Path(source).expanduser().resolve())

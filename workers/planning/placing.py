@@ -14,7 +14,6 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.planning.budget import GIB, MIB, check_offload
-from tandem.workers.planning.planner import least_bytes
 from tandem.workers.planning.resolve import resolve_kv_dtype
 from tandem.workers.planning.sizes import RankWeights, rank_weights
 
@@ -40,6 +39,8 @@ def place_weights(
     asked_gib = settings.device.cpu_offload_gib
     save = int(asked_gib * GIB)
     if memory is not None:
+        from tandem.workers.planning.planner import least_bytes
+
         name = str(dtype).removeprefix("torch.")
         kv_name = resolve_kv_dtype(settings, name)
         needed = weights.total_bytes + least_bytes(settings, spec, mesh, name, kv_name, max_model_len)

@@ -6,14 +6,13 @@ What holds for a device on every machine stands in configs/platform_facts.py.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tandem.configs.platform_facts import PLATFORM_FACTS, PlatformFacts
 from tandem.configs.schema import Device
 from tandem.offload.copies.accelerator import Accelerator
-from tandem.offload.copies.kv_copies import BlockCopier
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.groups import Backend
@@ -22,11 +21,14 @@ from tandem.parallel.params import Param
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.graphs.graph_runner import GraphRunner
-from tandem.workers.kernels.expert_ops import ExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.kernels.sampling_ops import SamplingOps
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
+
+if TYPE_CHECKING:  # of features that a model or a start may be without
+    from tandem.offload.copies.kv_copies import BlockCopier
+    from tandem.workers.kernels.expert_ops import ExpertOps
 
 HEAD_DIM = 128
 """The head that implementations() asks for: most models have it."""
@@ -85,7 +87,7 @@ class Platform(ABC):
         """Return whether linear() holds dense matrices of a dtype in a packed form."""
 
     @abstractmethod
-    def experts(self, dtype: torch.dtype, quantization: str | None = None, place: Place = as_given) -> ExpertOps:
+    def experts(self, dtype: torch.dtype, quantization: str | None = None, place: Place = as_given) -> "ExpertOps":
         """Return what computes one layer's mixture of experts. quantization: as in linear(). place: where its weights
         go."""
 
@@ -128,7 +130,7 @@ class Platform(ABC):
         keeps_tokens: DeviceRows.tokens is read."""
 
     @abstractmethod
-    def kv_copier(self, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor) -> BlockCopier:
+    def kv_copier(self, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor) -> "BlockCopier":
         """Return the copier between the planes of a cache and a host slab [slots, slot bytes]."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from platform import machine
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -19,8 +19,6 @@ import torch
 from tandem.configs.environment import imitate_cpu
 from tandem.configs.platform_facts import CPU as CPU_FACTS
 from tandem.offload.copies.accelerator import DeviceEvent, Stream
-from tandem.offload.copies.kv_copies import BlockCopier, CpuCopier
-from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.groups import GLOO
@@ -28,15 +26,11 @@ from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_g
 from tandem.parallel.params import Param
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
-from tandem.workers.attention.latents.cpu_latents import CpuLatents
 from tandem.workers.attention.latents.latent_backend import LatentBackend
-from tandem.workers.attention.latents.torch_latents import TorchLatents
-from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cpu_graphs import CpuGraphs
 from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
-from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_build import (
     compiler_words,
     cpu_invariant_library,
@@ -45,14 +39,10 @@ from tandem.workers.kernels.cpu.cpu_build import (
     cpu_sampling_library,
     obstacle,
 )
-from tandem.workers.kernels.cpu.cpu_experts import CpuExperts, cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
-from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
-from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
-from tandem.workers.kernels.expert_ops import ExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import row_methods
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
@@ -60,6 +50,10 @@ from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.planning.budget import available_cores
 from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess, HostRows
+
+if TYPE_CHECKING:
+    from tandem.offload.copies.kv_copies import BlockCopier
+    from tandem.workers.kernels.expert_ops import ExpertOps
 
 CPU = torch.device("cpu")
 
@@ -164,9 +158,17 @@ class CpuPlatform(Platform):
     def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
         kernel = CpuDecodeAttention.make(dtype, head_dim, kv_dtype or dtype)
         store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
-        return CpuAttention(kernel, store, chunk_kernel) if kernel and store and chunk_kernel else TorchAttention()
+        if kernel and store and chunk_kernel:
+            return CpuAttention(kernel, store, chunk_kernel)
+        from tandem.workers.attention.torch_sdpa import TorchAttention
+
+        return TorchAttention()
 
     def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        from tandem.workers.attention.latents.cpu_latents import CpuLatents
+        from tandem.workers.attention.latents.torch_latents import TorchLatents
+        from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
+
         kernel = CpuLatentAttention.make(dtype, width, kv_dtype or dtype)
         store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
         return CpuLatents(kernel, store, chunk_kernel) if kernel and store and chunk_kernel else TorchLatents()
@@ -188,7 +190,9 @@ class CpuPlatform(Platform):
     def packs(self, dtype: torch.dtype) -> bool:
         return can_pack(dtype) or multiplies_by_row(dtype)
 
-    def experts(self, dtype: torch.dtype, quantization: str | None = None, place: Place = as_given) -> ExpertOps:
+    def experts(self, dtype: torch.dtype, quantization: str | None = None, place: Place = as_given) -> "ExpertOps":
+        from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
+
         make = partial(self.linear, dtype=dtype, quantization=quantization)
         return cpu_experts(dtype, quantization, make, place)
 
@@ -198,7 +202,11 @@ class CpuPlatform(Platform):
 
     def lora_ops(self, dtype: torch.dtype) -> LoraOps:
         library = cpu_lora_library(dtype)
-        return TorchLora() if library is None else CpuLora(library)
+        if library is None:
+            return TorchLora()
+        from tandem.workers.kernels.cpu.cpu_lora import CpuLora
+
+        return CpuLora(library)
 
     def sampling_ops(self) -> SamplingOps:
         return _sampling_ops()
@@ -227,15 +235,21 @@ class CpuPlatform(Platform):
     def rows(self, columns: Columns, guess: Guess | None, *, keeps_tokens: bool = False) -> DeviceRows:
         return HostRows(columns)
 
-    def kv_copier(self, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor) -> BlockCopier:
+    def kv_copier(self, layers: Sequence[Sequence[torch.Tensor]], slab_SB: torch.Tensor) -> "BlockCopier":
+        from tandem.offload.copies.kv_copies import CpuCopier
+
         return CpuCopier(layers, slab_SB)
 
     def weight_copier(self, host_bytes: int) -> Copier:
+        from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
+
         return ThreadCopier() if self.copies_beside else InlineCopier()
 
     # ---- words ----
 
     def implementations(self, dtype: torch.dtype) -> dict[str, str]:
+        from tandem.workers.kernels.cpu.cpu_experts import CpuExperts
+
         attention, experts = self.attention(dtype, HEAD_DIM), self.experts(dtype)
         has_fused, linear = isinstance(self.fused_ops(dtype), CpuFusedOps), self._linear_words(dtype)
         has_experts = isinstance(experts, CpuExperts) and experts.has_products
@@ -265,7 +279,7 @@ class CpuPlatform(Platform):
 
     def kernel_notes(self, dtype: torch.dtype, quantization: str | None) -> tuple[str, ...]:
         reason, words = obstacle(dtype), compiler_words()
-        if reason is None and quantization is not None and int8_kernel(dtype) is None:
+        if reason is None and quantization is not None and not _multiplies_int8(dtype):
             name = str(dtype).removeprefix("torch.")
             return (f"torch multiplies {quantization} weights, slower: there is no kernel for {name} on this CPU",)
         if reason is None:
@@ -295,10 +309,28 @@ def _row_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     return library if library is not None and hasattr(library, "row_gemm_fills_registers") else None
 
 
+def _int8(dtype: torch.dtype) -> MakeMethod:
+    from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_methods
+
+    return int8_methods(dtype)
+
+
+def _w8a8(dtype: torch.dtype) -> MakeMethod:
+    from tandem.workers.kernels.cpu.cpu_int8_gemm import w8a8_methods
+
+    return w8a8_methods(dtype)
+
+
+def _multiplies_int8(dtype: torch.dtype) -> bool:
+    from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
+
+    return int8_kernel(dtype) is not None
+
+
 METHODS: dict[str | None, Callable[[torch.dtype], MakeMethod]] = {
     None: _dense,
-    "int8": int8_methods,
-    "w8a8": w8a8_methods,
+    "int8": _int8,
+    "w8a8": _w8a8,
 }
 """Linear methods by --quantization."""
 

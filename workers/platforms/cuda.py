@@ -11,9 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from tandem.configs.errors import SettingsError
 from tandem.configs.platform_facts import CUDA as CUDA_FACTS
-from tandem.configs.schema import EngineSettings
 from tandem.offload.copies.accelerator import Accelerator, DeviceEvent, Stream
 from tandem.offload.copies.kv_copies import BlockCopier, StreamCopier
 from tandem.offload.weights.weight_copiers import StreamWeightCopier
@@ -33,8 +31,6 @@ from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
-from tandem.workers.platforms.cpu import CpuPlatform
-from tandem.workers.platforms.cpu_invariant import InvariantCpuPlatform
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
 from tandem.workers.platforms.tensor_rows import TensorRows
 
@@ -288,20 +284,3 @@ class CudaPlatform(Platform):
 
     def obstacle(self, dtype: torch.dtype) -> str | None:
         return None
-
-
-def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int) -> Platform:
-    """Return the platform of a rank, as asked; else CUDA when torch sees a device. The calling thread is activated and
-    this process's torch threads are set.
-
-    Ranks of one node spread over its devices by their number. SettingsError (--device) without the device asked for.
-    """
-    available = torch.cuda.is_available()
-    asked = settings.device.device
-    if asked == "cuda" and not available:
-        raise SettingsError("--device cuda, but torch sees no CUDA device here", "--device")
-    if asked == "cpu" or not available:
-        kind = InvariantCpuPlatform if settings.model.batch_invariant else CpuPlatform
-        return kind.open(settings.device.cpu_threads, ranks_on_node)
-    torch.set_num_threads(1)
-    return CudaPlatform.open(torch.device("cuda", rank % torch.cuda.device_count()))

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,30 +21,26 @@ from tandem.offload.weights.layer_placement import LayerPlacement
 from tandem.parallel.checkpoint import OnBytes
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.collectives import TorchCollectives
-from tandem.parallel.pipeline import StageLink
-from tandem.workers.lora.device.rank_adapters import RankAdapters, open_adapters
 from tandem.workers.messages.handshake import RankLoaded, RankTiers
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import described
 from tandem.workers.planning.budget import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
-from tandem.workers.planning.graph_room import graph_bytes
-from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.placing import place_weights
 from tandem.workers.planning.resolve import kv_groups, read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 from tandem.workers.rank.model_runner import ModelRunner
-from tandem.workers.rank.profiling import run_fullest_steps
 from tandem.workers.rank.row_table import RowTable
-from tandem.workers.rank.transfers.adapter_lanes import open_adapter_lanes
 from tandem.workers.rank.transfers.grammar_lanes import open_grammar_lanes
-from tandem.workers.rank.transfers.kv_lanes import open_kv_lanes
 from tandem.workers.rank.transfers.lanes import Lanes
 from tandem.workers.speculation.proposer import make_guess, make_proposer
 from tandem.workers.structured.grammar_store import GrammarStore, TokenizerUnusable
 from tandem.workers.text.generation_config import generation_of
+
+if TYPE_CHECKING:
+    from tandem.workers.lora.device.rank_adapters import RankAdapters
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +60,7 @@ class LoadedRank:
     kv_dtype: torch.dtype
     max_model_len: int
     facts: RankLoaded
-    adapters: RankAdapters | None
+    adapters: "RankAdapters | None"
     grammars: GrammarStore | None
 
     def build_runner(self, num_blocks: int) -> ModelRunner:
@@ -77,6 +74,8 @@ class LoadedRank:
         context = self.context
         link = None
         if context.pp_size > 1:
+            from tandem.parallel.pipeline import StageLink
+
             link = StageLink(context, self.spec.hidden_size, self.dtype, self.platform.device)
         proposer = make_proposer(self.settings.speculative)
         guess = make_guess(self.settings.speculative)
@@ -89,11 +88,15 @@ class LoadedRank:
     def open_kv_lanes(self, runner: ModelRunner, tiers: RankTiers, lanes: Lanes) -> None:
         """Opens the lanes between the tiers; the runner's steps wait for their loads from now on. OSError or
         HostTierError when there is no memory."""
+        from tandem.workers.rank.transfers.kv_lanes import open_kv_lanes
+
         runner.gate = open_kv_lanes(lanes, self.facts.rank, runner.kv.layers, tiers, self.platform)
 
     def open_adapter_lanes(self, lanes: Lanes) -> None:
         """Opens the lanes that move adapters; none without --enable-lora."""
         if self.adapters is not None:
+            from tandem.workers.rank.transfers.adapter_lanes import open_adapter_lanes
+
             open_adapter_lanes(lanes, self.adapters)
 
     def open_grammar_lanes(self, lanes: Lanes, *, now: bool) -> None:
@@ -165,11 +168,8 @@ class _Chosen:
 def _choose(settings: EngineSettings, context: ParallelContext, platform: Platform, ranks_on_node: int) -> _Chosen:
     spec = read_spec(settings)
     check_formats(settings, platform.name)
-    check_batch_invariant(settings, spec, platform.name)
-    if settings.model.batch_invariant and isinstance(context.tp.group, TorchCollectives):
-        raise SettingsError(
-            "the ranks of a stage share no memory, so that sums have no fixed order", "--batch-invariant"
-        )
+    if settings.model.batch_invariant:
+        _check_batch_invariant(settings, spec, context, platform)
     max_model_len = resolve_max_model_len(settings, spec)
     dtype = choose_dtype(settings, spec, platform.name)
     kv_name = resolve_kv_dtype(settings, _name(dtype))
@@ -178,12 +178,24 @@ def _choose(settings: EngineSettings, context: ParallelContext, platform: Platfo
     return _Chosen(settings, spec, context, platform, dtype, kv_name, kv_dtype, max_model_len, ranks_on_node, groups)
 
 
+def _check_batch_invariant(
+    settings: EngineSettings, spec: ArchSpec, context: ParallelContext, platform: Platform
+) -> None:
+    from tandem.workers.planning.invariance import check_batch_invariant
+
+    check_batch_invariant(settings, spec, platform.name)
+    if isinstance(context.tp.group, TorchCollectives):
+        raise SettingsError(
+            "the ranks of a stage share no memory, so that sums have no fixed order", "--batch-invariant"
+        )
+
+
 def _facts(
     chosen: _Chosen,
     rank: int,
     decoder: Decoder,
     placement: LayerPlacement,
-    adapters: RankAdapters | None,
+    adapters: "RankAdapters | None",
     started_s: float,
 ) -> RankLoaded:
     """Returns the facts for the coordinator, once all but KV is in memory. started_s: when reading began."""
@@ -263,11 +275,13 @@ def _build(chosen: _Chosen, placement: LayerPlacement, on_bytes: OnBytes | None)
         ) from error
 
 
-def _open_adapters(chosen: _Chosen, decoder: Decoder) -> RankAdapters | None:
+def _open_adapters(chosen: _Chosen, decoder: Decoder) -> "RankAdapters | None":
     """None without --enable-lora."""
     settings, platform = chosen.settings, chosen.platform
     if not settings.lora.enable_lora:
         return None
+    from tandem.workers.lora.device.rank_adapters import open_adapters
+
     available = available_bytes() // chosen.ranks_on_node if platform.memory() is None else None
     pp_size = settings.parallel.pipeline_parallel_size
     folder = None if settings.model.load_format == "dummy" else Path(settings.model.model)
@@ -284,6 +298,9 @@ def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_byt
     if platform.memory() is None:
         free_bytes = max(0, available_bytes() - chosen.ranks_on_node * adapter_bytes)
         return cpu_blocks(cache, needs, free_bytes, chosen.ranks_on_node)
+    from tandem.workers.planning.graph_room import graph_bytes
+    from tandem.workers.rank.profiling import run_fullest_steps
+
     profiled_kv_bytes = run_fullest_steps(
         decoder,
         chosen.context,

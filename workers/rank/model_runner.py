@@ -8,6 +8,8 @@ plans, requests or transport of its own. S rows that sample, T tokens, V vocabul
 import logging
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,6 @@ import torch
 
 from tandem.offload.copies.accelerator import DeviceEvent
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.pipeline import StageLink
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.step_arrays import StepArrays
@@ -30,11 +31,14 @@ from tandem.workers.rank.pooler import Pooled, Pooler
 from tandem.workers.rank.row_results import row_results
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.step_exchanges import StepExchanges, StepVerdict
-from tandem.workers.rank.transfers.load_gate import LoadGate
 from tandem.workers.sampling.prompt_logprobs import PromptScorer, Scored, ScoredRows
 from tandem.workers.sampling.sampler import Drawn, Sampling
 from tandem.workers.sampling.sampling_table import READS_LATE, READS_ON_HOST
 from tandem.workers.speculation.proposer import Proposer
+
+if TYPE_CHECKING:
+    from tandem.parallel.pipeline import StageLink
+    from tandem.workers.rank.transfers.load_gate import LoadGate
 
 Ints = npt.NDArray[np.int64]
 OUT_OF_MEMORY = "device out of memory"
@@ -122,7 +126,7 @@ class ModelRunner:
         kv: KVCache,
         table: RowTable,
         platform: Platform,
-        link: StageLink | None = None,
+        link: "StageLink | None" = None,
         proposer: Proposer | None = None,
         guess: Guess | None = None,
     ) -> None:
@@ -140,12 +144,20 @@ class ModelRunner:
         ops = platform.sampling_ops() if self._samples else None  # compiled now, not in the first step
         self._prepare = None if ops is None else preparing(table, ops, is_ahead=self._rows.is_ahead)
         self._appends = context.pp_size == 1
-        self._pooler = Pooler(platform.accelerator, steps_in_flight=max(2, context.pp_size))
-        self._scorer = PromptScorer(platform.accelerator, reads=self._samples)
         self._steps: deque[StepHandle] = deque()  # whose tokens the row table lacks
         self._awaits: list[int] = []
         self._failed_step = -1
         self._last_done = self.record()
+
+    @cached_property
+    def _pooler(self) -> Pooler:
+        """Made for the first row with a Pool."""
+        return Pooler(self._platform.accelerator, steps_in_flight=max(2, self._context.pp_size))
+
+    @cached_property
+    def _scorer(self) -> PromptScorer:
+        """Made for the first prompt that is scored."""
+        return PromptScorer(self._platform.accelerator, reads=self._samples)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:

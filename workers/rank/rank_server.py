@@ -23,7 +23,6 @@ import zmq
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import EngineSettings
-from tandem.offload.host.host_process import HostTierError
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.groups import Backend, init_parallel, listen, use_interface
 from tandem.workers.messages.channel import ChannelContext, connect_dealer
@@ -43,11 +42,10 @@ from tandem.workers.messages.handshake import (
 from tandem.workers.messages.step import CountExperts, ExpertTokens, StepPlan
 from tandem.workers.messages.transfer import TransferResult
 from tandem.workers.planning.resolve import read_spec
-from tandem.workers.platforms.cuda import open_platform
+from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.rank.loading import LoadedRank, load_rank
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
 from tandem.workers.rank.rank_watch import LoadReports, ParentWatch, start_echo
-from tandem.workers.rank.transfers.lane_channel import LaneChannel
 from tandem.workers.rank.transfers.lanes import Lanes
 
 log = logging.getLogger(__name__)
@@ -184,6 +182,8 @@ class RankServer:
 
     def _open_tiers(self, loaded: LoadedRank, runner: ModelRunner, tiers: RankTiers) -> str | None:
         """Opens the lanes between tiers; returns an error if their memory cannot be allocated."""
+        from tandem.offload.host.host_messages import HostTierError
+
         try:
             loaded.open_kv_lanes(runner, tiers, self._lanes)
         except (OSError, HostTierError, torch.OutOfMemoryError) as error:
@@ -252,6 +252,8 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
 
     host: this machine's address as other ranks reach it. Ends the process by itself when the coordinator is gone.
     """
+    from tandem.workers.rank.transfers.lane_channel import LaneChannel
+
     setproctitle.setproctitle(f"tandem rank {group} {rank} starting")
     context = ChannelContext()
     socket = connect_dealer(context, secret, endpoint, str(rank).encode())

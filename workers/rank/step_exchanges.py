@@ -6,15 +6,17 @@ along the pipeline, and with the sampled tokens between TP ranks. T tokens, S ro
 """
 
 from collections.abc import Container, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.pipeline import StageLink
 from tandem.workers.messages.step import RowWork
 from tandem.workers.platforms.base import Platform
 from tandem.workers.sampling.prompt_logprobs import pieces_of
+
+if TYPE_CHECKING:
+    from tandem.parallel.pipeline import StageLink
 
 
 class StepVerdict(NamedTuple):
@@ -42,7 +44,7 @@ class StepExchanges:
     """One rank's exchanges: begin, receive, the layers' collectives, end_layers, then send or agree; or make_up at any
     point after begin, in place of all that has not been done. `link` is None when the pipeline has one stage."""
 
-    def __init__(self, context: ParallelContext, link: StageLink | None, platform: Platform) -> None:
+    def __init__(self, context: ParallelContext, link: "StageLink | None", platform: Platform) -> None:
         self._context = context
         self._link = link
         self._platform = platform

@@ -16,7 +16,7 @@ import torch
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.workers.planning.budget import available_cores
-from tandem.workers.platforms.cuda import open_platform
+from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.platforms.platform_choices import choices
 from tandem.workers.self_checks.kernel_checks import kernel_checks
 from tandem.workers.self_checks.outcome import Check, NotHere

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from tandem.configs.schema import SpeculativeSettings
 from tandem.workers.platforms.device_rows import Guess
 from tandem.workers.speculation.ngram import find_continuation
-from tandem.workers.speculation.ngram_on_device import NgramOnDevice
 
 
 class ProposalRow(NamedTuple):
@@ -50,7 +49,13 @@ PROPOSERS: dict[str, Callable[[SpeculativeSettings], Proposer]] = {"ngram": Ngra
 """Proposers by the `method` of --speculative-config."""
 
 
-GUESSES: dict[str, Callable[[SpeculativeSettings], Guess]] = {"ngram": NgramOnDevice}
+def _ngram_on_device(settings: SpeculativeSettings) -> Guess:
+    from tandem.workers.speculation.ngram_on_device import NgramOnDevice
+
+    return NgramOnDevice(settings)
+
+
+GUESSES: dict[str, Callable[[SpeculativeSettings], Guess]] = {"ngram": _ngram_on_device}
 """The same on a device with memory of its own, for those methods that need not wait there for the step before."""
 
 

@@ -120,7 +120,7 @@ def test_a_machine_without_a_kernel(missing: str) -> None:
     with pytest.raises(SettingsError, match="heads of 264 elements"):
         platform.attention(torch.float32, 264)
     with pytest.raises(SettingsError, match="latents and keys of 1040 elements"):
-        platform.attention(torch.float32, 1040, None, True)
+        platform.latent_attention(torch.float32, 1040)
 
 
 def test_kv_of_the_usual_mode_is_not_taken_from_disk() -> None:

@@ -249,7 +249,7 @@ def harness(
     facts = ModelFacts(max_model_len, VOCAB, (EOS,), "revision", "float32", groups, bool(experts))
     sink, clock = Sink(), FakeClock()
     with (
-        mock.patch("tandem.workers.engine.build_engine.AdapterCache", adapter_cache),
+        mock.patch("tandem.workers.engine.adapters.adapter_cache.AdapterCache", adapter_cache),
         mock.patch("tandem.workers.engine.build_engine.TransferManager", transfers),
     ):
         engine = build_engine(settings, facts, executor, executor.start(), sink, clock, sink.on_begun)

@@ -127,7 +127,7 @@ def test_a_starved_adapter_is_caught():
 
 def steps_until_its_turn(turns: type[MaxLoras]) -> float:
     """Steps that a request for a third adapter waits while those for two others, which fill the step, never pause."""
-    with mock.patch("tandem.workers.engine.build_engine.MaxLoras", turns):
+    with mock.patch("tandem.workers.engine.waiting.max_loras.MaxLoras", turns):
         h = harness(adapters=AdapterPlan(num_pages=20, max_loras=2), num_blocks=200)
     for adapter in "abc":
         h.add(request(f"bring-{adapter}", 4, 2, adapter=adapter))

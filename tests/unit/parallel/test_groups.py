@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tandem.parallel import groups
+from tandem.parallel.exchange import shared_memory
 from tandem.parallel.mesh import Mesh
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def test_ranks_spin_only_with_a_core_each(monkeypatch: pytest.MonkeyPatch, ranks
     told: list[bool] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(groups.dist, "new_group", lambda ranks, timeout: object())
-    monkeypatch.setattr(groups, "open_segment", lambda group, rank, size: object())
-    monkeypatch.setattr(groups, "SharedMemoryCollectives", lambda *arguments: told.append(arguments[-1]))
+    monkeypatch.setattr(shared_memory, "open_segment", lambda group, rank, size: object())
+    monkeypatch.setattr(shared_memory, "SharedMemoryCollectives", lambda *arguments: told.append(arguments[-1]))
     groups._stage_group(Mesh(2, 1, 0), groups.GLOO, ranks_on_node)
     assert told == [spins]

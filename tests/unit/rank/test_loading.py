@@ -22,7 +22,7 @@ from tandem.workers.executor.local_ranks import LocalRanks
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
-from tandem.workers.platforms.cuda import open_platform
+from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.rank.loading import LoadedRank, choose_dtype
 from tandem.workers.rank.profiling import fullest_plan, run_fullest_steps
 from tests.support.executor_driver import ExecutorDriver, Job

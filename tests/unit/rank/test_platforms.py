@@ -29,7 +29,8 @@ from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.planning.budget import ATTENTION_BYTES
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform
-from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, _has_triton, open_platform
+from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, _has_triton
+from tandem.workers.platforms.open_platform import open_platform
 from tests.support.traced_accelerator import TracedAccelerator
 
 SETTINGS = EngineSettings(model=ModelSettings(model="m"))
@@ -247,7 +248,7 @@ def test_quantized_weights_without_a_kernel_are_said(monkeypatch: pytest.MonkeyP
     from tandem.workers.platforms import cpu
 
     monkeypatch.setattr(cpu, "obstacle", lambda dtype: None)
-    monkeypatch.setattr(cpu, "int8_kernel", lambda dtype: None)
+    monkeypatch.setattr("tandem.workers.kernels.cpu.cpu_int8_gemm.int8_kernel", lambda dtype: None)
     (said,) = cpu.CpuPlatform().kernel_notes(torch.float16, "w8a8")
     assert said == "torch multiplies w8a8 weights, slower: there is no kernel for float16 on this CPU"
     assert cpu.CpuPlatform().kernel_notes(torch.float16, None) == ()

@@ -42,7 +42,7 @@ class ExpertStats:
 
 
 class ExpertReports(StepObserver):
-    """ask: asks the ranks, of which one on each stage answers. num_stages: 0 for a model without experts.
+    """ask: asks the ranks, of which one on each stage answers.
 
     stats: what is known; None before all stages have answered."""
 
@@ -68,7 +68,7 @@ class ExpertReports(StepObserver):
 
     def submitted(self, step: InFlightStep, plan: StepPlan) -> None:
         """Implements StepObserver: what is known will be out of date."""
-        self._is_stale = self._num_stages > 0
+        self._is_stale = True
 
     def poll(self) -> None:
         """Asks, if there were steps since the last time and that is PERIOD_S ago."""

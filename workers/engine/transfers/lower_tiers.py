@@ -1,4 +1,4 @@
-"""LowerTiers: the tiers below the device for the scheduler, of which there are none; kv_offload.py has some."""
+"""LowerTiers: the tiers below the device, for the scheduler; kv_offload.py has them."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ class OverlappedLoad(NamedTuple):
 
 
 class LowerTiers:
-    """The tiers below the device, for the scheduler. This one holds nothing."""
+    """The tiers below the device, for the scheduler, which has none without --kv-offloading-size. This one holds
+    nothing."""
 
     def load(self, seq: Sequence, reserve: int) -> int | None:
         """Starts to load its prefix, or finds a load of it under way; returns the ticket to wait for, None to wait for

@@ -87,12 +87,9 @@ class WholeBatches(AdmissionRule):
         return min(arrivals_s) + self._max_delay_s <= self._clock()
 
 
-def batching_rule(
-    settings: SchedulerSettings, waiting: WaitingQueue, clock: Callable[[], float]
-) -> AdmissionRule | None:
-    """Returns the rule of --batching-policy; None for continuous batching, which has none."""
-    if settings.batching_policy == "continuous":
-        return None
+def batching_rule(settings: SchedulerSettings, waiting: WaitingQueue, clock: Callable[[], float]) -> AdmissionRule:
+    """Returns the rule of --batching-policy, but for continuous batching, which has none."""
+    assert settings.batching_policy != "continuous"
     num_rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     delay_s = settings.batching_max_delay_ms / 1000 if settings.batching_policy == "dynamic" else 0.0
     return WholeBatches(num_rows, waiting, clock, delay_s)

@@ -7,10 +7,9 @@ import torch
 
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import MakeMethod
-from tandem.workers.kernels.expert_ops import ExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
-from tandem.workers.models.layers.decoder_layer import DecoderLayer
+from tandem.workers.models.layers.decoder_layer import DecoderLayer, MakeExperts
 from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.spec.arch import LayerSpec, NormPlace
 from tandem.workers.models.spec.parameters import LayerParams
@@ -107,10 +106,10 @@ def make_layer(
     context: ParallelContext,
     ops: FusedOps,
     make: MakeMethod,
-    experts: ExpertOps,
+    experts: MakeExperts,
     rope: int | None = None,
 ) -> DecoderLayer:
-    """Returns the layer that a spec describes. rope: which of the model's ropes it has."""
+    """Returns the layer that a spec describes. experts, rope: see DecoderLayer."""
     if spec.branch_scale == 1.0:
         return ARRANGEMENTS[spec.place](spec, params, context, ops, make, experts, rope)
     assert spec.place is NormPlace.PRE, "scaled branches elsewhere than behind norms"

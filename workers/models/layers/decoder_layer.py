@@ -1,6 +1,7 @@
 """One layer of the decoder, sharded over tp. Built and run by decoder.py. T tokens, H hidden size."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -8,18 +9,22 @@ from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear import AdaptableLinear
 from tandem.parallel.linear_methods import MakeMethod
-from tandem.workers.kernels.expert_ops import ExpertOps
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.attention_layer import AttentionLayer
-from tandem.workers.models.layers.latent_layer import LatentAttentionLayer
 from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.mlp import MLP
-from tandem.workers.models.layers.moe import MixtureOfExperts
 from tandem.workers.models.layers.norms import AddNorm, make_norm
 from tandem.workers.models.spec.arch import LayerSpec, Mla, Moe
 from tandem.workers.models.spec.parameter_names import Role
 from tandem.workers.models.spec.parameters import NORMS_OF, LayerParams
+
+if TYPE_CHECKING:  # a layer imports the kinds of attention and MLP that it has
+    from tandem.workers.kernels.expert_ops import ExpertOps
+    from tandem.workers.models.layers.latent_layer import LatentAttentionLayer
+    from tandem.workers.models.layers.moe import MixtureOfExperts
+
+MakeExperts = Callable[[], "ExpertOps"]  # called where a layer has experts
 
 
 class DecoderLayer:
@@ -32,7 +37,7 @@ class DecoderLayer:
         context: ParallelContext,
         ops: FusedOps,
         make: MakeMethod,
-        experts: ExpertOps,
+        experts: MakeExperts,
         rope: int | None = None,
     ) -> None:
         def norm(role: Role) -> AddNorm:
@@ -40,11 +45,11 @@ class DecoderLayer:
 
         norms = NORMS_OF[spec.place]
         self._attention_norm, self._mlp_norm = norm(Role.ATTENTION_NORM), norm(Role.MLP_NORM)
-        attention = LatentAttentionLayer if isinstance(spec.attention, Mla) else AttentionLayer
-        self._attention: AttentionLayer | LatentAttentionLayer = attention(spec, params, context, ops, make, rope)
+        attention = _latent_layer() if isinstance(spec.attention, Mla) else AttentionLayer
+        self._attention = attention(spec, params, context, ops, make, rope)
         self._mlp: MLP | MixtureOfExperts
         if isinstance(spec.mlp, Moe):
-            self._mlp = MixtureOfExperts(spec.mlp, params, context, ops, make, experts)
+            self._mlp = _mixture()(spec.mlp, params, context, ops, make, experts())
         else:
             self._mlp = MLP(spec.mlp, params, context, ops, make)
         self._post_norms: tuple[AddNorm, AddNorm] | None = None
@@ -70,7 +75,7 @@ class DecoderLayer:
     @property
     def expert_loads_E(self) -> torch.Tensor | None:
         """Tokens that each of its experts has got; None without experts."""
-        return self._mlp.loads_E if isinstance(self._mlp, MixtureOfExperts) else None
+        return None if isinstance(self._mlp, MLP) else self._mlp.loads_E
 
     def linears(self) -> Iterator[AdaptableLinear]:
         yield from self._attention.linears()
@@ -83,3 +88,15 @@ class DecoderLayer:
         yield from self._mlp.slots()
         for norm in self._post_norms or ():
             yield from norm.slots()
+
+
+def _latent_layer() -> "type[LatentAttentionLayer]":
+    from tandem.workers.models.layers.latent_layer import LatentAttentionLayer
+
+    return LatentAttentionLayer
+
+
+def _mixture() -> "type[MixtureOfExperts]":
+    from tandem.workers.models.layers.moe import MixtureOfExperts
+
+    return MixtureOfExperts

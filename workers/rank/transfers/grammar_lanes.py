@@ -45,4 +45,8 @@ class GrammarLane:
 def open_grammar_lanes(lanes: Lanes, store: GrammarStore | None, accelerator: Accelerator) -> None:
     """Opens the lanes for grammars, which have no threads before the first. store: None on ranks that do not sample."""
     count = 1 if store is None else GRAMMAR_LANES
-    lanes.open_later("grammar", accelerator, *(GrammarLane(store) for _ in range(count)))
+
+    def open_lanes() -> None:
+        lanes.open("grammar", accelerator, *(GrammarLane(store) for _ in range(count)))
+
+    lanes.open_later("grammar", open_lanes)

@@ -87,7 +87,7 @@ class Lanes:
         self._answer = answer
         self._inboxes: dict[LaneKind, Inbox] = {}
         self._threads: list[LaneThread] = []
-        self._later: dict[LaneKind, tuple[Accelerator, tuple[Lane[Any], ...]]] = {}
+        self._later: dict[LaneKind, Callable[[], None]] = {}
 
     def __len__(self) -> int:
         """Number of threads."""
@@ -101,15 +101,15 @@ class Lanes:
             thread.start()
             self._threads.append(thread)
 
-    def open_later(self, kind: LaneKind, accelerator: Accelerator, *lanes: Lane[Any]) -> None:
-        """Open a lane when the first op of the kind comes."""
-        self._later[kind] = accelerator, lanes
+    def open_later(self, kind: LaneKind, open_lanes: Callable[[], None]) -> None:
+        """Call what opens the lanes of a kind when its first op comes."""
+        self._later[kind] = open_lanes
 
     def put(self, op: TransferOp) -> None:
         """Hands an op to its lane; returns at once. From one thread at a time."""
         kind = lane_of(op)
-        if (later := self._later.pop(kind, None)) is not None:
-            self.open(kind, later[0], *later[1])
+        if (open_lanes := self._later.pop(kind, None)) is not None:
+            open_lanes()
         self._inboxes[kind].put(op)
 
     def close(self) -> None:

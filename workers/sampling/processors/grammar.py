@@ -5,6 +5,7 @@ computes, in parallel where several rows have one. P places, W words of 32 bits,
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -32,7 +33,11 @@ class GrammarMask:
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._rows: dict[int, RowGrammar] = {}
-        self._masks = MaskWriter()
+
+    @cached_property
+    def _masks(self) -> MaskWriter:
+        """Made for the first step with a grammar."""
+        return MaskWriter()
 
     def bind(self, row: int, sampling: RowSampling) -> bool:
         if sampling.grammar is None:

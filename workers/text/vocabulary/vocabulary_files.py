@@ -16,7 +16,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from tandem.parallel.stored.headers import POINTER, is_pointer
 from tandem.workers.messages.errors import SettingsError
-from tandem.workers.text.vocabulary import sentencepiece_model, tekken_file
 from tandem.workers.text.vocabulary.declared_tokens import NAMED_SPECIAL_TOKENS, content_of, declared_tokens
 
 BYTE_LEVEL = frozenset({"", "GPT2Tokenizer"})
@@ -132,6 +131,8 @@ def _byte_level(path: Path, config: Mapping[str, Any]) -> Vocabulary:
 
 def _tokenizer_model(path: Path, config: Mapping[str, Any]) -> Vocabulary:
     """BOS stands before every text unless the config says no: Llama's and Gemma's classes never needed the key."""
+    from tandem.workers.text.vocabulary import sentencepiece_model
+
     model = sentencepiece_model.read_model(path)
     named = sentencepiece_model.named_tokens(model)
     known = {**read_json(path.parent / "special_tokens_map.json"), **config}
@@ -144,7 +145,9 @@ def _tokenizer_model(path: Path, config: Mapping[str, Any]) -> Vocabulary:
 
 
 def _tekken(path: Path, config: Mapping[str, Any]) -> Vocabulary:
-    tokenizer, named = tekken_file.read_tekken(path)
+    from tandem.workers.text.vocabulary.tekken_file import read_tekken
+
+    tokenizer, named = read_tekken(path)
     return Vocabulary(tokenizer, special_tokens=named, config={"add_bos_token": True})
 
 

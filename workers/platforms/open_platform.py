@@ -1,0 +1,40 @@
+"""The choice of a rank's platform, which imports the chosen one alone. Called by workers/rank/rank_server.py."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import EngineSettings
+from tandem.workers.platforms.base import Platform
+
+if TYPE_CHECKING:
+    from tandem.workers.platforms.cpu import CpuPlatform
+
+
+def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int) -> Platform:
+    """Return the platform of a rank, as asked; else CUDA when torch sees a device. The calling thread is activated and
+    this process's torch threads are set.
+
+    Ranks of one node spread over its devices by their number. SettingsError (--device) without the device asked for.
+    """
+    available = torch.cuda.is_available()
+    asked = settings.device.device
+    if asked == "cuda" and not available:
+        raise SettingsError("--device cuda, but torch sees no CUDA device here", "--device")
+    if asked == "cpu" or not available:
+        return _cpu_platform(settings.model.batch_invariant).open(settings.device.cpu_threads, ranks_on_node)
+    from tandem.workers.platforms.cuda import CudaPlatform
+
+    torch.set_num_threads(1)
+    return CudaPlatform.open(torch.device("cuda", rank % torch.cuda.device_count()))
+
+
+def _cpu_platform(batch_invariant: bool) -> "type[CpuPlatform]":
+    if batch_invariant:
+        from tandem.workers.platforms.cpu_invariant import InvariantCpuPlatform
+
+        return InvariantCpuPlatform
+    from tandem.workers.platforms.cpu import CpuPlatform
+
+    return CpuPlatform
