@@ -34,7 +34,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One group at one moment: what gateways need at once, some 250 bytes. Its statistics are in its GroupReport."""
 
     group: str
-    life: int  # names the group's life
+    life: int  # wall-clock ms at which its coordinator started: tells it from another of the same id
     model: str
     state: GroupState
     host: str

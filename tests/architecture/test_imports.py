@@ -60,7 +60,7 @@ TORCH_FREE = (
     "tandem.workers.planning.planner",
     "tandem.cluster.cli.verbs.plan",
     "tandem.cluster.cli.verbs.doctor",
-    "tandem.cluster.cli.verbs.check_process",
+    "tandem.cluster.cli.base.check_process",
     "tandem.cluster.deploy.misfits",
     "tandem.workers.text.tokenizer",
     "tandem.workers.text.chat_template",

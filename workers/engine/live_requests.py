@@ -63,7 +63,7 @@ class LiveRequests:
         self._arrivals = arrivals
         self._results = results
         self._scheduler: Scheduler = results.scheduler
-        self._collector: Collector = results.collector
+        self.collector: Collector = results.collector
         self._caches = caches
         self._sink = sink
         self._clock = clock
@@ -101,7 +101,7 @@ class LiveRequests:
             state = self._check(request, older)
             self._limits.enter(request)
         except RequestRefused as refusal:
-            self._collector.rejected[_cause(refusal)] += 1
+            self.collector.rejected[_cause(refusal)] += 1
             raise
         self.forget_idle_tenants()
         try:
@@ -135,7 +135,7 @@ class LiveRequests:
             reason = end_of(seq)
             if reason is not None:
                 seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
-                self._collector.finished[reason] += 1
+                self.collector.finished[reason] += 1
                 state.num_live -= 1
                 deltas.append(closing_delta(seq, reason))
         live = [seq for seq in state.sequences if seq.status is not SequenceStatus.FINISHED]
@@ -149,7 +149,7 @@ class LiveRequests:
     def begin_rows(self, admitted: Iterable[tuple[Sequence, int]], now_s: float) -> None:
         """Notes sequences that have got their first row, and how many of their tokens were found in the prefix
         cache."""
-        collector = self._collector
+        collector = self.collector
         for seq, num_cached in admitted:
             state = seq.state
             if state.admitted:
@@ -194,14 +194,14 @@ class LiveRequests:
                 if state.num_live == 0:
                     self.close(state)
         for state in expired:
-            self._collector.rejected["deadline"] += 1
+            self.collector.rejected["deadline"] += 1
             message = f"the request waited {state.request.deadline_s} s without being served"
             self._refuse(state, (503, "service_unavailable", None, message))
         return bool(complete or expired)
 
     def refuse(self, state: RequestState, refusal: RequestRefused, cause: str) -> None:
         """Ends an accepted request that never ran. cause: the word for metrics."""
-        self._collector.rejected[cause] += 1
+        self.collector.rejected[cause] += 1
         self._refuse(state, (refusal.status, refusal.code, refusal.param, str(refusal)))
 
     def close(self, state: RequestState, refused: Refused | None = None) -> None:
@@ -211,7 +211,7 @@ class LiveRequests:
             self._limits.leave(state.request)
         for cache in self._caches:
             cache.leave(state)
-        self._collector.e2e_latency_s.observe(self._clock() - state.arrival_s)
+        self.collector.e2e_latency_s.observe(self._clock() - state.arrival_s)
         self._sink.ended(state.ended(refused), state.request)
 
     def forget_idle_tenants(self) -> None:
@@ -223,7 +223,7 @@ class LiveRequests:
         self._forget_at_s = now_s + TENANT_IDLE_S
         busy = {DEFAULT_TENANT, *(state.request.tenant for state in self)}
         for tenant in self._scheduler.waiting.tenants.forget_idle(busy):
-            self._collector.tenants.pop(tenant, None)
+            self.collector.tenants.pop(tenant, None)
 
     # ---- inside ----
 
@@ -253,7 +253,7 @@ class LiveRequests:
         produced = seq.num_billed
         if keep_positions is not None and keep_positions < produced:
             seq.kept = max(0, keep_positions)
-            self._collector.wasted_tokens += produced - seq.kept
+            self.collector.wasted_tokens += produced - seq.kept
         reason: FinishReason = "abort" if keep_positions is None else "stop"
         if seq.status is not SequenceStatus.FINISHED:
             self._results.finish(seq, reason)

@@ -1,1 +1,1 @@
-"""The floor of the command line: flags of verbs, and what is written to the terminal."""
+"""The floor of the command line: flags, what is written to the terminal, and parts of verbs that are none."""

@@ -1,1 +1,1 @@
-"""A running service: which one, and the client behind `tandem chat` and `tandem complete`."""
+"""A running service: which one, and the client of the verbs that send it requests."""

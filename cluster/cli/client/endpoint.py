@@ -1,4 +1,4 @@
-"""A client of the OpenAI API with streamed answers, for `tandem chat` and `tandem complete`.
+"""A client of the OpenAI API with streamed answers, for verbs such as `tandem chat` (on_endpoint).
 
 It works with any OpenAI-compatible server. It blocks, and has one request at a time.
 """
@@ -96,14 +96,18 @@ class Endpoint:
     def first_model(self) -> str:
         """The first model name in the service's list."""
         try:
-            answer = self._client.get("/v1/models")
+            return msgspec.json.decode(self.get("/v1/models"), type=_Models).data[0].id
+        except (msgspec.DecodeError, IndexError) as error:
+            raise EndpointError(f"{self.url} lists no model; is it an OpenAI-compatible service?") from error
+
+    def get(self, route: str) -> bytes:
+        """Returns the body of the answer to a GET."""
+        try:
+            answer = self._client.get(route)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         self._check(answer)
-        try:
-            return msgspec.json.decode(answer.content, type=_Models).data[0].id
-        except (msgspec.DecodeError, IndexError) as error:
-            raise EndpointError(f"{self.url} lists no model; is it an OpenAI-compatible service?") from error
+        return answer.content
 
     def stream(self, route: str, body: Mapping[str, Any]) -> Iterator[str]:
         """Yields the pieces of one answer's text as they come. Closing the iterator ends the request."""

@@ -1,12 +1,14 @@
-"""The running service that a verb works on, and its Redis.
+"""The running service that a verb works on: over HTTP (`on_endpoint`), or through Redis (`on_service`, `with_redis`).
 
---url names a service of this user on this machine, --redis-url one anywhere; without both it is the newest one here.
-The verbs that send requests (verbs/chat.py) take any URL and use `newest` only.
+Through Redis, --url names a service of this user on this machine, --redis-url one anywhere; over HTTP, --url is that of
+any service. Without them it is the newest one here.
 """
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -15,10 +17,12 @@ import psutil
 
 from tandem.cluster.cli.base.flags import Command, flag, with_flags
 from tandem.cluster.cli.base.terminal import say
+from tandem.configs.environment import API_KEY
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.configs.secrets import check_redis_url, read_secret
 
 if TYPE_CHECKING:
+    from tandem.cluster.cli.client.endpoint import Endpoint
     from tandem.cluster.process.run_files import RunFile
     from tandem.cluster.state.redis_client import BackgroundClient
 
@@ -27,6 +31,24 @@ EVERYWHERE = ("0.0.0.0", "::")
 SERVICE_FLAGS = (
     flag("url", str, help="Address of a service of yours on this machine. Default: the newest one."),
     flag("redis_url", str, help="Redis of a service, on any machine (or env:NAME, file:PATH). Default: that of --url."),
+)
+ENDPOINT_FLAGS = (
+    flag("url", str, help="Address of any OpenAI-compatible service. Default: the newest one here."),
+    flag(
+        "api_key",
+        str,
+        envvar=API_KEY,
+        show_envvar=False,
+        help=f"API key to send (or env:NAME, file:PATH). Default: ${API_KEY}.",
+    ),
+    flag("ssl_certfile", str, help="PEM file with a certificate to show to the service. Default: none is shown."),
+    flag("ssl_keyfile", str, help="PEM file with that certificate's private key. Default: it is in --ssl-certfile."),
+    flag(
+        "ssl_ca_certs",
+        str,
+        help="PEM file with the CA certificates to trust. Default: a service of yours here is known, for others what "
+        "the machine trusts.",
+    ),
 )
 
 
@@ -52,6 +74,38 @@ def service_at(url: str | None, redis_url: str | None) -> ServiceAt:
         return ServiceAt(redis_url, None)
     run = newest("--redis-url") if url is None else runs_on(url, _running("--redis-url"))[0]
     return ServiceAt(run.redis_url, run.model)
+
+
+def on_endpoint(function: Command) -> Command:
+    """Makes `function(..., service)` a command with --url, --api-key and the files of TLS. `with service as endpoint`
+    is a connection to the service that they name (endpoint_at)."""
+    return with_flags(function, "service", ENDPOINT_FLAGS, endpoint_at)
+
+
+@contextmanager
+def endpoint_at(
+    url: str | None,
+    api_key: str | None,
+    ssl_certfile: str | None,
+    ssl_keyfile: str | None,
+    ssl_ca_certs: str | None,
+) -> "Iterator[Endpoint]":
+    """Opens the service at `url`, else the newest one of this user on this machine. Ctrl-C inside ends the process
+    with status 130. TandemError when none runs here, SettingsError when a flag is wrong."""
+    from tandem.cluster.cli.client.endpoint import Endpoint
+    from tandem.cluster.gateway.http.tls import ClientFiles
+
+    if url is None:
+        run = newest("--url")
+        url, certificate = run.url, run.certificate
+    else:
+        certificate = certificate_of(url)
+    key = None if api_key is None else read_secret(api_key, "--api-key")
+    try:
+        with Endpoint(url, key, certificate, ClientFiles(ssl_certfile, ssl_keyfile, ssl_ca_certs)) as endpoint:
+            yield endpoint
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def newest(instead: str) -> "RunFile":

@@ -51,7 +51,7 @@ def doctor(
 
 def _run(facts: "MachineFacts", as_json: bool) -> tuple[list[Row], list[Row]]:
     """Runs the process of the checks; prints what it finds as it comes. Returns (choices, checks)."""
-    from tandem.cluster.cli.verbs.check_process import self_checks
+    from tandem.cluster.cli.base.check_process import self_checks
 
     choices, checks = _own_choices(facts), list[Row]()
     with closing(_shown(self_checks())) as events:

@@ -1,7 +1,7 @@
 """`tandem plan MODEL`: the memory that a model needs, and how much KV fits, from config.json and file headers.
 
 workers/planning/planner.py computes the plan. This module reads flags and the machine's memory, and prints the result
-(plan_report.py) or JSON. Torch-free.
+(base/plan_report.py) or JSON. Torch-free.
 """
 
 import json
@@ -17,7 +17,7 @@ import typer
 from msgspec.structs import replace
 
 from tandem.cluster.cli.base.flags import with_service_options
-from tandem.cluster.cli.verbs.plan_report import report
+from tandem.cluster.cli.base.plan_report import report
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.configs.options import OPTIONS

@@ -10,12 +10,12 @@ class StepCounts(StepObserver):
     """Counts steps and their tokens for metrics."""
 
     def __init__(self, collector: Collector) -> None:
-        self._collector = collector
+        self.collector = collector
 
     def submitted(self, step: InFlightStep, plan: StepPlan) -> None:
         """Implements StepObserver."""
-        self._collector.steps += 1
+        self.collector.steps += 1
 
     def returned(self, step: InFlightStep, num_drafts: int, device_s: float) -> None:
         """Implements StepObserver."""
-        self._collector.iteration_tokens.observe(step.num_decode + step.num_prefill_tokens + num_drafts)
+        self.collector.iteration_tokens.observe(step.num_decode + step.num_prefill_tokens + num_drafts)

@@ -1,9 +1,8 @@
 """WaitingQueue: the one owner of sequences that wait. A sequence waits here, has a row, or is finished.
 
-A waiting sequence is queued (it needs only a row and blocks), or blocked by one thing: a choice of its request that
-computes the prompt (FORK), its adapter (ADAPTER), KV of its prefix (KV), --max-loras (TURN), a request that must run
-alone as it must itself (ALONE), the batch that runs (BATCH), or its grammar (GRAMMAR). What it waits for is reported
-as Awaited, and unblock() is the one way out. Called by the scheduler, the adapter cache and the engine.
+A waiting sequence is queued (it needs only a row and blocks), or blocked by one thing, a Blocker and its key. When that
+has come, it is reported as Awaited; unblock() is the one way out. Called by the scheduler, the adapter cache and the
+engine.
 """
 
 from collections.abc import Callable, Hashable

@@ -14,9 +14,9 @@ import psutil
 import pytest
 import typer.testing
 
+from tandem.cluster.cli.base import check_process
+from tandem.cluster.cli.base.check_process import self_checks
 from tandem.cluster.cli.main import build_app
-from tandem.cluster.cli.verbs import check_process
-from tandem.cluster.cli.verbs.check_process import self_checks
 from tandem.cluster.cli.verbs.doctor import fact_rows
 from tandem.cluster.deploy import machine_facts
 from tandem.cluster.deploy.machine_facts import (
