@@ -47,7 +47,7 @@ def masked_scores(
 ) -> torch.Tensor:
     """Return scores [..., K, G, T, J]. seen: None where every query sees all; back: as in seen_through, read for slopes
     alone."""
-    wide = torch.promote_types(q_XKGTD.dtype, torch.float32)
+    wide = torch.float64 if q_XKGTD.dtype is torch.float64 else torch.float32
     products = q_XKGTD.flatten(-3, -2).to(wide) @ k_XKJD.to(wide).transpose(-1, -2)
     scores = products.unflatten(-2, q_XKGTD.shape[-3:-1]).mul_(params.scale)
     if params.softcap is not None:
