@@ -63,7 +63,15 @@ def _h100() -> str:
     return f"""On one {before["device"]}, which reads {before["read_bytes_per_s"] / 1e12:.1f} TB/s, steps of
 {", ".join(map(str, times))} rows took {spelled} ms, {span((100 * share for share in shares), 0)} % of the roofline
 (`transformers`: {peer:.2f} ms for 32 rows). The tree before decisions 042 to 050, in turns with this one, took
-{span(ratios, 3)} times as long."""
+{span(ratios, 3)} times as long. There {_h100_tests()} tests passed: texts of all families and of the demo model, and
+Triton's kernels."""
+
+
+def _h100_tests() -> int:
+    """Return how many: the dots of the run that was ended before its summary, and the sums of the files after it."""
+    texts, _, rest = read_text("gpu-tests-h100.txt").partition(" # the same files in parts")
+    (dots,) = re.findall(r" (\.+) \[100%\]", texts)
+    return len(dots) + sum(map(int, re.findall(r"(\d+) passed", rest.partition(" # tests/")[2])))
 
 
 def _gpu_tests() -> tuple[str, str]:

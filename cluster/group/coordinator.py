@@ -240,10 +240,6 @@ class Coordinator:
 
     def on_failed(self, error: Exception, opened: bool) -> None:
         """Ends the process of a group whose engine has stopped by itself, or could not be opened."""
-        if not opened:
-            log.error("the engine did not start: %s", error)
-        elif not self._thread.is_planned:
-            log.error("the engine stopped", exc_info=error)
         if not opened and not self._opened.done():
             self._opened.set_exception(error)
         elif opened and not self._stopping:

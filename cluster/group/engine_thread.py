@@ -205,8 +205,10 @@ class EngineThread(threading.Thread):
             self._is_planned |= isinstance(error, GroupLost) and error.is_planned
             self._lose_inbox(ENDED)
             if self._is_planned:
+                log.warning("the group ends: %s", error)
                 self._hand_over()
             else:
+                log.exception("the engine stopped") if opened else log.error("the engine did not start: %s", error)
                 self._lose_live(f"the group stopped: {error}", self._losses(error) if opened else {})
             self._listener.failed(error, opened)
         finally:

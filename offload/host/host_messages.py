@@ -24,7 +24,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     pass
 
 
-class LeaseRegion(_Message, frozen=True):
+class LeaseRegion(_Message, frozen=True, tag="Lease"):
     """Asks, for a coordinator, for a region of this shape. It is held until this connection and those of its ranks
     close."""
 
@@ -40,7 +40,7 @@ class Attach(_Message, frozen=True):
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 
 
-class AskStatus(_Message, frozen=True):
+class AskStatus(_Message, frozen=True, tag="Status"):
     """Asks for the process's counts; any process may send it."""
 
 

@@ -106,7 +106,9 @@ def end_by_a_drain(service: Service, headers: Mapping[str, str], timeout_s: int)
         assert (whole.result().status_code, "shutting down" in whole.result().text) == (503, True)
     assert service.process.wait(30) == 0
     service.check_gone()
-    stopping, cut_off, stopped = service.output.partition(f"{service.port}/v1\n")[2].splitlines()
+    said = service.output.partition(f"{service.port}/v1\n")[2].splitlines()
+    assert len(said) == 3, said
+    stopping, cut_off, stopped = said
     assert f"requests in flight have up to {timeout_s} s to finish (--shutdown-timeout)" in stopping
     assert cut_off == f"tandem: 2 requests were cut off after {timeout_s} s (--shutdown-timeout)"
     assert stopped.startswith("tandem: stopped: nothing is left running")

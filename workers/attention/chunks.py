@@ -55,9 +55,9 @@ class SdpaChunks:
         """Return [T, J], the mask that SDPA adds to the scores."""
         key = (num_tokens, context_len, window)
         if key not in self._masks:
-            position_J = torch.arange(context_len, device=like.device)
-            back_TJ = position_J[-num_tokens:, None] - position_J
-            self._masks[key] = as_mask(seen_through(window, back_TJ), like.dtype)
+            position_J = torch.arange(context_len, dtype=torch.int32, device=like.device)
+            seen_TJ = seen_through(window, position_J[-num_tokens:, None] - position_J)
+            self._masks[key] = as_mask(seen_TJ, like.dtype)
         return self._masks[key]
 
 

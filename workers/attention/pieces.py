@@ -74,9 +74,9 @@ def attend_in_pieces(
         rows = max(1, SCORE_BYTES // (heads * length * 4))
         for start in range(0, tokens, rows):
             own = slice(start, min(start + rows, tokens))
-            position_T1 = torch.arange(own.start, own.stop, device=q_TND.device)[:, None]
+            position_T1 = torch.arange(own.start, own.stop, dtype=torch.int32, device=q_TND.device)[:, None]
             position_T1 += context_len - tokens if before is None else before
-            back_TJ = position_T1 - torch.arange(first, first + length, device=q_TND.device)
+            back_TJ = position_T1 - torch.arange(first, first + length, dtype=torch.int32, device=q_TND.device)
             _add_tile(
                 q_KGTD[:, :, own], k_KJD, v_KJD, back_TJ, params,
                 sums_KGTD[:, :, own], most_KGT[:, :, own], total_KGT[:, :, own],

@@ -170,6 +170,8 @@ class LocalDispatch:
 
     def _lose_all(self, error: GroupLost) -> None:
         self._lost = error
+        if not self._opened.done():
+            self._opened.set_exception(error)
         for part in list(self._attempts.values()):
             refused = (503, "service_unavailable", None, str(error))
             told = lost(part.request, str(error), "bystander")

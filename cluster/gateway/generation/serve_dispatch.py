@@ -106,10 +106,12 @@ class ServeDispatch:
     def cancel(self, part: RequestPart) -> None:
         if self._parts.get(part.request.request_id) is part:
             del self._parts[part.request.request_id]
+        if part.is_complete and part.ended is None:
+            self.loop.call_later(CANCEL_AFTER_S, _drop, part)  # its answer is due
+            return
         if not part.is_complete:
             _drop(part)
-        elif part.ended is None:
-            self.loop.call_later(CANCEL_AFTER_S, _drop, part)  # its answer is due
+        part.call = part.answer = None  # a body of thousands of prompts holds its parts to its end
 
     @property
     def hold_s(self) -> float:
