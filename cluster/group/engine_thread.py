@@ -20,12 +20,13 @@ from typing import Protocol
 
 import zmq
 
-from tandem.cluster.wire.token_channel import GROUP_ENDED, GROUP_LOST, by_gateway
+from tandem.cluster.wire.refusals import GROUP_ENDED, GROUP_LOST, refused
+from tandem.cluster.wire.token_channel import by_gateway
 from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.messages.errors import GroupLost, RequestRefused
-from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Loss, ReplyTo, TokenDelta, Usage
+from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Loss, ReplyTo, TokenDelta
 
 log = logging.getLogger("tandem.engine")
 GATEWAY_LOST_AFTER_S = 5.0
@@ -269,13 +270,13 @@ class EngineThread(threading.Thread):
         except RequestRefused as error:
             if self._live.get(key, (None, None))[0] is request:
                 del self._live[key]
-            on_ended(refusal(request, error.status, error.code, error.param, str(error)))
+            on_ended(refused(request, error.status, error.code, error.param, str(error)))
         except GroupLost:
             raise
         except Exception:
             log.exception("request %s cannot be taken in", request.request_id)
             self._live.pop(key, None)
-            on_ended(refusal(request, 500, "internal_error", None, "The request failed in the engine."))
+            on_ended(refused(request, 500, "internal_error", None, "The request failed in the engine."))
 
     def _take_channel(self, engine: Engine) -> None:
         for abort in self._channel.receive():
@@ -338,13 +339,13 @@ class EngineThread(threading.Thread):
         """Answers the engine's requests as lost with this group."""
         for request, on_ended in list(self._live.values()):
             loss = losses.get(request.request_id, "unknown")
-            on_ended(refusal(request, 503, GROUP_LOST, None, message, loss))
+            on_ended(refused(request, 503, GROUP_LOST, None, message, loss))
         self._live.clear()
 
     def _hand_over(self) -> None:
         """Answers the engine's requests as those of a group that ends as planned."""
         for request, on_ended in list(self._live.values()):
-            on_ended(refusal(request, 503, GROUP_ENDED, None, ENDED))
+            on_ended(refused(request, 503, GROUP_ENDED, None, ENDED))
         self._live.clear()
 
     def _lose_inbox(self, message: str) -> None:
@@ -355,7 +356,7 @@ class EngineThread(threading.Thread):
             except IndexError:
                 return  # the other thread was faster
             if isinstance(item, tuple):
-                item[1](refusal(item[0], 503, GROUP_ENDED, None, message))
+                item[1](refused(item[0], 503, GROUP_ENDED, None, message))
 
     def _publish(self, now_s: float) -> None:
         self._reported_at_s = now_s
@@ -371,19 +372,4 @@ def last_word(ended: Ended) -> TokenDelta:
         first_position=ended.positions[0] if ended.positions else 0,
         token_ids=[],
         usage=ended.usage,
-    )
-
-
-def refusal(
-    request: GenerationRequest, status: int, code: str, param: str | None, message: str, loss: Loss | None = None
-) -> Ended:
-    """The answer to a request that will not run (any further) here."""
-    return Ended(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        positions=[],
-        finish_reasons=[],
-        usage=Usage(prompt_tokens=0, completion_tokens=0),
-        refused=(status, code, param, message),
-        loss=loss,
     )

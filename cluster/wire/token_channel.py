@@ -198,8 +198,3 @@ def by_gateway(
         if reply_to is not None:
             gathered[reply_to].append(delta)
     return list(gathered.items())
-
-
-GROUP_LOST, GROUP_ENDED, GROUP_UNUSABLE = "group_lost", "group_ended", "group_unusable"
-"""Codes of refusals: the request ran in a group that was lost; it ran in, or reached, one that ends as planned; its
-group speaks another version of this channel (version.py)."""

@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.gateway.generation.part import lost
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.wire.refusals import lost
 from tests.support.fake_backend import FakeBackend
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
-from tandem.cluster.gateway.generation.part import RequestPart, lost
+from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.cluster.wire.token_channel import GROUP_ENDED, GROUP_LOST
+from tandem.cluster.wire.refusals import GROUP_ENDED, GROUP_LOST, refused
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_facts, open_executor
 from tandem.workers.engine.base.stats import EngineStats
@@ -173,6 +173,4 @@ class LocalDispatch:
         if not self._opened.done():
             self._opened.set_exception(error)
         for part in list(self._attempts.values()):
-            refused = (503, "service_unavailable", None, str(error))
-            told = lost(part.request, str(error), "bystander")
-            self._finish(msgspec.structs.replace(told, refused=refused, loss=None))
+            self._finish(refused(part.request, 503, "service_unavailable", None, str(error)))

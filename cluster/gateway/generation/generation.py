@@ -19,11 +19,12 @@ import msgspec
 
 from tandem.cluster.gateway.generation.failover import Failover
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
-from tandem.cluster.gateway.generation.part import RequestPart, lost, terminal_state
+from tandem.cluster.gateway.generation.part import RequestPart, terminal_state
 from tandem.cluster.gateway.generation.quarantine import Convicted
 from tandem.cluster.routing.route_hint import hint_of
 from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
+from tandem.cluster.wire.refusals import lost
 from tandem.workers.messages.errors import GroupLost, RequestRefused
 from tandem.workers.messages.request import Ended, TokenDelta, Usage
 

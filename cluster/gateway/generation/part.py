@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem.cluster.gateway.http.tasks import Aside
-from tandem.cluster.wire.token_channel import GROUP_LOST
+from tandem.cluster.wire.refusals import lost
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import (
     Abort,
@@ -344,16 +344,3 @@ def terminal_state(parts: Sequence[RequestPart], error: Exception | None) -> str
     if "error" in reasons:
         return "error"
     return "stop" if "stop" in reasons else "length"
-
-
-def lost(request: GenerationRequest, message: str, loss: Loss) -> Ended:
-    """Returns the answer that a lost group did not give."""
-    return Ended(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        positions=[],
-        finish_reasons=[],
-        usage=Usage(prompt_tokens=0, completion_tokens=0),
-        refused=(503, GROUP_LOST, None, message),
-        loss=loss,
-    )

@@ -17,10 +17,11 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, channel_name
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
-from tandem.cluster.gateway.generation.part import RequestPart, lost
+from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.tasks import Aside
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.cluster.wire.token_channel import GROUP_UNUSABLE, TokenReceiver
+from tandem.cluster.wire.refusals import GROUP_UNUSABLE, lost, refused
+from tandem.cluster.wire.token_channel import TokenReceiver
 from tandem.cluster.wire.version import OtherVersion, with_version, without_version
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import Abort, Ended, Loss, TokenDelta
@@ -168,9 +169,7 @@ class ServeDispatch:
         """Ends every request with `refusal`, after the tokens delivered, and refuses later ones."""
         self._refusal = refusal
         for part in list(self._parts.values()):
-            told = lost(part.request, str(refusal), "bystander")
-            refused = (refusal.status, refusal.code, refusal.param, str(refusal))
-            part.end(msgspec.structs.replace(told, refused=refused, loss=None))
+            part.end(refused(part.request, refusal.status, refusal.code, refusal.param, str(refusal)))
 
     def look_after(self) -> None:
         """Ends the attempts of groups without heartbeats and tokens, and of groups that are taken down and whose time
@@ -218,9 +217,8 @@ class ServeDispatch:
             return lost(part.request, "its call was cancelled", "bystander")
         except OtherVersion as error:
             self._give_up(error)
-            unusable = (503, GROUP_UNUSABLE, None, str(error))
-            told = lost(part.request, str(error), "bystander")
-            return msgspec.structs.replace(told, refused=unusable, loss=None, group=error.group)
+            told = refused(part.request, 503, GROUP_UNUSABLE, None, str(error))
+            return msgspec.structs.replace(told, group=error.group)
         except Exception as error:  # whatever way Ray or Serve reports a dead replica
             loss: Loss = "bystander" if self._is_draining(part.sender) else "unknown"
             return lost(part.request, f"{type(error).__name__}: {error}".splitlines()[0], loss)
