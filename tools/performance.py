@@ -30,6 +30,7 @@ from tools.result_files import (
 )
 from tools.service_figures import cluster_section, overload_section
 from tools.token_figures import batching_section, sampling_section, speculation_section, structured_section
+from tools.turn_figures import turns_section
 from tools.weight_figures import experts_section, loading_section, quantization_section
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -410,6 +411,7 @@ def render() -> str:
         invariance_section(),
         weights_section(),
         lora_section(),
+        turns_section(),
     ]
     blocks = "\n\n".join([HEAD, *sections]).split("\n\n")
     return "\n\n".join(block if block[0] in "#|<!" else filled(block) for block in blocks) + "\n"
