@@ -62,15 +62,20 @@ format: $(DEV)
 # Left out: folders and files of tests/unit that take long for what they say while one works, property tests, and tests
 # that plant a defect which another test has to catch.
 DEAR := cluster/cli/test_batch.py cluster/cli/test_plan.py cluster/cli/test_talking.py \
-  cluster/deploy/test_preflight.py cluster/process/test_supervisor.py configs/test_batch_invariant_refusals.py \
-  configs/test_cpu_isa.py docs/test_apis.py engine/test_adapters_engine.py engine/test_fairness.py \
-  engine/test_tiers_engine.py gateway/test_api_clients.py gateway/test_text_workers.py graphs kernels \
-  lora/test_adapter_room.py lora/test_adapters_in_process.py models/test_sizes.py offline \
-  rank/test_device_drafts.py rank/test_out_of_memory_ranks.py rank/test_platform_facts.py self_checks \
-  tenants/test_quota_order.py tenants/test_quota_outage.py tools
+  cluster/deploy/test_preflight.py cluster/process/test_supervisor.py cluster/state/test_notifications.py \
+  configs/test_batch_invariant_refusals.py configs/test_cpu_isa.py docs/test_apis.py \
+  engine/test_adapters_engine.py engine/test_fairness.py engine/test_tiers_engine.py \
+  gateway/test_api_clients.py gateway/test_text_workers.py graphs kernels lora/test_adapter_room.py \
+  lora/test_adapters_in_process.py lora/test_s3_source.py models/test_expert_loads.py \
+  models/test_model_source.py models/test_new_attention_backend.py models/test_new_family.py \
+  models/test_new_linear_method.py models/test_sizes.py offline offload/test_host_process.py \
+  parallel/test_mesh_and_shards.py parallel/test_shared_memory.py rank/test_device_drafts.py \
+  rank/test_loading.py rank/test_out_of_memory_ranks.py rank/test_platform_facts.py rank/test_probes.py \
+  rank/test_streamed_decoder.py self_checks tenants/test_quota_order.py tenants/test_quota_outage.py \
+  tenants/test_redis_faults.py tenants/test_usage_ledger.py tools
 
 quick: $(DEV) ## the unit tests that say most for their time, for while you work; under 2 minutes on 2 cores
-	@$(call TIMED,OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/unit $(DEAR:%=--ignore=tests/unit/%) -n 2 \
+	@$(call TIMED,OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/unit $(DEAR:%=--ignore=tests/unit/%) -n 4 \
 	  -m "not hypothesis and not chaos and not parity" -k "not caught and not kv_01",quick tests)
 
 # Three workers on two cores: tests that start services often wait, and others compute meanwhile (tests/conftest.py).
