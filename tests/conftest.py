@@ -101,6 +101,7 @@ class ByFile(LoadScopeScheduling):
         return scope_of(nodeid)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     config.option.loadscopereorder = False
     return ByFile(config, log)

@@ -30,11 +30,17 @@ STOP_S = 30.0
 T = TypeVar("T")
 
 
+RAYS_OWN = 8265
+"""Ray means its dashboard by this port, also where it starts none, and refuses it for anything else."""
+
+
 def free_port() -> int:
-    """A port below Ray's worker ports that nobody listens on now. Up to four workers of one run have a range each: a
-    service that starts does not hold its port yet."""
+    """A port below Ray's worker ports that nobody listens on now, and that Ray has no use for. Up to four workers of one
+    run have a range each: a service that starts does not hold its port yet."""
     first = 8100 + 450 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4)
     for port in range(first + os.getpid() % 200, first + 450):
+        if port == RAYS_OWN:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -122,6 +122,7 @@ def test_a_failed_store_that_is_found_is_caught():
     assert_caught("host slot", host_class=FailIsDone)
 
 
+@pytest.mark.chaos  # found after thousands of histories
 def test_a_load_published_though_a_rank_failed_is_caught():
     class OneRankCounts(TransferManager):
         def take(self, result: TransferResult) -> None:
@@ -160,6 +161,7 @@ def test_a_missing_adapter_digest_is_caught_across_tiers():
     assert_caught("one key for two contents", manager_class=MissingAdapter)
 
 
+@pytest.mark.chaos
 def test_a_stale_disk_key_after_a_failed_read_is_caught():
     class StaleKey(DiskTier):
         def fail_load(self, key: bytes) -> None:

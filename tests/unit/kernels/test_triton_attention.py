@@ -118,8 +118,9 @@ def test_decodes_are_split_and_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     own = GroupTable(longest.slot_mapping_T, longest.block_table_RN)
     longest = dataclasses.replace(longest, further_groups=(own,))
     batches = [batch_of([1, 3, 1], [170, 150, 1]), batch_of([5, 1], [140, 65]), batch_of([1] * 5, [3, 99, 16, 200, 64])]
-    for backend in (triton_backend(), Padded(longest, 12)):
-        for batch, window in zip(batches, (None, None, 100), strict=True):
+    cases = list(zip(batches, (None, None, 100), strict=True))
+    for backend, chosen in ((triton_backend(), cases[:1] if INTERPRETED else cases), (Padded(longest, 12), cases[1:])):
+        for batch, window in chosen:
             check(backend, batch, (6, 2), 64, window, sinks=(1.0, -2.0, 3.0, 0.5, 4.0, 2.0))
 
 
