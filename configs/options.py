@@ -308,16 +308,6 @@ OPTIONS: tuple[Option, ...] = (
 )  # fmt: skip
 
 
-NOT_NEEDED = dict.fromkeys(("runner", "convert", "task"), "every model generates and embeds; leave it out")
-"""Flags of vLLM that there is nothing to choose with, by name, and why."""
-
-
-def not_needed(name: str) -> str | None:
-    """Says why there is no setting of this name, spelled as a flag, with dashes or with underscores. None for names
-    that nobody misses."""
-    return NOT_NEEDED.get(name.lstrip("-").replace("-", "_"))
-
-
 def option_named(name: str) -> Option | None:
     """Finds the row with this name, spelled with dashes or underscores. None when there is none."""
     wanted = name.replace("-", "_")

@@ -265,3 +265,4 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     adapters: AdapterSettings = AdapterSettings()
     autoscaling_config: dict[str, Any] | None = None
     shutdown_timeout_s: float = 30.0
+    without_effect: tuple[str, ...] = ()  # a line for each flag of vLLM that was given and changes nothing here
