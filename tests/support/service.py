@@ -151,10 +151,10 @@ class Service:
 
 
 @contextmanager
-def tandem_serve(*arguments: str, cwd: Path | None = None) -> Iterator[Service]:
+def tandem_serve(*arguments: str, cwd: Path | None = None, env: Mapping[str, str] = {}) -> Iterator[Service]:
     """`tandem serve ARGUMENTS --port FREE`, ready; cleaned up whatever the test does."""
     port = free_port()
-    service = Service([str(BIN / "tandem"), "serve", *arguments, "--port", str(port)], port, cwd=cwd)
+    service = Service([str(BIN / "tandem"), "serve", *arguments, "--port", str(port)], port, cwd=cwd, env=env)
     try:
         yield service.wait_ready()
     finally:

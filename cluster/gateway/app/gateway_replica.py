@@ -115,6 +115,7 @@ class Gateway:
             lambda: self._adapters,
             DrainingGroups(lambda: GroupRouter.running, self._settings.shutdown_timeout_s, time.monotonic),
             self._facts.model_digest,
+            GroupRouter.unreached,
         )
         self._hung_groups = HungGroups(self._fleet, CoordinatorActors(app_name))
         following = self._fleet.run(self._look_after, self._dispatch.has_requests)

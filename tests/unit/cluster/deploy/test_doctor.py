@@ -37,6 +37,7 @@ CPU_BOX = MachineFacts(
     driver=None, driver_cuda=None, gpus=0, redis="/usr/bin/redis-server", cpu="Some CPU", cores=2,
     memory_bytes=8 * 2**30, available_bytes=4 * 2**30, shm_bytes=2**30, memlock_bytes=None,
     cpu_features=("avx512f", "avx512_bf16"), compiler="/usr/bin/gcc", compiler_features=("avx512f", "avx512_bf16"),
+    proxies={},
 )  # fmt: skip
 GPU_BOX = replace(
     CPU_BOX,
