@@ -95,6 +95,13 @@ def cache_folder() -> Path:
     return (Path(given) if given else Path.home() / ".cache") / "tandem"
 
 
+def state_folder() -> Path:
+    """The folder of files that are kept and that nothing needs, as logs: XDG_STATE_HOME/tandem, else
+    ~/.local/state/tandem. It may not exist yet."""
+    given = os.environ.get("XDG_STATE_HOME")
+    return (Path(given) if given else Path.home() / ".local" / "state") / "tandem"
+
+
 def adapter_cache_folder() -> Path:
     """The cache of adapters from URLs: the check downloads them, and this machine's ranks read them."""
     return cache_folder() / "adapters"

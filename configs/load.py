@@ -65,11 +65,12 @@ def build_settings(
     """Builds the settings of a service for `model`. values: by option name, with dashes or underscores; None is as if
     not given. SettingsError for an unknown name, a value out of range, or settings that exclude each other."""
     tree: dict[str, Any] = {"engine": {"model": {"model": model}}}
-    tree["without_effect"] = [line for name, value in values.items() if (line := _foreign_line(name, value))]
+    foreign = {name: value for name, value in values.items() if is_foreign(name)}
+    tree["without_effect"] = [line for name, value in foreign.items() if (line := check_foreign(name, value))]
     served = served_names(model, values)
     for name, value in values.items():
         option = option_named(name)
-        if option is None and is_foreign(name):
+        if name in foreign:
             continue
         if option is None:
             raise SettingsError(f"{name} is not a setting{_did_you_mean(name, [o.name for o in OPTIONS])}", name)
@@ -82,11 +83,6 @@ def build_settings(
     given = {name.replace("-", "_") for name, value in values.items() if value is not None}
     _refuse_unused(settings, given)
     return settings
-
-
-def _foreign_line(name: str, value: Any) -> str | None:
-    """The line about a flag of vLLM; None for other names. SettingsError for one that is refused."""
-    return check_foreign(name, value) if is_foreign(name) else None
 
 
 def read_config_file(path: str) -> dict[str, Any]:

@@ -35,6 +35,8 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "served_model_name": (["a", "b"], ("a", "b")),
     "tokenizer": ("t", "t"),
     "revision": ("main", "main"),
+    "log_level": ("debug", "debug"),
+    "log_dir": ("/logs", "/logs"),
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int8", "int8"),
     "batch_invariant": (True, True),
