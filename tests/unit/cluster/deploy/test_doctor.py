@@ -140,7 +140,7 @@ def test_the_facts_of_this_machine_are_those_of_torch() -> None:
     here = read_facts()
     assert (here.torch, here.torch_cuda) == (torch.__version__, torch.version.cuda)
     assert here.cores == len(os.sched_getaffinity(0)) and 0 < here.available_bytes <= here.memory_bytes
-    assert [len(row) for row in fact_rows(here)] == [2] * 14
+    assert [len(row) for row in fact_rows(here)] == [2] * 15
 
 
 @pytest.mark.parametrize("cuda", [12080, None])

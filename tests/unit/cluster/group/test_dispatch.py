@@ -445,7 +445,7 @@ def test_a_rank_asks_ray_for_what_its_bundle_holds(bundle: dict[str, float], mon
 
 
 def test_a_watch_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(runs: object, num_returns: int) -> None:
+    def wait(runs: object, num_returns: int, timeout: float) -> None:
         raise Wordless
 
     monkeypatch.setattr(ray, "wait", wait)
