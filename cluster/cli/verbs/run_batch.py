@@ -13,11 +13,11 @@ from tandem.cluster.cli.base.flags import with_service_options
 from tandem.cluster.cli.base.terminal import say
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import merge_config
-from tandem.configs.options import COORDINATION, HTTP, OPTIONS
+from tandem.configs.options import COORDINATION, HTTP, LOGS, OPTIONS
 from tandem.configs.schema import ServiceSettings
 from tandem.workers.messages.errors import GroupLost
 
-NOT_OFFLINE = frozenset(o.name for o in OPTIONS if o.group in (HTTP, COORDINATION)) | {
+NOT_OFFLINE = frozenset(o.name for o in OPTIONS if o.group in (HTTP, COORDINATION, LOGS)) | {
     "data_parallel_size",
     "lora_root",
     "lora_watch_dir",
