@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tandem.workers.text.json_schemas import asserting
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.argument_stream import mended
 from tandem.workers.text.output.events import OutputEvent, OutputParser
@@ -118,7 +119,7 @@ class _CoderAnswer:
 
     def __init__(self, source: TextSource, tools: Sequence[Tool]) -> None:
         self._source, self._writer = source, AnswerWriter(tools)
-        self._schemas = {tool.name: tool.parameters for tool in tools}
+        self._schemas = {tool.name: asserting(tool.parameters) for tool in tools}
         self._held: list[str] = []
 
     def read(self) -> Steps[None]:
