@@ -8,12 +8,13 @@ import threading
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from tandem.workers.messages.errors import SettingsError
 from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.generation_config import GenerationConfig
-from tandem.workers.text.grammars import reason_of
+from tandem.workers.text.grammars import NO_TOKEN, reason_of, why_no_token_begins
 from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
 
 LIMITS: Final = LLParserLimits(max_lexer_states=10_000, verbose_errors=False)
@@ -67,11 +68,21 @@ class GrammarStore:
         self.open()
         assert self._tokenizer is not None
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first one takes longest, and not all errors show before it
+        # the first mask takes longest, and not all errors show before it
+        begins = matcher.is_error() or self._begins(matcher, matcher.compute_bitmask())
+        if not begins or matcher.get_error().startswith(NO_TOKEN):
+            raise GrammarRefused(why_no_token_begins(text))
         if matcher.is_error():
             raise GrammarRefused(reason_of(matcher.get_error()))
         self._compiled[digest] = _Compiled(matcher, ticket)
+
+    def _begins(self, matcher: LLMatcher, mask: bytes) -> bool:
+        """Returns whether a text may be empty or some token begins it. Of a text that only one spelling has, the mask
+        is the tokenizer's spelling, also where that lacks a character."""
+        if matcher.is_error() or matcher.is_accepting():
+            return True
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        return any(matcher.validate_tokens([token]) for token in np.flatnonzero(bits).tolist())
 
     def drop(self, digest: str, ticket: int = 0) -> None:
         """Forgets a grammar that no later ticket has compiled again. Rows that have begun keep theirs."""
@@ -108,7 +119,7 @@ class _VocabularyTokens:
         self.tokens = [pieces.token_bytes(token_id) for token_id in range(size)]
         self.special_token_ids = sorted(i for i in tokenizer.hidden_token_ids.union(eos_token_ids) if i < size)
         self._tokenizer = tokenizer
-        hidden = frozenset(self.special_token_ids)
+        self._hidden = hidden = frozenset(self.special_token_ids)
         self._id_of = {piece: i for i, piece in reversed(list(enumerate(self.tokens))) if piece and i not in hidden}
         self._longest = max(map(len, self._id_of), default=1)
 
@@ -118,8 +129,8 @@ class _VocabularyTokens:
         wanted = text.encode()
         for guard in ("", "\n"):
             ids = self._tokenizer.encode(guard + text, add_special_tokens=False)
-            if max(ids, default=0) >= len(self.tokens):
-                break
+            if max(ids, default=0) >= len(self.tokens) or not self._hidden.isdisjoint(ids):
+                break  # the model has it not, or it is no text
             pieces = [self.tokens[i] for i in ids]
             for first in range(min(3, len(ids))):
                 if b"".join(pieces[first:]) == wanted:

@@ -6,13 +6,15 @@ either Lark text or JSON text with several of them, {"grammars": [{"lark_grammar
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from llguidance import LLMatcher, StructTag, regex_to_lark
+from llguidance import LLMatcher, LLTokenizer, StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from tandem.workers.messages.structured_outputs import StructuredOutputsParams
+from tandem.workers.text.json_schemas import asserting, fault
 
 ONE_OF: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """The fields of StructuredOutputsParams of which exactly one is given."""
@@ -21,6 +23,11 @@ WHITESPACE: Final = r"[ ]|\n[ \t]{0,40}"
 indentation. Any amount of it would let a model that has lost its way write white space for ever."""
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 MOST_ERROR_CHARS = 500
+MOST_SHOWN = 5
+NO_TOKEN: Final = "NoExtension"
+"""The begin of llguidance's error where no token can follow."""
+_EXCERPT: Final = re.compile(r"\n *\d+ \|")
+_IN_SCHEMA: Final = re.compile(r"^at \d+\(\d+\): (?=failed to compile JSON schema)")
 
 
 class GrammarError(ValueError):
@@ -55,8 +62,8 @@ def checked_grammar(params: StructuredOutputsParams) -> str:
     try:
         check(grammar)
     except GrammarError as error:
-        error.field = kind_of(params)
-        raise
+        kind = kind_of(params)
+        raise GrammarError(schema_fault(params.json) if kind == "json" else str(error), kind) from error
     return grammar
 
 
@@ -141,12 +148,45 @@ def check(grammar: str) -> None:
         raise GrammarError(reason_of("; ".join(messages)))
 
 
+def schema_fault(schema: Any) -> str:
+    """Returns why a JSON schema cannot be compiled, with the place of the fault in it; "" if it can be."""
+    parsed = _schema(schema, {})
+    found = fault({key: value for key, value in parsed.items() if key != "x-guidance"}, _why_not)
+    if found is None:
+        return ""
+    place, reason = found
+    return f"at {place}: {reason}" if place else reason
+
+
+def _why_not(schema: Any) -> str | None:
+    try:
+        check(json_schema(schema))
+    except GrammarError as error:
+        return str(error)
+    return None
+
+
+def why_no_token_begins(grammar: str) -> str:
+    """Returns the reason for which no token of a vocabulary begins a text of a grammar."""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if matcher.get_error().startswith(NO_TOKEN):
+        return reason_of(NO_TOKEN)
+    first = [i for i in range(min(256, 8 * len(mask))) if mask[i // 8] >> i % 8 & 1]
+    shown = ", ".join(repr(chr(i)) if i < 128 else f"byte {i:#x}" for i in first[:MOST_SHOWN])
+    more = ", ..." if len(first) > MOST_SHOWN else ""
+    return "no token of the model's vocabulary can begin it" + (
+        f": its texts begin with {shown}{more}" if first else ""
+    )
+
+
 def reason_of(message: str) -> str:
-    """Returns llguidance's message without the excerpt of the grammar."""
+    """Returns llguidance's message without the excerpt of the grammar, which may be one that no client has written."""
     message = message.strip()
-    if message.startswith("NoExtension"):
+    if message.startswith(NO_TOKEN):
         return "it allows no text"
-    return message.removesuffix("<non-verbose/>").partition("\n   1 |")[0].strip()[:MOST_ERROR_CHARS]
+    message = _EXCERPT.split(message.removesuffix("<non-verbose/>"), maxsplit=1)[0]
+    return _IN_SCHEMA.sub("", message).strip()[:MOST_ERROR_CHARS]
 
 
 def _literal(text: str) -> str:
@@ -176,7 +216,10 @@ def _schema(schema: Any, whitespace: Mapping[str, Any]) -> dict[str, Any]:
         raise GrammarError("the schema must be a JSON object")
     if "x-guidance" in schema:
         raise GrammarError("the schema's key x-guidance is not supported; see whitespace_pattern")
-    return {**schema, "x-guidance": dict(whitespace)}
+    try:
+        return {**asserting(schema), "x-guidance": dict(whitespace)}
+    except RecursionError as error:
+        raise GrammarError("the schema is nested too deep") from error
 
 
 def _parsed(value: Any) -> Any:

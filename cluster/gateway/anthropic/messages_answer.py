@@ -41,7 +41,7 @@ class MessagesFormat:
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         (choice,) = choices
         self._blocks.push(choice.text, choice.token_ids)
-        self._blocks.finish()
+        self._blocks.finish(cut=choice.finish_reason != "stop")
         content = [_whole_block(block) for block in self._blocks.all]
         stop = self._stop(choice.finish_reason, choice.stop_reason)
         return _encode({**self._head, "content": content, **stop, "usage": usage_object(usage)})
@@ -54,7 +54,7 @@ class MessagesFormat:
     def chunk(self, index: int, addition: TextDelta) -> bytes:
         steps = self._blocks.push(addition.text, addition.token_ids)
         if addition.finish_reason is not None:
-            steps += self._blocks.finish()
+            steps += self._blocks.finish(cut=addition.finish_reason != "stop")
             self._finish_reason, self._stop_reason = addition.finish_reason, addition.stop_reason
         return b"".join([self._step(step) for step in steps])
 

@@ -68,9 +68,9 @@ class Blocks:
             self._thinking.add(token_ids)
         return self._take(self._parser.push(text)) if text else []
 
-    def finish(self) -> list[BlockStep]:
-        """Ends the answer and its last block. Called once."""
-        steps = self._take(self._parser.finish())
+    def finish(self, *, cut: bool) -> list[BlockStep]:
+        """Ends the answer and its last block. cut: it did not end by itself. Called once."""
+        steps = self._take(self._parser.finish(cut=cut))
         if self._space and not self.all:
             self._grow("text", self._space, steps)
         self._end(steps)

@@ -10,9 +10,9 @@ from functools import cache
 from tandem.cluster.gateway.conversation.chat_output import ChatOutput
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.workers.messages.errors import RequestRefused
-from tandem.workers.text.grammars import GrammarError, after, check
+from tandem.workers.text.grammars import GrammarError, after, check, schema_fault
 from tandem.workers.text.output.formats import SchemaNotExpressible
-from tandem.workers.text.output.grammar_text import SpecialTokens, quoted
+from tandem.workers.text.output.grammar_text import SpecialTokens, arguments_schema, quoted
 from tandem.workers.text.tokenizer import ModelTokenizer
 
 _START = re.compile(r"^start\s*:", re.MULTILINE)
@@ -26,7 +26,7 @@ def held_grammar(output: ChatOutput, text: TextServices, answer: str | None) -> 
         return None
     special = special_tokens(text.tokenizer)
     rules = _call_rules(output, special)
-    _check_calls(rules, text.settings.max_grammar_bytes)
+    _check_calls(output, rules, text.settings.max_grammar_bytes)
     thinking, thinking_rules = _thinking(output, special)
     if output.is_forced:
         return f"start: {thinking} calls\n{thinking_rules}{rules}"
@@ -55,7 +55,7 @@ def _call_rules(output: ChatOutput, special: SpecialTokens) -> str:
     return _START.sub("calls:", grammar, count=1)
 
 
-def _check_calls(rules: str, most: int) -> None:
+def _check_calls(output: ChatOutput, rules: str, most: int) -> None:
     """Refuses what is too long, or what llguidance cannot compile with any vocabulary."""
     if (size := len(rules.encode())) > most:
         raise _refused(
@@ -65,7 +65,15 @@ def _check_calls(rules: str, most: int) -> None:
         try:
             check(f"start: calls\n{rules}")
         except GrammarError as error:
-            raise _refused(str(error)) from None
+            raise _refused(_fault(output, str(error))) from None
+
+
+def _fault(output: ChatOutput, reason: str) -> str:
+    """Returns the reason with the tool whose parameters are at fault and the place in them, if one alone is."""
+    for tool in output.tools:
+        if found := schema_fault(arguments_schema(tool)):
+            return f"the parameters of '{tool.name}': {found}"
+    return reason
 
 
 def _refused(message: str) -> RequestRefused:

@@ -17,8 +17,8 @@ class OneCall:
     def push(self, text: str) -> list[OutputEvent]:
         return self._first(self._parser.push(text))
 
-    def finish(self) -> list[OutputEvent]:
-        return self._first(self._parser.finish())
+    def finish(self, *, cut: bool = False) -> list[OutputEvent]:
+        return self._first(self._parser.finish(cut=cut))
 
     def _first(self, events: Iterable[OutputEvent]) -> list[OutputEvent]:
         taken: list[OutputEvent] = []
@@ -43,8 +43,8 @@ class Without:
     def push(self, text: str) -> list[OutputEvent]:
         return [event for event in self._parser.push(text) if not isinstance(event, self._kind)]
 
-    def finish(self) -> list[OutputEvent]:
-        return [event for event in self._parser.finish() if not isinstance(event, self._kind)]
+    def finish(self, *, cut: bool = False) -> list[OutputEvent]:
+        return [event for event in self._parser.finish(cut=cut) if not isinstance(event, self._kind)]
 
 
 class WithoutSpecialTokens:
@@ -60,8 +60,8 @@ class WithoutSpecialTokens:
     def push(self, text: str) -> list[OutputEvent]:
         return self._shown(self._parser.push(text))
 
-    def finish(self) -> list[OutputEvent]:
-        return [*self._shown(self._parser.finish()), *self._rest()]
+    def finish(self, *, cut: bool = False) -> list[OutputEvent]:
+        return [*self._shown(self._parser.finish(cut=cut)), *self._rest()]
 
     def _shown(self, events: Iterable[OutputEvent]) -> list[OutputEvent]:
         shown: list[OutputEvent] = []

@@ -362,8 +362,9 @@ class Generation:
         if self.error is None:
             if isinstance(error, RequestRefused) and error.param == "prompt":
                 error.param = self._prompt_field  # the engine's field name, as the client has it
-            if isinstance(error, RequestRefused) and error.code == "invalid_grammar" and error.param is None:
-                error.param = self._grammar_field
+            field = self._grammar_field
+            if isinstance(error, RequestRefused) and error.code == "invalid_grammar" and field and error.param is None:
+                error = RequestRefused(f"{field}: {error}", code=error.code, param=field)
             self.error = error
         self._news.set()
 

@@ -13,6 +13,7 @@ import msgspec
 from tandem.cluster.gateway.conversation.chat_output import ChatOutput
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.cluster.gateway.openai.answers import ChatFormat
+from tandem.workers.messages.request import FinishReason
 from tandem.workers.messages.thinking import ThinkingSpan
 from tandem.workers.text.choice_text import TextDelta
 from tandem.workers.text.output.events import (
@@ -42,7 +43,8 @@ class ParsedChoice:
         if self.thinking is not None:
             self.thinking.add(addition.token_ids)
         events = self.parser.push(addition.text) if addition.text else []
-        return events if addition.finish_reason is None else [*events, *self.parser.finish()]
+        reason = addition.finish_reason
+        return events if reason is None else [*events, *self.parser.finish(cut=reason != "stop")]
 
     def new_id(self) -> str:
         """The id of its next call."""
@@ -67,7 +69,8 @@ class ParsedChatFormat(ChatFormat):
 
     def _whole_choice(self, choice: ChoiceAnswer) -> dict[str, Any]:
         parsed = self._choice(choice.index)
-        whole = TextDelta(choice.text, choice.token_ids, None, None, "stop", None, None)
+        reason: FinishReason = "stop" if choice.finish_reason == "stop" else "length"
+        whole = TextDelta(choice.text, choice.token_ids, None, None, reason, None, None)
         message = _message(parsed, parsed.events(whole))
         entry = super()._whole_choice(replace(choice, finish_reason=self._finish(parsed, choice.finish_reason) or ""))
         return {**entry, "message": message}

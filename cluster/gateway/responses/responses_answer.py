@@ -44,7 +44,7 @@ class ResponsesFormat:
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         (choice,) = choices
         self._blocks.push(choice.text, choice.token_ids)
-        self._blocks.finish()
+        self._blocks.finish(cut=choice.finish_reason != "stop")
         self._is_cut = choice.finish_reason == "length"
         return _encode(self._complete(usage))
 
@@ -56,7 +56,7 @@ class ResponsesFormat:
         steps = self._blocks.push(addition.text, addition.token_ids)
         if addition.finish_reason is not None:
             self._is_cut = addition.finish_reason == "length"
-            steps += self._blocks.finish()
+            steps += self._blocks.finish(cut=addition.finish_reason != "stop")
         return b"".join([self._step(step) for step in steps])
 
     def usage_chunk(self, usage: Usage) -> bytes:

@@ -130,10 +130,11 @@ async def test_tools_that_are_too_much_or_make_no_grammar_are_refused(rig: Rig) 
 
     for tool, words in (
         (function(a={"enum": ["x" * 70_000]}), "--max-grammar-bytes"),
-        (function(a={"type": "string", "pattern": "("}), "regex"),
+        (function(a={"type": "string", "pattern": "("}), "^tools: the parameters of 'f': at properties.a: regex"),
+        (function(a={"items": {"not": {}}}), r"^tools: the parameters of 'f': at properties.a.items: .*\[\"not\"\]$"),
     ):
         with pytest.raises(RequestRefused, match=words) as refusal:
-            held(rig, tools=[tool], tool_choice="required")
+            held(rig, tools=[*TOOLS, tool], tool_choice="required")
         assert (refusal.value.code, refusal.value.param) == ("invalid_grammar", "tools")
         assert held(rig, tools=[tool]) is None
 

@@ -161,7 +161,7 @@ async def test_a_stop_string_ends_a_call_as_it_ends_any_text() -> None:
     async with tooled(saying(CALL)) as rig:
         choice = (await rig.chat(tools=TOOLS, stop='"city"')).json()["choices"][0]
         (call,) = choice["message"]["tool_calls"]
-        assert call["function"] == {"name": "weather", "arguments": "{"}
+        assert call["function"] == {"name": "weather", "arguments": "{}"}
         assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", '"city"')
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from tandem.workers.structured.grammar_store import GrammarStore
+from tandem.workers.structured.grammar_store import GrammarRefused, GrammarStore
 from tandem.workers.structured.masks import MaskWriter
+from tandem.workers.text import grammars
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo" / "model"
 VOCAB = 800
@@ -58,6 +59,35 @@ def test_tokens_with_a_space_in_front_do_not_stand_for_text_without(tmp_path: Pa
     ids = [tokenizer.token_to_id(piece) for piece in ('{"', "a", '":', "b", "}")]
     assert start.deep_copy().validate_tokens(ids) == len(ids)
     assert start.deep_copy().validate_tokens([tokenizer.token_to_id('▁{"')]) == 0
+
+
+NO_BEGIN = "no token of the model's vocabulary can begin it: its texts begin with "
+FORMS = [
+    (grammars.choice(["cab", "x"]), NO_BEGIN + "'c', 'x'"),
+    (grammars.regex("[x-z]+"), NO_BEGIN + "'x', 'y', 'z'"),
+    (grammars.regex("[A-Z]"), NO_BEGIN + "'A', 'B', 'C', 'D', 'E', ..."),
+    (grammars.lark('start: "c" /[ab]/'), NO_BEGIN + "'c'"),
+    (grammars.lark('start: "é"'), NO_BEGIN + "byte 0xc3"),
+    (grammars.json_schema({"type": "object"}), NO_BEGIN + "'{'"),
+    ("start: /[^\\x{0}-\\x{10FFFF}]/", "it allows no text"),
+]
+
+
+def test_a_form_that_no_token_can_begin_is_refused_by_saying_so(tmp_path: Path) -> None:
+    pieces = ["<unk>", "</s>", "a", "b", "ab", "1"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    store, demo = GrammarStore(tmp_path, len(pieces), ()), GrammarStore(DEMO, VOCAB, ())
+    for grammar, reason in FORMS:
+        with pytest.raises(GrammarRefused) as refusal:
+            store.compile("none", grammar)
+        assert str(refusal.value) == reason
+        if reason != "it allows no text":
+            demo.compile("some", grammar)
+    for grammar in (grammars.choice(["xa", "ab"]), grammars.regex("x*"), grammars.json_schema({"type": "integer"})):
+        store.compile("some", grammar)
 
 
 def test_tokens_that_the_model_has_not_are_left_out() -> None:

@@ -44,8 +44,9 @@ class OutputParser(Protocol):
         """Takes more text; returns what is certain by now, in order."""
         ...
 
-    def finish(self) -> list[OutputEvent]:
-        """Returns what was held back. The choice has ended, perhaps in the middle of a call. Called once."""
+    def finish(self, *, cut: bool = False) -> list[OutputEvent]:
+        """Returns what was held back, and what makes the arguments of a call whole. cut: the choice did not end by
+        itself, so that a call in which it ends stays open. Called once."""
         ...
 
 
@@ -58,5 +59,5 @@ class PlainOutput:
     def push(self, text: str) -> list[OutputEvent]:
         return [Content(text)] if text else []
 
-    def finish(self) -> list[OutputEvent]:
+    def finish(self, *, cut: bool = False) -> list[OutputEvent]:
         return []

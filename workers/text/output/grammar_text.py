@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tandem.workers.text.json_schemas import asserting
 from tandem.workers.text.output.formats import Tool
 
 SpecialTokens = Mapping[str, int]
@@ -28,7 +29,7 @@ def json_value(schema: Any) -> str:
     """Returns an inline schema; its texts are spaced as json.dumps() does, as models are trained to write."""
     if not isinstance(schema, dict):
         schema = {} if schema is True else {"not": {}}
-    return "%json " + json.dumps({**schema, "x-guidance": _WRITTEN}, ensure_ascii=False)
+    return "%json " + json.dumps({**asserting(schema), "x-guidance": _WRITTEN}, ensure_ascii=False)
 
 
 def arguments(tool: Tool) -> str:
@@ -37,7 +38,7 @@ def arguments(tool: Tool) -> str:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    return {**tool.parameters, "type": "object"}
+    return {**asserting(tool.parameters), "type": "object"}
 
 
 def named_json(tool: Tool, *, key: str = "arguments", before: str = "", after: str = "") -> str:

@@ -12,6 +12,7 @@ from typing import Protocol
 from tandem.workers.text.output.events import OutputEvent, OutputParser, Reasoning
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, named_call
+from tandem.workers.text.output.json_stream import nowhere
 from tandem.workers.text.output.stepping import (
     Marks,
     SteppedParser,
@@ -54,14 +55,14 @@ class Writer(Protocol):
 class ContentTo:
     """A Writer whose content another parser sorts."""
 
-    def __init__(self, then: OutputParser) -> None:
-        self._then = then
+    def __init__(self, then: OutputParser, source: TextSource) -> None:
+        self._then, self._source = then, source
 
     def content(self, text: str) -> Iterator[OutputEvent]:
         return iter(self._then.push(text))
 
     def finish(self) -> Iterator[OutputEvent]:
-        return iter(self._then.finish())
+        return iter(self._then.finish(cut=self._source.cut))
 
 
 def messages(source: TextSource, writer: Writer, *, inside: bool) -> Steps[None]:
@@ -122,13 +123,9 @@ def _body(source: TextSource, channel: str, writer: Writer) -> Steps[None]:
 def _call(source: TextSource, name: str, writer: AnswerWriter) -> Steps[None]:
     source.keep()
     yield from spaces(source)
-    if (yield from one_of(source, ENDS)) is not None:
-        source.release()
-        yield from writer.begin(name)
-        yield from writer.arguments("{}")
-        return
-    yield from named_call(source, writer, name)
-    yield from _body(source, "commentary", writer)
+    read = yield from named_call(source, writer, name, ENDS)
+    yield from text_until(source, _BODY_END, nowhere if read.is_call else writer.content)
+    yield from one_of(source, ENDS)
 
 
 def _reasoning(text: str) -> Iterator[OutputEvent]:

@@ -10,8 +10,6 @@ from tandem.workers.text.output.stepping import Emit, Steps, TextSource
 
 MAX_NESTING = 128
 
-_LONGEST_NAME = 512
-
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMBER = {
@@ -56,13 +54,15 @@ class JsonScanner:
         """Reads `text` from `at` on. Returns the index behind what was read, and JSON text to pass on."""
         while at < len(text) and not self.done and not self.broken:
             at = getattr(self, "_in_" + self._state)(text, at)
-        out, self._out = self._out, []
-        return at, "".join(out)
+        return at, self._drain()
 
     def end(self) -> str:
         """Says that the text ended: a number on its own ends too. Returns JSON text to pass on."""
         if not self._stack and self._state == "number":
             self._in_number(" ", 0)
+        return self._drain()
+
+    def _drain(self) -> str:
         out, self._out = self._out, []
         return "".join(out)
 
@@ -246,30 +246,9 @@ def scanned(source: TextSource, scanner: JsonScanner, emit: Emit, *, as_written:
         yield None
 
 
-def json_string(source: TextSource) -> Steps[str | None]:
-    """Reads a JSON string, a name, and returns its text, or None if there is none or it is longer than names are."""
-    pieces: list[str] = []
-    if not (yield from scanned(source, _StringScanner(), _into(pieces))):
-        return None
-    return str(json.loads("".join(pieces)))
+def into(pieces: list[str]) -> Emit:
+    """Returns what emits nothing and adds the text to `pieces`."""
 
-
-class _StringScanner(JsonScanner):
-    """Reads one short JSON string and no other value; no white space before it."""
-
-    _room = _LONGEST_NAME
-
-    def feed(self, text: str, at: int) -> tuple[int, str]:
-        end, out = super().feed(text[at : at + self._room], 0)
-        self._room -= end
-        self.broken = self.broken or (not self.done and not self._room)
-        return at + end, out
-
-    def _in_value(self, text: str, at: int) -> int:
-        return self._open_string('"', at, is_key=False) if text[at] == '"' else self._break(at)
-
-
-def _into(pieces: list[str]) -> Emit:
     def emit(text: str) -> Iterator[OutputEvent]:
         pieces.append(text)
         return iter(())

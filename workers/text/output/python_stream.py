@@ -11,9 +11,9 @@ from tandem.workers.text.output.json_stream import JsonScanner
 
 _PLAIN = {'"': re.compile(r'[^"\\\n]*'), "'": re.compile(r"[^'\\\n]*")}
 _WORD = re.compile(r"[\w.+-]*")
-_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
-_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
+HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _LONGEST_WORD = 400
 
@@ -28,8 +28,7 @@ class PythonScanner(JsonScanner):
     def end(self) -> str:
         if not self._stack and self._state == "word":
             self._word_ended()
-        out, self._out = self._out, []
-        return "".join(out)
+        return self._drain()
 
     def _begin_scalar(self, char: str, at: int) -> int:
         if not (char.isalnum() or char in "_+-."):
@@ -38,7 +37,7 @@ class PythonScanner(JsonScanner):
         return at
 
     def _in_word(self, text: str, at: int) -> int:
-        found = _WORD.match(text, at)
+        found = _WORD.match(text, at, at + _LONGEST_WORD - len(self._left) + 1)
         end = found.end() if found is not None else at
         self._left += text[at:end]
         if len(self._left) > _LONGEST_WORD:
@@ -50,7 +49,7 @@ class PythonScanner(JsonScanner):
 
     def _word_ended(self) -> None:
         """A word is held back up to here, as Python writes it in another way than JSON."""
-        word = _WORDS.get(self._left) or _number(self._left)
+        word = WORDS.get(self._left) or as_number(self._left)
         self._out.append(self._left if word is None else word)
         if word is None:
             self.broken = True
@@ -86,6 +85,8 @@ class PythonScanner(JsonScanner):
             return self._close_string(end)
         if text[end] == "\\":
             self._state = "escape"
+        elif self._strict:
+            return self._break(end)
         else:
             self._say("\n")  # models write line ends inside strings
         return end + 1
@@ -96,10 +97,10 @@ class PythonScanner(JsonScanner):
     def _in_escape(self, text: str, at: int) -> int:
         char = text[at]
         self._state = "string"
-        if char in _HEX_DIGITS:
+        if char in HEX_DIGITS:
             self._left, self._state = char, "hex"
-        elif char in _ESCAPES:
-            self._say(_ESCAPES[char])
+        elif char in ESCAPES:
+            self._say(ESCAPES[char])
         elif char in "\\'\"/":
             self._say(char)
         elif char != "\n":  # a line end behind a backslash is nothing; Python keeps the backslash before others
@@ -110,7 +111,7 @@ class PythonScanner(JsonScanner):
         if text[at] not in "0123456789abcdefABCDEF":
             return self._break(at)
         self._left += text[at]
-        if len(self._left) > _HEX_DIGITS[self._left[0]]:
+        if len(self._left) > HEX_DIGITS[self._left[0]]:
             code = int(self._left[1:], 16)
             if code > 0x10FFFF:
                 return self._break(at)
@@ -122,7 +123,7 @@ class PythonScanner(JsonScanner):
         return at + 1
 
 
-def _number(word: str) -> str | None:
+def as_number(word: str) -> str | None:
     if _JSON_NUMBER.fullmatch(word):
         return word
     try:

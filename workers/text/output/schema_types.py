@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tandem.workers.text.json_schemas import asserting, target
 from tandem.workers.text.output.formats import SchemaNotExpressible, Tool
 
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-_NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 _DEFINITIONS = ("$defs", "definitions")
-_PLAIN_OBJECT = {"type", "properties", "required", "additionalProperties", "$schema", "$id", *_DEFINITIONS, *_NOTES}
+_PLAIN_OBJECT = {"type", "properties", "required", "additionalProperties", "$schema", "$id", *_DEFINITIONS}
 _MOST_COPIED = 2**20
 """Bytes of definitions, one copy for each argument."""
 
@@ -40,7 +40,7 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
             return None
         elif to not in followed:
             followed.add(to)
-            left.append(_target(to, root))
+            left.append(target(to, root))
     return frozenset(found) or None
 
 
@@ -56,18 +56,12 @@ def _stated_types(schema: Mapping[str, Any]) -> set[str] | None:
     return {"null" if value is None else _TYPES.get(type(value), "object") for value in values}
 
 
-def _target(reference: str, root: Mapping[str, Any]) -> Any:
-    found: Any = root
-    for step in reference.removeprefix("#/").split("/"):
-        found = found.get(step) if isinstance(found, Mapping) else None
-    return found
-
-
 def plain_text(schema: Any) -> bool:
-    """Returns whether a schema is of strings, any or listed ones: a format may write these as they are."""
+    """Returns whether a schema, as asserting() has it, is of strings, any or listed ones, which a format may write
+    as they are."""
     if not isinstance(schema, Mapping) or types_of(schema, {}) != frozenset(["string"]):
         return False
-    if not set(schema) <= {"type", "enum", "const", *_NOTES} or not isinstance(schema.get("enum", []), list):
+    if not set(schema) <= {"type", "enum", "const"} or not isinstance(schema.get("enum", []), list):
         return False
     return all(isinstance(value, str) for value in listed_values(schema) or ())
 
@@ -83,7 +77,7 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
 def plain_arguments(tool: Tool) -> list[Argument] | None:
     """Returns the arguments of a tool whose schema only lists properties and says which are required; None for others,
     whose properties depend on each other or have any name. SchemaNotExpressible if they would take too much room."""
-    schema = tool.parameters
+    schema = asserting(tool.parameters)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not set(schema) <= _PLAIN_OBJECT or not isinstance(properties, Mapping):
         return None

@@ -18,14 +18,15 @@ Emit = Callable[[str], Iterable[OutputEvent]]
 
 
 class TextSource:
-    """The text of a choice as it arrives. `text` from `at` on is unread; `ended` says that no more will come."""
+    """The text of a choice as it arrives. `text` from `at` on is unread; `ended` says that no more will come, `cut`
+    that more would have."""
 
-    __slots__ = ("_kept", "at", "ended", "text")
+    __slots__ = ("_kept", "at", "cut", "ended", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
-        self.ended = False
+        self.ended = self.cut = False
         self._kept: list[str] | None = None
 
     def add(self, text: str) -> None:
@@ -68,8 +69,8 @@ class SteppedParser:
         self._source.add(text)
         return self._advance()
 
-    def finish(self) -> list[OutputEvent]:
-        self._source.ended = True
+    def finish(self, *, cut: bool = False) -> list[OutputEvent]:
+        self._source.ended, self._source.cut = True, cut
         return self._advance()
 
     def _advance(self) -> list[OutputEvent]:
@@ -142,21 +143,30 @@ def text_until(source: TextSource, marks: Marks, emit: Emit) -> Steps[str | None
 def one_of(source: TextSource, choices: Sequence[str]) -> Steps[str | None]:
     """Reads the one of `choices` with which the text goes on, and returns it; reads nothing if there is none. Reads
     the begin of one, and returns None, where the text ends in it."""
+    found = yield from begins_with(source, choices)
+    if found is not None:
+        source.take(source.at + len(found))
+    elif source.ended and any(_is_begun(one, source) for one in choices):
+        source.take(len(source.text))
+    return found
+
+
+def begins_with(source: TextSource, choices: Sequence[str]) -> Steps[str | None]:
+    """Returns the one of `choices` with which the text goes on, None if there is none; reads nothing."""
     while True:
-        at, left = source.at, len(source.text) - source.at
         undecided = False
         for choice in choices:
-            if left >= len(choice):
-                if source.text.startswith(choice, at):
-                    source.take(at + len(choice))
-                    return choice
-            elif choice.startswith(source.text[at:]):
-                undecided = True
+            if source.text.startswith(choice, source.at):
+                return choice
+            undecided |= _is_begun(choice, source)
         if source.ended or not undecided:
-            if undecided:
-                source.take(len(source.text))
             return None
         yield None
+
+
+def _is_begun(mark: str, source: TextSource) -> bool:
+    """Returns whether the text that is unread, all of it, is the beginning of a mark."""
+    return len(source.text) - source.at < len(mark) and mark.startswith(source.text[source.at :])
 
 
 def goes_on_with(source: TextSource, char: str) -> Steps[bool]:

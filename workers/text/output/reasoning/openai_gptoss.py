@@ -23,4 +23,4 @@ class OpenAIGptOss:
     def parser(self, then: OutputParser, *, inside: bool) -> OutputParser:
         if isinstance(then, HarmonyParser):
             return HarmonyParser(then.tools, inside=inside)
-        return SteppedParser(lambda source: messages(source, ContentTo(then), inside=inside))
+        return SteppedParser(lambda source: messages(source, ContentTo(then, source), inside=inside))

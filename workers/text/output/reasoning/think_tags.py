@@ -67,7 +67,7 @@ def rest(source: TextSource, then: OutputParser) -> Steps[None]:
             yield from then.push(source.take(len(source.text)))
         else:
             yield None
-    yield from then.finish()
+    yield from then.finish(cut=source.cut)
 
 
 def _reasoning(text: str) -> Iterator[OutputEvent]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, Read, answer_parser, named_call
+from tandem.workers.text.output.json_calls import AnswerWriter, after_call, answer_parser, named_call
 from tandem.workers.text.output.stepping import (
     Marks,
     Steps,
@@ -20,7 +20,8 @@ from tandem.workers.text.output.stepping import (
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_MARKS = Marks(CALLS_BEGIN, BEGIN)
+_MARKS, _BEHIND_CALL = Marks(CALLS_BEGIN, BEGIN), Marks(CALLS_BEGIN, BEGIN, END, CALLS_END)
+FENCE = "```"
 _NAME = re.compile(r"[\w.-]*")
 
 
@@ -73,13 +74,14 @@ def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
         name = yield from _name(source)
         if name is None:
             yield from writer.content(source.release())
-        elif (yield from named_call(source, writer, name)) is Read.CALL:
-            yield from spaces(source)
-            yield from one_of(source, ("```",))
-            yield from spaces(source)
-            yield from one_of(source, (END,))
-            yield from spaces(source)
-            yield from one_of(source, (CALLS_END,))
+        else:
+            read = yield from named_call(source, writer, name, (FENCE, END, CALLS_END))
+            yield from after_call(source, read, FENCE, _BEHIND_CALL)
+            if read.is_call:
+                yield from spaces(source)
+                yield from one_of(source, (END,))
+                yield from spaces(source)
+                yield from one_of(source, (CALLS_END,))
     yield from writer.finish()
 
 

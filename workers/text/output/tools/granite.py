@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, answer_parser, json_calls
+from tandem.workers.text.output.json_calls import AnswerWriter, Read, answer_parser, json_calls
+from tandem.workers.text.output.json_stream import nowhere
 from tandem.workers.text.output.stepping import (
     Marks,
     Steps,
@@ -47,11 +48,16 @@ def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     source.keep()
     yield from spaces(source)
     if (yield from goes_on_with(source, "[")):
-        yield from json_calls(source, writer)
+        yield from _list(source, writer)
     else:
         yield from writer.content(source.release())
     while (yield from text_until(source, _MARKS, writer.content)) is not None:
         source.keep()
         yield from one_of(source, (TOKEN, TEXT))
-        yield from json_calls(source, writer)
+        yield from _list(source, writer)
     yield from writer.finish()
+
+
+def _list(source: TextSource, writer: AnswerWriter) -> Steps[None]:
+    if (yield from json_calls(source, writer)) is Read.CLOSED:
+        yield from text_until(source, _MARKS, nowhere)

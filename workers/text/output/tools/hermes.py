@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, Read, answer_parser, json_call
+from tandem.workers.text.output.json_calls import AnswerWriter, after_call, answer_parser, json_call
 from tandem.workers.text.output.stepping import Marks, Steps, TextSource, one_of, spaces, text_until
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 NEW_LINE = "\n"
-_MARKS = Marks(BEGIN)
+_MARKS, _BEHIND_CALL = Marks(BEGIN), Marks(BEGIN, END)
 
 
 class Hermes:
@@ -37,7 +37,6 @@ def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
         source.keep()
         yield from one_of(source, (BEGIN,))
         yield from spaces(source)
-        if (yield from json_call(source, writer)) is Read.CALL:
-            yield from spaces(source)
-            yield from one_of(source, (END,))
+        read = yield from json_call(source, writer)
+        yield from after_call(source, read, END, _BEHIND_CALL)
     yield from writer.finish()

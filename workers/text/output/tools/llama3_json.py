@@ -7,6 +7,7 @@ from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, CallKeys, Read, answer_parser, json_call
+from tandem.workers.text.output.json_stream import nowhere
 from tandem.workers.text.output.stepping import (
     Marks,
     Steps,
@@ -56,11 +57,17 @@ def _calls(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     yield from one_of(source, (TAG,))
     yield from spaces(source)
     while (yield from goes_on_with(source, "{")):
-        if (yield from json_call(source, writer, _KEYS)) is Read.BROKEN:
+        read = yield from json_call(source, writer, _KEYS)
+        if read is Read.BROKEN:
             return
         source.keep()
         yield from spaces(source)
-        if (yield from one_of(source, (";",))) is None:
+        if (yield from one_of(source, (";",))) is not None:
+            yield from spaces(source)
+        elif read is Read.CLOSED:
+            source.release()
+            yield from text_until(source, _MARKS, nowhere)
+            return
+        else:
             break
-        yield from spaces(source)
     yield from writer.content(source.release())

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, answer_parser, json_calls, named_call
+from tandem.workers.text.output.json_calls import AnswerWriter, Read, answer_parser, json_calls, named_call
+from tandem.workers.text.output.json_stream import nowhere
 from tandem.workers.text.output.stepping import (
     Marks,
     Steps,
@@ -56,13 +57,15 @@ def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
         yield from one_of(source, (BEGIN,))
         yield from spaces(source)
         if (yield from goes_on_with(source, "[")):
-            yield from json_calls(source, writer)
+            read = yield from json_calls(source, writer)
         else:
-            yield from _named(source, writer)
+            read = yield from _named(source, writer)
+        if read is Read.CLOSED:
+            yield from text_until(source, _MARKS, nowhere)
     yield from writer.finish()
 
 
-def _named(source: TextSource, writer: AnswerWriter) -> Steps[None]:
+def _named(source: TextSource, writer: AnswerWriter) -> Steps[Read]:
     name = yield from run_of(source, _NAME, limit=256)
     separator = yield from one_of(source, (CALL_ID, ARGUMENTS))
     if separator == CALL_ID:
@@ -70,6 +73,6 @@ def _named(source: TextSource, writer: AnswerWriter) -> Steps[None]:
         separator = yield from one_of(source, (ARGUMENTS,))
     if separator is None and not (yield from goes_on_with(source, "{")):
         yield from writer.content(source.release())
-        return
+        return Read.BROKEN
     yield from spaces(source)
-    yield from named_call(source, writer, name)
+    return (yield from named_call(source, writer, name, (BEGIN,)))

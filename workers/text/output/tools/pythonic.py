@@ -6,17 +6,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.argument_stream import argument_value
 from tandem.workers.text.output.events import OutputEvent, OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, Read
-from tandem.workers.text.output.json_stream import scanned
-from tandem.workers.text.output.python_stream import PythonScanner
+from tandem.workers.text.output.json_stream import nowhere
 from tandem.workers.text.output.schema_types import Argument, plain_arguments
 from tandem.workers.text.output.stepping import (
     Marks,
     SteppedParser,
     Steps,
     TextSource,
+    begins_with,
     goes_on_with,
     one_of,
     run_of,
@@ -25,7 +26,7 @@ from tandem.workers.text.output.stepping import (
 )
 
 START, END = "<|python_start|>", "<|python_end|>"
-_MARKS = Marks(START)
+_MARKS, _BEHIND_CALLS, _CALL_END = Marks(START), Marks(START, END), Marks(")", START, END)
 _NAME = re.compile(r"[\w.-]*")
 _WRITES_CALLS = re.compile(r"""\[func_name|name\s*[+~]\s*['"]\(""")
 
@@ -101,18 +102,22 @@ class _PythonicAnswer:
         while separator in ("[", ","):
             yield from spaces(source)
             read = yield from self._call()
-            if read is not Read.CALL:
+            if not read.is_call:
                 yield from writer.content(source.release())
             if read is Read.BROKEN:
                 return
+            if read is Read.CLOSED:
+                yield from self._rest_of_call()
             source.keep()
             yield from spaces(source)
             separator = yield from one_of(source, (",", "]"))
         text = source.release()
-        if separator is None or read is Read.CONTENT:
+        if read is Read.CLOSED and separator is None:
+            yield from text_until(source, _BEHIND_CALLS, nowhere)
+        elif separator is None or read is Read.CONTENT:
             yield from writer.content(text)
-        else:
-            yield from spaces(source)
+        if read.is_call:
+            yield from spaces(source) if separator is not None else ()
             yield from one_of(source, (END,))
 
     def _call(self) -> Steps[Read]:
@@ -126,43 +131,56 @@ class _PythonicAnswer:
             yield from self._say("{}")
             return self._read()
         whole = yield from (self._mapping() if (yield from goes_on_with(source, "*")) else self._named())
-        if not whole and source.exhausted:
-            yield from self._say("")
-        return self._read() if whole else Read.BROKEN
+        if whole:
+            return self._read()
+        if source.exhausted and not self._began:
+            yield from self._say("" if source.cut else "{}")
+        return Read.CLOSED if self._began else Read.BROKEN
 
     def _read(self) -> Read:
         return Read.CALL if self._ours else Read.CONTENT
+
+    def _rest_of_call(self) -> Steps[None]:
+        """Drops what is left of a call that broke, unless the call's end is all that was forgotten."""
+        if (yield from begins_with(self._source, ("]", ","))) != "]":
+            yield from text_until(self._source, _CALL_END, nowhere)
+            yield from one_of(self._source, (")",))
 
     def _mapping(self) -> Steps[bool]:
         source = self._source
         if (yield from one_of(source, ("**",))) is None or not (yield from goes_on_with(source, "{")):
             return False
-        if not (yield from scanned(source, PythonScanner(), self._say)):
+        if not (yield from argument_value(source, self._say)):
             return False
         yield from spaces(source)
         return (yield from one_of(source, (")",))) is not None
 
     def _named(self) -> Steps[bool]:
-        source, before, separator = self._source, "{", ","
-        while separator == ",":
+        """Reads arguments with names, and says them as an object, which is whole also where they break."""
+        source, before = self._source, "{"
+        while True:
             name = yield from run_of(source, _NAME, limit=256)
             yield from spaces(source)
             if not name or (yield from one_of(source, ("=",))) is None:
-                return False
+                return (yield from self._broken())
             yield from spaces(source)
             yield from self._say(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
-            if not (yield from scanned(source, PythonScanner(), self._say)):
-                return False
+            if not (yield from argument_value(source, self._say)):
+                return (yield from self._broken())
             yield from spaces(source)
-            found = yield from one_of(source, (",", ")"))
-            if found is None:
-                return False
-            if found == ",":
+            if (yield from one_of(source, (",",))) is not None:
                 yield from spaces(source)
-                found = (yield from one_of(source, (")",))) or ","
-            before, separator = ", ", found
-        yield from self._say("}")
-        return True
+            elif not source.exhausted and not (yield from goes_on_with(source, ")")):
+                return (yield from self._broken())
+            if (yield from one_of(source, (")",))) is not None:
+                yield from self._say("}")
+                return True
+            before = ", "
+
+    def _broken(self) -> Steps[bool]:
+        if self._began and not (self._source.cut and self._source.exhausted):
+            yield from self._say("}")
+        return False
 
     def _say(self, text: str) -> Iterator[OutputEvent]:
         """Emits more of the arguments of a call of ours, which begins with the first of them."""

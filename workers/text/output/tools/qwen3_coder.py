@@ -8,12 +8,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tandem.workers.text.json_schemas import asserting
 from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.argument_stream import mended
 from tandem.workers.text.output.events import OutputEvent, OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter
-from tandem.workers.text.output.json_stream import JsonScanner, scanned
-from tandem.workers.text.output.python_stream import to_json
+from tandem.workers.text.output.json_stream import nowhere, scanned
+from tandem.workers.text.output.python_stream import PythonScanner, to_json
 from tandem.workers.text.output.schema_types import (
     Argument,
     as_typed,
@@ -24,10 +26,12 @@ from tandem.workers.text.output.schema_types import (
     types_of,
 )
 from tandem.workers.text.output.stepping import (
+    Emit,
     Marks,
     SteppedParser,
     Steps,
     TextSource,
+    begins_with,
     one_of,
     run_of,
     spaces,
@@ -38,7 +42,16 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _MARKS, _FUNCTION_END = Marks(BEGIN, FUNCTION), Marks(FUNCTION_END)
-_VALUE_END = Marks("\n" + PARAMETER_END, PARAMETER_END)
+_PARAMETERS_END = Marks(PARAMETER, FUNCTION_END, END, BEGIN, FUNCTION)
+_VALUE_END = Marks(
+    *(before + mark for mark in (PARAMETER_END, PARAMETER, FUNCTION_END, END, BEGIN) for before in ("\n", ""))
+)
+_AHEAD = 60
+"""Characters behind the begin of a mark that say whether it ends a value."""
+_CALL_ENDS = re.compile(
+    r"\s*(</function>\s*)?(</tool_call>\s*)?(\Z|<tool_call>\s*<function=|<function=)|\s*</function>\s*</tool_call>"
+)
+_NEXT = re.compile(r"\s*<parameter=([^<>\n]*)>")
 _NAME = re.compile(r"[^<>\n]*")
 
 
@@ -106,7 +119,7 @@ class _CoderAnswer:
 
     def __init__(self, source: TextSource, tools: Sequence[Tool]) -> None:
         self._source, self._writer = source, AnswerWriter(tools)
-        self._schemas = {tool.name: tool.parameters for tool in tools}
+        self._schemas = {tool.name: asserting(tool.parameters) for tool in tools}
         self._held: list[str] = []
 
     def read(self) -> Steps[None]:
@@ -117,9 +130,7 @@ class _CoderAnswer:
             head = source.release()
             if name in writer.names and name is not None:
                 yield from writer.begin(name)
-                if (yield from self._parameters(self._schemas[name])):
-                    yield from spaces(source)
-                    yield from one_of(source, (END,))
+                yield from self._parameters(self._schemas[name])
             else:
                 yield from writer.content(head)
                 if name is not None:  # nothing inside the call of another function is a call
@@ -135,51 +146,48 @@ class _CoderAnswer:
         name = yield from run_of(source, _NAME, limit=256)
         return None if (yield from one_of(source, (">",))) is None else name.strip()
 
-    def _parameters(self, schema: Mapping[str, Any]) -> Steps[bool]:
-        """Reads parameters and the function's end. Returns whether all of it was there."""
-        source, writer = self._source, self._writer
-        before = "{"
-        while True:
-            yield from spaces(source)
-            mark = yield from one_of(source, (PARAMETER, FUNCTION_END))
-            if mark == FUNCTION_END:
-                yield from writer.arguments("{}" if before == "{" else "}")
-                return True
-            name = (yield from run_of(source, _NAME, limit=256)) if mark is not None else ""
-            if mark is None or (yield from one_of(source, (">",))) is None:
-                return False
+    def _parameters(self, schema: Mapping[str, Any]) -> Steps[None]:
+        """Reads parameters and what ends the function, and says them as an object, which is whole also where end tags
+        are forgotten. What stands between parameters is dropped."""
+        source, writer, before = self._source, self._writer, "{"
+        given: set[str] = set()
+        while (yield from text_until(source, _PARAMETERS_END, nowhere)) == PARAMETER:
+            yield from one_of(source, (PARAMETER,))
+            name = (yield from run_of(source, _NAME, limit=256)).strip()
+            if (yield from one_of(source, (">",))) is None:
+                continue
             yield from one_of(source, ("\n",))
-            yield from writer.arguments(f"{before}{json.dumps(name.strip(), ensure_ascii=False)}: ")
+            yield from writer.arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
             before = ", "
-            if not (yield from self._value(name.strip(), schema)):
-                return False
+            given.add(name)
+            yield from self._value(name, schema, _Unread(schema, given))
+        if not (source.cut and source.exhausted):
+            yield from writer.arguments("{}" if before == "{" else "}")
+        yield from one_of(source, (FUNCTION_END,))
+        yield from spaces(source)
+        yield from one_of(source, (END,))
 
-    def _value(self, name: str, schema: Mapping[str, Any]) -> Steps[bool]:
-        properties = schema.get("properties")
-        one = properties.get(name) if isinstance(properties, Mapping) else None
+    def _value(self, name: str, schema: Mapping[str, Any], other: "_Unread") -> Steps[None]:
+        source, writer = self._source, self._writer
+        one = _properties(schema).get(name)
         if one is None or _is_text(one):
-            yield from self._writer.arguments('"')
-            mark = yield from text_until(self._source, _VALUE_END, self._text)
-            yield from self._writer.arguments('"' if mark is not None else "")
+            yield from writer.arguments('"')
+            yield from other.text_of_value(source, self._text)
+            yield from writer.arguments("" if source.cut and source.exhausted else '"')
         else:
             self._held = []
-            mark = yield from self._literal()
+            yield from self._literal(other)
             text = "".join(self._held).strip()
-            yield from self._writer.arguments(as_typed(text, to_json(text), types_of(one, schema)) if mark else text)
-        return mark is not None and (yield from one_of(self._source, (mark,))) is not None
+            if not (source.cut and source.exhausted):
+                yield from writer.arguments(_typed(text, types_of(one, schema)))
+        yield from one_of(source, ("\n" + PARAMETER_END, PARAMETER_END))
 
-    def _literal(self) -> Steps[str | None]:
+    def _literal(self, other: "_Unread") -> Steps[None]:
         """Holds the text of a value. Marks inside its strings do not end it."""
         self._held.append((yield from spaces(self._source)))
-        if (yield from self._begins_literal()):
-            yield from scanned(self._source, JsonScanner(strict=True), self._hold, as_written=True)
-        return (yield from text_until(self._source, _VALUE_END, self._hold))
-
-    def _begins_literal(self) -> Steps[bool]:
-        source = self._source
-        while source.at == len(source.text) and not source.ended:
-            yield None
-        return source.at < len(source.text) and source.text[source.at] in '"{['
+        if (yield from begins_with(self._source, ('"', "{", "["))) is not None:
+            yield from scanned(self._source, PythonScanner(strict=True), self._hold, as_written=True)
+        yield from other.text_of_value(self._source, self._hold)
 
     def _hold(self, text: str) -> Iterator[OutputEvent]:
         self._held.append(text)
@@ -187,3 +195,41 @@ class _CoderAnswer:
 
     def _text(self, text: str) -> Iterator[OutputEvent]:
         return self._writer.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+
+
+class _Unread:
+    """Says where a value ends whose end tag may be forgotten: a tag that the value itself may contain ends it where
+    nothing but the call's end, or its next parameter, can begin. given: the parameters so far."""
+
+    def __init__(self, schema: Mapping[str, Any], given: set[str]) -> None:
+        self._left = _properties(schema).keys() - given
+
+    def text_of_value(self, source: TextSource, emit: Emit) -> Steps[None]:
+        while (mark := (yield from text_until(source, _VALUE_END, emit))) is not None:
+            if mark.endswith(PARAMETER_END):
+                return
+            while len(source.text) - source.at < _AHEAD and not source.ended:
+                yield None
+            if self._ends(mark, source.text[source.at : source.at + _AHEAD]):
+                return
+            yield from emit(source.take(source.at + len(mark)))
+
+    def _ends(self, mark: str, ahead: str) -> bool:
+        if mark.endswith(PARAMETER):
+            found = _NEXT.match(ahead)
+            return mark.startswith("\n") or (found is not None and found.group(1).strip() in self._left)
+        return mark == "\n" + END or _CALL_ENDS.match(ahead) is not None
+
+
+def _typed(text: str, types: frozenset[str] | None) -> str:
+    """Returns the JSON of an argument that was written as `text`: a broken list or object is mended if no string is
+    allowed."""
+    converted = to_json(text)
+    if converted is None and types is not None and "string" not in types and text[:1] in ("{", "["):
+        converted = mended(text)
+    return as_typed(text, converted, types)
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}

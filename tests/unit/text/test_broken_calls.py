@@ -1,0 +1,152 @@
+"""Calls that models spoil, in every format: forgotten end tags, tags inside values, Python's literals, no arguments.
+Each is a call with the arguments that were meant, and nothing of it is content."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tandem.workers.text.format_list import TOOL_FORMATS
+from tandem.workers.text.output.events import CallBegin
+from tests.unit.text.output_events import arguments_of, cut, tool_events
+
+B, E = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+b, sep, e = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+AROUND = {
+    "hermes": ('<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>\n"),
+    "llama3_json": ('<|python_tag|>{"name": "%s", "parameters": ', "}\n"),
+    "mistral": ('[TOOL_CALLS] [{"name": "%s", "arguments": ', "}]"),
+    "mistral, newer": ("[TOOL_CALLS]%s[ARGS]", ""),
+    "granite": ('<|tool_call|>[{"name": "%s", "arguments": ', "}]"),
+    "deepseek_v3": (f"{B}{b}function{sep}%s\n```json\n", f"\n```{e}{E}"),
+    "deepseek_v31": (f"{B}{b}%s{sep}", f"{e}{E}"),
+    "openai": ("<|channel|>commentary to=functions.%s <|constrain|>json<|message|>", "<|call|>"),
+}
+"""What stands around the arguments of a call."""
+MEANT: list[tuple[str, Any]] = [
+    ("{'city': 'Rome', 'units': None}", {"city": "Rome", "units": None}),
+    ('{"city": "Rome", "ok": True, "x": False, "n": NaN, "i": -Infinity}',
+     {"city": "Rome", "ok": True, "x": False, "n": None, "i": None}),
+    ("{\"city\": 'it\\'s', \"list\": [1, 2, ], }", {"city": "it's", "list": [1, 2]}),
+    ('{"city": "say "hi" to"}', {"city": 'say "hi" to'}),
+    ('{"city": "\\d+\\\'\\u00e9"}', {"city": "\\d+'é"}),
+    ("{city: Rome, days: 03, units: 1}", {"city": "Rome", "days": "03", "units": 1}),
+    ('{"city": "a</tool_call>[TOOL_CALLS]<|call|>```b"}', {"city": "a</tool_call>[TOOL_CALLS]<|call|>```b"}),
+    ('{"city": , "where": {"x": [1, {"y": 2}}', {"city": None, "where": {"x": [1, {"y": 2}]}}),
+    ('"{\\"city\\": \\"Rome\\"}"', {"city": "Rome"}),
+]  # fmt: skip
+NOTHING = ["{}", "null", "None", '""', "''", "[]", '"{}"']
+
+
+def check(name: str, text: str, names: list[str], meant: list[Any]) -> None:
+    name = name.partition(",")[0]
+    for size in (1, 3, 1000):
+        events = tool_events(name, cut(text, size))
+        assert [event.name for event in events if isinstance(event, CallBegin)] == names, (events, text)
+        assert [json.loads(one) for one in arguments_of(events)] == meant, text
+        assert len(events) == 2 * len(names), (events, text)
+
+
+@pytest.mark.parametrize("name", sorted(AROUND))
+def test_what_is_no_json_is_the_json_that_was_meant(name: str) -> None:
+    before, behind = AROUND[name]
+    for written, meant in MEANT:
+        check(name, before % "get_weather" + written + behind, ["get_weather"], [meant])
+    for written in NOTHING:
+        check(name, before % "now" + written + behind, ["now"], [{}])
+
+
+@pytest.mark.parametrize("name", sorted(AROUND))
+def test_a_call_whose_end_is_forgotten_ends_with_the_text_or_at_the_next_call(name: str) -> None:
+    before, behind = AROUND[name]
+    begun = before % "get_weather"
+    for written in (
+        '{"city": "Rome',
+        '{"city": "Rome"',
+        '{"city": "Rome"}',
+        '{"city": "Rome",',
+        '{"city": "Rome", "da',
+    ):
+        check(name, begun + written, ["get_weather"], [{"city": "Rome"}])
+    whole = before % "now" + "{}" + behind
+    if name == "openai":
+        whole = "<|start|>assistant" + whole
+    for written in ('{"city": "Rome"', '{"city": "Rome"}'):
+        check(name, begun + written + "\n" + whole, ["get_weather", "now"], [{"city": "Rome"}, {}])
+
+
+@pytest.mark.parametrize("name", ["hermes", "deepseek_v3", "deepseek_v31", "openai"])
+def test_end_marks_close_what_a_model_left_open(name: str) -> None:
+    before, behind = AROUND[name]
+    for written in ('{"city": "Rome"', '{"city": ["Rome", {"x": 1', '{"city": Rome'):
+        meant = {"city": ["Rome", {"x": 1}]} if "[" in written else {"city": "Rome"}
+        check(name, before % "get_weather" + written + behind.lstrip("}"), ["get_weather"], [meant])
+    check(name, before % "get_weather" + '{"city": 1}}}' + behind, ["get_weather"], [{"city": 1}])
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "now"}', '{"name": "now", "arguments": null}', '{"arguments": "", "name": "now"}']
+)
+def test_a_function_without_arguments_is_called_without(text: str) -> None:
+    for begin, name in (
+        ("<tool_call>", "hermes"),
+        ("", "llama3_json"),
+        ("<tool_call>[", "granite"),
+        ("[TOOL_CALLS][", "mistral"),
+    ):
+        check(name, begin + text, ["now"], [{}])
+
+
+F = "<tool_call>\n<function=get_weather>\n"
+CODER = [
+    (f"{F}<parameter=city>\nParis\n</function>\n</tool_call>", {"city": "Paris"}),
+    (f"{F}<parameter=city>\nParis\n</tool_call>", {"city": "Paris"}),
+    (f"{F}<parameter=city>\nParis", {"city": "Paris"}),
+    (f"{F}<parameter=city>\nParis\n</parameter>\n</tool_call>", {"city": "Paris"}),
+    (f"{F}<parameter=city>\nParis\n</parameter>", {"city": "Paris"}),
+    (f"{F}<parameter=days>\n3\n<parameter=city>\na.py\n</parameter>\n</function>", {"days": 3, "city": "a.py"}),
+    (f"{F}<parameter=days>3<parameter=city>a.py</function></tool_call>", {"days": 3, "city": "a.py"}),
+    (f"{F}<parameter=city>\nuse <parameter=name> and </function> here\n</parameter>\n</function>\n</tool_call>",
+     {"city": "use <parameter=name> and </function> here"}),
+    (f"{F}<parameter=city>\n<a>\n</function>\n</a>\n</parameter>\n</function>", {"city": "<a>\n</function>\n</a>"}),
+    (f"{F}<parameter=city>\na <tool_call> b\n</parameter>\n</function>", {"city": "a <tool_call> b"}),
+    (f"{F}<parameter=where>\n{{'a': \"</parameter>\", 'b': None}}\n</parameter>\n</function>",
+     {"where": {"a": "</parameter>", "b": None}}),
+    (f'{F}<parameter=where>\n{{"a": [1\n</function>\n</tool_call>', {"where": {"a": [1]}}),
+    (f"{F}<parameter=city\nRome\n</parameter>\n<parameter=days>\n1\n</parameter>\n</function>", {"days": 1}),
+    (f"{F}Here it is:\n<parameter=city>\nRome\n</parameter>\nDone\n</function>\n</tool_call>", {"city": "Rome"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "meant"), CODER)
+def test_tags_of_qwen3_coder_may_be_forgotten_and_stand_in_values(text: str, meant: Any) -> None:
+    check("qwen3_coder", text, ["get_weather"], [meant])
+
+
+def test_a_call_of_qwen3_coder_ends_where_the_next_begins() -> None:
+    text = f"{F}<parameter=city>\nRome\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    check("qwen3_coder", text, ["get_weather", "now"], [{"city": "Rome"}, {}])
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "meant"),
+    [
+        ("[get_weather(city=Rome, days=03", ["get_weather"], [{"city": "Rome", "days": "03"}]),
+        ("[get_weather(city='Rome', now()]", ["get_weather"], [{"city": "Rome"}]),
+        ("[get_weather(city='Rome']", ["get_weather"], [{"city": "Rome"}]),
+        ("[get_weather(city='Rome', 5), now()]", ["get_weather", "now"], [{"city": "Rome"}, {}]),
+        ("[get_weather(days=nan, city=)]", ["get_weather"], [{"days": "nan", "city": None}]),
+        ("[get_weather(**{'city': 'Rome'), now()]", ["get_weather", "now"], [{"city": "Rome"}, {}]),
+    ],
+)
+def test_pythonic_calls_that_break_are_whole(text: str, names: list[str], meant: list[Any]) -> None:
+    check("pythonic", text, names, meant)
+
+
+def test_a_call_that_is_cut_stays_open() -> None:
+    parser = TOOL_FORMATS["hermes"].parser([])
+    parser.push("a")
+    assert parser.finish(cut=True) == []
+    for name, (before, _) in AROUND.items():
+        events = tool_events(name.partition(",")[0], [before % "get_weather" + '{"city": "Ro'], is_cut=True)
+        assert arguments_of(events) == ['{"city": "Ro']

@@ -1,0 +1,259 @@
+"""ArgumentScanner: reads the arguments of a call as models write them, and passes valid JSON on at once.
+
+JSON is passed on as it is written. Python's literals and what models get wrong become JSON: see the class.
+"""
+
+import json
+import re
+
+from tandem.workers.text.output.json_stream import into, scanned
+from tandem.workers.text.output.python_stream import HEX_DIGITS, WORDS, PythonScanner, as_number
+from tandem.workers.text.output.stepping import Emit, Steps, TextSource
+
+_BARE = re.compile(r"[^,\[\]{}()<\n]*")
+_BARE_KEY = re.compile(r"[\w$.-]*")
+_LONGEST_BARE = 400
+_LONGEST_NAME = 512
+_NO_JSON = dict.fromkeys(("NaN", "Infinity", "+Infinity", "-Infinity", "undefined"), "null")
+"""Words that JSON has no spelling for; null, as JSON.stringify() and pydantic write them."""
+_BEHIND_STRING = frozenset(",]})<[`")
+"""Characters that stand behind a string that is a value, if not white space: of JSON, Python, or of a mark."""
+
+
+class ArgumentScanner(PythonScanner):
+    """Reads JSON and Python's literals. Beside these: a comma before a closing bracket; a word without quotes is a
+    string, or a key; a quote inside a string that is not escaped, if more of the string follows; a backslash that
+    escapes nothing; a value that is missing is null; a bracket closes those in it that were not closed.
+
+    Where it breaks, or the text ends, close() makes what was passed on whole. So a key, or a comma, is held back up to
+    the value behind it.
+    """
+
+    def __init__(self, *, inside_object: bool = False) -> None:
+        super().__init__(inside_object=inside_object)
+        self._ready: list[str] | None = None
+        """What was read before it, while `_out` is held back."""
+
+    def close(self) -> str:
+        """Returns JSON text that ends a value that was not read whole."""
+        if self._state == "word":
+            self._word_ended()
+        elif self._state in ("string", "escape", "hex", "behind_string") and not self._is_key:
+            self._out.append('"')
+        elif self._state == "value" and not self._stack:
+            self._out.append("null")
+        self._forget()
+        self._out += [self.openers[opener] for opener in reversed(self._stack)]
+        self._stack, self.done = [], True
+        return self._drain()
+
+    def _drain(self) -> str:
+        if self._ready is None:
+            return super()._drain()
+        ready, self._ready = self._ready, []
+        return "".join(ready)
+
+    def _hold(self) -> None:
+        if self._ready is None:
+            self._ready, self._out = self._out, []
+
+    def _let_go(self) -> None:
+        if self._ready is not None:
+            self._out, self._ready = [*self._ready, *self._out], None
+
+    def _forget(self) -> None:
+        if self._ready is not None:
+            self._out, self._ready = self._ready, None
+
+    def _in_value(self, text: str, at: int) -> int:
+        at = self._space(text, at)
+        if at == len(text):
+            return at
+        char = text[at]
+        is_end = char == "," or char in self.openers.values()
+        if is_end and self._stack:
+            return self._missing_value(char, at)
+        if is_end or char in "<:;=":
+            return self._break(at)
+        self._let_go()
+        if char in self.quotes:
+            return self._open_string(char, at, is_key=False)
+        return self._open(char, at) if char in self.openers else self._begin_scalar(char, at)
+
+    def _missing_value(self, char: str, at: int) -> int:
+        if char == "," or self._stack[-1] not in self.lists:
+            self._let_go()
+            self._out.append("null")
+        self._forget()
+        self._state = "comma"
+        return at
+
+    def _begin_scalar(self, char: str, at: int) -> int:
+        self._left, self._state = "", "word"
+        return at
+
+    def _in_word(self, text: str, at: int) -> int:
+        found = _BARE.match(text, at, at + _LONGEST_BARE - len(self._left))
+        end = found.end() if found is not None else at
+        self._left += text[at:end]
+        if end < len(text) or len(self._left) == _LONGEST_BARE:
+            self._word_ended()
+        return end
+
+    def _word_ended(self) -> None:
+        word = self._left.strip()
+        known = WORDS.get(word) or _NO_JSON.get(word) or as_number(word)
+        self._out.append(known or json.dumps(word, ensure_ascii=False))
+        self._value_ended()
+
+    def _in_comma(self, text: str, at: int) -> int:
+        at = self._space(text, at)
+        if at == len(text):
+            return at
+        char = text[at]
+        if char == ",":
+            self._hold()
+            self._pass(",", "more_items" if self._stack[-1] in self.lists else "more_keys")
+            return at + 1
+        if all(self.openers[opener] != char for opener in self._stack):
+            return self._break(at)
+        while self.openers[self._stack[-1]] != char:
+            self._close(at)
+        return self._close(at)
+
+    def _next(self, text: str, at: int, state: str) -> int:
+        at = self._space(text, at)
+        if at == len(text):
+            return at
+        if text[at] in self.openers.values():
+            self._forget()
+            self._state = "comma"
+        else:
+            self._state = state
+        return at
+
+    def _in_key(self, text: str, at: int) -> int:
+        at = self._space(text, at)
+        if at == len(text):
+            return at
+        if text[at] not in self.quotes and not (text[at].isalnum() or text[at] in "_$"):
+            return self._break(at)
+        self._hold()
+        if text[at] in self.quotes:
+            return self._open_string(text[at], at, is_key=True)
+        self._left, self._state = "", "bare_key"
+        return at
+
+    def _in_bare_key(self, text: str, at: int) -> int:
+        found = _BARE_KEY.match(text, at, at + _LONGEST_BARE - len(self._left))
+        end = found.end() if found is not None else at
+        self._left += text[at:end]
+        if end < len(text) or len(self._left) == _LONGEST_BARE:
+            self._pass(json.dumps(self._left, ensure_ascii=False), "colon")
+        return end
+
+    def _close_string(self, at: int) -> int:
+        if self._is_key:
+            return super()._close_string(at)
+        self._left, self._state = "", "behind_string"
+        return at + 1
+
+    def _in_behind_string(self, text: str, at: int) -> int:
+        """Reads on behind a quote that ends a string, unless more of the string follows."""
+        end = at
+        while end < len(text) and text[end] in " \t\r\n":
+            end += 1
+        self._left += text[at:end]
+        if end == len(text):
+            return end
+        if text[end] in _BEHIND_STRING:
+            self._out.append('"' + self._left)
+            self._value_ended()
+        else:
+            self._say(self._quote + self._left)
+            self._state = "string"
+        return end
+
+    def end(self) -> str:
+        """A value on its own ends with the text."""
+        if not self._stack and self._state == "behind_string":
+            self._out.append('"')
+            self._value_ended()
+        return super().end()
+
+    def _in_escape(self, text: str, at: int) -> int:
+        char = text[at]
+        if char in '"\\/bfnrt':
+            self._pass("\\" + char, "string")
+            return at + 1
+        return super()._in_escape(text, at)
+
+    def _in_hex(self, text: str, at: int) -> int:
+        if text[at] not in "0123456789abcdefABCDEF":
+            self._say("\\" + self._left)
+            self._state = "string"
+            return at
+        self._left += text[at]
+        if len(self._left) > HEX_DIGITS[self._left[0]]:
+            code = int(self._left[1:], 16)
+            if self._left[0] == "u":
+                self._out.append("\\" + self._left)
+            elif 0xD800 <= code < 0xE000:
+                self._out.append(f"\\u{code:04x}")
+            else:
+                self._say(chr(code) if code <= 0x10FFFF else "\\" + self._left)
+            self._state = "string"
+        return at + 1
+
+
+def argument_value(source: TextSource, emit: Emit) -> Steps[bool]:
+    """Reads a value and emits it as JSON, whole whatever becomes of it, unless the text is cut in it. Returns whether
+    it was read whole; the rest is unread."""
+    scanner = ArgumentScanner()
+    whole = yield from scanned(source, scanner, emit)
+    if not scanner.done and not (source.cut and not scanner.broken):
+        yield from emit(scanner.close())
+    return whole
+
+
+def as_object(text: str) -> str | None:
+    """Returns arguments that were written into a string, an object, as JSON; {} for an empty one, None for others."""
+    text = text.strip()
+    if not text:
+        return "{}"
+    scanner = ArgumentScanner()
+    end, out = scanner.feed(text, 0)
+    return out if scanner.done and end == len(text) and text[0] == "{" else None
+
+
+def mended(text: str) -> str:
+    """Returns a value that is broken, or not whole, as JSON."""
+    scanner = ArgumentScanner()
+    _, out = scanner.feed(text, 0)
+    return out + ("" if scanner.done else scanner.close())
+
+
+def short_string(source: TextSource, limit: int = _LONGEST_NAME) -> Steps[str | None]:
+    """Reads a string of JSON or Python, a name, and returns its text, or None if there is none or it is longer."""
+    pieces: list[str] = []
+    if not (yield from scanned(source, _StringScanner(limit), into(pieces))):
+        return None
+    return str(json.loads("".join(pieces)))
+
+
+class _StringScanner(PythonScanner):
+    """Reads one string of at most `limit` characters and no other value; no white space before it."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._room = limit
+
+    def feed(self, text: str, at: int) -> tuple[int, str]:
+        end, out = super().feed(text[at : at + self._room], 0)
+        self._room -= end
+        self.broken = self.broken or (not self.done and not self._room)
+        return at + end, out
+
+    def _in_value(self, text: str, at: int) -> int:
+        quote = text[at]
+        return self._open_string(quote, at, is_key=False) if quote in self.quotes else self._break(at)
