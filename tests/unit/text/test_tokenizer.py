@@ -143,7 +143,6 @@ def test_reads_defaults_and_all_eos_ids(folder: Callable[..., Path]) -> None:
                 "temperature": 0.5,
                 "top_k": 20,
                 "top_p": None,
-                "max_length": 20,
             },
         )
     )
@@ -151,7 +150,6 @@ def test_reads_defaults_and_all_eos_ids(folder: Callable[..., Path]) -> None:
     assert tokenizer.defaults.temperature == 0.5
     assert tokenizer.defaults.top_k == 20
     assert tokenizer.defaults.top_p == 1.0
-    assert tokenizer.defaults.max_length == 20
 
 
 def test_stated_bos_and_eos_replace_the_post_processor(folder: Callable[..., Path]) -> None:

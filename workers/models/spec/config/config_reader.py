@@ -36,6 +36,7 @@ from tandem.workers.models.spec.config.rope_config import (
     long_rope,
     rope_from_config,
 )
+from tandem.workers.models.spec.config.stored_head import with_stored_head
 from tandem.workers.models.spec.family import Family, PositionKind
 from tandem.workers.models.spec.family_rows.families import family_of
 
@@ -47,7 +48,8 @@ QUANTIZED_BESIDE = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", 
 
 
 def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> ArchSpec:
-    """Reads folder/config.json, with `overrides` (--hf-overrides) replacing its keys.
+    """Reads folder/config.json, with `overrides` (--hf-overrides) replacing its keys, and whether the weights beside it
+    have a head of their own.
 
     Raises SettingsError without a readable config.json, UnsupportedModelError for values that the decoder does not
     support.
@@ -65,7 +67,8 @@ def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) ->
         for name, scheme in QUANTIZED_BESIDE.items():
             if (file.parent / name).exists():
                 raise wrong_weights(f"{file.parent / name}: a checkpoint quantized by {scheme}")
-    return spec_from_config(config, overrides)
+    spec = spec_from_config(config, overrides)
+    return with_stored_head(spec, file.parent, family_of(spec.architecture).names)
 
 
 def spec_from_config(published: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ArchSpec:
