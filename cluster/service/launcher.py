@@ -45,7 +45,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ServiceSettings
 from tandem.offload.host.host_process import HostProcess
 from tandem.workers.planning.budget import available_cores
-from tandem.workers.planning.start_notes import rope_notes
+from tandem.workers.planning.start_notes import model_notes
 
 if TYPE_CHECKING:
     from tandem.cluster.service.serve_app import ServeApp
@@ -158,7 +158,7 @@ class Launcher:
         check_port(settings.gateway.host, settings.gateway.port)
         server_context(settings.gateway)
         spec = check_model(settings)
-        for line in (*rope_notes(settings.engine, spec), *check_text(settings)):
+        for line in (*model_notes(settings.engine, spec), *check_text(settings)):
             self._console.print_line(line)
         if self._address is None:
             check_processes(settings)

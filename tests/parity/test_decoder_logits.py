@@ -4,6 +4,7 @@ float32: logits within 2e-5 of the largest one, 64 greedy tokens identical. bf16
 than twice transformers' own error in that dtype.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from functools import lru_cache
@@ -19,7 +20,7 @@ from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.family_rows.families import supported_architectures
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.reference_attention import ReferenceAttention
-from tests.support.tiny_models import TINY_MODELS, load_peer
+from tests.support.tiny_models import LLAMA3, TINY_MODELS, load_peer
 
 NAMES = [tiny.name for tiny in TINY_MODELS]
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "data" / "models" / "stories260K"
@@ -107,6 +108,29 @@ def test_checkpoints_as_they_are_published(
         PagedRows(make_decoder(each), 1, 20).step([(0, ids)], all_logits=True) for each in (folder, original)
     )
     assert torch.equal(ours, theirs)
+
+
+ADDED: dict[str, dict[str, Any]] = {
+    "linear": {"type": "linear", "factor": 4.0},
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+}
+
+
+@pytest.mark.parametrize("kind", ADDED)
+def test_rope_scaling_that_a_user_has_added_to_config(
+    kind: str, tiny_folder: TinyFolder, tmp_path: Path, make_decoder: MakeDecoder
+) -> None:
+    """As model cards advise: beside the rope_parameters that transformers has saved."""
+    folder = Path(shutil.copytree(tiny_folder("llama-gqa"), tmp_path / "llama"))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_parameters"]["rope_type"] == "default"
+    (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": ADDED[kind]}))
+    ids = prompt_ids(PROMPT_LEN, 200)
+    ours = PagedRows(make_decoder(folder), 1, PROMPT_LEN).step([(0, ids)], all_logits=True)
+    theirs = peer_logits(folder, ids)
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+    assert (ours - peer_logits(tiny_folder("llama-gqa"), ids)).abs().max() > 1e-3 * theirs.abs().max()
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="the stories260K checkpoint is not beside the repository")

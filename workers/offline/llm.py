@@ -60,7 +60,7 @@ from tandem.workers.offline.inputs import (
 from tandem.workers.offline.outputs import Completion, OfflineRun, OpenChoice, RequestOutput
 from tandem.workers.planning.model_source import resolve_model
 from tandem.workers.planning.resolve import pooling_facts, read_spec
-from tandem.workers.planning.start_notes import warn_of_pool, warn_of_rope
+from tandem.workers.planning.start_notes import warn_of_model, warn_of_pool
 from tandem.workers.text.beam_search import BeamSearchParams
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
 from tandem.workers.text.choice_text import ChoiceText
@@ -99,7 +99,7 @@ class LLM:
         self._pooling = pooling_facts(self.settings)
         text_folder = Path(self.settings.model.tokenizer or self.settings.model.model)
         spec = read_spec(self.settings)
-        warn_of_rope(self.settings, spec, log)
+        warn_of_model(self.settings, spec, log)
         generation = model_generation(self.settings.model, spec)
         flag = "MODEL" if self.settings.model.tokenizer is None else "--tokenizer"
         self.tokenizer = load_tokenizer(text_folder, generation, flag)

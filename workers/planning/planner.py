@@ -128,7 +128,7 @@ def plan_group(
         *_problems(settings, stages, memory, max_model_len, groups),
         *_host_problems(stages, memory, tp_size, tiers[0].size_bytes, int(settings.device.cpu_offload_gib * GIB)),
     ]
-    notes = pool_notes(settings.cache, max_model_len, groups)
+    notes = (*spec.remarks, *pool_notes(settings.cache, max_model_len, groups))
     whole = _kept_whole(settings, stages)
     return GroupPlan(tp_size, pp_size, max_model_len, stages, tiers, tuple(problems), notes, groups, whole)
 

@@ -1,5 +1,5 @@
 """Notes about a starting group for the launcher and the log: missing kernels, streamed weights, adapters, KV pool,
-LongRoPE's factors.
+what the model's files say in two ways, LongRoPE's factors.
 
 Called by workers/executor/ with the messages of loaded ranks, by those that build an engine, by planner.py and by
 the launcher.
@@ -14,6 +14,7 @@ from tandem.configs.schema import CacheSettings, EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.messages.handshake import RankLoaded
 from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.text.generation_config import generation_of
 
 MIB, GIB = 2**20, 2**30
 
@@ -58,7 +59,14 @@ def adapter_notes(loaded: Sequence[RankLoaded]) -> tuple[str, ...]:
     return (f"adapters: {num_pages} device pages ({_mib(num_pages * page_bytes)} over {len(loaded)} rank(s))",)
 
 
-def rope_notes(settings: EngineSettings, spec: ArchSpec) -> tuple[str, ...]:
+def model_notes(settings: EngineSettings, spec: ArchSpec) -> tuple[str, ...]:
+    """Lines about what the model's files say in two ways or that is not applied, and the choice of LongRoPE's factors.
+    settings: resolved ones. SettingsError for a generation_config.json that is not read."""
+    context = settings.model.max_model_len or spec.max_position_embeddings
+    return (*spec.remarks, *_rope_notes(settings, spec), *generation_of(settings.model).notes(context))
+
+
+def _rope_notes(settings: EngineSettings, spec: ArchSpec) -> tuple[str, ...]:
     """One line about which of LongRoPE's factors --max-model-len has chosen; none for other models."""
     if not spec.short_factors:
         return ()
@@ -71,10 +79,13 @@ def rope_notes(settings: EngineSettings, spec: ArchSpec) -> tuple[str, ...]:
     )
 
 
-def warn_of_rope(settings: EngineSettings, spec: ArchSpec, log: logging.Logger) -> None:
-    """Logs rope_notes() as a warning where texts differ from those of transformers."""
-    if spec.short_factors and (settings.model.max_model_len or spec.max_position_embeddings) > spec.short_context:
-        log.warning("%s", *rope_notes(settings, spec))
+def warn_of_model(settings: EngineSettings, spec: ArchSpec, log: logging.Logger) -> None:
+    """Logs model_notes() as warnings, but for a choice by which texts are those of transformers."""
+    context = settings.model.max_model_len or spec.max_position_embeddings
+    usual = _rope_notes(settings, spec) if context <= spec.short_context else ()
+    for note in model_notes(settings, spec):
+        if note not in usual:
+            log.warning("%s", note)
 
 
 def pool_notes(cache: CacheSettings, max_model_len: int, groups: KVGroups) -> tuple[str, ...]:

@@ -32,8 +32,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults of the fields that a request omits, by their names in generation_config.json. temperature: 0 if the file
     says do_sample false.
 
-    max_new_tokens: the most tokens of any answer, as in vLLM. max_length: of prompt and answer, where neither the
-    request nor max_new_tokens says how long the answer may be. suppress_tokens and bad_words_ids are forbidden in every
+    max_new_tokens: the most tokens of any answer, as in vLLM. suppress_tokens and bad_words_ids are forbidden in every
     answer.
     """
 
@@ -43,20 +42,15 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
     max_new_tokens: Positive | None = None
-    max_length: Positive | None = None
     min_new_tokens: Whole = 0
     suppress_tokens: tuple[Whole, ...] = ()
     bad_words_ids: tuple[Annotated[tuple[Whole, ...], Meta(min_length=1)], ...] = ()
     stop_strings: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
 
-    def most_tokens(self, prompt_tokens: int, asked: int | None, room: int) -> int:
+    def most_tokens(self, asked: int | None, room: int) -> int:
         """Returns the max_tokens of a request. asked: its own, None: without; room: what the context leaves."""
         most = room if asked is None else asked
-        if self.max_new_tokens is not None:
-            return min(most, self.max_new_tokens)
-        if asked is None and self.max_length is not None:
-            return min(most, max(1, self.max_length - prompt_tokens))
-        return most
+        return most if self.max_new_tokens is None else min(most, self.max_new_tokens)
 
     def sampling_params(self) -> SamplingParams:
         """Returns the parameters of a request that names none."""
@@ -97,17 +91,39 @@ REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "guidance_scale": (1,),
     "watermarking_config": (),
     "dola_layers": (),
+    "token_healing": (False,),
+    "force_words_ids": ([],),
+    "constraints": ([],),
 }
 """Keys that would change texts, which are not computed, and the values that ask for nothing."""
+NOTED: Final[Mapping[str, tuple[Any, ...]]] = {"max_length": (), "max_time": (), "num_return_sequences": (1,)}
+"""Keys of the file that say how much is written, which requests say here, as in vLLM; and the values that ask for
+nothing."""
 OWN: Final = ("do_sample", "eos_token_id")
 SHAPES: Final = {field.name: field.type for field in msgspec.structs.fields(GenerationDefaults)}
 
 
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """eos_token_ids: None if the file and the flags do not say them."""
+    """eos_token_ids: None if the file and the flags do not say them. unread: what the file says of NOTED."""
 
     defaults: GenerationDefaults = GenerationDefaults()
     eos_token_ids: tuple[int, ...] | None = None
+    unread: dict[str, Any] = {}
+
+    def notes(self, max_model_len: int) -> tuple[str, ...]:
+        """Returns lines for the start: what limits every answer, and what would where max_model_len tokens fit."""
+        found, most = [], self.defaults.max_new_tokens
+        if most is not None and most < max_model_len:
+            found.append(
+                f"{FILE}: max_new_tokens {most} is the most of any answer, also where a request asks for more; "
+                f"{OVERRIDE} '{{\"max_new_tokens\": null}}' lifts that"
+            )
+        length = self.unread.get("max_length")
+        matters = most is None and not (isinstance(length, int) and length >= max_model_len)
+        for key, value in self.unread.items():
+            if key != "max_length" or matters:
+                found.append(f"{FILE}: {key} {value!r} is not applied, as in vLLM: each request says how much it wants")
+        return tuple(found)
 
 
 def generation_of(model: ModelSettings) -> GenerationConfig:
@@ -138,6 +154,10 @@ def generation_config(file: Mapping[str, Any], overrides: Mapping[str, Any], pat
     nothing here; of the user's they are refused, as are keys that are not computed. SettingsError."""
     known = (*SHAPES, *OWN, *REFUSED)
     for key in overrides:
+        if key in NOTED:
+            if overrides[key] is not None:
+                raise SettingsError(f"{key} is not applied, as in vLLM; max_new_tokens limits every answer", OVERRIDE)
+            continue
         if key not in known and key not in file:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join((*SHAPES, *OWN))}"
@@ -167,7 +187,8 @@ def generation_config(file: Mapping[str, Any], overrides: Mapping[str, Any], pat
     if ids is not None and not all(type(one) is int and one >= -1 for one in _listed("eos_token_id", ids)):
         raise wrong("eos_token_id", f"is {ids!r}, want a token id or a list of them")
     listed = None if ids is None else tuple(_listed("eos_token_id", ids))
-    return GenerationConfig(defaults=GenerationDefaults(**values), eos_token_ids=listed)
+    unread = {key: given[key] for key, neutral in NOTED.items() if key in given and given[key] not in neutral}
+    return GenerationConfig(defaults=GenerationDefaults(**values), eos_token_ids=listed, unread=unread)
 
 
 def _listed(key: str, value: Any) -> Any:

@@ -5,7 +5,8 @@ special_tokens_map.json and generation_config.json. Immutable after loading, so 
 decodes token by token.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,14 @@ class ModelTokenizer:
         eos_token_ids: frozenset[int],
         defaults: GenerationDefaults,
         config: Mapping[str, Any],
+        remarks: tuple[str, ...] = (),
     ) -> None:
         self.backend = tokenizer
         self.special_tokens = dict(special_tokens)
         self.eos_token_ids = eos_token_ids
         self.defaults = defaults
         self.config = dict(config)
+        self.remarks = remarks  # lines for the start
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.hidden_token_ids = frozenset(
@@ -135,7 +138,11 @@ def load_tokenizer(
     special_map = read_json(folder / "special_tokens_map.json", flag)
     special_tokens = _special_tokens(config, special_map, vocabulary.special_tokens)
     _complete_added_tokens(tokenizer, config, special_tokens)
-    _apply_bos_eos(tokenizer, {**vocabulary.config, **config}, special_tokens)
+    remarks: tuple[str, ...] = ()
+    if vocabulary.is_framed:
+        remarks = tuple(_unread(tokenizer, config, special_tokens))
+    else:
+        _apply_bos_eos(tokenizer, {**vocabulary.config, **config}, special_tokens)
     if generation is None:
         generation = generation_config(read_file(folder / FILE), {}, str(folder / FILE))
     ends = generation.eos_token_ids
@@ -147,6 +154,7 @@ def load_tokenizer(
         eos_token_ids=_with_own_eos(ends, tokenizer, special_tokens),
         defaults=generation.defaults,
         config=config,
+        remarks=remarks,
     )
 
 
@@ -177,7 +185,7 @@ def _complete_added_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], spec
 
 
 def _apply_bos_eos(tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """Replaces the file's post-processor where the config sets add_bos_token or add_eos_token."""
+    """Makes a tokenizer add BOS and EOS as the config says, where that sets add_bos_token or add_eos_token."""
     if "add_bos_token" not in config and "add_eos_token" not in config:
         return
     bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
@@ -188,6 +196,19 @@ def _apply_bos_eos(tokenizer: Tokenizer, config: Mapping[str, Any], special_toke
     tokenizer.post_processor = processors.TemplateProcessing(
         single=single, pair=pair, special_tokens=list(dict.fromkeys(used))
     )
+
+
+def _unread(tokenizer: Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> Iterator[str]:
+    """Yields a line for add_bos_token and add_eos_token of the config where the tokenizer does otherwise."""
+    ids = tokenizer.encode("a").ids
+    for key, name, place in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
+        token, stated = special_tokens.get(name), config.get(key)
+        adds = token is not None and ids[place : place + 1 or None] == [tokenizer.token_to_id(token)]
+        if isinstance(stated, bool) and stated != adds:
+            yield (
+                f"tokenizer_config.json: {key} {json.dumps(stated)} does not count beside tokenizer.json, as in "
+                f"transformers: its template gives texts {'a' if adds else 'no'} {name[:3].upper()}"
+            )
 
 
 def _listed_ids(value: Any) -> tuple[int, ...]:

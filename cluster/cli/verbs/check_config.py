@@ -44,11 +44,11 @@ def _checked(settings: ServiceSettings) -> ServiceSettings:
     from tandem.cluster.deploy.preflight import check_adapters, check_model
     from tandem.cluster.deploy.resolved_settings import resolve_settings
     from tandem.cluster.gateway.app.model_text import check_text
-    from tandem.workers.planning.start_notes import rope_notes
+    from tandem.workers.planning.start_notes import model_notes
 
     settings = resolve_settings(settings)
     spec = check_model(settings)
-    for note in (*settings.without_effect, *rope_notes(settings.engine, spec), *check_text(settings)):
+    for note in (*settings.without_effect, *model_notes(settings.engine, spec), *check_text(settings)):
         say(note)
     check_adapters(settings)
     return settings

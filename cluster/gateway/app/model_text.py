@@ -29,9 +29,11 @@ class ModelText:
     eos_token_ids: tuple[int, ...]
 
     def notes(self) -> Iterator[str]:
-        """Lines for an operator: a format that the template has chosen, and ids that the model has no rows for."""
+        """Lines for an operator: a format that the template has chosen, what does not count in the tokenizer's files,
+        and ids that the model has no rows for."""
         if self.formats.note is not None:
             yield self.formats.note
+        yield from self.tokenizer.remarks
         size, rows = self.tokenizer.vocab_size, self.spec.vocab_size
         if size > rows:
             yield (

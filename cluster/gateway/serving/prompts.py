@@ -106,4 +106,4 @@ def fit(
             f"Shorten the prompt {advice}.",
             names.max_tokens if room > 0 else names.prompt,
         )
-    return prompt, services.tokenizer.defaults.most_tokens(length, wanted, room)
+    return prompt, services.tokenizer.defaults.most_tokens(wanted, room)

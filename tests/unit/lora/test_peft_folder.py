@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from tandem.workers.lora.peft import peft_folder
+from tandem.workers.lora.peft.adapter_check import AdapterChecker
 from tandem.workers.lora.peft.peft_config import matches, parse_config
 from tandem.workers.lora.peft.peft_folder import (
     CONFIG_FILE,
@@ -271,15 +272,18 @@ def test_another_base_is_refused_by_its_shapes(tmp_path: Path, spec: ArchSpec) -
         ("use_dora", True),
         ("bias", "all"),
         ("peft_type", "LOHA"),
-        ("task_type", "SEQ_CLS"),
         ("modules_to_save", ["lm_head"]),
+        ("alora_invocation_tokens", [1, 2]),
+        ("use_bdlora", {"nblocks": 2}),
+        ("ensure_weight_tying", True),
+        ("use_a_trick_of_tomorrow", True),
+        ("tomorrow_config", {"depth": 2}),
         ("layer_replication", [[0, 2]]),
         ("trainable_token_indices", [1]),
         ("lora_bias", True),
         ("init_lora_weights", "pissa"),
         ("target_parameters", ["x"]),
         ("use_qalora", True),
-        ("a_field_of_tomorrow", 3),
         ("r", 0),
         ("r", True),
         ("r", "4"),
@@ -299,6 +303,61 @@ def test_fields_that_mean_something_else_are_refused_by_name(
 ) -> None:
     write(folder, tensors_for(spec), **{field: value})
     assert field in refusal(folder, spec) or "(a+)+b" in refusal(folder, spec)
+
+
+TASKS = ("FEATURE_EXTRACTION", "SEQ_2_SEQ_LM", "TOKEN_CLS", "SEQ_CLS", "QUESTION_ANS", None, "absent")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_adapters_of_any_task_are_taken_if_their_tensors_are(task: str | None, folder: Path, spec: ArchSpec) -> None:
+    expected = read_adapter(folder, spec, MAX_RANK).facts
+    config = {key: value for key, value in CONFIG.items() if key != "task_type"}
+    (folder / CONFIG_FILE).write_text(json.dumps(config if task == "absent" else {**config, "task_type": task}))
+    assert read_adapter(folder, spec, MAX_RANK).facts == expected
+    save_file(
+        tensors_for(spec) | {"base_model.model.score.weight": np.zeros((2, 256), np.float32)}, folder / WEIGHT_FILE
+    )
+    assert refusal(folder, spec) == "tensor base_model.model.score.weight is not the A or B of a layer of this model"
+
+
+def test_unknown_fields_are_not_read_and_named(folder: Path, spec: ArchSpec, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of ms-swift, and others of tools that write their settings there; empty ones are no word worth."""
+    before = read_adapter(folder, spec, MAX_RANK).facts
+    swift = {"lora_dtype": "float16", "lorap_emb_lr": 1e-6, "lorap_lr_ratio": None, "a_field_of_tomorrow": 3}
+    write(folder, tensors_for(spec), **swift, monteclora_config=None, use_bdlora=None, fan_in_fan_out=True)
+    found = read_adapter(folder, spec, MAX_RANK).facts
+    assert (found.digest, found.modules, before.note) == (before.digest, before.modules, None)
+    assert found.note == "adapter_config.json: a_field_of_tomorrow, lora_dtype, lorap_emb_lr: not known, not read"
+    check = AdapterChecker(spec, MAX_RANK, DEMO / "model", folder.parent)
+    assert check(str(folder)) == found.digest
+    assert caplog.messages == [f"adapter {folder}: {found.note}"]
+
+
+@pytest.mark.parametrize("pattern", ["q_proj", "layers.0.self_attn.q_proj", "^layers.0.self_attn.q_proj"])
+def test_an_adapter_of_an_embedding_model_lacks_the_prefix(pattern: str, tmp_path: Path) -> None:
+    """peft's own, of the model without its head."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModel
+
+    from tests.support.tiny_models import BY_NAME, save_tiny_model
+
+    base = save_tiny_model(BY_NAME["llama-gqa"], tmp_path)
+    given = LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], task_type="FEATURE_EXTRACTION", rank_pattern={pattern: 2}
+    )
+    model = get_peft_model(AutoModel.from_pretrained(base), given)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter" / WEIGHT_FILE)
+    assert "base_model.model.layers.0.self_attn.q_proj.lora_A.weight" in saved
+    adapter = read_adapter(tmp_path / "adapter", load_spec(base), MAX_RANK)
+    assert len(adapter.facts.modules) == len(saved) // 2 == 8
+    first = adapter.facts.modules[0]
+    assert (first.name, first.rank) == ("model.layers.0.self_attn.q_proj", 2)
+    assert adapter.bytes_of(first.a).tobytes() == saved[first.a.name].tobytes()
 
 
 def test_targets_that_need_a_regular_expression_are_not_run() -> None:

@@ -10,7 +10,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.workers.models.spec.config.config_reader import spec_from_config
 from tandem.workers.planning.resolve import resolve_max_model_len
-from tandem.workers.planning.start_notes import rope_notes
+from tandem.workers.planning.start_notes import model_notes
 from tests.unit.models.test_family_configs import BASE
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -89,6 +89,6 @@ def test_a_model_that_cannot_be_made_longer_says_so(config: dict[str, Any], word
 def test_the_choice_of_longropes_factors_is_told(asked: int | None, words: str) -> None:
     spec = spec_from_config({**BASE, "architectures": ["Phi3ForCausalLM"], **POSITIONS, "rope_scaling": LONG})
     settings = EngineSettings(model=ModelSettings(model="m", max_model_len=asked))
-    (line,) = rope_notes(settings, spec.for_context(asked or 512))
+    (line,) = model_notes(settings, spec.for_context(asked or 512))
     assert line.startswith(words)
-    assert rope_notes(settings, spec_from_config({**BASE, "architectures": ["LlamaForCausalLM"]})) == ()
+    assert model_notes(settings, spec_from_config({**BASE, "architectures": ["LlamaForCausalLM"]})) == ()

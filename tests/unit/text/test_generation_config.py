@@ -35,12 +35,38 @@ def test_overrides_win_and_null_takes_a_key_away() -> None:
 
 
 def test_how_long_an_answer_may_be() -> None:
-    capped = GenerationDefaults(max_new_tokens=50, max_length=20)
-    assert [capped.most_tokens(10, asked, 100) for asked in (None, 30, 80, 0)] == [50, 30, 50, 0]
-    long = GenerationDefaults(max_length=20)
-    assert [long.most_tokens(prompt, None, 100) for prompt in (5, 19, 40)] == [15, 1, 1]
-    assert long.most_tokens(5, 90, 100) == 90
-    assert GenerationDefaults().most_tokens(5, None, 100) == 100
+    capped = GenerationDefaults(max_new_tokens=50)
+    assert [capped.most_tokens(asked, 100) for asked in (None, 30, 80, 0)] == [50, 30, 50, 0]
+    plain = generation_config({"max_length": 20}, {}).defaults
+    assert [plain.most_tokens(asked, 100) for asked in (None, 90)] == [100, 90], "never shortened, as in vLLM"
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "lines"),
+    [
+        ({"max_length": 4096}, {}, ["generation_config.json: max_length 4096 is not applied, as in vLLM: each"]),
+        ({"max_length": 8192}, {}, []),
+        (
+            {"max_length": 20, "max_new_tokens": 50},
+            {},
+            ["generation_config.json: max_new_tokens 50 is the most of any"],
+        ),
+        ({"max_new_tokens": 8192}, {}, []),
+        ({"max_new_tokens": 50}, {"max_new_tokens": None}, []),
+        ({"max_length": 20}, {"max_length": None}, []),
+        (
+            {"max_time": 1.5, "num_return_sequences": 3},
+            {},
+            ["generation_config.json: max_time 1.5", "generation_config"],
+        ),
+        ({"num_return_sequences": 1, "temperature": 0.5, "use_cache": False}, {}, []),
+    ],
+)
+def test_the_start_says_what_limits_answers_and_what_does_not(
+    file: dict[str, Any], overrides: dict[str, Any], lines: list[str]
+) -> None:
+    notes = generation_config(file, overrides).notes(8192)
+    assert len(notes) == len(lines) and all(note.startswith(line) for note, line in zip(notes, lines, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +75,13 @@ def test_how_long_an_answer_may_be() -> None:
         ({"num_beams": 4}, {}, "--generation-config", "generation_config.json: num_beams 4 is not computed"),
         ({}, {"no_repeat_ngram_size": 3}, "--override-generation-config", "no_repeat_ngram_size 3 is not computed"),
         ({"top_p": 1.5}, {}, "--generation-config", "generation_config.json: top_p is 1.5: expected"),
+        (
+            {"token_healing": True},
+            {},
+            "--generation-config",
+            "generation_config.json: token_healing True is not computed",
+        ),
+        ({}, {"max_length": 9}, "--override-generation-config", "max_length is not applied.*; max_new_tokens limits"),
         ({}, {"temperature": "hot"}, "--override-generation-config", "temperature is 'hot': expected"),
         ({}, {"temprature": 1}, "--override-generation-config", "temprature is .* did you mean temperature"),
         ({"do_sample": 1}, {}, "--generation-config", "do_sample is 1, want true or false"),

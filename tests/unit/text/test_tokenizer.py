@@ -143,7 +143,6 @@ def test_reads_defaults_and_all_eos_ids(folder: Callable[..., Path]) -> None:
                 "temperature": 0.5,
                 "top_k": 20,
                 "top_p": None,
-                "max_length": 20,
             },
         )
     )
@@ -151,20 +150,62 @@ def test_reads_defaults_and_all_eos_ids(folder: Callable[..., Path]) -> None:
     assert tokenizer.defaults.temperature == 0.5
     assert tokenizer.defaults.top_k == 20
     assert tokenizer.defaults.top_p == 1.0
-    assert tokenizer.defaults.max_length == 20
 
 
-def test_stated_bos_and_eos_replace_the_post_processor(folder: Callable[..., Path]) -> None:
-    at = folder(tokenizer_config={"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True})
-    assert load_tokenizer(at).encode("a", add_special_tokens=True)[0] == 256
-    assert len(load_tokenizer(at).encode("a", add_special_tokens=False)) == 1
-    with_processor = small_tokenizer()
-    with_processor.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
-    with_processor.save(str(at / "tokenizer.json"))
-    (at / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "add_bos_token": False}))
-    assert len(load_tokenizer(at).encode("a", add_special_tokens=True)) == 1
-    (at / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>"}))
-    assert load_tokenizer(at).encode("a", add_special_tokens=True)[0] == 256
+CLASSES = (
+    *("PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", "CohereTokenizerFast"),
+    *("GemmaTokenizerFast", "GPTNeoXTokenizerFast", "OPTTokenizer", "BloomTokenizerFast", None),
+)
+FLAGS: tuple[dict[str, Any], ...] = (
+    *({"add_bos_token": value} for value in (True, False, None)),
+    *({}, {"add_eos_token": True}, {"add_bos_token": False, "add_eos_token": False}),
+)
+
+
+def framed_as_theirs(at: Path, saved: Tokenizer, config: dict[str, Any], model_type: str) -> tuple[ModelTokenizer, int]:
+    """Our tokenizer of a folder, checked against AutoTokenizer, and how many tokens it adds."""
+    from transformers import AutoTokenizer
+
+    saved.save(str(at / "tokenizer.json"))
+    (at / "tokenizer_config.json").write_text(json.dumps(config))
+    (at / "config.json").write_text(json.dumps({"model_type": model_type}))
+    mine, other = load_tokenizer(at), AutoTokenizer.from_pretrained(at)
+    rest = other("ab", add_special_tokens=False).input_ids
+    whole = other("ab").input_ids
+    before = whole.index(rest[0])
+    bare = mine.encode("ab", add_special_tokens=False)
+    ids = mine.encode("ab", add_special_tokens=True)
+    assert ids == [*whole[:before], *bare, *whole[before + len(rest) :]], (config, model_type)
+    return mine, len(ids) - len(bare)
+
+
+@pytest.mark.parametrize("of_class", CLASSES)
+def test_bos_and_eos_are_those_of_transformers(of_class: str | None, tmp_path: Path) -> None:
+    """tokenizer.json decides, not add_bos_token and add_eos_token, and in one class neither does."""
+    named = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<end>"}
+    plain, framed = small_tokenizer(), small_tokenizer()
+    framed.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B:1", special_tokens=[("<bos>", 256)]
+    )
+    for flags in FLAGS:
+        config = {**named, **({} if of_class is None else {"tokenizer_class": of_class}), **flags}
+        assert framed_as_theirs(tmp_path, plain, config, "llama")[1] == 0
+        for model_type in ("gpt_neox", "olmo2") if "NeoX" in str(of_class) else ("llama",):
+            mine, count = framed_as_theirs(tmp_path, framed, config, model_type)
+            assert count == (model_type != "gpt_neox")
+            said = [line.split()[1] for line in mine.remarks]
+            wrong = {"add_bos_token": bool(count), "add_eos_token": False}
+            assert said == [key for key, value in flags.items() if value not in (None, wrong[key])]
+
+
+def test_stated_bos_and_eos_frame_texts_of_older_files(tmp_path: Path) -> None:
+    alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    (tmp_path / "vocab.json").write_text(json.dumps({**alphabet, "<bos>": 256, "<eos>": 257}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    for flags, expected in (({"add_bos_token": True}, [256]), ({"add_bos_token": None}, []), ({}, [])):
+        named = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<bos>", "eos_token": "<eos>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**named, **flags}))
+        assert load_tokenizer(tmp_path).encode("a", add_special_tokens=True)[:-1] == expected
 
 
 def test_adds_tokens_that_only_the_config_declares(folder: Callable[..., Path]) -> None:

@@ -4,6 +4,7 @@ Used by gateways, `tandem adapters add`, the launcher and `LLM.load_adapter`. A 
 uses. Blocks; call it from a thread.
 """
 
+import logging
 from pathlib import Path
 
 from tandem.workers.lora.peft.adapter_source import remote_digest
@@ -11,6 +12,8 @@ from tandem.workers.lora.peft.base_tables import check_base_tables
 from tandem.workers.lora.peft.peft_folder import most_file_bytes, read_adapter
 from tandem.workers.messages.request import is_url
 from tandem.workers.models.spec.arch import ArchSpec
+
+log = logging.getLogger(__name__)
 
 
 class AdapterChecker:
@@ -27,7 +30,8 @@ class AdapterChecker:
         self._cache_folder = cache_folder
 
     def __call__(self, source: str) -> str:
-        """Returns the digest of the source's content. AdapterRefused with the reason if it cannot be served."""
+        """Returns the digest of the source's content, and logs what is not read of it. AdapterRefused with the reason
+        if it cannot be served."""
         folder = Path(source)
         if is_url(source):
             most_bytes = most_file_bytes(self._spec, self._max_rank)
@@ -35,4 +39,6 @@ class AdapterChecker:
         adapter = read_adapter(folder, self._spec, self._max_rank)
         if self._model_folder is not None:
             check_base_tables(adapter, self._model_folder, self._spec)
+        if adapter.facts.note is not None:
+            log.warning("adapter %s: %s", source, adapter.facts.note)
         return adapter.facts.digest

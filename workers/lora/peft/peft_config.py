@@ -1,7 +1,9 @@
 """Parses a LoRA adapter's adapter_config.json in PEFT's format; refuses unsupported fields by name. Torch-free.
 
-Used by workers/lora/peft/peft_folder.py. An unknown field is accepted only if it is empty (null, false, "", [], {}).
-Regular expressions from files are never run: patterns are names, as PEFT itself writes them.
+Used by workers/lora/peft/peft_folder.py. Fields by which an adapter computes something else are refused unless they are
+empty (null, false, "", [], {}), as are unknown ones that may be such switches; other unknown ones, of tools that write
+their own settings there, are not read, which LoraConfig.unread says. An adapter of any task is taken: its tensors
+decide. Regular expressions from files are never run: patterns are names, as PEFT itself writes them.
 """
 
 import json
@@ -34,6 +36,7 @@ NO_EFFECT: Final = frozenset(
         "qalora_group_size",
         "revision",
         "runtime_config",
+        "task_type",
         "velora_config",
     }
 )
@@ -51,10 +54,28 @@ READ: Final = frozenset(
         "r",
         "rank_pattern",
         "target_modules",
-        "task_type",
         "use_rslora",
     }
 )
+CHANGES: Final[Mapping[str, str]] = {
+    "alora_invocation_tokens": "activated LoRA, which is in force behind certain tokens only",
+    "arrow_config": "routing between adapters (Arrow)",
+    "ensure_weight_tying": "weights that embedding and head share",
+    "kasa_config": "KaSA",
+    "layer_replication": "layers that are there several times",
+    "lora_bias": "a bias of B",
+    "modules_to_save": "whole modules beside the low-rank ones",
+    "monteclora_config": "MonteCLoRA",
+    "target_parameters": "parameters that are no layers, such as those of experts",
+    "trainable_token_indices": "trained rows of the embedding",
+    "use_bdlora": "block-diagonal LoRA",
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+}
+"""Fields by which an adapter computes something else, and what that is."""
+SWITCH: Final = re.compile(r"use_.*|.*_config")
+"""Names of fields of PEFT that switch on another computation."""
+EMPTY: Final[tuple[Any, ...]] = (None, False, "", [], {})
 HARMLESS_INITS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base model's weights unchanged."""
 PATTERN: Final = re.compile(r"\^?(?:\.\*)?(?:[A-Za-z0-9_]|\\?\.)+")
@@ -75,6 +96,7 @@ class LoraConfig:
     excluded: tuple[str, ...]  # no targets
     layers: frozenset[int] | None  # outside of them there are no targets; None: all layers
     base_model: str | None  # its name, not checked
+    unread: tuple[str, ...] = ()  # unknown fields, which are not empty
 
     def rank_of(self, module: str) -> int:
         """Returns the rank of a module."""
@@ -123,6 +145,7 @@ def parse_config(data: bytes) -> LoraConfig:
         excluded=_names(excluded or [], "exclude_modules") if evident else (),
         layers=_layers(fields.get("layers_to_transform")),
         base_model=base,
+        unread=tuple(sorted(name for name, value in fields.items() if not _is_known(name) and value not in EMPTY)),
     )
 
 
@@ -152,16 +175,20 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     for name, wanted in REQUIRED.items():
         if fields.get(name, wanted) != wanted:
             raise AdapterRefused(f"{CONFIG_FILE}: {name} {fields[name]!r} is not supported, only {wanted!r}")
-    if fields.get("task_type") not in (None, "CAUSAL_LM"):
-        raise AdapterRefused(f"{CONFIG_FILE}: task_type {fields['task_type']!r} is not supported, only 'CAUSAL_LM'")
-    if fields.get("use_dora"):
-        raise AdapterRefused(f"{CONFIG_FILE}: use_dora: DoRA adapters are not supported")
     start = fields.get("init_lora_weights")
     if not isinstance(start, bool | str | None) or start not in HARMLESS_INITS:
         raise AdapterRefused(f"{CONFIG_FILE}: init_lora_weights {start!r} changes the base model: not supported")
     for name, value in fields.items():
-        if name not in READ | NO_EFFECT and value not in (None, False, "", [], {}):
-            raise AdapterRefused(f"{CONFIG_FILE}: {name} is not supported")
+        if value in EMPTY:
+            continue
+        if name in CHANGES:
+            raise AdapterRefused(f"{CONFIG_FILE}: {name}: not supported: {CHANGES[name]}")
+        if not _is_known(name) and SWITCH.fullmatch(name):
+            raise AdapterRefused(f"{CONFIG_FILE}: {name} is not known: it may change what the adapter computes")
+
+
+def _is_known(name: str) -> bool:
+    return name in READ or name in NO_EFFECT or name in CHANGES
 
 
 def _rank(value: Any, name: str) -> int:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tandem.workers.lora.peft.peft_config import CONFIG_FILE, MOST_CONFIG_BYTES, LoraConfig, parse_config, parse_json
 from tandem.workers.messages.errors import AdapterRefused, AdapterUnreadable
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.family_rows.families import parameters_of
+from tandem.workers.models.spec.family_rows.families import family_of, parameters_of
 
 WEIGHT_FILE: Final = "adapter_model.safetensors"
 PICKLED_FILE: Final = "adapter_model.bin"
@@ -78,12 +78,14 @@ class LoraModule:
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
     """Facts of an adapter that passed all checks. digest: hex SHA-256 of all that decides what it computes.
-    weight_bytes: of its tensors. base_model: the model named in its configuration; not checked (shapes are)."""
+    weight_bytes: of its tensors. base_model: the model named in its configuration; not checked (shapes are). note: a
+    line about what is not read of it, if there is something."""
 
     digest: str
     modules: tuple[LoraModule, ...]
     weight_bytes: int
     base_model: str | None
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ def read_adapter(folder: Path, spec: ArchSpec, max_rank: int) -> PeftAdapter:
     config = parse_config(config_bytes)
     with _open(folder, WEIGHT_FILE) as file:
         header, tensors = _read_header(file)
-        modules = _pair(tensors, adapted_linears(spec), refused_linears(spec), config, max_rank)
+        modules = _pair(tensors, _Names(spec, tensors), config, max_rank)
         size = max(tensor.end for tensor in tensors)
         data = _read_all(file, size)
     for tensor in tensors:
@@ -148,7 +150,8 @@ def read_adapter(folder: Path, spec: ArchSpec, max_rank: int) -> PeftAdapter:
     digest = _start_digest(config)
     digest.update(header)
     digest.update(data.data)
-    return PeftAdapter(AdapterFacts(digest.hexdigest(), modules, size, config.base_model), data)
+    unread = f"{CONFIG_FILE}: {', '.join(config.unread)}: not known, not read" if config.unread else None
+    return PeftAdapter(AdapterFacts(digest.hexdigest(), modules, size, config.base_model, unread), data)
 
 
 def adapter_digest(folder: Path) -> str:
@@ -282,50 +285,67 @@ def _tensor(name: str, entry: Any) -> TensorAt:
 # ---- modules ----
 
 
-def _pair(
-    tensors: list[TensorAt],
-    linears: Mapping[str, Shape],
-    refused: frozenset[str],
-    config: LoraConfig,
-    max_rank: int,
-) -> tuple[LoraModule, ...]:
+class _Names:
+    """The names that an adapter's tensors have for the layers of a model. Adapters of a model without its head, as
+    embedding models are trained (FEATURE_EXTRACTION), leave the prefix of the base model away."""
+
+    def __init__(self, spec: ArchSpec, tensors: list[TensorAt]) -> None:
+        prefix = family_of(spec.architecture).names.base_prefix
+        has_prefix = any(tensor.name.startswith(PREFIX + prefix) for tensor in tensors)
+        self._left_away = "" if has_prefix else prefix
+        self.linears = adapted_linears(spec)
+        self.refused = frozenset(map(self.own, refused_linears(spec)))
+
+    def own(self, module: str) -> str:
+        """Returns the adapter's name for a layer."""
+        return module.removeprefix(self._left_away)
+
+    def places(self) -> Iterator[tuple[str, tuple[str, str]]]:
+        """Yields every tensor that an adapter of this model may hold: its name, and (module, "A", "B" or "base")."""
+        for module, shape in self.linears.items():
+            for half in ("A", "B"):
+                suffix = f"lora_embedding_{half}" if shape.is_embedding else f"lora_{half}.weight"
+                yield f"{PREFIX}{self.own(module)}.{suffix}", (module, half)
+            if shape.is_table:
+                yield f"{PREFIX}{self.own(module)}.base_layer.weight", (module, "base")
+
+
+def _pair(tensors: list[TensorAt], names: _Names, config: LoraConfig, max_rank: int) -> tuple[LoraModule, ...]:
     """Returns A and B of every module, in the order of the model's layers. AdapterRefused for any other tensor."""
-    places = dict(_places(linears))
+    places = dict(names.places())
     halves: dict[str, dict[str, TensorAt]] = {}
     for tensor in tensors:
         if tensor.name not in places:
-            if EXPERT.search(tensor.name):
-                raise AdapterRefused(f"tensor {tensor.name}: adapters of experts are not supported")
-            stem = tensor.name.removeprefix(PREFIX).rpartition(".lora_")[0]
-            if stem in refused:
-                raise AdapterRefused(f"tensor {tensor.name}: adapters of {stem.rpartition('.')[2]} are not supported")
-            raise AdapterRefused(f"tensor {tensor.name} is not the A or B of a layer of this model")
+            raise _foreign(tensor.name, names.refused)
         module, half = places[tensor.name]
         halves.setdefault(module, {})[half] = tensor
     modules = []
-    for name, shape in linears.items():
-        found, wanted = halves.get(name), config.is_target(name)
+    for name, shape in names.linears.items():
+        found, wanted = halves.get(name), config.is_target(names.own(name))
         if found is None:
             if wanted:
                 raise AdapterRefused(f"{CONFIG_FILE} targets {name}, {WEIGHT_FILE} has no tensors for it")
             continue
         if wanted is False:
             raise AdapterRefused(f"{WEIGHT_FILE} has tensors for {name}, {CONFIG_FILE} does not target it")
-        modules.append(_module(name, shape, found, config, max_rank))
+        modules.append(_module(name, names.own(name), shape, found, config, max_rank))
     return tuple(modules)
 
 
-def _places(linears: Mapping[str, Shape]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yields every tensor that an adapter of this model may hold: its name, and (module, "A", "B" or "base")."""
-    for module, shape in linears.items():
-        for half in ("A", "B"):
-            suffix = f"lora_embedding_{half}" if shape.is_embedding else f"lora_{half}.weight"
-            yield f"{PREFIX}{module}.{suffix}", (module, half)
-        if shape.is_table:
-            yield f"{PREFIX}{module}.base_layer.weight", (module, "base")
+def _foreign(tensor: str, refused: frozenset[str]) -> AdapterRefused:
+    """Returns the error for a tensor of an adapter that is of no layer that adapters may change."""
+    if EXPERT.search(tensor):
+        return AdapterRefused(f"tensor {tensor}: adapters of experts are not supported")
+    stem = tensor.removeprefix(PREFIX).rpartition(".lora_")[0]
+    if stem in refused:
+        return AdapterRefused(f"tensor {tensor}: adapters of {stem.rpartition('.')[2]} are not supported")
+    return AdapterRefused(f"tensor {tensor} is not the A or B of a layer of this model")
 
 
-def _module(name: str, shape: Shape, halves: Mapping[str, TensorAt], config: LoraConfig, max_rank: int) -> LoraModule:
+def _module(
+    name: str, own: str, shape: Shape, halves: Mapping[str, TensorAt], config: LoraConfig, max_rank: int
+) -> LoraModule:
+    """own: the adapter's name for the layer, which its patterns are about."""
     if "A" not in halves or "B" not in halves:
         half = min(halves)
         raise AdapterRefused(f"tensor {halves[half].name} has no {'B' if half == 'A' else 'A'} beside it")
@@ -339,11 +359,11 @@ def _module(name: str, shape: Shape, halves: Mapping[str, TensorAt], config: Lor
     table = (shape.inputs, shape.outputs) if shape.is_embedding else (shape.outputs, shape.inputs)
     if base is not None and base.shape != table:
         raise AdapterRefused(f"tensor {base.name} has shape {list(base.shape)}, the model's table {list(table)}")
-    if rank != config.rank_of(name):
-        raise AdapterRefused(f"tensor {a.name} is of rank {rank}, {CONFIG_FILE} says {config.rank_of(name)}")
+    if rank != config.rank_of(own):
+        raise AdapterRefused(f"tensor {a.name} is of rank {rank}, {CONFIG_FILE} says {config.rank_of(own)}")
     if rank > max_rank:
         raise AdapterRefused(f"tensor {a.name} is of rank {rank}, --max-lora-rank is {max_rank}")
-    return LoraModule(name, rank, config.scale_of(name), a, b, base)
+    return LoraModule(name, rank, config.scale_of(own), a, b, base)
 
 
 def _is_finite(data: Bytes, dtype: str) -> bool:

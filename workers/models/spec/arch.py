@@ -294,6 +294,7 @@ class ArchSpec:
     short_context: int = 0  # see for_context() (LongRoPE, Ding et al. 2024)
     short_factors: tuple[float, ...] = ()
     extra_layers: int = 0  # that a checkpoint may have behind the last, to guess further tokens; they are not read
+    remarks: tuple[str, ...] = ()  # lines for the start about files that say one thing in two ways
 
     def for_context(self, max_model_len: int) -> "ArchSpec":
         """Returns the model for sequences of up to max_model_len tokens: with LongRoPE's short_factors within its

@@ -22,6 +22,14 @@ BYTE_LEVEL = frozenset({"", "GPT2Tokenizer"})
 """Classes of tokenizers that vocab.json and merges.txt are enough for; others split texts in ways of their own."""
 SENTENCEPIECE = frozenset({"", "LlamaTokenizer", "GemmaTokenizer", "PreTrainedTokenizer", "TokenizersBackend"})
 """Classes whose ids are those of tokenizer.model; others shift them or change texts before."""
+UNFRAMED = "GPTNeoXTokenizer"
+"""The class whose tokenizers have no tokens around a text, whatever tokenizer.json says."""
+UNFRAMED_TYPES = frozenset({"gpt_neox", "mpt", "olmo"})
+"""model_types of config.json that mean this class where none is named."""
+FRAMED_TYPES = frozenset(
+    {"granite", "granitemoe", "ministral", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "stablelm"}
+)
+"""model_types whose tokenizers are not made by their class, but read from tokenizer.json."""
 TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 CONVERT = (
@@ -49,12 +57,14 @@ class Vocabulary:
     """A tokenizer, and what its file says beside it.
 
     special_tokens: by their names in tokenizer_config.json, which wins.
-    config: keys that tokenizer_config.json's come before.
+    config: keys that tokenizer_config.json's come before. is_framed: the tokenizer itself says which tokens stand
+    around a text, whatever tokenizer_config.json says of BOS and EOS.
     """
 
     tokenizer: Tokenizer
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    is_framed: bool = False
 
 
 def read_vocabulary(folder: Path, config: Mapping[str, Any], flag: str = "--tokenizer") -> Vocabulary:
@@ -115,7 +125,13 @@ def _sentencepiece(path: Path, of_class: str, flag: str) -> Path:
 
 
 def _tokenizer_json(path: Path, config: Mapping[str, Any]) -> Vocabulary:
-    return Vocabulary(Tokenizer.from_file(str(path)))
+    """Reads the file, whose own template adds BOS and EOS, as in transformers 5, not tokenizer_config.json."""
+    tokenizer = Tokenizer.from_file(str(path))
+    kind = read_json(path.parent / "config.json").get("model_type")
+    of_class = str(config.get("tokenizer_class") or (UNFRAMED if kind in UNFRAMED_TYPES else ""))
+    if of_class.removesuffix("Fast") == UNFRAMED and kind not in FRAMED_TYPES:
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return Vocabulary(tokenizer, is_framed=True)
 
 
 def _byte_level(path: Path, config: Mapping[str, Any]) -> Vocabulary:

@@ -32,10 +32,13 @@ from tandem.workers.models.spec.config.rope_config import (
     LongRope,
     RopeRow,
     check_rope_keys,
+    check_rope_layers,
     context_length,
     long_rope,
     rope_from_config,
+    rope_remarks,
 )
+from tandem.workers.models.spec.config.stored_head import with_stored_head
 from tandem.workers.models.spec.family import Family, PositionKind
 from tandem.workers.models.spec.family_rows.families import family_of
 
@@ -47,7 +50,8 @@ QUANTIZED_BESIDE = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", 
 
 
 def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> ArchSpec:
-    """Reads folder/config.json, with `overrides` (--hf-overrides) replacing its keys.
+    """Reads folder/config.json, with `overrides` (--hf-overrides) replacing its keys, and whether the weights beside it
+    have a head of their own.
 
     Raises SettingsError without a readable config.json, UnsupportedModelError for values that the decoder does not
     support.
@@ -65,7 +69,8 @@ def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) ->
         for name, scheme in QUANTIZED_BESIDE.items():
             if (file.parent / name).exists():
                 raise wrong_weights(f"{file.parent / name}: a checkpoint quantized by {scheme}")
-    return spec_from_config(config, overrides)
+    spec = spec_from_config(config, overrides)
+    return with_stored_head(spec, file.parent, family_of(spec.architecture).names)
 
 
 def spec_from_config(published: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ArchSpec:
@@ -114,6 +119,7 @@ class _Positions(NamedTuple):
     learned: Learned | None = None
     rope: RopeSpec | None = None  # of layers without a window
     local: RopeSpec | None = None  # of layers with one
+    remarks: tuple[str, ...] = ()
     short: LongRope = LongRope(0, ())
 
 
@@ -171,6 +177,7 @@ def _model(
         final_softcap=reader.number_or_none("final_logit_softcapping", above=0) if family.softcaps else None,
         short_context=positions.short.short_context,
         short_factors=positions.short.short_factors,
+        remarks=positions.remarks,
         extra_layers=_extra_layers(reader, family),
     )
 
@@ -191,6 +198,9 @@ def _positions(
         return _Positions(kind, context)
     for key in (key for key in SPELLINGS if key in overrides):
         check_rope_keys(key, entries(key, overrides[key] or {}), family.rotary.kinds)
+    if family.rotary.local_theta is not None:
+        check_rope_layers(published)
+    remarks = rope_remarks(published, overrides, adds=family.rotary.local_theta is not None)
     if not any(published.get(key) for key in SPELLINGS):
         published = {**published, "rope_parameters": family.rotary.scaling}
     row = _rope_row(reader, family, context, rope_dim)
@@ -198,7 +208,7 @@ def _positions(
     total = context_length(rope, context, scaled=family.rotary.positions_scaled)
     short = long_rope(published, rope, row, overrides) or LongRope(0, ())
     local = rope if (own := _local_row(reader, family, row)) is None else rope_from_config(published, own, overrides)
-    return _Positions(kind, total, None, rope, local, short)
+    return _Positions(kind, total, None, rope, local, remarks, short)
 
 
 def _local_row(reader: ConfigValues, family: Family, row: RopeRow) -> RopeRow | None:
@@ -216,7 +226,8 @@ def _embedding_scale(reader: ConfigValues, family: Family, hidden_size: int) -> 
 
 
 def _extra_layers(reader: ConfigValues, family: Family) -> int:
-    return 0 if family.extra_layers is None else whole(family.extra_layers, reader.get(family.extra_layers, 0), 0)
+    key = family.extra_layers
+    return 0 if key is None else whole(reader.spelled(key), reader.get(key, 0), 0)
 
 
 def _scale(reader: ConfigValues, key: str | None, above: float = -math.inf) -> float:

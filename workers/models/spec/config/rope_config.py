@@ -89,7 +89,7 @@ class LongRope:
 def rope_from_config(config: Mapping[str, Any], row: RopeRow, overrides: Mapping[str, Any]) -> RopeSpec:
     """Returns the RopeSpec of config.json under the user's overrides. LongRoPE has its factors for a long context,
     unless there is none."""
-    given = _parameters(config, overrides, row.local)
+    given = _parameters(config, overrides, row)
     kind = _kind(given, row.kinds)
     missing = [key for key in REQUIRED[kind] if key not in given]
     if missing:
@@ -142,7 +142,7 @@ def long_rope(config: Mapping[str, Any], rope: RopeSpec, row: RopeRow, overrides
     """Returns what LongRoPE does within the trained context; None for other kinds."""
     if rope.kind is not RopeKind.LONGROPE:
         return None
-    given = _parameters(config, overrides, row.local)
+    given = _parameters(config, overrides, row)
     return LongRope(rope.trained_context, _factors(given, "short_factor", len(rope.factors)))
 
 
@@ -215,16 +215,66 @@ def context_length(rope: RopeSpec, positions: int, *, scaled: bool = False) -> i
     return positions
 
 
-def _parameters(config: Mapping[str, Any], overrides: Mapping[str, Any], local: bool | None) -> Mapping[str, Any]:
-    """Returns rope_parameters or rope_scaling, without nulls: the one that the user gave, with what is KEPT, else
-    config.json's newer spelling, else {}. local: those of layers with a window, which only the newer spelling has;
-    None: all layers share them."""
-    published: Mapping[str, Any] = next((_of_layers(config, key, local) for key in SPELLINGS if config.get(key)), {})
-    user = [_of_layers(overrides, key, local) for key in SPELLINGS if key in overrides]
-    if not user:
-        return published
-    kept = {key: published[key] for key in KEPT if key in published}
-    return {**kept, **user[0]}
+def _parameters(config: Mapping[str, Any], overrides: Mapping[str, Any], row: RopeRow) -> Mapping[str, Any]:
+    """Returns the rope parameters of the layers that a row is about, without nulls: the user's, with what is KEPT, else
+    config.json's."""
+    newer, older = (_of_layers(config, key, row.local) if config.get(key) else {} for key in SPELLINGS)
+    user = [_of_layers(overrides, key, row.local) for key in SPELLINGS if key in overrides]
+    if user:
+        kept = {key: value for key, value in {**newer, **older}.items() if key in KEPT}
+        return {**kept, **user[0]}
+    if row.local is False and not config.get(SPELLINGS[0]):
+        newer = {"rope_type": RopeKind.DEFAULT.value}
+    if newer and older:
+        return _both(newer, older, row)
+    return older or newer
+
+
+def _both(newer: Mapping[str, Any], older: Mapping[str, Any], row: RopeRow) -> Mapping[str, Any]:
+    """Returns what rope_parameters (newer) and rope_scaling (older) beside each other mean to transformers: the older
+    one takes the other's place, or where layers with a window have a rope of their own is added to the other's.
+    UnsupportedModelError where a number or the kind of scaling would get lost by that."""
+    newer_key, older_key = SPELLINGS
+    if row.local is not None:
+        kind, own = older.get("type"), newer.get("rope_type")
+        if "rope_type" not in older and None not in (kind, own) and kind != own:
+            raise UnsupportedModelError(
+                f"config.json: {older_key} has the type {kind!r}, which does not count in transformers beside the "
+                f"rope_type {own!r} of these layers; write it as rope_type",
+                "MODEL",
+            )
+        return {**newer, **older}
+    plain = {"rope_theta": row.theta, "partial_rotary_factor": 1.0 if row.share is None else row.share}
+    for key in (key for key in KEPT if key in newer and key not in older and newer[key] != plain[key]):
+        raise UnsupportedModelError(
+            f"config.json: {older_key} takes the place of {newer_key} in transformers, whose {key} {newer[key]!r} "
+            f"becomes {plain[key]!r} by that; say {key} in {older_key} too",
+            "MODEL",
+        )
+    return older
+
+
+def check_rope_layers(config: Mapping[str, Any]) -> None:
+    """UnsupportedModelError for rope parameters of config.json, of a family whose layers with a window have a rope of
+    their own, that transformers does not take: each kind of layer has its parameters in the newer spelling, and the
+    older one is about layers without a window."""
+    newer, older = (entries(key, config.get(key) or {}) for key in SPELLINGS)
+    if newer and not any(isinstance(value, dict) for value in newer.values()):
+        raise UnsupportedModelError(
+            f"config.json: {SPELLINGS[0]} is not one of {' and '.join(LAYER_KINDS)}, each with its own", "MODEL"
+        )
+    if any(isinstance(value, dict) for value in older.values()):
+        raise UnsupportedModelError(f"config.json: {SPELLINGS[1]} has no kinds of layers; {SPELLINGS[0]} has", "MODEL")
+
+
+def rope_remarks(config: Mapping[str, Any], overrides: Mapping[str, Any], *, adds: bool) -> tuple[str, ...]:
+    """Returns a line where config.json says rope parameters twice, none where the user says them. adds: the older
+    spelling is added to the newer one."""
+    newer, older = (config.get(key) for key in SPELLINGS)
+    if not newer or not older or newer == older or any(key in overrides for key in SPELLINGS):
+        return ()
+    words = "is added to it" if adds else "takes its place"
+    return (f"config.json has {SPELLINGS[1]} beside {SPELLINGS[0]}: it {words}, as in transformers",)
 
 
 def _of_layers(config: Mapping[str, Any], key: str, local: bool | None) -> Mapping[str, Any]:

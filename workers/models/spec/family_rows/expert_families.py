@@ -59,6 +59,7 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
             "rope_theta": 1000000.0,
             "eos_token_id": 2,
         },
+        also={"num_local_experts": ("num_experts",)},
     ),
     Family(
         architecture="Qwen2MoeForCausalLM",
@@ -90,7 +91,7 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
         o_bias="attention_bias",
         qk_norm=QkNorm.PER_HEAD,
         moe=MoeKeys(
-            num_experts="num_local_experts",
+            num_experts="num_experts",
             top_k="num_experts_per_tok",
             width="moe_intermediate_size",
             renormalize="norm_topk_prob",
@@ -102,12 +103,12 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 4,
-            "num_local_experts": 128,
+            "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
         },
         neutral={"use_sliding_window": (None, False)},
-        also={"num_local_experts": ("num_experts",)},
+        also={"num_experts": ("num_local_experts",)},
     ),
     Family(
         architecture="GraniteMoeForCausalLM",
@@ -158,12 +159,13 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
             "mlp_bias": (None, False),
         },
         equal={"num_key_value_heads": "num_attention_heads"},
+        also={"n_routed_experts": ("num_experts",)},
     ),
     Family(
         architecture="DeepseekV3ForCausalLM",
         qkv_bias="attention_bias",
         latent=True,
-        extra_layers="num_nextn_predict_layers",
+        extra_layers="num_mtp_layers",
         rotary=Rotary(interleaved="rope_interleave"),
         moe=replace(
             DEEPSEEK_KEYS,
@@ -191,11 +193,12 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
             "topk_group": 4,
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
-            "num_nextn_predict_layers": 1,
+            "num_mtp_layers": 1,
             "eos_token_id": 1,
         },
         neutral={"topk_method": (None, "noaux_tc"), "scoring_func": (None, "sigmoid")},
         equal={"num_key_value_heads": "num_attention_heads"},
+        also={"n_routed_experts": ("num_local_experts",), "num_mtp_layers": ("num_nextn_predict_layers",)},
     ),
     Family(
         architecture="GptOssForCausalLM",
@@ -238,5 +241,6 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
         },
+        also={"num_local_experts": ("num_experts",)},
     ),
 )
