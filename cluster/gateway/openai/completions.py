@@ -12,6 +12,7 @@ from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.openai.answer_usage import chunk_counts, draft_metrics
 from tandem.cluster.gateway.openai.answers import CompletionFormat
+from tandem.cluster.gateway.openai.echoed_prompt import EchoedPrompt, echoed_prompt
 from tandem.cluster.gateway.schemas.generation_body import CompletionBody, read_completion
 from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import invalid
@@ -52,8 +53,6 @@ async def completions(text: TextServices, context: GatewayContext, request: Requ
             counts=chunk_counts(body, parts),
             prompt_ids=prompts if body.return_token_ids else None,
             echo=[prompt for prompt in echo for _ in range(shown)] if body.echo else None,
-            echo_ids=prompts if body.echo and body.logprobs is not None else None,
-            skip_special_tokens=body.skip_special_tokens is not False,
             with_prompt_logprobs=body.prompt_logprobs is not None,
             metrics=draft_metrics(text, body, parts),
         )
@@ -90,8 +89,8 @@ def _parts(
     model: ServedModel,
     name: str,
     wanted: int,
-) -> tuple[list[RequestPart], list[str]]:
-    """A part for every prompt, and the prompts' texts where the answer begins with them."""
+) -> tuple[list[RequestPart], list[EchoedPrompt]]:
+    """A part for every prompt, and the prompts where the answer begins with them."""
     body = posted.body
     grammar = requested_grammar(text.settings, body)
     prompts: list[Prompt] = []
@@ -101,14 +100,8 @@ def _parts(
         params = prompt_sampling(text, body, max_tokens, body.logprobs, grammar)
         prompts.append(prompt)
         work.append(PromptWork(prompt.token_ids, params, text_choices(text, body, prompt, params)))
-    echo = [_echo_text(text, prompt, body) for prompt in prompts] if body.echo else []
+    echo = [echoed_prompt(text, prompt, body) for prompt in prompts] if body.echo else []
     return request_parts(text, context, posted, model, name, work), echo
-
-
-def _echo_text(text: TextServices, prompt: Prompt, body: CompletionBody) -> str:
-    if prompt.text is not None and body.truncate_prompt_tokens is None:
-        return prompt.text
-    return text.tokenizer.decode(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False)
 
 
 def completion_prompts(services: TextServices, body: CompletionBody) -> list[Prompt]:
