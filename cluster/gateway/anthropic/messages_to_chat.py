@@ -54,6 +54,8 @@ def chat_of(body: CountTokensBody, text: TextServices, ignored: IgnoredFields) -
         messages += made
         places += [f"messages[{i}]"] * len(made)
     names = FieldNames(FIELDS, "messages", "max_tokens", places, PARTS)
+    if (effort := _idle_effort(body)) is not None:
+        ignored.note(effort, is_usual=True)
     fields = {"messages": messages, "model": body.model, **_settings(body, text.chat_template)}
     if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         fields["continue_final_message"] = True
@@ -89,15 +91,21 @@ def _settings(body: CountTokensBody, template: ChatTemplate | None) -> dict[str,
             fields["reasoning_effort"] = "medium"
     if thinking is not None and thinking.display == "omitted":
         fields["include_reasoning"] = False
-    if thinking is not None and thinking.type == "disabled":
-        fields["reasoning_effort"] = "none"
     if output is not None:
         if output.effort is not None:
             fields["reasoning_effort"] = output.effort
         if output.format is not None:
             schema = {"name": "answer", "schema": output.format.schema, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if thinking is not None and thinking.type == "disabled":
+        fields["reasoning_effort"] = "none"  # whatever output_config.effort says of the rest of an answer
     return fields
+
+
+def _idle_effort(body: CountTokensBody) -> str | None:
+    """Returns the place of an effort that has nothing to act on, since thinking is disabled."""
+    is_off = body.thinking is not None and body.thinking.type == "disabled"
+    return "output_config.effort" if is_off and body.output_config is not None and body.output_config.effort else None
 
 
 def _check_results(messages: Sequence[InputMessage]) -> None:

@@ -24,7 +24,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChatFormat:
-    """chat.completion and chat.completion.chunk. counts: None where chunks have no usage. metrics: see Metrics."""
+    """chat.completion and chat.completion.chunk. counts: None where chunks have no usage. metrics: see Metrics. by_id:
+    of TokenFormatter."""
 
     def __init__(
         self,
@@ -36,8 +37,9 @@ class ChatFormat:
         prompt_ids: list[int] | None = None,
         with_prompt_logprobs: bool = False,
         metrics: Metrics = None,
+        by_id: bool = False,
     ) -> None:
-        self._formatter = TokenFormatter(detokenizers)
+        self._formatter = TokenFormatter(detokenizers, by_id=by_id)
         self._head = head
         self._prompt_ids = prompt_ids
         self._with_prompt_logprobs = with_prompt_logprobs
@@ -89,7 +91,7 @@ class ChatFormat:
 
 class CompletionFormat:
     """text_completion, streamed or not. `echo` and `prompt_ids`: per choice, if asked for; log probabilities cover an
-    echoed prompt too. counts, metrics: as in ChatFormat."""
+    echoed prompt too. counts, metrics, by_id: as in ChatFormat."""
 
     def __init__(
         self,
@@ -102,10 +104,11 @@ class CompletionFormat:
         echo: Sequence[EchoedPrompt] | None = None,
         with_prompt_logprobs: bool = False,
         metrics: Metrics = None,
+        by_id: bool = False,
     ) -> None:
         self._with_prompt_logprobs = with_prompt_logprobs
         self._metrics = metrics
-        self._formatter = TokenFormatter(detokenizers)
+        self._formatter = TokenFormatter(detokenizers, by_id=by_id)
         self._head = head
         self._prompt_ids = prompt_ids
         self._echo = echo
@@ -134,7 +137,7 @@ class CompletionFormat:
         prompt = self._formatter.completion(choice.prompt_logprobs, echo.offsets[1:])
         size = len(echo.text)
         return {
-            "tokens": [self._formatter.text(echo.token_ids[0]), *prompt["tokens"], *shown["tokens"]],
+            "tokens": [self._formatter.name(echo.token_ids[0]), *prompt["tokens"], *shown["tokens"]],
             "token_logprobs": [None, *prompt["token_logprobs"], *shown["token_logprobs"]],
             "top_logprobs": [None, *prompt["top_logprobs"], *shown["top_logprobs"]],
             "text_offset": [*echo.offsets, *(size + offset for offset in shown["text_offset"])],

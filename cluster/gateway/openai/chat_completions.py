@@ -44,6 +44,7 @@ def _format(text: TextServices, body: ChatBody, chat: PreparedChat) -> ChatForma
         prompt_ids=chat.prompt.token_ids if body.return_token_ids else None,
         with_prompt_logprobs=body.prompt_logprobs is not None,
         metrics=draft_metrics(text, body, chat.parts),
+        by_id=bool(body.return_tokens_as_token_ids),
     )
 
 

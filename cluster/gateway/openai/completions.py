@@ -55,6 +55,7 @@ async def completions(text: TextServices, context: GatewayContext, request: Requ
             echo=[prompt for prompt in echo for _ in range(shown)] if body.echo else None,
             with_prompt_logprobs=body.prompt_logprobs is not None,
             metrics=draft_metrics(text, body, parts),
+            by_id=bool(body.return_tokens_as_token_ids),
         )
         prepared = Prepared(
             text=text,

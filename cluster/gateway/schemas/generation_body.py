@@ -96,6 +96,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
     user: ShortText | None = None
