@@ -296,6 +296,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("enable_auto_tool_choice", "gateway.enable_auto_tool_choice", bool, HTTP,
            "Serve tool_choice auto: the model decides whether it calls a tool. Needs a chat template that shows tools, "
            "and --tool-call-parser where the template does not say how calls are written."),
+    Option("trust_request_chat_template", "gateway.trust_request_chat_template", bool, HTTP,
+           "Serve chat_template of a request: Jinja in place of the model's template, in the same sandbox."),
     Option("tool_call_parser", "gateway.tool_call_parser", ToolCallParser, HTTP,
            "How the model writes tool calls: hermes (Qwen too), qwen3_coder, llama3_json, pythonic (Llama 4), mistral, "
            "deepseek_v3, deepseek_v31, granite or openai (gpt-oss). Default: as the chat template says."),

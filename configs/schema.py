@@ -221,6 +221,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     per_request_spec_decode_metrics: SpecDecodeMetrics = "none"  # what they report of their draft tokens
     enable_auto_tool_choice: bool = False  # the model itself may decide to call a tool
     tool_call_parser: ToolCallParser | None = None  # how it writes calls; None: as the chat template says, if it does
+    trust_request_chat_template: bool = False  # a chat body may bring its own
     reasoning_parser: ReasoningParser | None = None  # how it writes its thinking; None: that is content
     response_store_ttl_s: int = 3600  # how long one can be named as previous_response_id; 0: none is stored
     response_store_bytes: int = 32 * 2**20  # of one tenant's stored ones, compressed

@@ -49,6 +49,8 @@ def check_conversation(
             "reasoning_effort",
             f'reasoning_effort: the chat template of this model knows none, so it may only be "none", not "{effort}".',
         )
+    if body.documents and "documents" not in (template.for_tools if body.tools else template).variables:
+        raise unsupported("documents", "The chat template of this model shows no documents to it.")
     choice = body.tool_choice if isinstance(body, ChatBody) else None
     if body.tools and choice in (None, "auto") and not shows_tools(template):
         ignored.note("tools", "The chat template of this model shows no tools to it; tool_choice may be none.")

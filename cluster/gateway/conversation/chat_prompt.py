@@ -25,12 +25,13 @@ def chat_prompt(services: TextServices, body: ChatBody | TokenizeBody, ignored: 
     assert body.messages is not None
     check_conversation(body, services.settings, services.chat_template, ignored)
     tools = template_tools(body.tools)
-    beside = _json_bytes(tools) + _json_bytes(body.chat_template_kwargs)
+    beside = _json_bytes(tools) + _json_bytes(body.chat_template_kwargs) + _json_bytes(body.documents)
     check_text_bytes(services, sum(map(message_bytes, body.messages)) + beside, "messages")
     continues = bool(body.continue_final_message)
     text = services.chat_template.render(
         [template_message(message, i) for i, message in enumerate(body.messages)],
         tools=tools,
+        documents=body.documents,
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
         continue_final_message=continues,
         variables=template_variables(body, services.chat_template),

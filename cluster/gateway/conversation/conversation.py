@@ -16,6 +16,7 @@ from tandem.cluster.gateway.conversation.chat_prompt import chat_prompt
 from tandem.cluster.gateway.conversation.field_names import FieldNames
 from tandem.cluster.gateway.conversation.held_grammar import held_grammar
 from tandem.cluster.gateway.conversation.one_call_choice import OneCallChoice
+from tandem.cluster.gateway.conversation.request_template import with_own_template
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.part import Choice
 from tandem.cluster.gateway.schemas.chat_body import ChatBody
@@ -115,6 +116,7 @@ def _params(
 
 
 def _rendered(text: TextServices, body: ChatBody, ignored: IgnoredFields) -> tuple[Prompt, ChatOutput]:
+    text = with_own_template(text, body)
     prompt = chat_prompt(text, body, ignored)
     return prompt, chat_output(text, body, prompt.text or "", ignored)
 

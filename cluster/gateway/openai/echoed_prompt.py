@@ -39,7 +39,7 @@ def echoed_prompt(services: TextServices, prompt: Prompt, body: CompletionBody) 
 
 
 def added_tokens(tokenizer: ModelTokenizer, text: str) -> list[bool]:
-    """For each token of an encoded text, whether the tokenizer has added it."""
+    """True for each token of an encoded text that the tokenizer has added."""
     (encoding,) = tokenizer.backend.encode_batch_fast([text], add_special_tokens=True)
     return [mark == 1 for mark in encoding.special_tokens_mask]
 

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.cluster.gateway.conversation.chat_prompt import chat_prompt
+from tandem.cluster.gateway.conversation.request_template import with_own_template
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.schemas.chat_body import TokenizeBody, check_parts
@@ -72,7 +73,7 @@ def _detokenized(text: TextServices, body: DetokenizeBody) -> Response:
 def text_prompt(services: TextServices, body: TokenizeBody, ignored: IgnoredFields) -> Prompt:
     """Tokenizes what /tokenize was sent: a text or a conversation."""
     if body.messages is not None:
-        return chat_prompt(services, body, ignored)
+        return chat_prompt(with_own_template(services, body), body, ignored)
     text = body.prompt or ""
     check_text_bytes(services, len(text.encode()), "prompt")
     return Prompt(services.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False), text)

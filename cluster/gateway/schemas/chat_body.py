@@ -79,7 +79,9 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     reasoning: RouterReasoning | None = None
     usage: RouterUsage | None = None
 
@@ -95,7 +97,9 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     continue_final_message: bool | None = None
     tools: list[FunctionTool] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 

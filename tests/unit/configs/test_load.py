@@ -113,6 +113,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "metrics_prefix": ("vllm", "vllm"),
     "per_request_spec_decode_metrics": ("summary", "summary"),
     "enable_auto_tool_choice": (True, True),
+    "trust_request_chat_template": (True, True),
     "tool_call_parser": ("hermes", "hermes"),
     "reasoning_parser": ("qwen3", "qwen3"),
     "redis_url": ("redis://h:1", "redis://h:1"),
