@@ -17,7 +17,9 @@ from tandem.configs.options import COORDINATION, HTTP, LOGS, OPTIONS
 from tandem.configs.schema import ServiceSettings
 from tandem.workers.messages.errors import GroupLost
 
-NOT_OFFLINE = frozenset(o.name for o in OPTIONS if o.group in (HTTP, COORDINATION, LOGS)) | {
+NOT_OFFLINE = frozenset(
+    o.name for o in OPTIONS if o.group in (HTTP, COORDINATION, LOGS) and o.name != "strict_fields"
+) | {
     "data_parallel_size",
     "lora_root",
     "lora_watch_dir",
