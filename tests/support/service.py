@@ -35,7 +35,7 @@ RAYS_OWN = 8265
 
 
 def free_port() -> int:
-    """A port below Ray's worker ports that nobody listens on now, and that Ray has no use for. Up to four workers of one
+    """A port below Ray's worker ports that nobody listens on now, and Ray has no use for. Up to four workers of one
     run have a range each: a service that starts does not hold its port yet."""
     first = 8100 + 450 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4)
     for port in range(first + os.getpid() % 200, first + 450):

@@ -28,6 +28,7 @@ from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.hung_groups import CoordinatorActors, HungGroups
 from tandem.cluster.fleet.missing_groups import MissingGroups
 from tandem.cluster.gateway.app.gateway_log import GatewayLog
+from tandem.cluster.gateway.app.interpreter import QuietCollections, give_way_soon
 from tandem.cluster.gateway.app.routes import build_gateway_app
 from tandem.cluster.gateway.app.wiring import build_accounts, build_context, build_metrics, build_text_services
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
@@ -158,6 +159,7 @@ class Gateway:
         """Builds the app; Serve calls it once, after the constructor."""
         app = build_gateway_app(self._text, self._accounts, self._context, self._response_store())
         app.router.lifespan_context = self._drained_first(app.router.lifespan_context)
+        self._spare_the_loop()
         if self._facts.open_port:
             await self._open_port(app)
         if self._heartbeat is not None:  # from now on its requests count
@@ -165,6 +167,12 @@ class Gateway:
                 asyncio.get_running_loop().create_task(self._heartbeat.run(), name="gateway heartbeat")
             )
         return app
+
+    def _spare_the_loop(self) -> None:
+        give_way_soon()
+        collections = QuietCollections(lambda: self._text.workers.is_busy)
+        collections.begin()
+        self._background.append(asyncio.get_running_loop().create_task(collections.run(), name="garbage"))
 
     def _response_store(self) -> ResponseStore | None:
         gateway = self._settings.gateway

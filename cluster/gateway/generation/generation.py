@@ -33,7 +33,7 @@ GAP_S = 1.0
 """Time for last deltas that the group's answer has overtaken."""
 REDISPATCH_S = 0.2
 NO_GROUP_POLL_S = 1.0
-STEPS_AT_ONCE = 64
+PARTS_AT_ONCE = DELTAS_AT_ONCE = 64  # that begin, that are read, before the event loop turns
 
 PartDeltas = tuple[RequestPart, list[TokenDelta]]
 """A part and its deltas of one step."""
@@ -99,7 +99,7 @@ class Generation:
     async def steps(self) -> AsyncIterator[PartDeltas]:
         """Yields (part, its deltas of one step) until every choice has finished. Raises why it was refused or failed,
         after what was delivered."""
-        num_open, num_steps = len(self.parts), 0
+        num_open, num_deltas = len(self.parts), 0
         while num_open:
             if self._is_woken:
                 await self._be_attentive()
@@ -109,8 +109,8 @@ class Generation:
                 was_open = part.open_choices > 0
                 yield part, deltas
                 num_open -= was_open and not part.open_choices
-                if (num_steps := num_steps + 1) % STEPS_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # steps that have come already never wait, and others have streams too
+                if (num_deltas := num_deltas + len(deltas)) >= DELTAS_AT_ONCE:
+                    num_deltas = await asyncio.sleep(0, 0)  # steps that have come never wait; others have streams too
             elif self.error is not None:
                 raise self.error
             elif self._num_over == len(self.parts):
@@ -208,7 +208,7 @@ class Generation:
         async with asyncio.TaskGroup() as serving:
             for number, part in enumerate(self.parts, 1):
                 serving.create_task(self._serve_in_turn(part))
-                if number % STEPS_AT_ONCE == 0:
+                if number % PARTS_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
     async def _serve_in_turn(self, part: RequestPart) -> None:
@@ -277,7 +277,7 @@ class Generation:
         return None if part.is_complete else ended
 
     def _give_up_s(self, part: RequestPart) -> float:
-        """Returns when a request that no group takes is given up, if there is no group then."""
+        """Returns when a request is given up if no group takes it and there is none then."""
         is_limited = self._context.queue_timeout_s is not None and not part.is_begun
         return self._hold_s() + (self._started_s if is_limited else self._now())
 
@@ -371,7 +371,7 @@ class Generation:
     # ---- the bill ------------------------------------------------------------------------------------------------
 
     async def _settle(self) -> None:
-        self._count_unread()
+        await self._count_unread()
         context, terminal = self._context, terminal_state(self.parts, self.error)
         context.metrics.generation_ended(terminal, context.clock() - self.began_s)
         if terminal == "rejected":
@@ -383,15 +383,17 @@ class Generation:
         context.metrics.tenant_billed(self._tenant, usage)
         await context.ledger.settle(self._bill.ended(terminal, usage, context.wall_clock()))
 
-    def _count_unread(self) -> None:
+    async def _count_unread(self) -> None:
         """Counts what came after the HTTP side had left: it was generated all the same."""
-        for part, deltas in self._steps:
+        while self._steps:
+            part, deltas = self._steps.popleft()
             for delta in deltas:
                 try:
                     part.choices[delta.choice].take(delta)
                 except Exception:
                     log.exception("unread tokens of request %s were not counted", self._bill.id)
-        self._steps.clear()
+            if len(self._steps) % DELTAS_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _why_rejected(self) -> str:
         if isinstance(self.error, OverLimit):

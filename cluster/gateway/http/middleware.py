@@ -4,6 +4,7 @@ Pure ASGI (a wrapper per request, one frame per send), so that it costs streams 
 `x-request-id`: the client's when it is printable, cut to 128 characters, else a fresh one. Next: app/routes.py.
 """
 
+import asyncio
 import logging
 import re
 import uuid
@@ -21,6 +22,8 @@ log = logging.getLogger("tandem.gateway")
 MAX_HEADER_BYTES = 32 * 1024
 MAX_ID_CHARS = 128
 SMALL_BYTES = 64 * 1024
+PIECE_BYTES = 256 * 1024
+"""Of an answer that are given to the connection at once: it copies what the client does not take."""
 CLOSE = ((b"connection", b"close"),)
 _UNSAFE = re.compile(rb"[^\w.:/+=@-]", re.ASCII)
 
@@ -69,6 +72,9 @@ class RequestMiddleware:
                     own.append(_ignored_header(scope["tandem.request_id"], names))
                 message["headers"] = [*message.get("headers", ()), *own]
                 self._metrics.http_answered(scope.get("tandem.route", "unknown"), message["status"])
+            elif len(message.get("body", b"")) > PIECE_BYTES:
+                await _send_in_pieces(send, message)
+                return
             await send(message)
 
         self._draining.enter()
@@ -84,6 +90,16 @@ class RequestMiddleware:
         finally:
             body.release()
             self._draining.leave()
+
+
+async def _send_in_pieces(send: Send, message: Message) -> None:
+    """Sends a long piece of a body; between two parts of it the loop turns, and waits for the client."""
+    body, more = memoryview(message["body"]), message.get("more_body", False)
+    for start in range(0, len(body), PIECE_BYTES):
+        piece = bytes(body[start : start + PIECE_BYTES])
+        is_last = start + PIECE_BYTES >= len(body)
+        await send({**message, "body": piece, "more_body": more or not is_last})
+        await asyncio.sleep(0)
 
 
 class Bodies:

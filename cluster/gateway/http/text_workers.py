@@ -78,6 +78,11 @@ class TextWorkers:
         """Pieces of work in the queue."""
         return sum(map(len, self._waiting.values()))
 
+    @property
+    def is_busy(self) -> bool:
+        """True while there is work on a thread, or in the queue."""
+        return bool(self._running or self._waiting)
+
     async def run(self, tenant: str, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Returns function(...)'s result. size: bytes of text that it works on. RequestRefused 503 when the result is
         not there in time; work that has not begun by then is dropped."""

@@ -23,7 +23,8 @@ from tandem.cluster.gateway.serving.grammar_fields import grammar_size, requeste
 from tandem.cluster.gateway.serving.parts import PromptWork, prompt_sampling, request_parts, text_choices
 from tandem.cluster.gateway.serving.prompts import LimitNames, Prompt, check_token_count, fit, prompt_items, tokenized
 from tandem.cluster.gateway.serving.received import Posted, received
-from tandem.cluster.gateway.serving.sampling_fields import checked_beams
+from tandem.cluster.gateway.serving.sampling_fields import bad_words_size, checked_beams, with_max_tokens
+from tandem.workers.messages.request import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -42,7 +43,15 @@ async def completions(text: TextServices, context: GatewayContext, request: Requ
         head = answer_head(text, context, "cmpl-", model.name)
         posted = Posted(request, principal, body, size, began_s)
         parts, echo = await text.workers.run(
-            principal.tenant, size + grammar_size(body), _parts, text, context, posted, model, head.id, wanted
+            principal.tenant,
+            size + grammar_size(body) + bad_words_size(body),
+            _parts,
+            text,
+            context,
+            posted,
+            model,
+            head.id,
+            wanted,
         )
         shown = body.n or 1
         prompts = [part.request.prompt_token_ids for part in parts for _ in range(shown)]
@@ -94,11 +103,15 @@ def _parts(
     """A part for every prompt, and the prompts where the answer begins with them."""
     body = posted.body
     grammar = requested_grammar(text.settings, body)
+    params: SamplingParams | None = None
     prompts: list[Prompt] = []
     work: list[PromptWork] = []
     for item in completion_prompts(text, body):
         prompt, max_tokens = fit(text, item, body, wanted, COMPLETION_FIELDS)
-        params = prompt_sampling(text, body, max_tokens, body.logprobs, grammar)
+        if params is None:
+            params = prompt_sampling(text, body, max_tokens, body.logprobs, grammar)
+        else:
+            params = with_max_tokens(text, body, params, max_tokens)
         prompts.append(prompt)
         work.append(PromptWork(prompt.token_ids, params, text_choices(text, body, prompt, params)))
     echo = [echoed_prompt(text, prompt, body) for prompt in prompts] if body.echo else []

@@ -7,9 +7,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from starlette.requests import Request
 
 from tandem.cluster.gateway.http.auth import Principal
-from tandem.cluster.gateway.http.body import parse_object, read_body
+from tandem.cluster.gateway.http.body import read_body
 from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.services.text_services import TextServices
+from tandem.cluster.gateway.serving.json_body import parse_object
 
 Body = TypeVar("Body")
 Fields = TypeVar("Fields", bound="QueueFields", covariant=True)

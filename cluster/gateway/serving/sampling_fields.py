@@ -5,6 +5,8 @@ model's own log probabilities, so fields that change those, or sample, are refus
 import math
 from typing import Any, TypeVar
 
+import msgspec
+
 from tandem.cluster.gateway.schemas.generation_body import CommonBody, CompletionBody
 from tandem.cluster.gateway.schemas.reading import invalid, unsupported
 from tandem.cluster.gateway.services.text_services import TextServices
@@ -48,9 +50,7 @@ def sampling_params(
     """Resolved parameters of one prompt, its bad words tokenized. RequestRefused when a token id or min_tokens is out
     of range."""
     defaults = text.tokenizer.defaults
-    min_tokens = min(defaults.min_new_tokens, max_tokens) if body.min_tokens is None else body.min_tokens
-    if min_tokens > max_tokens:
-        raise invalid("min_tokens", f"min_tokens {min_tokens} exceeds max_tokens {max_tokens}.")
+    min_tokens = _min_tokens(text, body, max_tokens)
     temperature = _chosen(body.temperature, defaults.temperature)
     stop_ids = list(body.stop_token_ids or ())
     check_token_ids(stop_ids, text.vocab_size, "stop_token_ids")
@@ -64,7 +64,7 @@ def sampling_params(
         top_k=max(0, body.top_k if body.top_k is not None else defaults.top_k),
         top_p=_chosen(body.top_p, defaults.top_p),
         min_p=_chosen(body.min_p, defaults.min_p),
-        seed=body.seed if body.seed is not None else text.random_seed(),
+        seed=_seed(text, body),
         min_tokens=min_tokens,
         ignore_eos=ignore_eos,
         stop=stop_strings(body, defaults.stop_strings),
@@ -79,6 +79,25 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
     )
+
+
+def with_max_tokens(text: TextServices, body: CommonBody, params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """The parameters of another prompt of the same body. What is dear to make, such as bad words, they share."""
+    return msgspec.structs.replace(
+        params, max_tokens=max_tokens, min_tokens=_min_tokens(text, body, max_tokens), seed=_seed(text, body)
+    )
+
+
+def _min_tokens(text: TextServices, body: CommonBody, max_tokens: int) -> int:
+    if body.min_tokens is None:
+        return min(text.tokenizer.defaults.min_new_tokens, max_tokens)
+    if body.min_tokens > max_tokens:
+        raise invalid("min_tokens", f"min_tokens {body.min_tokens} exceeds max_tokens {max_tokens}.")
+    return body.min_tokens
+
+
+def _seed(text: TextServices, body: CommonBody) -> int:
+    return text.random_seed() if body.seed is None else body.seed
 
 
 def bad_words_size(body: CommonBody) -> int:

@@ -1,25 +1,23 @@
-"""Text work off the loop: the order of the queue, deadlines, and how long any request may hold the event loop."""
+"""Text work off the loop: the order of the queue, deadlines, and the budget of a request."""
 
 import asyncio
 import gc
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
 
 from tandem.cluster.gateway.http.text_workers import INLINE_BYTES, LARGE_BYTES, MOST_IDLE, TextWorkers
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
-from tests.unit.gateway.rig import CHAT, COMPLETE, CONTEXT, USER, error_of, gateway, make_tokenizer
+from tests.unit.gateway.rig import CHAT, COMPLETE, CONTEXT, error_of, gateway, make_tokenizer
 
 SMALL, LARGE = INLINE_BYTES, LARGE_BYTES
-SLICE_S = 0.05
-"""CPU time of its thread that the event loop may spend on one thing."""
+WORDS = "The quick brown fox jumps over the lazy dog. "
 
 
 class Bench:
@@ -198,74 +196,6 @@ def _refuse() -> None:
     raise RequestRefused("no", code="invalid_value")
 
 
-# ---- how long a request holds the loop ----
-
-
-@pytest.fixture
-def slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[float, str]]]:
-    """CPU seconds of the loop's thread in each callback of the event loop, from now on. Without those of the garbage
-    collector, which goes through all that earlier tests have left."""
-    found: list[tuple[float, str]] = []
-    run = asyncio.events.Handle._run  # type: ignore[attr-defined]
-
-    def timed(handle: Any) -> None:
-        began_s = time.thread_time()
-        run(handle)
-        found.append((time.thread_time() - began_s, repr(handle)))
-
-    monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
-    gc.disable()
-    yield found
-    gc.enable()
-
-
-WORDS = "The quick brown fox jumps over the lazy dog. "
-PARTS = [{"type": "text", "text": "x"}] * 50_000
-WHOLE = GatewaySettings(max_text_bytes=8 * 2**20)
-
-
-def many_prompts() -> dict[str, Any]:
-    return {"prompt": [f"{number} {WORDS * 11}"[:500] for number in range(2048)], "max_tokens": 1}
-
-
-def tool_arguments() -> dict[str, Any]:
-    arguments = '{"x": "' + WORDS * 2000 + '"}'
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-    return {"messages": [*USER, *([turn] * 20)], "max_tokens": 1}
-
-
-HEAVY: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "a text of 300 kB": ("/tokenize", lambda: {"prompt": WORDS * 7_000}),
-    "a text of 1 MB": ("/tokenize", lambda: {"prompt": WORDS * 22_000}),
-    "pieces of a text": ("/tokenize", lambda: {"prompt": WORDS * 2_000, "return_token_strs": True}),
-    "many small messages": ("/tokenize", lambda: {"messages": [{"role": "user", "content": WORDS}] * 2048}),
-    "many parts": ("/tokenize", lambda: {"messages": [{"role": "user", "content": PARTS}]}),
-    "ids to decode": ("/detokenize", lambda: {"tokens": [65] * 500_000}),
-    "a prompt that is too long": (COMPLETE, lambda: {"prompt": WORDS * 100_000}),
-    "a prompt of ids": (COMPLETE, lambda: {"prompt": [65] * 700_000, "max_tokens": 1}),
-    "2048 prompts": (COMPLETE, many_prompts),
-    "2048 prompts that are echoed": (COMPLETE, lambda: {**many_prompts(), "echo": True}),
-    "arguments of tool calls": (CHAT, tool_arguments),
-    "a long conversation": (CHAT, lambda: {"messages": USER * 2048, "max_tokens": 1}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HEAVY)
-async def test_no_request_holds_the_loop(name: str, slices: list[tuple[float, str]]) -> None:
-    path, body = HEAVY[name]
-    async with gateway(settings=WHOLE) as rig:
-        content = json_bytes(body())
-        await asyncio.sleep(0)  # the slice of what the test has done so far ends
-        slices.clear()
-        answer = await rig.client.post(path, content=content, headers={"content-type": "application/json"})
-        worst = max(slices)
-        assert answer.status_code in (200, 400), answer.text[:200]
-        assert worst[0] < SLICE_S, worst
-        if answer.status_code == 400:
-            error_of(answer)
-
-
 def test_other_threads_run_while_a_text_is_tokenized() -> None:
     """The tokenizer lets go of the interpreter's lock. Else the loop would stand for as long as it computes, and this
     thread would wake up when it is over. On a busy machine a thread may sleep as long, but not five times."""
@@ -288,31 +218,6 @@ def test_other_threads_run_while_a_text_is_tokenized() -> None:
         return woke_s - times_s[0] < (times_s[1] - times_s[0]) / 4
 
     assert any(woke_early() for _ in range(5))
-
-
-def json_bytes(value: Any) -> bytes:
-    return msgspec.json.encode(value)
-
-
-async def test_metrics_are_rendered_off_the_loop_and_once_for_all_who_ask(slices: list[tuple[float, str]]) -> None:
-    async with gateway() as rig:
-        for number in range(3000):
-            rig.context.metrics.tenant_rejected(f"tenant-{number}", "tokens")
-        rendered, plain = [], rig.context.dispatch.metrics
-
-        async def counted(**options: Any) -> str:
-            rendered.append(options)
-            return await plain(**options)
-
-        rig.context.dispatch.metrics = counted  # type: ignore[method-assign]
-        await asyncio.sleep(0)  # the slice of what the test has done so far ends
-        slices.clear()
-        answers = await asyncio.gather(*(rig.client.get("/metrics") for _ in range(8)))
-        worst = max(slices)
-        assert len({answer.text for answer in answers}) == 1 and "tenant-2999" in answers[0].text
-        assert len(rendered) == 1 and worst[0] < SLICE_S, worst
-        await rig.client.get("/metrics")
-        assert len(rendered) == 2, "the next one is new"
 
 
 # ---- the budget of a request ----
