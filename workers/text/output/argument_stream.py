@@ -32,7 +32,7 @@ class ArgumentScanner(PythonScanner):
     def __init__(self, *, inside_object: bool = False) -> None:
         super().__init__(inside_object=inside_object)
         self._ready: list[str] | None = None
-        """What was read before it, while `_out` is held back."""
+        """Text from before it, while `_out` is held back."""
 
     def close(self) -> str:
         """Returns JSON text that ends a value that was not read whole."""
