@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from tandem.workers.text.grammars import reason_of
+from tandem.workers.text.grammars import NO_TOKEN, reason_of
 
 Tokens = npt.NDArray[np.int32]
 FIRST_ROOM = 64
@@ -52,7 +52,12 @@ class RowGrammar:
 
     def error(self) -> str | None:
         """The reason why the grammar has failed, as by its limits; None if it has not."""
-        return (reason_of(self.matcher.get_error()) or "no reason is known") if self.matcher.is_error() else None
+        if not self.matcher.is_error():
+            return None
+        error = self.matcher.get_error()
+        if error.startswith(NO_TOKEN):
+            return "no token of the model's vocabulary can follow the text so far"
+        return reason_of(error) or "no reason is known"
 
     def _num_common(self, output: Tokens) -> int:
         """The number of tokens taken that are the output's first ones."""

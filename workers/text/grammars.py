@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer, StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from tandem.workers.messages.structured_outputs import StructuredOutputsParams
-from tandem.workers.text.json_schemas import asserting, fault
+from tandem.workers.text.output.json_schemas import asserting, fault
 
 ONE_OF: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """The fields of StructuredOutputsParams of which exactly one is given."""
@@ -63,8 +63,19 @@ def checked_grammar(params: StructuredOutputsParams) -> str:
         check(grammar)
     except GrammarError as error:
         kind = kind_of(params)
-        raise GrammarError(schema_fault(params.json) if kind == "json" else str(error), kind) from error
+        raise GrammarError(_fault_of(params, kind) or str(error), kind) from error
     return grammar
+
+
+def _fault_of(params: StructuredOutputsParams, kind: str) -> str:
+    """Returns why a schema that is asked for cannot be compiled, and where; "" if no schema is at fault."""
+    if kind == "json":
+        return schema_fault(params.json)
+    if kind == "structural_tag":
+        for place, structure in enumerate(_parsed(params.structural_tag)["structures"]):
+            if found := schema_fault(structure.get("schema", {})):
+                return f"structures[{place}].schema: {found}"
+    return ""
 
 
 def kind_of(params: StructuredOutputsParams) -> str:

@@ -170,3 +170,14 @@ async def test_grammars_are_made_off_the_event_loop(monkeypatch: pytest.MonkeyPa
     async with gateway(settings=SETTINGS, template=TEMPLATE, text={**FORMATS}) as rig:
         assert (await rig.chat(**fields)).status_code == 200
         assert len(threads) == 1 and threads[0] is not threading.current_thread()
+
+
+async def test_a_form_that_the_rank_refuses_is_named(rig: Rig) -> None:
+    reason = "The grammar cannot be used: no token of the model's vocabulary can begin it: its texts begin with 'x'."
+    rig.backend.refuse = RequestRefused(reason, code="invalid_grammar")
+    forced = {"tools": TOOLS, "tool_choice": "required"}
+    for field, fields in (("structured_outputs", {"structured_outputs": {"regex": "x+"}}), ("tool_choice", forced)):
+        answer = await rig.chat(**fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_grammar", field)
+        assert error["message"] == f"{field}: {reason}"

@@ -15,8 +15,8 @@ from pydantic import UUID4, BaseModel, Field, Json, SecretStr, TypeAdapter
 from tandem.workers.messages.structured_outputs import StructuredOutputsParams
 from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.grammars import GrammarError, checked_grammar, json_schema, schema_fault
-from tandem.workers.text.json_schemas import asserting
 from tandem.workers.text.output.formats import Tool
+from tandem.workers.text.output.json_schemas import asserting
 
 TOKENIZER = LLTokenizer("byte")
 
@@ -115,6 +115,25 @@ def test_what_is_not_enforced_is_refused_by_name_and_place(schema: dict[str, Any
         checked_grammar(StructuredOutputsParams(json=schema))
     assert str(refusal.value).startswith(reason) and "|" not in str(refusal.value)
     assert refusal.value.field == "json"
+
+
+def test_faults_of_other_forms_show_no_grammar_either() -> None:
+    structures = [
+        {"begin": "<f>", "schema": {}, "end": ""},
+        {"begin": "<f>", "schema": {"items": {"not": {}}}, "end": ""},
+    ]
+    tag = {"type": "structural_tag", "structures": structures, "triggers": ["<f"]}
+    with pytest.raises(GrammarError) as refusal:
+        checked_grammar(StructuredOutputsParams(structural_tag=tag))
+    assert str(refusal.value) == 'structures[1].schema: at items: Unimplemented keys: ["not"]'
+    with pytest.raises(GrammarError, match="regex") as refusal:
+        checked_grammar(StructuredOutputsParams(json={"title": "fine"}, whitespace_pattern="("))
+    assert "title" not in str(refusal.value)
+    with pytest.raises(GrammarError, match=r"^at 13\(\d+\): ") as refusal:
+        checked_grammar(
+            StructuredOutputsParams(grammar="start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(12)))
+        )
+    assert "|" not in str(refusal.value)
 
 
 def test_what_is_no_schema_is_left_as_it_is() -> None:

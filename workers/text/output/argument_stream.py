@@ -16,7 +16,9 @@ _LONGEST_BARE = 400
 _LONGEST_NAME = 512
 _NO_JSON = dict.fromkeys(("NaN", "Infinity", "+Infinity", "-Infinity", "undefined"), "null")
 """Words that JSON has no spelling for; null, as JSON.stringify() and pydantic write them."""
-_BEHIND_STRING = frozenset(",]})<[`")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_BEFORE_KEY = re.compile(r"[ \t\r\n]*(,[ \t\r\n]*)?")
+_BEFORE_COMMA = ",]})<[`"
 """Characters that stand behind a string that is a value, if not white space: of JSON, Python, or of a mark."""
 
 
@@ -31,8 +33,9 @@ class ArgumentScanner(PythonScanner):
 
     def __init__(self, *, inside_object: bool = False) -> None:
         super().__init__(inside_object=inside_object)
+        self._has_bare_keys = False
         self._ready: list[str] | None = None
-        """What was read before it, while `_out` is held back."""
+        """Text from before it, while `_out` is held back."""
 
     def close(self) -> str:
         """Returns JSON text that ends a value that was not read whole."""
@@ -141,7 +144,7 @@ class ArgumentScanner(PythonScanner):
         self._hold()
         if text[at] in self.quotes:
             return self._open_string(text[at], at, is_key=True)
-        self._left, self._state = "", "bare_key"
+        self._left, self._state, self._has_bare_keys = "", "bare_key", True
         return at
 
     def _in_bare_key(self, text: str, at: int) -> int:
@@ -159,16 +162,22 @@ class ArgumentScanner(PythonScanner):
         return at + 1
 
     def _in_behind_string(self, text: str, at: int) -> int:
-        """Reads on behind a quote that ends a string, unless more of the string follows."""
-        end = at
-        while end < len(text) and text[end] in " \t\r\n":
-            end += 1
+        """Reads on behind a quote that ends a string, unless more of the string follows. In an object a comma stands
+        before a key."""
+        before_key = bool(self._stack) and self._stack[-1] not in self.lists and not self._has_bare_keys
+        pattern = _BEFORE_KEY if before_key and "," not in self._left else _SPACE
+        found = pattern.match(text, at)
+        end = found.end() if found is not None else at
         self._left += text[at:end]
         if end == len(text):
             return end
-        if text[end] in _BEHIND_STRING:
-            self._out.append('"' + self._left)
+        space, comma, more = self._left.partition(",")
+        if text[end] in (_BEFORE_COMMA if not comma else f"{self.quotes}}}"):
+            self._out.append('"' + space)
             self._value_ended()
+            if comma:
+                self._hold()
+                self._pass("," + more, "more_keys")
         else:
             self._say(self._quote + self._left)
             self._state = "string"

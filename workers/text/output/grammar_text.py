@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tandem.workers.text.json_schemas import asserting
 from tandem.workers.text.output.formats import Tool
+from tandem.workers.text.output.json_schemas import asserting
 
 SpecialTokens = Mapping[str, int]
 """The tokenizer's special tokens, text to id: only with these are marks single tokens that no text can spell."""

@@ -156,6 +156,13 @@ def after_call(source: TextSource, read: Read, end: str, marks: Marks) -> Steps[
         yield from one_of(source, (end,))
 
 
+def behind_call(source: TextSource, writer: AnswerWriter) -> Steps[None]:
+    """Reads what may stand behind a whole call: closing brackets too many are dropped."""
+    source.keep()
+    yield from run_of(source, _STRAY)
+    yield from writer.content(re.sub("[})]", "", source.release()))
+
+
 def _unknown_call(source: TextSource, writer: AnswerWriter) -> Steps[Read]:
     whole = yield from goes_on_with(source, "{")
     yield from writer.content(source.release())

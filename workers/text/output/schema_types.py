@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tandem.workers.text.json_schemas import asserting, target
 from tandem.workers.text.output.formats import SchemaNotExpressible, Tool
+from tandem.workers.text.output.json_schemas import asserting, target
 
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _DEFINITIONS = ("$defs", "definitions")

@@ -94,7 +94,7 @@ def _name(source: TextSource) -> Steps[str | None]:
     if name == "function" and not (yield from goes_on_with(source, "{")):
         name = yield from run_of(source, _NAME, limit=256)
         yield from spaces(source)
-        if (yield from one_of(source, ("```json",))) is None:
+        if (yield from one_of(source, ("```json",))) is None and not (yield from goes_on_with(source, "{")):
             return None
         yield from spaces(source)
     return name

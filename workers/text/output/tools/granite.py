@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, Read, answer_parser, json_calls
+from tandem.workers.text.output.json_calls import AnswerWriter, Read, answer_parser, json_call, json_calls
 from tandem.workers.text.output.json_stream import nowhere
 from tandem.workers.text.output.stepping import (
     Marks,
@@ -59,5 +59,8 @@ def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
 
 
 def _list(source: TextSource, writer: AnswerWriter) -> Steps[None]:
-    if (yield from json_calls(source, writer)) is Read.CLOSED:
+    yield from spaces(source)
+    one = yield from goes_on_with(source, "{")
+    read = yield from (json_call(source, writer) if one else json_calls(source, writer))
+    if read is Read.CLOSED:
         yield from text_until(source, _MARKS, nowhere)

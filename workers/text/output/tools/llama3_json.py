@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, CallKeys, Read, answer_parser, json_call
+from tandem.workers.text.output.json_calls import AnswerWriter, CallKeys, Read, answer_parser, behind_call, json_call
 from tandem.workers.text.output.json_stream import nowhere
 from tandem.workers.text.output.stepping import (
     Marks,
@@ -60,6 +60,8 @@ def _calls(source: TextSource, writer: AnswerWriter) -> Steps[None]:
         read = yield from json_call(source, writer, _KEYS)
         if read is Read.BROKEN:
             return
+        if read is Read.CALL:
+            yield from behind_call(source, writer)
         source.keep()
         yield from spaces(source)
         if (yield from one_of(source, (";",))) is not None:

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, Read, answer_parser, json_calls, named_call
+from tandem.workers.text.output.json_calls import (
+    AnswerWriter,
+    Read,
+    answer_parser,
+    behind_call,
+    json_call,
+    json_calls,
+    named_call,
+)
 from tandem.workers.text.output.json_stream import nowhere
 from tandem.workers.text.output.stepping import (
     Marks,
@@ -58,10 +66,14 @@ def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
         yield from spaces(source)
         if (yield from goes_on_with(source, "[")):
             read = yield from json_calls(source, writer)
+        elif (yield from goes_on_with(source, "{")):
+            read = yield from json_call(source, writer)
         else:
             read = yield from _named(source, writer)
         if read is Read.CLOSED:
             yield from text_until(source, _MARKS, nowhere)
+        elif read is Read.CALL:
+            yield from behind_call(source, writer)
     yield from writer.finish()
 
 

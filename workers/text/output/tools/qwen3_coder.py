@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tandem.workers.text.json_schemas import asserting
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.argument_stream import mended
 from tandem.workers.text.output.events import OutputEvent, OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter
+from tandem.workers.text.output.json_schemas import asserting
 from tandem.workers.text.output.json_stream import nowhere, scanned
 from tandem.workers.text.output.python_stream import PythonScanner, to_json
 from tandem.workers.text.output.schema_types import (
