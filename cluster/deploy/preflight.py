@@ -115,9 +115,9 @@ def check_memory(settings: ServiceSettings) -> None:
         )
     asked = (settings.engine.cache.kv_cache_memory_bytes or 0) * ranks * groups
     if weights * groups + asked > free:
+        on = "1 rank" if ranks * groups == 1 else f"{ranks * groups} ranks"
         raise SettingsError(
-            f"{_gib(asked)} of KV on {ranks * groups} ranks and {_gib(weights * groups)} of weights "
-            f"do not fit the free {_gib(free)}",
+            f"{_gib(asked)} of KV on {on} and {_gib(weights * groups)} of weights do not fit the free {_gib(free)}",
             "--kv-cache-memory-bytes",
         )
     _check_copies(settings, spec, dtype, free - weights * groups - asked)

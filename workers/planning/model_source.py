@@ -133,7 +133,8 @@ def _template(given: str | None, text_folder: Path) -> str | None:
 
 
 def _check_remote_code(folder: Path, model: ModelSettings) -> None:
-    if not model.trust_remote_code and any(folder.glob("*.py")):
+    is_model = (folder / "config.json").is_file()  # a folder that is none is told so first
+    if is_model and not model.trust_remote_code and any(folder.glob("*.py")):
         raise SettingsError(
             f"{folder} ships Python files; Tandem never runs them, and serves the model with its own code "
             "only when --trust-remote-code is given",

@@ -348,26 +348,32 @@ class ArchSpec:
         if expert_parallel and not self.has_experts:
             flag = "--enable-expert-parallel"
             raise SettingsError(f"{flag}: {self.architecture} has no experts", flag)
-        for layer in dict.fromkeys(self.layers):
-            _check_layer(layer, tp_size, expert_parallel)
+        if (problem := self._problem(tp_size, expert_parallel)) is not None:
+            heads = max(layer.attention.num_heads for layer in self.layers)
+            fitting = [size for size in range(1, heads + 1) if self._problem(size, expert_parallel) is None]
+            flag = "--tensor-parallel-size"
+            raise SettingsError(f"{flag} {tp_size} {problem}; possible: {', '.join(map(str, fitting))}", flag)
         if not 1 <= pp_size <= self.num_layers:
             flag = "--pipeline-parallel-size"
             raise SettingsError(f"{flag} {pp_size} is outside 1..{self.num_layers}, the model's layers", flag)
 
+    def _problem(self, tp_size: int, expert_parallel: bool) -> str | None:
+        """Returns why so many ranks cannot share its layers."""
+        problems = (_layer_problem(layer, tp_size, expert_parallel) for layer in dict.fromkeys(self.layers))
+        return next((problem for problem in problems if problem is not None), None)
 
-def _check_layer(layer: LayerSpec, tp_size: int, expert_parallel: bool) -> None:
-    flag = "--tensor-parallel-size"
+
+def _layer_problem(layer: LayerSpec, tp_size: int, expert_parallel: bool) -> str | None:
     heads, kv_heads, width = layer.attention.num_heads, layer.attention.num_kv_heads, layer.mlp.width
     if heads % tp_size:
-        raise SettingsError(f"{flag} {tp_size} does not divide the model's {heads} attention heads", flag)
+        return f"does not divide the model's {heads} attention heads"
     if kv_heads % tp_size and tp_size % kv_heads:
-        raise SettingsError(
-            f"{flag} {tp_size} neither divides nor is a multiple of the model's {kv_heads} KV heads", flag
-        )
+        return f"neither divides nor is a multiple of the model's {kv_heads} KV heads"
     if isinstance(layer.mlp, Moe) and expert_parallel:
         if layer.mlp.num_experts % tp_size:
-            raise SettingsError(f"{flag} {tp_size} does not divide the model's {layer.mlp.num_experts} experts", flag)
+            return f"does not divide the model's {layer.mlp.num_experts} experts"
     elif width % tp_size:
-        raise SettingsError(f"{flag} {tp_size} does not divide the model's MLP width {width}", flag)
+        return f"does not divide the model's MLP width {width}"
     if isinstance(layer.mlp, Moe) and layer.mlp.shared is not None and layer.mlp.shared % tp_size:
-        raise SettingsError(f"{flag} {tp_size} does not divide the shared expert's width {layer.mlp.shared}", flag)
+        return f"does not divide the shared expert's width {layer.mlp.shared}"
+    return None

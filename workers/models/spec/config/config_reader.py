@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
+from tandem.parallel.stored.headers import has_other_weights, no_weights
 from tandem.workers.models.spec.arch import (
     ArchSpec,
     AttentionParams,
@@ -27,6 +28,7 @@ from tandem.workers.models.spec.arch import (
 from tandem.workers.models.spec.config.config_values import ConfigValues, entries, whole, wrong_weights
 from tandem.workers.models.spec.config.layer_patterns import layer_windows, rotary_layers
 from tandem.workers.models.spec.config.mlp_config import layer_mlps
+from tandem.workers.models.spec.config.other_kinds import other_kind
 from tandem.workers.models.spec.config.rope_config import (
     SPELLINGS,
     LongRope,
@@ -40,7 +42,7 @@ from tandem.workers.models.spec.config.rope_config import (
 )
 from tandem.workers.models.spec.config.stored_head import with_stored_head
 from tandem.workers.models.spec.family import Family, PositionKind
-from tandem.workers.models.spec.family_rows.families import family_of
+from tandem.workers.models.spec.family_rows.families import family_of, short_names
 
 OVERRIDES = "--hf-overrides"
 READ_BESIDE = ("architectures", "dtype", "torch_dtype", "matryoshka_dimensions", "is_matryoshka")
@@ -59,6 +61,8 @@ def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) ->
     file = Path(folder) / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise _no_config(file.parent) from error
     except OSError as error:
         raise SettingsError(f"cannot read {file}: {error.strerror}", "MODEL") from error
     except (ValueError, RecursionError) as error:
@@ -71,6 +75,14 @@ def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) ->
                 raise wrong_weights(f"{file.parent / name}: a checkpoint quantized by {scheme}")
     spec = spec_from_config(config, overrides)
     return with_stored_head(spec, file.parent, family_of(spec.architecture).names)
+
+
+def _no_config(folder: Path) -> SettingsError:
+    """Returns the error for a folder that holds no config.json, which names what it holds instead."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if has_other_weights(names) and not any(name.endswith(".safetensors") for name in names):
+        return no_weights(str(folder), names)
+    return SettingsError(f"{folder} holds no config.json: it is no folder of a model in transformers' format", "MODEL")
 
 
 def spec_from_config(published: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ArchSpec:
@@ -125,7 +137,7 @@ class _Positions(NamedTuple):
 
 def _spec(published: Mapping[str, Any], overrides: Mapping[str, Any]) -> ArchSpec:
     config = {**published, **overrides}
-    family = family_of(_architecture(config))
+    family = _family(config)
     reader = ConfigValues(config, family, frozenset(overrides))
     reader.check_neutral()
     num_layers, hidden_size, context = map(reader.positive, ("num_layers", "hidden_size", "context"))
@@ -137,13 +149,24 @@ def _spec(published: Mapping[str, Any], overrides: Mapping[str, Any]) -> ArchSpe
     return found
 
 
+def _family(config: Mapping[str, Any]) -> Family:
+    """Returns the row of config.json's architecture. UnsupportedModelError, which says what another model is."""
+    architecture = _architecture(config)
+    try:
+        return family_of(architecture)
+    except UnsupportedModelError as error:
+        if (kind := other_kind(str(architecture), config)) is None:
+            raise
+        raise UnsupportedModelError(f"{architecture} {kind}", "MODEL") from error
+
+
 def _architecture(config: Mapping[str, Any]) -> str:
     """Returns the one name in config.json's architectures."""
     architectures = config.get("architectures") or []
     if architectures == []:
         raise UnsupportedModelError(
             "config.json has no architectures: a list with the name of the model's class, such as "
-            '["LlamaForCausalLM"]; docs/models.md has them',
+            f'["LlamaForCausalLM"]; supported are {short_names()}',
             "MODEL",
         )
     if not isinstance(architectures, list) or len(architectures) != 1:

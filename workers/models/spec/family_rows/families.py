@@ -31,8 +31,13 @@ def family_of(architecture: str) -> Family:
             return family
     nearest = f"the nearest that is: {name}; " if (name := _nearest(architecture)) else ""
     raise UnsupportedModelError(
-        f"architecture {architecture!r} is not supported; {nearest}docs/models.md has all {len(FAMILIES)}", "MODEL"
+        f"architecture {architecture!r} is not supported; {nearest}supported are {short_names()}", "MODEL"
     )
+
+
+def short_names() -> str:
+    """Returns the names of all families, for errors: those of classes without the task that they end with."""
+    return ", ".join(TASK.sub("", name) for name in supported_architectures())
 
 
 def _nearest(architecture: Any) -> str | None:
