@@ -44,6 +44,8 @@ def run_batch(
     from tandem.cluster.deploy.resolved_settings import resolve_settings
 
     settings = resolve_settings(merge_config(None, model, flags))
+    for line in settings.without_effect:
+        say(line)
     try:
         failed = asyncio.run(_run(settings, input_file, output_file))
     except KeyboardInterrupt:

@@ -47,8 +47,6 @@ def status(
         now = with_redis(run.redis_url, partial(_read, run), timeout_s=1.0, retries=1)
         also = f"{', stopping' if run.stopping else ''}{', Redis is unavailable' if now.redis_unavailable else ''}"
         typer.echo(f"{run.model} on {run.url} (pid {run.pid}){also}")
-        if run.logs is not None:
-            typer.echo(f"  logs in {run.logs}")
         for gateway in now.gateways:
             typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}")
         for record in now.groups:
@@ -66,6 +64,8 @@ def status(
         if now.running:
             shown = (name if count is None else f"{name} running {count}" for name, count in now.running.items())
             typer.echo(f"  tenants {len(now.running)}: {', '.join(shown)}")
+        if run.logs is not None:
+            typer.echo(f"  logs in {run.logs}")
 
 
 def _disk_disabled(report: "GroupReport") -> str | None:
