@@ -1,18 +1,19 @@
 """How long one client's text keeps the stream of another one waiting, in a gateway of its own process. Printed, for a
-busy machine says more of itself than of the gateway; what one piece of work may hold is in test_text_workers.py."""
+busy machine says more of itself than of the gateway; what one piece of work may hold is in test_loop_law.py."""
 
 import json
 import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from tests.support.plain_http import plain_http
 from tests.support.service import wait_for
 from tests.unit.gateway.listener import USER_HEADERS, gateway_process
 from tests.unit.gateway.rig import CHAT, USER
-from tests.unit.gateway.test_text_workers import HEAVY, json_bytes
+from tests.unit.gateway.test_loop_law import COSTLY, JSON
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 STEP_S = 0.01
@@ -68,10 +69,10 @@ class Streams:
         self.whole += 1
 
 
-@pytest.mark.parametrize("name", HEAVY)
+@pytest.mark.parametrize("name", COSTLY)
 def test_a_stream_goes_on_beside_the_text_of_others(url: str, name: str) -> None:
-    path, make = HEAVY[name]
-    body, headers = json_bytes(make()), {**USER_HEADERS, "content-type": "application/json"}
+    path, make, _ = COSTLY[name]
+    body, headers = msgspec.json.encode(make()), {**USER_HEADERS, **JSON}
     with Streams(url) as streams:
         wait_for(lambda: streams.whole >= 1 or streams.errors, DEADLINE_S, "one has been read alone")
         alone_s, streams.longest_s = streams.longest_s, 0.0
