@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -51,21 +52,25 @@ class AdapterSet:
         shapes = shapes_of(spec)
         return 2 * self.rank * spec.num_layers * sum(sum(shapes[module]) for module in self.modules)
 
+    def folder(self, index: int) -> Path:
+        """The folder of one adapter, whether or not it has been made."""
+        kind = "all" if tuple(self.modules) == ALL_LINEARS else "-".join(self.modules)
+        return OUT / f"{Path(self.model).name}-r{self.rank}-{kind}" / f"a{index}"
+
     def folders(self, count: int) -> list[Path]:
         """`count` folders, each made if it is missing."""
-        kind = "all" if tuple(self.modules) == ALL_LINEARS else "-".join(self.modules)
-        parent = OUT / f"{Path(self.model).name}-r{self.rank}-{kind}"
-        folders = [parent / f"a{index}" for index in range(count)]
+        folders = [self.folder(index) for index in range(count)]
         missing = [index for index, folder in enumerate(folders) if not (folder / "adapter_config.json").exists()]
         for index in tqdm(missing, desc="making adapters", unit="adapter", leave=False):
             _write(folders[index], self.spec, self.rank, self.modules, seed=index)
         return folders
 
     def references(self, count: int) -> list[AdapterRef]:
-        return [
-            AdapterRef(name=folder.name, digest=adapter_digest(folder), source=str(folder))
-            for folder in self.folders(count)
-        ]
+        return [reference_of(folder) for folder in self.folders(count)]
+
+    def drawn(self, count: int) -> "DrawnAdapters":
+        """As many adapters, of which those are made that are drawn."""
+        return DrawnAdapters(self, count)
 
     def settings(self, room: int, *, known: int | None = None) -> LoraSettings:
         """Settings of a device with room for `room` adapters, and a host for `known`; the last page of each adapter is
@@ -77,6 +82,33 @@ class AdapterSet:
             max_cpu_loras=known or room,
             memory_bytes=int(room * self.nbytes * 1.1) + 2**20,
         )
+
+
+class DrawnAdapters(Sequence[AdapterRef]):
+    """References to `count` adapters, each of which is made when it is first asked for."""
+
+    def __init__(self, adapters: AdapterSet, count: int) -> None:
+        self._adapters = adapters
+        self._count = count
+        self._made: dict[int, AdapterRef] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(self._count)[index]]
+        if index not in self._made:
+            folder = self._adapters.folder(index)
+            if not (folder / "adapter_config.json").exists():
+                _write(folder, self._adapters.spec, self._adapters.rank, self._adapters.modules, seed=index)
+            self._made[index] = reference_of(folder)
+        return self._made[index]
+
+
+def reference_of(folder: Path) -> AdapterRef:
+    """The reference that requests carry to the adapter in a folder."""
+    return AdapterRef(name=folder.name, digest=adapter_digest(folder), source=str(folder))
 
 
 def shapes_of(spec: ArchSpec) -> dict[str, tuple[int, int]]:

@@ -1,6 +1,6 @@
-"""What the interpreter itself takes from a gateway's event loop: the turns of its threads, and collections of garbage.
+"""Keeps the interpreter free for a gateway's event loop: the turns of its threads, and collections of garbage.
 
-Of the process, so only the gateway deployment calls it, once it is built (gateway_replica.py).
+It changes the process, so only the gateway deployment calls it, once that is built (gateway_replica.py).
 """
 
 import asyncio

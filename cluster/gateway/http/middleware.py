@@ -23,7 +23,7 @@ MAX_HEADER_BYTES = 32 * 1024
 MAX_ID_CHARS = 128
 SMALL_BYTES = 64 * 1024
 PIECE_BYTES = 256 * 1024
-"""Of an answer that are given to the connection at once: it copies what the client does not take."""
+"""Bytes of an answer that are given to the connection at once: it copies what the client does not take."""
 CLOSE = ((b"connection", b"close"),)
 _UNSAFE = re.compile(rb"[^\w.:/+=@-]", re.ASCII)
 

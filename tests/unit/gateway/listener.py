@@ -19,6 +19,7 @@ import psutil
 
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
+from tandem.cluster.gateway.app.interpreter import give_way_soon
 from tandem.cluster.gateway.http.auth import StaticKeys, TenantKeys
 from tandem.cluster.gateway.http.http_server import HttpLimits, make_server
 from tandem.cluster.gateway.responses.response_store import ResponseStore
@@ -156,6 +157,7 @@ def gateway_process(adapter_root: Path, step_s: float = 0.0) -> Iterator[tuple[s
 
 
 def main() -> None:
+    give_way_soon()
     backend = FakeBackend(eos_token_ids=frozenset({EOS}), step_s=float(sys.argv[2]) or None)
     with listening(lambda: full_gateway(Path(sys.argv[1]), backend=backend)) as listener:
         print(listener.url, flush=True)

@@ -13,7 +13,7 @@ from tests.support.plain_http import plain_http
 from tests.support.service import wait_for
 from tests.unit.gateway.listener import USER_HEADERS, gateway_process
 from tests.unit.gateway.rig import CHAT, USER
-from tests.unit.gateway.test_loop_law import COSTLY
+from tests.unit.gateway.test_loop_law import COSTLY, JSON
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 STEP_S = 0.01
@@ -71,13 +71,13 @@ class Streams:
 
 @pytest.mark.parametrize("name", COSTLY)
 def test_a_stream_goes_on_beside_the_text_of_others(url: str, name: str) -> None:
-    sent = COSTLY[name]
-    body, headers = msgspec.json.encode(sent.body()), {**USER_HEADERS, "content-type": "application/json"}
+    path, make, _ = COSTLY[name]
+    body, headers = msgspec.json.encode(make()), {**USER_HEADERS, **JSON}
     with Streams(url) as streams:
         wait_for(lambda: streams.whole >= 1 or streams.errors, DEADLINE_S, "one has been read alone")
         alone_s, streams.longest_s = streams.longest_s, 0.0
         for _ in range(3):
-            answer = plain_http.post(url + sent.path, content=body, headers=headers, timeout=DEADLINE_S)
+            answer = plain_http.post(url + path, content=body, headers=headers, timeout=DEADLINE_S)
             assert answer.status_code in (200, 400, 413), answer.text[:200]
     assert not streams.errors
     gaps = f"{1000 * streams.longest_s:.0f} ms, alone {1000 * alone_s:.0f} ms (goal {GOAL_MS} ms)"
