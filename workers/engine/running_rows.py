@@ -71,6 +71,7 @@ class RunningRows:
         seq.status = SequenceStatus.RUNNING
         seq.num_sent = len(seq.tokens)
         seq.bound_step = step_id
+        self._waiting.tenants.take_row(seq)
         for rule in self._rules:
             rule.bound(seq)
         if not self.sequences or self.sequences[-1].order < seq.order:
@@ -105,6 +106,7 @@ class RunningRows:
 
     def _unbind(self, seq: Sequence) -> None:
         self.charge(seq)
+        self._waiting.tenants.leave_row(seq)
         for rule in self._rules:
             rule.unbound(seq)
         self._manager.release(seq.table, seq.last_step)
@@ -128,12 +130,39 @@ class RunningRows:
 
     # ---- who gives way ----
 
-    def make_way(self, first: Sequence) -> None:
-        """Preempts a sequence of another tenant if `first`, the first in the queue, is of one that runs nothing."""
+    def make_way(self) -> None:
+        """Preempts sequences of tenants that have more rows than their share, for queued ones of tenants that lack rows
+        of theirs. All rows are taken."""
+        tenants = self._waiting.tenants
+        if not tenants.shares.is_shared:
+            return
         self.charge_all()
-        victim = gives_way(first, self.sequences, self._waiting.tenants)
-        if victim is not None:
+        for taker, lacking in tenants.lacking():
+            for _ in range(lacking):
+                victim = gives_way(taker, self.sequences, tenants.shares, self._num_lost)
+                if victim is None:
+                    break
+                self.preempt(victim)
+
+    def free_blocks(self, first: Sequence) -> None:
+        """Preempts sequences as make_way() for `first`, the first in the queue, which lacks blocks, until it has
+        them."""
+        tenants = self._waiting.tenants
+        if not tenants.shares.is_shared:
+            return
+        self.charge_all()
+        missing = self._manager.missing(len(first.tokens), self.reserve)
+        taker = next((tenant for tenant, _ in tenants.lacking() if tenant.name == first.tenant), None)
+        while missing > 0 and taker is not None:
+            victim = gives_way(taker, self.sequences, tenants.shares, lambda seq: 0)
+            if victim is None:
+                break
+            missing -= len(victim.table.block_ids) + victim.table.num_reserved
             self.preempt(victim)
+
+    def _num_lost(self, seq: Sequence) -> int:
+        """Returns how many of a sequence's tokens are computed again if it loses its blocks."""
+        return seq.num_scheduled - seq.table.num_committed * self._manager.block_size
 
     def preempt_for(self, seq: Sequence) -> None:
         """Preempts one of those that this step has not served yet, seq included: of the tenant served most, the one of
@@ -141,7 +170,7 @@ class RunningRows:
         # if it is seq itself, the sequence after it skips this step
         self.charge_all()
         unserved = self.sequences[self.sequences.index(seq) :]
-        victim = max(unserved, key=lambda other: (self._waiting.tenants.counter(other), other.order))
+        victim = max(unserved, key=lambda other: (self._waiting.tenants.holding(other), other.order))
         for other in self._giving_way(victim, seq):
             self.preempt(other)
 

@@ -73,6 +73,7 @@ class Scheduler:
         self._budget = settings.max_num_batched_tokens
         num_rows = min(settings.max_num_seqs, self._budget)
         self._limits_prefill = settings.max_itl_ms is not None
+        waiting.tenants.share_rows(num_rows, self._budget)
         self.rows = RunningRows(num_rows, manager, waiting, tiers, rules)
         self.admission = RowAdmission(waiting, rules, probation, tiers, self.rows, self._budget)
         self._one_token = [RowWork(row=row, num_tokens=1, samples=True) for row in range(num_rows)]
@@ -317,14 +318,16 @@ class Scheduler:
             seq.void_until = self._next_step - 1
 
     def _make_way(self) -> None:
-        """Preempts a sequence of another tenant if the first in the queue is of one that runs nothing and lacks a row,
-        or blocks. Blocks come free when plans in flight return; until then no more are taken."""
+        """Preempts sequences of tenants that have more than their share if others lack rows, or the first in the queue
+        blocks. Blocks come free when plans in flight return; until then no more are taken."""
         first, starved = self.waiting.peek(), self._lacks_blocks
         self._lacks_blocks = None
         if first is None or not self.admission.joins_running or self._limit.is_reduced or self.alone is not None:
             return
-        if not self.rows.free or (first is starved and not self._manager.pool.num_pending):
-            self.rows.make_way(first)
+        if not self.rows.free:
+            self.rows.make_way()
+        elif first is starved and not self._manager.pool.num_pending:
+            self.rows.free_blocks(first)
 
     def _schedule_prefills(self, step: InFlightStep, prefills: list[Sequence], budget: int) -> int:
         """Schedules the next chunks of running prefills, earliest first. Their blocks are reserved since admission, but

@@ -105,6 +105,11 @@ class BlockManager:
         """Returns the number of blocks that the table lacks to hold num_tokens tokens."""
         return max(0, self.places_for(num_tokens) * self._num_groups - len(table.block_ids))
 
+    def missing(self, num_tokens: int, reserve: int) -> int:
+        """Returns how many blocks too few may be allocated for num_tokens tokens, none of which is found, if `reserve`
+        are to be left."""
+        return max(0, self.groups.needed(num_tokens) + reserve - self.pool.num_allocatable)
+
     def match_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> list[int]:
         """Returns the entries of the longest prefix of full blocks found by content; the last token is always
         computed."""

@@ -1,0 +1,254 @@
+"""Tenants beside each other on one engine over ranks that compute nothing, counted in steps.
+
+A tenant keeps `clients` requests going, each begun `pause` steps after one of its has ended, in all of its phases. What
+it asks is what it is served when it is alone; what it may claim is the lesser of that and its weighted share of all that
+is served while it is there. Served is what the engine charges (fairness.py).
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tandem.configs.schema import CacheSettings, EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
+from tandem.workers.engine.admission import ModelFacts
+from tandem.workers.engine.base.blockers import Blocker
+from tandem.workers.engine.base.in_flight_step import InFlightStep
+from tandem.workers.engine.base.step_observer import StepObserver
+from tandem.workers.engine.build_engine import build_engine
+from tandem.workers.messages.request import AdapterRef, Ended, GenerationRequest, SamplingParams, TokenDelta
+from tandem.workers.messages.step import StepPlan
+from tests.support.no_ranks import NoRanks
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """One tenant. tokens: least and most output tokens. adapters: its requests take them in turn, 0: none. there: the
+    phases in which it asks; None: all."""
+
+    name: str
+    clients: int
+    pause: int = 2
+    prompt: int = 8
+    tokens: tuple[int, int] = (120, 120)
+    weight: float = 1.0
+    adapters: int = 0
+    there: tuple[int, ...] | None = None
+
+    def is_there(self, phase: int) -> bool:
+        return self.there is None or phase in self.there
+
+
+@dataclass(frozen=True)
+class Room:
+    """What tenants share. blocks: of 16 tokens; 0: as many as rows can want. budget: tokens of a step."""
+
+    rows: int = 16
+    blocks: int = 0
+    budget: int = 2048
+    asynchronous: bool = True
+    caching: bool = True
+
+
+class Recomputed(StepObserver):
+    """Counts tokens of plans, and those that an earlier plan had computed for the same sequence."""
+
+    def __init__(self) -> None:
+        self.computed = self.again = 0
+        self._most: dict[object, int] = {}
+
+    def submitted(self, step: InFlightStep, plan: StepPlan) -> None:
+        for seq, work in zip(step.sequences, step.work, strict=True):
+            most = self._most.get(seq, 0)
+            end = seq.num_scheduled
+            self.computed += work.num_tokens
+            if end - work.num_tokens < most:
+                self.again += min(most, end) - (end - work.num_tokens)
+            self._most[seq] = max(most, end)
+
+
+@dataclass
+class Count:
+    """What one tenant was served in each phase; steps to first tokens of requests that came while its share was not
+    used up, from when their adapter was there."""
+
+    served: list[float] = field(default_factory=list)
+    waits: list[int] = field(default_factory=list)
+
+    def wait(self, part: float) -> int:
+        """Returns the steps within which this part of the first tokens came; 0 without any."""
+        waits = sorted(self.waits)
+        return waits[min(len(waits) - 1, int(part * len(waits)))] if waits else 0
+
+
+class SharedEngine:
+    """One engine and the clients of its tenants."""
+
+    def __init__(self, tenants: Sequence[Tenant], room: Room, seed: int = 0) -> None:
+        self.tenants = {tenant.name: tenant for tenant in tenants}
+        self.counts = {tenant.name: Count() for tenant in tenants}
+        self.recomputed = Recomputed()
+        self.room, self.step, self.phase = room, 0, 0
+        self._draw = random.Random(seed)
+        self._owner: dict[str, str] = {}
+        self._first: dict[str, int] = {}  # of those without a first token, the step since which nothing else lacks
+        self._due: dict[str, list[int]] = {tenant.name: [0] * tenant.clients for tenant in tenants}
+        self._live: Counter[str] = Counter()
+        adapters = sum(tenant.adapters for tenant in tenants)
+        longest = max(tenant.prompt + tenant.tokens[1] for tenant in tenants)
+        blocks = room.blocks or 2 * room.rows * (longest // 16 + 2)
+        ranks = NoRanks(room.rows, blocks, 1, adapters, False)
+        settings = EngineSettings(
+            model=ModelSettings(model="none"),
+            cache=CacheSettings(enable_prefix_caching=room.caching),
+            scheduler=SchedulerSettings(
+                max_num_seqs=room.rows,
+                max_num_batched_tokens=room.budget,
+                max_num_queued_reqs=100_000,
+                async_scheduling=room.asynchronous,
+            ),
+            lora=LoraSettings(enable_lora=adapters > 0, max_loras=max(1, adapters), max_cpu_loras=max(1, adapters)),
+        )
+        facts = ModelFacts(10**6, 1000, (1,), "none", "none")
+        self.engine = build_engine(settings, facts, ranks, ranks.start(), self)
+        self.engine.observers += (self.recomputed,)
+        self.engine.set_weights({tenant.name: tenant.weight for tenant in tenants})
+
+    # ---- what the engine says ----
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            if delta.token_ids and (since := self._first.pop(delta.request_id, None)) is not None and since >= 0:
+                self.counts[self._owner[delta.request_id]].waits.append(self.step - since)
+
+    def ended(self, ended: Ended, request: GenerationRequest) -> None:
+        self._live[request.tenant] -= 1
+        self._due[request.tenant].append(self.step + self.tenants[request.tenant].pause)
+
+    # ---- steps ----
+
+    def run_phase(self, steps: int) -> None:
+        """Runs so many steps, and notes what each tenant was served in them."""
+        for _ in range(steps):
+            self.turn()
+        self.end_phase()
+
+    def turn(self) -> None:
+        """One step, after the clients that are due have asked."""
+        self.step += 1
+        for name, due in self._due.items():
+            if self.tenants[name].is_there(self.phase):
+                ready = [step for step in due if step <= self.step]
+                due[:] = [step for step in due if step > self.step]
+                for _ in ready:
+                    self._ask(self.tenants[name])
+        self._wait_for_adapters()
+        self.engine.turn(0.0)
+
+    def end_phase(self) -> None:
+        charged = self.engine.drain_charges()
+        for name, count in self.counts.items():
+            count.served.append(charged.get(name, 0.0))
+        self.phase += 1
+
+    def _ask(self, tenant: Tenant) -> None:
+        number = len(self._owner)
+        request_id = f"r{number}"
+        adapter = f"{tenant.name}-{number % tenant.adapters}" if tenant.adapters else None
+        self._owner[request_id] = tenant.name
+        self._live[tenant.name] += 1
+        if self._live[tenant.name] > self._rows_of(tenant) or tenant.prompt > self.room.budget:
+            self._first[request_id] = -1  # it asks for more than its share
+        else:
+            self._first[request_id] = self.step
+        self.engine.add_request(
+            GenerationRequest(
+                request_id=request_id,
+                prompt_token_ids=[(number * 31 + place * 17) % 997 + 2 for place in range(tenant.prompt)],
+                sampling=SamplingParams(max_tokens=self._draw.randint(*tenant.tokens), ignore_eos=True),
+                tenant=tenant.name,
+                adapter=None if adapter is None else AdapterRef(name=adapter, digest=adapter, source=adapter),
+            )
+        )
+
+    def _rows_of(self, tenant: Tenant) -> int:
+        there = [other.weight for other in self.tenants.values() if other.is_there(self.phase)]
+        return max(1, int(self.room.rows * tenant.weight / sum(there) + 1e-9))
+
+    def _wait_for_adapters(self) -> None:
+        for request_id, since in self._first.items():
+            if since >= 0 and self.tenants[self._owner[request_id]].adapters:
+                state = self.engine.requests.get(request_id)
+                if state is not None and self.engine.scheduler.waiting.blocker_of(state.sequences[0]) is Blocker.ADAPTER:
+                    self._first[request_id] = self.step + 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one tenant got of what it may claim, over all phases in which it was there. wait: steps within which 95 of
+    100 first tokens came, of those that came while its share was not used up."""
+
+    name: str
+    asked: float
+    claim: float
+    served: float
+    wait: int
+
+    @property
+    def of_claim(self) -> float:
+        return self.served / self.claim if self.claim else 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Shares of all tenants, and the part of all computed tokens that were computed before."""
+
+    shares: list[Share]
+    again: float
+
+
+def measure(
+    tenants: Sequence[Tenant], room: Room = Room(), phases: int = 2, steps: int = 2000, warm: int = 1, seed: int = 0
+) -> Outcome:
+    """Runs the tenants together, and each of them alone. warm: phases at the beginning that do not count."""
+    together = SharedEngine(tenants, room, seed)
+    run(together, phases, steps, warm)
+    shares = []
+    for tenant in tenants:
+        alone = SharedEngine([tenant], room, seed)
+        run(alone, phases, steps, warm)
+        asked = alone.counts[tenant.name].served[warm:]
+        shares.append(share_of(tenant, asked, {name: c.served[warm:] for name, c in together.counts.items()}, together, warm))
+    return Outcome(shares, together.recomputed.again / max(1, together.recomputed.computed))
+
+
+def run(shared: SharedEngine, phases: int, steps: int, warm: int) -> None:
+    for phase in range(phases):
+        if phase == warm:
+            for count in shared.counts.values():
+                count.waits.clear()
+        shared.run_phase(steps)
+
+
+def share_of(
+    tenant: Tenant, asked: Sequence[float], served: Mapping[str, Sequence[float]], shared: SharedEngine, warm: int
+) -> Share:
+    """What a tenant got of what it may claim in each phase."""
+    claim = 0.0
+    for number, most in enumerate(asked):
+        there = [other for other in shared.tenants.values() if other.is_there(number + warm)]
+        everything = sum(of[number] for of in served.values())
+        if tenant in there:
+            claim += min(most, everything * tenant.weight / sum(other.weight for other in there))
+    count = shared.counts[tenant.name]
+    return Share(tenant.name, sum(asked), claim, sum(served[tenant.name]), count.wait(0.95))
+
+
+def describe(outcome: Outcome) -> Iterable[str]:
+    everything = sum(share.served for share in outcome.shares)
+    for share in outcome.shares:
+        yield (
+            f"  {share.name:8} asked {share.asked / everything:6.3f}  may claim {share.claim / everything:.3f}"
+            f"  got {share.served / everything:.3f} ({share.of_claim:6.3f} of it)  first token p95 {share.wait:3} steps"
+        )
+    yield f"  computed again: {outcome.again:.2%} of all tokens"
