@@ -5,9 +5,10 @@ it asks is what it is served when it is alone; what it may claim is the lesser o
 is served while it is there. Served is what the engine charges (fairness.py).
 """
 
+import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tandem.configs.schema import CacheSettings, EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
@@ -89,7 +90,7 @@ class SharedEngine:
         self.counts = {tenant.name: Count() for tenant in tenants}
         self.recomputed = Recomputed()
         self.room, self.step, self.phase = room, 0, 0
-        self._draw = random.Random(seed)
+        self._draw = {tenant.name: random.Random(f"{tenant.name} {seed}") for tenant in tenants}
         self._owner: dict[str, str] = {}
         self._first: dict[str, int] = {}  # of those without a first token, the step since which nothing else lacks
         self._due: dict[str, list[int]] = {tenant.name: [0] * tenant.clients for tenant in tenants}
@@ -127,11 +128,17 @@ class SharedEngine:
 
     # ---- steps ----
 
-    def run_phase(self, steps: int) -> None:
-        """Runs so many steps, and notes what each tenant was served in them."""
-        for _ in range(steps):
+    def run(self, phases: int, steps: int, warm: int) -> None:
+        """Runs `warm` steps of phase 0 that do not count, and then all phases."""
+        for _ in range(warm):
             self.turn()
-        self.end_phase()
+        self.engine.drain_charges()
+        for count in self.counts.values():
+            count.waits.clear()
+        for _ in range(phases):
+            for _ in range(steps):
+                self.turn()
+            self.end_phase()
 
     def turn(self) -> None:
         """One step, after the clients that are due have asked."""
@@ -146,6 +153,7 @@ class SharedEngine:
         self.engine.turn(0.0)
 
     def end_phase(self) -> None:
+        """Notes what each tenant was served."""
         charged = self.engine.drain_charges()
         for name, count in self.counts.items():
             count.served.append(charged.get(name, 0.0))
@@ -165,7 +173,7 @@ class SharedEngine:
             GenerationRequest(
                 request_id=request_id,
                 prompt_token_ids=[(number * 31 + place * 17) % 997 + 2 for place in range(tenant.prompt)],
-                sampling=SamplingParams(max_tokens=self._draw.randint(*tenant.tokens), ignore_eos=True),
+                sampling=SamplingParams(max_tokens=self._draw[tenant.name].randint(*tenant.tokens), ignore_eos=True),
                 tenant=tenant.name,
                 adapter=None if adapter is None else AdapterRef(name=adapter, digest=adapter, source=adapter),
             )
@@ -179,7 +187,10 @@ class SharedEngine:
         for request_id, since in self._first.items():
             if since >= 0 and self.tenants[self._owner[request_id]].adapters:
                 state = self.engine.requests.get(request_id)
-                if state is not None and self.engine.scheduler.waiting.blocker_of(state.sequences[0]) is Blocker.ADAPTER:
+                if (
+                    state is not None
+                    and self.engine.scheduler.waiting.blocker_of(state.sequences[0]) is Blocker.ADAPTER
+                ):
                     self._first[request_id] = self.step + 1
 
 
@@ -189,7 +200,6 @@ class Share:
     100 first tokens came, of those that came while its share was not used up."""
 
     name: str
-    asked: float
     claim: float
     served: float
     wait: int
@@ -208,47 +218,42 @@ class Outcome:
 
 
 def measure(
-    tenants: Sequence[Tenant], room: Room = Room(), phases: int = 2, steps: int = 2000, warm: int = 1, seed: int = 0
+    tenants: Sequence[Tenant], room: Room = Room(), phases: int = 1, steps: int = 2000, warm: int = 400, seed: int = 0
 ) -> Outcome:
-    """Runs the tenants together, and each of them alone. warm: phases at the beginning that do not count."""
+    """Runs the tenants together, and alone each of those that do not ask for all there is (twice the rows)."""
     together = SharedEngine(tenants, room, seed)
-    run(together, phases, steps, warm)
+    together.run(phases, steps, warm)
     shares = []
     for tenant in tenants:
-        alone = SharedEngine([tenant], room, seed)
-        run(alone, phases, steps, warm)
-        asked = alone.counts[tenant.name].served[warm:]
-        shares.append(share_of(tenant, asked, {name: c.served[warm:] for name, c in together.counts.items()}, together, warm))
+        asked = [math.inf] * phases
+        if tenant.clients < 2 * room.rows:
+            alone = SharedEngine([tenant], room, seed)
+            alone.run(phases, steps, warm)
+            asked = alone.counts[tenant.name].served
+        shares.append(share_of(tenant, asked, together))
     return Outcome(shares, together.recomputed.again / max(1, together.recomputed.computed))
 
 
-def run(shared: SharedEngine, phases: int, steps: int, warm: int) -> None:
-    for phase in range(phases):
-        if phase == warm:
-            for count in shared.counts.values():
-                count.waits.clear()
-        shared.run_phase(steps)
-
-
-def share_of(
-    tenant: Tenant, asked: Sequence[float], served: Mapping[str, Sequence[float]], shared: SharedEngine, warm: int
-) -> Share:
-    """What a tenant got of what it may claim in each phase."""
-    claim = 0.0
-    for number, most in enumerate(asked):
-        there = [other for other in shared.tenants.values() if other.is_there(number + warm)]
-        everything = sum(of[number] for of in served.values())
-        if tenant in there:
-            claim += min(most, everything * tenant.weight / sum(other.weight for other in there))
-    count = shared.counts[tenant.name]
-    return Share(tenant.name, sum(asked), claim, sum(served[tenant.name]), count.wait(0.95))
+def share_of(tenant: Tenant, asked: Sequence[float], *groups: SharedEngine) -> Share:
+    """What a tenant got of what it may claim in each phase, in all groups together."""
+    claim = served = 0.0
+    for phase, most in enumerate(asked):
+        there = [other for other in groups[0].tenants.values() if other.is_there(phase)]
+        if tenant not in there:
+            continue
+        everything = sum(count.served[phase] for group in groups for count in group.counts.values())
+        claim += min(most, everything * tenant.weight / sum(other.weight for other in there))
+        served += sum(group.counts[tenant.name].served[phase] for group in groups)
+    waits = [group.counts[tenant.name].wait(0.95) for group in groups]
+    return Share(tenant.name, claim, served, max(waits))
 
 
 def describe(outcome: Outcome) -> Iterable[str]:
+    """Yields a line for each tenant, and one for what was computed again."""
     everything = sum(share.served for share in outcome.shares)
     for share in outcome.shares:
         yield (
-            f"  {share.name:8} asked {share.asked / everything:6.3f}  may claim {share.claim / everything:.3f}"
-            f"  got {share.served / everything:.3f} ({share.of_claim:6.3f} of it)  first token p95 {share.wait:3} steps"
+            f"  {share.name:8} may claim {share.claim / everything:.3f}, got {share.served / everything:.3f}"
+            f" ({share.of_claim:.3f} of it), first token p95 {share.wait} steps"
         )
     yield f"  computed again: {outcome.again:.2%} of all tokens"

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from tandem.workers.engine.base.sequence import Sequence
-from tandem.workers.engine.waiting.row_shares import RowShares, Tenant
+from tandem.workers.engine.waiting.row_shares import HeldBlocks, RowShares, Tenant
 
 
 @dataclass(frozen=True)
@@ -132,15 +132,20 @@ class FairQueue:
 
     def lacking(self) -> list[tuple[Tenant, int]]:
         """Returns the tenants that lack rows of their share, in the order of the queue, and how many; with more tenants
-        than rows the first of the queue alone. All rows are taken, or blocks lack."""
+        than rows the first of the queue alone. All rows are taken."""
         if not self.shares.is_shared or (first := self._first()) is None:
             return []
         queued = sorted(self._queued(), key=self._place) if self.shares.are_enough else [first]
         return [(tenant, lacking) for tenant in queued if (lacking := self.shares.num_lacking(tenant)) > 0]
 
-    def holding(self, seq: Sequence) -> float:
+    def claims(self, first: Sequence, num_blocks: int, blocks: HeldBlocks) -> Tenant | None:
+        """Returns the tenant of the first in the queue, which lacks so many blocks, if these are within its share."""
+        tenant = self._tenant(first.tenant)
+        return tenant if self.shares.is_shared and self.shares.may_claim(tenant, num_blocks, blocks) else None
+
+    def holding(self, seq: Sequence, blocks: HeldBlocks) -> float:
         """Returns the counter by which a running sequence gives up its blocks."""
-        return self.shares.holding(self._tenant(seq.tenant))
+        return self.shares.holding(self._tenant(seq.tenant), blocks)
 
     # ---- the engine's side ----
 

@@ -11,8 +11,9 @@ PATIENCE_STEPS steps: to give rows to and fro costs work, and between such tenan
 Called by FairQueue, which owns the tenants.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tandem.workers.engine.waiting.arrival_queue import ArrivalQueue
 
@@ -38,6 +39,13 @@ class Tenant:
     listed: bool = False
     worked: bool = True
     queue: ArrivalQueue = field(default_factory=ArrivalQueue)
+
+
+class HeldBlocks(NamedTuple):
+    """All blocks, and those that each tenant's running sequences hold."""
+
+    total: int
+    by_tenant: Mapping[str, int]
 
 
 class RowShares:
@@ -105,25 +113,30 @@ class RowShares:
         """Returns the counter by which a tenant is queued."""
         return tenant.counter - self.credit(tenant) if self.asks_its_share(tenant) else tenant.counter
 
-    def holding(self, tenant: Tenant) -> float:
-        """Returns the counter by which a tenant gives up rows when blocks lack."""
-        is_within = tenant.rows <= self._whole(tenant, self._num_bound)
+    def holding(self, tenant: Tenant, blocks: HeldBlocks) -> float:
+        """Returns the counter by which a tenant gives up blocks."""
+        is_within = blocks.by_tenant[tenant.name] <= self.share(tenant, blocks.total)
         return tenant.counter - self.credit(tenant) if is_within else tenant.counter
 
     # ---- who gives a row to whom ----
 
     def num_lacking(self, taker: Tenant) -> int:
-        """Returns how many rows a tenant lacks of those that it is queued for and has a share in. All rows are taken,
-        or blocks lack."""
-        return min(len(taker.queue), self._whole(taker, self._num_bound) - taker.rows)
+        """Returns how many rows a tenant lacks of those that it is queued for and has a share in. All are taken."""
+        return min(len(taker.queue), self._whole(taker, self._num_rows) - taker.rows)
 
-    def giver(self, taker: Tenant) -> Tenant | None:
-        """Returns the tenant that gives a row to one that lacks rows: that which was served most of those that have
-        more than their share, and more than one. None if none was served enough more."""
+    def may_claim(self, taker: Tenant, num_blocks: int, blocks: HeldBlocks) -> bool:
+        """Returns whether so many blocks more are within a tenant's share, or the first that it gets."""
+        return not taker.rows or blocks.by_tenant[taker.name] + num_blocks <= self.share(taker, blocks.total)
+
+    def giver(self, taker: Tenant, blocks: HeldBlocks | None = None) -> Tenant | None:
+        """Returns the tenant that gives a row to one that lacks rows, or blocks: that which was served most of those
+        that have more than their share, and more than one row. None if none was served enough more."""
         standing = self.standing(taker)
         if taker.rows and not self.asks_its_share(taker):
             standing += self._patience / self._weight
-        able = [other for other in self._active if self._has_too_many(other, taker) and other.counter > standing]
+        able = [other for other in self._active if other is not taker and other.rows > 1 and other.counter > standing]
+        if taker.rows:
+            able = [other for other in able if self._has_too_many(other, blocks)]
         return max(able, key=lambda other: other.counter, default=None)
 
     def check_invariants(self, tenants: Collection[Tenant]) -> None:
@@ -145,7 +158,7 @@ class RowShares:
     def _whole(self, tenant: Tenant, num_rows: int) -> int:
         return max(1, int(self.share(tenant, num_rows) + _ROUNDING))
 
-    def _has_too_many(self, giver: Tenant, taker: Tenant) -> bool:
-        if giver is taker or giver.rows < 2:
-            return False
-        return not taker.rows or giver.rows > self.share(giver, self._num_bound) + _ROUNDING
+    def _has_too_many(self, giver: Tenant, blocks: HeldBlocks | None) -> bool:
+        if blocks is None:
+            return giver.rows > self.share(giver, self._num_rows) + _ROUNDING
+        return blocks.by_tenant[giver.name] > self.share(giver, blocks.total)
