@@ -1,15 +1,15 @@
 """Tenants beside each other on one engine over ranks that compute nothing, counted in steps.
 
 A tenant keeps `clients` requests going, each begun `pause` steps after one of its has ended, in all of its phases. What
-it asks is what it is served when it is alone; what it may claim is the lesser of that and its weighted share of all that
-is served while it is there. Served is what the engine charges (fairness.py).
+it asks is what it is served when it is alone; what it may claim is the lesser of that and its weighted share of all
+that is served while it is there. Served is what the engine charges (fairness.py).
 """
 
 import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem.configs.schema import CacheSettings, EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
 from tandem.workers.engine.admission import ModelFacts
@@ -42,13 +42,15 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Room:
-    """What tenants share. blocks: of 16 tokens; 0: as many as rows can want. budget: tokens of a step."""
+    """What tenants share. blocks: of 16 tokens; 0: as many as rows can want. budget: tokens of a step. knows_tenants:
+    False: the engine takes all for one tenant."""
 
     rows: int = 16
     blocks: int = 0
     budget: int = 2048
     asynchronous: bool = True
     caching: bool = True
+    knows_tenants: bool = True
 
 
 class Recomputed(StepObserver):
@@ -57,6 +59,11 @@ class Recomputed(StepObserver):
     def __init__(self) -> None:
         self.computed = self.again = 0
         self._most: dict[object, int] = {}
+
+    @property
+    def part(self) -> float:
+        """Of the tokens in plans, those that had been in one before."""
+        return self.again / max(1, self.computed)
 
     def submitted(self, step: InFlightStep, plan: StepPlan) -> None:
         for seq, work in zip(step.sequences, step.work, strict=True):
@@ -95,6 +102,7 @@ class SharedEngine:
         self._first: dict[str, int] = {}  # of those without a first token, the step since which nothing else lacks
         self._due: dict[str, list[int]] = {tenant.name: [0] * tenant.clients for tenant in tenants}
         self._live: Counter[str] = Counter()
+        self._served: Counter[str] = Counter()
         adapters = sum(tenant.adapters for tenant in tenants)
         longest = max(tenant.prompt + tenant.tokens[1] for tenant in tenants)
         blocks = room.blocks or 2 * room.rows * (longest // 16 + 2)
@@ -123,8 +131,9 @@ class SharedEngine:
                 self.counts[self._owner[delta.request_id]].waits.append(self.step - since)
 
     def ended(self, ended: Ended, request: GenerationRequest) -> None:
-        self._live[request.tenant] -= 1
-        self._due[request.tenant].append(self.step + self.tenants[request.tenant].pause)
+        name = self._owner[request.request_id]
+        self._live[name] -= 1
+        self._due[name].append(self.step + self.tenants[name].pause)
 
     # ---- steps ----
 
@@ -132,13 +141,22 @@ class SharedEngine:
         """Runs `warm` steps of phase 0 that do not count, and then all phases."""
         for _ in range(warm):
             self.turn()
-        self.engine.drain_charges()
-        for count in self.counts.values():
-            count.waits.clear()
+        self.forget()
         for _ in range(phases):
             for _ in range(steps):
                 self.turn()
             self.end_phase()
+
+    def forget(self) -> None:
+        """Counts from now on."""
+        self.take_charges()
+        self._served.clear()
+        for count in self.counts.values():
+            count.waits.clear()
+
+    def add_clients(self, name: str, count: int) -> None:
+        """More clients of a tenant ask from now on."""
+        self._due[name] += [self.step] * count
 
     def turn(self) -> None:
         """One step, after the clients that are due have asked."""
@@ -154,10 +172,16 @@ class SharedEngine:
 
     def end_phase(self) -> None:
         """Notes what each tenant was served."""
-        charged = self.engine.drain_charges()
+        self.take_charges()
         for name, count in self.counts.items():
-            count.served.append(charged.get(name, 0.0))
+            count.served.append(self._served.pop(name, 0.0))
         self.phase += 1
+
+    def take_charges(self) -> dict[str, float]:
+        """Returns what each tenant was served since the last call."""
+        charges = self.engine.drain_charges()
+        self._served.update(charges)
+        return charges
 
     def _ask(self, tenant: Tenant) -> None:
         number = len(self._owner)
@@ -174,7 +198,7 @@ class SharedEngine:
                 request_id=request_id,
                 prompt_token_ids=[(number * 31 + place * 17) % 997 + 2 for place in range(tenant.prompt)],
                 sampling=SamplingParams(max_tokens=self._draw[tenant.name].randint(*tenant.tokens), ignore_eos=True),
-                tenant=tenant.name,
+                tenant=tenant.name if self.room.knows_tenants else "all",
                 adapter=None if adapter is None else AdapterRef(name=adapter, digest=adapter, source=adapter),
             )
         )
@@ -211,10 +235,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Shares of all tenants, and the part of all computed tokens that were computed before."""
+    """Shares of all tenants. again: the part of all computed tokens that were computed before. for_tenants: how much of
+    that there would not be if all were one tenant's; where blocks are scarce, who gives way costs work in any case."""
 
     shares: list[Share]
     again: float
+    for_tenants: float
 
 
 def measure(
@@ -231,7 +257,51 @@ def measure(
             alone.run(phases, steps, warm)
             asked = alone.counts[tenant.name].served
         shares.append(share_of(tenant, asked, together))
-    return Outcome(shares, together.recomputed.again / max(1, together.recomputed.computed))
+    again = others = together.recomputed.part
+    if room.blocks:
+        merged = SharedEngine(tenants, replace(room, knows_tenants=False), seed)
+        merged.run(phases, steps, warm)
+        others = again - merged.recomputed.part
+    return Outcome(shares, again, others)
+
+
+def measure_groups(
+    groups: Sequence[Sequence[Tenant]], room: Room = Room(), steps: int = 2000, warm: int = 400, period: int = 100
+) -> Outcome:
+    """Runs the same tenants, with other clients, in several groups, which tell each other every `period` steps what
+    each tenant was served until the time before: as the fleet does once a second."""
+    shared = [SharedEngine(tenants, room, seed) for seed, tenants in enumerate(groups)]
+    charges: list[dict[str, float]] = [{} for _ in shared]
+    for step in range(warm + steps):
+        if step == warm:
+            for group in shared:
+                group.forget()
+        if step % period == 0:
+            for group in shared:
+                told = Counter[str]()
+                for other, of_other in zip(shared, charges, strict=True):
+                    told.update(of_other if other is not group else {})
+                group.engine.merge_remote_charges(told)
+            charges = [group.take_charges() for group in shared]
+        for group in shared:
+            group.turn()
+    for group in shared:
+        group.end_phase()
+    shares = []
+    for number, tenant in enumerate(groups[0]):
+        asked = sum(asked_of(of_group[number], room, steps, warm) for of_group in groups)
+        shares.append(share_of(tenant, [asked], *shared))
+    again = max(group.recomputed.part for group in shared)
+    return Outcome(shares, again, again)
+
+
+def asked_of(tenant: Tenant, room: Room, steps: int, warm: int) -> float:
+    """Returns what a tenant is served when it is alone; inf if it asks for all there is (twice the rows)."""
+    if tenant.clients >= 2 * room.rows:
+        return math.inf
+    alone = SharedEngine([tenant], room)
+    alone.run(1, steps, warm)
+    return sum(alone.counts[tenant.name].served)
 
 
 def share_of(tenant: Tenant, asked: Sequence[float], *groups: SharedEngine) -> Share:
@@ -256,4 +326,4 @@ def describe(outcome: Outcome) -> Iterable[str]:
             f"  {share.name:8} may claim {share.claim / everything:.3f}, got {share.served / everything:.3f}"
             f" ({share.of_claim:.3f} of it), first token p95 {share.wait} steps"
         )
-    yield f"  computed again: {outcome.again:.2%} of all tokens"
+    yield f"  computed again: {outcome.again:.2%} of all tokens, {outcome.for_tenants:.2%} more than for one tenant"
