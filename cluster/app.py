@@ -4,6 +4,7 @@ The launcher calls build_app(). A Serve config names build() as its import_path,
 LLM (configs/load.py) and two more keys, `single_node` and `allow_unauthenticated_ray`.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from tandem.cluster.deploy.resolved_settings import resolve_settings
 from tandem.cluster.gateway.app.gateway_replica import Gateway
 from tandem.cluster.gateway.http.draining import LEAVING_S
 from tandem.cluster.group.coordinator import Coordinator
+from tandem.cluster.process.log_files import LogPlace
 from tandem.cluster.ray_private.ray_facts import free_resources, proxy_host
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import (
@@ -38,6 +40,7 @@ from tandem.configs.schema import ServiceSettings
 from tandem.configs.secrets import with_secrets
 from tandem.workers.planning.model_source import model_digest
 
+log = logging.getLogger("ray.serve.tandem")
 ROUTER = RequestRouterConfig(
     request_router_class="tandem.cluster.routing.serve_router.GroupRouter",
     request_routing_stats_period_s=2.0,
@@ -69,7 +72,10 @@ def build(args: dict[str, Any]) -> Application:
         device=device,
         groups_on_node=groups_per_node(max_groups(settings), cpu_nodes()),
         home_node=home_node,
+        logs=LogPlace(level=settings.logs.level, base=settings.logs.dir),
     )
+    for line in settings.without_effect:
+        log.warning("%s", line)
     return build_app(settings, facts, free_resources())
 
 

@@ -1,5 +1,5 @@
-"""Environment variables: the folders for this user's private and cached files, the name of the API key's variable, and
-the older CPU to imitate.
+"""Environment variables: the folders for this user's private, cached and kept files, proxies, the name of the API key's
+variable, and the older CPU to imitate.
 
 No other file names a variable of the environment.
 """
@@ -20,6 +20,11 @@ API_KEY = "TANDEM_API_KEY"
 CPU_ISA = "TANDEM_CPU_ISA"
 """The older CPU that this process and those that it starts imitate: a word of CpuIsa. Tests set it; services leave it
 unset and use what the CPU has."""
+
+
+GRPC_PROXY: Final = "grpc_proxy"
+PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+"""Variables of proxies; in capitals they mean the same to most programs."""
 
 
 class CpuIsa(StrEnum):
@@ -56,6 +61,19 @@ def imitate_cpu() -> None:
         os.environ.update(LIBRARY_ISA[isa])
 
 
+def keep_off_proxies() -> None:
+    """Keeps gRPC, in this process and those that it starts, off the proxies of the environment. It looks for one, also
+    in http_proxy and https_proxy, whenever a channel is made; ours, Ray's and Serve's channels all go to processes of
+    one service. Downloads use HTTP and keep their proxies."""
+    os.environ[GRPC_PROXY] = ""
+
+
+def proxies() -> dict[str, str]:
+    """Return the variables of proxies that are set, by name. A URL among the values may hold a password."""
+    names = (*PROXIES, *(name.upper() for name in PROXIES))
+    return {name: value for name in names if (value := os.environ.get(name))}
+
+
 def variable(name: str) -> str | None:
     """The variable that a setting names (configs/secrets.py); None when it is not set."""
     return os.environ.get(name)
@@ -75,6 +93,13 @@ def cache_folder() -> Path:
     exist yet."""
     given = os.environ.get("XDG_CACHE_HOME")
     return (Path(given) if given else Path.home() / ".cache") / "tandem"
+
+
+def state_folder() -> Path:
+    """The folder of files that are kept and that nothing needs, as logs: XDG_STATE_HOME/tandem, else
+    ~/.local/state/tandem. It may not exist yet."""
+    given = os.environ.get("XDG_STATE_HOME")
+    return (Path(given) if given else Path.home() / ".local" / "state") / "tandem"
 
 
 def adapter_cache_folder() -> Path:

@@ -15,8 +15,9 @@ import msgspec
 import yaml
 
 from tandem.configs.errors import SettingsError
+from tandem.configs.foreign_flags import SAME_VALUES, check_foreign, is_foreign
 from tandem.configs.lora_modules import module_text, served_names
-from tandem.configs.options import OPTIONS, Option, not_needed, option_named, parse_size
+from tandem.configs.options import OPTIONS, Option, option_named, parse_size
 from tandem.configs.platform_facts import DEVICE_FLAGS, PLATFORM_FACTS
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.configs.secrets import HIDDEN, check_keys, without_password
@@ -64,9 +65,13 @@ def build_settings(
     """Builds the settings of a service for `model`. values: by option name, with dashes or underscores; None is as if
     not given. SettingsError for an unknown name, a value out of range, or settings that exclude each other."""
     tree: dict[str, Any] = {"engine": {"model": {"model": model}}}
+    foreign = {name: value for name, value in values.items() if is_foreign(name)}
+    tree["without_effect"] = [line for name, value in foreign.items() if (line := check_foreign(name, value))]
     served = served_names(model, values)
     for name, value in values.items():
         option = option_named(name)
+        if name in foreign:
+            continue
         if option is None:
             raise SettingsError(f"{name} is not a setting{_did_you_mean(name, [o.name for o in OPTIONS])}", name)
         if value is not None:
@@ -89,7 +94,7 @@ def read_config_file(path: str) -> dict[str, Any]:
         raise SettingsError(f"{path} is a Ray Serve file: {start}", "--config")
     known = [*FILE_ONLY_KEYS, *(o.name for o in OPTIONS)]
     for key in loaded:
-        if key.replace("-", "_") not in known:
+        if key.replace("-", "_") not in known and not is_foreign(key):
             raise SettingsError(f"{path}: {key} is not a setting{_did_you_mean(key, known)}", "--config")
     return {key.replace("-", "_"): value for key, value in loaded.items()}
 
@@ -188,8 +193,9 @@ def resolved_yaml(settings: ServiceSettings) -> str:
     redis = settings.redis
     if redis.url is not None:
         redis = msgspec.structs.replace(redis, url=without_password(redis.url))
-    shown = msgspec.structs.replace(settings, gateway=gateway, redis=redis)
-    return yaml.safe_dump(msgspec.to_builtins(shown), sort_keys=False)
+    shown = msgspec.to_builtins(msgspec.structs.replace(settings, gateway=gateway, redis=redis))
+    del shown["without_effect"]  # lines about flags that are no settings
+    return yaml.safe_dump(shown, sort_keys=False)
 
 
 def default_of(option: Option) -> Any:
@@ -219,6 +225,8 @@ def _checked(option: Option, value: Any, served: Collection[str]) -> Any:
 def _read(option: Option, value: Any, served: Collection[str]) -> Any:
     """Reads what a text stands for: a size, JSON, one item of a list. Other values stay as they are."""
     origin = get_origin(option.kind)
+    if isinstance(value, str):
+        value = SAME_VALUES.get(option.name, {}).get(value, value)
     if option.size and isinstance(value, str):
         return _size(option, value)
     if isinstance(value, str) and (origin is dict or hasattr(option.kind, "__struct_fields__")):
@@ -386,7 +394,5 @@ def _refuse_unknown(mapping: Mapping[str, Any], known: Iterable[str], where: str
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:
-    if why := not_needed(name):
-        return f": {why}"
     close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     return f"; did you mean {close[0]}?" if close else ""

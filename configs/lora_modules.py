@@ -4,7 +4,7 @@ Several may follow one flag. Both become name=path, which is what AdapterSetting
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from tandem.configs.errors import SettingsError
@@ -16,24 +16,6 @@ KEYS = ("name", "path", "base_model_name")
 def looks_like_module(word: str) -> bool:
     """Returns whether a word of a command line is an adapter: name=path, or a JSON object."""
     return word.startswith("{") or ("=" in word and not word.startswith("-"))
-
-
-def repeat_flag(words: Sequence[str], flag: str, follows: Callable[[str], bool]) -> list[str]:
-    """Returns a command line in which every value has a flag of its own. A flag's first value is the word behind it;
-    further ones are the words after it for which `follows` is true. Words behind "--" stay as they are."""
-    spread: list[str] = []
-    at = 0
-    while at < len(words) and words[at] != "--":
-        spread.append(words[at])
-        at += 1
-        if spread[-1] != flag or at == len(words):
-            continue
-        spread.append(words[at])
-        at += 1
-        while at < len(words) and follows(words[at]):
-            spread += [flag, words[at]]
-            at += 1
-    return [*spread, *words[at:]]
 
 
 def served_names(model: str, values: Mapping[str, Any]) -> Collection[str]:

@@ -15,6 +15,7 @@ from tandem.configs.schema import (
     Device,
     DType,
     KVCacheDType,
+    LogLevel,
     Quantization,
     ReasoningParser,
     SpecDecodeMetrics,
@@ -78,7 +79,7 @@ MAX_DRAFTS = 16
 DRAFT_METHODS: dict[str, tuple[str, ...]] = {"ngram": ("prompt_lookup_max", "prompt_lookup_min")}
 """The methods of --speculative-config, each with its own keys: fields of SpeculativeSettings."""
 
-MODEL, PARALLEL, CACHE, STEP, LORA, HTTP, MACHINE, COORDINATION = (
+MODEL, PARALLEL, CACHE, STEP, LORA, HTTP, MACHINE, COORDINATION, LOGS = (
     "Model",
     "Parallelism",
     "KV cache",
@@ -87,6 +88,7 @@ MODEL, PARALLEL, CACHE, STEP, LORA, HTTP, MACHINE, COORDINATION = (
     "HTTP",
     "Machine",
     "Coordination",
+    "Logs",
 )
 
 OPTIONS: tuple[Option, ...] = (
@@ -305,17 +307,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("redis_timeout_ms", "redis.timeout_ms", float, COORDINATION,
            "Milliseconds that a request waits for Redis before it goes on without it.", lambda v: 0 < v <= 10_000,
            "above 0, up to 10000"),
+    Option("log_level", "logs.level", LogLevel, LOGS,
+           "The least weight of lines in the log files. Prompts, answers and keys are in none."),
+    Option("log_dir", "logs.dir", str, LOGS,
+           "Folder for log files: a folder in it for each run, of which the last ten are kept. Default: tandem/logs in "
+           "XDG_STATE_HOME, or in ~/.local/state."),
 )  # fmt: skip
-
-
-NOT_NEEDED = dict.fromkeys(("runner", "convert", "task"), "every model generates and embeds; leave it out")
-"""Flags of vLLM that there is nothing to choose with, by name, and why."""
-
-
-def not_needed(name: str) -> str | None:
-    """Says why there is no setting of this name, spelled as a flag, with dashes or with underscores. None for names
-    that nobody misses."""
-    return NOT_NEEDED.get(name.lstrip("-").replace("-", "_"))
 
 
 def option_named(name: str) -> Option | None:

@@ -29,6 +29,7 @@ ToolCallParser = Literal[
 """Names of TOOL_FORMATS (workers/text/format_list.py)."""
 ReasoningParser = Literal["deepseek_r1", "qwen3", "granite", "openai_gptoss"]
 """Names of REASONING_FORMATS there."""
+LogLevel = Literal["debug", "info", "warning", "error"]
 NGRAM_TOKENS = 5
 BatchingPolicyName = Literal["continuous", "dynamic", "static"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -256,6 +257,13 @@ class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     timeout_ms: float = 50.0  # the longest that a request waits for Redis
 
 
+class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The log files of a service."""
+
+    level: LogLevel = "info"
+    dir: str | None = None  # None: the user's folder on each machine (configs/environment.py)
+
+
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole service: the engine settings of all groups, the gateways, Redis, adapters and Serve's autoscaling."""
 
@@ -263,5 +271,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     gateway: GatewaySettings = GatewaySettings()
     redis: RedisSettings = RedisSettings()
     adapters: AdapterSettings = AdapterSettings()
+    logs: LogSettings = LogSettings()
     autoscaling_config: dict[str, Any] | None = None
     shutdown_timeout_s: float = 30.0
+    without_effect: tuple[str, ...] = ()  # a line for each flag of vLLM that was given and changes nothing here

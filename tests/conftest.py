@@ -47,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
         cache = tempfile.TemporaryDirectory(prefix="tandem-cache-")
         os.environ["XDG_CACHE_HOME"] = cache.name  # kernels are compiled once per run
         config.add_cleanup(cache.cleanup)
+        state = tempfile.TemporaryDirectory(prefix="tandem-state-")
+        os.environ["XDG_STATE_HOME"] = state.name  # for log files
+        config.add_cleanup(state.cleanup)
 
 
 @pytest.hookimpl(wrapper=True)

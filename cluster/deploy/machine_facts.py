@@ -17,7 +17,9 @@ from typing import Final
 
 from tandem.cluster.deploy import devices
 from tandem.cluster.process.redis_server import find_binary
+from tandem.configs.environment import proxies
 from tandem.configs.errors import SettingsError
+from tandem.configs.secrets import without_password
 from tandem.workers.planning.budget import available_bytes, available_cores, machine_bytes
 
 CPU_FEATURES: Final[Mapping[str, str | None]] = {
@@ -54,6 +56,7 @@ class MachineFacts:
     cpu_features: tuple[str, ...]  # those of CPU_FEATURES that the CPU has
     compiler: str | None
     compiler_features: tuple[str, ...] | None  # those that the compiler uses for this CPU; None where it fails
+    proxies: Mapping[str, str]  # variables of proxies in the environment, without passwords
 
 
 def read_facts() -> MachineFacts:
@@ -83,6 +86,7 @@ def read_facts() -> MachineFacts:
         cpu_features=cpu_features(cpuinfo),
         compiler=compiler,
         compiler_features=() if compiler is None else _features_of(compiler),
+        proxies={name: without_password(value) for name, value in proxies().items()},
     )
 
 

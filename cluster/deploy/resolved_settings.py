@@ -13,8 +13,9 @@ from tandem.workers.planning.model_source import resolve_model
 
 
 def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
-    """Resolves settings: every path is absolute (model, tokenizer, template, log, disk, state, certificates, adapters),
-    the model is a folder, served_model_name is set and revision is None. Raises SettingsError with the flag to change.
+    """Resolves settings: every path is absolute (model, tokenizer, template, logs, disk, state, certificates,
+    adapters), the model is a folder, served_model_name is set and revision is None. Raises SettingsError with the flag
+    to change.
     """
     model = resolve_model(settings.engine.model)
     step_log = str(Path(settings.engine.step_log).absolute()) if settings.engine.step_log is not None else None
@@ -29,7 +30,9 @@ def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
         ssl_keyfile=_absolute(settings.gateway.ssl_keyfile),
         ssl_ca_certs=_absolute(settings.gateway.ssl_ca_certs),
     )
-    return replace(settings, engine=engine, gateway=gateway, adapters=resolved_adapters(settings.adapters))
+    logs = replace(settings.logs, dir=_absolute(settings.logs.dir))
+    adapters = resolved_adapters(settings.adapters)
+    return replace(settings, engine=engine, gateway=gateway, adapters=adapters, logs=logs)
 
 
 def _absolute(path: str | None) -> str | None:

@@ -21,7 +21,7 @@ class GroupEvent(msgspec.Struct, frozen=True):
 
     kind: Kind
     group: str
-    reason: str = ""  # of a failure or a loss, for people
+    reason: str = ""  # of a failure or a loss, for people; of a missing group what is known of its process
 
 
 async def write_event(redis: Commands, service: str, event: GroupEvent) -> None:

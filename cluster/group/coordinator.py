@@ -32,6 +32,7 @@ from tandem.cluster.fleet.fleet_view import (
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_opener import EngineOpener
+from tandem.cluster.group.group_log import GroupLog
 from tandem.cluster.group.sharing import Sharing
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down
 from tandem.cluster.routing.outstanding import tokens_by_gateway
@@ -40,7 +41,7 @@ from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
-from tandem.cluster.wire.service_facts import ServiceFacts, check_node
+from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
 from tandem.cluster.wire.token_channel import TokenSender
 from tandem.cluster.wire.version import OtherVersion, with_version, without_version
 from tandem.configs.errors import SettingsError
@@ -50,7 +51,7 @@ from tandem.workers.engine.thread.engine_thread import EngineThread
 from tandem.workers.messages.errors import GroupLost
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest
 
-log = logging.getLogger("ray.serve.tandem")
+log = logging.getLogger("tandem.group")
 STUCK_S = 60.0
 EXIT_DELAY_S, HANDED_OVER_S, LAST_WORDS_S = 0.1, 0.5, 1.0
 JOIN_S = 5.0
@@ -98,6 +99,8 @@ class Coordinator:
         self._group = context.replica_id.unique_id
         self._membership = Membership(context.app_name, facts)
         self._facts = facts = await self._membership.join()
+        open_log_of(facts, f"group-{self._group}")
+        log.info("group %s starts in process %d, for %s", self._group, os.getpid(), model_name)
         self._life = time.time_ns() // 1_000_000
         self._began_s = time.monotonic()
         self._load_s = 0.0
@@ -127,6 +130,8 @@ class Coordinator:
             lora=settings.lora,
             changes=self._changes,
         )
+        self._log = GroupLog(self._group, lambda: self.engine_stats)
+        self._log_task = self._loop.create_task(self._log.run(), name="group log")
         reports = ReportWriter(self._redis, facts.service_id, self._report, self._changes)
         self._reports_task = self._loop.create_task(reports.run(), name="group reports")
         on_taken_down(lambda: self._loop.call_soon_threadsafe(self._leave_fleet))
@@ -205,6 +210,9 @@ class Coordinator:
         self._state = "draining"
         self._heartbeat_task.cancel()
         self._reports_task.cancel()
+        self._log_task.cancel()
+        self._log.write()
+        log.info("group %s ends", self._group)
         self._membership.leave()
         self._sharing.stop()
         self._thread.stop()  # what still runs is handed over at once
@@ -223,6 +231,7 @@ class Coordinator:
         gc.freeze()
         self._state = "serving"
         self._load_s = time.monotonic() - self._began_s
+        log.info("group %s serves after %.1f s, ranks %s", self._group, self._load_s, self._opener.rank_pids)
         self.heartbeat_now()
         self._event_task = self._loop.create_task(
             self._write_event(GroupEvent("serving", self._group)), name="group serves"
@@ -245,6 +254,7 @@ class Coordinator:
         elif opened and not self._stopping:
             what = "ends" if self._thread.is_planned else "is lost"
             log.error("group %s %s: %s", self._group, what, error)
+            self._log.write()
             self._heartbeat_task.cancel()
             self._exiting = self._loop.create_task(self._exit(error), name="group exits")
 
@@ -312,6 +322,7 @@ class Coordinator:
     async def _report_failure(self, error: Exception) -> None:
         flag = error.flag if isinstance(error, SettingsError) else None
         kind = "" if isinstance(error, SettingsError | GroupLost) else f"{type(error).__name__}: "
+        log.error("group %s did not start: %s%s", self._group, kind, error)
         failure = StartFailure(part=f"group {self._group}", message=f"{kind}{error}", flag=flag)
         try:
             await report_start_failure(self._redis, self._facts.service_id, failure)

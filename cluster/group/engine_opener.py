@@ -19,7 +19,7 @@ from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.engine.thread.engine_thread import EngineThread
 from tandem.workers.planning.start_notes import warn_of_pool
 
-log = logging.getLogger("ray.serve.tandem")
+log = logging.getLogger("tandem.group")
 
 
 class EngineOpener:
@@ -36,6 +36,7 @@ class EngineOpener:
         on_told: Callable[[], None],
     ) -> None:
         self._settings = with_own_step_log(settings, group)
+        self._group = group
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         self._executor = ray_group(settings, facts, group, placement_group, host, on_lost, on_told)
         self.rank_pids: tuple[int, ...] = ()
@@ -50,7 +51,9 @@ class EngineOpener:
         self.notes = (loading_note(ready), *ready.tier_notes, *warnings)
         if self._settings.step_log is not None:
             self.notes += (f"every step's plan goes to {self._settings.step_log}",)
-        log.info("ranks ready: %s", ready)
+        log.info("ranks of group %s are ready, with %d KV blocks", self._group, ready.num_blocks)
+        for note in self.notes:
+            log.info("%s", note)
         return build_engine(self._settings, facts, self._executor, ready, sink, time.monotonic, sink.begun)
 
     def loading(self) -> tuple[int, int]:

@@ -7,19 +7,24 @@ frozen one within 6 s. Ranks die with this process.
 
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.ray_private.process_titles import use_rays_titles
-from tandem.cluster.wire.service_facts import ServiceFacts, check_node
+from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
 from tandem.configs.schema import EngineSettings
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.executor.rank_process import no_collections
 from tandem.workers.messages.channel import life_secret
+
+HELLO_POLL_S = 0.2
+EXIT_TRIES, EXIT_POLL_S = 6, 0.004
 
 
 class RankActor:
@@ -28,6 +33,7 @@ class RankActor:
     def run(self, rank: int, endpoint: str, secret: str, group: str, facts: ServiceFacts) -> bool:
         """Runs the rank until the group ends it. Torch is first imported in here. Returns whether SIGTERM ended it."""
         check_node(facts)
+        open_log_of(facts, f"rank-{group}-{rank}")
         use_rays_titles()
         with no_collections():
             from tandem.workers.rank.rank_server import TOLD_TO_END, ToldToEnd, run_rank
@@ -55,7 +61,11 @@ def ray_group(
     on_told() before it, when that rank was told to end.
     """
     num_ranks = settings.parallel.ranks_per_group
-    ranks = RayRanks(num_ranks, facts, group, placement_group, lambda why: made.report(why), on_told)
+
+    def pids() -> list[int | None]:
+        return [hello.pid if hello.host == host else None for hello in made.hellos]
+
+    ranks = RayRanks(num_ranks, facts, group, placement_group, lambda why: made.report(why), on_told, pids)
     made = RankGroup(
         settings,
         ranks,
@@ -71,7 +81,8 @@ def ray_group(
 
 class RayRanks:
     """RankLauncher of num_ranks Ray actors; each asks for all that its bundle holds. on_end(message): called once, from
-    a thread of its own, when the first of them has ended; on_told() before it, when SIGTERM has ended that one."""
+    a thread of its own, when the first of them has ended; on_told() before it, when SIGTERM has ended that one. pids:
+    process ids by rank, None for another machine's; empty before they are known."""
 
     def __init__(
         self,
@@ -81,6 +92,7 @@ class RayRanks:
         placement_group: Any,
         on_end: Callable[[str], None],
         on_told: Callable[[], None],
+        pids: Callable[[], Sequence[int | None]] = lambda: (),
     ) -> None:
         self._num_ranks = num_ranks
         self._facts = facts
@@ -88,6 +100,8 @@ class RayRanks:
         self._placement_group = placement_group
         self._on_end = on_end
         self._on_told = on_told
+        self._pids = pids
+        self._exits = ExitWatch()
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         self._ended: str | None = None
@@ -122,23 +136,45 @@ class RayRanks:
     def _watch(self, runs: list[Any]) -> None:
         """Blocks until the first rank's run() ends, and reports it."""
         try:
-            done, _ = ray.wait(runs, num_returns=1)
-            was_told, how = _how_it_ended(done[0])
-            message = f"rank {runs.index(done[0])} of group {self._group} {how}"
+            ended = self._first_to_end(runs)
+            was_told, how = _how_it_ended(ended)
+            rank = runs.index(ended)
+            message = f"rank {rank} of group {self._group} {how or self._how_it_died(rank)}"
             if was_told:
                 self._on_told()
         except Exception as error:
             message = f"the ranks of group {self._group} can no longer be watched: {_first_line(error)}"
+        self._exits.close()
         self._ended = message
         self._on_end(message)
 
+    def _first_to_end(self, runs: list[Any]) -> Any:
+        """Blocks until a rank's run() ends, and returns that run. Opens the ranks' processes once they are known."""
+        while not self._pids():
+            done, _ = ray.wait(runs, num_returns=1, timeout=HELLO_POLL_S)
+            if done:
+                return done[0]
+        for pid in self._pids():
+            if pid is not None:
+                self._exits.watch(pid)
+        return ray.wait(runs, num_returns=1)[0][0]
 
-def _how_it_ended(run: Any) -> tuple[bool, str]:
-    """Returns whether a rank was told to end, and how its run ended, for messages."""
+    def _how_it_died(self, rank: int) -> str:
+        """Words for a rank that Ray says is dead: Ray itself does not know of what."""
+        pid = (*self._pids(), *[None] * self._num_ranks)[rank]
+        for _ in range(EXIT_TRIES):
+            if pid is not None and (how := self._exits.how_it_ended(pid)) is not None:
+                return how
+            time.sleep(EXIT_POLL_S)  # until its parent has heard of it
+        return "has died"
+
+
+def _how_it_ended(run: Any) -> tuple[bool, str | None]:
+    """Returns whether a rank was told to end, and how its run ended, for messages; None where its process died."""
     try:
         was_told = bool(ray.get(run))
     except ray.exceptions.RayActorError:
-        return False, "has died"
+        return False, None
     except ray.exceptions.RayTaskError as error:
         return False, f"failed: {_first_line(error.cause)}"
     except Exception as error:

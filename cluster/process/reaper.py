@@ -4,6 +4,7 @@ It adopts the launcher's orphans, ends a start that does not end by itself after
 is left once the launcher has ended, was killed, or has lost its supervisor.
 """
 
+import logging
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from tandem.cluster.process.load_progress import wipe
 from tandem.cluster.process.run_files import sweep
 from tandem.cluster.process.signals import NUMBERS, TOGETHER_S
 
+log = logging.getLogger("tandem.launcher")
 PATIENCE_S = 3.0
 """Time that an unfinished start has, after a signal, to end in order."""
 GRACE_S = 1.0
@@ -174,6 +176,7 @@ def clear_up(grace_s: float) -> Leftovers:
 
 
 def print_line(text: str) -> None:
-    """Prints a line for the user; a terminal that is gone is no error."""
+    """Prints a line for the user, and logs it; a terminal that is gone is no error."""
+    log.info("%s", text)
     with suppress(OSError, UnicodeError):
         print(f"tandem: {text}", flush=True)

@@ -19,7 +19,7 @@ PREFIX = "td-"
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     """Facts by which other commands reach a running service. pid: its launcher's. stopping: new requests get 503.
-    certificate: of its port (PEM), where that speaks TLS."""
+    certificate: of its port (PEM), where that speaks TLS. logs: the folder of its log files."""
 
     pid: int
     started_at: float
@@ -29,6 +29,7 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str
     stopping: bool = False
     certificate: str | None = None
+    logs: str | None = None
 
 
 class PrivateFolder:

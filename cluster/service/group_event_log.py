@@ -43,7 +43,8 @@ class Lines:
             return f"group {event.group} has ended"
         if event.kind == "failed":
             return f"group {event.group} did not start: {event.reason}; Serve tries another"
-        what = f"is lost: {event.reason}" if event.kind == "lost" else "is missing: it was killed or hangs"
+        why = event.reason or "it was killed or hangs"
+        what = f"is lost: {event.reason}" if event.kind == "lost" else f"is missing: {why}"
         return f"group {event.group} {what}; its requests continue on another, Serve starts a new one"
 
 

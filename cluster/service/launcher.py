@@ -31,6 +31,7 @@ from tandem.cluster.deploy.preflight import (
 )
 from tandem.cluster.gateway.http.tls import read_certificate, server_context
 from tandem.cluster.process.load_progress import LoadProgress
+from tandem.cluster.process.log_files import LogPlace
 from tandem.cluster.process.reaper import INTERRUPTED, StatusPipe, print_line
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
@@ -56,7 +57,7 @@ SIGNAL_AFTER_ERROR_S = 1.0
 
 class Launcher:
     """One service, from its start to its end. address: of the Ray to join; None starts a private one. may_be_open: that
-    Ray need not ask for tokens."""
+    Ray need not ask for tokens. logs: the place for log files; None: no process may write any."""
 
     def __init__(
         self,
@@ -65,10 +66,12 @@ class Launcher:
         console: "Console",
         status_pipe: StatusPipe,
         may_be_open: bool = False,
+        logs: LogPlace | None = None,
     ) -> None:
         self._settings = settings
         self._address = address
         self._may_be_open = may_be_open
+        self._logs = logs
         self._console = console
         self._status_pipe = status_pipe
         self._signals = Signals()
@@ -121,6 +124,8 @@ class Launcher:
     def _start(self) -> None:
         with self._phase("checks"):
             self._check()
+            if (logs := self._log_folder()) is not None:
+                self._console.print_line(f"logs go to {logs}")
             with self._signals.held():
                 folder = PrivateFolder()
             os.chdir("/")  # Ray's workers import from their driver's folder first: a user's may hold a redis.py
@@ -147,6 +152,8 @@ class Launcher:
     def _check(self) -> None:
         from tandem.cluster.gateway.app.model_text import check_text  # jinja2, tokenizers
 
+        for line in self._settings.without_effect:
+            self._console.print_line(line)
         settings = self._settings = choose_device(self._settings)
         check_port(settings.gateway.host, settings.gateway.port)
         server_context(settings.gateway)
@@ -228,8 +235,13 @@ class Launcher:
             device=self._settings.engine.device.chosen,
             gateway_node=ray_node.node_address() if self._address is not None else None,
             groups_on_node=groups_per_node(max_groups(self._settings), self._nodes()),
+            logs=self._logs,
             host_socket=None if self._host_tier is None else str(self._host_tier.socket_path),
         )
+
+    def _log_folder(self) -> str | None:
+        """The folder of this run's log files on this machine."""
+        return None if self._logs is None else str(self._logs.folder(""))
 
     def _nodes(self) -> int:
         """Machines that groups may be placed on."""
@@ -252,6 +264,7 @@ class Launcher:
             service_id=facts.service_id,
             redis_url=facts.redis_url,
             certificate=read_certificate(gateway),
+            logs=self._log_folder(),
         )
         announced.callback(remove_run_file, write_run_file(self._run_file))
         if (note := note_on_keys(self._settings, facts.redis_url)) is not None:

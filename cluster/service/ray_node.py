@@ -37,6 +37,8 @@ SERVE_SWITCHES = {
     "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "3600",
 }
 RAY_SWITCHES = {
+    # the channels of Ray's own processes meet no proxy
+    "RAY_grpc_enable_http_proxy": "0",
     # times of each handler in Ray's own loops, for its debug files: a good part of what an idle worker computes
     "RAY_event_stats": "0",
     # what its state API and its metrics port would show: a private Ray has no dashboard to ask, and /metrics is ours.

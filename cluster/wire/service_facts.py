@@ -3,14 +3,17 @@
 The launcher or cluster/app.py makes the facts; they travel in deployment init arguments, never on a command line.
 """
 
+import logging
 import math
 import secrets
 
 import msgspec
 
+from tandem.cluster.process.log_files import LogPlace, open_log
 from tandem.configs.errors import SettingsError
 from tandem.workers.messages.channel import new_secret
 
+log = logging.getLogger("ray.serve.tandem")
 APP = "tandem"
 GATEWAY = "tandem-gateway"
 COORDINATOR = "tandem-coordinator"
@@ -35,6 +38,7 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     # Ray id of the one machine, when other nodes could join; a process that is placed elsewhere refuses to start
     home_node: str | None = None
     model_digest: str = ""  # of the model that this version serves, empty: not known
+    logs: LogPlace | None = LogPlace()  # None: there are no log files
     host_socket: str | None = None  # of the machine's host-tier process; None when ranks hold that memory themselves
 
 
@@ -48,6 +52,17 @@ def groups_per_node(groups: int, nodes: int) -> int:
 def new_identity() -> tuple[str, str]:
     """A fresh service id and a fresh secret."""
     return secrets.token_hex(6), new_secret()
+
+
+def open_log_of(facts: ServiceFacts, name: str) -> None:
+    """Opens the log file of this process, with the identity in the facts. Without one it goes on, as it may be that
+    nobody can write there on this machine."""
+    if facts.logs is None:
+        return
+    try:
+        open_log(facts.logs.folder(facts.service_id), name, facts.logs.level)
+    except OSError as error:
+        log.warning("%s has no log file: %s", name, error)
 
 
 def check_node(facts: ServiceFacts) -> None:

@@ -17,6 +17,7 @@ import yaml
 from tandem.workers.messages.channel import new_secret
 from tests.support.doors import ADMIN, API, ASKED, METRICS, SENT, ask_with_keys, assert_unsaid, bearer, logged
 from tests.support.plain_http import plain_http
+from tests.support.proxies import DEAD_PROXIES
 from tests.support.service import BIN, REPOSITORY, Service, free_port, title_of, wait_for
 from tests.support.unbroken_streams import Streams
 
@@ -92,6 +93,7 @@ class Deployed:
         self._write("INFO", batch_invariant=True, device="cpu", max_num_seqs=16, shutdown_timeout=20)
         env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local", "ROOT": ADMIN, "SCRAPE": METRICS}
         env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
+        env |= {**DEAD_PROXIES, "no_proxy": "127.0.0.1"}  # which `serve deploy` itself needs
         self.service = Service([str(BIN / "serve"), "run", str(self._file)], port, env=env)
 
     def redeploy(self, rest: Rest, log_level: str, **engine: Any) -> None:

@@ -19,8 +19,9 @@ def logs_in(folder: Path) -> dict[str, str]:
 
 
 def logged(service: Service) -> dict[str, str]:
-    """All that the service has written where people look: its terminal, and every log of Ray and Serve."""
-    return {str(service.log): service.output} | logs_in(service.temp)
+    """All that the service has written where people look: its terminal, its log files, and every log of Ray and
+    Serve."""
+    return {str(service.log): service.output} | service.log_files() | logs_in(service.temp)
 
 
 def assert_unsaid(service: Service, secrets: Iterable[str]) -> None:

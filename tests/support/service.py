@@ -61,8 +61,10 @@ class Service:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.log = self.temp.with_suffix(".log")
+        self.state = self.temp.with_suffix(".state")
         self._seen: dict[int, psutil.Process] = {}
-        self.environment = {**os.environ, "TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": "", **env}
+        own = {"TMPDIR": str(self.temp), "XDG_RUNTIME_DIR": "", "XDG_STATE_HOME": str(self.state)}
+        self.environment = {**os.environ, **own, **env}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -77,6 +79,10 @@ class Service:
     @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
+
+    def log_files(self) -> dict[str, str]:
+        """What its processes have logged, by file; the files outlive it, until clean()."""
+        return {path.name: path.read_text() for path in self.state.rglob("*.log*")}
 
     def wait_ready(self, timeout_s: float = START_S) -> "Service":
         """Until it answers; the output is in the error when it does not."""
@@ -136,6 +142,7 @@ class Service:
             self.process.kill()
         self.process.wait(STOP_S)
         shutil.rmtree(self.temp, ignore_errors=True)
+        shutil.rmtree(self.state, ignore_errors=True)
         self.log.unlink(missing_ok=True)
 
     def _alive(self) -> list[psutil.Process]:
@@ -151,10 +158,10 @@ class Service:
 
 
 @contextmanager
-def tandem_serve(*arguments: str, cwd: Path | None = None) -> Iterator[Service]:
+def tandem_serve(*arguments: str, cwd: Path | None = None, env: Mapping[str, str] = {}) -> Iterator[Service]:
     """`tandem serve ARGUMENTS --port FREE`, ready; cleaned up whatever the test does."""
     port = free_port()
-    service = Service([str(BIN / "tandem"), "serve", *arguments, "--port", str(port)], port, cwd=cwd)
+    service = Service([str(BIN / "tandem"), "serve", *arguments, "--port", str(port)], port, cwd=cwd, env=env)
     try:
         yield service.wait_ready()
     finally:

@@ -255,6 +255,7 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
     from tandem.workers.rank.transfers.lane_channel import LaneChannel
 
     setproctitle.setproctitle(f"tandem rank {group} {rank} starting")
+    log.info("rank %d of group %s starts in process %d", rank, group, os.getpid())
     context = ChannelContext()
     socket = connect_dealer(context, secret, endpoint, str(rank).encode())
     parent_watch = ParentWatch(socket)
@@ -285,8 +286,10 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
                     lane_channel.send(answer)
                 else:
                     send(answer)
+        log.info("rank %d ends, as its coordinator asked", rank)
         return 0
     except ToldToEnd:  # its coordinator learns it before the other ranks miss this one
+        log.warning("rank %d was told to end by a signal", rank)
         send(RankFailed(rank=rank, message="it was told to end", by_step=False, is_planned=True))
         return TOLD_TO_END
     except Exception as error:

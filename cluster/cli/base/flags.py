@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from tandem.configs.foreign_flags import FOREIGN, REFUSED, SWITCHES
 from tandem.configs.load import default_of
 from tandem.configs.options import OPTIONS, Option
 
@@ -43,8 +44,10 @@ def with_flags(function: Command, name: str, flags: Sequence[inspect.Parameter],
 
 def with_service_options(leave_out: frozenset[str] = frozenset()) -> Callable[[Command], Command]:
     """Makes `function(..., flags)` a command with the flags of configs/options.py. `flags` holds those that were given,
-    by option name. leave_out: options without a meaning for this command; it refuses them."""
+    by option name, and vLLM's that have no effect (configs/foreign_flags.py). leave_out: options without a meaning for
+    this command; it refuses them."""
     flags = [_parameter(option) for option in OPTIONS if option.name not in leave_out]
+    flags += [_foreign(name) for name in (*FOREIGN, *REFUSED)]
     return partial(with_flags, name="flags", flags=flags, value=_given)
 
 
@@ -58,6 +61,14 @@ def _parameter(option: Option) -> inspect.Parameter:
         names[0] = f"{option.flag}/--no-{option.name.replace('_', '-')}"
     words = {"help": _help(option), "metavar": _metavar(option), "rich_help_panel": option.group}
     return flag(option.name, _cli_type(option), *names, **words)
+
+
+def _foreign(name: str) -> inspect.Parameter:
+    """A flag of vLLM, which --help does not show."""
+    spelled = name.replace("_", "-")
+    if name in SWITCHES:
+        return flag(name, bool, f"--{spelled}/--no-{spelled}", hidden=True)
+    return flag(name, str, f"--{spelled}", *(["-O"] if name == "optimization_level" else []), hidden=True)
 
 
 def _cli_type(option: Option) -> Any:

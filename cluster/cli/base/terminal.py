@@ -1,31 +1,41 @@
 """Terminal output of the verbs: help, tables, and notes on standard error."""
 
+from difflib import SequenceMatcher
 from typing import Any
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
-from tandem.configs.errors import SettingsError
-from tandem.configs.lora_modules import FLAG as LORA_MODULES
-from tandem.configs.lora_modules import looks_like_module, repeat_flag
-from tandem.configs.options import not_needed
+from tandem.cluster.cli.base.vllm_words import respelled
+from tandem.configs.foreign_flags import FOREIGN
+
+ALIKE = 0.8
+"""Likeness of a flag that is offered in place of one that there is not; 1 is the same."""
 
 
 class GroupedHelp(TyperCommand):
     """A verb whose `--help` lists options under their groups (`rich_help_panel`) and wraps long lines.
 
     Typer's own tables shorten long flags with an ellipsis at 80 columns; click's definition lists keep them whole.
-    Several adapters may follow one --lora-modules, for which typer has no options.
+    Verbs with the settings of a service read command lines written for vLLM (vllm_words.py).
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Called by typer with the words behind the verb. SettingsError for a flag of vLLM that is not needed here."""
+        """Called by typer with the words behind the verb. SettingsError for a model that is given twice."""
+        takes_value = {
+            name: not param.is_flag
+            for param in self.get_params(ctx)
+            if isinstance(param, TyperOption)
+            for name in (*param.opts, *param.secondary_opts)
+        }
+        if any(f"--{name.replace('_', '-')}" in takes_value for name in FOREIGN):
+            args = respelled(args, takes_value)
         try:
-            return super().parse_args(ctx, repeat_flag(args, LORA_MODULES, looks_like_module))
+            return super().parse_args(ctx, args)
         except Exception as error:
             flag = getattr(error, "option_name", None)  # of click's NoSuchOption, which typer keeps to itself
-            if isinstance(flag, str) and (why := not_needed(flag)):
-                raise SettingsError(why, flag) from error
+            if isinstance(flag, str):
+                error.possibilities = _alike(flag, takes_value)  # type: ignore[attr-defined]
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -38,6 +48,11 @@ class GroupedHelp(TyperCommand):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+def _alike(flag: str, flags: Any) -> list[str]:
+    """Flags that are written nearly as `flag`, or begin with it."""
+    return [one for one in flags if one.startswith(flag) or SequenceMatcher(None, flag, one).ratio() >= ALIKE]
 
 
 def _group(param: Any) -> str:

@@ -3,12 +3,15 @@
 It works with any OpenAI-compatible server. It blocks, and has one request at a time.
 """
 
+import socket
 from collections.abc import Iterable, Iterator, Mapping
+from ipaddress import ip_address
 from types import TracebackType
 from typing import Any, Final
 
 import httpx
 import msgspec
+import psutil
 
 from tandem.cluster.gateway.http.tls import ClientFiles, client_context
 from tandem.configs.errors import SettingsError, TandemError
@@ -17,7 +20,20 @@ CONNECT_S: Final = 5.0
 SILENCE_S: Final = 300.0
 """The longest pause in an answer. A request may wait in the queue for as long."""
 NEAR: Final = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"})
-"""Names of the loopback. Requests to them do not use a proxy of the environment."""
+"""Names of the loopback."""
+
+
+def is_here(host: str) -> bool:
+    """Returns True for this machine's names and addresses, which no proxy of the environment is asked for. Names of
+    others are not looked up: behind a proxy nobody may know them."""
+    if host in NEAR or host == socket.gethostname():
+        return True
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    own = (entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries)
+    return address.is_loopback or str(address) in own
 
 
 class EndpointError(TandemError):
@@ -83,7 +99,7 @@ class Endpoint:
             base_url=self.url,
             headers={"authorization": f"Bearer {api_key}"} if api_key is not None else {},
             timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
-            trust_env=parsed.host not in NEAR,
+            trust_env=not is_here(parsed.host),
             verify=client_context(certificate, files) if parsed.scheme == "https" else True,
         )
 

@@ -48,7 +48,7 @@ def _checked(settings: ServiceSettings) -> ServiceSettings:
 
     settings = resolve_settings(settings)
     spec = check_model(settings)
-    for note in (*rope_notes(settings.engine, spec), *check_text(settings)):
+    for note in (*settings.without_effect, *rope_notes(settings.engine, spec), *check_text(settings)):
         say(note)
     check_adapters(settings)
     return settings

@@ -5,7 +5,7 @@ Facts and misfits are read here, without torch; choices and checks come from a p
 
 import json
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -114,8 +114,20 @@ def fact_rows(facts: "MachineFacts") -> list[list[str]]:
         ["C compiler", f"{facts.compiler}{compiled}" if facts.compiler else "not found"],
         ["memory", f"{facts.memory_bytes / GIB:.1f} GiB, {facts.available_bytes / GIB:.1f} GiB free"],
         ["/dev/shm", "none" if facts.shm_bytes is None else f"{facts.shm_bytes / MIB:,.0f} MiB"],
+        ["proxies", proxy_words(facts.proxies)],
         ["locked memory", "no limit" if facts.memlock_bytes is None else f"up to {facts.memlock_bytes / MIB:,.0f} MiB"],
     ]
+
+
+def proxy_words(proxies: Mapping[str, str]) -> str:
+    """Words for the proxies of the environment, and for what goes through them."""
+    if not proxies:
+        return "none in the environment"
+    named = ", ".join(f"{name}={value}" for name, value in proxies.items())
+    return (
+        f"{named}: downloads go through them, and `chat` and `complete` to other machines; nothing between the "
+        "processes of a service does"
+    )
 
 
 def _print_facts(facts: "MachineFacts", problems: list[str]) -> None:

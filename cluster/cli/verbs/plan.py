@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from tandem.cluster.cli.base.flags import with_service_options
 from tandem.cluster.cli.base.plan_report import report
+from tandem.cluster.cli.base.terminal import say
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.configs.options import OPTIONS
@@ -91,7 +92,10 @@ def plan(
     """
     asked = _Asked(device_memory, kv_offloading_size, kv_disk_size, ranks)
     _check(asked)
-    found = _find(model, build_settings(model, flags).engine, asked)
+    settings = build_settings(model, flags)
+    for line in settings.without_effect:
+        say(line)
+    found = _find(model, settings.engine, asked)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:

@@ -12,7 +12,7 @@ from tandem.cluster.cli.base.flags import with_service_options
 from tandem.cluster.cli.base.terminal import say
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import merge_config
-from tandem.configs.options import COORDINATION, OPTIONS
+from tandem.configs.options import COORDINATION, LOGS, OPTIONS
 from tandem.configs.schema import ServiceSettings
 from tandem.workers.messages.errors import GroupLost
 
@@ -45,7 +45,7 @@ OF_A_SERVICE = frozenset(
     }
 )
 """Options about ports, keys, stores and groups, of which a batch has none. All others may change answers."""
-NOT_OFFLINE = OF_A_SERVICE | {option.name for option in OPTIONS if option.group == COORDINATION}
+NOT_OFFLINE = OF_A_SERVICE | {option.name for option in OPTIONS if option.group in (COORDINATION, LOGS)}
 
 
 @with_service_options(leave_out=NOT_OFFLINE)
@@ -67,6 +67,8 @@ def run_batch(
     from tandem.cluster.deploy.resolved_settings import resolve_settings
 
     settings = resolve_settings(merge_config(None, model, flags))
+    for line in settings.without_effect:
+        say(line)
     try:
         failed = asyncio.run(_run(settings, input_file, output_file))
     except KeyboardInterrupt:

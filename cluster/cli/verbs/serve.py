@@ -1,14 +1,22 @@
 """`tandem serve MODEL`: starts the supervisor and the launcher (cluster/service/launcher.py)."""
 
+import logging
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tandem.cluster.cli.base.flags import with_service_options
-from tandem.configs.errors import SettingsError
+from tandem.cluster.cli.base.terminal import say
+from tandem.configs.errors import SettingsError, TandemError
 from tandem.configs.load import merge_config
+from tandem.configs.schema import LogSettings
 from tandem.configs.secrets import with_secrets
+
+if TYPE_CHECKING:
+    from tandem.cluster.process.log_files import LogPlace
+
+log = logging.getLogger("tandem.launcher")
 
 
 @with_service_options()
@@ -40,9 +48,32 @@ def serve(
     if allow_unauthenticated_ray and address is None:
         raise SettingsError("needs --address: a private Ray always asks for a token", "--allow-unauthenticated-ray")
     settings = resolve_settings(with_secrets(merge_config(config, model, flags)))
+    logs = open_log_of_run(settings.logs)
     status_pipe = split()
     try:
-        status = Launcher(settings, address, Console(), status_pipe, allow_unauthenticated_ray).run()
+        status = Launcher(settings, address, Console(), status_pipe, allow_unauthenticated_ray, logs).run()
+    except TandemError as error:
+        log.error("%s", error)
+        raise
+    except Exception:
+        log.exception("the launcher failed")
+        raise
     finally:
         status_pipe.finished()
     sys.exit(status)
+
+
+def open_log_of_run(settings: LogSettings) -> "LogPlace | None":
+    """Opens the log file of this process, and of those that it forks; returns the place for all files of the run, None
+    where the default one cannot be written. SettingsError when --log-dir cannot be."""
+    from tandem.cluster.process.log_files import LogPlace, open_log, run_name
+
+    place = LogPlace(level=settings.level, base=settings.dir, run=run_name())
+    try:
+        open_log(place.folder(""), "launcher", settings.level)
+    except OSError as error:
+        if settings.dir is not None:
+            raise SettingsError(f"{settings.dir} cannot be written: {error.strerror}", "--log-dir") from error
+        say(f"there are no log files: {place.folder('')} cannot be written ({error.strerror}); --log-dir names another")
+        return None
+    return place

@@ -47,6 +47,8 @@ def status(
         now = with_redis(run.redis_url, partial(_read, run), timeout_s=1.0, retries=1)
         also = f"{', stopping' if run.stopping else ''}{', Redis is unavailable' if now.redis_unavailable else ''}"
         typer.echo(f"{run.model} on {run.url} (pid {run.pid}){also}")
+        if run.logs is not None:
+            typer.echo(f"  logs in {run.logs}")
         for gateway in now.gateways:
             typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}")
         for record in now.groups:

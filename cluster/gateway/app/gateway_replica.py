@@ -26,6 +26,8 @@ from tandem.cluster.fleet.fleet_view import FleetView, StartFailure, report_star
 from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.hung_groups import CoordinatorActors, HungGroups
+from tandem.cluster.fleet.missing_groups import MissingGroups
+from tandem.cluster.gateway.app.gateway_log import GatewayLog
 from tandem.cluster.gateway.app.routes import build_gateway_app
 from tandem.cluster.gateway.app.wiring import build_accounts, build_context, build_metrics, build_text_services
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
@@ -35,6 +37,7 @@ from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
 from tandem.cluster.gateway.responses.response_store import ResponseStore
+from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.ray_private.ray_facts import proxy_host
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down, skip_draining_period
 from tandem.cluster.routing.serve_router import GroupRouter
@@ -44,12 +47,12 @@ from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.serve_proxy import check_open
-from tandem.cluster.wire.service_facts import ServiceFacts, check_node
+from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
 from tandem.configs.environment import short_temp_folder
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ServiceSettings
 
-log = logging.getLogger("ray.serve.tandem")
+log = logging.getLogger("tandem.gateway")
 BACKLOG = 2048
 TAKEN_DOWN_WITHIN_S = 30.0
 """Time for Serve to take an unhealthy replica down: its check fails three times, two seconds apart."""
@@ -70,6 +73,8 @@ class Gateway:
         self._id = context.replica_id.unique_id
         self._membership = Membership(context.app_name, facts)
         self._facts = facts = await self._membership.join()
+        open_log_of(facts, f"gateway-{self._id}")
+        log.info("gateway %s starts in process %d", self._id, os.getpid())
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
         self._redis = await self._membership.open_redis(timeout_s=1.0, retries=1)
         bases = settings.engine.model.served_model_name[:1]
@@ -86,7 +91,6 @@ class Gateway:
         self._taken_down = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
         self._was_ready = False
-        self._missing: set[str] = set()
         await self._follow_fleet(groups, context.app_name)
         async with self._failures_reported():
             await self._build_services()
@@ -115,7 +119,9 @@ class Gateway:
             lambda: self._adapters,
             DrainingGroups(lambda: GroupRouter.running, self._settings.shutdown_timeout_s, time.monotonic),
             self._facts.model_digest,
+            GroupRouter.unreached,
         )
+        self._missing = MissingGroups(self._fleet, ExitWatch())
         self._hung_groups = HungGroups(self._fleet, CoordinatorActors(app_name))
         following = self._fleet.run(self._look_after, self._dispatch.has_requests)
         self._following = asyncio.get_running_loop().create_task(following, name="fleet")
@@ -144,6 +150,9 @@ class Gateway:
             peers=Together(self._id, self._others) if several else None,
             quarantined=lambda: (digest for record in self._others() for digest in record.quarantined),
         )
+        draining, registries = self._context.draining, (metrics.registry, metrics.tenants)
+        self._log = GatewayLog(registries, gateway.metrics_prefix, lambda: draining.in_flight)
+        self._background.append(asyncio.get_running_loop().create_task(self._log.run(), name="gateway log"))
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Builds the app; Serve calls it once, after the constructor."""
@@ -253,7 +262,9 @@ class Gateway:
         return self._taken_down.is_set()
 
     async def _end(self) -> None:
+        log.info("gateway %s ends", self._id)
         await self.drain()
+        self._log.write()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=LAST_WORDS_S)
@@ -278,11 +289,7 @@ class Gateway:
             self._heartbeat.trigger()
         self._dispatch.look_after()
         self._hung_groups.check()
-        gone = {record.group for record in self._fleet.missing_for(1.0)} - self._missing
-        back = self._missing & self._fleet.records.keys()
-        self._missing = (self._missing | gone) - back
-        if gone or back:
-            events = [*(GroupEvent("missing", g) for g in gone), *(GroupEvent("returned", g) for g in back)]
+        if events := self._missing.changes():
             self._event_task = asyncio.get_running_loop().create_task(self._write_events(events), name="group events")
 
     async def _write_events(self, events: Iterable[GroupEvent]) -> None:
@@ -336,6 +343,7 @@ class Gateway:
         try:
             yield
         except Exception as error:
+            log.error("gateway %s does not start: %s", self._id, error)
             failure = StartFailure(part="the gateway", message=str(error), flag=getattr(error, "flag", None))
             with suppress(RedisUnavailable):
                 await report_start_failure(self._redis, self._facts.service_id, failure)

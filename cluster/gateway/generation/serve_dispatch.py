@@ -20,6 +20,7 @@ from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.tasks import Aside
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.routing.unreached_groups import UnreachedGroups
 from tandem.cluster.wire.token_channel import TokenReceiver
 from tandem.cluster.wire.version import OtherVersion, with_version, without_version
 from tandem.workers.messages.errors import RequestRefused
@@ -30,6 +31,8 @@ log = logging.getLogger("tandem.groups")
 GAP_S = 1.0
 SILENT_S = 3.5
 """A group whose record is missing (3 s after its last heartbeat) is lost when it has sent no token for this long."""
+UNREACHED_S = 10.0
+"""A call that has not arrived for this long, although its group lives, will not."""
 CANCEL_AFTER_S = 5.0
 LEAST_HOLD_S = 30.0
 MOST_BY_VALUE = 2**20
@@ -41,7 +44,8 @@ class ServeDispatch:
     """All groups of the service, for one gateway. Create and use on one event loop; close() at the end.
 
     handle: Serve's, of the coordinator deployment; its router (cluster/routing) picks the group by the hint. adapters:
-    whose metrics are shown. draining: groups that Serve is taking down. model: digest of the gateway's.
+    whose metrics are shown. draining: groups that Serve is taking down. model: digest of the gateway's. unreached:
+    groups that calls do not reach.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class ServeDispatch:
         adapters: Callable[[], AdapterService | None] = lambda: None,
         draining: DrainingGroups | None = None,
         model: str = "",
+        unreached: UnreachedGroups | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._decode = msgspec.msgpack.Decoder(Ended).decode
@@ -65,6 +70,7 @@ class ServeDispatch:
         self._metrics_prefix = metrics_prefix
         self._adapters = adapters
         self._draining = draining if draining is not None else DrainingGroups(lambda: None, 0.0, self.loop.time)
+        self._unreached = unreached if unreached is not None else UnreachedGroups()
         self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap)
         self._parts: dict[str, RequestPart] = {}
         self._unusable: set[str] = set()
@@ -128,7 +134,10 @@ class ServeDispatch:
         )
 
     def ready(self) -> bool:
-        return any(record.is_ready and record.group not in self._unusable for record in self._fleet.records.values())
+        return any(
+            record.is_ready and record.group not in self._unusable and self._unreached.for_s(record.group) < UNREACHED_S
+            for record in self._fleet.records.values()
+        )
 
     def load(self) -> Mapping[str, float | int | str]:
         records = list(self._fleet.records.values())
@@ -175,6 +184,7 @@ class ServeDispatch:
         """Ends the attempts of groups without heartbeats and tokens, and of groups that are taken down and whose time
         is nearly over, if there is another group for them. Called about twice a second. A group that sends tokens
         works, even if its heartbeats do not reach Redis."""
+        self._refuse_what_does_not_arrive()
         names = {name: record.group for name, record in self._channel_names()}
         self._draining.refresh(self._fleet.records.values())
         if not self.has_group(self._draining.groups):
@@ -187,6 +197,17 @@ class ServeDispatch:
                 part.lose(f"group {silent[part.sender]} gives no sign of life", "unknown")
             elif self._draining.is_due(names.get(part.sender, "")):
                 part.lose("its group is taken down", "bystander")
+
+    def _refuse_what_does_not_arrive(self) -> None:
+        """Ends requests that no group has, when no group that lives can be reached: Serve itself would try for ever."""
+        alive = [record.group for record in self._fleet.records.values() if record.state == "serving"]
+        if not self._parts or not alive or min(map(self._unreached.for_s, alive)) < UNREACHED_S:
+            return
+        log.error("calls from this gateway reach no group: %s; see `tandem doctor` for proxies", ", ".join(alive))
+        told = f"no worker group can be reached from this gateway: calls have failed for {UNREACHED_S:.0f} s"
+        for part in list(self._parts.values()):
+            if part.sender is None and part.ended is None:
+                part.end(refused(part.request, 503, "service_unavailable", None, told))
 
     async def close(self) -> None:
         """Refuses what runs and what comes."""

@@ -1,24 +1,53 @@
 """The service that the tests of this folder share."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from tests.support.mixed_requests import PROMPTS
+from tests.support.proxies import DEAD_PROXIES
 from tests.support.service import Service, tandem_serve, wait_for
 
+SAID = "The lighthouse keeper's cat has learned to whistle."
 FLAGS = (
     "demo", "-tp", "2", "-dp", "2", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "512",
-    "--shutdown-timeout", "120",  # longer than any stream lasts on a busy machine
+    "--log-level", "debug", "--shutdown-timeout", "120",  # longer than any stream lasts on a busy machine
 )  # fmt: skip
 
 
 @pytest.fixture(scope="package")
 def service() -> Iterator[Service]:
     """The demo model, 2 groups x TP 2 on CPU, started once by the real launcher. It ends with the last test of this
-    folder, as even a service without requests takes a tenth of a core; Ctrl-C leaves nothing."""
-    with tandem_serve(*FLAGS) as running:
+    folder, as even a service without requests takes a tenth of a core; Ctrl-C leaves nothing. All variables of proxies
+    name one that does not answer: no traffic between its processes may meet it."""
+    with tandem_serve(*FLAGS, env=DEAD_PROXIES) as running:
         wait_for(lambda: "serving demo" in running.output, 60, "both groups are ready")
         yield running
+        answer = running.post(
+            "/v1/completions", {"model": "demo", "prompt": SAID, "max_tokens": 40, "ignore_eos": True}
+        )
         status = running.stop()
         assert status == 0, running.output
         running.check_gone()
+        check_log_files(running, answer.json()["choices"][0]["text"])
+
+
+def check_log_files(service: Service, answered: str) -> None:
+    """The files outlive the service; each process has one, and none has what clients or the model said."""
+    files = service.log_files()
+    parts = Counter(name.partition("-")[0].removesuffix(".log") for name in files if name.endswith(".log"))
+    assert parts.keys() == {"launcher", "gateway", "group", "rank"}
+    assert parts["launcher"] == 1 and parts["gateway"] >= 1 and parts["group"] >= 2 and parts["rank"] >= 4
+    text = "".join(files.values())
+    wrong = [phrase for phrase in (SAID, *PROMPTS, *_phrases(answered)) if len(phrase) > 12 and phrase in text]
+    assert not wrong, [line for line in text.splitlines() if any(phrase in line for phrase in wrong)]
+    assert "nothing is left running" in files["launcher.log"] and "serving demo with 2 groups" in files["launcher.log"]
+    for words in ("starts in process", "serves after", "tokens/s", "in flight", "ends, as its coordinator asked"):
+        assert words in text, words
+
+
+def _phrases(answered: str) -> Iterator[str]:
+    """Parts of an answer that are long enough to be nobody else's."""
+    words = answered.split()
+    yield from (" ".join(words[at : at + 4]) for at in range(len(words) - 3))

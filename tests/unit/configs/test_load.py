@@ -35,6 +35,8 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "served_model_name": (["a", "b"], ("a", "b")),
     "tokenizer": ("t", "t"),
     "revision": ("main", "main"),
+    "log_level": ("debug", "debug"),
+    "log_dir": ("/logs", "/logs"),
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int8", "int8"),
     "batch_invariant": (True, True),
@@ -339,19 +341,6 @@ def test_the_key_of_speculative_config_that_is_wrong_is_named(given: dict[str, A
 def test_unknown_names_are_refused_with_a_suggestion() -> None:
     with pytest.raises(SettingsError, match="tensor_parallel_size"):
         build_settings("m", {"tensor_paralel_size": 2})
-
-
-@pytest.mark.parametrize("name", ["runner", "convert", "task"])
-def test_what_vllm_needs_to_embed_is_to_be_left_out(name: str, tmp_path: Path) -> None:
-    said = re.escape(f"{name} is not a setting: every model generates and embeds; leave it out")
-    with pytest.raises(SettingsError, match=said):
-        build_settings("m", {name: "pooling"})
-    with pytest.raises(SettingsError, match=said):
-        settings_from_serve_args({"model_loading_config": {"model_id": "m"}, "engine_kwargs": {name: "embed"}})
-    file = tmp_path / "c.yaml"
-    file.write_text(f"{name}: embed")
-    with pytest.raises(SettingsError, match=said):
-        read_config_file(str(file))
 
 
 @pytest.mark.parametrize("spelled", ["redis_sentinel_url", "redis-sentinel-url"])

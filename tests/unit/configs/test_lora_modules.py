@@ -8,27 +8,8 @@ import typer.testing
 from tandem.cluster.cli.main import build_app
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings, read_config_file
-from tandem.configs.lora_modules import looks_like_module, repeat_flag
 
 JSON = '{"name": "c", "path": "z"}'
-
-
-@pytest.mark.parametrize(
-    ("words", "spread"),
-    [
-        ("--lora-modules a=x b=y", "--lora-modules a=x --lora-modules b=y"),
-        ("demo --lora-modules a=x b=y --port 5", "demo --lora-modules a=x --lora-modules b=y --port 5"),
-        ("--lora-modules a=x b=y demo", "--lora-modules a=x --lora-modules b=y demo"),
-        ("--lora-modules a=x --lora-modules b=y", "--lora-modules a=x --lora-modules b=y"),
-        ("--lora-modules a=x --dtype=float32 b=y", "--lora-modules a=x --dtype=float32 b=y"),
-        ("--lora-modules", "--lora-modules"),
-        ("--lora-modules a=x -- b=y", "--lora-modules a=x -- b=y"),
-        ("-- --lora-modules a=x b=y", "-- --lora-modules a=x b=y"),
-        ("demo -o b=y c=z", "demo -o b=y c=z"),
-    ],
-)
-def test_every_value_gets_its_own_flag(words: str, spread: str) -> None:
-    assert repeat_flag(words.split(), "--lora-modules", looks_like_module) == spread.split()
 
 
 @pytest.mark.parametrize("given", [["a=x", "b=y", JSON], ["a=x", {"name": "b", "path": "y"}, JSON]], ids=str)

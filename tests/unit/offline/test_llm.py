@@ -470,9 +470,13 @@ def test_prefix_is_found_again(llm: LLM) -> None:
     assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].cached_tokens > 0
 
 
-def test_two_engines_in_one_process(llm: LLM) -> None:
-    with LLM("demo", dtype="float32", max_num_seqs=2) as other:
+def test_two_engines_in_one_process(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """The second with arguments of vLLM that change nothing here: a line of the log for each says why."""
+    foreign: dict[str, Any] = {"enforce_eager": True, "swap_space": 4, "disable_log_stats": True}
+    with LLM("demo", dtype="float32", max_num_seqs=2, **foreign) as other:
         assert ask(other, "What is 2 + 3?") == ask(llm, "What is 2 + 3?")
+    lines = [record.getMessage() for record in caplog.records if record.name == "tandem.offline"]
+    assert [any(name.replace("_", "-") in line or name in line for line in lines) for name in foreign] == [True] * 3
 
 
 def test_without_a_seed_equal_prompts_get_different_texts(llm: LLM) -> None:

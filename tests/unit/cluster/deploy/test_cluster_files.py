@@ -30,6 +30,7 @@ def test_cluster_files_validate(path: Path) -> None:
     check_cluster(config)
     commands = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
     assert all("RAY_AUTH_MODE=token" in c for c in commands if "ray start" in c), "no cluster without a token"
+    assert all(" grpc_proxy= " in c for c in commands if "ray start" in c), "Serve's own proxies would ask one"
     assert all("--dashboard-host=127.0.0.1" in c for c in commands if "--head" in c)
 
 

@@ -37,6 +37,7 @@ CPU_BOX = MachineFacts(
     driver=None, driver_cuda=None, gpus=0, redis="/usr/bin/redis-server", cpu="Some CPU", cores=2,
     memory_bytes=8 * 2**30, available_bytes=4 * 2**30, shm_bytes=2**30, memlock_bytes=None,
     cpu_features=("avx512f", "avx512_bf16"), compiler="/usr/bin/gcc", compiler_features=("avx512f", "avx512_bf16"),
+    proxies={},
 )  # fmt: skip
 GPU_BOX = replace(
     CPU_BOX,
@@ -139,7 +140,7 @@ def test_the_facts_of_this_machine_are_those_of_torch() -> None:
     here = read_facts()
     assert (here.torch, here.torch_cuda) == (torch.__version__, torch.version.cuda)
     assert here.cores == len(os.sched_getaffinity(0)) and 0 < here.available_bytes <= here.memory_bytes
-    assert [len(row) for row in fact_rows(here)] == [2] * 14
+    assert [len(row) for row in fact_rows(here)] == [2] * 15
 
 
 @pytest.mark.parametrize("cuda", [12080, None])

@@ -396,7 +396,7 @@ def test_a_rank_that_ends_is_reported_however_it_ends(
             raise error
         return error
 
-    monkeypatch.setattr(ray, "wait", lambda runs, num_returns: ([runs[1]], [runs[0]]))
+    monkeypatch.setattr(ray, "wait", lambda runs, num_returns, **_: ([runs[1]], [runs[0]]))
     monkeypatch.setattr(ray, "get", get)
     told: list[str] = []
     ranks = ray_ranks.RayRanks(2, None, "g", None, told.append, lambda: told.append("as planned"))
@@ -407,11 +407,35 @@ def test_a_rank_that_ends_is_reported_however_it_ends(
     assert ranks.lost() == told[0]
 
 
+@pytest.mark.parametrize(("told", "words"), [("was killed by SIGKILL", "was killed by SIGKILL"), (None, "has died")])
+def test_a_dead_rank_is_reported_with_what_the_kernel_tells(
+    told: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is opened as soon as it is known; Ray does not know how one has ended."""
+    pids, asked, watched = iter([(), (), (7, None), (7, None), (7, None)]), [], []
+    monkeypatch.setattr(ray_ranks.ExitWatch, "watch", lambda self, pid: watched.append(pid))
+    monkeypatch.setattr(ray_ranks.ExitWatch, "how_it_ended", lambda self, pid: told)
+
+    def wait(runs: list[str], num_returns: int, timeout: float | None = None) -> tuple[list[str], list[str]]:
+        asked.append(timeout)
+        return ([], runs) if timeout else ([runs[0]], [runs[1]])
+
+    def get(run: object) -> object:
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+    said: list[str] = []
+    ranks = ray_ranks.RayRanks(2, None, "g", None, said.append, lambda: None, lambda: next(pids))
+    ranks._watch(["run 0", "run 1"])
+    assert said == [f"rank 0 of group g {words}"] and watched == [7] and asked[-1] is None and len(asked) == 3
+
+
 @pytest.mark.parametrize("bundle", [{"CPU": 0.1}, {"GPU": 1.0, "CPU": 1.0}])
 def test_a_rank_asks_ray_for_what_its_bundle_holds(bundle: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     remote = mock.MagicMock()
     monkeypatch.setattr(ray, "remote", remote)
-    monkeypatch.setattr(ray, "wait", lambda runs, num_returns: (runs, []))
+    monkeypatch.setattr(ray, "wait", lambda runs, num_returns, **_: (runs, []))
     monkeypatch.setattr(ray, "get", lambda run: None)
     placed = types.SimpleNamespace(bundle_specs=[{"CPU": 0.1, "GPU": 0.0}, bundle])
     ray_ranks.RayRanks(1, None, "g", placed, lambda message: None, lambda: None).start(0, "endpoint", "secret")
@@ -421,7 +445,7 @@ def test_a_rank_asks_ray_for_what_its_bundle_holds(bundle: dict[str, float], mon
 
 
 def test_a_watch_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(runs: object, num_returns: int) -> None:
+    def wait(runs: object, num_returns: int, timeout: float) -> None:
         raise Wordless
 
     monkeypatch.setattr(ray, "wait", wait)
@@ -431,7 +455,7 @@ def test_a_watch_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_frozen_rank_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "wait", lambda runs, num_returns: (runs, []))
+    monkeypatch.setattr(ray, "wait", lambda runs, num_returns, **_: (runs, []))
     monkeypatch.setattr(ray, "get", lambda run: None)
     told: list[str] = []
     settings = EngineSettings(model=ModelSettings(model="m"))

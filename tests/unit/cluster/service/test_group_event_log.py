@@ -21,7 +21,9 @@ def test_a_groups_end_is_said_once_whoever_tells_of_it() -> None:
         "group a is lost: rank 0 of group a has died; its requests continue on another, Serve starts a new one"
     )
     assert [lines.of(GroupEvent(kind, "a")) for kind in ("missing", "left", "missing")] == [None] * 3
-    assert "is missing" in str(lines.of(GroupEvent("missing", "b")))
+    assert "is missing: it was killed or hangs;" in str(lines.of(GroupEvent("missing", "b")))
+    killed = GroupEvent("missing", "f", "its coordinator was killed by SIGKILL")
+    assert "group f is missing: its coordinator was killed by SIGKILL; its requests" in str(lines.of(killed))
     assert lines.of(GroupEvent("left", "c")) == "group c has ended"
     assert lines.of(GroupEvent("serving", "d")) == "group d serves"
     assert lines.of(GroupEvent("failed", "e", "no memory")) == "group e did not start: no memory; Serve tries another"

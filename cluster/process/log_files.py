@@ -1,0 +1,135 @@
+"""Log files, which outlive the service: one of bounded size for each process, in a folder of the run; old runs go.
+
+    LOGS/run-20261127-114500-4711/ or LOGS/serve-0123456789ab/     0700, of one run or one application under Serve
+        launcher.log  gateway-ID.log  group-ID.log  rank-ID-0.log  ...  and what was rotated away: X.log.1
+
+LOGS is --log-dir, else ~/.local/state/tandem/logs. A process holds a lock on the file that it writes, so that nobody
+removes it. Lines never have prompts, answers or keys. Each process calls open_log() once, at its start.
+"""
+
+import faulthandler
+import fcntl
+import io
+import logging
+import os
+import re
+import shutil
+import time
+import traceback
+from contextlib import suppress
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.configs.environment import state_folder
+from tandem.configs.schema import LogLevel
+
+LOGGERS = ("tandem", "ray.serve.tandem")
+FORM = "%(asctime)s.%(msecs)03d %(levelname)s %(process)d %(name)s: %(message)s"
+FILE_BYTES, OLD_FILES = 8 * 2**20, 2
+"""Bytes of a file before it is rotated, and how many rotated ones are kept beside it."""
+KEPT_RUNS = 10
+MOST_FILES = 200
+"""Files in a folder of a run, beyond which those of processes that have ended go, the oldest first."""
+RUN = re.compile(r"run-\d{8}-\d{6}-\d+|serve-[0-9a-f]+")
+
+
+class LogPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The place for the log files of a service. base: None for the user's folder on each machine. run: the folder
+    in it; empty where the service's id names it."""
+
+    level: LogLevel = "info"
+    base: str | None = None
+    run: str = ""
+
+    def folder(self, service_id: str) -> Path:
+        return self._base() / (self.run or f"serve-{service_id}")
+
+    def _base(self) -> Path:
+        return state_folder() / "logs" if self.base is None else Path(self.base)
+
+
+class LogLines(logging.Formatter):
+    """The form of a line. In Serve's replicas `print`, with which logging itself writes tracebacks, is Serve's, which
+    writes to files the tuple of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(FORM, "%Y-%m-%d %H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Called by logging. Does not take the traceback's text from another formatter."""
+        record.exc_text = None
+        return super().format(record)
+
+    def formatException(self, ei: Any) -> str:
+        """Called by logging for a traceback."""
+        return "".join(traceback.format_exception(*ei)).rstrip("\n")
+
+
+class LogFile(RotatingFileHandler):
+    """A handler whose file is locked for as long as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8")
+        self.setFormatter(LogLines())
+
+    def _open(self) -> io.TextIOWrapper:
+        """Called by logging for each new file."""
+        stream = super()._open()
+        with suppress(OSError):  # file systems without locks
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return stream
+
+
+def run_name() -> str:
+    """A name for the folder of a run that begins now, in this process."""
+    return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def open_log(folder: Path, name: str, level: LogLevel) -> LogFile:
+    """Sends what this process logs, from this level on, to NAME.log in the folder, which is made; a crash of the
+    interpreter too. Removes old runs beside it, and old files in it. OSError when it cannot be written."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handler = LogFile(folder / f"{name}.log")
+    for each in LOGGERS:
+        logging.getLogger(each).addHandler(handler)
+    logging.getLogger("tandem").setLevel(level.upper())
+    # a descriptor of its own: the handler's is another one after it has rotated
+    faulthandler.enable(os.open(folder / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+    with suppress(OSError):  # others may do the same
+        remove_old(folder)
+    return handler
+
+
+def remove_old(folder: Path) -> None:
+    """Removes the oldest runs beside the folder, beyond KEPT_RUNS, and the oldest files in it, beyond MOST_FILES; none
+    that a process writes. OSError."""
+    runs = [each for each in folder.parent.iterdir() if RUN.fullmatch(each.name) and each.is_dir()]
+    for run in sorted(runs, key=_age)[KEPT_RUNS:]:
+        if run != folder and not any(map(is_written, run.glob("*.log"))):
+            shutil.rmtree(run, ignore_errors=True)
+    for file in sorted(folder.glob("*.log*"), key=_age)[MOST_FILES:]:
+        if not is_written(file):
+            file.unlink(missing_ok=True)
+
+
+def is_written(file: Path) -> bool:
+    """Returns whether a process has the file open to write its log."""
+    try:
+        with file.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _age(path: Path) -> float:
+    """A key that sorts the newest first."""
+    try:
+        return -path.stat().st_mtime
+    except OSError:
+        return 0.0

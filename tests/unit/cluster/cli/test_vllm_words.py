@@ -1,0 +1,164 @@
+"""Command lines that were written for vLLM: their spelling, and flags that Tandem has no setting for."""
+
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem.cluster.cli.base.vllm_words import respelled
+from tandem.cluster.cli.main import run_verb
+from tandem.cluster.service import launcher
+from tandem.configs.errors import SettingsError
+from tandem.configs.foreign_flags import FOREIGN, NEUTRAL, REFUSED, SAME_VALUES, SWITCHES
+from tandem.configs.load import build_settings, merge_config, settings_from_serve_args
+from tandem.configs.options import OPTIONS, option_named
+
+TAKES_VALUE = {
+    "--lora-modules": True, "--served-model-name": True, "--api-key": True, "--port": True, "--dtype": True, "-o": True,
+    "-tp": True, "--config": True, "--max-model-len": True, "--enable-lora": False, "--enable-prefix-caching": False,
+    "--no-enable-prefix-caching": False, "--compilation-config": True, "-O": True, "--cuda-graph-sizes": True,
+}  # fmt: skip
+PASTED = (
+    "--host 127.0.0.1 --port 8001 --served-model-name small demo --dtype float --load-format auto --max_model_len 2k "
+    "--enforce-eager --enable-chunked-prefill --disable-log-stats --swap-space 4 --tokenizer-mode auto -O3 "
+    "--distributed-executor-backend ray --disable-custom-all-reduce --max-seq-len-to-capture 8192 "
+    "--disable-frontend-multiprocessing --uvicorn-log-level info --scheduling-policy fcfs --task embed "
+    "--enable-prefix-caching=True --cuda-graph-sizes 1 2 4 --compilation-config.mode 3 --limit-mm-per-prompt image=0"
+)
+"""A command line as in vLLM's guides, all at once."""
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        ("--lora-modules a=x b=y", "--lora-modules a=x --lora-modules b=y"),
+        ("demo --lora-modules a=x b=y --port 5", "demo --lora-modules a=x --lora-modules b=y --port 5"),
+        ("--lora-modules a=x b=y demo", "--lora-modules a=x --lora-modules b=y demo"),
+        ("--lora-modules a=x --dtype=float32 b=y", "--lora-modules a=x --dtype=float32 b=y"),
+        ("--lora-modules", "--lora-modules"),
+        ("--lora-modules a=x -- b=y", "--lora-modules a=x -- b=y"),
+        ("-- --lora-modules a=x b=y", "-- --lora-modules a=x b=y"),
+        ("demo -o b=y c=z", "demo -o b=y c=z"),
+        ("demo --served-model-name a b --port 5", "demo --served-model-name a --served-model-name b --port 5"),
+        ("demo --served-model-name=a b", "demo --served-model-name a --served-model-name b"),
+        ("--served-model-name a b --config f", "--served-model-name a --served-model-name b --config f"),
+        ("--served-model-name a demo", "--served-model-name a demo"),
+        ("--served-model-name a b demo -tp 2", "--served-model-name a --served-model-name b demo -tp 2"),
+        ("--api-key k j --model demo", "--api-key k --api-key j demo"),
+        ("--model demo --port 5", "demo --port 5"),
+        ("--model=demo", "demo"),
+        ("demo --max_model_len 4k", "demo --max-model-len 4k"),
+        ("demo --max_model_len=4k -tp=2", "demo --max-model-len=4k -tp=2"),
+        ("demo --served_model_name a_b", "demo --served-model-name a_b"),
+        ("demo --enable-prefix-caching=False", "demo --no-enable-prefix-caching"),
+        ("demo --enable-lora=true", "demo --enable-lora"),
+        ("demo --enable-lora=false", "demo"),
+        ("demo --enable-lora=maybe", "demo --enable-lora=maybe"),
+        ("demo -O.mode 3 --compilation-config.x.y=z", "demo -O 3 --compilation-config=z"),
+        ("demo --cuda-graph-sizes 1 2", "demo --cuda-graph-sizes 1 --cuda-graph-sizes 2"),
+        ("demo --no_such x", "demo --no_such x"),
+        ("--port", "--port"),
+        ("", ""),
+    ],
+)
+def test_words_are_respelled(words: str, ours: str) -> None:
+    assert respelled(words.split(), TAKES_VALUE) == ours.split()
+
+
+@pytest.mark.parametrize("words", ["a --model b", "--model a --model b", "--model=b --port 5 a"])
+def test_there_is_one_model(words: str) -> None:
+    with pytest.raises(SettingsError, match=r"^MODEL: .*leave one of the two out"):
+        respelled(words.split(), TAKES_VALUE)
+
+
+class _Caught(Exception):
+    """Thrown in place of a start."""
+
+
+def flags_of(monkeypatch: pytest.MonkeyPatch, words: str) -> Any:
+    """The settings that `tandem serve WORDS` makes."""
+    found = []
+
+    def take(*given: Any) -> Any:
+        found.append(merge_config(*given))
+        raise _Caught
+
+    monkeypatch.setattr("tandem.cluster.cli.verbs.serve.merge_config", take)
+    monkeypatch.setattr(sys, "argv", ["tandem", "serve", *words.split()])
+    with pytest.raises(_Caught):
+        run_verb()
+    return found[0]
+
+
+def test_a_pasted_command_line_is_taken_and_each_flag_without_effect_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = flags_of(monkeypatch, f"--model demo {PASTED}")
+    model = settings.engine.model
+    assert (model.model, model.served_model_name) == ("demo", ("small", "demo"))
+    assert (model.dtype, model.max_model_len, settings.gateway.port) == ("float32", 2000, 8001)
+    named = [line.partition(" ")[0] for line in settings.without_effect]
+    given = {word.partition("=")[0] for word in PASTED.replace(".mode", "").split() if word.startswith("--")}
+    assert sorted(named) == sorted({f for f in given if option_named(f[2:].replace("_", "-")) is None} | {
+        "--optimization-level"})  # fmt: skip
+    assert all(" has no effect: " in line for line in settings.without_effect)
+
+
+def test_a_start_prints_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = build_settings("demo", {"enforce_eager": True, "device": "cpu"})
+    said: list[str] = []
+
+    class Console(launcher.Console):
+        def print_line(self, text: str) -> None:
+            said.append(text)
+
+    monkeypatch.setattr(launcher, "choose_device", lambda settings: (_ for _ in ()).throw(_Caught))
+    with pytest.raises(_Caught):
+        launcher.Launcher(settings, None, Console(), None)._check()  # type: ignore[arg-type]
+    assert said == list(settings.without_effect) and said[0].startswith("--enforce-eager has no effect: ")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"tokenizer_mode": "mistral"}, "--tokenizer-mode: 'mistral' is not supported, only auto or hf"),
+        ({"distributed_executor_backend": "external_launcher"}, "--distributed-executor-backend: 'external_launcher'"),
+        ({"task": "classify"}, "--task: 'classify' is not supported"),
+        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size: 2 is not supported, only 1"),
+        ({"otlp_traces_endpoint": "http://x"}, "--otlp-traces-endpoint: vLLM's flag is not one of Tandem's"),
+        ({"download-dir": "/big"}, "set HF_HUB_CACHE to that folder"),
+        ({"rope_scaling": {"factor": 2}}, "--hf-overrides"),
+    ],
+)
+def test_what_would_change_something_is_refused_by_name(values: dict[str, Any], said: str) -> None:
+    for build in (
+        lambda: build_settings("demo", values),
+        lambda: settings_from_serve_args({"model_loading_config": {"model_id": "demo"}, "engine_kwargs": values}),
+    ):
+        with pytest.raises(SettingsError) as caught:
+            build()
+        assert said in str(caught.value)
+
+
+def test_a_token_of_the_hub_is_never_printed() -> None:
+    with pytest.raises(SettingsError) as caught:
+        build_settings("demo", {"hf_token": "hf_very_secret"})
+    assert "HF_TOKEN" in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_files_may_have_them(tmp_path: Any) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(
+        yaml.safe_dump({"model": "demo", "enforce-eager": True, "swap_space": 4, "enable_sleep_mode": False})
+    )
+    lines = merge_config(str(file), None, {}).without_effect
+    assert [line.partition(" ")[0] for line in lines] == ["--enforce-eager", "--swap-space"]
+    args = {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": {"enforce_eager": True}}
+    assert settings_from_serve_args(args).without_effect == lines[:1]
+
+
+def test_the_tables_are_of_one_piece() -> None:
+    """A setting of ours is in none of them; each value and switch has a flag."""
+    assert not [name for name in (*FOREIGN, *REFUSED) if option_named(name) is not None]
+    assert not FOREIGN.keys() & REFUSED.keys()
+    assert NEUTRAL.keys() <= FOREIGN.keys() and {*FOREIGN, *REFUSED} >= SWITCHES and not SWITCHES & NEUTRAL.keys()
+    assert SAME_VALUES.keys() <= {option.name for option in OPTIONS}

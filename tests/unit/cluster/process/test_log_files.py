@@ -1,0 +1,160 @@
+"""Log files: one for each process, bounded, the last runs kept; how processes of others have ended."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.cli.verbs.serve import open_log_of_run
+from tandem.cluster.process import log_files
+from tandem.cluster.process.exit_watch import ExitWatch, ended_words
+from tandem.cluster.process.log_files import FILE_BYTES, KEPT_RUNS, LOGGERS, OLD_FILES, LogPlace, is_written, open_log
+from tandem.cluster.wire.service_facts import ServiceFacts, open_log_of
+from tandem.configs.errors import SettingsError
+from tandem.configs.schema import LogSettings
+
+log = logging.getLogger("tandem.test")
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Takes away what a test adds to the loggers."""
+    before = {name: (list(logging.getLogger(name).handlers), logging.getLogger(name).level) for name in LOGGERS}
+    yield
+    for name, (kept, level) in before.items():
+        logger = logging.getLogger(name)
+        for handler in set(logger.handlers) - set(kept):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(level)
+
+
+def test_a_process_writes_a_private_file_of_its_own_from_a_level_on(tmp_path: Path) -> None:
+    open_log(tmp_path / "run", "group-a", "info")
+    log.debug("hidden")
+    log.info("shown")
+    logging.getLogger("ray.serve.tandem").warning("shown too")
+    logging.getLogger("ray.serve").error("not ours")
+    lines = (tmp_path / "run" / "group-a.log").read_text().splitlines()
+    assert [line.partition(": ")[2] for line in lines] == ["shown", "shown too"]
+    assert f"INFO {os.getpid()} tandem.test" in lines[0]
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_traceback_is_whole_where_print_is_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Serve's `print` in replicas writes the tuple of its arguments to files, and logging prints tracebacks."""
+    real = print
+    monkeypatch.setattr("builtins.print", lambda *objects, **options: real(objects, **options))
+    open_log(tmp_path / "run", "group-a", "info")
+    try:
+        raise KeyError("missing")
+    except KeyError:
+        log.exception("it failed")
+    text = (tmp_path / "run" / "group-a.log").read_text()
+    assert "it failed\nTraceback (most recent call last):\n  File " in text and text.endswith("KeyError: 'missing'\n")
+
+
+def test_a_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_files, "FILE_BYTES", 4096)
+    open_log(tmp_path / "run", "gateway-a", "info")
+    for _ in range(400):
+        log.info("x" * 100)
+    files = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert files == ["gateway-a.log", *(f"gateway-a.log.{n}" for n in range(1, OLD_FILES + 1))]
+    assert all(path.stat().st_size <= 4096 for path in (tmp_path / "run").iterdir()) and FILE_BYTES >= 2**20
+
+
+def test_the_last_runs_are_kept_and_none_that_a_process_writes(tmp_path: Path) -> None:
+    for number in range(KEPT_RUNS + 5):
+        run = tmp_path / f"run-20260101-00000{number % 10}-{number}"
+        run.mkdir()
+        (run / "launcher.log").write_text("old")
+        os.utime(run, (number, number))
+    other = tmp_path / "not a run"
+    other.mkdir()
+    oldest = tmp_path / "run-20260101-000000-0"
+    script = "import sys; from pathlib import Path; from tandem.cluster.process.log_files import LogFile; "
+    script += "handler = LogFile(Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", script, str(oldest / "launcher.log")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == b"open\n"
+        os.utime(oldest, (0, 0))
+        open_log(tmp_path / "run-20260102-000000-1", "launcher", "info")
+        left = {path.name for path in tmp_path.iterdir()}
+        assert len(left) == KEPT_RUNS + 2 and {oldest.name, other.name, "run-20260102-000000-1"} <= left
+        assert "run-20260101-000001-1" not in left and "run-20260101-000004-14" in left
+        writer.communicate()
+    assert not is_written(oldest / "launcher.log")
+
+
+def test_files_of_groups_that_have_ended_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_files, "MOST_FILES", 3)
+    open_log(tmp_path / "serve-00", "group-mine", "info")
+    os.utime(tmp_path / "serve-00" / "group-mine.log", (0, 0))
+    for number in range(1, 6):
+        file = tmp_path / "serve-00" / f"group-{number}.log"
+        file.write_text("of one that has ended")
+        os.utime(file, (number, number))
+    log_files.remove_old(tmp_path / "serve-00")
+    assert {path.name for path in (tmp_path / "serve-00").iterdir()} == {
+        "group-mine.log", "group-3.log", "group-4.log", "group-5.log"
+    }  # fmt: skip
+
+
+def test_where_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert LogPlace(run="run-1").folder("ab") == tmp_path / "tandem" / "logs" / "run-1"
+    assert LogPlace(base="/logs").folder("ab") == Path("/logs/serve-ab")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert LogPlace().folder("ab") == Path.home() / ".local" / "state" / "tandem" / "logs" / "serve-ab"
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    bad = str(tmp_path / "file")
+    with pytest.raises(SettingsError, match=r"^--log-dir: .*file cannot be written: Not a directory"):
+        open_log_of_run(LogSettings(dir=bad))
+    monkeypatch.setenv("XDG_STATE_HOME", bad)
+    assert open_log_of_run(LogSettings()) is None
+    assert "there are no log files" in capsys.readouterr().err
+    facts = ServiceFacts(single_node=True, device="cpu", service_id="ab", logs=LogPlace(base=bad))
+    open_log_of(facts, "group-a")  # goes on without
+    open_log_of(ServiceFacts(single_node=True, device="cpu", logs=None), "group-a")
+
+
+def test_a_crash_of_the_interpreter_is_in_the_file(tmp_path: Path) -> None:
+    script = f"""
+import ctypes, logging
+from pathlib import Path
+from tandem.cluster.process.log_files import open_log
+open_log(Path({str(tmp_path)!r}) / "run", "rank-g-0", "info")
+ctypes.string_at(0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in (tmp_path / "run" / "rank-g-0.log").read_text()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, 7])
+def test_how_a_process_has_ended_is_known_where_the_kernel_tells(how: int) -> None:
+    watch = ExitWatch()
+    script = (
+        f"import os; input(); os._exit({how})" if how == 7 else f"import os; input(); os.kill(os.getpid(), {how:d})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
+    watch.watch(process.pid)
+    assert watch.how_it_ended(process.pid) is None, "it runs"
+    process.communicate(b"\n")
+    wanted = "exited with status 7" if how == 7 else f"was killed by {signal.Signals(how).name}"
+    assert watch.how_it_ended(process.pid) in (wanted, None)  # None: a kernel before 6.15
+    assert ended_words(process.returncode) == wanted
+    watch.watch(process.pid)  # has ended; nothing is known of one that was not watched
+    watch.close()
+    assert watch.how_it_ended(process.pid) is None
