@@ -58,6 +58,9 @@ class IgnoredFields:
     def take_from(self, fields: dict[str, Any], table: Ignorables, at: str = "") -> None:
         """Takes what is ignored out of a body, or of an object `at` a place in it, which is changed, and notes it. null
         is absent. RequestRefused with --strict-fields."""
+        if not at and not self._is_strict:
+            for name in [name for name, value in fields.items() if value is None]:
+                del fields[name]  # of a field that nobody knows too: it asks for nothing
         tree = _Node({}, {}, {})
         for place, entries in table.items():
             tree.at(place).entries.update(entries)
