@@ -284,6 +284,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("usage_rows", "gateway.usage_rows", int, HTTP,
            "Usage records in Redis, at most, about 200 bytes each. Beyond that the oldest become sums by hour; the "
            "journal in --state-dir still has them.", at_least(1000), "at least 1000"),
+    Option("strict_fields", "gateway.strict_fields", bool, HTTP,
+           "Refuse request fields that cannot change an answer and are not honoured: ids, hints, echoed fields. "
+           "Default: accept them, and name them in the header x-tandem-ignored."),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
            "Seconds that requests in flight have to finish at shutdown.", at_least(0), "at least 0"),
     Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,
@@ -295,6 +298,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("enable_auto_tool_choice", "gateway.enable_auto_tool_choice", bool, HTTP,
            "Serve tool_choice auto: the model decides whether it calls a tool. Needs a chat template that shows tools, "
            "and --tool-call-parser where the template does not say how calls are written."),
+    Option("trust_request_chat_template", "gateway.trust_request_chat_template", bool, HTTP,
+           "Serve chat_template of a request: Jinja in place of the model's template, in the same sandbox."),
     Option("tool_call_parser", "gateway.tool_call_parser", ToolCallParser, HTTP,
            "How the model writes tool calls: hermes (Qwen too), qwen3_coder, llama3_json, pythonic (Llama 4), mistral, "
            "deepseek_v3, deepseek_v31, granite or openai (gpt-oss). Default: as the chat template says."),

@@ -216,11 +216,13 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_template_kwargs_bytes: int = 16 * 2**10
     max_text_bytes: int | None = None  # None: 1 MiB, or 8 bytes for each token of the context if that is more
     max_answer_bytes: int = 64 * 2**20  # roughly what an answer that is not streamed may take in memory (413)
+    strict_fields: bool = False  # refuse fields that cannot change an answer, in place of naming them as ignored
     # Answers
     metrics_prefix: str = "tandem"
     per_request_spec_decode_metrics: SpecDecodeMetrics = "none"  # what they report of their draft tokens
     enable_auto_tool_choice: bool = False  # the model itself may decide to call a tool
     tool_call_parser: ToolCallParser | None = None  # how it writes calls; None: as the chat template says, if it does
+    trust_request_chat_template: bool = False  # a chat body may bring its own
     reasoning_parser: ReasoningParser | None = None  # how it writes its thinking; None: that is content
     response_store_ttl_s: int = 3600  # how long one can be named as previous_response_id; 0: none is stored
     response_store_bytes: int = 32 * 2**20  # of one tenant's stored ones, compressed

@@ -9,13 +9,11 @@ from tandem.configs.errors import SettingsError
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.offline.inputs import GivenPrompt
 from tandem.workers.text.chat_messages import template_messages, template_tools
-from tandem.workers.text.chat_template import ChatTemplate
+from tandem.workers.text.chat_template import THINKING_SWITCHES, ChatTemplate
 from tandem.workers.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger("tandem.offline")
 Messages = Sequence[Mapping[str, Any]]
-SWITCHES = frozenset(("enable_thinking", "thinking", "thinking_mode", "reasoning_effort", "thinking_budget"))
-"""Variables that switch thinking. A template without them has nothing to switch, so they are noted and not refused."""
 
 
 class ChatForm(NamedTuple):
@@ -55,7 +53,7 @@ class Chats:
         return [self._prompt(conversation) for conversation in conversations]
 
     def _check_switch(self, name: str) -> None:
-        if name not in SWITCHES:
+        if name not in THINKING_SWITCHES:
             raise ValueError(f"chat_template_kwargs: the chat template has no variable {name!r:.80}")
         log.debug("chat_template_kwargs: %s is ignored: the chat template has no such variable", name)
         del self._variables[name]

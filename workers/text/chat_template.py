@@ -27,6 +27,8 @@ from tandem.workers.text.vocabulary.vocabulary_files import read_json
 _CONTINUE_MARK = "\x00continue-here\x00"
 ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 """Variables that render() sets, or stands for, itself."""
+THINKING_SWITCHES = frozenset(("enable_thinking", "thinking", "thinking_mode", "reasoning_effort", "thinking_budget"))
+"""Variables of templates that think. A template without them has nothing to switch."""
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -87,13 +89,14 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Returns the prompt text. RequestRefused when the template rejects the messages or a limit is exceeded.
 
-        tools, variables: passed to the template as they are; variables replace none that it always has.
+        tools, documents, variables: passed to the template as they are; variables replace none that it always has.
         add_generation_prompt: the text ends with the assistant's header.
         continue_final_message: the text ends inside the last message, so that the model continues it.
         """
@@ -101,6 +104,7 @@ class ChatTemplate:
             return self._with_tools.render(
                 messages,
                 tools=tools,
+                documents=documents,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 variables=variables,
@@ -113,7 +117,7 @@ class ChatTemplate:
             **self._special_tokens,
             "messages": conversation,
             "tools": list(tools) if tools else None,
-            "documents": None,
+            "documents": list(documents) if documents else None,
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._run(names)

@@ -117,14 +117,17 @@ def row_text(row: Mapping[str, Any]) -> str:
 
 
 def record(line: BatchLine, answer: httpx.Response | None) -> dict[str, Any]:
-    """The output row of a line, in OpenAI's format. answer: None for a line that cannot be sent."""
+    """The output row of a line, in OpenAI's format, with the fields that were ignored. answer: None for a line that
+    cannot be sent."""
     error = None
-    response = None
+    response: dict[str, Any] | None = None
     if line.problem is not None or answer is None:
         error = {"code": "invalid_value", "message": line.problem}
     else:
         request_id = answer.headers.get("x-request-id", "")
         response = {"status_code": answer.status_code, "request_id": request_id, "body": answer.json()}
+        if names := answer.headers.get("x-tandem-ignored"):
+            response["ignored"] = names.split(", ")
     return {
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": line.custom_id,

@@ -100,6 +100,7 @@ def route_table(
         RouteSpec("POST", "/v1/unload_lora_adapter", admin, partial(adapter_routes.unload_adapter, *serving)),
         RouteSpec("GET", "/livez", none, partial(probes.live)),
         RouteSpec("GET", "/ping", none, partial(probes.live)),
+        RouteSpec("POST", "/ping", none, partial(probes.live)),
         RouteSpec("GET", "/health", none, partial(probes.ready, context)),
         RouteSpec("GET", "/readyz", none, partial(probes.ready, context)),
         RouteSpec("GET", "/version", none, partial(probes.show_version)),
@@ -149,11 +150,13 @@ def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Calla
     """The route's ASGI endpoint, which authenticates before the body is read."""
 
     async def endpoint(request: Request) -> Response:
+        if request.scope["path"].endswith("/"):
+            raise HTTPException(404)  # of a path with a name that may have slashes; no route ends with one
         request.scope["tandem.route"] = spec.path
         principal = check_level(spec.level, auth, sent_authorization(request.headers))
         if spec.level in (AuthLevel.API_KEY, AuthLevel.ADMIN):
             request.scope["tandem.tenant"] = principal.tenant
-        if spec.method == "POST":
+        if spec.method == "POST" and spec.level is not AuthLevel.OPEN:
             draining.check()
         return await spec.handler(request, principal)
 

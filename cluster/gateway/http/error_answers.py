@@ -12,6 +12,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Scope
 
 from tandem.cluster.gateway.http.body import printable
@@ -117,9 +118,16 @@ async def on_tandem_error(request: Request, error: Exception) -> Response:
     form = error_form(request.scope)
     if isinstance(error, HTTPException):
         refusal = _routing_refusal(error.status_code, request.method, request.scope["path"])
-        return error_response(refusal, form, jitter=id(error) >> 4, own_headers=error.headers)
+        headers = {"allow": _methods(request)} if error.status_code == 405 else error.headers
+        return error_response(refusal, form, jitter=id(error) >> 4, own_headers=headers)
     assert isinstance(error, TandemError)
     return error_response(error, form, jitter=id(error) >> 4)
+
+
+def _methods(request: Request) -> str:
+    """The methods of a path; Starlette names those of one route, a path may have several."""
+    routes = [route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in routes for method in route.methods}))
 
 
 def model_not_found(name: str) -> RequestRefused:
@@ -136,7 +144,8 @@ def _routing_refusal(status: int, method: str, path: str) -> RequestRefused:
     """The refusal of a request that no route takes, or that Starlette refuses otherwise."""
     route = printable(path, MAX_PATH_CHARS)
     if status == 404:
-        message = f"There is no route {method} {route}. GET /openapi.json lists the routes."
+        hint = " Routes do not end with a slash." if len(path) > 1 and path.endswith("/") else ""
+        message = f"There is no route {method} {route}.{hint} GET /openapi.json lists the routes."
         return RequestRefused(message, code="not_found", status=404)
     if status == 405:
         message = f"The route {route} does not allow {method}. GET /openapi.json lists the routes and their methods."

@@ -13,6 +13,7 @@ from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.cluster.gateway.http.sse import openai_end
 from tandem.cluster.gateway.openai.answer_usage import ChunkCounts, Metrics, usage_object
 from tandem.cluster.gateway.openai.chunk_frame import ChunkFrame, _head_fields
+from tandem.cluster.gateway.openai.echoed_prompt import EchoedPrompt
 from tandem.cluster.gateway.openai.token_formatter import TokenFormatter
 from tandem.cluster.gateway.serving.answer import AnswerHead
 from tandem.workers.messages.request import TokenLogprobs, Usage
@@ -23,7 +24,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChatFormat:
-    """chat.completion and chat.completion.chunk. counts: None where chunks have no usage. metrics: see Metrics."""
+    """chat.completion and chat.completion.chunk. counts: None where chunks have no usage. metrics: see Metrics. by_id:
+    of TokenFormatter."""
 
     def __init__(
         self,
@@ -35,8 +37,9 @@ class ChatFormat:
         prompt_ids: list[int] | None = None,
         with_prompt_logprobs: bool = False,
         metrics: Metrics = None,
+        by_id: bool = False,
     ) -> None:
-        self._formatter = TokenFormatter(detokenizers)
+        self._formatter = TokenFormatter(detokenizers, by_id=by_id)
         self._head = head
         self._prompt_ids = prompt_ids
         self._with_prompt_logprobs = with_prompt_logprobs
@@ -87,8 +90,8 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """text_completion, streamed or not. `echo` and `prompt_ids`: per choice, if asked for; echo_ids: prompt_ids
-    where the log probabilities cover the prompt too. counts, metrics: as in ChatFormat."""
+    """text_completion, streamed or not. `echo` and `prompt_ids`: per choice, if asked for; log probabilities cover an
+    echoed prompt too. counts, metrics, by_id: as in ChatFormat."""
 
     def __init__(
         self,
@@ -98,18 +101,14 @@ class CompletionFormat:
         with_usage: bool,
         counts: ChunkCounts | None = None,
         prompt_ids: Sequence[list[int]] | None = None,
-        echo: Sequence[str] | None = None,
-        echo_ids: Sequence[list[int]] | None = None,
-        skip_special_tokens: bool = True,
+        echo: Sequence[EchoedPrompt] | None = None,
         with_prompt_logprobs: bool = False,
         metrics: Metrics = None,
+        by_id: bool = False,
     ) -> None:
-        self._detokenizers = detokenizers
-        self._echo_ids = echo_ids
-        self._skip_special_tokens = skip_special_tokens
         self._with_prompt_logprobs = with_prompt_logprobs
         self._metrics = metrics
-        self._formatter = TokenFormatter(detokenizers)
+        self._formatter = TokenFormatter(detokenizers, by_id=by_id)
         self._head = head
         self._prompt_ids = prompt_ids
         self._echo = echo
@@ -118,12 +117,12 @@ class CompletionFormat:
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         entries = []
         for choice in choices:
-            text = (self._echo[choice.index] if self._echo else "") + choice.text
+            text = (self._echo[choice.index].text if self._echo else "") + choice.text
             shown = None
             if choice.logprobs is not None:
                 shown = self._formatter.completion(choice.logprobs, choice.offsets or [])
-                if self._echo_ids is not None:
-                    shown = self._echoed(choice, shown)
+                if self._echo:
+                    shown = self._echoed(choice, self._echo[choice.index], shown)
             entry = _entry(choice, {"text": text}, shown)
             if self._with_prompt_logprobs:
                 entry["prompt_logprobs"] = self._formatter.prompt(choice.prompt_logprobs)
@@ -133,25 +132,19 @@ class CompletionFormat:
             entries.append(entry)
         return _whole(self._head, "text_completion", entries, usage_object(usage), _shown(self._metrics))
 
-    def _echoed(self, choice: ChoiceAnswer, shown: dict[str, Any]) -> dict[str, Any]:
+    def _echoed(self, choice: ChoiceAnswer, echo: EchoedPrompt, shown: dict[str, Any]) -> dict[str, Any]:
         """The lists of the prompt, whose first token has no log probability, before those of the output."""
-        assert self._echo is not None and self._echo_ids is not None
-        ids, size = self._echo_ids[choice.index], len(self._echo[choice.index])
-        detokenizer = self._detokenizers.make([], skip_special_tokens=self._skip_special_tokens)
-        offsets, chars = [], 0
-        for token_id in ids:
-            offsets.append(min(chars, size))
-            chars += len(detokenizer.push(token_id))
-        prompt = self._formatter.completion(choice.prompt_logprobs, offsets[1:])
+        prompt = self._formatter.completion(choice.prompt_logprobs, echo.offsets[1:])
+        size = len(echo.text)
         return {
-            "tokens": [self._formatter.text(ids[0]), *prompt["tokens"], *shown["tokens"]],
+            "tokens": [self._formatter.name(echo.token_ids[0]), *prompt["tokens"], *shown["tokens"]],
             "token_logprobs": [None, *prompt["token_logprobs"], *shown["token_logprobs"]],
             "top_logprobs": [None, *prompt["top_logprobs"], *shown["top_logprobs"]],
-            "text_offset": [*offsets, *(size + offset for offset in shown["text_offset"])],
+            "text_offset": [*echo.offsets, *(size + offset for offset in shown["text_offset"])],
         }
 
     def opening(self, index: int) -> bytes:
-        text = self._echo[index] if self._echo else ""
+        text = self._echo[index].text if self._echo else ""
         ids = b""
         if self._prompt_ids is not None:
             ids = b',"prompt_token_ids":%b,"token_ids":[]' % _encode(self._prompt_ids[index])

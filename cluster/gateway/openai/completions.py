@@ -1,6 +1,7 @@
 """POST /v1/completions: one or several prompts, n choices each."""
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +12,9 @@ from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.openai.answer_usage import chunk_counts, draft_metrics
 from tandem.cluster.gateway.openai.answers import CompletionFormat
+from tandem.cluster.gateway.openai.echoed_prompt import EchoedPrompt, echoed_prompt
 from tandem.cluster.gateway.schemas.generation_body import CompletionBody, read_completion
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import invalid
 from tandem.cluster.gateway.services.model_lookup import ServedModel, held_model
 from tandem.cluster.gateway.services.text_services import TextServices
@@ -31,7 +34,7 @@ COMPLETION_FIELDS = LimitNames("prompt", "max_tokens")
 async def completions(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
     """One or several prompts, n choices each."""
     began_s = context.clock()
-    body, size = await received(text, request, principal, lambda fields: _completion_body(text, fields))
+    body, size = await received(text, request, principal, partial(_completion_body, text))
     with ExitStack() as held:
         model = held_model(text, context, body.model, principal, held)
         wanted = _wanted(body)
@@ -50,10 +53,9 @@ async def completions(text: TextServices, context: GatewayContext, request: Requ
             counts=chunk_counts(body, parts),
             prompt_ids=prompts if body.return_token_ids else None,
             echo=[prompt for prompt in echo for _ in range(shown)] if body.echo else None,
-            echo_ids=prompts if body.echo and body.logprobs is not None else None,
-            skip_special_tokens=body.skip_special_tokens is not False,
             with_prompt_logprobs=body.prompt_logprobs is not None,
             metrics=draft_metrics(text, body, parts),
+            by_id=bool(body.return_tokens_as_token_ids),
         )
         prepared = Prepared(
             text=text,
@@ -68,10 +70,11 @@ async def completions(text: TextServices, context: GatewayContext, request: Requ
         return prepared.answer(style, with_logprobs=body.logprobs is not None)
 
 
-def _completion_body(text: TextServices, fields: dict[str, Any]) -> CompletionBody:
+def _completion_body(text: TextServices, fields: dict[str, Any], ignored: IgnoredFields) -> CompletionBody:
     """A completions body. Token ids that do not fit are refused here: their lists are several times as large as the
     body, and would wait for their turn."""
-    body = checked_beams(read_completion(fields, text.settings), text.settings.max_logprobs, text.batching_policy)
+    body = read_completion(fields, text.settings, ignored)
+    body = checked_beams(body, text.settings.max_logprobs, text.batching_policy)
     check_ids_fit(text, body, _wanted(body), COMPLETION_FIELDS)
     return body
 
@@ -87,8 +90,8 @@ def _parts(
     model: ServedModel,
     name: str,
     wanted: int,
-) -> tuple[list[RequestPart], list[str]]:
-    """A part for every prompt, and the prompts' texts where the answer begins with them."""
+) -> tuple[list[RequestPart], list[EchoedPrompt]]:
+    """A part for every prompt, and the prompts where the answer begins with them."""
     body = posted.body
     grammar = requested_grammar(text.settings, body)
     prompts: list[Prompt] = []
@@ -98,14 +101,8 @@ def _parts(
         params = prompt_sampling(text, body, max_tokens, body.logprobs, grammar)
         prompts.append(prompt)
         work.append(PromptWork(prompt.token_ids, params, text_choices(text, body, prompt, params)))
-    echo = [_echo_text(text, prompt, body) for prompt in prompts] if body.echo else []
+    echo = [echoed_prompt(text, prompt, body) for prompt in prompts] if body.echo else []
     return request_parts(text, context, posted, model, name, work), echo
-
-
-def _echo_text(text: TextServices, prompt: Prompt, body: CompletionBody) -> str:
-    if prompt.text is not None and body.truncate_prompt_tokens is None:
-        return prompt.text
-    return text.tokenizer.decode(prompt.token_ids, skip_special_tokens=body.skip_special_tokens is not False)
 
 
 def completion_prompts(services: TextServices, body: CompletionBody) -> list[Prompt]:

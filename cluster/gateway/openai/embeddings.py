@@ -5,6 +5,7 @@ import struct
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,6 +21,8 @@ from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.openai.answer_usage import usage_object
 from tandem.cluster.gateway.schemas.generation_body import check_prompt
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
+from tandem.cluster.gateway.schemas.openai_hints import TEXT_HINTS, take_hints
 from tandem.cluster.gateway.schemas.reading import Count, ShortText, TokenId, invalid, read
 from tandem.cluster.gateway.services.model_lookup import ServedModel, held_model
 from tandem.cluster.gateway.services.text_services import TextServices
@@ -29,7 +32,7 @@ from tandem.cluster.gateway.serving.received import Posted, received
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
 from tandem.workers.messages.request import NO_TOKENS, FinishReason, Pool, TokenDelta, Usage
-from tandem.workers.text.tokenizer import last_tokens
+from tandem.workers.text.tokenizer import check_token_ids, last_tokens
 
 AT_ONCE = 64
 """Inputs of one body that are in a group at once: a long list must not fill the queue for other requests."""
@@ -37,6 +40,10 @@ FLOAT_BYTES, BASE64_BYTES = 56, 8
 """A component of an answer in Python's memory: a float and its digits in JSON, or its part of a base64 text."""
 VECTOR_BYTES = 32
 """A component's weight in the choice of a thread to write a large answer."""
+OTHER_IDS = (
+    "Are these another tokenizer's ids? Send texts; LangChain's OpenAIEmbeddings does with "
+    "check_embedding_ctx_length=False."
+)
 Format = Literal["float", "base64"]
 
 
@@ -55,8 +62,9 @@ class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     user: ShortText | None = None
 
 
-def read_embedding(fields: dict[str, Any], settings: GatewaySettings) -> EmbeddingBody:
+def read_embedding(fields: dict[str, Any], ignored: IgnoredFields, settings: GatewaySettings) -> EmbeddingBody:
     """An embeddings body. RequestRefused naming the field at fault."""
+    take_hints(fields, TEXT_HINTS, ignored)
     body = read(fields, EmbeddingBody)
     check_prompt(body.input, settings, "input")
     if body.truncate_prompt_tokens == 0:
@@ -67,7 +75,7 @@ def read_embedding(fields: dict[str, Any], settings: GatewaySettings) -> Embeddi
 async def embeddings(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
     """One or several inputs, an embedding each."""
     began_s = context.clock()
-    body, size = await received(text, request, principal, lambda fields: read_embedding(fields, text.settings))
+    body, size = await received(text, request, principal, partial(read_embedding, settings=text.settings))
     with ExitStack() as held:
         model = held_model(text, context, body.model, principal, held)
         posted, name = Posted(request, principal, body, size, began_s), f"embd-{uuid.uuid4().hex}"
@@ -114,9 +122,11 @@ def _parts(
 def _inputs(text: TextServices, body: EmbeddingBody) -> list[list[int]]:
     """The token ids of each input, cut as asked."""
     limit, keep = text.max_model_len, body.truncate_prompt_tokens
+    items = prompt_items(body.input)
+    _check_ids(items, text.vocab_size)
     prompts = tokenized(
         text,
-        prompt_items(body.input),
+        items,
         "input",
         add_special_tokens=body.add_special_tokens is not False,
         truncates=keep is not None,
@@ -134,6 +144,16 @@ def _inputs(text: TextServices, body: EmbeddingBody) -> list[list[int]]:
             )
         found.append(token_ids)
     return found
+
+
+def _check_ids(items: Sequence[str | list[int]], vocab_size: int) -> None:
+    """Refuses ids that are not of this model, which LangChain makes with OpenAI's tokenizer for every server."""
+    try:
+        for item in items:
+            if not isinstance(item, str):
+                check_token_ids(item, vocab_size, "input")
+    except RequestRefused as refusal:
+        raise invalid("input", f"{refusal} {OTHER_IDS}") from None
 
 
 def _check_answer(count: int, size: int, encoding: Format | None, most: int) -> None:

@@ -6,7 +6,9 @@ import msgspec
 from msgspec import Meta
 
 from tandem.cluster.gateway.http.body import printable
-from tandem.cluster.gateway.schemas.generation_body import CommonBody, check_common
+from tandem.cluster.gateway.schemas.generation_body import CommonBody, StreamOptions, check_common
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
+from tandem.cluster.gateway.schemas.openai_hints import CHAT_HINTS, take_hints
 from tandem.cluster.gateway.schemas.reading import Count, ShortText, check_limit, invalid, read, unsupported
 from tandem.cluster.gateway.schemas.tool_fields import FunctionTool, ReasoningEffort, ToolChoice
 from tandem.configs.schema import GatewaySettings
@@ -46,6 +48,22 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     reasoning_content: str | None = None
 
 
+class RouterReasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenRouter's settings of the thinking: effort, max_tokens and exclude are reasoning_effort,
+    thinking_token_budget and include_reasoning false. enabled: true is some effort, false none."""
+
+    effort: ReasoningEffort | None = None
+    max_tokens: Count | None = None
+    exclude: bool | None = None
+    enabled: bool | None = None
+
+
+class RouterUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenRouter's usage. include: in a stream as stream_options.include_usage."""
+
+    include: bool | None = None
+
+
 class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
@@ -61,7 +79,11 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning: RouterReasoning | None = None
+    usage: RouterUsage | None = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,17 +97,20 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     continue_final_message: bool | None = None
     tools: list[FunctionTool] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
-def read_chat(fields: dict[str, Any], settings: GatewaySettings) -> ChatBody:
-    """A chat body. RequestRefused naming the field at fault."""
+def read_chat(fields: dict[str, Any], settings: GatewaySettings, ignored: IgnoredFields) -> ChatBody:
+    """A chat body. Takes what is ignored out of the fields. RequestRefused naming the field at fault."""
+    if isinstance(messages := fields.get("messages"), list):
+        check_limit("messages", len(messages), settings.max_messages)
     _check_kinds_of_tools(fields)
-    _check_parts(fields.get("messages"))
-    body = read(fields, ChatBody)
-    check_common(body, settings)
-    check_limit("messages", len(body.messages), settings.max_messages)
+    take_hints(fields, CHAT_HINTS, ignored)
+    check_parts(fields.get("messages"))
+    body = check_common(_without_router_words(read(fields, ChatBody)), settings, ignored)
     if body.top_logprobs is not None:
         if not body.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs true.")
@@ -95,7 +120,25 @@ def read_chat(fields: dict[str, Any], settings: GatewaySettings) -> ChatBody:
     return body
 
 
-def _check_parts(messages: Any) -> None:
+def _without_router_words(body: ChatBody) -> ChatBody:
+    """Returns the body with OpenAI's and vLLM's fields in place of OpenRouter's."""
+    more: dict[str, Any] = {"reasoning": None, "usage": None}
+    if (given := body.reasoning) is not None:
+        effort = "none" if given.enabled is False else given.effort or ("medium" if given.enabled else None)
+        words = {
+            "reasoning_effort": effort,
+            "thinking_token_budget": given.max_tokens,
+            "include_reasoning": False if given.exclude else None,
+        }
+        more |= {name: value for name, value in words.items() if value is not None}
+        if twice := [name for name in more if getattr(body, name) is not None and name in words]:
+            raise invalid("reasoning", f"reasoning and {twice[0]} exclude each other.")
+    if body.usage is not None and body.usage.include and body.stream and body.stream_options is None:
+        more["stream_options"] = StreamOptions(include_usage=True)
+    return body if body.reasoning is None and body.usage is None else msgspec.structs.replace(body, **more)
+
+
+def check_parts(messages: Any) -> None:
     """Content parts other than text are refused by name, before types are checked."""
     if not isinstance(messages, list):
         return

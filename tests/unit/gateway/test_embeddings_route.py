@@ -156,6 +156,9 @@ async def test_what_is_wrong_is_named_and_the_id_is_the_requests() -> None:
         assert error_of(await embed(rig, []))["message"].startswith("input is empty")
         wrong = error_of(await embed(rig, "a", encoding_format="hex"))
         assert wrong["message"] == 'encoding_format must be one of "base64", "float", not "hex".'
+        for foreign in ([VOCAB], [[1, 2], [3, VOCAB]]):
+            said = error_of(await embed(rig, foreign))["message"]
+            assert f"Token id {VOCAB} is outside" in said and "check_embedding_ctx_length=False" in said
         assert (await embed(rig, ["a", "b"])).json()["id"].count("-") == 1
 
 

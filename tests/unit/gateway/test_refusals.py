@@ -101,7 +101,16 @@ async def test_headers_have_a_size_limit(rig: Rig) -> None:
         ("GET", "/v1/models/nobody", 404),
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/completions", 405),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/v1/models/echo/", 404),
+        ("POST", "/v1/responses/", 404),
+        ("GET", "/v1/responses/resp_1/", 404),
+        ("DELETE", "/admin/tenants/", 404),
+        ("GET", "/metrics/", 404),
         ("POST", "/livez", 405),
+        ("OPTIONS", "/v1/models", 405),
+        ("PUT", "/admin/tenants", 405),
+        ("OPTIONS", "/admin/tenants/x", 405),
         ("PUT", "/tokenize", 405),
     ],
 )
@@ -109,10 +118,25 @@ async def test_routes_and_methods_that_are_not_there(rig: Rig, method: str, path
     answer = await rig.client.request(method, path)
     assert answer.status_code == status
     message = error_of(answer)["message"]
+    allowed = {
+        "/admin/tenants": "GET, HEAD, POST",
+        "/admin/tenants/x": "DELETE, GET, HEAD, PATCH",
+        "/v1/models": "GET, HEAD",
+        "/livez": "GET, HEAD",
+    }
+    if status == 405:
+        assert answer.headers["allow"] == allowed.get(path, "POST")
     assert ("allow" in answer.headers) == (status == 405)
+    assert ("end with a slash" in message) == (path.endswith("/") and path != "/")
     if path != "/v1/models/nobody":
         named = f'route "{path}" does not allow {method}.' if status == 405 else f'no route {method} "{path}".'
         assert named in message and "GET /openapi.json" in message
+
+
+async def test_heads_and_sagemakers_pings_are_answered(rig: Rig) -> None:
+    for method, path in (("HEAD", "/v1/models"), ("HEAD", "/health"), ("HEAD", "/ping"), ("POST", "/ping")):
+        assert (await rig.client.request(method, path)).status_code == 200, (method, path)
+    assert (await rig.client.head("/v1/models/")).status_code == 404
 
 
 async def test_the_path_of_an_unknown_route_is_made_safe(rig: Rig) -> None:
