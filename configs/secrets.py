@@ -90,4 +90,4 @@ def _keys(given: tuple[str, ...], flag: str) -> tuple[str, ...]:
 
 def _lines(item: str, flag: str) -> list[str]:
     found = read_secret(item, flag)
-    return found.splitlines() if item.startswith("file:") else [found]
+    return found.split("\n") if item.startswith("file:") else [found]

@@ -8,8 +8,9 @@ The links beside this file serve tools and checkouts that are not installed; bui
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tandem.workers.messages.request import SamplingParams
+    from tandem.workers.messages.request import RequestOutputKind, SamplingParams
     from tandem.workers.messages.structured_outputs import StructuredOutputsParams
+    from tandem.workers.offline.async_llm import AsyncLLM
     from tandem.workers.offline.embed import PoolingParams
     from tandem.workers.offline.llm import LLM
     from tandem.workers.text.beam_search import BeamSearchParams
@@ -17,13 +18,24 @@ if TYPE_CHECKING:
     __version__: str
 
 PUBLIC = {
+    "AsyncLLM": "tandem.workers.offline.async_llm",
     "LLM": "tandem.workers.offline.llm",
     "BeamSearchParams": "tandem.workers.text.beam_search",
     "PoolingParams": "tandem.workers.offline.embed",
+    "RequestOutputKind": "tandem.workers.messages.request",
     "SamplingParams": "tandem.workers.messages.request",
     "StructuredOutputsParams": "tandem.workers.messages.structured_outputs",
 }
-__all__ = ["LLM", "BeamSearchParams", "PoolingParams", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "PoolingParams",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -35,6 +47,11 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, which are loaded when they are first used."""
+    return list(__all__)
 
 
 def _version() -> str:

@@ -53,7 +53,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "offline",
         "*",
     ),
-    "workers/engine": ("blocks", "base", "observers", "transfers", "waiting", "adapters", "*"),
+    "workers/engine": ("blocks", "base", "observers", "transfers", "waiting", "adapters", "*", "thread"),
 }
 """Per folder its rooms from the ground up: a room imports rooms of lower floors only. `*`: modules beside the rooms."""
 

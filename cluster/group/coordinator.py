@@ -32,7 +32,6 @@ from tandem.cluster.fleet.fleet_view import (
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_opener import EngineOpener
-from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.group.group_log import GroupLog
 from tandem.cluster.group.sharing import Sharing
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down
@@ -48,6 +47,7 @@ from tandem.cluster.wire.version import OtherVersion, with_version, without_vers
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import EngineSettings
 from tandem.workers.engine.base.stats import EngineStats
+from tandem.workers.engine.thread.engine_thread import EngineThread
 from tandem.workers.messages.errors import GroupLost
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest
 

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import ray
 
-from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.group.ray_ranks import ray_group
 from tandem.cluster.wire.service_facts import ServiceFacts
 from tandem.configs.schema import EngineSettings
@@ -17,6 +16,7 @@ from tandem.workers.build import model_facts
 from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import ExecutorReady
+from tandem.workers.engine.thread.engine_thread import EngineThread
 from tandem.workers.planning.start_notes import warn_of_pool
 
 log = logging.getLogger("tandem.group")

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from tandem.cluster.adapters.group_adapters import GroupAdapters
 from tandem.cluster.fleet.charges import PERIOD_S, ChargeExchange, Charges
-from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.notifications import Announcements
@@ -19,6 +18,7 @@ from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 from tandem.cluster.tenants.store import TenantStore
 from tandem.configs.schema import LoraSettings
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.thread.engine_thread import EngineThread
 from tandem.workers.messages.request import AdapterRef
 
 log = logging.getLogger("tandem.fairness")

@@ -8,7 +8,6 @@ bounded by admission: it bounds the requests, and requests bound their tokens.
 import asyncio
 import logging
 import secrets
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -186,15 +185,3 @@ class TokenSender:
 
 def _is_readable(socket: "zmq.Socket[Any]") -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-
-def by_gateway(
-    deltas: Iterable[TokenDelta], reply_to_of: Callable[[TokenDelta], ReplyTo | None]
-) -> list[tuple[ReplyTo, list[TokenDelta]]]:
-    """Groups one step's deltas by gateway, in order. Deltas without a `reply_to` are left out."""
-    gathered: dict[ReplyTo, list[TokenDelta]] = defaultdict(list)
-    for delta in deltas:
-        reply_to = reply_to_of(delta)
-        if reply_to is not None:
-            gathered[reply_to].append(delta)
-    return list(gathered.items())

@@ -150,7 +150,7 @@ def test_offload_on_gives_the_tokens_of_offload_off(name: str, folder_of: Any, t
     }
     with opened(folder, **tiers) as llm:
         assert_thrashed(llm, lambda: ask(llm) == wanted)
-        check_invariants(llm._engine)
+        llm.local.ask(check_invariants)
 
 
 CUTS = [pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.parity), {"pipeline_parallel_size": 2}]
@@ -191,7 +191,7 @@ def test_choices_under_pressure_share_their_prompt_in_every_tier(folder_of: Any)
     tiers = {"num_gpu_blocks_override": 38, "kv_offloading_size": gib(200, block_bytes), "max_num_seqs": 8}
     with opened(folder, **tiers, tensor_parallel_size=2) as llm:
         assert_thrashed(llm, lambda: ask_with_choices(llm) == wanted)
-        llm._engine.flush_transfers(10.0)
+        llm.local.ask(lambda engine: engine.flush_transfers(10.0))
         offload = counts(llm)
     choices = [choice for choices in wanted for choice in choices]
     ends = [range(BLOCK_SIZE, len(choice) + 1, BLOCK_SIZE) for choice in choices]
@@ -235,7 +235,7 @@ def test_copies_that_are_slow_or_fail_change_no_token(
             assert ask(llm) == wanted
             if calls["load"] > 0:
                 break
-        check_invariants(llm._engine)
+        llm.local.ask(check_invariants)
     assert calls["load"] > 0
 
 

@@ -155,6 +155,6 @@ def test_rows_with_adapters_give_blocks_back_too(folder: Path, wanted: list[list
                 )
                 assert [list(output.outputs[0].token_ids) for output in outputs] == expected
             stats = llm._engine.stats()
-            check_invariants(llm._engine)
+            llm.local.ask(check_invariants)
             assert stats.used_blocks == 0
             assert (stats.preemptions > 0) == (not room) and (stats.prefix_cache_hits > 0) == bool(room)

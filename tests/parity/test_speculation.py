@@ -8,6 +8,7 @@ draw falls nearer to a border than float32 can tell.
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,18 +18,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tqdm import tqdm
 
 from tandem import LLM, SamplingParams
 from tandem.workers.engine.base.drafting import Drafting
-from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
-from tandem.workers.messages.request import AdapterRef, GenerationRequest, TokenLogprobs
+from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest, ReplyTo, TokenDelta, TokenLogprobs
 from tandem.workers.messages.thinking import ThinkingBudget
-from tandem.workers.offline.inbox import OfflineInbox
 from tandem.workers.offline.inputs import as_prompts
 from tandem.workers.offline.llm import RequestOutput
-from tandem.workers.offline.outputs import OfflineRun
+from tandem.workers.offline.outputs import OfflineRun, OpenOutput, end_output
 from tests.support.adapters import save_random_adapter
 from tests.support.paged_rows import prompt_ids
 
@@ -192,15 +190,30 @@ def test_drafts_are_accepted_and_refused(case: str, engines: tuple[LLM, LLM]) ->
 # ---- failover ----
 
 
-def run_until(llm: LLM, run: OfflineRun, num_tokens: float = math.inf) -> None:
-    """Turns the engine until its requests have ended, or `run` has so many tokens."""
+class GroupIsLost(Exception):
+    """As many tokens as were wanted have come."""
 
-    def is_over() -> bool:
-        told = (choice.token_ids for output in run.outputs.values() for choice in output.outputs)
-        return not llm._engine.has_work() or sum(map(len, told)) >= num_tokens
 
-    llm._run = run
-    EngineLoop(llm._engine, OfflineInbox(run.stops)).run(is_over)
+class CutRun(OfflineRun):
+    """Takes the tokens of one request until there are so many."""
+
+    def __init__(self, opened: OpenOutput, num_tokens: float) -> None:
+        super().__init__()
+        self.open = {opened.output.request_id: opened}
+        self.output, self.num_tokens = opened.output, num_tokens
+
+    def deltas(self, deltas: list[TokenDelta]) -> list[Abort]:
+        aborts = super().deltas(deltas)
+        if sum(len(choice.token_ids) for choice in self.output.outputs) >= self.num_tokens:
+            raise GroupIsLost
+        return aborts
+
+
+def run_until(llm: LLM, opened: OpenOutput, request: GenerationRequest, num_tokens: float = math.inf) -> None:
+    """Runs a request until it has ended, or has so many tokens."""
+    with llm.local.call(CutRun(opened, num_tokens)) as call, suppress(GroupIsLost):
+        request = msgspec.structs.replace(request, reply_to=call.address)
+        call.run([request], lambda ended: end_output(opened.output, ended))
 
 
 def moved(
@@ -208,14 +221,13 @@ def moved(
 ) -> tuple[RequestOutput, bool]:
     """The answer that a client gets whose group `first` is lost once it has sent `cut` tokens, as a gateway goes on in
     `then`; and whether something was left to do there."""
-    (params,) = first._checked(given, 1)
-    run = OfflineRun(tqdm(disable=True))
+    (params,) = first.text.checked(given, 1)
     refs = [None if folder is None else llm.load_adapter(folder) for llm in (first, then)]
-    name = first._add(run, as_prompts(prompt)[0], params, refs[0])
-    run_until(first, run, cut)
-    first._abort_all([name])
-    run_until(first, OfflineRun(tqdm(disable=True)))
-    output = run.outputs[name]
+    name = first.local.new_id()
+    opened, request = first.text.request(name, as_prompts(prompt)[0], params, refs[0], 0, ReplyTo("", ""))
+    assert request is not None
+    run_until(first, opened, request, cut)
+    output = opened.output
     ended = [choice.index for choice in output.outputs if choice.finish_reason is not None]
     if len(ended) == params.n:
         return output, False
@@ -223,17 +235,14 @@ def moved(
         request_id=name,
         attempt=1,
         prompt_token_ids=output.prompt_token_ids,
-        sampling=msgspec.structs.replace(params, prompt_logprobs=None),  # delivered before the first token
+        sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=None),  # delivered before the first token
         adapter=refs[1],
         resume_token_ids=[[*choice.token_ids] for choice in output.outputs],
         begun=True,
         suspect=suspect,
         ended_choices=ended,
     )
-    run.stops.clear()
-    then._run = run
-    then._engine.add_request(again)
-    run_until(then, run)
+    run_until(then, opened, again)
     return output, True
 
 

@@ -16,10 +16,8 @@ import pytest
 
 from tandem import LLM, SamplingParams, StructuredOutputsParams
 from tandem.workers.engine.base.drafting import Drafting
-from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
-from tandem.workers.messages.request import AdapterRef, Ended, GenerationRequest, TokenDelta
-from tandem.workers.offline.inbox import OfflineInbox
+from tandem.workers.messages.request import Abort, AdapterRef, Ended, GenerationRequest, TokenDelta
 from tandem.workers.offline.inputs import with_grammar
 from tandem.workers.offline.llm import Completion, RequestOutput
 from tandem.workers.structured.grammar_store import GrammarStore
@@ -165,17 +163,19 @@ def test_log_probabilities_are_the_models_own(plain: LLM, wanted: list[RequestOu
 
 
 class Tokens:
-    """Takes the place of a run of LLM: collects the tokens of requests."""
+    """A call's sink: collects the tokens of requests."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[int]] = {}
 
-    def deltas(self, deltas: list[TokenDelta]) -> None:
+    def deltas(self, deltas: list[TokenDelta]) -> list[Abort]:
         for delta in deltas:
             self.of.setdefault(delta.request_id, []).extend(delta.token_ids)
+        return []
 
-    def ended(self, ended: Ended, request: GenerationRequest) -> None:
-        assert ended.refused is None and "error" not in ended.finish_reasons
+
+def check_end(ended: Ended) -> None:
+    assert ended.refused is None and "error" not in ended.finish_reasons
 
 
 def test_an_engine_that_resumes_a_text_writes_its_rest(wanted: list[RequestOutput]) -> None:
@@ -187,20 +187,22 @@ def test_an_engine_that_resumes_a_text_writes_its_rest(wanted: list[RequestOutpu
     ]
     assert len(chosen) > 5
     with LLM("demo", speculative_config=NGRAM, **COMMON) as llm:
-        llm._run = tokens = Tokens()  # type: ignore[assignment]
-        for number, (params, output) in enumerate(chosen):
-            whole = output.outputs[0].token_ids
-            llm._engine.add_request(
-                GenerationRequest(
-                    request_id=str(number),
-                    attempt=1,
-                    prompt_token_ids=output.prompt_token_ids,
-                    sampling=params,
-                    resume_token_ids=[whole[: 1 + number % (len(whole) - 1)]],
-                    begun=True,
+        tokens, requests = Tokens(), []
+        with llm.local.call(tokens) as call:
+            for number, (params, output) in enumerate(chosen):
+                whole = output.outputs[0].token_ids
+                requests.append(
+                    GenerationRequest(
+                        request_id=str(number),
+                        attempt=1,
+                        prompt_token_ids=output.prompt_token_ids,
+                        sampling=params,
+                        resume_token_ids=[whole[: 1 + number % (len(whole) - 1)]],
+                        begun=True,
+                        reply_to=call.address,
+                    )
                 )
-            )
-        EngineLoop(llm._engine, OfflineInbox([])).run(lambda: not llm._engine.has_work())
+            call.run(requests, check_end)
     for number, (_, output) in enumerate(chosen):
         whole = output.outputs[0].token_ids
         cut = 1 + number % (len(whole) - 1)

@@ -11,7 +11,7 @@ from tandem.workers.messages.request import Abort, AdapterRef, Ended, Generation
 
 
 class FakeEngine:
-    """Engine of cluster/group/engine_thread.py. A prompt of [666] breaks it, one of [429] is refused. Suspects run
+    """Engine of an EngineThread. A prompt of [666] breaks it, one of [429] is refused. Suspects run
     alone, one at a time, for PROBATION_TOKENS tokens, in every second step."""
 
     def __init__(self, sink: object) -> None:

@@ -10,11 +10,11 @@ import msgspec
 
 from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.fleet.group_reports import GroupReport
-from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.token_channel import TokenSender
 from tandem.cluster.wire.version import with_version, without_version
 from tandem.workers.engine.base.stats import EngineStats
+from tandem.workers.engine.thread.engine_thread import EngineThread
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest
 from tests.support.fake_engine import FakeEngine
 

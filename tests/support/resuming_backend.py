@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.cluster.wire.refusals import lost
+from tandem.workers.messages.refusals import lost
 from tests.support.fake_backend import FakeBackend
 
 

@@ -5,7 +5,8 @@ result has the id of what it answers. Structs with many instances have gc=False,
 ints; positions count a sequence's tokens from 0, output positions count its generated tokens from 0. Torch-free.
 """
 
-from typing import Final, Literal
+from enum import IntEnum
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -19,6 +20,15 @@ Loss = Literal["bystander", "suspect", "alone", "unknown", "excused"]
 alone in one, after an earlier loss had made it suspect; nobody can tell in which step the group ended; it was in one,
 but no row is to blame alone (memory ran out, or a transfer failed).
 """
+
+
+class RequestOutputKind(IntEnum):
+    """Kinds of outputs that AsyncLLM.generate() yields of a request: with all text and tokens so far, with those since
+    the last output, or one at its end. The names and numbers are vLLM's."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -63,11 +73,15 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         is complete, and does so when nothing can follow, even before min_tokens.
     grammar: the same for the engine, as a grammar for llguidance; gateway and LLM make it (workers/text/grammars.py).
     thinking_budget: how many tokens a choice may think, and between which marks; None: as long as it likes.
+    detokenize: False: outputs of LLM have token ids and no text; `stop` is then refused.
+    output_kind: what AsyncLLM.generate() yields of the request; the others return all of it, whatever this says.
+    skip_reading_prefix_cache: True: the whole prompt is computed, whatever the prefix cache has.
     """
 
     # The gateway looks for `stop` texts, which need a detokenizer; the engine looks for ids. It does not read
     # bad_words, which gateway and LLM turn into ids, or structured_outputs, of which they make `grammar`. Only LLM
-    # reads skip_special_tokens and the field behind it: the gateway has them from the client's body.
+    # reads skip_special_tokens and the field behind it, detokenize and output_kind: the gateway has them from the
+    # client's body.
 
     max_tokens: int = 16
     n: int = 1
@@ -94,6 +108,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     grammar: str | None = None
     structured_outputs: StructuredOutputsParams | None = None
     thinking_budget: ThinkingBudget | None = None
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    skip_reading_prefix_cache: bool | None = None
+
+    def clone(self, **changes: Any) -> "SamplingParams":
+        """Returns a copy. changes: fields that it has other values of, since parameters cannot be changed in place."""
+        return msgspec.structs.replace(self, **changes)
 
 
 class Pool(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

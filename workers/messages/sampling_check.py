@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from tandem.workers.messages.request import SamplingParams
+from tandem.workers.messages.request import RequestOutputKind, SamplingParams
 from tandem.workers.messages.structured_outputs import StructuredOutputsParams
 from tandem.workers.messages.thinking import ThinkingBudget
 
@@ -43,6 +43,9 @@ RANGES: Final[Mapping[str, Any]] = {
     "skip_special_tokens": bool,
     "include_stop_str_in_output": bool,
     "thinking_budget": ThinkingBudget | None,
+    "detokenize": bool,
+    "output_kind": RequestOutputKind,
+    "skip_reading_prefix_cache": bool | None,
 }
 """Type and range of every parameter. A bias may be minus infinity, which forbids the token."""
 FORM_TYPES: Final[Mapping[str, Any]] = {
@@ -76,6 +79,8 @@ def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
     params = msgspec.structs.replace(given, **plain, structured_outputs=_checked_form(given.structured_outputs))
     if params.min_tokens > params.max_tokens:
         raise ValueError(f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}")
+    if params.stop and not params.detokenize:
+        raise ValueError(f"stop={params.stop!r:.80} needs detokenize=True: it is found in the text")
     thinking = params.thinking_budget
     if thinking is not None and not (thinking.tokens >= 0 and thinking.start and thinking.end):
         raise ValueError(f"thinking_budget={thinking!r}: at least 0 tokens, and two marks")

@@ -1,4 +1,4 @@
-"""Parameters and outputs of LLM.embed(), and the OutputSink of one call. Torch-free."""
+"""Parameters and outputs of LLM.embed(), and the sink of one call. Torch-free."""
 
 import struct
 from collections.abc import Sequence
@@ -6,8 +6,21 @@ from typing import Any
 
 import msgspec
 
-from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Pool, TokenDelta
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.request import (
+    NO_TOKENS,
+    Abort,
+    AdapterRef,
+    Ended,
+    GenerationRequest,
+    Pool,
+    ReplyTo,
+    TokenDelta,
+)
 from tandem.workers.models.spec.config.pooling_config import PoolingFacts
+from tandem.workers.offline.inputs import GivenPrompt
+from tandem.workers.offline.offline_text import OfflineText
+from tandem.workers.text.tokenizer import last_tokens
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,28 +60,84 @@ class EmbeddingRequestOutput(msgspec.Struct, kw_only=True):
     finished: bool = False
 
 
+class PoolingOutput(msgspec.Struct, kw_only=True):
+    """Result of LLM.encode(): `data` is a float32 tensor, empty for a prompt that was refused; `error` says why."""
+
+    data: Any
+    error: str | None = None
+
+
+class PoolingRequestOutput(msgspec.Struct, kw_only=True):
+    """Result of one prompt of LLM.encode(), with vLLM's names."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    finished: bool = True
+
+
 class EmbeddingRun:
-    """OutputSink of one call of embed(): collects the embeddings. bar: progress, told of each end."""
+    """CallSink of one call of embed(): collects the embeddings."""
 
-    def __init__(self, bar: Any) -> None:
-        self.outputs: dict[str, EmbeddingRequestOutput] = {}
-        self.stops: list[Abort] = []
-        self._bar = bar
+    def __init__(self) -> None:
+        self.open: dict[str, EmbeddingRequestOutput] = {}
 
-    def deltas(self, deltas: list[TokenDelta]) -> None:
+    def deltas(self, deltas: list[TokenDelta]) -> list[Abort]:
         for delta in deltas:
-            told = self.outputs[delta.request_id].outputs
+            told = self.open[delta.request_id].outputs
             told.error = delta.error
             if delta.embedding is not None:
                 told.embedding = list(struct.unpack(f"<{len(delta.embedding) // 4}f", delta.embedding))
+        return []
 
-    def ended(self, ended: Ended, request: GenerationRequest) -> None:
-        output = self.outputs[ended.request_id]
-        output.cached_tokens = ended.usage.cached_tokens
-        output.finished = True
-        if ended.refused is not None:
-            output.outputs.error = ended.refused[3]
-        self._bar.update()
+
+def end_embedding(output: EmbeddingRequestOutput, ended: Ended) -> None:
+    """Ends an output with its request."""
+    output.cached_tokens, output.finished = ended.usage.cached_tokens, True
+    if ended.refused is not None:
+        output.outputs.error = ended.refused[3]
+
+
+def pooled(output: EmbeddingRequestOutput) -> PoolingRequestOutput:
+    """Returns an embedding in the shape of encode()."""
+    import torch
+
+    data = torch.tensor(output.outputs.embedding, dtype=torch.float32)
+    return PoolingRequestOutput(
+        request_id=output.request_id,
+        prompt_token_ids=output.prompt_token_ids,
+        outputs=PoolingOutput(data=data, error=output.outputs.error),
+    )
+
+
+def embedding_request(
+    text: OfflineText,
+    name: str,
+    prompt: GivenPrompt,
+    pool: Pool,
+    adapter: AdapterRef | None,
+    keep: int | None,
+    reply_to: ReplyTo,
+) -> tuple[EmbeddingRequestOutput, GenerationRequest | None]:
+    """Returns the output of a prompt and its request; None for what is refused, whose output says why. keep:
+    truncate_prompt_tokens."""
+    shown, ids, salt = text.read(prompt)
+    ids = last_tokens(ids, keep, text.facts.max_model_len)
+    output = EmbeddingRequestOutput(request_id=name, prompt=shown, prompt_token_ids=ids, outputs=EmbeddingOutput())
+    try:
+        text.check_ids(shown, ids)
+    except RequestRefused as error:
+        output.outputs.error, output.finished = str(error), True
+        return output, None
+    return output, GenerationRequest(
+        request_id=name,
+        prompt_token_ids=ids,
+        sampling=NO_TOKENS,
+        adapter=adapter,
+        cache_salt=salt,
+        pool=pool,
+        reply_to=reply_to,
+    )
 
 
 def pools_of(facts: PoolingFacts, given: PoolingParams | Sequence[PoolingParams] | None, count: int) -> list[Pool]:

@@ -27,6 +27,10 @@ class GivenPrompt(NamedTuple):
     token_ids: list[int] | None = None
     cache_salt: str = ""
 
+    def as_mapping(self) -> dict[str, Any]:
+        """Returns it as a caller may give it."""
+        return {"prompt": self.text, "prompt_token_ids": self.token_ids, "cache_salt": self.cache_salt or None}
+
 
 def as_prompts(given: Prompt | Sequence[Prompt]) -> list[GivenPrompt]:
     """Returns the prompts as a list. Each is a text, a list of token ids, or one of vLLM's mappings ({"prompt": text}
@@ -62,6 +66,16 @@ def one_for_each(given: AdapterRef | Sequence[AdapterRef | None] | None, count: 
     if len(adapters) != count:
         raise ValueError(f"{len(adapters)} lora_requests for {count} prompts")
     return adapters
+
+
+def one_priority_each(given: int | Sequence[int] | None, count: int) -> list[int]:
+    """Returns a priority for each of `count` prompts, the smaller the earlier. TypeError or ValueError for others."""
+    each = [given or 0] * count if given is None or isinstance(given, int) else list(given)
+    if wrong := [one for one in each if isinstance(one, bool) or not isinstance(one, int)]:
+        raise TypeError(f"priority: {wrong[0]!r:.80} is no whole number")
+    if len(each) != count:
+        raise ValueError(f"{len(each)} priorities for {count} prompts")
+    return each
 
 
 def with_bad_word_ids(params: SamplingParams, tokenizer: ModelTokenizer) -> SamplingParams:

@@ -1,76 +1,60 @@
 """LLM, the offline API, without Ray: from tandem import LLM, SamplingParams.
 
-A single rank runs in the calling process; several are spawned. Equal seeds sample the same tokens as the service. One
-thread may use an LLM at a time.
+A single rank runs in the calling process, on a thread of its own; several are spawned. Equal seeds sample the same
+tokens as the service. Any thread may call an LLM: all calls join one run of its engine (local_engine.py).
 """
 
-import itertools
 import logging
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
-from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-from tqdm import tqdm
 
 from tandem.configs.environment import adapter_cache_folder
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.configs.options import option_named
 from tandem.configs.schema import EngineSettings
-from tandem.workers.build import model_facts, model_generation, offline_settings, open_executor
-from tandem.workers.engine.build_engine import build_engine
-from tandem.workers.engine.engine_loop import EngineLoop
-from tandem.workers.messages.errors import AdapterRefused, GroupLost, RequestRefused
-from tandem.workers.messages.request import (
-    NO_TOKENS,
-    Abort,
-    AdapterRef,
-    Ended,
-    GenerationRequest,
-    Pool,
-    SamplingParams,
-    TokenDelta,
-    is_url,
-)
-from tandem.workers.messages.sampling_check import checked_sampling
+from tandem.workers.build import offline_settings
+from tandem.workers.messages.errors import AdapterRefused, RequestRefused
+from tandem.workers.messages.request import AdapterRef, Ended, GenerationRequest, SamplingParams, is_url
 from tandem.workers.offline.beams import BeamSearchOutput, PromptSearch, Step, run_searches
+from tandem.workers.offline.chats import ChatForm, Chats
 from tandem.workers.offline.embed import (
-    EmbeddingOutput,
     EmbeddingRequestOutput,
     EmbeddingRun,
     PoolingParams,
+    PoolingRequestOutput,
     checked_truncation,
+    embedding_request,
+    end_embedding,
+    pooled,
     pools_of,
 )
-from tandem.workers.offline.inbox import OfflineInbox
+from tandem.workers.offline.engine_values import EngineValue, engine_values
 from tandem.workers.offline.inputs import (
     GivenPrompt,
     Prompt,
     as_conversations,
     as_prompts,
     one_for_each,
-    with_bad_word_ids,
-    with_grammar,
+    one_priority_each,
 )
-from tandem.workers.offline.outputs import Completion, OfflineRun, OpenChoice, RequestOutput
+from tandem.workers.offline.local_engine import LocalCall, LocalEngine
+from tandem.workers.offline.offline_text import OfflineText
+from tandem.workers.offline.outputs import Completion, OfflineRun, RequestOutput, end_output
+from tandem.workers.offline.progress import Progress, UseTqdm
+from tandem.workers.offline.scores import ScoringRequestOutput, pairs_of, scored
 from tandem.workers.planning.model_source import resolve_model
 from tandem.workers.planning.resolve import pooling_facts, read_spec
-from tandem.workers.planning.start_notes import warn_of_model, warn_of_pool
+from tandem.workers.planning.start_notes import warn_of_model
 from tandem.workers.text.beam_search import BeamSearchParams
-from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
-from tandem.workers.text.choice_text import ChoiceText
-from tandem.workers.text.detokenizer import DetokenizerFactory
-from tandem.workers.text.tokenizer import check_text_ids, check_token_ids, last_tokens, load_tokenizer
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
 log = logging.getLogger("tandem.offline")
-FLUSH_S = 5.0
+Output = TypeVar("Output", RequestOutput, EmbeddingRequestOutput)
 SERVICE_ONLY = frozenset(("served_model_name", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens"))
 """Engine flags that LLM refuses: they concern only a service."""
 
@@ -82,10 +66,12 @@ class LLM:
         (revision="..." chooses one), or "demo" for the bundled model. A Path is always a folder.
     chat_template: path of a Jinja chat template for chat(); None: the model's own, if it has one.
     flags: the flags of `tandem serve` that concern the engine, with underscores and their defaults there, for example
-        tensor_parallel_size=2, dtype="float32", kv_offloading_size=4 (GiB).
+        tensor_parallel_size=2, dtype="float32", kv_offloading_size=4 (GiB). Those of vLLM that change nothing here,
+        such as enforce_eager=True, are taken, and a line in the log says why.
 
     Raises SettingsError, which names the flag and its value, if the model cannot be loaded with these arguments, and
-    GroupLost if a rank dies. Owns the ranks until close(); it is a context manager too. For one thread at a time.
+    GroupLost if a rank dies. Owns the ranks until close(), which ends what runs; it is a context manager too. Any
+    thread may call it, and calls at the same time run in one batch. A process that was forked from it cannot use it.
     """
 
     def __init__(
@@ -95,37 +81,24 @@ class LLM:
         chat_template: str | None = None,
         **flags: Any,
     ) -> None:
-        self.settings = _engine_settings(model, flags)
+        self.settings = engine_settings_of(model, flags)
         self._pooling = pooling_facts(self.settings)
-        text_folder = Path(self.settings.model.tokenizer or self.settings.model.model)
         spec = read_spec(self.settings)
         warn_of_model(self.settings, spec, log)
-        generation = model_generation(self.settings.model, spec)
-        flag = "MODEL" if self.settings.model.tokenizer is None else "--tokenizer"
-        self.tokenizer = load_tokenizer(text_folder, generation, flag)
-        self._template: ChatTemplate | None = find_chat_template(text_folder, chat_template, self.tokenizer)
-        self._factory = DetokenizerFactory(self.tokenizer)
-        self._executor = open_executor(self.settings)
-        self._closed: str | None = None
-        self._run: OfflineRun | EmbeddingRun = OfflineRun(tqdm(disable=True))
-        self._names = itertools.count()
-        try:
-            ready = self._executor.start()
-            self._facts = model_facts(self.settings, ready)
-            warn_of_pool(self.settings.cache, self._facts, log)
-            self._engine = build_engine(self.settings, self._facts, self._executor, ready, self)
-            self._max_len = self._engine.max_len
-        except BaseException:
-            self._executor.close()
-            raise
+        self.text = OfflineText(self.settings, spec, chat_template)
+        self.tokenizer = self.text.tokenizer
+        self.local = local = LocalEngine(self.settings)
+        self._facts, self._engine, self._executor = local.facts, local.engine, local.executor
+        self.text.set_facts(local.facts)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generates completions of all prompts and returns one RequestOutput for each, in order.
 
@@ -133,18 +106,18 @@ class LLM:
             sequence of these. A mapping may have a "cache_salt" too.
         sampling_params: one for all prompts, or one for each; None: those of get_default_sampling_params(). A seed of
             None is drawn anew for each prompt.
-        use_tqdm: shows a progress bar on standard error.
+        use_tqdm: shows a progress bar on standard error; a function makes another bar, with tqdm's arguments.
         lora_request: an adapter from load_adapter() for all prompts, one (or None) for each, or None: the base model.
+        priority: of all prompts or of each: the smaller, the earlier it gets a row, beside other calls too.
 
         A prompt that cannot be served, for example one that is too long, gets finish_reason "error" and the reason; the
         others run. As in vLLM, a max_tokens beyond the context is no error: the answer ends there with "length".
         Raises, before anything runs, ValueError for a parameter outside its range (it names the parameter) and for
         sequences of another length, TypeError for a prompt, SamplingParams or adapter of another type, and
-        RuntimeError after close(). A Ctrl-C takes effect after the step under way, and the LLM can be used again; a
-        second one interrupts at once, which closes the LLM.
+        RuntimeError after close(). A Ctrl-C, or an exception of the bar, ends the prompts of this call only.
         """
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return self._generate(as_prompts(prompts), given, use_tqdm, lora_request)
+        return self._generate(as_prompts(prompts), given, use_tqdm, lora_request, priority)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters that the model's generation_config.json asks for, under generation_config and
@@ -155,77 +128,57 @@ class LLM:
         self,
         many: Sequence[GivenPrompt | RequestRefused],
         sampling_params: SamplingParams | Sequence[SamplingParams],
-        use_tqdm: bool,
+        use_tqdm: UseTqdm,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Returns one output for each prompt; a RequestRefused in place of a prompt becomes its error."""
-        if self._closed is not None:
-            raise RuntimeError(self._closed)
-        params = self._checked(sampling_params, len(many))
-        adapters = one_for_each(lora_request, len(many))
-        with tqdm(total=len(many), disable=not use_tqdm, desc="generating", unit="prompt") as bar:
-            run = self._run = OfflineRun(bar)
-            names = self._run_all(zip(repeat(run), many, params, adapters), self._add)
-        return [run.outputs[name] for name in names]
-
-    def _run_all(self, many: Iterable[tuple[Any, ...]], add: Callable[..., str]) -> list[str]:
-        """Runs all prompts to their ends in self._run. many: the arguments of each one's `add`. Returns the requests'
-        names."""
-        inbox = OfflineInbox(self._run.stops)
-        try:
-            with inbox:
-                return self._run_added(inbox, many, add)
-        finally:
-            if inbox.has_cut:
-                self._end("this LLM is closed: a second Ctrl-C interrupted it in the middle of a step")
-
-    def _run_added(self, inbox: OfflineInbox, many: Iterable[tuple[Any, ...]], add: Callable[..., str]) -> list[str]:
-        """Does what _run_all() does. After an error the engine has none of the requests, unless a second Ctrl-C has cut
-        it short."""
-        names: list[str] = []
-        try:
-            for each in many:
-                names.append(add(*each))
-            EngineLoop(self._engine, inbox).run(lambda: not self._engine.has_work())
-            inbox.check()
-        except BaseException:
-            if not inbox.has_cut:
-                with suppress(GroupLost):  # a step that failed has ended the rank
-                    self._abort_all(names)
-            raise
-        return names
+        self.local.check()
+        params = self.text.checked(sampling_params, len(many))
+        adapters, priorities = one_for_each(lora_request, len(many)), one_priority_each(priority, len(many))
+        run = OfflineRun()
+        with Progress(use_tqdm, len(many), "generating") as progress, self.local.call(run) as call:
+            made = [
+                self.text.request(self.local.new_id(), *each, call.address)
+                for each in zip(many, params, adapters, priorities, strict=True)
+            ]
+            run.open = {opened.output.request_id: opened for opened, _ in made}
+            _run_made(call, progress, [(opened.output, request) for opened, request in made], end_output)
+        return [opened.output for opened, _ in made]
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generates the assistant's answers to conversations, rendered by the chat template; returns one for each.
 
-        messages: one conversation, a list of {"role": ..., "content": ...}, or a sequence of conversations.
-        sampling_params: for all conversations. It, use_tqdm, lora_request: as in generate(). tools: in OpenAI's form,
-        for the template to show; calls are not parsed. chat_template_kwargs: more variables of the template, such as
-        enable_thinking; ValueError for one that it does not have.
+        messages: one conversation, a list of {"role": ..., "content": ...}, or a sequence of conversations; read as the
+            service reads them: parts of text, calls, thinking, the role developer.
+        sampling_params, use_tqdm, lora_request, priority: as in generate().
+        chat_template: another template than the model's, as text or the path of a file.
+        add_generation_prompt: the prompt ends with the assistant's header. continue_final_message: it ends inside the
+            last message, which the model continues; needs add_generation_prompt=False.
+        tools: in OpenAI's form, for the template to show; calls are not parsed.
+        chat_template_kwargs: more variables of the template, such as enable_thinking; ValueError for one that it does
+            not have, unless it switches thinking.
 
         A conversation without messages, or one that the template refuses, gets finish_reason "error" and the reason.
         Raises SettingsError if the model has no chat template, otherwise as generate().
         """
-        if self._template is None:
-            raise SettingsError("the model has no chat template", "chat_template")
-        for name in chat_template_kwargs or ():
-            if not self._template.takes(name):
-                raise ValueError(f"chat_template_kwargs: the chat template has no variable {name!r:.80}")
-        render = partial(self._template.render, tools=tools, variables=chat_template_kwargs)
-        texts = [self._rendered(render, conversation) for conversation in as_conversations(messages)]
-        encode = self.tokenizer.encode
-        prompts = [GivenPrompt(t, encode(t, add_special_tokens=False)) if isinstance(t, str) else t for t in texts]
+        form = ChatForm(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        prompts = Chats(self.text.template, self.tokenizer, form).prompts(as_conversations(messages))
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return self._generate(prompts, given, use_tqdm, lora_request)
+        return self._generate(prompts, given, use_tqdm, lora_request, priority)
 
     def beam_search(
         self,
@@ -246,9 +199,9 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params: {params!r:.80} is no BeamSearchParams")
         params.check()
-        given = [self._read(prompt) for prompt in as_prompts(prompts)]
+        given = [self.text.read(prompt) for prompt in as_prompts(prompts)]
         adapters = one_for_each(lora_request, len(given))
-        searches = [PromptSearch(ids, params, self._facts.eos_token_ids, self._max_len) for _, ids, _ in given]
+        searches = [PromptSearch(ids, params, self._facts.eos_token_ids, self._engine.max_len) for _, ids, _ in given]
 
         def ask(wanted: list[tuple[int, list[int], SamplingParams]]) -> list[Step]:
             outputs = self._generate(
@@ -263,22 +216,13 @@ class LLM:
         run_searches(searches, ask, params.max_tokens, use_tqdm)
         return [search.output(self.tokenizer.decode) for search in searches]
 
-    @staticmethod
-    def _rendered(render: Callable[..., str], conversation: Sequence[Mapping[str, Any]]) -> str | RequestRefused:
-        if not conversation:
-            return RequestRefused("The conversation has no messages.", code="invalid_value", param="messages")
-        try:
-            return render(list(conversation), add_generation_prompt=True)
-        except RequestRefused as error:
-            return error
-
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embeds all prompts and returns one EmbeddingRequestOutput for each, in order. Any model can.
@@ -291,39 +235,63 @@ class LLM:
         run. Raises ValueError for `dimensions` that the model does not have and for a truncate_prompt_tokens without
         meaning, otherwise as generate().
         """
-        if self._closed is not None:
-            raise RuntimeError(self._closed)
+        self.local.check()
         keep, many = checked_truncation(truncate_prompt_tokens), as_prompts(prompts)
         pools = pools_of(self._pooling, pooling_params, len(many))
         adapters = one_for_each(lora_request, len(many))
-        with tqdm(total=len(many), disable=not use_tqdm, desc="embedding", unit="prompt") as bar:
-            run = self._run = EmbeddingRun(bar)
-            names = self._run_all(zip(repeat(run), many, repeat(keep), pools, adapters), self._add_embedding)
-        return [run.outputs[name] for name in names]
+        run = EmbeddingRun()
+        with Progress(use_tqdm, len(many), "embedding") as progress, self.local.call(run) as call:
+            made = [
+                embedding_request(self.text, self.local.new_id(), *each, keep, call.address)
+                for each in zip(many, pools, adapters, strict=True)
+            ]
+            run.open = {output.request_id: output for output, _ in made}
+            _run_made(call, progress, made, end_embedding)
+        return [output for output, _ in made]
 
-    def _add_embedding(
-        self, run: EmbeddingRun, prompt: GivenPrompt, keep: int | None, pool: Pool, adapter: AdapterRef | None
-    ) -> str:
-        text, ids, salt = self._read(prompt)
-        ids = last_tokens(ids, keep, self._facts.max_model_len)
-        name = f"offline-{next(self._names)}"
-        output = EmbeddingRequestOutput(request_id=name, prompt=text, prompt_token_ids=ids, outputs=EmbeddingOutput())
-        run.outputs[name] = output
-        try:
-            self._check_ids(text, ids)
-            self._engine.add_request(
-                GenerationRequest(
-                    request_id=name,
-                    prompt_token_ids=ids,
-                    sampling=NO_TOKENS,
-                    adapter=adapter,
-                    cache_salt=salt,
-                    pool=pool,
-                )
-            )
-        except RequestRefused as error:
-            output.outputs.error, output.finished = str(error), True
-        return name
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str = "embed",
+        use_tqdm: UseTqdm = True,
+        lora_request: AdapterRef | Sequence[AdapterRef | None] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Embeds all prompts as embed() does, and returns each embedding as a tensor, in vLLM's shape of encode().
+
+        pooling_task: "embed"; ValueError for vLLM's others, which no model here is served for.
+        """
+        if pooling_task != "embed":
+            raise ValueError(f'pooling_task={pooling_task!r:.80} is not served, only "embed" is')
+        outputs = self.embed(prompts, pooling_params=pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return [pooled(output) for output in outputs]
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: AdapterRef | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Scores pairs of prompts by the cosine of their embeddings, -1 to 1; returns one output for each pair.
+
+        data_1: one prompt, for all of data_2, or as many as data_2 has. The rest is as in embed(). ValueError for other
+        numbers. A pair of which a prompt cannot be served has the reason as outputs.error.
+        """
+        first, second = as_prompts(data_1), as_prompts(data_2)
+        pairs = pairs_of(len(first), len(second))
+        found = self.embed(
+            [prompt.as_mapping() for prompt in (*first, *second)],
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            pooling_params=pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+        )
+        return [scored(found[one], found[len(first) + other]) for one, other in pairs]
 
     def load_adapter(self, source: str | Path, name: str | None = None) -> AdapterRef:
         """Checks a LoRA adapter in PEFT's format and returns a reference to it for generate() and chat().
@@ -349,20 +317,24 @@ class LLM:
             raise type(error)(f"{place}: {error}") from error
         return AdapterRef(name=name or place.rpartition("/")[2], digest=digest, source=place)
 
-    def close(self) -> None:
-        """Waits at most 5 s for KV that is being stored to host or disk, then ends the ranks. Idempotent."""
-        if self._closed is None:
-            try:
-                with suppress(GroupLost):
-                    self._engine.flush_transfers(FLUSH_S)
-            finally:
-                self._end("this LLM is closed")
+    def get_tokenizer(self) -> Any:
+        """Returns the model's tokenizer as transformers has it, as in vLLM. The LLM itself uses `tokenizer`, which
+        makes the same ids and loads no transformers."""
+        return self.text.transformers_tokenizer()
 
-    def _end(self, why: str) -> None:
-        """Ends the ranks without waiting for anything; generate() raises with the reason from then on."""
-        self._closed = why
-        self._engine.close()
-        self._executor.close()
+    def get_metrics(self) -> list[EngineValue]:
+        """Returns the engine's counts of this moment, by the names of /metrics (docs/operations.md)."""
+        return engine_values(self.local.ask(lambda engine: engine.stats()))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the KV of earlier prompts that no running prompt uses, on the device, in host memory and on disk.
+        Returns whether nothing is left: False while prompts run."""
+        return self.local.ask(lambda engine: engine.reset_prefix_cache())
+
+    def close(self) -> None:
+        """Ends the engine and its ranks; calls that run get a RuntimeError. Waits at most 5 s for KV that is being
+        stored to host or disk. Idempotent."""
+        self.local.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -370,88 +342,32 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def deltas(self, deltas: list[TokenDelta]) -> None:
-        """OutputSink, called by the engine."""
-        self._run.deltas(deltas)
 
-    def ended(self, ended: Ended, request: GenerationRequest) -> None:
-        """OutputSink, called by the engine."""
-        self._run.ended(ended, request)
+def _run_made(
+    call: LocalCall,
+    progress: Progress,
+    made: Iterable[tuple[Output, GenerationRequest | None]],
+    end: Callable[[Output, Ended], None],
+) -> None:
+    """Runs the requests of outputs to their ends. None: the output says already why there is no request. end: takes
+    the end of an output's request."""
+    outputs, requests = {}, []
+    for output, request in made:
+        if request is None:
+            progress.ended()
+        else:
+            outputs[output.request_id] = output
+            requests.append(request)
 
-    def _checked(self, given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-        """Returns checked parameters for each of `count` prompts. ValueError for another number or a bad value."""
-        each = [given] if isinstance(given, SamplingParams | BeamSearchParams) else list(given)
-        if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
-            raise TypeError(f"sampling_params: {wrong[0]!r:.80} is no SamplingParams")
-        vocab_size = self._facts.vocab_size
-        each = [with_bad_word_ids(checked_sampling(params, vocab_size), self.tokenizer) for params in each]
-        each = [with_grammar(params) for params in each]
-        if isinstance(given, SamplingParams):
-            return each * count
-        if len(each) != count:
-            raise ValueError(f"{len(each)} sampling_params for {count} prompts")
-        return each
+    def took(ended: Ended) -> None:
+        output = outputs[ended.request_id]
+        end(output, ended)
+        progress.ended(len(output.prompt_token_ids), ended.usage.completion_tokens)
 
-    def _add(
-        self,
-        run: OfflineRun,
-        prompt: GivenPrompt | RequestRefused,
-        params: SamplingParams,
-        adapter: AdapterRef | None,
-    ) -> str:
-        text, ids, salt = self._read(prompt)
-        name = f"offline-{next(self._names)}"
-        output = RequestOutput(
-            prompt=text,
-            prompt_token_ids=ids,
-            outputs=[Completion(index=index) for index in range(params.n)],
-            prompt_logprobs=None if params.prompt_logprobs is None else [None],
-        )
-        run.outputs[name] = output
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        run.choices[name] = [OpenChoice(done, self._choice_text(ids, params)) for done in output.outputs]
-        try:
-            if isinstance(prompt, RequestRefused):
-                raise prompt
-            self._check_ids(text, ids)
-            self._engine.add_request(
-                GenerationRequest(
-                    request_id=name, prompt_token_ids=ids, sampling=params, adapter=adapter, cache_salt=salt
-                )
-            )
-        except RequestRefused as error:
-            for completion in output.outputs:
-                completion.finish_reason, completion.error = "error", str(error)
-        return name
-
-    def _read(self, prompt: GivenPrompt | RequestRefused) -> tuple[str | None, list[int], str]:
-        """Returns a prompt's text, if there is one, its token ids and its salt."""
-        if isinstance(prompt, RequestRefused):
-            return None, [], ""
-        ids = prompt.token_ids
-        if ids is None:
-            ids = self.tokenizer.encode(prompt.text or "", add_special_tokens=True)
-        return prompt.text, ids, prompt.cache_salt
-
-    def _check_ids(self, text: str | None, ids: list[int]) -> None:
-        """Refuses ids outside the model's vocabulary. text: what they were made of, None if they were given."""
-        if text is not None:
-            check_text_ids(self.tokenizer, ids, self._facts.vocab_size, "prompts")
-        check_token_ids(ids, self._facts.vocab_size, "prompts")
-
-    def _choice_text(self, prompt: list[int], params: SamplingParams) -> ChoiceText:
-        eos = frozenset(self._facts.eos_token_ids)
-        tokens = self._factory.make(prompt, skip_special_tokens=params.skip_special_tokens)
-        return ChoiceText(tokens, params, include_stop=params.include_stop_str_in_output, eos_token_ids=eos)
-
-    def _abort_all(self, names: Sequence[str]) -> None:
-        """Aborts requests, after which the engine is usable again."""
-        for name in names:
-            self._engine.abort(Abort(request_id=name, attempt=0))
+    call.run(requests, took)
 
 
-def _engine_settings(model: str | Path, flags: Mapping[str, Any]) -> EngineSettings:
+def engine_settings_of(model: str | Path, flags: Mapping[str, Any]) -> EngineSettings:
     """Returns checked settings for offline use, without queue limits and with the model's folder. SettingsError names
     the flag."""
     for name, value in flags.items():
@@ -463,5 +379,8 @@ def _engine_settings(model: str | Path, flags: Mapping[str, Any]) -> EngineSetti
         ):
             raise SettingsError(f"{name} is the service's; an LLM has no use for it", name)
     name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
-    settings = offline_settings(build_settings(name, flags).engine)
+    built = build_settings(name, flags)
+    for line in built.without_effect:
+        log.warning(line)
+    settings = offline_settings(built.engine)
     return msgspec.structs.replace(settings, model=resolve_model(settings.model))

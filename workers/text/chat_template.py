@@ -27,6 +27,8 @@ from tandem.workers.text.vocabulary.vocabulary_files import read_json
 _CONTINUE_MARK = "\x00continue-here\x00"
 ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 """Variables that render() sets, or stands for, itself."""
+THINKING_SWITCHES = frozenset(("enable_thinking", "thinking", "thinking_mode", "reasoning_effort", "thinking_budget"))
+"""Variables of templates that think. A template without them has nothing to switch."""
 
 
 class GenerationTag(jinja2.ext.Extension):

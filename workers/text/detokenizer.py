@@ -28,6 +28,16 @@ class Detokenizer(Protocol):
         ...
 
 
+class NoText:
+    """A Detokenizer for choices whose text nobody wants."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 class PieceTable:
     """The bytes of every token, filled on first use and shared by all choices of a model. Its races are benign."""
 

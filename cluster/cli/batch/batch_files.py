@@ -5,6 +5,7 @@ included. The output is appended to as answers come, and an interrupted run cont
 """
 
 import asyncio
+import codecs
 import json
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -15,7 +16,18 @@ import httpx
 
 from tandem.configs.errors import SettingsError
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/score",
+    "/v1/rerank",
+    "/score",
+    "/rerank",
+    "/v2/rerank",
+)
+"""Routes that batches may ask for; one that this version's gateway does not have answers 404."""
 ASGIApp = Callable[..., Any]
 
 
@@ -28,35 +40,29 @@ class BatchLine(NamedTuple):
     body: bytes
     problem: str | None
 
-    @property
-    def key(self) -> str:
-        """A name that no other line has: the custom_id, else the problem, which contains the line number."""
-        return self.custom_id if self.custom_id is not None else str(self.problem)
-
 
 def read_lines(path: Path) -> list[BatchLine]:
-    """Reads all lines of a batch file. SettingsError when it cannot be read or a custom_id comes twice."""
+    """Reads all lines of a batch file, which end with a line feed and with nothing else. To have the custom_id of an
+    earlier line is a line's problem. SettingsError when the file cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = path.read_bytes()
+    except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error}", "-i") from error
-    lines = [parse_line(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    seen: dict[str, int] = {}
-    for line in lines:
-        if line.custom_id is not None:
-            first = seen.setdefault(line.custom_id, line.number)
-            if first != line.number:
-                raise SettingsError(
-                    f"{path}: custom_id {line.custom_id!r} on line {line.number} is line {first}'s", "-i"
-                )
+    given = enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1)
+    lines = [parse_line(number, line) for number, line in given if line.strip()]
+    first: dict[str, int] = {}
+    for at, line in enumerate(lines):
+        if line.custom_id is not None and first.setdefault(line.custom_id, line.number) != line.number:
+            problem = f"line {line.number}: custom_id {line.custom_id!r} is line {first[line.custom_id]}'s"
+            lines[at] = line._replace(problem=problem)
     return lines
 
 
-def parse_line(number: int, text: str) -> BatchLine:
+def parse_line(number: int, line: bytes) -> BatchLine:
     """Parses one line: {"custom_id", "method", "url", "body"}. An error goes into `problem`."""
     try:
-        value = json.loads(text)
-    except ValueError as error:
+        value = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         return BatchLine(number, None, "", b"", f"line {number} is not JSON: {error}")
     if not isinstance(value, dict):
         return BatchLine(number, None, "", b"", f"line {number} is not a JSON object")
@@ -75,36 +81,29 @@ def parse_line(number: int, text: str) -> BatchLine:
     return BatchLine(number, custom_id, str(url), json.dumps(body).encode(), problem)
 
 
-class Answered(NamedTuple):
-    """BatchLine.key of the lines that an earlier run has answered for good, and of those among them that failed."""
-
-    keys: frozenset[str]
-    failed: frozenset[str]
+def lines_left(lines: list[BatchLine], finished: frozenset[str]) -> list[BatchLine]:
+    """Returns the lines that have no answer yet. finished: read_finished()."""
+    return [line for line in lines if line.problem is not None or line.custom_id not in finished]
 
 
-def read_answered(path: Path) -> Answered:
-    """Reads an output file. Removes rows that another try may answer (408, 429, 5xx) and a row that was cut off.
-    SettingsError when the file is not an output of run-batch."""
+def read_finished(path: Path) -> frozenset[str]:
+    """Returns the custom_ids that an output file answers with 200. Removes all other rows from it, which are tried
+    again, and a row that was cut off. SettingsError when the file is not an output of run-batch."""
     if not path.exists():
-        return Answered(frozenset(), frozenset())
+        return frozenset()
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     try:
-        rows = [json.loads(line) for line in whole.splitlines()]
-        kept = [row for row in rows if is_final(row)]
-        keys = {key_of(row): succeeded(row) for row in kept}
+        rows = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
+        kept = [row for row in rows if succeeded(row)]
+        finished = frozenset(str(row["custom_id"]) for row in kept)
     except (ValueError, LookupError, TypeError) as error:
         raise SettingsError(f"{path} exists and is not the output of run-batch", "-o") from error
     if len(whole) != len(data) or len(kept) != len(rows):
         partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
+        partial.write_text("".join(row_text(row) for row in kept), encoding="utf-8", newline="\n")
         partial.replace(path)
-    return Answered(frozenset(keys), frozenset(key for key, fine in keys.items() if not fine))
-
-
-def key_of(row: Mapping[str, Any]) -> str:
-    """The BatchLine.key of the line that an output row answers."""
-    return str(row["error"]["message"] if row["custom_id"] is None else row["custom_id"])
+    return finished
 
 
 def succeeded(row: Mapping[str, Any]) -> bool:
@@ -112,10 +111,9 @@ def succeeded(row: Mapping[str, Any]) -> bool:
     return row["response"] is not None and row["response"]["status_code"] == 200
 
 
-def is_final(row: Mapping[str, Any]) -> bool:
-    """Returns True for a row that another try would not change: a success, or a line or request that is wrong."""
-    status = 400 if row["response"] is None else row["response"]["status_code"]
-    return status < 500 and status not in (408, 429)
+def row_text(row: Mapping[str, Any]) -> str:
+    """Returns an output row as one line."""
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def record(line: BatchLine, answer: httpx.Response | None) -> dict[str, Any]:

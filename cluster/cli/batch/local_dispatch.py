@@ -1,7 +1,7 @@
 """The gateway's Dispatch over one engine in this process, for `tandem run-batch`.
 
-The engine runs on a thread as a group's does (cluster/group/engine_thread.py); attempts belong to the loop that opened
-the dispatch. The service's Dispatch is cluster/gateway/generation/serve_dispatch.py.
+The engine runs on a thread as a group's does (workers/engine/thread/engine_thread.py); attempts belong to the loop that
+opened the dispatch. The service's Dispatch is cluster/gateway/generation/serve_dispatch.py.
 """
 
 import asyncio
@@ -11,16 +11,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import msgspec
 
 from tandem.cluster.gateway.generation.part import RequestPart
-from tandem.cluster.group.engine_thread import EngineThread
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.cluster.wire.refusals import GROUP_ENDED, GROUP_LOST, refused
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_facts, open_executor
 from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.thread.engine_thread import EngineThread
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.messages.errors import GroupLost, RequestRefused
+from tandem.workers.messages.refusals import GROUP_ENDED, GROUP_LOST, refused
 from tandem.workers.messages.request import Abort, Ended, ReplyTo, TokenDelta
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.planning.start_notes import warn_of_model, warn_of_pool

@@ -2,7 +2,6 @@
 processes."""
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,17 +12,40 @@ from tandem.cluster.cli.base.flags import with_service_options
 from tandem.cluster.cli.base.terminal import say
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import merge_config
-from tandem.configs.options import COORDINATION, HTTP, LOGS, OPTIONS
+from tandem.configs.options import COORDINATION, LOGS, OPTIONS
 from tandem.configs.schema import ServiceSettings
 from tandem.workers.messages.errors import GroupLost
 
-NOT_OFFLINE = frozenset(
-    o.name for o in OPTIONS if o.group in (HTTP, COORDINATION, LOGS) and o.name != "strict_fields"
-) | {
-    "data_parallel_size",
-    "lora_root",
-    "lora_watch_dir",
-}
+OF_A_SERVICE = frozenset(
+    {
+        "data_parallel_size",
+        "lora_root",
+        "lora_watch_dir",
+        "host",
+        "port",
+        "api_server_count",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_ca_certs",
+        "ssl_cert_reqs",
+        "auth",
+        "api_key",
+        "admin_api_key",
+        "metrics_api_key",
+        "metrics_prefix",
+        "allowed_origins",
+        "response_store_ttl",
+        "response_store_bytes",
+        "state_dir",
+        "usage_days",
+        "usage_rows",
+        "shutdown_timeout",
+        "redis_url",
+        "redis_timeout_ms",
+    }
+)
+"""Options about ports, keys, stores and groups, of which a batch has none. All others may change answers."""
+NOT_OFFLINE = OF_A_SERVICE | {option.name for option in OPTIONS if option.group in (COORDINATION, LOGS)}
 
 
 @with_service_options(leave_out=NOT_OFFLINE)
@@ -32,14 +54,15 @@ def run_batch(
     input_file: Annotated[Path, typer.Option("-i", "--input-file", help="File in OpenAI's batch format.")],
     output_file: Annotated[
         Path,
-        typer.Option("-o", "--output-file", help="File for one line per answer; requests in it are not run again."),
+        typer.Option("-o", "--output-file", help="File for one line per answer; those with status 200 stay in it."),
     ],
     *,
     flags: dict[str, Any],
 ) -> None:
     """Answer all requests of a batch file offline.
 
-    The same command continues a run that was interrupted.
+    The same command continues a run that was interrupted, and tries lines again that failed. Answers come in the order
+    in which they end; custom_id tells them apart.
     """
     from tandem.cluster.deploy.resolved_settings import resolve_settings
 
@@ -60,20 +83,25 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
     from tqdm import tqdm
 
     from tandem.cluster.adapters.build_adapters import open_adapter_service
-    from tandem.cluster.cli.batch.batch_files import read_answered, read_lines, run_lines, succeeded
+    from tandem.cluster.cli.batch.batch_files import (
+        lines_left,
+        read_finished,
+        read_lines,
+        row_text,
+        run_lines,
+        succeeded,
+    )
     from tandem.cluster.cli.batch.local_dispatch import LocalDispatch
     from tandem.cluster.gateway.app import wiring
     from tandem.cluster.gateway.app.routes import build_gateway_app
     from tandem.workers.build import offline_settings
 
     lines = read_lines(input_file)
-    earlier = read_answered(output_file)
-    left = [line for line in lines if line.key not in earlier.keys]
-    failed = sum(line.key in earlier.failed for line in lines)
+    left, failed = lines_left(lines, read_finished(output_file)), 0
     engine = offline_settings(settings.engine)
     adapters = await open_adapter_service(settings, None, "")
     try:
-        out = output_file.open("a", encoding="utf-8")
+        out = output_file.open("a", encoding="utf-8", newline="\n")
     except OSError as error:
         raise SettingsError(f"{output_file} cannot be written: {error.strerror}", "-o") from error
     with out, tqdm(total=len(lines), initial=len(lines) - len(left), unit="request", desc="batch") as bar:
@@ -86,7 +114,7 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
             async for row in run_lines(app, left, at_once=4 * engine.scheduler.max_num_seqs):
                 if not dispatch.ready():
                     raise GroupLost(f"the engine stopped; the same command continues {output_file}")
-                out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                out.write(row_text(row))
                 out.flush()
                 failed += not succeeded(row)
                 bar.update()

@@ -1,5 +1,5 @@
-"""Checks of tools, messages and template arguments of a conversation together, and their form for a chat template.
-Their types are checked before (schemas/)."""
+"""Checks of tools, messages and template arguments of a conversation together. Their types are checked before
+(schemas/); what a template is shown of them says workers/text/chat_messages.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,17 +12,13 @@ from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import invalid, unsupported
 from tandem.cluster.gateway.schemas.tool_fields import FunctionTool
 from tandem.configs.schema import GatewaySettings
-from tandem.workers.text.chat_template import ChatTemplate
+from tandem.workers.text.chat_messages import NO_PARAMETERS
+from tandem.workers.text.chat_template import THINKING_SWITCHES, ChatTemplate
 from tandem.workers.text.output.formats import Tool
 
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 NO_ARGUMENTS: Mapping[str, Any] = {**NO_PARAMETERS, "additionalProperties": False}
 SWITCH = "enable_thinking"
 """The name of the switch for thinking in templates that have no levels."""
-
-
-THINKING_SWITCHES = frozenset({SWITCH, "thinking", "thinking_mode", "reasoning_effort", "thinking_budget"})
-"""Variables of templates that think. A template without them has nothing to switch."""
 
 
 def check_conversation(
@@ -73,17 +69,6 @@ def template_variables(body: ChatBody | TokenizeBody, template: ChatTemplate) ->
     elif template.takes(SWITCH):
         variables.setdefault(SWITCH, effort != "none")
     return variables
-
-
-def template_tools(tools: Sequence[FunctionTool] | None) -> list[dict[str, Any]]:
-    """Tools as templates expect them. `strict` is no matter of the model."""
-    shown = []
-    for tool in tools or ():
-        function = {"name": tool.function.name}
-        if tool.function.description is not None:
-            function["description"] = tool.function.description
-        shown.append({"type": "function", "function": {**function, "parameters": _parameters(tool)}})
-    return shown
 
 
 def known_tools(tools: Sequence[FunctionTool] | None) -> list[Tool]:

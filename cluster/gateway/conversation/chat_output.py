@@ -4,8 +4,9 @@ import uuid
 from dataclasses import dataclass
 from functools import cache
 
+import msgspec
+
 from tandem.cluster.gateway.conversation.chat_checks import known_tools, shows_tools
-from tandem.cluster.gateway.conversation.chat_prompt import message_text
 from tandem.cluster.gateway.conversation.parser_wraps import OneCall, SpecialSpellings, Without, WithoutSpecialTokens
 from tandem.cluster.gateway.schemas.chat_body import ChatBody
 from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
@@ -13,6 +14,7 @@ from tandem.cluster.gateway.schemas.reading import invalid, unsupported
 from tandem.cluster.gateway.schemas.tool_fields import NamedTool
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.workers.messages.thinking import ThinkingBudget
+from tandem.workers.text.chat_messages import message_text
 from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.output.events import Content, OutputParser, PlainOutput, Reasoning
 from tandem.workers.text.output.formats import ReasoningFormat, Tool, ToolFormat
@@ -150,7 +152,8 @@ def _thinking(tokenizer: ModelTokenizer, form: ReasoningFormat, prompt: str, bod
     the message that it continues."""
     start, end = (tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in (form.start, form.end))
     tokens = MAX_BUDGET if body.thinking_token_budget is None else body.thinking_token_budget
-    is_open = bool(body.continue_final_message) and form.is_open(message_text(body.messages[-1]))
+    last = message_text(msgspec.to_builtins(body.messages[-1].content))
+    is_open = bool(body.continue_final_message) and form.is_open(last)
     return ThinkingBudget(tokens=tokens, start=start, end=end, inside=is_open or form.starts_inside(prompt))
 
 

@@ -2,19 +2,18 @@
 text_workers.py.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from tandem.cluster.gateway.conversation.chat_checks import check_conversation, template_tools, template_variables
-from tandem.cluster.gateway.http.body import printable
+from tandem.cluster.gateway.conversation.chat_checks import check_conversation, template_variables
 from tandem.cluster.gateway.schemas.chat_body import ChatBody, Message, TokenizeBody
 from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import invalid
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.prompts import Prompt, check_text_bytes
+from tandem.workers.text.chat_messages import template_messages, template_tools
 from tandem.workers.text.tokenizer import check_text_ids
 
 
@@ -24,12 +23,12 @@ def chat_prompt(services: TextServices, body: ChatBody | TokenizeBody, ignored: 
         raise invalid("messages", "This model has no chat template; serve it with --chat-template.")
     assert body.messages is not None
     check_conversation(body, services.settings, services.chat_template, ignored)
-    tools = template_tools(body.tools)
+    tools = template_tools([msgspec.to_builtins(tool) for tool in body.tools or ()])
     beside = _json_bytes(tools) + _json_bytes(body.chat_template_kwargs) + _json_bytes(body.documents)
     check_text_bytes(services, sum(map(message_bytes, body.messages)) + beside, "messages")
     continues = bool(body.continue_final_message)
     text = services.chat_template.render(
-        [template_message(message, i) for i, message in enumerate(body.messages)],
+        template_messages([msgspec.to_builtins(message) for message in body.messages]),
         tools=tools,
         documents=body.documents,
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
@@ -52,45 +51,6 @@ def message_bytes(message: Message) -> int:
     texts += [call.function.arguments for call in message.tool_calls or ()]
     texts += [text for text in (message.reasoning, message.reasoning_content) if text is not None]
     return sum(len(text.encode()) for text in texts)
-
-
-def message_text(message: Message) -> str:
-    """A message's content as one text."""
-    content = message.content
-    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
-
-
-def template_message(message: Message, at: int) -> dict[str, Any]:
-    """A message as templates expect it: text content, call arguments as objects, thinking under both of its names."""
-    content = message.content
-    if content is None and message.role != "assistant":
-        raise invalid(f"messages[{at}].content", f"A message of role {message.role} must have content.")
-    result: dict[str, Any] = {"role": message.role, "content": message_text(message)}
-    if message.name is not None:
-        result["name"] = message.name
-    if message.tool_call_id is not None:
-        result["tool_call_id"] = message.tool_call_id
-    reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
-    if reasoning is not None:
-        result["reasoning"] = result["reasoning_content"] = reasoning
-    if message.tool_calls:
-        result["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, at, j)},
-            }
-            for j, call in enumerate(message.tool_calls)
-        ]
-    return result
-
-
-def _arguments(text: str, at: int, call: int) -> Any:
-    try:
-        return json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        name = f"messages[{at}].tool_calls[{call}].function.arguments"
-        raise invalid(name, f"{name} must be JSON, not {printable(text)}.") from None
 
 
 def _json_bytes(value: Sequence[Any] | Mapping[str, Any] | None) -> int:

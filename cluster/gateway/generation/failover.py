@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.quarantine import Convicted
-from tandem.cluster.wire.refusals import GROUP_ENDED, GROUP_LOST, GROUP_UNUSABLE
 from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.refusals import GROUP_ENDED, GROUP_LOST, GROUP_UNUSABLE
 from tandem.workers.messages.request import Ended
 
 MOST_LOSSES = 6

@@ -24,8 +24,8 @@ from tandem.cluster.gateway.generation.quarantine import Convicted
 from tandem.cluster.routing.route_hint import hint_of
 from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
-from tandem.cluster.wire.refusals import lost
 from tandem.workers.messages.errors import GroupLost, RequestRefused
+from tandem.workers.messages.refusals import lost
 from tandem.workers.messages.request import Ended, TokenDelta, Usage
 
 log = logging.getLogger("tandem.gateway")

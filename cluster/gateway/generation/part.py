@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem.cluster.gateway.http.tasks import Aside
-from tandem.cluster.wire.refusals import lost
 from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.refusals import lost
 from tandem.workers.messages.request import (
     Abort,
     Ended,

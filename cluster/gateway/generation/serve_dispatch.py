@@ -21,10 +21,10 @@ from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.tasks import Aside
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.routing.unreached_groups import UnreachedGroups
-from tandem.cluster.wire.refusals import GROUP_UNUSABLE, lost, refused
 from tandem.cluster.wire.token_channel import TokenReceiver
 from tandem.cluster.wire.version import OtherVersion, with_version, without_version
 from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.refusals import GROUP_UNUSABLE, lost, refused
 from tandem.workers.messages.request import Abort, Ended, Loss, TokenDelta
 
 log = logging.getLogger("tandem.groups")

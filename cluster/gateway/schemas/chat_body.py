@@ -105,11 +105,12 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def read_chat(fields: dict[str, Any], settings: GatewaySettings, ignored: IgnoredFields) -> ChatBody:
     """A chat body. Takes what is ignored out of the fields. RequestRefused naming the field at fault."""
+    if isinstance(messages := fields.get("messages"), list):
+        check_limit("messages", len(messages), settings.max_messages)
     _check_kinds_of_tools(fields)
     take_hints(fields, CHAT_HINTS, ignored)
     check_parts(fields.get("messages"))
     body = check_common(_without_router_words(read(fields, ChatBody)), settings, ignored)
-    check_limit("messages", len(body.messages), settings.max_messages)
     if body.top_logprobs is not None:
         if not body.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs true.")

@@ -7,7 +7,7 @@ the service's model decides, such as an effort that its chat template has no wor
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tandem.cluster.gateway.schemas.reading import NEVER, Neutral, not_neutral, unsupported
@@ -58,22 +58,53 @@ class IgnoredFields:
     def take_from(self, fields: dict[str, Any], table: Ignorables, at: str = "") -> None:
         """Takes what is ignored out of a body, or of an object `at` a place in it, which is changed, and notes it. null
         is absent. RequestRefused with --strict-fields."""
+        if not at and not self._is_strict:
+            for name in [name for name, value in fields.items() if value is None]:
+                del fields[name]  # of a field that nobody knows too: it asks for nothing
+        tree = _Node({}, {}, {})
         for place, entries in table.items():
-            for found, where in _objects(fields, place, at):
-                for name in [name for name in found if name in entries]:
-                    value, entry = found.pop(name), entries[name]
-                    if value is not None and not entry.nothing.accepts(value):
-                        param = f"{where}.{name}" if where else name
-                        self.note(param, not_neutral(param, entry.nothing.words), is_usual=entry.is_usual)
+            tree.at(place).entries.update(entries)
+        self._take(fields, tree, at)
+
+    def _take(self, found: dict[str, Any], node: "_Node", at: str) -> None:
+        """Walks once over what a client may have sent in great numbers."""
+        for name in [name for name in found if name in node.entries]:
+            self._drop(found, name, node.entries[name], _path(at, name))
+        for step, below in node.objects.items():
+            if isinstance(one := found.get(step), dict):
+                self._take(one, below, _path(at, step))
+        for step, below in node.lists.items():
+            many = found.get(step)
+            for i, one in enumerate(many if isinstance(many, list) else ()):
+                if isinstance(one, dict) and below.has_part_in(one):
+                    self._take(one, below, f"{_path(at, step)}[{i}]")
+
+    def _drop(self, found: dict[str, Any], name: str, entry: Ignorable, param: str) -> None:
+        value = found.pop(name)
+        if value is not None and not entry.nothing.accepts(value):
+            self.note(param, not_neutral(param, entry.nothing.words), is_usual=entry.is_usual)
 
 
-def _objects(fields: dict[str, Any], place: str, at: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields the objects of a place, and where they are ("messages[]": messages[0], messages[1])."""
-    found: list[tuple[Any, str]] = [(fields, at)]
-    for step in place.split(".") if place else ():
-        name = step.removesuffix("[]")
-        below = [(one[name], f"{at}.{name}" if at else name) for one, at in found if name in one]
-        if step.endswith("[]"):
-            below = [(one, f"{at}[{i}]") for many, at in below if isinstance(many, list) for i, one in enumerate(many)]
-        found = [(one, at) for one, at in below if isinstance(one, dict)]
-    yield from found
+class _Node(NamedTuple):
+    """A place of a table: what is ignored there, and the places in its objects and in its lists."""
+
+    entries: dict[str, Ignorable]
+    objects: dict[str, "_Node"]
+    lists: dict[str, "_Node"]
+
+    def at(self, place: str) -> "_Node":
+        """The node of a place below, made if need be."""
+        node = self
+        for step in place.split(".") if place else ():
+            below = node.lists if step.endswith("[]") else node.objects
+            node = below.setdefault(step.removesuffix("[]"), _Node({}, {}, {}))
+        return node
+
+    def has_part_in(self, found: dict[str, Any]) -> bool:
+        """True if an object has a field of this place, or a place below."""
+        none = self.entries.keys().isdisjoint(found) and self.objects.keys().isdisjoint(found)
+        return not (none and self.lists.keys().isdisjoint(found))
+
+
+def _path(at: str, name: str) -> str:
+    return f"{at}.{name}" if at else name

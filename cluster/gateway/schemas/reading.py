@@ -49,6 +49,8 @@ NEUTRAL: Mapping[str, Neutral] = {
     "suffix": neutral_values(""),
     "audio": NEVER,
     "reasoning_effort": neutral_values("none"),
+    "separate_reasoning": neutral_values(True),
+    "stream_reasoning": neutral_values(True),
     "web_search_options": NEVER,
     "chat_template": NEVER,
     "chat_template_kwargs": neutral_values({}),

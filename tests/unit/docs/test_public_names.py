@@ -6,6 +6,7 @@ python -m tests.unit.docs.test_public_names     # writes the file
 import inspect
 import re
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -15,8 +16,6 @@ import tandem
 
 FROZEN = Path(__file__).parent / "public_names.txt"
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
-INTERNAL = {"deltas", "ended"}
-"""Methods through which the engine reports to LLM: no part of the interface."""
 ADVICE = """The public names of `tandem` differ from {file}. A name or parameter that went, or changed its meaning,
 breaks programs: docs/compatibility.md says when that may be. If the change is meant, run
 `python -m tests.unit.docs.test_public_names`, and tell users in CHANGELOG.md."""
@@ -32,7 +31,7 @@ def signature(name: str, function: Any) -> str:
 def methods(kind: type) -> Iterator[tuple[str, Any]]:
     """The functions of a class that users may call."""
     for name, member in sorted(vars(kind).items()):
-        if inspect.isfunction(member) and not name.startswith("_") and name not in INTERNAL:
+        if inspect.isfunction(member) and not name.startswith("_"):
             yield name, member
 
 
@@ -63,7 +62,12 @@ def lines() -> list[str]:
     found = public_classes()
     exported = set(tandem.__all__)
     public = [f"tandem.{name}" if name in exported else name for name in found]
-    classes = [signature(name, kind) for name, kind in zip(public, found.values(), strict=True)]
+    classes = [
+        f"{name}: {', '.join(f'{one.name} = {one.value}' for one in kind)}"
+        if issubclass(kind, Enum)
+        else signature(name, kind)
+        for name, kind in zip(public, found.values(), strict=True)
+    ]
     calls = [signature(f"{kind.__name__}.{name}", call) for kind in found.values() for name, call in methods(kind)]
     return sorted(classes + calls)
 

@@ -98,7 +98,7 @@ def test_they_are_refused_by_name() -> None:
     "body",
     [
         {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "parallel_tool_calls": True},
-        {"reasoning_effort": "none"},
+        {"reasoning_effort": "none", "separate_reasoning": True, "stream_reasoning": True},
         {"chat_template_kwargs": {}, "chat_template": None, "documents": [], "logits_processors": []},
         {"suffix": "", "echo": False, "verbosity": "medium"},
         {"spaces_between_special_tokens": True, "modalities": ["text"], "store": False, "service_tier": "auto"},

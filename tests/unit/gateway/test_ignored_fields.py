@@ -163,6 +163,16 @@ async def test_switches_of_what_is_not_there_are_ignored(fields: dict[str, Any],
                 assert set(answer.headers[HEADER].split(", ")) == set(names.split(", "))
 
 
+async def test_null_asks_for_nothing_whatever_its_name() -> None:
+    """As clients send it that dump their settings."""
+    absent = {"bogus": None, "web_search_options": None, "tools": None, "reasoning": None, "usage": None}
+    for settings, status in ((GatewaySettings(), 200), (GatewaySettings(strict_fields=True), 400)):
+        async with gateway(saying("ok"), settings=settings) as rig:
+            for path, body in ((CHAT, {"messages": USER}), (MESSAGES, {"messages": USER, "max_tokens": 9})):
+                answer = await rig.client.post(path, json={**body, **absent})
+                assert answer.status_code == status and HEADER not in answer.headers
+
+
 CHANGING: list[dict[str, Any]] = [
     {"bogus\r\nx-evil": 1},
     {"extra_body": {"top_k": 1}},

@@ -61,7 +61,7 @@ def test_every_token_is_counted(tmp_path: Path) -> None:
     with LLM(str(folder), tokenizer="demo", dtype="float32", max_model_len=64) as llm:
         assert llm._engine.stats().experts is None
         llm.generate([{"prompt_token_ids": PROMPT}], GREEDY, use_tqdm=False)
-        check(turn_to_the_end(llm._engine), range(4))
+        check(llm.local.ask(turn_to_the_end), range(4))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -58,7 +58,7 @@ def run_batch(command: str, line: str, folder: Path) -> str:
 
 
 def test_the_page_holds_what_is_run_here() -> None:
-    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (7, 3, 2)
+    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (9, 3, 2)
 
 
 def test_the_python_example_answers(tmp_path: Path) -> None:
@@ -75,8 +75,13 @@ def test_the_example_with_forbidden_and_allowed_tokens_obeys_them(answers_of: An
     assert only and set(only) <= set("123")
 
 
+def test_the_examples_with_threads_and_with_a_loop_say_the_same(answers_of: Answers) -> None:
+    threads, loop = answers_of(EXAMPLES[3]), answers_of(EXAMPLES[4])
+    assert len(threads) == 4 and len(loop) == 1 and loop[0].strip()
+
+
 def test_the_example_of_structured_output_prints_texts_of_its_forms(answers_of: Answers) -> None:
-    person, colour = answers_of(EXAMPLES[3])
+    person, colour = answers_of(EXAMPLES[5])
     assert json.loads(person).keys() == {"name", "age"} and colour in ("red", "green")
 
 
@@ -86,7 +91,7 @@ def test_the_three_ways_to_write_a_prompt_are_one(answers_of: Answers) -> None:
 
 
 def test_the_example_of_beam_search_prints_the_beams_best_first(answers_of: Answers) -> None:
-    lines = answers_of(EXAMPLES[5])
+    lines = answers_of(EXAMPLES[7])
     beams = [(score, text[1:]) for score, text in (line.split(" ", 1) for line in lines)]
     assert [text.startswith("Once upon a time") for _, text in beams] == [True] * 3 + [False] * 3
     assert [text.startswith("The cat") for _, text in beams] == [False] * 3 + [True] * 3
@@ -98,7 +103,7 @@ def test_the_batch_command_and_line_work(tmp_path: Path) -> None:
 
 
 def test_the_example_with_embeddings_finds_the_question_that_is_nearer(answers_of: Answers) -> None:
-    near, far = map(float, answers_of(EXAMPLES[4]))
+    near, far = map(float, answers_of(EXAMPLES[6]))
     assert far + 0.1 < near < 1
 
 
@@ -108,7 +113,7 @@ def test_the_batch_line_with_embeddings_works(tmp_path: Path) -> None:
 
 
 def test_the_example_with_adapters_answers_three_times(answers_of: Answers) -> None:
-    plain, pirate, shout = answers_of(EXAMPLES[6])
+    plain, pirate, shout = answers_of(EXAMPLES[8])
     assert not plain.startswith("Arr!") and pirate.startswith("Arr!") and shout == shout.upper()
 
 

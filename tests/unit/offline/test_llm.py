@@ -4,8 +4,9 @@ import json
 import math
 import shutil
 import signal
-from collections import deque
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,6 @@ import torch
 from tandem import LLM, SamplingParams
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
-from tandem.workers.executor.in_process_ranks import InProcessRank
-from tandem.workers.messages.request import TokenDelta
 from tandem.workers.messages.sampling_check import RANGES
 from tandem.workers.messages.thinking import ThinkingBudget
 
@@ -277,6 +276,104 @@ def test_a_salt_hides_the_prefix_from_others(llm: LLM) -> None:
     assert cached[:2] == [0, 0] and cached[2] > 0
 
 
+PARTS = [
+    {"type": "text", "text": "What is"},
+    {"type": "text", "text": "2 + 3?", "cache_control": {"type": "ephemeral"}},
+]
+CALL = {"id": "c1", "index": 0, "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+SAME: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ([{"role": "user", "content": PARTS}], [{"role": "user", "content": "What is\n2 + 3?"}]),
+    ([{"role": "developer", "content": "Be short.", "id": "m"}], [{"role": "system", "content": "Be short."}]),
+    (
+        [{"role": "assistant", "content": None, "tool_calls": [CALL]}],
+        [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "plain"), SAME)
+def test_messages_are_read_as_the_service_reads_them(llm: LLM, messages: Any, plain: Any) -> None:
+    last = [{"role": "user", "content": "hi"}]
+    outputs = llm.chat([[*messages, *last], [*plain, *last]], GREEDY.clone(max_tokens=1), use_tqdm=False)
+    assert [output.outputs[0].error for output in outputs] == [None, None]
+    assert outputs[0].prompt == outputs[1].prompt
+
+
+BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
+    ({"role": "user"}, "A message of role user must have content."),
+    ({"content": "x"}, "messages[0].role must be a text such as user, not None."),
+    ({"role": "user", "content": 5}, "messages[0].content must be a text or a list of parts, not 5."),
+    ({"role": "user", "content": [{"type": "image_url"}]}, 'Content of type "image_url" is not supported'),
+    ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text must be a text, not None."),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "must be JSON, not"),
+    ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function must name a function."),
+    ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls must be a list of calls."),
+]
+
+
+@pytest.mark.parametrize(("message", "words"), BAD_MESSAGES, ids=[words for _, words in BAD_MESSAGES])
+def test_a_message_that_cannot_be_read_fails_its_conversation_alone(llm: LLM, message: Any, words: str) -> None:
+    (output,) = llm.chat([[message]], GREEDY, use_tqdm=False)
+    assert words in str(output.outputs[0].error)
+
+
+def test_a_chat_takes_vllms_arguments(llm: LLM) -> None:
+    begun = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "2 + 3 ="}]
+    go_on: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    (output,) = llm.chat(begun, GREEDY, use_tqdm=False, **go_on)
+    assert str(output.prompt).endswith("2 + 3 =") and output.text.strip().startswith("5")
+    (bare,) = llm.chat(begun[:1], GREEDY.clone(max_tokens=1), use_tqdm=False, add_generation_prompt=False)
+    assert "assistant" not in str(bare.prompt)
+    (own,) = llm.chat(begun, GREEDY, use_tqdm=False, chat_template="{{ messages[0]['content'] }}!")
+    assert own.prompt == "What is 2 + 3?!"
+    shown = llm.chat(begun[:1], GREEDY, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
+    assert shown[0].text == ask(llm, "What is 2 + 3?"), "there is nothing to switch"
+    with pytest.raises(ValueError, match="continue_final_message=True needs add_generation_prompt=False"):
+        llm.chat(begun, GREEDY, continue_final_message=True)
+    with pytest.raises(ValueError, match="chat_template: 'no-such' is no file, and no text of a template"):
+        llm.chat(begun, GREEDY, chat_template="no-such")
+
+
+def test_what_scripts_of_vllm_call_first(llm: LLM) -> None:
+    outputs = llm.generate(["A", "B"], GREEDY, use_tqdm=False, priority=[1, 0])
+    assert int(outputs[1].request_id) == int(outputs[0].request_id) + 1 and all(one.finished for one in outputs)
+    theirs = llm.get_tokenizer()
+    messages = [{"role": "user", "content": "hi"}]
+    shown = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert llm.chat(messages, GREEDY, use_tqdm=False)[0].prompt == shown
+    assert theirs(shown)["input_ids"] == llm.tokenizer.encode(shown, add_special_tokens=True)
+    for wrong, error in (([0], ValueError), ([0, "x"], TypeError), ([True, 0], TypeError)):
+        with pytest.raises(error, match="priorit"):
+            llm.generate(["A", "B"], GREEDY, use_tqdm=False, priority=wrong)  # type: ignore[arg-type]
+
+
+def test_token_ids_without_text(llm: LLM) -> None:
+    text = llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0].outputs[0]
+    ids = llm.generate("Once upon a time", GREEDY.clone(detokenize=False), use_tqdm=False)[0].outputs[0]
+    assert (ids.text, ids.token_ids) == ("", text.token_ids)
+    with pytest.raises(ValueError, match="needs detokenize=True"):
+        llm.generate("A", GREEDY.clone(detokenize=False, stop="x"), use_tqdm=False)
+    for name in ("extra_args", "logprob_token_ids"):
+        with pytest.raises(TypeError, match=name):
+            SamplingParams(**{name: None})  # type: ignore[arg-type]
+
+
+def test_the_prefix_cache_is_not_read_and_is_reset(llm: LLM) -> None:
+    prompt = "A prompt that is asked again and again, and which is longer than several blocks of the cache. " * 3
+    fresh = GREEDY.clone(skip_reading_prefix_cache=True)
+    assert [llm.generate(prompt, one, use_tqdm=False)[0].cached_tokens > 0 for one in (GREEDY, GREEDY, fresh)] == [
+        False,
+        True,
+        False,
+    ]
+    assert llm.reset_prefix_cache()
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    values = {value.name: value for value in llm.get_metrics()}
+    assert values["tandem:generation_tokens_total"].kind == "counter"
+    seconds = values["tandem:e2e_request_latency_seconds"]
+    assert seconds.count == seconds.buckets["+Inf"] > 3 and seconds.value > 0
+
+
 @pytest.mark.parametrize("messages", ["hi", [["hi"]], [5], {"role": "user"}])
 def test_what_is_no_conversation_is_a_type_error(llm: LLM, messages: Any) -> None:
     with pytest.raises(TypeError, match="a conversation is a list of messages, not"):
@@ -373,9 +470,13 @@ def test_prefix_is_found_again(llm: LLM) -> None:
     assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].cached_tokens > 0
 
 
-def test_two_engines_in_one_process(llm: LLM) -> None:
-    with LLM("demo", dtype="float32", max_num_seqs=2) as other:
+def test_two_engines_in_one_process(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """The second with arguments of vLLM that change nothing here: a line of the log for each says why."""
+    foreign: dict[str, Any] = {"enforce_eager": True, "swap_space": 4, "disable_log_stats": True}
+    with LLM("demo", dtype="float32", max_num_seqs=2, **foreign) as other:
         assert ask(other, "What is 2 + 3?") == ask(llm, "What is 2 + 3?")
+    lines = [record.getMessage() for record in caplog.records if record.name == "tandem.offline"]
+    assert [any(name.replace("_", "-") in line or name in line for line in lines) for name in foreign] == [True] * 3
 
 
 def test_without_a_seed_equal_prompts_get_different_texts(llm: LLM) -> None:
@@ -385,47 +486,20 @@ def test_without_a_seed_equal_prompts_get_different_texts(llm: LLM) -> None:
 
 def test_ctrl_c_leaves_the_engine_usable(llm: LLM) -> None:
     before = ask(llm, "What is 2 + 3?")
-    seen = llm._engine.stats().generation_tokens
-    original = llm.deltas
 
-    def interrupt_once(deltas: list[TokenDelta]) -> None:
-        original(deltas)
-        if llm._engine.stats().generation_tokens > seen + 3:
-            llm.deltas = original  # type: ignore[method-assign]
-            signal.raise_signal(signal.SIGINT)
+    def interrupt() -> None:
+        while not llm.local.ask(lambda engine: engine.stats().running):
+            pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    llm.deltas = interrupt_once  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["Once upon a time"] * 3, GREEDY, use_tqdm=False)
-    assert ask(llm, "What is 2 + 3?") == before
-
-
-class AmidTheSecond(deque[Any]):
-    """The messages to the rank; a Ctrl-C, and another one, come when the second plan has just been taken out."""
-
-    num_taken = 0
-
-    def popleft(self) -> Any:
-        message = super().popleft()
-        self.num_taken += 1
-        if self.num_taken == 2:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-        return message
-
-
-def test_a_second_ctrl_c_closes_the_engine() -> None:
-    """It may have cut short what engine and rank must agree on: no later answer could be trusted."""
-    with LLM("demo", dtype="float32", max_num_seqs=2) as llm:
-        rank = llm._executor.launcher
-        assert isinstance(rank, InProcessRank)
-        rank._to_rank = AmidTheSecond()
+    with ThreadPoolExecutor(1) as pool:
+        endless = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
+        cut = pool.submit(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(["Once upon a time"] * 3, GREEDY, use_tqdm=False)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="this LLM is closed: a second Ctrl-C"):
-                ask(llm, "What is 2 + 3?")
-        assert rank.server is not None and rank.server._runner is None, "no memory is held"
+            llm.generate(["Once upon a time"] * 3, endless, use_tqdm=False)
+        cut.result()
+    assert ask(llm, "What is 2 + 3?") == before
+    assert llm.local.ask(lambda engine: engine.stats().running) == 0
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ class Arrivals:
         eos = frozenset() if params.ignore_eos else self._eos
         digest = None if request.adapter is None else request.adapter.digest
         table = self._manager.new_table(digest, request.cache_salt)
-        table.finds_prefix = not (_needs_all_positions(request) or state.wants_prompt_logprobs)
+        computes_all = _needs_all_positions(request) or state.wants_prompt_logprobs or params.skip_reading_prefix_cache
+        table.finds_prefix = not computes_all
         return Sequence(
             state=state,
             choice=choice,

@@ -875,7 +875,7 @@ async def test_a_generation_whose_task_is_cancelled_is_settled_once(told: Told) 
 
 
 def test_memory_that_runs_out_and_failing_transfers_convict_nobody() -> None:
-    from tandem.cluster.group.engine_thread import EngineThread
+    from tandem.workers.engine.thread.engine_thread import EngineThread
 
     class Engine:
         def losses(self) -> dict[str, str]:

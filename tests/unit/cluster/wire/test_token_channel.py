@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import zmq
 
-from tandem.cluster.wire.token_channel import TokenReceiver, TokenSender, by_gateway
+from tandem.cluster.wire.token_channel import TokenReceiver, TokenSender
+from tandem.workers.engine.thread.engine_thread import by_gateway
 from tandem.workers.messages.channel import ChannelContext, bind_router
 from tandem.workers.messages.request import Abort, ReplyTo, TokenDelta
 

@@ -12,9 +12,9 @@ from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.group.coordinator import Coordinator
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire import version
-from tandem.cluster.wire.refusals import GROUP_UNUSABLE
 from tandem.cluster.wire.service_facts import ServiceFacts
 from tandem.cluster.wire.version import OtherModel, OtherVersion, with_version, without_version
+from tandem.workers.messages.refusals import GROUP_UNUSABLE
 from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, Usage
 from tests.support.fake_group import FakeFleet, serving
 

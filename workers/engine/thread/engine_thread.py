@@ -1,10 +1,10 @@
-"""The coordinator's engine thread: takes requests in, steps the engine, sends tokens out; sleeps when there is no work.
+"""The engine's thread: takes requests in, steps the engine, sends tokens out; sleeps when there is no work.
 
-    open engine -> EngineLoop: [ inbox and aborts -> turn -> one message per gateway ]* -> lost | stopped
+    open engine -> EngineLoop: [ inbox and aborts -> turn -> one message per receiver ]* -> lost | stopped
 
-Owned by coordinator.py, and by cluster/cli/batch/local_dispatch.py for batches without a service: their event loops use
-submit(), abort() and call(). Everything else in here, the engine and its executor included, is touched by this thread
-only. Next: workers/engine/engine_loop.py.
+Owned by a group's coordinator, by cluster/cli/batch/local_dispatch.py for batches without a service, and by LLM
+(workers/offline/local_engine.py): their threads use submit(), abort() and call(). Everything else in here, the engine
+and its executor included, is touched by this thread only. Next: workers/engine/engine_loop.py.
 """
 
 import logging
@@ -13,19 +13,18 @@ import re
 import socket
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
 
-from tandem.cluster.wire.refusals import GROUP_ENDED, GROUP_LOST, refused
-from tandem.cluster.wire.token_channel import by_gateway
 from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.engine_loop import EngineLoop
 from tandem.workers.messages.errors import GroupLost, RequestRefused
+from tandem.workers.messages.refusals import GROUP_ENDED, GROUP_LOST, refused
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Loss, ReplyTo, TokenDelta
 
 log = logging.getLogger("tandem.engine")
@@ -133,7 +132,11 @@ class EngineThread(threading.Thread):
 
     def submit(self, request: GenerationRequest, on_ended: OnEnded) -> None:
         """Queues a request; `on_ended` is called once, on the engine's thread."""
-        self._inbox.append((request, on_ended))
+        self.submit_all([(request, on_ended)])
+
+    def submit_all(self, requests: Iterable[tuple[GenerationRequest, OnEnded]]) -> None:
+        """Queues requests that are taken in together, before the next step."""
+        self._inbox.extend(requests)
         self._wake()
         if self._over:
             self._lose_inbox(ENDED)
@@ -236,6 +239,8 @@ class EngineThread(threading.Thread):
 
     def wait(self, timeout_s: float | None) -> None:
         """Until a request, an abort or a change of a link arrives. Reports first if there is no work."""
+        if self._stopping or self._lost is not None:
+            return  # take() may have read the byte that would wake this
         if self._engine_loop is not None and not self._engine_loop.is_busy:
             self._publish(self._clock())
         if self._channel.has_doubtful_link():
@@ -361,6 +366,18 @@ class EngineThread(threading.Thread):
     def _publish(self, now_s: float) -> None:
         self._reported_at_s = now_s
         self._listener.stats(self._engine.stats(), self._engine.adapter_residency())
+
+
+def by_gateway(
+    deltas: Iterable[TokenDelta], reply_to_of: Callable[[TokenDelta], ReplyTo | None]
+) -> list[tuple[ReplyTo, list[TokenDelta]]]:
+    """Groups one step's deltas by receiver, in order. Deltas without a `reply_to` are left out."""
+    gathered: dict[ReplyTo, list[TokenDelta]] = defaultdict(list)
+    for delta in deltas:
+        reply_to = reply_to_of(delta)
+        if reply_to is not None:
+            gathered[reply_to].append(delta)
+    return list(gathered.items())
 
 
 def last_word(ended: Ended) -> TokenDelta:

@@ -1,0 +1,137 @@
+"""OfflineText: what turns prompts and parameters of LLM and AsyncLLM into requests, and tokens into text.
+
+Immutable after loading: calls of several threads share it.
+"""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tandem.configs.schema import EngineSettings
+from tandem.workers.build import model_generation
+from tandem.workers.engine.admission import ModelFacts
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
+from tandem.workers.messages.sampling_check import checked_sampling
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.offline.inputs import GivenPrompt, with_bad_word_ids, with_grammar
+from tandem.workers.offline.outputs import Completion, OpenOutput, RequestOutput, refuse_output
+from tandem.workers.text.beam_search import BeamSearchParams
+from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
+from tandem.workers.text.choice_text import ChoiceText
+from tandem.workers.text.detokenizer import Detokenizer, DetokenizerFactory, NoText
+from tandem.workers.text.tokenizer import check_text_ids, check_token_ids, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class OfflineText:
+    """Tokenizer, chat template and facts of a model. template: None if the model has none."""
+
+    def __init__(self, settings: EngineSettings, spec: ArchSpec, chat_template: str | None) -> None:
+        self._folder = Path(settings.model.tokenizer or settings.model.model)
+        flag = "MODEL" if settings.model.tokenizer is None else "--tokenizer"
+        self.tokenizer = load_tokenizer(self._folder, model_generation(settings.model, spec), flag)
+        self.template: ChatTemplate | None = find_chat_template(self._folder, chat_template, self.tokenizer)
+        self._factory = DetokenizerFactory(self.tokenizer)
+        self._theirs: PreTrainedTokenizerBase | None = None
+
+    def set_facts(self, facts: ModelFacts) -> None:
+        """Notes the facts of the model, which are known when its ranks are ready."""
+        self.facts = facts
+        self._eos = frozenset(facts.eos_token_ids)
+
+    def transformers_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Returns the same tokenizer as transformers has it, with the chat template in use. Loaded once."""
+        if self._theirs is None:
+            from transformers import AutoTokenizer
+
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+            if self.template is not None:
+                found.chat_template = self.template.source
+            self._theirs = found
+        return self._theirs
+
+    # ---- prompts ----
+
+    def read(self, prompt: GivenPrompt) -> tuple[str | None, list[int], str]:
+        """Returns a prompt's text, if there is one, its token ids and its salt."""
+        ids = prompt.token_ids
+        if ids is None:
+            ids = self.tokenizer.encode(prompt.text or "", add_special_tokens=True)
+        return prompt.text, ids, prompt.cache_salt
+
+    def check_ids(self, text: str | None, ids: Sequence[int]) -> None:
+        """Refuses ids outside the model's vocabulary. text: what they were made of, None if they were given."""
+        if text is not None:
+            check_text_ids(self.tokenizer, ids, self.facts.vocab_size, "prompts")
+        check_token_ids(ids, self.facts.vocab_size, "prompts")
+
+    # ---- parameters ----
+
+    def checked(self, given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+        """Returns checked parameters for each of `count` prompts. ValueError for another number or a bad value."""
+        each = [given] if isinstance(given, SamplingParams | BeamSearchParams) else list(given)
+        if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
+            raise TypeError(f"sampling_params: {wrong[0]!r:.80} is no SamplingParams")
+        vocab_size = self.facts.vocab_size
+        each = [with_bad_word_ids(checked_sampling(params, vocab_size), self.tokenizer) for params in each]
+        each = [with_grammar(params) for params in each]
+        if isinstance(given, SamplingParams):
+            return each * count
+        if len(each) != count:
+            raise ValueError(f"{len(each)} sampling_params for {count} prompts")
+        return each
+
+    # ---- requests ----
+
+    def request(
+        self,
+        name: str,
+        prompt: GivenPrompt | RequestRefused,
+        params: SamplingParams,
+        adapter: AdapterRef | None,
+        priority: int,
+        reply_to: ReplyTo,
+    ) -> tuple[OpenOutput, GenerationRequest | None]:
+        """Returns the output of a prompt with checked parameters, and its request; None for what is refused, whose
+        output says why."""
+        refusal = prompt if isinstance(prompt, RequestRefused) else None
+        text, ids, salt = self.read(GivenPrompt(None, []) if isinstance(prompt, RequestRefused) else prompt)
+        output = RequestOutput(
+            request_id=name,
+            prompt=text,
+            prompt_token_ids=ids,
+            outputs=[Completion(index=index) for index in range(params.n)],
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
+        opened = OpenOutput(output, [self._choice_text(ids, params) for _ in output.outputs])
+        try:
+            if refusal is not None:
+                raise refusal
+            self.check_ids(text, ids)
+        except RequestRefused as error:
+            refuse_output(output, str(error))
+            return opened, None
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+        request = GenerationRequest(
+            request_id=name,
+            prompt_token_ids=ids,
+            sampling=params,
+            adapter=adapter,
+            cache_salt=salt,
+            priority=priority,
+            reply_to=reply_to,
+        )
+        return opened, request
+
+    def _choice_text(self, prompt: Sequence[int], params: SamplingParams) -> ChoiceText:
+        tokens: Detokenizer = NoText()
+        if params.detokenize:
+            tokens = self._factory.make(prompt, skip_special_tokens=params.skip_special_tokens)
+        return ChoiceText(tokens, params, include_stop=params.include_stop_str_in_output, eos_token_ids=self._eos)
