@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tandem.cluster.cli.batch.batch_files import parse_line, read_answered, read_lines
+from tandem.cluster.cli.batch.batch_files import parse_line, read_answered, read_lines, record
 from tandem.configs.errors import SettingsError
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
@@ -43,6 +44,13 @@ def test_answers_errors_and_resumption(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row["custom_id"] for row in rows].count("sum") == 1 and len(rows) == 4
     assert rows[-1]["response"]["body"]["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
+
+
+def test_a_row_names_what_was_ignored() -> None:
+    line = parse_line(1, chat_line("a", "hi"))
+    for headers, ignored in (({}, None), ({"x-tandem-ignored": "store, messages[].id"}, ["store", "messages[].id"])):
+        row = record(line, httpx.Response(200, json={}, headers=headers))
+        assert row["response"].get("ignored") == ignored
 
 
 @pytest.mark.parametrize("flag", ["--port", "--redis-url", "--data-parallel-size"])
