@@ -34,19 +34,30 @@ def check_conversation(
         raise invalid("chat_template_kwargs", f"chat_template_kwargs takes more than the limit of {limit} bytes.")
     for name in given:
         if not template.takes(name):
-            param = f"chat_template_kwargs.{name}"
-            text = f"The chat template of this model has no variable {printable(name)} that a request may set."
-            if name not in THINKING_SWITCHES:
-                raise unsupported(param, text)
-            ignored.note(param, text)
+            _no_variable(name, ignored)
+    if body.documents and "documents" not in (template.for_tools if body.tools else template).variables:
+        raise unsupported("documents", "The chat template of this model shows no documents to it.")
+    _note_what_it_has_no_place_for(body, template, ignored)
+
+
+def _no_variable(name: str, ignored: IgnoredFields) -> None:
+    """Notes a switch for thinking. RequestRefused for any other variable: who sets it wants another prompt."""
+    param = f"chat_template_kwargs.{name}"
+    text = f"The chat template of this model has no variable {printable(name)} that a request may set."
+    if name not in THINKING_SWITCHES:
+        raise unsupported(param, text)
+    ignored.note(param, text)
+
+
+def _note_what_it_has_no_place_for(
+    body: ChatBody | TokenizeBody, template: ChatTemplate, ignored: IgnoredFields
+) -> None:
     effort = body.reasoning_effort
     if effort not in (None, "none") and not (template.takes("reasoning_effort") or template.takes(SWITCH)):
         ignored.note(
             "reasoning_effort",
             f'reasoning_effort: the chat template of this model knows none, so it may only be "none", not "{effort}".',
         )
-    if body.documents and "documents" not in (template.for_tools if body.tools else template).variables:
-        raise unsupported("documents", "The chat template of this model shows no documents to it.")
     choice = body.tool_choice if isinstance(body, ChatBody) else None
     if body.tools and choice in (None, "auto") and not shows_tools(template):
         ignored.note("tools", "The chat template of this model shows no tools to it; tool_choice may be none.")

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tandem.cluster.cli.batch.batch_files import lines_left, parse_line, read_finished, read_lines
+from tandem.cluster.cli.batch.batch_files import lines_left, parse_line, read_finished, read_lines, record
 from tandem.cluster.cli.verbs.run_batch import NOT_OFFLINE, run_batch
 from tandem.configs.errors import SettingsError
 from tandem.configs.options import OPTIONS
@@ -51,6 +52,13 @@ def test_answers_errors_and_resumption(tmp_path: Path) -> None:
     assert len(target.read_text().splitlines()) == len(answers) == 6
     assert answers["more"]["body"]["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
     assert [answers[name]["status_code"] for name in ("sum", "bad", "auto", "r")] == [200, 400, 200, 200]
+
+
+def test_a_row_names_what_was_ignored() -> None:
+    line = parse_line(1, chat_line("a", "hi"))
+    for headers, ignored in (({}, None), ({"x-tandem-ignored": "store, messages[].id"}, ["store", "messages[].id"])):
+        row = record(line, httpx.Response(200, json={}, headers=headers))
+        assert row["response"].get("ignored") == ignored
 
 
 @pytest.mark.parametrize("flag", ["--port", "--redis-url", "--data-parallel-size"])
