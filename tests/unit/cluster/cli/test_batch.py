@@ -55,7 +55,7 @@ def test_answers_errors_and_resumption(tmp_path: Path) -> None:
 
 
 def test_a_row_names_what_was_ignored() -> None:
-    line = parse_line(1, chat_line("a", "hi"))
+    line = parse_line(1, chat_line("a", "hi").encode())
     for headers, ignored in (({}, None), ({"x-tandem-ignored": "store, messages[].id"}, ["store", "messages[].id"])):
         row = record(line, httpx.Response(200, json={}, headers=headers))
         assert row["response"].get("ignored") == ignored
