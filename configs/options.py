@@ -282,6 +282,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("usage_rows", "gateway.usage_rows", int, HTTP,
            "Usage records in Redis, at most, about 200 bytes each. Beyond that the oldest become sums by hour; the "
            "journal in --state-dir still has them.", at_least(1000), "at least 1000"),
+    Option("strict_fields", "gateway.strict_fields", bool, HTTP,
+           "Refuse request fields that cannot change an answer and are not honoured: ids, hints, echoed fields. "
+           "Default: accept them, and name them in the header x-tandem-ignored."),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
            "Seconds that requests in flight have to finish at shutdown.", at_least(0), "at least 0"),
     Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,

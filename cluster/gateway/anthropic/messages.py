@@ -14,7 +14,7 @@ from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.services.model_lookup import served_model
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
-from tandem.cluster.gateway.serving.received import Posted, received
+from tandem.cluster.gateway.serving.received import Posted, ignored_fields, received
 from tandem.workers.messages.request import Usage
 
 PREFIX = "msg_"
@@ -25,7 +25,9 @@ async def create_message(
 ) -> Response:
     """One answer to a conversation, in Anthropic's API."""
     began_s = context.clock()
-    (body, names), size = await received(text, request, principal, lambda fields: chat_of(read_messages(fields), text))
+    (body, names), size = await received(
+        text, request, principal, lambda fields, ignored: chat_of(read_messages(fields, ignored), text, ignored)
+    )
     posted = Posted(request, principal, body, size, began_s)
     async with conversation_of(text, context, posted, names, PREFIX) as chat:
         head = chat.head
@@ -35,11 +37,12 @@ async def create_message(
 async def count_tokens(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
     """The number of tokens of a conversation's prompt, in Anthropic's API."""
     (chat, names), size = await received(
-        text, request, principal, lambda fields: chat_of(read_count_tokens(fields), text)
+        text, request, principal, lambda fields, ignored: chat_of(read_count_tokens(fields, ignored), text, ignored)
     )
     served_model(text.model_names, context.adapters, chat.model, principal)
     with names.in_refusals():
-        prompt = await text.workers.run(principal.tenant, size, chat_prompt, text, chat)
+        ignored = ignored_fields(request).named(names.of)
+        prompt = await text.workers.run(principal.tenant, size, chat_prompt, text, chat, ignored)
     return json_response({"input_tokens": len(prompt.token_ids)})
 
 

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.cluster.gateway.anthropic.messages_hints import COUNT_HINTS, HINTS
 from tandem.cluster.gateway.http.body import printable
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import (
     NEVER,
     Count,
@@ -20,19 +22,10 @@ from tandem.cluster.gateway.schemas.reading import (
 )
 
 
-class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A place where a prefix may be cached: prefixes always are, so it changes nothing."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
 class TextBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
     """Text of a message, of the system's or of a tool's result."""
 
     text: str
-    cache_control: CacheControl | None = None
-    citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="thinking"):
@@ -40,7 +33,6 @@ class ThinkingBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
     thinking: str
     signature: str | None = None
-    cache_control: CacheControl | None = None
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tool_use"):
@@ -49,7 +41,6 @@ class ToolUseBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     id: ShortText
     name: ShortText
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tool_result"):
@@ -58,7 +49,6 @@ class ToolResultBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     tool_use_id: ShortText
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
 
 
 InputBlock = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -79,7 +69,6 @@ class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: CacheControl | None = None
 
 
 class MessagesToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,11 +80,12 @@ class MessagesToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The switch for thinking. adaptive: as it does by itself. budget_tokens: of type enabled, at most so many."""
+    """The switch for thinking. adaptive: as it does by itself. budget_tokens: of type enabled, at most so many.
+    display: omitted leaves it out of the answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class MessagesMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,7 +118,6 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
 
 
 class MessagesBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -143,25 +132,16 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fi
     stream: bool | None = None
 
 
-NEUTRAL: Mapping[str, Neutral] = {
-    "service_tier": neutral_values("auto", "standard_only"),
-    "speed": neutral_values("standard"),
-    "mcp_servers": neutral_values([]),
-    "container": NEVER,
-    "context_management": NEVER,
-    "diagnostics": NEVER,
-    "inference_geo": NEVER,
-    "user_profile_id": NEVER,
-    "workspace_id": NEVER,
-}
-"""Fields that are known but not served: accepted only with a value that asks for nothing. null is always absent."""
-IN_COUNTS = ("speed", "mcp_servers", "context_management", "user_profile_id", "workspace_id")
-NEUTRAL_IN_COUNTS: Mapping[str, Neutral] = {name: NEUTRAL[name] for name in IN_COUNTS}
+NEUTRAL: Mapping[str, Neutral] = {"mcp_servers": neutral_values([]), "container": NEVER}
+"""Fields that are known but not served, and might change the answer: accepted only with a value that asks for nothing.
+null is always absent."""
+NEUTRAL_IN_COUNTS: Mapping[str, Neutral] = {"mcp_servers": NEUTRAL["mcp_servers"]}
 BLOCK_KINDS = ("text", "thinking", "tool_use", "tool_result")
 
 
-def read_messages(fields: dict[str, Any]) -> MessagesBody:
+def read_messages(fields: dict[str, Any], ignored: IgnoredFields) -> MessagesBody:
     """A body of /v1/messages. RequestRefused naming the field at fault."""
+    ignored.take_from(fields, HINTS)
     body = read(_plain(fields), MessagesBody, NEUTRAL)
     _check(body)
     budget = body.thinking.budget_tokens if body.thinking is not None else None
@@ -170,8 +150,9 @@ def read_messages(fields: dict[str, Any]) -> MessagesBody:
     return body
 
 
-def read_count_tokens(fields: dict[str, Any]) -> CountTokensBody:
+def read_count_tokens(fields: dict[str, Any], ignored: IgnoredFields) -> CountTokensBody:
     """A body of /v1/messages/count_tokens. RequestRefused naming the field at fault."""
+    ignored.take_from(fields, COUNT_HINTS)
     body = read(_plain(fields), CountTokensBody, NEUTRAL_IN_COUNTS)
     _check(body)
     return body

@@ -20,6 +20,7 @@ from tandem.cluster.gateway.conversation.chat_checks import SWITCH
 from tandem.cluster.gateway.conversation.field_names import FieldNames
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.schemas.chat_body import ChatBody, read_chat
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import invalid
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.workers.text.chat_template import ChatTemplate
@@ -29,6 +30,7 @@ FIELDS = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
+    "include_reasoning": "thinking.display",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "user": "metadata.user_id",
 }
@@ -39,7 +41,7 @@ FAILED = "Error: "
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of(body: CountTokensBody, text: TextServices) -> tuple[ChatBody, FieldNames]:
+def chat_of(body: CountTokensBody, text: TextServices, ignored: IgnoredFields) -> tuple[ChatBody, FieldNames]:
     """The chat body, and the client's names of its fields. RequestRefused naming the client's field at fault."""
     _check_results(body.messages)
     messages: list[dict[str, Any]] = []
@@ -67,7 +69,8 @@ def chat_of(body: CountTokensBody, text: TextServices) -> tuple[ChatBody, FieldN
             "stream_options": {"include_usage": True} if body.stream else None,
         }
     with names.in_refusals():
-        return read_chat({name: value for name, value in fields.items() if value is not None}, text.settings), names
+        given = {name: value for name, value in fields.items() if value is not None}
+        return read_chat(given, text.settings, ignored.named(names.of)), names
 
 
 def _settings(body: CountTokensBody, template: ChatTemplate | None) -> dict[str, Any]:
@@ -84,6 +87,8 @@ def _settings(body: CountTokensBody, template: ChatTemplate | None) -> dict[str,
         fields["thinking_token_budget"] = thinking.budget_tokens
         if template is not None and any(map(template.takes, ("reasoning_effort", SWITCH))):
             fields["reasoning_effort"] = "medium"
+    if thinking is not None and thinking.display == "omitted":
+        fields["include_reasoning"] = False
     if thinking is not None and thinking.type == "disabled":
         fields["reasoning_effort"] = "none"
     if output is not None:

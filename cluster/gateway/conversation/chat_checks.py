@@ -8,6 +8,7 @@ import msgspec
 
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.schemas.chat_body import ChatBody, Message, TokenizeBody
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import invalid, unsupported
 from tandem.cluster.gateway.schemas.tool_fields import FunctionTool
 from tandem.configs.schema import GatewaySettings
@@ -20,8 +21,15 @@ SWITCH = "enable_thinking"
 """The name of the switch for thinking in templates that have no levels."""
 
 
-def check_conversation(body: ChatBody | TokenizeBody, settings: GatewaySettings, template: ChatTemplate) -> None:
-    """RequestRefused naming the field at fault."""
+THINKING_SWITCHES = frozenset({SWITCH, "thinking", "thinking_mode", "reasoning_effort", "thinking_budget"})
+"""Variables of templates that think. A template without them has nothing to switch."""
+
+
+def check_conversation(
+    body: ChatBody | TokenizeBody, settings: GatewaySettings, template: ChatTemplate, ignored: IgnoredFields
+) -> None:
+    """Notes what this template has no place for and what switches nothing in it. RequestRefused naming the field at
+    fault."""
     _check_tools(body.tools or (), settings)
     _check_messages(body.messages or ())
     given = body.chat_template_kwargs or {}
@@ -30,16 +38,25 @@ def check_conversation(body: ChatBody | TokenizeBody, settings: GatewaySettings,
         raise invalid("chat_template_kwargs", f"chat_template_kwargs takes more than the limit of {limit} bytes.")
     for name in given:
         if not template.takes(name):
-            raise unsupported(
-                f"chat_template_kwargs.{name}",
-                f"The chat template of this model has no variable {printable(name)} that a request may set.",
-            )
+            param = f"chat_template_kwargs.{name}"
+            text = f"The chat template of this model has no variable {printable(name)} that a request may set."
+            if name not in THINKING_SWITCHES:
+                raise unsupported(param, text)
+            ignored.note(param, text)
     effort = body.reasoning_effort
     if effort not in (None, "none") and not (template.takes("reasoning_effort") or template.takes(SWITCH)):
-        raise unsupported(
+        ignored.note(
             "reasoning_effort",
             f'reasoning_effort: the chat template of this model knows none, so it may only be "none", not "{effort}".',
         )
+    choice = body.tool_choice if isinstance(body, ChatBody) else None
+    if body.tools and choice in (None, "auto") and not shows_tools(template):
+        ignored.note("tools", "The chat template of this model shows no tools to it; tool_choice may be none.")
+
+
+def shows_tools(template: ChatTemplate | None) -> bool:
+    """True if the model sees the tools of a request; without a template nothing is known."""
+    return template is None or "tools" in template.for_tools.variables
 
 
 def template_variables(body: ChatBody | TokenizeBody, template: ChatTemplate) -> dict[str, Any]:

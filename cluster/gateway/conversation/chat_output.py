@@ -4,19 +4,22 @@ import uuid
 from dataclasses import dataclass
 from functools import cache
 
-from tandem.cluster.gateway.conversation.chat_checks import known_tools
+from tandem.cluster.gateway.conversation.chat_checks import known_tools, shows_tools
 from tandem.cluster.gateway.conversation.chat_prompt import message_text
 from tandem.cluster.gateway.conversation.parser_wraps import OneCall, SpecialSpellings, Without, WithoutSpecialTokens
 from tandem.cluster.gateway.schemas.chat_body import ChatBody
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import invalid, unsupported
 from tandem.cluster.gateway.schemas.tool_fields import NamedTool
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.workers.messages.thinking import ThinkingBudget
+from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.output.events import Content, OutputParser, PlainOutput, Reasoning
 from tandem.workers.text.output.formats import ReasoningFormat, Tool, ToolFormat
 from tandem.workers.text.tokenizer import ModelTokenizer
 
 MAX_BUDGET = 2**31 - 1
+FORCED_FORMAT = "hermes"
 AUTO_NEEDS = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
 """vLLM's words."""
 
@@ -86,12 +89,14 @@ class ChatOutput:
         return OneCall(parser) if self.one_call and self.tool_format is not None else parser
 
 
-def chat_output(text: TextServices, body: ChatBody, prompt: str) -> ChatOutput:
-    """prompt: as rendered. RequestRefused for a choice of tools that this service or model does not have."""
+def chat_output(text: TextServices, body: ChatBody, prompt: str, ignored: IgnoredFields) -> ChatOutput:
+    """prompt: as rendered. Notes fields about thinking where none is looked for. RequestRefused for a choice of tools
+    that this service or model does not have."""
     tools, is_forced, is_named = _chosen_tools(text, body)
-    tool_format = text.tool_format if tools else None
+    tool_format = _call_format(text) if tools else None
     thinks = text.reasoning_format
-    _check_thinking(body, thinks)
+    if thinks is None:
+        _note_thinking(body, ignored)
     shows = any(form is not None and form.shows_special_tokens for form in (tool_format, thinks))
     hides = shows and body.skip_special_tokens is not False
     return ChatOutput(
@@ -109,6 +114,13 @@ def chat_output(text: TextServices, body: ChatBody, prompt: str) -> ChatOutput:
     )
 
 
+def _call_format(text: TextServices) -> ToolFormat | None:
+    """The form of calls. A model that is shown no tools has learned none; a grammar can force any."""
+    if text.tool_format is None and not shows_tools(text.chat_template):
+        return TOOL_FORMATS[FORCED_FORMAT]
+    return text.tool_format
+
+
 def _chosen_tools(text: TextServices, body: ChatBody) -> tuple[list[Tool], bool, bool]:
     """The tools that may be called; whether one must be, and whether the body names it."""
     choice, tools = body.tool_choice, known_tools(body.tools)
@@ -116,14 +128,14 @@ def _chosen_tools(text: TextServices, body: ChatBody) -> tuple[list[Tool], bool,
         return [], False, False
     if not tools:
         raise invalid("tool_choice", "When using tool_choice, tools must be set.")
-    if text.chat_template is not None and "tools" not in text.chat_template.for_tools.variables:
-        raise unsupported("tools", "The chat template of this model shows no tools to it; tool_choice may be none.")
     param = "tools" if choice is None else "tool_choice"
     if choice is None or choice == "auto":
+        if not shows_tools(text.chat_template):
+            return [], False, False  # check_conversation() has noted it
         if text.tool_format is None or not text.settings.enable_auto_tool_choice:
             raise unsupported(param, f"{AUTO_NEEDS}.")
         return tools, False, False
-    if text.tool_format is None:
+    if _call_format(text) is None:
         raise unsupported(param, "A forced tool call requires --tool-call-parser to be set.")
     if not isinstance(choice, NamedTool):
         return tools, True, False
@@ -142,13 +154,12 @@ def _thinking(tokenizer: ModelTokenizer, form: ReasoningFormat, prompt: str, bod
     return ThinkingBudget(tokens=tokens, start=start, end=end, inside=is_open or form.starts_inside(prompt))
 
 
-def _check_thinking(body: ChatBody, form: ReasoningFormat | None) -> None:
-    if form is not None:
-        return
+def _note_thinking(body: ChatBody, ignored: IgnoredFields) -> None:
+    """Notes what only a service that tells thinking apart can do: without, all text is content."""
     if body.include_reasoning is False:
-        raise unsupported("include_reasoning", "Only a service with --reasoning-parser can leave thinking out.")
+        ignored.note("include_reasoning", "Only a service with --reasoning-parser can leave thinking out.")
     if body.thinking_token_budget is not None:
-        raise unsupported("thinking_token_budget", "thinking_token_budget requires --reasoning-parser to be set.")
+        ignored.note("thinking_token_budget", "thinking_token_budget requires --reasoning-parser to be set.")
 
 
 @cache

@@ -11,18 +11,19 @@ import msgspec
 from tandem.cluster.gateway.conversation.chat_checks import check_conversation, template_tools, template_variables
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.schemas.chat_body import ChatBody, Message, TokenizeBody
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import invalid
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.prompts import Prompt, check_text_bytes
 from tandem.workers.text.tokenizer import check_text_ids
 
 
-def chat_prompt(services: TextServices, body: ChatBody | TokenizeBody) -> Prompt:
-    """Renders and tokenizes a conversation."""
+def chat_prompt(services: TextServices, body: ChatBody | TokenizeBody, ignored: IgnoredFields) -> Prompt:
+    """Renders and tokenizes a conversation. Notes fields that the template has no use for."""
     if services.chat_template is None:
         raise invalid("messages", "This model has no chat template; serve it with --chat-template.")
     assert body.messages is not None
-    check_conversation(body, services.settings, services.chat_template)
+    check_conversation(body, services.settings, services.chat_template, ignored)
     tools = template_tools(body.tools)
     beside = _json_bytes(tools) + _json_bytes(body.chat_template_kwargs)
     check_text_bytes(services, sum(map(message_bytes, body.messages)) + beside, "messages")

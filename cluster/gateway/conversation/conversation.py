@@ -19,6 +19,7 @@ from tandem.cluster.gateway.conversation.one_call_choice import OneCallChoice
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.part import Choice
 from tandem.cluster.gateway.schemas.chat_body import ChatBody
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import unsupported
 from tandem.cluster.gateway.services.model_lookup import held_model
 from tandem.cluster.gateway.services.text_services import TextServices
@@ -31,7 +32,7 @@ from tandem.cluster.gateway.serving.grammar_fields import (
 )
 from tandem.cluster.gateway.serving.parts import PromptWork, prompt_sampling, request_parts, text_choices
 from tandem.cluster.gateway.serving.prompts import LimitNames, Prompt, fit
-from tandem.cluster.gateway.serving.received import PARSED_FASTER, Posted
+from tandem.cluster.gateway.serving.received import PARSED_FASTER, Posted, ignored_fields
 from tandem.cluster.gateway.serving.sampling_fields import bad_words_size
 from tandem.workers.messages.request import SamplingParams
 
@@ -69,7 +70,8 @@ async def _prepared(
     body, tenant = posted.body, posted.principal.tenant
     model = held_model(text, context, body.model, posted.principal, held)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    rendered, output = await text.workers.run(tenant, posted.size, _rendered, text, body)
+    ignored = ignored_fields(posted.request).named(names.of)
+    rendered, output = await text.workers.run(tenant, posted.size, _rendered, text, body, ignored)
     prompt, max_tokens = fit(text, rendered, body, wanted, LimitNames(names.prompt, names.limit))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = await text.workers.run(
@@ -107,14 +109,14 @@ def _params(
         raise unsupported("tool_choice", "With use_beam_search a tool call cannot be forced.")
     grammar = held_grammar(output, text, requested_grammar(text.settings, body))
     params = prompt_sampling(text, body, max_tokens, logprobs, grammar)
-    if body.thinking_token_budget is None:
+    if body.thinking_token_budget is None or output.thinking is None:
         return params
     return msgspec.structs.replace(params, thinking_budget=output.thinking)
 
 
-def _rendered(text: TextServices, body: ChatBody) -> tuple[Prompt, ChatOutput]:
-    prompt = chat_prompt(text, body)
-    return prompt, chat_output(text, body, prompt.text or "")
+def _rendered(text: TextServices, body: ChatBody, ignored: IgnoredFields) -> tuple[Prompt, ChatOutput]:
+    prompt = chat_prompt(text, body, ignored)
+    return prompt, chat_output(text, body, prompt.text or "", ignored)
 
 
 def _choices(

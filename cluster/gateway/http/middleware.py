@@ -7,7 +7,7 @@ Pure ASGI (a wrapper per request, one frame per send), so that it costs streams 
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -65,6 +65,8 @@ class RequestMiddleware:
                 own = [*ids, *(CLOSE if self._draining.begun else ())]
                 if (tenant := scope.get("tandem.tenant")) is not None:
                     own += self._tenancy.headers(tenant)
+                if names := scope.get("tandem.ignored"):
+                    own.append(_ignored_header(scope["tandem.request_id"], names))
                 message["headers"] = [*message.get("headers", ()), *own]
                 self._metrics.http_answered(scope.get("tandem.route", "unknown"), message["status"])
             await send(message)
@@ -136,6 +138,13 @@ def choose_request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
         if name.lower() == b"x-request-id" and (safe := _UNSAFE.sub(b"", value)[:MAX_ID_CHARS]):
             return safe
     return uuid.uuid4().hex.encode("ascii")
+
+
+def _ignored_header(request_id: str, names: Iterable[str]) -> tuple[bytes, bytes]:
+    """Names to the client and the log what was ignored in its body (schemas/ignored_fields.py)."""
+    said = ", ".join(names)
+    log.debug("request %s: ignored %s", request_id, said)
+    return b"x-tandem-ignored", said.encode("ascii")
 
 
 def headers_too_large(max_bytes: int) -> RequestRefused:

@@ -15,7 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.workers.messages.errors import RequestRefused
 
 ANY = "*"
-EXPOSED = b"x-request-id, retry-after, x-should-retry, x-ratelimit-limit-requests, x-ratelimit-remaining-requests"
+EXPOSED = (
+    b"x-request-id, x-tandem-ignored, retry-after, x-should-retry, x-ratelimit-limit-requests, "
+    b"x-ratelimit-remaining-requests"
+)
 METHODS = "GET, POST, PATCH, DELETE"
 MAX_AGE_S = 600
 

@@ -14,6 +14,7 @@ from tandem.cluster.gateway.openai.answer_usage import chunk_counts, draft_metri
 from tandem.cluster.gateway.openai.answers import ChatFormat
 from tandem.cluster.gateway.openai.parsed_answers import ParsedChatFormat
 from tandem.cluster.gateway.schemas.chat_body import ChatBody, read_chat
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import includes_usage
 from tandem.cluster.gateway.serving.received import Posted, received
@@ -25,7 +26,7 @@ async def chat_completions(
 ) -> Response:
     """One conversation, n choices."""
     began_s = context.clock()
-    body, size = await received(text, request, principal, lambda fields: _chat_body(text, fields))
+    body, size = await received(text, request, principal, partial(_chat_body, text))
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     names = FieldNames({}, "messages", limit, messages=None, parts=())
     posted = Posted(request, principal, body, size, began_s)
@@ -46,5 +47,5 @@ def _format(text: TextServices, body: ChatBody, chat: PreparedChat) -> ChatForma
     )
 
 
-def _chat_body(text: TextServices, fields: dict[str, Any]) -> ChatBody:
-    return checked_beams(read_chat(fields, text.settings), text.settings.max_logprobs, text.batching_policy)
+def _chat_body(text: TextServices, fields: dict[str, Any], ignored: IgnoredFields) -> ChatBody:
+    return checked_beams(read_chat(fields, text.settings, ignored), text.settings.max_logprobs, text.batching_policy)

@@ -1,6 +1,7 @@
 """POST /v1/completions: one or several prompts, n choices each."""
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.openai.answer_usage import chunk_counts, draft_metrics
 from tandem.cluster.gateway.openai.answers import CompletionFormat
 from tandem.cluster.gateway.schemas.generation_body import CompletionBody, read_completion
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import invalid
 from tandem.cluster.gateway.services.model_lookup import ServedModel, held_model
 from tandem.cluster.gateway.services.text_services import TextServices
@@ -31,7 +33,7 @@ COMPLETION_FIELDS = LimitNames("prompt", "max_tokens")
 async def completions(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
     """One or several prompts, n choices each."""
     began_s = context.clock()
-    body, size = await received(text, request, principal, lambda fields: _completion_body(text, fields))
+    body, size = await received(text, request, principal, partial(_completion_body, text))
     with ExitStack() as held:
         model = held_model(text, context, body.model, principal, held)
         wanted = _wanted(body)
@@ -68,10 +70,11 @@ async def completions(text: TextServices, context: GatewayContext, request: Requ
         return prepared.answer(style, with_logprobs=body.logprobs is not None)
 
 
-def _completion_body(text: TextServices, fields: dict[str, Any]) -> CompletionBody:
+def _completion_body(text: TextServices, fields: dict[str, Any], ignored: IgnoredFields) -> CompletionBody:
     """A completions body. Token ids that do not fit are refused here: their lists are several times as large as the
     body, and would wait for their turn."""
-    body = checked_beams(read_completion(fields, text.settings), text.settings.max_logprobs, text.batching_policy)
+    body = read_completion(fields, text.settings, ignored)
+    body = checked_beams(body, text.settings.max_logprobs, text.batching_policy)
     check_ids_fit(text, body, _wanted(body), COMPLETION_FIELDS)
     return body
 

@@ -5,6 +5,7 @@ import struct
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,6 +21,8 @@ from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.openai.answer_usage import usage_object
 from tandem.cluster.gateway.schemas.generation_body import check_prompt
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
+from tandem.cluster.gateway.schemas.openai_hints import TEXT_HINTS, take_hints
 from tandem.cluster.gateway.schemas.reading import Count, ShortText, TokenId, invalid, read
 from tandem.cluster.gateway.services.model_lookup import ServedModel, held_model
 from tandem.cluster.gateway.services.text_services import TextServices
@@ -55,8 +58,9 @@ class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     user: ShortText | None = None
 
 
-def read_embedding(fields: dict[str, Any], settings: GatewaySettings) -> EmbeddingBody:
+def read_embedding(fields: dict[str, Any], ignored: IgnoredFields, settings: GatewaySettings) -> EmbeddingBody:
     """An embeddings body. RequestRefused naming the field at fault."""
+    take_hints(fields, TEXT_HINTS, ignored)
     body = read(fields, EmbeddingBody)
     check_prompt(body.input, settings, "input")
     if body.truncate_prompt_tokens == 0:
@@ -67,7 +71,7 @@ def read_embedding(fields: dict[str, Any], settings: GatewaySettings) -> Embeddi
 async def embeddings(text: TextServices, context: GatewayContext, request: Request, principal: Principal) -> Response:
     """One or several inputs, an embedding each."""
     began_s = context.clock()
-    body, size = await received(text, request, principal, lambda fields: read_embedding(fields, text.settings))
+    body, size = await received(text, request, principal, partial(read_embedding, settings=text.settings))
     with ExitStack() as held:
         model = held_model(text, context, body.model, principal, held)
         posted, name = Posted(request, principal, body, size, began_s), f"embd-{uuid.uuid4().hex}"

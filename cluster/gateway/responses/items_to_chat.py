@@ -19,6 +19,7 @@ from tandem.cluster.gateway.responses.responses_body import (
     TextFormat,
 )
 from tandem.cluster.gateway.schemas.chat_body import ChatBody, read_chat
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.configs.schema import GatewaySettings
 
 FIELDS = {
@@ -35,7 +36,9 @@ def given_items(body: ResponsesBody) -> list[Item]:
     return [MessageItem("user", body.input)] if isinstance(body.input, str) else list(body.input)
 
 
-def chat_of(body: ResponsesBody, before: Sequence[Item], settings: GatewaySettings) -> tuple[ChatBody, FieldNames]:
+def chat_of(
+    body: ResponsesBody, before: Sequence[Item], settings: GatewaySettings, ignored: IgnoredFields
+) -> tuple[ChatBody, FieldNames]:
     """The chat body, and the client's names of its fields. before: the items of the conversation that goes on.
     RequestRefused naming the client's field at fault."""
     turns = Turns()
@@ -65,7 +68,8 @@ def chat_of(body: ResponsesBody, before: Sequence[Item], settings: GatewaySettin
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     with names.in_refusals():
-        return read_chat({name: value for name, value in fields.items() if value is not None}, settings), names
+        given = {name: value for name, value in fields.items() if value is not None}
+        return read_chat(given, settings, ignored.named(names.of)), names
 
 
 class Turns:

@@ -20,7 +20,7 @@ from tandem.cluster.gateway.responses.responses_body import FunctionCallItem, It
 from tandem.cluster.gateway.schemas.reading import unsupported
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
-from tandem.cluster.gateway.serving.received import PARSED_FASTER, Posted, received
+from tandem.cluster.gateway.serving.received import PARSED_FASTER, Posted, ignored_fields, received
 
 Store = ResponseStore | None
 """None where there is no Redis, or nothing is to be stored."""
@@ -31,7 +31,7 @@ async def create_response(
 ) -> Response:
     """One answer to a conversation of items, which may go on from a stored response."""
     began_s = context.clock()
-    body, size = await received(text, request, principal, read_responses)
+    body, size = await received(text, request, principal, lambda fields, _: read_responses(fields))
     before: list[Item] = []
     if body.store and store is None:
         raise unsupported("store", f"store may only be false: {NO_STORE}")
@@ -40,7 +40,7 @@ async def create_response(
         stored = await known.get(principal.tenant, body.previous_response_id, "previous_response_id")
         before, size = stored.items, size + len(stored.response)
     chat_body, names = await text.workers.run(
-        principal.tenant, size // PARSED_FASTER, chat_of, body, before, text.settings
+        principal.tenant, size // PARSED_FASTER, chat_of, body, before, text.settings, ignored_fields(request)
     )
     posted = Posted(request, principal, chat_body, size, began_s)
     async with conversation_of(text, context, posted, names, PREFIX) as chat:

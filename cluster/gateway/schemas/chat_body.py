@@ -7,6 +7,8 @@ from msgspec import Meta
 
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.schemas.generation_body import CommonBody, check_common
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
+from tandem.cluster.gateway.schemas.openai_hints import CHAT_HINTS, take_hints
 from tandem.cluster.gateway.schemas.reading import Count, ShortText, check_limit, invalid, read, unsupported
 from tandem.cluster.gateway.schemas.tool_fields import FunctionTool, ReasoningEffort, ToolChoice
 from tandem.configs.schema import GatewaySettings
@@ -79,12 +81,13 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     return_token_strs: bool | None = None
 
 
-def read_chat(fields: dict[str, Any], settings: GatewaySettings) -> ChatBody:
-    """A chat body. RequestRefused naming the field at fault."""
+def read_chat(fields: dict[str, Any], settings: GatewaySettings, ignored: IgnoredFields) -> ChatBody:
+    """A chat body. Takes what is ignored out of the fields. RequestRefused naming the field at fault."""
     _check_kinds_of_tools(fields)
-    _check_parts(fields.get("messages"))
+    take_hints(fields, CHAT_HINTS, ignored)
+    check_parts(fields.get("messages"))
     body = read(fields, ChatBody)
-    check_common(body, settings)
+    body = check_common(body, settings, ignored)
     check_limit("messages", len(body.messages), settings.max_messages)
     if body.top_logprobs is not None:
         if not body.logprobs:
@@ -95,7 +98,7 @@ def read_chat(fields: dict[str, Any], settings: GatewaySettings) -> ChatBody:
     return body
 
 
-def _check_parts(messages: Any) -> None:
+def check_parts(messages: Any) -> None:
     """Content parts other than text are refused by name, before types are checked."""
     if not isinstance(messages, list):
         return

@@ -3,11 +3,13 @@
 What needs the tokenizer or the model (lengths, defaults, vocabulary) is serving/'s.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
+from tandem.cluster.gateway.schemas.openai_hints import GENERATION_HINTS, take_hints
 from tandem.cluster.gateway.schemas.reading import Count, ShortText, TokenId, check_limit, invalid, read, unsupported
 from tandem.configs.schema import GatewaySettings
 
@@ -107,6 +109,9 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     guided_decoding_backend: Literal["auto", "guidance", "llguidance"] | None = None
 
 
+Body = TypeVar("Body", bound=CommonBody)
+
+
 class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions. `prompt`: text, texts, token ids, or lists of token ids. max_tokens: 0 with echo only."""
 
@@ -116,10 +121,10 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_field
     echo: bool | None = None
 
 
-def read_completion(fields: dict[str, Any], settings: GatewaySettings) -> CompletionBody:
-    """A completions body. RequestRefused naming the field at fault."""
-    body = read(fields, CompletionBody)
-    check_common(body, settings)
+def read_completion(fields: dict[str, Any], settings: GatewaySettings, ignored: IgnoredFields) -> CompletionBody:
+    """A completions body. Takes what is ignored out of the fields. RequestRefused naming the field at fault."""
+    take_hints(fields, GENERATION_HINTS, ignored)
+    body = check_common(read(fields, CompletionBody), settings, ignored)
     check_prompt(body.prompt, settings, "prompt")
     if body.logprobs is not None:
         check_limit("logprobs", body.logprobs, settings.max_logprobs)
@@ -132,15 +137,15 @@ def read_completion(fields: dict[str, Any], settings: GatewaySettings) -> Comple
     return body
 
 
-def check_common(body: CommonBody, settings: GatewaySettings) -> None:
+def check_common(body: Body, settings: GatewaySettings, ignored: IgnoredFields) -> Body:
+    """Checks the fields that all bodies share. Returns the body without what is ignored beside its other fields.
+    RequestRefused naming the field at fault."""
     check_limit("n", body.n or 1, settings.max_choices)
     check_limit("best_of", body.best_of or 1, settings.max_choices)
     if body.best_of is not None and body.best_of < (body.n or 1):
         raise invalid("best_of", "best_of must not be less than n.")
     if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
         raise unsupported("best_of", "best_of above n cannot be streamed.")
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "stream_options needs stream true.")
     options = body.stream_options or StreamOptions()
     if options.continuous_usage_stats and options.include_usage is False:
         raise invalid("stream_options.continuous_usage_stats", "It excludes include_usage false.")
@@ -156,6 +161,18 @@ def check_common(body: CommonBody, settings: GatewaySettings) -> None:
     for stop in stops:
         if not 1 <= len(stop) <= settings.max_stop_chars:
             raise invalid("stop", f"Each stop string must have 1 to {settings.max_stop_chars} characters.")
+    return _without_idle(body, ignored)
+
+
+def _without_idle(body: Body, ignored: IgnoredFields) -> Body:
+    """Returns the body without options of streams where nothing is streamed, and of beams where there are none."""
+    if body.stream_options not in (None, StreamOptions()) and not body.stream:
+        ignored.note("stream_options", "stream_options needs stream true.")
+        body = msgspec.structs.replace(body, stream_options=None)
+    if body.length_penalty not in (None, 1) and not body.use_beam_search:
+        ignored.note("length_penalty", "length_penalty needs use_beam_search true.")
+        body = msgspec.structs.replace(body, length_penalty=None)
+    return body
 
 
 def check_prompt(prompt: str | list[str | int | list[int]], settings: GatewaySettings, param: str) -> None:

@@ -42,32 +42,25 @@ def neutral_kind(kind: type, words: str) -> Neutral:
 
 NEVER = Neutral(lambda given: False, "")
 NEUTRAL: Mapping[str, Neutral] = {
-    "store": neutral_values(False),
-    "metadata": neutral_kind(dict, "an object"),
     "parallel_tool_calls": neutral_kind(bool, "true or false"),
-    "service_tier": neutral_values("auto", "default"),
     "modalities": neutral_values(["text"]),
     "functions": neutral_values([]),
     "function_call": neutral_values("none"),
     "suffix": neutral_values(""),
     "audio": NEVER,
-    "prediction": NEVER,
     "reasoning_effort": neutral_values("none"),
-    "verbosity": neutral_values("medium"),
     "web_search_options": NEVER,
     "chat_template": NEVER,
     "chat_template_kwargs": neutral_values({}),
     "documents": neutral_values([]),
     "logits_processors": neutral_values([]),
-    "safety_identifier": neutral_kind(str, "a string"),
-    "prompt_cache_key": neutral_kind(str, "a string"),
     "echo": neutral_values(False),
     "spaces_between_special_tokens": neutral_values(True),
 }
-"""Fields that are known but not served: accepted only with a value that asks for nothing. null is always absent."""
+"""Fields that are known but not served, and might change the answer: accepted only with a value that asks for nothing.
+null is always absent."""
 NEUTRAL_IN_MESSAGES: Mapping[str, Neutral] = {
     "refusal": NEVER,
-    "annotations": neutral_values([]),
     "audio": NEVER,
     "function_call": NEVER,
 }
@@ -85,11 +78,11 @@ def read(fields: dict[str, Any], body_type: type[Body], neutral: Mapping[str, Ne
     for name, value in fields.items():
         if value is None:
             if name not in known and name not in neutral:
-                raise unsupported(name, f"The field {printable(name)} is unknown.")
+                raise unsupported(name, unknown(name))
         elif name in known:
             kept[name] = value
         elif name not in neutral:
-            raise unsupported(name, f"The field {printable(name)} is unknown.")
+            raise unsupported(name, unknown(name))
         elif not neutral[name].accepts(value):
             raise unsupported(name, not_neutral(name, neutral[name].words))
     if neutral is NEUTRAL and isinstance(kept.get("messages"), list):
@@ -115,6 +108,11 @@ def unsupported(param: str, message: str) -> RequestRefused:
     return RequestRefused(message, code="unsupported_parameter", param=param[:128])
 
 
+def unknown(name: str) -> str:
+    """Says why a field that nobody knows is refused."""
+    return f"The field {printable(name)} is unknown, so it might change the answer."
+
+
 def invalid(param: str | None, message: str) -> RequestRefused:
     """400 for a value out of range or of a wrong kind."""
     return RequestRefused(message, code="invalid_value", param=param)
@@ -133,9 +131,9 @@ def _refused(problem: str, body_type: type[msgspec.Struct], fields: Mapping[str,
     where = _PATH.search(problem) or _KEY_PATH.search(problem)
     path = where[1].lstrip(".") if where is not None else ""
     text = problem[: where.start()] if where is not None else problem
-    if (unknown := _UNKNOWN.match(text)) is not None:
-        name = f"{path}.{unknown[1]}" if path else unknown[1]
-        return unsupported(name, f"The field {printable(name)} is unknown.")
+    if (stranger := _UNKNOWN.match(text)) is not None:
+        name = f"{path}.{stranger[1]}" if path else stranger[1]
+        return unsupported(name, unknown(name))
     if (missing := _MISSING.match(text)) is not None:
         name = f"{path}.{missing[1]}" if path else missing[1]
         values = allowed_values(body_type, name)

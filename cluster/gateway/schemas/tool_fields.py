@@ -39,4 +39,4 @@ class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

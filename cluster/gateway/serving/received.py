@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import parse_object, read_body
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.services.text_services import TextServices
 
 Body = TypeVar("Body")
@@ -42,17 +43,27 @@ class Posted(NamedTuple, Generic[Fields]):
 
 
 async def received(
-    text: TextServices, request: Request, principal: Principal, check: Callable[[dict[str, Any]], Body]
+    text: TextServices, request: Request, principal: Principal, check: Callable[[dict[str, Any], IgnoredFields], Body]
 ) -> tuple[Body, int]:
-    """The body, read and checked, and its size in bytes."""
+    """The body, read and checked, and its size in bytes. check: notes what it ignores, which the answer's header names
+    (http/middleware.py)."""
     data = await read_body(request, text.settings.max_body_bytes)
+    ignored = IgnoredFields(is_strict=text.settings.strict_fields)
+    request.scope["tandem.ignored_fields"], request.scope["tandem.ignored"] = ignored, ignored.names
 
     def parsed() -> Body:
-        return check(parse_object(data, text.settings.max_json_depth))
+        return check(parse_object(data, text.settings.max_json_depth), ignored)
 
     return await text.workers.run(principal.tenant, len(data) // PARSED_FASTER, parsed), len(data)
 
 
 async def read_fields(text: TextServices, request: Request, principal: Principal) -> dict[str, Any]:
     """The body's JSON object."""
-    return (await received(text, request, principal, lambda fields: fields))[0]
+    return (await received(text, request, principal, lambda fields, _: fields))[0]
+
+
+def ignored_fields(request: Request) -> IgnoredFields:
+    """The ignored fields of a request whose body has been received: more may be noted until its answer begins."""
+    ignored = request.scope["tandem.ignored_fields"]
+    assert isinstance(ignored, IgnoredFields)
+    return ignored

@@ -120,13 +120,11 @@ def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, f
 
 
 def checked_beams(body: Body, max_logprobs: int, batching: BatchingPolicyName = "continuous") -> Body:
-    """Returns the body. RequestRefused for a field that does not go with use_beam_search, or not without it, and for
-    more beams than half of max_logprobs: each step asks for the log probabilities of twice as many tokens, as in vLLM.
-    Refuses beam search where another batching policy would keep each token of it waiting for the next batch.
+    """Returns the body. RequestRefused for a field that does not go with use_beam_search, and for more beams than half
+    of max_logprobs: each step asks for the log probabilities of twice as many tokens, as in vLLM. Refuses beam search
+    where another batching policy would keep each token of it waiting for the next batch.
     """
     if not body.use_beam_search:
-        if body.length_penalty not in (None, 1):
-            raise invalid("length_penalty", "length_penalty needs use_beam_search true.")
         return body
     if batching != "continuous":
         raise unsupported("use_beam_search", f"Beam search is not served with --batching-policy {batching}.")

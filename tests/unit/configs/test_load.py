@@ -108,6 +108,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "usage_days": (7, 7),
     "usage_rows": (5000, 5000),
     "queue_timeout": (30, 30.0),
+    "strict_fields": (True, True),
     "shutdown_timeout": (5, 5.0),
     "metrics_prefix": ("vllm", "vllm"),
     "per_request_spec_decode_metrics": ("summary", "summary"),

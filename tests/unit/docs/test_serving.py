@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from tandem.cluster.gateway.anthropic.messages_hints import HINTS as MESSAGES
 from tandem.cluster.gateway.schemas.chat_body import ChatBody, read_chat
 from tandem.cluster.gateway.schemas.generation_body import CompletionBody, read_completion
+from tandem.cluster.gateway.schemas.ignored_fields import Ignorables, IgnoredFields
+from tandem.cluster.gateway.schemas.openai_hints import CHAT_HINTS, HINTS, THOUGHTS
 from tandem.cluster.gateway.schemas.reading import NEUTRAL
 from tandem.cluster.gateway.serving.sampling_fields import checked_beams
 from tandem.configs.schema import GatewaySettings
@@ -26,26 +29,59 @@ BODIES: list[dict[str, Any]] = [
 ]
 IN_CHAT = {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"}
 """Served in chat; some are accepted in completions too, with a value that asks for nothing."""
-SERVED = IN_CHAT | {"metadata", "safety_identifier", "prompt_cache_key"}
-"""Not refused. Those that are not served in chat are accepted with any value of their type, and without effect."""
+SERVED = IN_CHAT | set(HINTS)
+"""Not refused."""
 
 
 def refused_param(body: dict[str, object], *, completion: bool = False) -> str | None:
     """The `param` of the 400 for an unsupported parameter; None when the body is accepted."""
     try:
         if completion:
-            read_completion({"prompt": "x", **body}, GatewaySettings())
+            read_completion({"prompt": "x", "skip_special_tokens": False, **body}, GatewaySettings(), IgnoredFields())
         else:
-            read_chat({"messages": [{"role": "user", "content": "x"}], **body}, GatewaySettings())
+            read_chat(
+                {"messages": [{"role": "user", "content": "x"}], "skip_special_tokens": False, **body},
+                GatewaySettings(),
+                IgnoredFields(),
+            )
     except RequestRefused as refusal:
         return refusal.param if (refusal.status, refusal.code) == (400, "unsupported_parameter") else refusal.code
     return None
 
 
+def ignored_table(section: str) -> dict[str, set[str]]:
+    """A page's table of ignored fields: names by place, those that --strict-fields accepts with a *."""
+    found: dict[str, set[str]] = {}
+    table = section.partition("| in | ignored |")[2].partition("\n\n")[0]
+    for places, names in re.findall(r"^\| (.*?) \| (`.*`\*?) ?\|$", table, re.MULTILINE):
+        for place in re.findall(r"`([a-z_.\[\]]+)`", places) or [""]:
+            found[place] = set(re.findall(r"`[a-z_]+`\*?", names))
+    return found
+
+
+def shown(table: Ignorables) -> dict[str, set[str]]:
+    return {
+        place: {f"`{name}`{'*' if entry.is_usual else ''}" for name, entry in entries.items()}
+        for place, entries in table.items()
+    }
+
+
+def test_the_ignored_fields_are_those_of_the_gateway() -> None:
+    listed = ignored_table((PAGES / "openai.md").read_text())
+    beside = {f"`{name}`" for name in (*THOUGHTS[""], "reasoning", "reasoning_content")}
+    assert beside <= listed["messages[]"]
+    listed["messages[]"] -= beside
+    listed[""] -= {"`x-request-id`"}
+    assert listed == shown(CHAT_HINTS)
+    page = (PAGES / "responses-and-messages.md").read_text().partition("## Anthropic's Messages API")[2]
+    assert {**ignored_table(page), "": set()} == {**shown(MESSAGES), "": set()}
+    assert ignored_table(page)[""] - {"`count_tokens`"} == shown(MESSAGES)[""]
+
+
 def test_every_field_that_is_known_and_not_served_is_listed() -> None:
     listed = {name for cells in ROWS for name in re.findall(r"`([a-z_]+)`", " ".join(cells))}
     assert set(NEUTRAL) - SERVED <= listed
-    assert len(REFUSED) > 25
+    assert len(REFUSED) > 20
 
 
 def test_they_are_refused_by_name() -> None:
@@ -90,7 +126,7 @@ def test_no_served_field_is_listed_as_refused() -> None:
 
 
 def test_the_bodies_on_the_page_are_those_that_are_tried_here() -> None:
-    assert len(BODIES) == 4
+    assert len(BODIES) == 5
     assert sum("echo" in body for body in BODIES) == 1
     assert sum("use_beam_search" in body for body in BODIES) == 1
     assert sum("stream_options" in body for body in BODIES) == 1
@@ -98,7 +134,7 @@ def test_the_bodies_on_the_page_are_those_that_are_tried_here() -> None:
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: "-".join(body))
 async def test_the_bodies_on_the_page_are_answered(body: dict[str, Any]) -> None:
-    checked_beams(read_completion(body, GatewaySettings()), 20)
+    checked_beams(read_completion(dict(body), GatewaySettings(), IgnoredFields()), 20)
     async with gateway() as rig:
         asked = {**body, "model": MODEL, "max_tokens": min(1, body.get("max_tokens", 1))}
         answer = await rig.client.post("/v1/completions", json=asked)
@@ -112,4 +148,4 @@ async def test_the_bodies_on_the_page_are_answered(body: dict[str, Any]) -> None
             assert choice["text"] == body["prompt"] == "".join(choice["logprobs"]["tokens"][1:])
             assert choice["logprobs"]["token_logprobs"][0] is None
         else:
-            assert len(answer.json()["choices"]) == body["n"] == 3
+            assert len(answer.json()["choices"]) == body.get("n", 1)

@@ -13,6 +13,7 @@ from tandem.cluster.gateway.app.wiring import build_metrics, build_text_services
 from tandem.cluster.gateway.serving.sampling_fields import WITHOUT_EFFECT
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.load import build_settings
+from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import QueueFull
 from tandem.workers.messages.request import GenerationRequest, TokenLogprobs
 from tandem.workers.text.beam_search import Beam, BeamSearch, BeamSearchParams
@@ -253,9 +254,9 @@ async def test_more_beams_than_half_of_the_log_probabilities_are_refused() -> No
 
 
 async def test_a_length_penalty_belongs_to_a_beam_search() -> None:
-    async with gateway(backend()) as rig:
+    async with gateway(backend(), settings=GatewaySettings(strict_fields=True)) as rig:
         error = error_of(await rig.complete(length_penalty=0.5))
-        assert (error["param"], error["code"]) == ("length_penalty", "invalid_value")
+        assert (error["param"], error["code"]) == ("length_penalty", "unsupported_parameter")
         error = error_of(await rig.complete(**BEAMS, length_penalty=11))
         assert error["param"] == "length_penalty"
         error = error_of(await rig.complete(use_beam_search="yes"))

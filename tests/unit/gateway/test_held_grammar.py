@@ -11,6 +11,7 @@ from tandem.cluster.gateway.conversation import conversation
 from tandem.cluster.gateway.conversation.chat_output import ChatOutput, chat_output
 from tandem.cluster.gateway.conversation.held_grammar import held_grammar, special_tokens
 from tandem.cluster.gateway.schemas.chat_body import read_chat
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.text.format_list import TOOL_FORMATS
@@ -40,7 +41,8 @@ async def rig() -> Any:
 
 
 def output_of(rig: Rig, prompt: str = "", **fields: Any) -> ChatOutput:
-    return chat_output(rig.text, read_chat({"messages": USER, **fields}, GatewaySettings()), prompt)
+    ignored = IgnoredFields()
+    return chat_output(rig.text, read_chat({"messages": USER, **fields}, GatewaySettings(), ignored), prompt, ignored)
 
 
 def held(rig: Rig, answer: str | None = None, prompt: str = "", **fields: Any) -> str | None:

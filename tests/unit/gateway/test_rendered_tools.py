@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from tandem.cluster.gateway.conversation.chat_prompt import chat_prompt
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.gateway.schemas.chat_body import TokenizeBody, read_chat
+from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import read
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
@@ -74,9 +75,10 @@ def test_the_prompt_is_that_of_transformers(source: str, name: str, tools: list[
     wanted = theirs.apply_chat_template(
         messages, tools=tools, chat_template=template.source, tokenize=False, add_generation_prompt=True, **kwargs
     )
+    ignored = IgnoredFields()
     body = {"messages": sent(messages), "tools": tools, "chat_template_kwargs": kwargs}
-    assert chat_prompt(text, read_chat(body, settings)).text == wanted
-    assert chat_prompt(text, read(body, TokenizeBody)).text == wanted
+    assert chat_prompt(text, read_chat(body, settings, ignored), ignored).text == wanted
+    assert chat_prompt(text, read(body, TokenizeBody), ignored).text == wanted
     if tools:
         assert "weather" in wanted, "the template shows them"
     text.workers.close()

@@ -312,7 +312,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
 
 @pytest.mark.parametrize(("body", "param", "code"), REFUSED, ids=lambda value: json.dumps(value)[:60])
 async def test_it_is_refused_by_name(body: dict[str, Any], param: str | None, code: str) -> None:
-    async with gateway() as rig:
+    async with gateway(settings=GatewaySettings(strict_fields=True)) as rig:
         answer = await ask(rig, **body)
         error = error_of(answer)
         assert (error["param"], error["code"]) == (param, code), error

@@ -26,6 +26,7 @@ CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 TOOLS = [WEATHER, CLOCK]
 CALL = '<call>weather {"city": "Löw"}</call>'
 SETTINGS = GatewaySettings(enable_auto_tool_choice=True)
+STRICT = GatewaySettings(enable_auto_tool_choice=True, strict_fields=True)
 FORMATS = {"tool_format": InventedToolFormat()}
 THINKING = {"reasoning_format": InventedReasoning()}
 TEMPLATE = (
@@ -343,7 +344,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "param", "code"), REFUSED, ids=lambda v: str(v)[:60])
 async def test_fields_of_tools_are_refused_by_name(fields: dict[str, Any], param: str, code: str) -> None:
-    async with tooled(saying("x")) as rig:
+    async with tooled(saying("x"), STRICT) as rig:
         answer = await rig.chat(**fields)
         error = error_of(answer)
         assert (answer.status_code, error["code"], error["param"]) == (400, code, param), error
@@ -363,19 +364,28 @@ async def test_auto_needs_the_flags_and_names_them() -> None:
         assert "--tool-call-parser" in error_of(await rig.chat(tools=TOOLS, tool_choice="required"))["message"]
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-async def test_tools_that_the_template_does_not_show_are_refused(choice: str) -> None:
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    async with gateway(saying("x"), settings=SETTINGS, template=template, text={**FORMATS}) as rig:
-        error = error_of(await rig.chat(tools=TOOLS, tool_choice=choice))
-        assert (error["code"], error["param"]) == (UNSUPPORTED, "tools")
-        assert (await rig.chat(tools=TOOLS, tool_choice="none")).status_code == 200
+WITHOUT_TOOLS = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
-async def test_effort_needs_a_template_that_knows_it() -> None:
-    async with gateway(saying("x")) as rig:
-        assert error_of(await rig.chat(reasoning_effort="low"))["param"] == "reasoning_effort"
-        assert (await rig.chat(reasoning_effort="none")).status_code == 200
+@pytest.mark.parametrize("settings", [GatewaySettings(), SETTINGS, STRICT])
+async def test_tools_that_the_template_does_not_show_are_forced_or_ignored(settings: GatewaySettings) -> None:
+    """A grammar forces a call of a model that sees no tools; where it may choose, it cannot."""
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    async with gateway(saying(call), settings=settings, template=WITHOUT_TOOLS) as rig:
+        for choice in ("required", FORCED):
+            forced = await rig.chat(tools=TOOLS, tool_choice=choice)
+            assert "x-tandem-ignored" not in forced.headers
+            (made,) = forced.json()["choices"][0]["message"]["tool_calls"]
+            assert made["function"] == {"name": "clock", "arguments": "{}"}
+            assert "tool_call>" in str(rig.backend.requests[-1].sampling.grammar)
+        for fields in ({}, {"tool_choice": "auto"}):
+            free = await rig.chat(tools=TOOLS, **fields)
+            if settings is STRICT:
+                assert error_of(free)["param"] == "tools"
+            else:
+                assert free.headers["x-tandem-ignored"] == "tools"
+                assert free.json()["choices"][0]["message"]["content"] == call
+        assert "x-tandem-ignored" not in (await rig.chat(tools=TOOLS, tool_choice="none")).headers
 
 
 async def test_with_tool_choice_none_a_call_is_content() -> None:
