@@ -35,7 +35,7 @@ from tandem.cluster.gateway.openai.completions import completions
 from tandem.cluster.gateway.openai.embeddings import embeddings
 from tandem.cluster.gateway.openai.models import model, models
 from tandem.cluster.gateway.openai.tokenize import detokenize, tokenize
-from tandem.cluster.gateway.responses import responses
+from tandem.cluster.gateway.responses import input_items, responses
 from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.gateway.responses.responses_body import ResponsesBody
 from tandem.cluster.gateway.services.accounts import Accounts
@@ -49,6 +49,7 @@ OPENAPI_PATH = "/openapi.json"
 SHUTDOWN_S = 10.0
 BODIES: dict[str, type[Struct]] = {
     "/v1/responses": ResponsesBody,
+    "/v1/responses/input_tokens": ResponsesBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
 }
@@ -81,6 +82,9 @@ def route_table(
         RouteSpec("POST", "/v1/chat/completions", key, partial(chat_completions, *serving)),
         RouteSpec("POST", "/v1/completions", key, partial(completions, *serving)),
         RouteSpec("POST", "/v1/responses", key, partial(responses.create_response, *serving, store)),
+        RouteSpec("POST", "/v1/responses/input_tokens", key, partial(input_items.count_input_tokens, *serving, store)),
+        RouteSpec("GET", "/v1/responses/{response_id}/input_items", key, partial(input_items.input_items, store)),
+        RouteSpec("POST", "/v1/responses/{response_id}/cancel", key, partial(input_items.cancel_response, store)),
         RouteSpec("GET", "/v1/responses/{response_id}", key, partial(responses.show_response, store)),
         RouteSpec("DELETE", "/v1/responses/{response_id}", key, partial(responses.delete_response, store)),
         RouteSpec("POST", "/v1/messages", key, partial(messages.create_message, *serving)),
