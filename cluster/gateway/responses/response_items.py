@@ -45,7 +45,7 @@ class ReasoningText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class SummaryText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="summary_text"):
-    """What another service shows of thinking."""
+    """A summary by which another service shows its thinking."""
 
     text: str
 
@@ -133,7 +133,7 @@ ECHOED: Ignorables = {
     },
     "output[]": ignorable("cache_control", "prompt_cache_breakpoint", "provider_specific_fields"),
 }
-"""What clients echo of an answer, and hints, by place in an item."""
+"""Fields that clients echo of an answer, and hints, by place in an item."""
 
 
 def sealed(thought: str) -> str:

@@ -26,7 +26,7 @@ _BEGIN = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
 _HEX = "[0-9a-fA-F]"
 _PAIRED = rf"u[dD][89abAB]{_HEX}{{2}}(?:\\u{_HEX}{{4}}|(?=[^\\]|\\[^u]))"
 _WHOLE = re.compile(rf'(?:[^"\\]+|\\(?:[^u]|u(?![dD][89abAB]){_HEX}{{4}}|{_PAIRED}))*')
-"""What can be read of a JSON string that goes on: whole escapes, and both halves of a surrogate pair."""
+"""The part of a JSON string that can be read while it goes on: whole escapes, both halves of a surrogate pair."""
 
 
 class ResponseTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="function"):

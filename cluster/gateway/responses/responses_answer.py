@@ -32,7 +32,7 @@ DELTAS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Additions:
-    """What an answer shows beside its blocks. formatter: of log probabilities, None for none. seals: thinking comes as
+    """Parts of an answer beside its blocks. formatter: of log probabilities, None for none. seals: thinking comes as
     opaque text too. customs: the names of the custom tools."""
 
     formatter: TokenFormatter | None = None

@@ -26,7 +26,7 @@ from tandem.cluster.gateway.schemas.reading import (
 
 MAX_METADATA = 16
 LOGPROBS, THINKING = "message.output_text.logprobs", "reasoning.encrypted_content"
-"""What `include` can add to an answer here."""
+"""The values of `include` that add something to an answer here."""
 Include = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",

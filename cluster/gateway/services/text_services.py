@@ -20,7 +20,7 @@ from tandem.workers.text.tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """How the model judges a pair of texts. template: that of --chat-template, for a query and a document; None: one
+    """The way in which the model judges a pair of texts. template: that of --chat-template, for a query and a document; None: one
     text follows the other."""
 
     facts: ClassifierFacts
