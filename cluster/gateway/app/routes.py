@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.cluster.gateway.admin import adapter_routes, tenant_routes
+from tandem.cluster.gateway.admin import adapter_routes, group_routes, tenant_routes
 from tandem.cluster.gateway.anthropic import messages
 from tandem.cluster.gateway.anthropic.anthropic_errors import ANTHROPIC_API, AnthropicErrorBody
 from tandem.cluster.gateway.anthropic.messages_body import CountTokensBody, MessagesBody
@@ -102,6 +102,7 @@ def route_table(
         *(RouteSpec("POST", path, key, partial(score_routes.score, *serving)) for path in SCORE),
         *(RouteSpec("POST", path, key, partial(score_routes.rerank, *serving)) for path in RERANK),
         RouteSpec("GET", "/tokenizer_info", key, partial(tokenizer_info, text)),
+        RouteSpec("POST", "/reset_prefix_cache", admin, partial(group_routes.reset_prefix_cache, context)),
         RouteSpec("POST", "/tokenize", key, partial(tokenize, *serving)),
         RouteSpec("POST", "/detokenize", key, partial(detokenize, *serving)),
         RouteSpec("GET", "/admin/tenants", admin, partial(tenant_routes.list_tenants, accounts)),

@@ -47,8 +47,8 @@ def shortened(text: TextServices, body: ResponsesBody, items: Sequence[Placed]) 
 
 
 def _candidates(items: Sequence[Placed]) -> list[list[list[Placed]]]:
-    """The items that may be left, from most to least: from one of the user's messages on; the last of these, and from one of the
-    items behind it on."""
+    """The items that may be left, from most to least: from one of the user's messages on; the last of these, and from
+    one of the items behind it on."""
     head = next((i for i, one in enumerate(items) if not _is_by(one, ("system", "developer"))), 0)
     fixed, rest = list(items[:head]), list(items[head:])
     asked = [i for i, one in enumerate(rest) if _is_by(one, ("user",))]

@@ -20,8 +20,8 @@ from tandem.workers.text.tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """The way in which the model judges a pair of texts. template: that of --chat-template, for a query and a document; None: one
-    text follows the other."""
+    """The way in which the model judges a pair of texts. template: that of --chat-template, for a query and a document;
+    None: one text follows the other."""
 
     facts: ClassifierFacts
     template: ChatTemplate | None

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tandem.cluster.gateway.http.auth import StaticKeys
 from tandem.cluster.gateway.services.text_services import Classifier
 from tandem.workers.messages.request import TokenLogprobs
 from tandem.workers.models.spec.config.classifier_config import ClassifierFacts, read_classifier
@@ -194,3 +195,17 @@ async def test_tokenizer_info_has_what_lm_eval_reads() -> None:
         info = (await rig.client.get("/tokenizer_info")).json()
         assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<bos>", "<eos>", None)
         assert info["chat_template"].startswith("{% for m in messages %}") and info["model_max_length"] == CONTEXT
+
+
+async def test_prefix_caches_are_reset_with_the_admin_key() -> None:
+    backend, path = FakeBackend(), "/reset_prefix_cache"
+    async with gateway(backend, auth=StaticKeys(["user"], ["root"])) as rig:
+        for key, status in (("nobody", 401), ("user", 403)):
+            assert (await rig.client.post(path, headers={"authorization": f"Bearer {key}"})).status_code == status
+        assert backend.num_resets == 0
+        root = {"authorization": "Bearer root"}
+        assert (await rig.client.post(path, headers=root)).json() == {"status": "ok"} and backend.num_resets == 1
+        backend.unconfirmed = ("g2",)
+        late = await rig.client.post(path, headers=root)
+        assert late.status_code == 503 and "g2" in error_of(late)["message"]
+        assert error_of(await rig.client.post(f"{path}?reset_external=1", headers=root))["param"] == "reset_external"
