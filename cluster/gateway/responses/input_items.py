@@ -1,7 +1,8 @@
 """GET /v1/responses/{id}/input_items and POST /v1/responses/input_tokens: the input of a response, as items and as a
 number of tokens."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -40,6 +41,10 @@ async def input_items(store: Store, request: Request, principal: Principal) -> R
     query = _query(request)
     response_id = request.path_params["response_id"]
     stored = await checked(store, None).get(principal.tenant, response_id)
+    return await asyncio.to_thread(_page, stored, response_id, query)  # a conversation may be long
+
+
+def _page(stored: StoredResponse, response_id: str, query: Mapping[str, str]) -> Response:
     shown = _shown(stored, response_id.removeprefix("resp_"))
     if query.get("order", "desc") == "desc":
         shown.reverse()

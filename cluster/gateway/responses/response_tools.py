@@ -23,6 +23,8 @@ HINTS: Ignorables = {
 SENT_ALWAYS = ("web_search", "web_search_preview", "image_generation")
 """Kinds of tools of OpenAI's service that agents send unasked, each also with a date behind its name."""
 _BEGIN = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
+LONGEST_BEGIN = 256
+"""Characters within which the argument begins; else the arguments have another form."""
 _HEX = "[0-9a-fA-F]"
 _PAIRED = rf"u[dD][89abAB]{_HEX}{{2}}(?:\\u{_HEX}{{4}}|(?=[^\\]|\\[^u]))"
 _WHOLE = re.compile(rf'(?:[^"\\]+|\\(?:[^u]|u(?![dD][89abAB]){_HEX}{{4}}|{_PAIRED}))*')
@@ -163,17 +165,22 @@ class InputReader:
 
     def __init__(self) -> None:
         self._held = ""
-        self._is_inside = False
         self._is_over = False
         self._has_begun = False
+        self._other: list[str] = []
 
     def push(self, text: str) -> str:
         """More of the arguments; returns more of the text."""
         if self._is_over:
             return ""
+        if self._other:
+            self._other.append(text)
+            return ""
         self._held += text
         if not self._has_begun:
             if (begin := _BEGIN.match(self._held)) is None:
+                if len(self._held) > LONGEST_BEGIN:
+                    self._other, self._held = [self._held], ""
                 return ""
             self._has_begun, self._held = True, self._held[begin.end() :]
         whole = _WHOLE.match(self._held)
@@ -184,7 +191,7 @@ class InputReader:
 
     def finish(self) -> str:
         """The rest of the text: all arguments where they have another form than asked for."""
-        rest, self._held = self._held, ""
+        rest, self._held = "".join([*self._other, self._held]), ""
         return "" if self._has_begun else rest
 
 

@@ -162,6 +162,7 @@ READ: list[tuple[str, str]] = [
     ('{"input": "cut', "cut"),
     ('{"input": "a\nb"}', "a\nb"),
     ('{"code": "x"}', '{"code": "x"}'),
+    ('{"code": "' + "x" * 600 + '"}', '{"code": "' + "x" * 600 + '"}'),
     ("", ""),
 ]
 
