@@ -116,8 +116,8 @@ class Coordinator:
         self._opener = EngineOpener(
             settings, facts, self._group, placement_group, self._thread.lose, self._thread.expect_end
         )
-        asked = keys.reports_asked(facts.service_id)
-        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, keys.adapters(model_name), asked))
+        asked, resets = keys.reports_asked(facts.service_id), keys.prefix_resets(facts.service_id)
+        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, keys.adapters(model_name), asked, resets))
         self._sharing = Sharing(
             self._redis,
             self._thread,
@@ -126,6 +126,7 @@ class Coordinator:
             base=model_name,
             lora=settings.lora,
             changes=self._changes,
+            on_reset=self.heartbeat_now,
         )
         reports = ReportWriter(self._redis, facts.service_id, self._report, self._changes)
         self._reports_task = self._loop.create_task(reports.run(), name="group reports")
@@ -344,6 +345,7 @@ class Coordinator:
             loaded_bytes=loaded_bytes,
             total_bytes=total_bytes,
             load_s=self._load_s,
+            prefix_resets=self._sharing.resets.done,
         )
 
     def _report(self) -> GroupReport:

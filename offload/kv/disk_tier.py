@@ -146,6 +146,12 @@ class DiskTier:
         self._failures += 1
         self._unpin(key)
 
+    def forget_all(self) -> None:
+        """Makes all keys unfindable; their files go when the ranks write the next one."""
+        self._remains.update(self._idle)
+        self._idle.clear()
+        self._doomed.update(self._pins)
+
     def disable(self, reason: str) -> None:
         """Switches the tier off after a disk failure (full, read-only, broken): it finds and stores nothing from now
         on.

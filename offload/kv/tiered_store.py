@@ -29,6 +29,10 @@ class SpillTier(KVTier, Protocol):
         stored."""
         ...
 
+    def forget_all(self) -> None:
+        """Makes all blocks unfindable."""
+        ...
+
     def disable(self, reason: str) -> None:
         """Switches the tier off: it finds and stores nothing from now on."""
         ...
@@ -136,6 +140,14 @@ class TieredStore:
         self.host.forget(key)
         if self.disk is not None and self.disk.prepare_load(key):
             self.disk.fail_load(key)
+
+    def forget_all(self) -> None:
+        """Makes all blocks unfindable in every tier. Moves in flight go on."""
+        stored = self.host.keys()
+        for key in stored:
+            self.host.forget(key)
+        if self.disk is not None:
+            self.disk.forget_all()
 
     def complete(self, move: TierMove, failed: set[int]) -> None:
         """Closes a move that all ranks have carried out. `failed`: indices of keys whose bytes did not arrive on some

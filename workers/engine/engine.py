@@ -106,6 +106,12 @@ class Engine:
         while self.answers.is_copying_kv and self.clock() < deadline_s and not self.has_work():
             self.turn(FLUSH_POLL_S)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the KV of all tiers that no request uses, so that no later prompt finds it. Returns whether nothing
+        is left to be found."""
+        is_empty = self.manager.pool.forget_unused()
+        return is_empty if self.offload is None else self.offload.forget_all() and is_empty
+
     # ---- tenants and adapters, from the rest of the cluster ----
 
     def set_weights(self, weights: Mapping[str, float]) -> None:

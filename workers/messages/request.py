@@ -63,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         is complete, and does so when nothing can follow, even before min_tokens.
     grammar: the same for the engine, as a grammar for llguidance; gateway and LLM make it (workers/text/grammars.py).
     thinking_budget: how many tokens a choice may think, and between which marks; None: as long as it likes.
+    logprob_token_ids: token ids whose log probabilities are added, in place of those of the best tokens; None: none.
     """
 
     # The gateway looks for `stop` texts, which need a detokenizer; the engine looks for ids. It does not read
@@ -94,6 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     grammar: str | None = None
     structured_outputs: StructuredOutputsParams | None = None
     thinking_budget: ThinkingBudget | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
 
 
 class Pool(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -141,6 +141,15 @@ class BlockPool:
                 del self._cached[block_id]
                 self._free.append(block_id)
 
+    def forget_unused(self) -> bool:
+        """Removes all blocks without users from the index; returns whether it is empty now."""
+        for key, block_id in list(self._index.items()):
+            if self._refs[block_id] == 0:
+                self._drop_key(block_id, key)
+        self._free += self._cached
+        self._cached.clear()
+        return not self._index
+
     def hold(self, block_ids: Iterable[int]) -> None:
         """Protects blocks that a copy will read from writes and reuse until unhold(). They have users now."""
         for block_id in block_ids:

@@ -184,6 +184,15 @@ class KVOffload(LowerTiers):
 
     # ---- the engine's side ----
 
+    def forget_all(self) -> bool:
+        """Forgets what the tiers hold, and what is on its way to them; loads for sequences go on. Returns whether none
+        is open."""
+        for opened in self._open.values():
+            if opened.move.kind != "load":
+                opened.failed.update(range(len(opened.move.keys)))
+        self._store.forget_all()
+        return not any(opened.move.kind == "load" for opened in self._open.values())
+
     def take_events(self, late: Iterable[int]) -> list[Awaited]:
         """Returns the ends of tickets since the last call, and as failures those that take far longer than a copy
         should: who waits for them computes, and they stay open. late: tickets that TransferManager.overdue() named."""
