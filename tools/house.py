@@ -32,7 +32,8 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "services",
         "serving",
         "conversation",
-        "openai anthropic responses admin",
+        "openai",
+        "anthropic responses scoring admin",
         "app",
     ),
     "workers": (

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from tandem.cluster.fleet.group_reports import ANSWER_S, GroupReport, GroupReports, decode_record
+from tandem.cluster.fleet.prefix_resets import order_reset
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace
@@ -26,6 +27,8 @@ PERIOD_S, IDLE_PERIOD_S = 0.5, 1.0
 STALLED_AFTER_S = 10.0
 SLOW_ANSWER_S = 1.0
 MISSING_KEPT_S = 120.0
+RESET_S, RESET_LOOK_S = 10.0, 0.1
+"""Time for all groups to forget their prefix caches, and the pause between two looks whether they have."""
 RECORD_TTL_S = keys.GROUP_RECORD_TTL_MS / 1000
 GroupState = Literal["loading", "serving", "draining"]
 
@@ -49,6 +52,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     loaded_bytes: int = 0
     total_bytes: int = 0
     load_s: float = 0.0  # from the start of its process until it served
+    prefix_resets: int = 0  # number of the last order to forget its prefix cache that it has obeyed
 
     @property
     def is_ready(self) -> bool:
@@ -129,6 +133,18 @@ class FleetView:
     async def read_reports(self, answer_s: float = ANSWER_S) -> list[GroupReport]:
         """Asks the groups for their reports, and returns what is known of each after answer_s at most."""
         return await self._reports.read(self.records.keys(), answer_s, may_ask=not self.redis_unavailable)
+
+    async def reset_prefix_caches(self, within_s: float = RESET_S) -> list[str]:
+        """Orders all groups to forget their prefix caches. Returns those that serve and have not confirmed it after
+        within_s. RedisUnavailable."""
+        number = await order_reset(self._redis, self._service)
+        deadline_s = self._clock() + within_s
+        while True:
+            await self.refresh()
+            left = [g for g, record in self.records.items() if record.is_ready and record.prefix_resets < number]
+            if not left or self._clock() >= deadline_s:
+                return left
+            await asyncio.sleep(RESET_LOOK_S)
 
     def missing_for(self, seconds: float = 0.0) -> list[GroupRecord]:
         """Last records of groups whose record has been missing for `seconds`, and not for minutes, while Redis answers:

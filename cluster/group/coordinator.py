@@ -119,8 +119,8 @@ class Coordinator:
         self._opener = EngineOpener(
             settings, facts, self._group, placement_group, self._thread.lose, self._thread.expect_end
         )
-        asked = keys.reports_asked(facts.service_id)
-        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, keys.adapters(model_name), asked))
+        asked, resets = keys.reports_asked(facts.service_id), keys.prefix_resets(facts.service_id)
+        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, keys.adapters(model_name), asked, resets))
         self._sharing = Sharing(
             self._redis,
             self._thread,
@@ -129,6 +129,7 @@ class Coordinator:
             base=model_name,
             lora=settings.lora,
             changes=self._changes,
+            on_reset=self.heartbeat_now,
         )
         self._log = GroupLog(self._group, lambda: self.engine_stats)
         self._log_task = self._loop.create_task(self._log.run(), name="group log")
@@ -355,6 +356,7 @@ class Coordinator:
             loaded_bytes=loaded_bytes,
             total_bytes=total_bytes,
             load_s=self._load_s,
+            prefix_resets=self._sharing.resets.done,
         )
 
     def _report(self) -> GroupReport:

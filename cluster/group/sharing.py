@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from tandem.cluster.adapters.group_adapters import GroupAdapters
 from tandem.cluster.fleet.charges import PERIOD_S, ChargeExchange, Charges
+from tandem.cluster.fleet.prefix_resets import ResetFollower
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.notifications import Announcements
@@ -41,6 +42,7 @@ class Sharing:
         lora: LoraSettings,
         changes: Announcements = Announcements(),
         period_s: float = PERIOD_S,
+        on_reset: Callable[[], None] = lambda: None,
     ) -> None:
         self._thread = thread
         self._tenants = TenantStore(redis)
@@ -50,6 +52,7 @@ class Sharing:
         self._charges = ChargeExchange(redis, service, group, self._take, self._give)
         self._tasks: list[asyncio.Task[None]] = []
         self._unavailable = False
+        self.resets = ResetFollower(redis, service, self._forget, on_reset, changes)
         self.adapters: GroupAdapters | None = None
         if lora.enable_lora:
             self.adapters = GroupAdapters(redis, base, lora.max_loras, self._pin)
@@ -59,6 +62,7 @@ class Sharing:
         loop = asyncio.get_running_loop()
         self._tasks.append(loop.create_task(self._run(), name="fairness"))
         self._tasks.append(loop.create_task(self._follow_weights(), name="tenants' weights"))
+        self._tasks.append(loop.create_task(self.resets.run(), name="prefix resets"))
         if self.adapters is not None:
             following = self.adapters.run(self._changes, self._period_s)
             self._tasks.append(loop.create_task(following, name="pinned adapters"))
@@ -113,6 +117,9 @@ class Sharing:
 
     def _give(self, charges: Charges) -> None:
         self._thread.call(lambda engine: engine.merge_remote_charges(charges))
+
+    async def _forget(self) -> bool:
+        return await self._ask(lambda engine: engine.reset_prefix_cache())
 
     def _pin(self, adapters: frozenset[AdapterRef]) -> None:
         self._thread.call(lambda engine: engine.set_pinned_adapters(adapters))

@@ -64,6 +64,15 @@ def reports_asked(service: str) -> str:
     return f"tandem:{service}:reports-asked"
 
 
+PREFIX_RESETS_TTL_S = 3600
+
+
+def prefix_resets(service: str) -> str:
+    """Counts orders to forget prefix caches, from the wall clock's milliseconds on, announced. TTL 1 h, renewed by
+    each. Owner: gateways."""
+    return f"tandem:{service}:prefix-resets"
+
+
 def gateways(service: str) -> str:
     """Set of gateway ids, where a service has several. TTL 1 h, renewed by every heartbeat. Owner: gateways."""
     return f"tandem:{service}:gateways"

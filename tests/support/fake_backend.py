@@ -115,6 +115,8 @@ class FakeBackend:
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     hold_s: float = 3600.0
+    num_resets: int = 0
+    unconfirmed: tuple[str, ...] = ()
     _driver: "asyncio.Task[None] | None" = None
 
     def send(self, part: Any, hint: RouteHint) -> None:
@@ -156,6 +158,10 @@ class FakeBackend:
 
     def load(self) -> Mapping[str, float | int | str]:
         return {"num_requests_running": len(self.streams), "num_requests_waiting": 0}
+
+    async def reset_prefix_caches(self) -> Collection[str]:
+        self.num_resets += 1
+        return self.unconfirmed
 
     async def metrics(self, *, with_tenants: bool) -> str:
         del with_tenants

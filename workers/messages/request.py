@@ -76,6 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     detokenize: False: outputs of LLM have token ids and no text; `stop` is then refused.
     output_kind: what AsyncLLM.generate() yields of the request; the others return all of it, whatever this says.
     skip_reading_prefix_cache: True: the whole prompt is computed, whatever the prefix cache has.
+    logprob_token_ids: token ids whose log probabilities are added, in place of those of the best tokens; None: none.
     """
 
     # The gateway looks for `stop` texts, which need a detokenizer; the engine looks for ids. It does not read
@@ -111,6 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     skip_reading_prefix_cache: bool | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
 
     def clone(self, **changes: Any) -> "SamplingParams":
         """Returns a copy. changes: fields that it has other values of, since parameters cannot be changed in place."""

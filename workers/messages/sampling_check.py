@@ -46,6 +46,7 @@ RANGES: Final[Mapping[str, Any]] = {
     "detokenize": bool,
     "output_kind": RequestOutputKind,
     "skip_reading_prefix_cache": bool | None,
+    "logprob_token_ids": Annotated[tuple[Whole, ...], Meta(min_length=1)] | None,
 }
 """Type and range of every parameter. A bias may be minus infinity, which forbids the token."""
 FORM_TYPES: Final[Mapping[str, Any]] = {
@@ -89,6 +90,7 @@ def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
         ("logit_bias", [i for i, _ in params.logit_bias]),
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("bad_words_token_ids", [i for word in params.bad_words_token_ids for i in word]),
+        ("logprob_token_ids", params.logprob_token_ids or ()),
         ("thinking_budget", (*thinking.start, *thinking.end) if thinking is not None else ()),
     ):
         if bad := [i for i in ids if i >= vocab_size]:

@@ -33,6 +33,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     # digest of a grammar that the ranks have compiled (CompileGrammar), which the output follows; None: any text
     grammar: str | None = None
     thinking_budget: ThinkingBudget | None = None
+    # whose log probabilities are reported, in place of the best tokens'; `logprobs` is set too
+    logprob_token_ids: tuple[int, ...] | None = None
 
 
 class RowInit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -1,11 +1,13 @@
 """Log probabilities of chosen and best tokens, from the model's own logits before any adjustment.
 
-Called by sampler.py; the same choice as vLLM's `raw_logprobs`. L rows that want them, V vocabulary.
+Called by sampler.py; the same choice as vLLM's `raw_logprobs`. L rows that want them, V vocabulary, N tokens
+that rows name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from tandem.workers.messages.request import TokenLogprobs
@@ -23,32 +25,58 @@ class RawLogprobs:
         """logits_LV: float32, one row per entry of `wanted`, which counts the best tokens to report (0: none)."""
         return cls(torch.log_softmax(logits_LV, dim=-1), wanted)
 
-    def of_tokens(self, chosen_L: torch.Tensor, to_host: Callable[[torch.Tensor], torch.Tensor]) -> "ChosenLogprobs":
-        """Looks up the chosen ids (int64 [L]) and the best ones; to_host copies to host memory, maybe later."""
+    def of_tokens(
+        self,
+        chosen_L: torch.Tensor,
+        to_host: Callable[[torch.Tensor], torch.Tensor],
+        named_LN: torch.Tensor | None = None,
+        named_ids: Sequence[Sequence[int]] = (),
+    ) -> "ChosenLogprobs":
+        """Looks up the chosen ids (int64 [L]), the best ones, and those that rows name, of which named_LN has the ids
+        and zeros; to_host copies to host memory, maybe later."""
         most = min(max(self.wanted, default=0), self.logprobs_LV.shape[1])
         chosen_L1 = self.logprobs_LV.gather(1, chosen_L[:, None])
         top = self.logprobs_LV.topk(most, dim=1)
+        named = None if named_LN is None else NamedLogprobs(named_ids, to_host(self.logprobs_LV.gather(1, named_LN)))
         return ChosenLogprobs(
-            to_host(chosen_L), to_host(chosen_L1), to_host(top.indices), to_host(top.values), self.wanted
+            to_host(chosen_L), to_host(chosen_L1), to_host(top.indices), to_host(top.values), self.wanted, named
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLogprobs:
+    """The ids that each row names, in its order, and on the host their log probabilities, which are the first ones of
+    each row."""
+
+    ids: Sequence[Sequence[int]]
+    logprobs_LN: torch.Tensor
+
+    def tops(self) -> list[list[tuple[int, float]]]:
+        """Each row's ids and log probabilities."""
+        rows = zip(self.ids, self.logprobs_LN.tolist(), strict=True)
+        return [list(zip(ids, values, strict=False)) for ids, values in rows]
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenLogprobs:
     """Host tensors with the chosen ids and their log probabilities, and the best ids and theirs, in descending
-    order."""
+    order; and those that rows name in their place."""
 
     chosen_L: torch.Tensor
     logprobs_L1: torch.Tensor
     top_ids_LM: torch.Tensor
     top_LM: torch.Tensor
     wanted: list[int]
+    named: NamedLogprobs | None = None
 
     def entries(self) -> list[TokenLogprobs]:
-        """One TokenLogprobs per row; `top` in descending order."""
+        """One TokenLogprobs per row; `top` in descending order, or as named."""
         columns = (self.chosen_L, self.logprobs_L1[:, 0], self.top_ids_LM, self.top_LM)
         rows = zip(*(column.tolist() for column in columns), self.wanted, strict=True)
-        return [
+        found = [
             TokenLogprobs(token_id=token, logprob=logprob, top=list(zip(ids[:count], values[:count], strict=True)))
             for token, logprob, ids, values, count in rows
         ]
+        if self.named is None:
+            return found
+        return [msgspec.structs.replace(x, top=x.top or top) for x, top in zip(found, self.named.tops(), strict=True)]

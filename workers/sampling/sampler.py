@@ -147,7 +147,8 @@ class Sampling:
         if self._random is not None:
             self._random.draw(logits_SV, best_S, ids_S, self._random.uniforms_R(device_positions_S))
         if raw is not None and self._logged is not None:
-            logprobs = raw.of_tokens(ids_S[self._logged.at()], accelerator.to_host)
+            named = None if self._logged.named is None else self._logged.named()
+            logprobs = raw.of_tokens(ids_S[self._logged.at()], accelerator.to_host, named, self._logged.named_ids)
         asked = [] if self._logged is None else self._logged.places
         edited_S = (self._flags_S & EDITS).astype(np.bool_)
         return Drawn(ids_S, best_S, accelerator.to_host(ids_S), accelerator.to_host(best_S), edited_S, logprobs, asked)
@@ -161,8 +162,12 @@ class Sampling:
 
     def _logged_of(self, send: Send) -> "_Logged":
         places = np.flatnonzero(self._flags_S & LOGPROBS)
-        wanted = [self._table.of(int(row)).logprobs or 0 for row in self._rows_S[places]]
-        return _Logged(places.tolist(), wanted, send(places))
+        rows = [self._table.of(int(row)) for row in self._rows_S[places]]
+        wanted = [row.logprobs or 0 if row.logprob_token_ids is None else 0 for row in rows]
+        named_ids = [[i for i in row.logprob_token_ids or () if 0 <= i < self._table.vocab_size] for row in rows]
+        most = max(map(len, named_ids))
+        ids_LN = np.array([[*ids, *[0] * (most - len(ids))] for ids in named_ids], np.int64)
+        return _Logged(places.tolist(), wanted, send(places), named_ids, send(ids_LN) if most else None)
 
     def _random_of(self, send: Send, is_ahead: bool) -> "_Random":
         places, table = np.flatnonzero(self._flags_S & RANDOM), self._table
@@ -183,11 +188,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class _Logged:
-    """Places of the rows that want log probabilities, how many best tokens each, and the places on the device."""
+    """Places of the rows that want log probabilities, how many best tokens each, and the places on the device; and the
+    tokens that rows name instead, filled up with zeros on the device, None where there are none."""
 
     places: list[int]
     wanted: list[int]
     at: Sent
+    named_ids: list[list[int]]
+    named: Sent | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,13 @@ class LocalDispatch:
     def load(self) -> Mapping[str, float | int | str]:
         return {"num_requests_running": len(self._attempts), "num_requests_waiting": 0}
 
+    async def reset_prefix_caches(self) -> Collection[str]:
+        def forget(engine: Engine) -> None:
+            engine.reset_prefix_cache()
+
+        self._thread.call(forget)
+        return ()
+
     async def metrics(self, *, with_tenants: bool) -> str:
         del with_tenants
         return ""

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.cluster.gateway.admin import adapter_routes, tenant_routes
+from tandem.cluster.gateway.admin import adapter_routes, group_routes, tenant_routes
 from tandem.cluster.gateway.anthropic import messages
 from tandem.cluster.gateway.anthropic.anthropic_errors import ANTHROPIC_API, AnthropicErrorBody
 from tandem.cluster.gateway.anthropic.messages_body import CountTokensBody, MessagesBody
@@ -34,10 +34,12 @@ from tandem.cluster.gateway.openai.chat_completions import chat_completions
 from tandem.cluster.gateway.openai.completions import completions
 from tandem.cluster.gateway.openai.embeddings import embeddings
 from tandem.cluster.gateway.openai.models import model, models
-from tandem.cluster.gateway.openai.tokenize import detokenize, tokenize
-from tandem.cluster.gateway.responses import responses
+from tandem.cluster.gateway.openai.tokenize import detokenize, tokenize, tokenizer_info
+from tandem.cluster.gateway.responses import input_items, responses
 from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.gateway.responses.responses_body import ResponsesBody
+from tandem.cluster.gateway.scoring import score_routes
+from tandem.cluster.gateway.scoring.scoring_body import RerankBody, ScoreBody
 from tandem.cluster.gateway.services.accounts import Accounts
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
@@ -46,10 +48,16 @@ from tandem.workers.messages.errors import TandemError
 Handler = partial[Coroutine[Any, Any, Response]]
 """Is called with a request and its principal."""
 OPENAPI_PATH = "/openapi.json"
+SCORE = ("/v1/score", "/score")
+RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
+"""Paths of one route each, as in vLLM."""
 SHUTDOWN_S = 10.0
 BODIES: dict[str, type[Struct]] = {
     "/v1/responses": ResponsesBody,
+    "/v1/responses/input_tokens": ResponsesBody,
     "/v1/messages": MessagesBody,
+    **dict.fromkeys(SCORE, ScoreBody),
+    **dict.fromkeys(RERANK, RerankBody),
     "/v1/messages/count_tokens": CountTokensBody,
 }
 ERRORS = {path: AnthropicErrorBody for path in BODIES if ANTHROPIC_API.has(path)}
@@ -81,6 +89,9 @@ def route_table(
         RouteSpec("POST", "/v1/chat/completions", key, partial(chat_completions, *serving)),
         RouteSpec("POST", "/v1/completions", key, partial(completions, *serving)),
         RouteSpec("POST", "/v1/responses", key, partial(responses.create_response, *serving, store)),
+        RouteSpec("POST", "/v1/responses/input_tokens", key, partial(input_items.count_input_tokens, *serving, store)),
+        RouteSpec("GET", "/v1/responses/{response_id}/input_items", key, partial(input_items.input_items, store)),
+        RouteSpec("POST", "/v1/responses/{response_id}/cancel", key, partial(input_items.cancel_response, store)),
         RouteSpec("GET", "/v1/responses/{response_id}", key, partial(responses.show_response, store)),
         RouteSpec("DELETE", "/v1/responses/{response_id}", key, partial(responses.delete_response, store)),
         RouteSpec("POST", "/v1/messages", key, partial(messages.create_message, *serving)),
@@ -88,6 +99,10 @@ def route_table(
         RouteSpec("POST", "/v1/embeddings", key, partial(embeddings, *serving)),
         RouteSpec("GET", "/v1/models", key, partial(models, *serving)),
         RouteSpec("GET", "/v1/models/{model:path}", key, partial(model, *serving)),
+        *(RouteSpec("POST", path, key, partial(score_routes.score, *serving)) for path in SCORE),
+        *(RouteSpec("POST", path, key, partial(score_routes.rerank, *serving)) for path in RERANK),
+        RouteSpec("GET", "/tokenizer_info", key, partial(tokenizer_info, text)),
+        RouteSpec("POST", "/reset_prefix_cache", admin, partial(group_routes.reset_prefix_cache, context)),
         RouteSpec("POST", "/tokenize", key, partial(tokenize, *serving)),
         RouteSpec("POST", "/detokenize", key, partial(detokenize, *serving)),
         RouteSpec("GET", "/admin/tenants", admin, partial(tenant_routes.list_tenants, accounts)),

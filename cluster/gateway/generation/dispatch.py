@@ -47,6 +47,11 @@ class Dispatch(Protocol):
         groups."""
         ...
 
+    async def reset_prefix_caches(self) -> Collection[str]:
+        """Has every group forget the KV that no running request uses. Returns the groups that have not confirmed it in
+        time. RequestRefused (503) when nobody can be told."""
+        ...
+
     async def metrics(self, *, with_tenants: bool) -> str:
         """The engines' metrics in Prometheus text form; "" when there are none. Without tenants: nothing that names
         one, nor an adapter of its own."""

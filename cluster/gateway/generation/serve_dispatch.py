@@ -21,6 +21,7 @@ from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.tasks import Aside
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.routing.unreached_groups import UnreachedGroups
+from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.token_channel import TokenReceiver
 from tandem.cluster.wire.version import OtherVersion, with_version, without_version
 from tandem.workers.messages.errors import RequestRefused
@@ -150,6 +151,13 @@ class ServeDispatch:
             "requests_in_this_gateway": len(self._parts),
             "redis": "away" if self._fleet.redis_unavailable else "here",
         }
+
+    async def reset_prefix_caches(self) -> Collection[str]:
+        try:
+            return await self._fleet.reset_prefix_caches()
+        except RedisUnavailable:
+            message = "The groups cannot be told now, because Redis is away; try again."
+            raise RequestRefused(message, code="service_unavailable", status=503) from None
 
     async def metrics(self, *, with_tenants: bool) -> str:
         reports, redis_unavailable = await self._fleet.read_reports(), self._fleet.redis_unavailable

@@ -195,13 +195,13 @@ class EmbeddingFormat:
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
         """Implements ResponseFormat. RequestRefused for an input that ended without an embedding."""
         del choices
-        vectors = [_vector_of(part) for part in self._parts]
+        vectors = [vector_of(part) for part in self._parts]
         data = [{"object": "embedding", "index": i, "embedding": self._shown(v)} for i, v in enumerate(vectors)]
         answer = {**self._head, "object": "list", "data": data, "model": self._model, "usage": usage_object(usage)}
         return msgspec.json.encode(answer)
 
 
-def _vector_of(part: RequestPart) -> bytes:
+def vector_of(part: RequestPart) -> bytes:
     """Raises RequestRefused for an input that ended without an embedding."""
     (choice,) = part.choices
     if not isinstance(choice, EmbeddingChoice) or not choice.embedding:

@@ -56,6 +56,23 @@ def _detokenize_body(fields: dict[str, Any], ignored: IgnoredFields) -> Detokeni
     return read(fields, DetokenizeBody)
 
 
+async def tokenizer_info(text: TextServices, _: Request, __: Principal) -> Response:
+    """The tokenizer's special tokens, its settings and the chat template, as vLLM and lm-eval have them."""
+    tokenizer, template = text.tokenizer, text.chat_template
+    shown = {name: value for name, value in tokenizer.config.items() if _is_plain(value) and name != "chat_template"}
+    kind = shown.get("tokenizer_class", "PreTrainedTokenizerFast")
+    absent = dict.fromkeys(("bos_token", "eos_token", "pad_token"))
+    source = None if template is None else template.source
+    fixed = {"tokenizer_class": kind, "chat_template": source, "model_max_length": text.max_model_len}
+    return json_response({**shown, **absent, **tokenizer.special_tokens, **fixed})
+
+
+def _is_plain(value: Any) -> bool:
+    """True for a setting of one value, or for texts."""
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(one, str | int | float | bool | None) for one in values)
+
+
 def _tokenized(text: TextServices, body: TokenizeBody, ignored: IgnoredFields) -> Response:
     ids = text_prompt(text, body, ignored).token_ids
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids}

@@ -1,12 +1,14 @@
 """Translates items to the chat body that says the same, which read_chat() checks."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tandem.cluster.gateway.conversation.field_names import FieldNames
-from tandem.cluster.gateway.responses.responses_body import (
+from tandem.cluster.gateway.responses.response_items import (
+    CustomCallItem,
+    CustomOutputItem,
     FunctionCallItem,
     FunctionOutputItem,
     InputText,
@@ -14,10 +16,9 @@ from tandem.cluster.gateway.responses.responses_body import (
     MessageItem,
     OutputText,
     ReasoningItem,
-    ResponsesBody,
-    ResponseTool,
-    TextFormat,
 )
+from tandem.cluster.gateway.responses.response_tools import call_arguments, chat_choice, chat_tools
+from tandem.cluster.gateway.responses.responses_body import AS_IN_CHAT, LOGPROBS, ResponsesBody, TextFormat
 from tandem.cluster.gateway.schemas.chat_body import ChatBody, read_chat
 from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.configs.schema import GatewaySettings
@@ -25,10 +26,16 @@ from tandem.configs.schema import GatewaySettings
 FIELDS = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
-    "verbosity": "text.verbosity",
     "reasoning_effort": "reasoning.effort",
 }
 """The body's names of chat fields whose names differ."""
+
+
+class Placed(NamedTuple):
+    """An item, and the field that it comes from."""
+
+    place: str
+    item: Item
 
 
 def given_items(body: ResponsesBody) -> list[Item]:
@@ -36,34 +43,41 @@ def given_items(body: ResponsesBody) -> list[Item]:
     return [MessageItem("user", body.input)] if isinstance(body.input, str) else list(body.input)
 
 
+def placed_items(body: ResponsesBody, before: Sequence[Item]) -> list[Placed]:
+    """All items of a conversation. before: those of the one that goes on."""
+    own = [
+        Placed("input" if isinstance(body.input, str) else f"input[{i}]", x) for i, x in enumerate(given_items(body))
+    ]
+    return [*(Placed("previous_response_id", item) for item in before), *own]
+
+
 def chat_of(
-    body: ResponsesBody, before: Sequence[Item], settings: GatewaySettings, ignored: IgnoredFields
+    body: ResponsesBody, items: Sequence[Placed], settings: GatewaySettings, ignored: IgnoredFields
 ) -> tuple[ChatBody, FieldNames]:
-    """The chat body, and the client's names of its fields. before: the items of the conversation that goes on.
-    RequestRefused naming the client's field at fault."""
+    """The chat body of these items, and the client's names of its fields. RequestRefused naming the client's field at
+    fault."""
     turns = Turns()
     if body.instructions is not None:
         turns.add("instructions", {"role": "system", "content": body.instructions})
-    for item in before:
-        turns.take("previous_response_id", item)
-    for i, item in enumerate(given_items(body)):
-        turns.take("input" if isinstance(body.input, str) else f"input[{i}]", item)
+    for place, item in items:
+        turns.take(place, item)
     names = FieldNames(FIELDS, "input", "max_output_tokens", turns.places)
-    fields: dict[str, Any] = {
+    fields = {
         "messages": turns.messages,
         "model": body.model,
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
-        "tool_choice": _choice(body),
+        "tools": chat_tools(body.tools, body.tool_choice, ignored) or None,
+        "tool_choice": chat_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "user": body.user,
         "stream": body.stream,
         "stream_options": {"include_usage": True} if body.stream else None,
+        **_logprob_fields(body),
+        **{name: _plain(getattr(body, name)) for name in AS_IN_CHAT},
     }
     if body.text is not None:
-        fields["verbosity"] = body.text.verbosity
         fields["response_format"] = _format(body.text.format)
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
@@ -94,15 +108,19 @@ class Turns:
             case MessageItem():
                 self.add(place, {"role": item.role, "content": _text(item.content)})
             case FunctionCallItem():
-                call = {"name": item.name, "arguments": item.arguments}
-                calls = self._open(place, ()).setdefault("tool_calls", [])
-                calls.append({"id": item.call_id, "type": "function", "function": call})
-            case FunctionOutputItem():
+                self._call(place, item.call_id, item.name, item.arguments)
+            case CustomCallItem():
+                self._call(place, item.call_id, item.name, call_arguments(item.input))
+            case FunctionOutputItem() | CustomOutputItem():
                 self.add(place, {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
             case ReasoningItem():
-                if thought := "".join(part.text for part in item.content or ()):
+                if thought := "".join(part.text for part in item.content or item.summary or ()):
                     message = self._open(place, ("reasoning", "content", "tool_calls"))
                     message["reasoning"] = thought
+
+    def _call(self, place: str, call_id: str, name: str, arguments: str) -> None:
+        calls = self._open(place, ()).setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
     def _open(self, place: str, closed_by: Sequence[str]) -> dict[str, Any]:
         """The assistant's message that goes on, a new one if it has any of these fields."""
@@ -116,16 +134,15 @@ def _text(content: str | Sequence[InputText | OutputText]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _tool(tool: ResponseTool) -> dict[str, Any]:
-    function = msgspec.to_builtins(tool)
-    return {"type": function.pop("type"), "function": function}
+def _logprob_fields(body: ResponsesBody) -> dict[str, Any]:
+    """Log probabilities are asked for by include, or by a number of the best tokens."""
+    if LOGPROBS not in (body.include or ()) and not body.top_logprobs:
+        return {}
+    return {"logprobs": True, "top_logprobs": body.top_logprobs}
 
 
-def _choice(body: ResponsesBody) -> Any:
-    choice = body.tool_choice
-    if choice is None or isinstance(choice, str):
-        return choice
-    return {"type": "function", "function": {"name": choice.name}}
+def _plain(value: Any) -> Any:
+    return msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
 
 
 def _format(wanted: TextFormat | None) -> dict[str, Any] | None:

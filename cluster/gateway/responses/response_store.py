@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.cluster.gateway.http.tasks import TaskOwner
-from tandem.cluster.gateway.responses.responses_body import Item
+from tandem.cluster.gateway.responses.response_items import Item
 from tandem.cluster.state import keys
 from tandem.cluster.state.lua import load_lua
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable

@@ -1,6 +1,7 @@
 """POST /v1/responses, and GET and DELETE of a stored one."""
 
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,19 @@ from tandem.cluster.gateway.conversation.conversation import PreparedChat, conve
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import printable
-from tandem.cluster.gateway.responses.items_to_chat import chat_of, given_items
+from tandem.cluster.gateway.openai.token_formatter import TokenFormatter
+from tandem.cluster.gateway.responses.items_to_chat import Placed, chat_of, given_items, placed_items
+from tandem.cluster.gateway.responses.response_items import FunctionCallItem, Item, answered_items
 from tandem.cluster.gateway.responses.response_store import PREFIX, ResponseStore, StoredResponse
-from tandem.cluster.gateway.responses.responses_answer import ResponsesFormat
-from tandem.cluster.gateway.responses.responses_body import FunctionCallItem, Item, ResponsesBody, read_responses
+from tandem.cluster.gateway.responses.response_tools import custom_names
+from tandem.cluster.gateway.responses.responses_answer import Additions, ResponsesFormat
+from tandem.cluster.gateway.responses.responses_body import THINKING, ResponsesBody, read_responses
+from tandem.cluster.gateway.responses.truncation import TOO_LONG, shortened
 from tandem.cluster.gateway.schemas.reading import unsupported
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
 from tandem.cluster.gateway.serving.received import PARSED_FASTER, Posted, ignored_fields, received
+from tandem.workers.messages.errors import RequestRefused
 
 Store = ResponseStore | None
 """None where there is no Redis, or nothing is to be stored."""
@@ -31,27 +37,63 @@ async def create_response(
 ) -> Response:
     """One answer to a conversation of items, which may go on from a stored response."""
     began_s = context.clock()
-    body, size = await received(text, request, principal, lambda fields, _: read_responses(fields))
-    before: list[Item] = []
+    body, size = await received(text, request, principal, read_responses)
     if body.store and store is None:
-        raise unsupported("store", f"store may only be false: {NO_STORE}")
-    if body.previous_response_id is not None:
-        known = checked(store, "previous_response_id")
-        stored = await known.get(principal.tenant, body.previous_response_id, "previous_response_id")
-        before, size = stored.items, size + len(stored.response)
-    chat_body, names = await text.workers.run(
-        principal.tenant, size // PARSED_FASTER, chat_of, body, before, text.settings, ignored_fields(request)
-    )
-    posted = Posted(request, principal, chat_body, size, began_s)
-    async with conversation_of(text, context, posted, names, PREFIX) as chat:
+        ignored_fields(request).note("store", f"store may only be false: {NO_STORE}")
+    before, more = await conversation_before(body, store, principal)
+    posted = Posted(request, principal, body, size + more, began_s)
+    async with AsyncExitStack() as held:
+        chat = await _prepared(text, context, posted, before, held)
         keeper = store if body.store is not False else None
         fields = object_fields(body, chat, stores=keeper is not None)
-        style = ResponsesFormat(fields, blocks_of(chat.output), context.wall_clock)
+        style = ResponsesFormat(fields, blocks_of(chat.output), context.wall_clock, _additions(text, body, chat))
+        with_logprobs = chat.logprobs is not None
         if keeper is None:
-            return chat.answer(style)
-        return chat.answer(
-            style, before_end=Keeping(keeper, principal.tenant, style, [*before, *given_items(body)]).keep
-        )
+            return chat.answer(style, with_logprobs=with_logprobs)
+        keeping = Keeping(keeper, principal.tenant, style, [*before, *given_items(body)])
+        return chat.answer(style, with_logprobs=with_logprobs, before_end=keeping.keep)
+
+
+async def conversation_before(body: ResponsesBody, store: Store, principal: Principal) -> tuple[list[Item], int]:
+    """The items of the conversation that goes on, and its size in bytes."""
+    if body.previous_response_id is None:
+        return [], 0
+    known = checked(store, "previous_response_id")
+    stored = await known.get(principal.tenant, body.previous_response_id, "previous_response_id")
+    return stored.items, len(stored.response)
+
+
+async def _prepared(
+    text: TextServices,
+    context: GatewayContext,
+    posted: Posted[ResponsesBody],
+    before: Sequence[Item],
+    held: AsyncExitStack,
+) -> PreparedChat:
+    """The conversation, shortened if it is too long and may be."""
+    body, tenant, ignored = posted.body, posted.principal.tenant, ignored_fields(posted.request)
+    items = placed_items(body, before)
+
+    async def prepare(items: Sequence[Placed]) -> PreparedChat:
+        work = posted.size // PARSED_FASTER
+        chat_body, names = await text.workers.run(tenant, work, chat_of, body, items, text.settings, ignored)
+        asked = Posted(posted.request, posted.principal, chat_body, posted.size, posted.began_s)
+        return await held.enter_async_context(conversation_of(text, context, asked, names, PREFIX))
+
+    try:
+        return await prepare(items)
+    except RequestRefused as error:
+        if body.truncation != "auto" or error.code not in TOO_LONG:
+            raise
+        return await prepare(await text.workers.run(tenant, posted.size, shortened, text, body, items))
+
+
+def _additions(text: TextServices, body: ResponsesBody, chat: PreparedChat) -> Additions:
+    return Additions(
+        formatter=None if chat.logprobs is None else TokenFormatter(text.detokenizers),
+        seals=THINKING in (body.include or ()),
+        customs=custom_names(body.tools),
+    )
 
 
 async def show_response(store: Store, request: Request, principal: Principal) -> Response:
@@ -93,9 +135,13 @@ class Keeping:
         """Stores it."""
         final = self.style.final
         assert final is not None, "it is complete"
-        output = [item for item in msgspec.convert(final["output"], list[Item]) if not _is_cut_call(item)]
-        stored = StoredResponse(msgspec.json.encode(final), [*self.items, *output])
+        stored = StoredResponse(msgspec.json.encode(final), [*self.items, *kept_output(final["output"])])
         await self.store.keep(self.tenant, final["id"], stored)
+
+
+def kept_output(output: Sequence[dict[str, Any]]) -> list[Item]:
+    """The items of an answer that the next request goes on from."""
+    return [item for item in answered_items(output) if not _is_cut_call(item)]
 
 
 def _is_cut_call(item: Item) -> bool:
@@ -113,7 +159,7 @@ def _is_cut_call(item: Item) -> bool:
 def object_fields(body: ResponsesBody, chat: PreparedChat, *, stores: bool) -> dict[str, Any]:
     """The fields of the response object that are known before the answer."""
     head, sampling = chat.head, chat.parts[0].request.sampling
-    tools = [{"description": None, "parameters": None, "strict": None, **tool} for tool in _plain(body.tools or [])]
+    tools = [_shown_tool(tool) for tool in _plain(body.tools or [])]
     text = {"format": {"type": "text"}, "verbosity": "medium", **(_plain(body.text) or {})}
     return {
         "id": head.id,
@@ -124,6 +170,7 @@ def object_fields(body: ResponsesBody, chat: PreparedChat, *, stores: bool) -> d
         "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
@@ -134,11 +181,16 @@ def object_fields(body: ResponsesBody, chat: PreparedChat, *, stores: bool) -> d
         "text": text,
         "tool_choice": _plain(body.tool_choice) or "auto",
         "tools": tools,
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "user": body.user,
     }
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    absent = ("description", "parameters", "strict") if tool["type"] == "function" else ("description", "format")
+    return {**dict.fromkeys(absent), **tool}
 
 
 def _plain(value: Any) -> Any:

@@ -23,6 +23,9 @@ def routes(rig: Rig) -> list[tuple[Route, str, str]]:
     ]
 
 
+WITHOUT_BODY = ("/v1/responses/{response_id}/cancel", "/reset_prefix_cache", "/ping")
+
+
 @pytest.fixture
 async def document(rig: Rig) -> dict[str, Any]:
     document: dict[str, Any] = (await rig.client.get("/openapi.json")).json()
@@ -39,7 +42,7 @@ async def test_every_route_says_what_it_takes_and_which_key(rig: Rig, document: 
         operation = document["paths"][path][method]
         named = [parameter["name"] for parameter in operation.get("parameters", ())]
         assert named == PARAMETER.findall(route.path), path
-        takes_body = method in ("post", "patch", "put") and path != "/ping"
+        takes_body = method in ("post", "patch", "put") and path not in WITHOUT_BODY
         assert ("requestBody" in operation) == takes_body, (method, path)
         level = route.endpoint.__dict__["auth_level"]
         assert ("security" in operation) == (level in (AuthLevel.API_KEY, AuthLevel.ADMIN)), path
@@ -65,6 +68,6 @@ async def test_every_reference_in_the_document_is_there(document: dict[str, Any]
 @pytest.mark.parametrize("method", ["get", "post", "delete", "patch", "put"])
 async def test_a_method_that_the_document_lacks_is_refused(rig: Rig, document: dict[str, Any], method: str) -> None:
     for path, operations in document["paths"].items():
-        if method not in operations and "{" not in path:
+        if method not in operations and "{" not in path and path != "/v1/responses/input_tokens":  # or an id
             answer = await rig.client.request(method, path)
             assert answer.status_code == 405, (method, path)

@@ -10,8 +10,8 @@ import pytest
 
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.tasks import TaskOwner
+from tandem.cluster.gateway.responses.response_items import MessageItem
 from tandem.cluster.gateway.responses.response_store import ResponseStore, StoredResponse
-from tandem.cluster.gateway.responses.responses_body import MessageItem
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient
@@ -75,6 +75,45 @@ async def test_a_conversation_goes_on_from_its_last_response(redis: BackgroundCl
         assert prompt_of(rig) == "user:oneassistant:yesuser:twoassistant:yesuser:three"
         await ask(rig, input="other", previous_response_id=first["id"])
         assert prompt_of(rig) == "user:oneassistant:yesuser:other", "a response may be gone on from twice"
+
+
+async def test_input_items_are_those_that_were_answered(redis: BackgroundClient) -> None:
+    async with storing(redis) as rig:
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        result = {"type": "function_call_output", "call_id": "c", "output": "3"}
+        first = (await ask(rig, input=[{"role": "user", "content": "one"}, call, result])).json()
+        second = (await ask(rig, input="two", previous_response_id=first["id"])).json()
+
+        async def items(response_id: str, **query: Any) -> Any:
+            return (await rig.client.get(f"{PATH}/{response_id}/input_items", params=query)).json()
+
+        listed = await items(second["id"], order="asc")
+        kinds = [item["type"] for item in listed["data"]]
+        assert kinds == ["message", "function_call", "function_call_output", "message", "message"]
+        assert listed["data"][0]["content"] == [{"type": "input_text", "text": "one"}]
+        assert listed["data"][3]["id"] == first["output"][0]["id"] and listed["data"][3]["role"] == "assistant"
+        assert (listed["object"], listed["has_more"]) == ("list", False)
+        assert listed == await items(second["id"], order="asc"), "ids stay"
+        newest = await items(second["id"], limit=2)
+        assert newest["data"] == listed["data"][:2:-1] and newest["has_more"]
+        rest = await items(second["id"], after=newest["last_id"])
+        assert rest["data"] == listed["data"][2::-1] and not rest["has_more"]
+        assert len((await items(first["id"]))["data"]) == 3
+        for query, param in (({"limit": "0"}, "limit"), ({"order": "up"}, "order"), ({"after": "x"}, "after")):
+            refused = await rig.client.get(f"{PATH}/{first['id']}/input_items", params=query)
+            assert (refused.status_code, error_of(refused)["param"]) == (400, param)
+        rig.client.headers["authorization"] = "Bearer other"
+        hidden = await rig.client.get(f"{PATH}/{first['id']}/input_items")
+        assert (hidden.status_code, error_of(hidden)["code"]) == (404, "response_not_found")
+
+
+async def test_what_has_ended_cannot_be_cancelled(redis: BackgroundClient) -> None:
+    async with storing(redis) as rig:
+        first = (await ask(rig)).json()
+        refused = await rig.client.post(f"{PATH}/{first['id']}/cancel")
+        assert refused.status_code == 400 and "cannot be cancelled" in error_of(refused)["message"]
+        unknown = await rig.client.post(f"{PATH}/{UNKNOWN}/cancel")
+        assert (unknown.status_code, error_of(unknown)["code"]) == (404, "response_not_found")
 
 
 async def test_a_call_that_was_cut_is_no_turn_of_the_next_request(redis: BackgroundClient) -> None:

@@ -167,6 +167,21 @@ def test_logprobs_come_from_the_raw_logits() -> None:
     assert third.logprob == pytest.approx(raw[2].max().item(), abs=1e-5)
 
 
+def test_named_tokens_have_their_logprobs_in_their_order() -> None:
+    """Beside rows that want the best ones, and rows that want none; ids outside the vocabulary are left out."""
+    logits = random_logits(4, 40)
+    named = RowSampling(temperature=0.0, logprobs=0, logprob_token_ids=(7, 3, 99, -1), allowed_token_ids=(5,))
+    one = RowSampling(temperature=0.0, logprobs=0, logprob_token_ids=(0,))
+    best = RowSampling(temperature=0.0, logprobs=2)
+    got = run(logits, [(named, [1], 1), (RowSampling(temperature=0.0), [1], 1), (best, [1], 1), (one, [1], 1)])
+    raw = torch.log_softmax(logits.double(), -1)
+    first, second, third, fourth = got.logprobs
+    assert first is not None and second is None and third is not None and fourth is not None
+    assert first.token_id == 5 and first.top == [(i, pytest.approx(raw[0, i].item(), abs=1e-5)) for i in (7, 3)]
+    assert [i for i, _ in third.top] == raw[2].topk(2).indices.tolist()
+    assert fourth.top == [(0, pytest.approx(raw[3, 0].item(), abs=1e-5))]
+
+
 def test_ids_outside_the_vocabulary_change_nothing() -> None:
     logits = random_logits(1, 30)
     odd = RowSampling(temperature=0.0, min_tokens=9, stop_token_ids=(99, -1), logit_bias=((50, 3.0),))

@@ -113,7 +113,7 @@ class Sequence:
             choice=self.choice,
             min_tokens=params.min_tokens,
             stop_token_ids=tuple(sorted(self.stop_ids)),
-            logprobs=params.logprobs,
+            logprobs=0 if params.logprobs is None and params.logprob_token_ids is not None else params.logprobs,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
@@ -123,6 +123,7 @@ class Sequence:
             prompt_logprobs=params.prompt_logprobs,
             grammar=self.grammar,
             thinking_budget=params.thinking_budget,
+            logprob_token_ids=params.logprob_token_ids,
         )
 
 

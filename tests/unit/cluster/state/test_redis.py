@@ -20,8 +20,10 @@ from tandem.cluster.fleet.fleet_view import (
     read_start_failure,
     report_start_failure,
 )
+from tandem.cluster.fleet.prefix_resets import ResetFollower
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
+from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import BackgroundClient, Part, RedisUnavailable, RequestClient, check_reachable
 
 GET = "return redis.call('GET', KEYS[1])"
@@ -468,3 +470,26 @@ async def test_the_first_start_failure_stays(background: BackgroundClient) -> No
     await report_start_failure(background, "s", first)
     await report_start_failure(background, "s", StartFailure(part="group b", message="later"))
     assert await read_start_failure(background, "s") == first
+
+
+async def test_groups_are_ordered_to_forget_their_prefix_caches(background: BackgroundClient) -> None:
+    """Each obeys an order once, says so in its record, and the one who ordered waits for that."""
+    forgotten: list[str] = []
+
+    async def forget() -> None:
+        forgotten.append("now")
+
+    follower = ResetFollower(background, "resets", forget, lambda: None, Announcements())
+    heartbeat = group_heartbeat(background, "resets", lambda: record(prefix_resets=follower.done))
+    await follower.look()
+    await heartbeat.send_heartbeat()
+    fleet = FleetView(background, "resets", reseed=lambda: asyncio.sleep(0))
+    assert await fleet.reset_prefix_caches(within_s=0.0) == ["g1"] and not forgotten
+    for _ in range(2):
+        await follower.look()
+    assert len(forgotten) == 1
+    ordering = asyncio.create_task(fleet.reset_prefix_caches())
+    while not ordering.done():
+        await follower.look()
+        await heartbeat.send_heartbeat()
+    assert await ordering == [] and len(forgotten) == 2

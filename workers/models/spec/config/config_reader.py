@@ -25,6 +25,7 @@ from tandem.workers.models.spec.arch import (
     Norm,
     RopeSpec,
 )
+from tandem.workers.models.spec.config.classifier_config import CLASSIFIER_KEYS, generating
 from tandem.workers.models.spec.config.config_values import ConfigValues, entries, whole, wrong_weights
 from tandem.workers.models.spec.config.layer_patterns import layer_windows, rotary_layers
 from tandem.workers.models.spec.config.mlp_config import layer_mlps
@@ -45,7 +46,7 @@ from tandem.workers.models.spec.family import Family, PositionKind
 from tandem.workers.models.spec.family_rows.families import family_of, short_names
 
 OVERRIDES = "--hf-overrides"
-READ_BESIDE = ("architectures", "dtype", "torch_dtype", "matryoshka_dimensions", "is_matryoshka")
+READ_BESIDE = ("architectures", "dtype", "torch_dtype", "matryoshka_dimensions", "is_matryoshka", *CLASSIFIER_KEYS)
 """Keys of config.json that are read elsewhere."""
 QUANTIZED_BESIDE = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
 """Files beside config.json that older quantized checkpoints have."""
@@ -171,7 +172,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
         )
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise UnsupportedModelError(f"config.json: architectures is {architectures!r}, want exactly one name", "MODEL")
-    return architectures[0]
+    return generating(architectures[0], config)
 
 
 def _model(

@@ -1,0 +1,210 @@
+"""Tools of the Responses API. A custom tool, which takes free text, is a function with one argument to the model; what
+the model writes for that argument is the text.
+
+Tools that OpenAI's service runs itself are not run here. Those that clients send with every request are left out and
+named as ignored, as in vLLM; others, and the choice of one, are refused by name.
+"""
+
+import json
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from tandem.cluster.gateway.responses.response_items import check_kind
+from tandem.cluster.gateway.schemas.ignored_fields import Ignorables, IgnoredFields, ignorable
+from tandem.cluster.gateway.schemas.reading import invalid, unsupported
+
+INPUT = "input"
+"""The argument of the function that stands for a custom tool."""
+HINTS: Ignorables = {
+    "tools[]": ignorable("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "output_schema")
+}
+SENT_ALWAYS = ("web_search", "web_search_preview", "image_generation")
+"""Kinds of tools of OpenAI's service that agents send unasked, each also with a date behind its name."""
+_BEGIN = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
+LONGEST_BEGIN = 256
+"""Characters within which the argument begins; else the arguments have another form."""
+_HEX = "[0-9a-fA-F]"
+_PAIRED = rf"u[dD][89abAB]{_HEX}{{2}}(?:\\u{_HEX}{{4}}|(?=[^\\]|\\[^u]))"
+_WHOLE = re.compile(rf'(?:[^"\\]+|\\(?:[^u]|u(?![dD][89abAB]){_HEX}{{4}}|{_PAIRED}))*')
+"""The part of a JSON string that can be read while it goes on: whole escapes, both halves of a surrogate pair."""
+
+
+class ResponseTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="function"):
+    """A function that the model may call. parameters: JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class InputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The form of a custom tool's text. syntax, definition: of a grammar."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class TextTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="custom"):
+    """A tool that takes free text."""
+
+    name: str
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+AnyTool = ResponseTool | TextTool
+
+
+class FunctionChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="function"):
+    """The function that the model must call."""
+
+    name: str
+
+
+class CustomChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="custom"):
+    """The custom tool that the model must call."""
+
+    name: str
+
+
+class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="allowed_tools"):
+    """The tools that the model may call, or must call one of."""
+
+    mode: Literal["auto", "required"]
+    tools: list[FunctionChoice | CustomChoice]
+
+
+Choice = Literal["none", "auto", "required"] | FunctionChoice | CustomChoice | AllowedTools
+
+
+def take_hosted(fields: dict[str, Any], ignored: IgnoredFields) -> None:
+    """Leaves out tools that are not run here but always sent. RequestRefused for others, and for the choice of one."""
+    choice, tools = fields.get("tool_choice"), fields.get("tools")
+    if isinstance(choice, dict):
+        check_kind(choice, ("function", "custom", "allowed_tools"), "tool_choice")
+    if not isinstance(tools, list):
+        return
+    kept = []
+    for i, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and re.sub(r"_\d{4}_\d\d_\d\d\Z", "", kind) in SENT_ALWAYS:
+            ignored.note(f"tools[{i}].{kind}", f"tools[{i}]: the type {kind} is not supported.")
+            continue
+        if isinstance(tool, dict):
+            check_kind(tool, ("function", "custom"), f"tools[{i}]")
+        kept.append(tool)
+    fields["tools"] = kept
+    ignored.take_from(fields, HINTS)
+
+
+def chat_tools(tools: list[AnyTool] | None, choice: Choice | None, ignored: IgnoredFields) -> list[dict[str, Any]]:
+    """The tools as chat completions have them; those that `choice` allows. RequestRefused for one that is not there."""
+    tools, names = tools or [], {tool.name for tool in tools or ()}
+    if isinstance(choice, AllowedTools):
+        for i, one in enumerate(choice.tools):
+            if one.name not in names:
+                raise invalid(f"tool_choice.tools[{i}].name", f"No tool of this request has the name {one.name}.")
+        names = {one.name for one in choice.tools}
+    forced = choice == "required" or isinstance(choice, CustomChoice)
+    forced = forced or (isinstance(choice, AllowedTools) and choice.mode == "required")
+    return [_chat_tool(tool, f"tools[{i}]", ignored, forced) for i, tool in enumerate(tools) if tool.name in names]
+
+
+def chat_choice(choice: Choice | None) -> Any:
+    """The choice as chat completions have it."""
+    if choice is None or isinstance(choice, str):
+        return choice
+    if isinstance(choice, AllowedTools):
+        return choice.mode if choice.tools else "none"
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def custom_names(tools: list[AnyTool] | None) -> frozenset[str]:
+    """The names of the custom tools."""
+    return frozenset(tool.name for tool in tools or () if isinstance(tool, TextTool))
+
+
+def call_arguments(text: str) -> str:
+    """The arguments of the function that stands for a custom tool, for its text."""
+    return json.dumps({INPUT: text}, ensure_ascii=False)
+
+
+def _chat_tool(tool: AnyTool, place: str, ignored: IgnoredFields, forced: bool) -> dict[str, Any]:
+    if isinstance(tool, ResponseTool):
+        function = msgspec.to_builtins(tool)
+        return {"type": function.pop("type"), "function": function}
+    text: dict[str, Any] = {"type": "string"}
+    shown, form = [tool.description] if tool.description else [], tool.format
+    if form is not None and form.type == "grammar":
+        _check_grammar(form, f"{place}.format", ignored, forced)
+        shown.append(f"The {INPUT} follows this grammar ({form.syntax}):\n{form.definition}")
+        if form.syntax == "regex":
+            text["pattern"] = f"^(?:{form.definition})$"
+    parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+    function = {"name": tool.name, "description": "\n\n".join(shown), "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _check_grammar(form: InputFormat, place: str, ignored: IgnoredFields, forced: bool) -> None:
+    """Notes a grammar that the model only sees; a forced call is held to a regular expression."""
+    for name in ("syntax", "definition"):
+        if getattr(form, name) is None:
+            raise invalid(f"{place}.{name}", f"The field {place}.{name} is required with type grammar.")
+    if not forced:
+        ignored.note(place, f"{place}: a call that is not forced is not held to a grammar.")
+    elif form.syntax == "lark":
+        raise unsupported(place, f'{place}: a forced call can be held to the syntax "regex" only, not to "lark".')
+
+
+class InputReader:
+    """The text of a custom tool's call, out of the JSON that the model writes as the function's arguments."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_over = False
+        self._has_begun = False
+        self._other: list[str] = []
+
+    def push(self, text: str) -> str:
+        """More of the arguments; returns more of the text."""
+        if self._is_over:
+            return ""
+        if self._other:
+            self._other.append(text)
+            return ""
+        self._held += text
+        if not self._has_begun:
+            if (begin := _BEGIN.match(self._held)) is None:
+                if len(self._held) > LONGEST_BEGIN:
+                    self._other, self._held = [self._held], ""
+                return ""
+            self._has_begun, self._held = True, self._held[begin.end() :]
+        whole = _WHOLE.match(self._held)
+        assert whole is not None, "it matches nothing too"
+        self._held = self._held[whole.end() :]
+        self._is_over = self._held.startswith('"')
+        return _unescaped(whole[0])
+
+    def finish(self) -> str:
+        """The rest of the text: all arguments where they have another form than asked for."""
+        rest, self._held = "".join([*self._other, self._held]), ""
+        return "" if self._has_begun else rest
+
+
+def input_of(arguments: str) -> str:
+    """The text of a custom tool's call, of all its arguments."""
+    reader = InputReader()
+    return reader.push(arguments) + reader.finish()
+
+
+def _unescaped(piece: str) -> str:
+    """The text of a piece of a JSON string; halves of surrogate pairs become U+FFFD."""
+    try:
+        text: str = json.loads(f'"{piece}"', strict=False)
+    except ValueError:  # an escape that JSON does not have
+        return piece
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
