@@ -139,8 +139,8 @@ def test_a_request_asks_within_these_facts() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"architectures": ["BertModel"]}, "architecture 'BertModel' is not supported"),
-        ({"architectures": ["XLMRobertaModel"]}, "architecture 'XLMRobertaModel' is not supported"),
+        ({"architectures": ["BertModel"]}, "BertModel is an encoder: Tandem serves decoders"),
+        ({"architectures": ["XLMRobertaModel"]}, "XLMRobertaModel is an encoder: Tandem serves decoders"),
         ({"architectures": ["Qwen2ForCausalLM"], "is_causal": False}, "is_causal False is not supported"),
     ],
 )
