@@ -97,9 +97,13 @@ def cache_folder() -> Path:
 
 def state_folder() -> Path:
     """The folder of files that are kept and that nothing needs, as logs: XDG_STATE_HOME/tandem, else
-    ~/.local/state/tandem. It may not exist yet."""
-    given = os.environ.get("XDG_STATE_HOME")
-    return (Path(given) if given else Path.home() / ".local" / "state") / "tandem"
+    ~/.local/state/tandem; tandem-state-UID in the temp folder for a user without a home. It may not exist yet."""
+    if given := os.environ.get("XDG_STATE_HOME"):
+        return Path(given) / "tandem"
+    try:
+        return Path.home() / ".local" / "state" / "tandem"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"tandem-state-{os.getuid()}"
 
 
 def adapter_cache_folder() -> Path:

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -112,6 +114,8 @@ def test_where_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert LogPlace(base="/logs").folder("ab") == Path("/logs/serve-ab")
     monkeypatch.delenv("XDG_STATE_HOME")
     assert LogPlace().folder("ab") == Path.home() / ".local" / "state" / "tandem" / "logs" / "serve-ab"
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError))  # as in a container whose user has no entry
+    assert LogPlace().folder("ab").parent == Path(tempfile.gettempdir()) / f"tandem-state-{os.getuid()}" / "logs"
 
 
 def test_a_folder_that_cannot_be_written_is_named(
