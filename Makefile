@@ -16,7 +16,7 @@ TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t
 
 .PHONY: install dev serve check check-kernels format quick test parity gpu chaos fuzz mutate bench bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
-  bench-invariant bench-speculation bench-routing bench-overload bench-batching bench-multiturn bench-weight-stream \
+  bench-invariant bench-speculation bench-routing bench-overload bench-batching bench-fairness bench-multiturn bench-weight-stream \
   bench-lora bench-moe bench-gpu performance model-table docs release clean help
 
 help: ## show these goals
@@ -148,6 +148,9 @@ bench-speculation: $(DEV) ## n-gram speculation: acceptance, and speed-up by acc
 
 bench-batching: $(DEV) ## continuous, dynamic and static batching, and what idle rows predict
 	$(BIN)/python -m benchmarks.engine.batching $(ARGS)
+
+bench-fairness: $(DEV) ## shares and first tokens of tenants beside a flood, in steps; one tenant's speed (ARGS=--against CHECKOUT)
+	$(BIN)/python -m benchmarks.engine.fairness $(ARGS)
 
 bench-multiturn: $(DEV) ## KV tiers: replay of a conversation trace, one returning turn, copy or recompute
 	$(BIN)/python -m benchmarks.service.trace_replay kv $(ARGS)

@@ -13,7 +13,7 @@ def check_invariants(engine: Engine) -> None:
     engine.grammars.check_users(engine.requests)
     sequences = [seq for state in engine.requests for seq in state.sequences]
     check_reservations(engine.manager, sequences)
-    tables = (seq.table for seq in sequences)
+    tables = [*(seq.table for seq in sequences), *engine.scheduler.rows.kept_tables()]
     if engine.offload is None:
         engine.manager.check_invariants(tables)
         return

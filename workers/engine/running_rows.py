@@ -5,13 +5,16 @@ earlier plans that name it, on each stage. Called by the scheduler alone.
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence as ListOf
 
 from tandem.workers.engine.base.sequence import Sequence, SequenceStatus
-from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
+from tandem.workers.engine.blocks.kept_tables import KeptTable, KeptTables
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
 from tandem.workers.engine.waiting.least_share import gives_way
+from tandem.workers.engine.waiting.row_shares import HeldBlocks
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.step import RowInit
 
@@ -34,6 +37,7 @@ class RunningRows:
         self._waiting = waiting
         self._tiers = tiers
         self._rules = rules
+        self._kept = KeptTables(manager)
         self._unsent_freed: set[int] = set()
         self._any_ended = False
 
@@ -71,6 +75,7 @@ class RunningRows:
         seq.status = SequenceStatus.RUNNING
         seq.num_sent = len(seq.tokens)
         seq.bound_step = step_id
+        self._waiting.tenants.take_row(seq)
         for rule in self._rules:
             rule.bound(seq)
         if not self.sequences or self.sequences[-1].order < seq.order:
@@ -92,10 +97,14 @@ class RunningRows:
         self._any_ended = True
         self._unbind(seq)
 
-    def preempt(self, seq: Sequence) -> None:
-        """Returns a running sequence to the queue without blocks. Its samples in flight still count."""
+    def preempt(self, seq: Sequence, *, keeps_blocks: bool = False) -> None:
+        """Returns a running sequence to the queue without blocks. Its samples in flight still count. keeps_blocks: they
+        stay for it as long as nobody needs them."""
         self.sequences.remove(seq)
-        if self._tiers is not None:
+        if keeps_blocks:
+            self._kept.keep(seq, KeptTable(seq.table, seq.num_scheduled, seq.last_step))
+            seq.table = self._manager.new_table_like(seq.table)
+        elif self._tiers is not None:
             self._tiers.swap_out(seq.table)
         self._unbind(seq)
         seq.status = SequenceStatus.WAITING
@@ -105,12 +114,40 @@ class RunningRows:
 
     def _unbind(self, seq: Sequence) -> None:
         self.charge(seq)
+        self._waiting.tenants.leave_row(seq)
         for rule in self._rules:
             rule.unbound(seq)
         self._manager.release(seq.table, seq.last_step)
         self.free.append(seq.row)
         self._unsent_freed.add(seq.row)
         seq.row = -1
+
+    # ---- blocks without a row ----
+
+    def kept_tables(self) -> list[BlockTable]:
+        """Returns the tables that wait for their sequences; for check_invariants()."""
+        return [kept.table for kept in self._kept]
+
+    def take_kept(self, seq: Sequence) -> bool:
+        """Returns whether a sequence that gets a row has its blocks again, with those that all its known tokens need.
+        The plans that name it have returned."""
+        kept = self._kept.take(seq, len(seq.tokens))
+        if kept is None:
+            return False
+        seq.table = kept.table
+        seq.num_scheduled = seq.num_computed = kept.num_tokens
+        return True
+
+    def drop_kept(self, seq: Sequence) -> None:
+        """Releases the blocks of a waiting sequence that has ended."""
+        self._kept.drop(seq)
+
+    def clear_kept(self) -> bool:
+        """Releases the blocks of all sequences that wait; returns whether there were any."""
+        if self._tiers is not None:
+            for kept in self._kept:
+                self._tiers.swap_out(kept.table)
+        return self._kept.clear()
 
     # ---- what tenants have had ----
 
@@ -128,12 +165,49 @@ class RunningRows:
 
     # ---- who gives way ----
 
-    def make_way(self, first: Sequence) -> None:
-        """Preempts a sequence of another tenant if `first`, the first in the queue, is of one that runs nothing."""
+    def make_way(self) -> None:
+        """Preempts sequences of tenants that have more rows than their share, for queued ones of tenants that lack rows
+        of theirs. All rows are taken."""
+        tenants = self._waiting.tenants
+        if not tenants.shares.is_shared:
+            return
         self.charge_all()
-        victim = gives_way(first, self.sequences, self._waiting.tenants)
-        if victim is not None:
+        for taker, lacking in tenants.lacking():
+            for _ in range(lacking):
+                victim = gives_way(taker, self.sequences, tenants.shares)
+                if victim is None:
+                    break
+                self.preempt(victim, keeps_blocks=self._may_keep(victim))
+
+    def free_blocks(self, first: Sequence) -> None:
+        """Preempts sequences of tenants that have more blocks than their share, for the first in the queue, until it
+        has those that it lacks."""
+        manager, tenants = self._manager, self._waiting.tenants
+        if not tenants.shares.is_shared:
+            return
+        need = manager.cost(len(first.tokens), manager.match_prefix(first.table, first.tokens))
+        missing = need + self.reserve - manager.pool.num_allocatable - manager.pool.num_pending
+        if missing <= 0:
+            return
+        self.charge_all()
+        while missing > 0 and (taker := tenants.claims(first, need, blocks := self._held_blocks())) is not None:
+            victim = gives_way(taker, self.sequences, tenants.shares, blocks)
+            if victim is None:
+                return
+            missing -= _num_blocks(victim)
             self.preempt(victim)
+
+    def _held_blocks(self) -> HeldBlocks:
+        held: Counter[str] = Counter()
+        for seq in self.sequences:
+            held[seq.tenant] += _num_blocks(seq)
+        return HeldBlocks(self._manager.pool.num_blocks, held)
+
+    def _may_keep(self, seq: Sequence) -> bool:
+        """Returns whether a sequence may leave its blocks where they are: there is room for as many more as run, and
+        none of its blocks, and nothing that its row counted, is shared or lost with the row."""
+        alone = len(seq.state.sequences) == 1 and not seq.table.may_share and seq.table.finds_prefix
+        return alone and self._manager.pool.num_allocatable >= 2 * len(self.sequences) * self._manager.groups.count
 
     def preempt_for(self, seq: Sequence) -> None:
         """Preempts one of those that this step has not served yet, seq included: of the tenant served most, the one of
@@ -141,7 +215,8 @@ class RunningRows:
         # if it is seq itself, the sequence after it skips this step
         self.charge_all()
         unserved = self.sequences[self.sequences.index(seq) :]
-        victim = max(unserved, key=lambda other: (self._waiting.tenants.counter(other), other.order))
+        blocks, tenants = self._held_blocks(), self._waiting.tenants
+        victim = max(unserved, key=lambda other: (tenants.holding(other, blocks), other.order))
         for other in self._giving_way(victim, seq):
             self.preempt(other)
 
@@ -155,3 +230,7 @@ class RunningRows:
         if victim.state is seq.state or self._tiers is None:
             return [victim]
         return [other for other in self.sequences if other.state is victim.state]
+
+
+def _num_blocks(seq: Sequence) -> int:
+    return len(seq.table.block_ids) + seq.table.num_reserved

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListOf
 
 from tandem.configs.schema import SchedulerSettings
-from tandem.workers.engine.base.blockers import Blocker
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
@@ -32,7 +31,6 @@ from tandem.workers.engine.running_rows import RunningRows
 from tandem.workers.engine.step_limit import StepLimit
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
-from tandem.workers.engine.waiting.first_blocks import find_prefix, share_prompt
 from tandem.workers.engine.waiting.probation import Probation
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.step import RowWork, StepPlan
@@ -73,13 +71,14 @@ class Scheduler:
         self._budget = settings.max_num_batched_tokens
         num_rows = min(settings.max_num_seqs, self._budget)
         self._limits_prefill = settings.max_itl_ms is not None
+        waiting.tenants.share_rows(num_rows, self._budget)
         self.rows = RunningRows(num_rows, manager, waiting, tiers, rules)
         self.admission = RowAdmission(waiting, rules, probation, tiers, self.rows, self._budget)
         self._one_token = [RowWork(row=row, num_tokens=1, samples=True) for row in range(num_rows)]
         self._next_step = 1
         self._limit = StepLimit(self._budget)
         self._known_failure = 0
-        self._lacks_blocks: Sequence | None = None
+        self._lacks_blocks = False
         self._undone: set[Sequence] = set()
 
     # ---- queries ----
@@ -132,7 +131,7 @@ class Scheduler:
     def _plan(self) -> tuple[InFlightStep, StepPlan] | None:
         """Returns a plan for the running sequences that may share it and for those that wait; None without work."""
         rolled_back = self._roll_back_rows() if self._undone else []
-        if not self.rows.free or self._lacks_blocks is not None:
+        if not self.rows.free or self._lacks_blocks:
             self._make_way()
         step = InFlightStep(self._next_step)
         preemptions = self.rows.num_preemptions
@@ -164,6 +163,7 @@ class Scheduler:
         """
         self.done_step = step.step_id
         self._manager.pool.retire(step.step_id)
+        self.rows.clear_kept()  # some of their tokens may not have been computed
         is_first = step.step_id > self._known_failure  # those behind it were made before this was known
         if is_first:
             self._known_failure = self._next_step - 1
@@ -185,6 +185,7 @@ class Scheduler:
 
     def forget(self, seq: Sequence) -> None:
         """Removes a failed sequence's KV from the index of every tier. finish() follows."""
+        self.rows.clear_kept()
         self._manager.forget(seq.table)
         if self._tiers is not None:
             self._tiers.forget(seq.table)
@@ -194,6 +195,7 @@ class Scheduler:
         if seq.status is SequenceStatus.WAITING:
             self.rows.charge(seq)
             self.admission.leave(seq)
+            self.rows.drop_kept(seq)
         elif seq.status is SequenceStatus.RUNNING:
             if self._tiers is not None:
                 self._tiers.store(seq.table)
@@ -297,6 +299,8 @@ class Scheduler:
         """
         manager, pool = self._manager, self._manager.pool
         while (added := manager.extend(seq.table, num_tokens)) is None:
+            if self.rows.clear_kept():
+                continue
             missing = manager.lacks(seq.table, num_tokens)
             if pool.num_allocatable + pool.num_pending >= missing:
                 return None
@@ -307,6 +311,7 @@ class Scheduler:
 
     def roll_back(self, seq: Sequence) -> None:
         """Returns a sequence to the queue after a failed load; its results in flight are discarded."""
+        self.rows.clear_kept()
         if seq.status is SequenceStatus.RUNNING:
             self.rows.end(seq)
             seq.status = SequenceStatus.WAITING
@@ -317,14 +322,16 @@ class Scheduler:
             seq.void_until = self._next_step - 1
 
     def _make_way(self) -> None:
-        """Preempts a sequence of another tenant if the first in the queue is of one that runs nothing and lacks a row,
-        or blocks. Blocks come free when plans in flight return; until then no more are taken."""
-        first, starved = self.waiting.peek(), self._lacks_blocks
-        self._lacks_blocks = None
+        """Preempts sequences of tenants that have more than their share if others lack rows, or the first in the queue
+        blocks. Blocks come free when plans in flight return."""
+        first = self.waiting.peek()
+        self._lacks_blocks = False
         if first is None or not self.admission.joins_running or self._limit.is_reduced or self.alone is not None:
             return
-        if not self.rows.free or (first is starved and not self._manager.pool.num_pending):
-            self.rows.make_way(first)
+        if not self.rows.free:
+            self.rows.make_way()
+        if self.rows.free:
+            self.rows.free_blocks(first)
 
     def _schedule_prefills(self, step: InFlightStep, prefills: list[Sequence], budget: int) -> int:
         """Schedules the next chunks of running prefills, earliest first. Their blocks are reserved since admission, but
@@ -333,7 +340,10 @@ class Scheduler:
         for seq in prefills:
             if seq.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue
-            if self._manager.can_take(seq.table, min(seq.num_known, seq.num_scheduled + budget)):
+            most = min(seq.num_known, seq.num_scheduled + budget)
+            if not self._manager.can_take(seq.table, most):
+                self.rows.clear_kept()
+            if self._manager.can_take(seq.table, most):
                 budget -= self._give(step, seq, budget, [])
             elif seq is not self.rows.sequences[0]:
                 self.rows.preempt(seq)
@@ -375,18 +385,12 @@ class Scheduler:
                 return  # preempted, with samples still in flight
             if self.admission.must_wait(seq):
                 continue
-            alone = not self.rows.sequences and not step.work
-            overlapped = ticket = None
-            if self._tiers is not None:
-                overlapped = self._tiers.load_overlapped(seq) if alone else None
-                ticket = self._tiers.load(seq, self.rows.reserve) if overlapped is None else None
-            if ticket is not None:
-                self.waiting.block(seq, Blocker.KV, ticket)
-                continue
-            shared = share_prompt(self._manager, step, seq, self.rows.reserve, self.done_step)
-            if not shared and not find_prefix(self._manager, step, seq, self.rows.reserve, overlapped):
-                self._lacks_blocks = seq
+            found = self.admission.find_blocks(self._manager, step, seq, self.done_step)
+            if found is False and not self.rows.clear_kept():
+                self._lacks_blocks = True
                 return
+            if not found:
+                continue
             self.waiting.remove(seq)
             if not seq.bound_step:
                 step.admitted.append((seq, seq.num_scheduled))

@@ -1,4 +1,4 @@
-"""A tenant that runs nothing gets a row, and blocks, of one whose long answers have them all."""
+"""A tenant gets the rows, and blocks, of its share from one whose long answers have them all."""
 
 from typing import Any
 
@@ -86,13 +86,18 @@ def test_each_of_too_many_tenants_keeps_its_only_row() -> None:
     assert h.engine.stats().preemptions == 0
 
 
-def test_a_tenant_that_runs_something_takes_no_more_rows() -> None:
+@pytest.mark.parametrize(("weight", "rows"), [(1.0, 2), (3.0, 3), (0.1, 1)])
+def test_a_tenant_takes_its_share_at_once_and_no_more(weight: float, rows: int) -> None:
     h = engine({})
+    h.engine.set_weights({"quiet": weight})
     flood(h)
-    h.add(*(request(f"q{i}", 8, 40, tenant="quiet") for i in range(3)))
+    h.add(*(request(f"q{i}", 8, 40, tenant="quiet") for i in range(rows)))
+    h.step()
+    assert running(h) == ["loud"] * (ROWS - rows) + ["quiet"] * rows
+    h.add(request("more", 8, 40, tenant="quiet"))
     for _ in range(10):
         h.step()
-    assert running(h) == ["loud", "loud", "loud", "quiet"]
+    assert running(h).count("quiet") == rows
 
 
 def test_one_tenant_alone_is_never_preempted_for_its_own() -> None:
@@ -121,12 +126,12 @@ def test_who_was_served_as_little_gives_way_to_nobody() -> None:
     flood(h)
     h.engine.scheduler.charge_running()
     running, tenants = h.engine.scheduler.rows.sequences, h.engine.scheduler.waiting.tenants
-    first = request("quiet", 9, 3, tenant="quiet")
-    h.add(first)
-    seq = h.engine.requests.get("quiet").sequences[0]
-    assert running_rows.gives_way(seq, running, tenants) is None, "it was lifted to the other's counter"
+    h.add(*(request(f"quiet{i}", 9, 3, tenant="quiet") for i in range(3)))  # more than its share of 2
+    [(quiet, lacking)] = tenants.lacking()
+    assert (quiet.name, lacking) == ("quiet", 2)
+    assert running_rows.gives_way(quiet, running, tenants.shares) is None, "it was lifted to the other's counter"
     tenants.charge(running[0], output_tokens=1)
-    assert running_rows.gives_way(seq, running, tenants) is not None
+    assert running_rows.gives_way(quiet, running, tenants.shares) is running[-1]
 
 
 def test_batches_are_not_broken_up() -> None:

@@ -97,6 +97,10 @@ class BlockManager:
         root = root_key(self._model_revision, self._kv_dtype, adapter_digest, salt)
         return BlockTable(root, first=[0] * self._num_groups)
 
+    def new_table_like(self, table: BlockTable) -> BlockTable:
+        """Returns an empty table for the same content."""
+        return BlockTable(table.root, keys=table.keys, finds_prefix=table.finds_prefix, first=[0] * self._num_groups)
+
     def places_for(self, num_tokens: int) -> int:
         """Returns the number of places that num_tokens tokens need: in each, every group has a block."""
         return -(-num_tokens // self.block_size)
@@ -149,14 +153,17 @@ class BlockManager:
         Returns False, with nothing changed, if fewer than `reserve` allocatable blocks would be left.
         """
         assert not table.block_ids, "only an empty table is admitted"
-        held = len(hits) // self._num_groups
-        first = [self.groups.first_seen(group, held) for group in range(self._num_groups)]
-        fresh = self._growth(first, held, self.places_for(num_tokens))
-        idle_hits = sum(self.pool.is_idle(block_id) for block_id in hits if block_id != NO_BLOCK)
-        if fresh + idle_hits + reserve > self.pool.num_allocatable:
+        if self.cost(num_tokens, hits) + reserve > self.pool.num_allocatable:
             return False
-        self._share(table, hits, held, first)
+        held = len(hits) // self._num_groups
+        self._share(table, hits, held, self._first_seen(held))
         return self.reserve(table, num_tokens)
+
+    def cost(self, num_tokens: int, hits: Sequence[int]) -> int:
+        """Returns how many allocatable blocks a table of num_tokens tokens takes that begins with `hits`."""
+        held = len(hits) // self._num_groups
+        fresh = self._growth(self._first_seen(held), held, self.places_for(num_tokens))
+        return fresh + sum(self.pool.is_idle(block_id) for block_id in hits if block_id != NO_BLOCK)
 
     def reserve(self, table: BlockTable, num_tokens: int) -> bool:
         """Reserves the blocks that the table lacks for num_tokens tokens, of a group with a window as many as it holds
@@ -293,6 +300,10 @@ class BlockManager:
                 self.pool.forget(found)
 
     # ---- inside ----
+
+    def _first_seen(self, held: int) -> list[int]:
+        """Returns, for each group, the first of `held` places that the token behind them sees."""
+        return [self.groups.first_seen(group, held) for group in range(self._num_groups)]
 
     def _written(self, table: BlockTable, start: int, end: int) -> range:
         groups = self._num_groups

@@ -9,11 +9,11 @@ the order is that of arrival. Called by the scheduler; knows no clock.
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from tandem.workers.engine.base.sequence import Sequence
-from tandem.workers.engine.waiting.arrival_queue import ArrivalQueue
+from tandem.workers.engine.waiting.row_shares import HeldBlocks, RowShares, Tenant
 
 
 @dataclass(frozen=True)
@@ -26,40 +26,24 @@ class TokenCosts:
     adapter_swap: float = 256.0
 
 
-@dataclass(slots=True, eq=False)
-class _Tenant:
-    """One tenant. counter: cost divided by weight, only grows. own: cost here since drain_charges(). waiting: its
-    sequences that are queued or blocked. listed: it has its one entry in the heap. worked: since forget_idle()."""
-
-    name: str
-    number: int
-    weight: float
-    counter: float = 0.0
-    own: float = 0.0
-    output_tokens: int = 0
-    waiting: int = 0
-    listed: bool = False
-    worked: bool = True
-    queue: ArrivalQueue = field(default_factory=ArrivalQueue)
-
-
 class FairQueue:
     """Order of the queued sequences over tenants; O(log n) each. Those blocked count as waiting and are not in the
     order. The heap holds tenants by the counter that they had
     when listed: as counters only grow, an outdated entry comes too early and is then put where it belongs."""
 
     def __init__(self, costs: TokenCosts = TokenCosts()) -> None:
+        self.shares = RowShares()
         self._costs = costs
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, Tenant] = {}
         self._num_seen = 0
         self._weights: dict[str, float] = {}
-        self._heap: list[tuple[float, int, _Tenant]] = []
+        self._heap: list[tuple[float, int, Tenant]] = []
         self._waiting: dict[Sequence, int | None] = {}
         self._num_queued = 0
         self._num_tokens = 0
         self._idle_level = 0.0
-        self._last: _Tenant | None = None
-        self._remote: list[_Tenant] = []
+        self._last: Tenant | None = None
+        self._remote: list[Tenant] = []
 
     # ---- the waiting queue's side ----
 
@@ -71,6 +55,7 @@ class FairQueue:
         self._waiting[seq] = len(seq.tokens)
         self._num_tokens += len(seq.tokens)
         self._num_queued += 1
+        self.shares.note(tenant)
         if not tenant.listed:
             tenant.listed = True
             heapq.heappush(self._heap, (tenant.counter, tenant.number, tenant))
@@ -91,6 +76,8 @@ class FairQueue:
     def peek(self) -> Sequence | None:
         """Returns the next of the queued sequences."""
         tenant = self._first()
+        if tenant is not None and len(self._heap) > 1 and self.shares.are_enough:
+            tenant = min(self._queued(), key=self._place)
         return None if tenant is None else tenant.queue.peek()
 
     def __len__(self) -> int:
@@ -129,6 +116,37 @@ class FairQueue:
         """Returns the cost of what its tenant was served, divided by the tenant's weight."""
         return self._tenant(seq.tenant).counter
 
+    # ---- rows ----
+
+    def share_rows(self, num_rows: int, budget: int) -> None:
+        """Sets what there is to share: rows, and tokens of a step."""
+        self.shares.set_room(num_rows, budget * self._costs.prompt, num_rows * self._costs.output)
+
+    def take_row(self, seq: Sequence) -> None:
+        """Notes that a sequence has got a row."""
+        self.shares.add_rows(self._tenant(seq.tenant), 1)
+
+    def leave_row(self, seq: Sequence) -> None:
+        """Notes that a sequence has lost its row."""
+        self.shares.add_rows(self._tenant(seq.tenant), -1)
+
+    def lacking(self) -> list[tuple[Tenant, int]]:
+        """Returns the tenants that lack rows of their share, in the order of the queue, and how many; with more tenants
+        than rows the first of the queue alone. All rows are taken."""
+        if not self.shares.is_shared or (first := self._first()) is None:
+            return []
+        queued = sorted(self._queued(), key=self._place) if self.shares.are_enough else [first]
+        return [(tenant, lacking) for tenant in queued if (lacking := self.shares.num_lacking(tenant)) > 0]
+
+    def claims(self, first: Sequence, num_blocks: int, blocks: HeldBlocks) -> Tenant | None:
+        """Returns the tenant of the first in the queue, which lacks so many blocks, if these are within its share."""
+        tenant = self._tenant(first.tenant)
+        return tenant if self.shares.is_shared and self.shares.may_claim(tenant, num_blocks, blocks) else None
+
+    def holding(self, seq: Sequence, blocks: HeldBlocks) -> float:
+        """Returns the counter by which a running sequence gives up its blocks."""
+        return self.shares.holding(self._tenant(seq.tenant), blocks)
+
     # ---- the engine's side ----
 
     def charge_swap(self, seq: Sequence) -> None:
@@ -144,6 +162,7 @@ class FairQueue:
         self._weights = dict(weights)
         for tenant in self._tenants.values():
             tenant.weight = self._weights.get(tenant.name, 1.0)
+            self.shares.note(tenant)
 
     def drain_charges(self) -> dict[str, float]:
         """Returns what tenants cost here since the last call, in prompt tokens, not divided by weights."""
@@ -161,7 +180,7 @@ class FairQueue:
         begin = [tenant for tenant in remote if not tenant.waiting and tenant not in active]
         level = self._level() if begin else 0.0
         for tenant in begin:
-            tenant.counter = max(tenant.counter, level)
+            self._lift(tenant, level)
         self._remote = remote
         for tenant in remote:
             tenant.worked = True
@@ -172,7 +191,7 @@ class FairQueue:
         ones and those with a given weight, and returns their names. One that is back begins at the least counter, as
         others that were idle."""
         kept = {*busy, *self._weights}
-        idle = [t for t in self._tenants.values() if not (t.worked or t.waiting or t.name in kept)]
+        idle = [t for t in self._tenants.values() if not (t.worked or t.waiting or t.rows or t.name in kept)]
         for tenant in idle:
             del self._tenants[tenant.name]
         for tenant in self._tenants.values():
@@ -197,35 +216,48 @@ class FairQueue:
         assert self._num_queued == len(queued) == sum(len(tenant.queue) for tenant in self._tenants.values())
         assert self._num_tokens == sum(queued)
         assert len(self._heap) == sum(tenant.listed for tenant in self._tenants.values())
+        self.shares.check_invariants(self._tenants.values())
 
     # ---- inside ----
 
-    def _tenant(self, name: str) -> _Tenant:
+    def _tenant(self, name: str) -> Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = _Tenant(name, self._num_seen, self._weights.get(name, 1.0))
+            tenant = Tenant(name, self._num_seen, self._weights.get(name, 1.0))
             self._num_seen += 1
             self._tenants[name] = tenant
         return tenant
 
-    def _begin(self, seq: Sequence) -> _Tenant:
+    def _begin(self, seq: Sequence) -> Tenant:
         """The tenant of a sequence that waits, or begins to: one more then, lifted if it was the tenant's first."""
         tenant = self._tenant(seq.tenant)
         if seq not in self._waiting:
             if not tenant.waiting:
-                tenant.counter = max(tenant.counter, self._level())
+                self._lift(tenant, self._level())
             tenant.waiting += 1
             tenant.worked = True
             self._waiting[seq] = None
         return tenant
 
-    def _unqueue(self, tenant: _Tenant, seq: Sequence) -> None:
+    def _unqueue(self, tenant: Tenant, seq: Sequence) -> None:
         tokens = self._waiting[seq]
         if tokens is not None:
             tenant.queue.remove(seq)
             self._waiting[seq] = None
             self._num_tokens -= tokens
             self._num_queued -= 1
+            self.shares.note(tenant)
+
+    def _lift(self, tenant: Tenant, level: float) -> None:
+        """Takes credit from a tenant that asked for nothing. One that runs sequences keeps a little of what it is owed:
+        it may be queued again before it has got that."""
+        tenant.counter = max(tenant.counter, level - (self.shares.credit(tenant) if tenant.rows else 0.0))
+
+    def _queued(self) -> Iterator[Tenant]:
+        return (tenant for _, _, tenant in self._heap if len(tenant.queue))
+
+    def _place(self, tenant: Tenant) -> tuple[float, int]:
+        return self.shares.standing(tenant), tenant.number
 
     def _level(self) -> float:
         """The least counter of tenants queued here or active elsewhere; without any, that of the last to leave."""
@@ -237,7 +269,7 @@ class FairQueue:
             self._idle_level = max(self._idle_level, min(tenant.counter for tenant in active))
         return self._idle_level
 
-    def _first(self) -> _Tenant | None:
+    def _first(self) -> Tenant | None:
         heap = self._heap
         while heap:
             counter, number, tenant = heap[0]

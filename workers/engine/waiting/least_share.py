@@ -1,22 +1,22 @@
-"""The running sequence that gives way to a tenant that runs nothing.
+"""The running sequence that gives way to a tenant that lacks a row, or blocks, of its share.
 
-Without this a tenant whose long answers hold all rows or blocks keeps a newcomer waiting until one of them ends. Called
-by the scheduler when the first in the queue lacks a row or blocks.
+Without this a tenant whose long answers hold all rows or blocks keeps others waiting until one of them ends. Called by
+RunningRows when a tenant lacks rows, or the first in the queue blocks.
 """
 
-from collections import Counter
-from collections.abc import Sequence as ListOf
+from collections.abc import Iterable
 
 from tandem.workers.engine.base.sequence import Sequence
-from tandem.workers.engine.waiting.fairness import FairQueue
+from tandem.workers.engine.waiting.row_shares import HeldBlocks, RowShares, Tenant
 
 
-def gives_way(first: Sequence, running: ListOf[Sequence], tenants: FairQueue) -> Sequence | None:
-    """Returns the running sequence to preempt for `first`, the first in the queue: of the tenant that was served most,
-    the one of lowest priority, then the latest. None if its tenant runs any, or no tenant that was served more runs
-    two: so each of them keeps a row, and no two take the same row from each other. Tenants' counters are up to date."""
-    if any(seq.tenant == first.tenant for seq in running):
+def gives_way(
+    taker: Tenant, running: Iterable[Sequence], shares: RowShares, blocks: HeldBlocks | None = None
+) -> Sequence | None:
+    """Returns the running sequence to preempt for a tenant, of the tenant that gives it a row (RowShares.giver): of
+    lowest priority, then the latest. None if nobody gives it one. blocks: it lacks blocks. Tenants' counters are up to
+    date."""
+    giver = shares.giver(taker, blocks)
+    if giver is None:
         return None
-    rows, served = Counter(seq.tenant for seq in running), tenants.counter(first)
-    others = [seq for seq in running if rows[seq.tenant] > 1 and tenants.counter(seq) > served]
-    return max(others, key=lambda seq: (tenants.counter(seq), seq.order), default=None)
+    return max((seq for seq in running if seq.tenant == giver.name), key=lambda seq: seq.order)
