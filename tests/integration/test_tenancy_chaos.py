@@ -139,8 +139,8 @@ def test_tn_06_a_flood_of_twenty_times_as_many(shared: Service) -> None:
 
 ROWS, ANSWER, SHARED_S = 8, 60, 25.0
 FAIR = 0.42
-"""Of the tokens, for who keeps half of the rows busy. In steps it is 0.49 (unit/engine/test_row_shares.py), and was
-0.31; by the clock the way to the gateway and back is a pause of some steps after each answer."""
+"""Of the tokens, for who keeps half of the rows busy. In steps it is 0.49 (tests/unit/engine/test_row_shares.py), and
+was 0.31; by the clock the way to the gateway and back is a pause of some steps after each answer."""
 
 
 def test_half_of_the_rows_of_two_groups_beside_a_flood() -> None:

@@ -9,10 +9,13 @@ Called by the scheduler, which gives the rows and blocks, and by who has news fo
 from collections.abc import Sequence as ListOf
 
 from tandem.workers.engine.base.blockers import Awaited, Blocker
+from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.sequence import Sequence, SequenceStatus
+from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.running_rows import RunningRows
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
+from tandem.workers.engine.waiting.first_blocks import find_prefix, share_prompt
 from tandem.workers.engine.waiting.probation import Probation
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 
@@ -93,6 +96,23 @@ class RowAdmission:
                 self._block(seq, awaited, rule)
                 return True
         return False
+
+    def find_blocks(self, manager: BlockManager, step: InFlightStep, seq: Sequence, done_step: int) -> bool | None:
+        """Gives the first in the queue the blocks that are there for it, and reserves the others that it needs. None if
+        it waits for KV now, False if blocks lack."""
+        if self._rows.take_kept(seq):
+            return True
+        overlapped = ticket = None
+        reserve = self._rows.reserve
+        if self._tiers is not None:
+            alone = not self._rows.sequences and not step.work
+            overlapped = self._tiers.load_overlapped(seq) if alone else None
+            ticket = self._tiers.load(seq, reserve) if overlapped is None else None
+        if ticket is not None:
+            self._waiting.block(seq, Blocker.KV, ticket)
+            return None
+        shared = share_prompt(manager, step, seq, reserve, done_step)
+        return shared or find_prefix(manager, step, seq, reserve, overlapped)
 
     def check_invariants(self, running: list[Sequence]) -> None:
         """Asserts the invariants of all rules; for tests."""

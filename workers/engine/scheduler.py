@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListOf
 
 from tandem.configs.schema import SchedulerSettings
-from tandem.workers.engine.base.blockers import Blocker
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
@@ -32,7 +31,6 @@ from tandem.workers.engine.running_rows import RunningRows
 from tandem.workers.engine.step_limit import StepLimit
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
-from tandem.workers.engine.waiting.first_blocks import find_prefix, share_prompt
 from tandem.workers.engine.waiting.probation import Probation
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.step import RowWork, StepPlan
@@ -343,9 +341,9 @@ class Scheduler:
             if seq.status is not SequenceStatus.RUNNING or budget <= 0:
                 continue
             most = min(seq.num_known, seq.num_scheduled + budget)
-            if self._manager.can_take(seq.table, most) or (
-                self.rows.clear_kept() and self._manager.can_take(seq.table, most)
-            ):
+            if not self._manager.can_take(seq.table, most):
+                self.rows.clear_kept()
+            if self._manager.can_take(seq.table, most):
                 budget -= self._give(step, seq, budget, [])
             elif seq is not self.rows.sequences[0]:
                 self.rows.preempt(seq)
@@ -387,10 +385,11 @@ class Scheduler:
                 return  # preempted, with samples still in flight
             if self.admission.must_wait(seq):
                 continue
-            if not self._find_blocks(step, seq):
-                if self._lacks_blocks and not self.rows.clear_kept():
-                    return
-                self._lacks_blocks = False
+            found = self.admission.find_blocks(self._manager, step, seq, self.done_step)
+            if found is False and not self.rows.clear_kept():
+                self._lacks_blocks = True
+                return
+            if not found:
                 continue
             self.waiting.remove(seq)
             if not seq.bound_step:
@@ -399,23 +398,3 @@ class Scheduler:
                     self.waiting.tenants.charge(seq, prompt_tokens=len(seq.tokens) - seq.num_scheduled)
             step.new_rows.append(self.rows.bind(seq, step.step_id))
             budget -= self._give(step, seq, budget, list(seq.table.block_ids))
-
-    def _find_blocks(self, step: InFlightStep, seq: Sequence) -> bool:
-        """Gives the first in the queue the blocks that are there for it, and reserves the others. False if it waits for
-        KV now, or lacks blocks (_lacks_blocks)."""
-        if self.rows.take_kept(seq):
-            return True
-        overlapped = ticket = None
-        if self._tiers is not None:
-            alone = not self.rows.sequences and not step.work
-            overlapped = self._tiers.load_overlapped(seq) if alone else None
-            ticket = self._tiers.load(seq, self.rows.reserve) if overlapped is None else None
-        if ticket is not None:
-            self.waiting.block(seq, Blocker.KV, ticket)
-            return False
-        reserve = self.rows.reserve
-        shared = share_prompt(self._manager, step, seq, reserve, self.done_step)
-        if shared or find_prefix(self._manager, step, seq, reserve, overlapped):
-            return True
-        self._lacks_blocks = True
-        return False

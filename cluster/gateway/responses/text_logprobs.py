@@ -47,7 +47,7 @@ class LoggedBlocks:
         return steps
 
     def finish(self, *, cut: bool) -> list[tuple[BlockStep, Entries]]:
-        """Ends the answer; cut: not by its own end. Tokens without text there, such as EOS, belong to the text before."""
+        """Ends the answer; cut: not by its own end. Tokens without text there, as EOS, belong to the text before."""
         self._take_until(None)
         steps = [(step, self._own(step)) for step in self._blocks.finish(cut=cut)]
         if self._blocks.all and self._blocks.all[-1].kind == "text":

@@ -1,8 +1,8 @@
 """KeptTables: blocks of sequences that lost their row alone, kept for as long as nobody needs the room.
 
 A sequence that gives its row to another tenant would compute again what its last, unfinished block holds. While the
-pool has room it finds all of its KV as it left it. Such blocks go first: the scheduler clears them all before
-any sequence is preempted, or left waiting, for want of blocks, and when a step or a load has failed. Called by
+pool has room it finds all of its KV as it left it. Such blocks are the first to go: the scheduler clears all of them
+before any sequence is preempted, or left waiting, for want of blocks, and when a step or a load has failed. Called by
 RunningRows and the scheduler.
 """
 

@@ -1,7 +1,7 @@
 """The first blocks of a sequence that gets a row: those of a running choice of its request, or prefix hits. The others
 that its known tokens need are reserved, and taken chunk by chunk (BlockManager.take_reserved).
 
-Called by the scheduler. `reserve`: blocks that are left for running sequences.
+Called by RowAdmission. `reserve`: blocks that are left for running sequences.
 """
 
 from collections.abc import Iterable
