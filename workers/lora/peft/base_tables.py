@@ -27,17 +27,18 @@ Floats = npt.NDArray[np.float32]
 
 def check_base_tables(adapter: PeftAdapter, model_folder: Path, spec: ArchSpec) -> None:
     """Raises AdapterRefused if a table saved with the adapter is not the checkpoint's."""
+    given = [(module, module.base) for module in adapter.facts.modules if module.base is not None]
+    if not given:
+        return  # as nearly always, and the model's table is dear to make
     table, prefix = parameters_of(spec), family_of(spec.architecture).names.base_prefix
-    for module in adapter.facts.modules:
-        if module.base is None:
-            continue
+    for module, base in given:
         param = table.head if module.name == table.head_name else table.embedding
-        rows = sampled_rows(module.base.shape[0])
+        rows = sampled_rows(base.shape[0])
         stored = param.source.names
         theirs = read_rows(model_folder, (*stored, *(name.removeprefix(prefix) for name in stored)), rows)
-        copy = adapter.bytes_of(module.base).reshape(module.base.shape[0], -1)[rows]
-        if not np.allclose(as_floats(copy, module.base.dtype), theirs, rtol=ROUNDING, atol=SMALLEST):
-            raise AdapterRefused(f"tensor {module.base.name} is not this model's table: the adapter changes its base")
+        copy = adapter.bytes_of(base).reshape(base.shape[0], -1)[rows]
+        if not np.allclose(as_floats(copy, base.dtype), theirs, rtol=ROUNDING, atol=SMALLEST):
+            raise AdapterRefused(f"tensor {base.name} is not this model's table: the adapter changes its base")
 
 
 def sampled_rows(count: int) -> list[int]:

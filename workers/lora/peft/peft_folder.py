@@ -11,7 +11,9 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -100,8 +102,10 @@ class PeftAdapter:
         return self.data[tensor.start : tensor.end]
 
 
-def adapted_linears(spec: ArchSpec) -> dict[str, Shape]:
-    """Returns the layers that an adapter may change, by name: the linear layers, the embedding and the head."""
+@lru_cache(maxsize=2)
+def adapted_linears(spec: ArchSpec) -> Mapping[str, Shape]:
+    """Returns the layers that an adapter may change, by name: the linear layers, the embedding and the head. Kept, as
+    each adapter that is read asks for them, and a model's table takes longer than the adapter's file."""
     table = parameters_of(spec)
     vocab, hidden = table.embedding.shape
     of_layers = {
@@ -110,9 +114,11 @@ def adapted_linears(spec: ArchSpec) -> dict[str, Shape]:
         for param in layer.adaptable
     }
     embedding = Shape(hidden, vocab, is_embedding=True, is_table=True)
-    return {table.embedding.stem: embedding, **of_layers, table.head_name: Shape(vocab, hidden, is_table=True)}
+    head = Shape(vocab, hidden, is_table=True)
+    return MappingProxyType({table.embedding.stem: embedding, **of_layers, table.head_name: head})
 
 
+@lru_cache(maxsize=2)
 def refused_linears(spec: ArchSpec) -> frozenset[str]:
     """Returns the linear layers outside of experts that an adapter may not change, by name."""
     layers = parameters_of(spec).layers
