@@ -76,6 +76,26 @@ def test_a_second_turn_is_loaded_from_the_host(mode, num_ranks):
     assert h.sink.ends["again"].usage.cached_tokens == 24
 
 
+@pytest.mark.parametrize("disk", [{}, {"disk_keys": 200}], ids=["host", "disk"])
+@pytest.mark.parametrize("runs", [False, True])
+def test_after_a_reset_no_tier_has_the_prefix(runs, disk):
+    h = on_twelve_blocks(host_slots=64, **disk)
+    first = turned_over(h)
+    if runs:
+        h.add(request("beside", 12, 10))
+        while SequenceStatus.RUNNING not in h.states("beside"):
+            h.step()
+        h.step()
+        h.step()
+    assert h.engine.reset_prefix_cache() is not runs, "what runs keeps its blocks"
+    again = request("again", [*first.prompt_token_ids, 5, 6], 4)
+    h.add(again)
+    h.run()
+    assert_as_expected(h, again)
+    check_invariants(h.engine)
+    assert h.tiers.kinds()["load"] == h.sink.ends["again"].usage.cached_tokens == 0
+
+
 @pytest.mark.parametrize(("before", "loaded"), [(3, 6), (31, 0)])
 def test_a_load_begins_in_the_queue_if_the_next_step_has_tokens_for_its_request(before, loaded):
     """Two others have the rows; the load begins without waiting for one of them to end."""

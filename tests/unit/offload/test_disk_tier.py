@@ -116,6 +116,12 @@ class DiskTierMachine(RuleBasedStateMachine):
         self.disabled = True
         self.order.clear()
 
+    @rule(really=st.integers(0, 4))
+    def forget_all(self, really):
+        if not really:
+            self.tier.forget_all()
+            self.order.clear()
+
     @invariant()
     def agrees(self):
         self.tier.check_invariants()
