@@ -3,8 +3,8 @@
     python -m benchmarks.engine.fairness                      # every mix of tenants
     python -m benchmarks.engine.fairness --against ../before  # the same with another checkout's engine, in turns
 
-Counted in steps (tests/support/tenant_steps.py), so no figure hangs on the machine but the last: engine steps a second
-of one tenant alone, the best of --repeats runs each, and with --against the median of the ratios of runs in turns
+Counted in steps (tests/support/tenant_steps.py), so no figure hangs on the machine but the last: engine steps a CPU
+second of one tenant alone, the best of --repeats runs each, and with --against the median of the ratios of turns
 (A-B-A-B). A tenant may claim the lesser of what it is served when it is alone and its weighted share of all that is
 served; its first tokens are those of requests that come while its share is not used up. Prints too which part of all
 computed tokens had been computed before, and how much more that is than if all were one tenant's. JSON goes to
@@ -77,7 +77,7 @@ def of_checkout(checkout: Path, steps: int) -> dict[str, Outcome]:
 
 def speeds(checkouts: Sequence[Path], rows: list[int], repeats: int) -> list[list[dict[str, float]]]:
     """Steps a second of each checkout, in turns."""
-    arguments = ("--tell", "speed", "--rows", *map(str, rows), "--repeats", "1")
+    arguments = ("--tell", "speed", "--rows", *map(str, rows), "--repeats", "5")
     return [[ask(checkout, *arguments) for checkout in checkouts] for _ in range(repeats)]
 
 

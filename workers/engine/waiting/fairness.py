@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from tandem.workers.engine.base.sequence import Sequence
-from tandem.workers.engine.waiting.row_shares import HeldBlocks, RowShares, Tenant
+from tandem.workers.engine.waiting.row_shares import HeldBlocks, QueuedTenant, RowShares
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class FairQueue:
     def __init__(self, costs: TokenCosts = TokenCosts()) -> None:
         self.shares = RowShares()
         self._costs = costs
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, QueuedTenant] = {}
         self._num_seen = 0
         self._weights: dict[str, float] = {}
-        self._heap: list[tuple[float, int, Tenant]] = []
+        self._heap: list[tuple[float, int, QueuedTenant]] = []
         self._waiting: dict[Sequence, int | None] = {}
         self._num_queued = 0
         self._num_tokens = 0
         self._idle_level = 0.0
-        self._last: Tenant | None = None
-        self._remote: list[Tenant] = []
+        self._last: QueuedTenant | None = None
+        self._remote: list[QueuedTenant] = []
 
     # ---- the waiting queue's side ----
 
@@ -130,7 +130,7 @@ class FairQueue:
         """Notes that a sequence has lost its row."""
         self.shares.add_rows(self._tenant(seq.tenant), -1)
 
-    def lacking(self) -> list[tuple[Tenant, int]]:
+    def lacking(self) -> list[tuple[QueuedTenant, int]]:
         """Returns the tenants that lack rows of their share, in the order of the queue, and how many; with more tenants
         than rows the first of the queue alone. All rows are taken."""
         if not self.shares.is_shared or (first := self._first()) is None:
@@ -138,7 +138,7 @@ class FairQueue:
         queued = sorted(self._queued(), key=self._place) if self.shares.are_enough else [first]
         return [(tenant, lacking) for tenant in queued if (lacking := self.shares.num_lacking(tenant)) > 0]
 
-    def claims(self, first: Sequence, num_blocks: int, blocks: HeldBlocks) -> Tenant | None:
+    def claims(self, first: Sequence, num_blocks: int, blocks: HeldBlocks) -> QueuedTenant | None:
         """Returns the tenant of the first in the queue, which lacks so many blocks, if these are within its share."""
         tenant = self._tenant(first.tenant)
         return tenant if self.shares.is_shared and self.shares.may_claim(tenant, num_blocks, blocks) else None
@@ -220,15 +220,15 @@ class FairQueue:
 
     # ---- inside ----
 
-    def _tenant(self, name: str) -> Tenant:
+    def _tenant(self, name: str) -> QueuedTenant:
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = Tenant(name, self._num_seen, self._weights.get(name, 1.0))
+            tenant = QueuedTenant(name, self._num_seen, self._weights.get(name, 1.0))
             self._num_seen += 1
             self._tenants[name] = tenant
         return tenant
 
-    def _begin(self, seq: Sequence) -> Tenant:
+    def _begin(self, seq: Sequence) -> QueuedTenant:
         """The tenant of a sequence that waits, or begins to: one more then, lifted if it was the tenant's first."""
         tenant = self._tenant(seq.tenant)
         if seq not in self._waiting:
@@ -239,7 +239,7 @@ class FairQueue:
             self._waiting[seq] = None
         return tenant
 
-    def _unqueue(self, tenant: Tenant, seq: Sequence) -> None:
+    def _unqueue(self, tenant: QueuedTenant, seq: Sequence) -> None:
         tokens = self._waiting[seq]
         if tokens is not None:
             tenant.queue.remove(seq)
@@ -248,15 +248,15 @@ class FairQueue:
             self._num_queued -= 1
             self.shares.note(tenant)
 
-    def _lift(self, tenant: Tenant, level: float) -> None:
+    def _lift(self, tenant: QueuedTenant, level: float) -> None:
         """Takes credit from a tenant that asked for nothing. One that runs sequences keeps a little of what it is owed:
         it may be queued again before it has got that."""
         tenant.counter = max(tenant.counter, level - (self.shares.credit(tenant) if tenant.rows else 0.0))
 
-    def _queued(self) -> Iterator[Tenant]:
+    def _queued(self) -> Iterator[QueuedTenant]:
         return (tenant for _, _, tenant in self._heap if len(tenant.queue))
 
-    def _place(self, tenant: Tenant) -> tuple[float, int]:
+    def _place(self, tenant: QueuedTenant) -> tuple[float, int]:
         return self.shares.standing(tenant), tenant.number
 
     def _level(self) -> float:
@@ -269,7 +269,7 @@ class FairQueue:
             self._idle_level = max(self._idle_level, min(tenant.counter for tenant in active))
         return self._idle_level
 
-    def _first(self) -> Tenant | None:
+    def _first(self) -> QueuedTenant | None:
         heap = self._heap
         while heap:
             counter, number, tenant = heap[0]

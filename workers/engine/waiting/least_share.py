@@ -7,11 +7,11 @@ RunningRows when a tenant lacks rows, or the first in the queue blocks.
 from collections.abc import Iterable
 
 from tandem.workers.engine.base.sequence import Sequence
-from tandem.workers.engine.waiting.row_shares import HeldBlocks, RowShares, Tenant
+from tandem.workers.engine.waiting.row_shares import HeldBlocks, QueuedTenant, RowShares
 
 
 def gives_way(
-    taker: Tenant, running: Iterable[Sequence], shares: RowShares, blocks: HeldBlocks | None = None
+    taker: QueuedTenant, running: Iterable[Sequence], shares: RowShares, blocks: HeldBlocks | None = None
 ) -> Sequence | None:
     """Returns the running sequence to preempt for a tenant, of the tenant that gives it a row (RowShares.giver): of
     lowest priority, then the latest. None if nobody gives it one. blocks: it lacks blocks. Tenants' counters are up to

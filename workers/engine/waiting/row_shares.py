@@ -23,7 +23,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(slots=True, eq=False)
-class Tenant:
+class QueuedTenant:
     """One tenant. counter: cost divided by weight, only grows. own: cost here since drain_charges(). waiting: its
     sequences that are queued or blocked. rows: those that run. listed: it has its one entry in the heap. worked: since
     forget_idle()."""
@@ -56,7 +56,7 @@ class RowShares:
         self._num_bound = 0
         self._credit = 0.0
         self._patience = 0.0
-        self._active: dict[Tenant, float] = {}  # the weight that each is counted with
+        self._active: dict[QueuedTenant, float] = {}  # the weight that each is counted with
         self._sum: float | None = 0.0
 
     # ---- what changes ----
@@ -67,13 +67,13 @@ class RowShares:
         self._credit = CREDIT_STEPS * prompt_step
         self._patience = PATIENCE_STEPS * output_step
 
-    def add_rows(self, tenant: Tenant, change: int) -> None:
+    def add_rows(self, tenant: QueuedTenant, change: int) -> None:
         """Notes that a tenant has got a row (1), or lost one (-1)."""
         tenant.rows += change
         self._num_bound += change
         self.note(tenant)
 
-    def note(self, tenant: Tenant) -> None:
+    def note(self, tenant: QueuedTenant) -> None:
         """Counts a tenant, with its weight, while it runs or is queued."""
         weight = tenant.weight if tenant.rows or len(tenant.queue) else None
         counted = self._active.get(tenant)
@@ -97,38 +97,38 @@ class RowShares:
         """True if there are several tenants, and no more than rows."""
         return 1 < len(self._active) <= self._num_rows
 
-    def share(self, tenant: Tenant, num_rows: int) -> float:
+    def share(self, tenant: QueuedTenant, num_rows: int) -> float:
         """Returns a tenant's share of so many rows."""
         return num_rows * tenant.weight / max(self._weight, tenant.weight)
 
-    def asks_its_share(self, tenant: Tenant) -> bool:
+    def asks_its_share(self, tenant: QueuedTenant) -> bool:
         """Returns whether a tenant asks for no more rows than its share."""
         return tenant.rows + len(tenant.queue) <= self._whole(tenant, self._num_rows)
 
-    def credit(self, tenant: Tenant) -> float:
+    def credit(self, tenant: QueuedTenant) -> float:
         """Returns how far the counter of a tenant may be ahead, or behind, without any effect."""
         return self._credit / tenant.weight
 
-    def standing(self, tenant: Tenant) -> float:
+    def standing(self, tenant: QueuedTenant) -> float:
         """Returns the counter by which a tenant is queued."""
         return tenant.counter - self.credit(tenant) if self.asks_its_share(tenant) else tenant.counter
 
-    def holding(self, tenant: Tenant, blocks: HeldBlocks) -> float:
+    def holding(self, tenant: QueuedTenant, blocks: HeldBlocks) -> float:
         """Returns the counter by which a tenant gives up blocks."""
         is_within = blocks.by_tenant[tenant.name] <= self.share(tenant, blocks.total)
         return tenant.counter - self.credit(tenant) if is_within else tenant.counter
 
     # ---- who gives a row to whom ----
 
-    def num_lacking(self, taker: Tenant) -> int:
+    def num_lacking(self, taker: QueuedTenant) -> int:
         """Returns how many rows a tenant lacks of those that it is queued for and has a share in. All are taken."""
         return min(len(taker.queue), self._whole(taker, self._num_rows) - taker.rows)
 
-    def may_claim(self, taker: Tenant, num_blocks: int, blocks: HeldBlocks) -> bool:
+    def may_claim(self, taker: QueuedTenant, num_blocks: int, blocks: HeldBlocks) -> bool:
         """Returns whether so many blocks more are within a tenant's share, or the first that it gets."""
         return not taker.rows or blocks.by_tenant[taker.name] + num_blocks <= self.share(taker, blocks.total)
 
-    def giver(self, taker: Tenant, blocks: HeldBlocks | None = None) -> Tenant | None:
+    def giver(self, taker: QueuedTenant, blocks: HeldBlocks | None = None) -> QueuedTenant | None:
         """Returns the tenant that gives a row to one that lacks rows, or blocks: that which was served most of those
         that have more than their share, and more than one row. None if none was served enough more."""
         standing = self.standing(taker)
@@ -139,7 +139,7 @@ class RowShares:
             able = [other for other in able if self._has_too_many(other, blocks)]
         return max(able, key=lambda other: other.counter, default=None)
 
-    def check_invariants(self, tenants: Collection[Tenant]) -> None:
+    def check_invariants(self, tenants: Collection[QueuedTenant]) -> None:
         """Asserts that those that run or are queued are counted, once and with their weights."""
         active = {tenant: tenant.weight for tenant in tenants if tenant.rows or len(tenant.queue)}
         assert active == self._active, "weights are miscounted"
@@ -150,15 +150,15 @@ class RowShares:
 
     @property
     def _weight(self) -> float:
-        """Of all that run or are queued. Added up when it is asked for: a difference would keep rounding errors."""
+        """Sum over all that run or are queued, added up when asked for: differences keep rounding errors."""
         if self._sum is None:
             self._sum = sum(self._active.values())
         return self._sum
 
-    def _whole(self, tenant: Tenant, num_rows: int) -> int:
+    def _whole(self, tenant: QueuedTenant, num_rows: int) -> int:
         return max(1, int(self.share(tenant, num_rows) + _ROUNDING))
 
-    def _has_too_many(self, giver: Tenant, blocks: HeldBlocks | None) -> bool:
+    def _has_too_many(self, giver: QueuedTenant, blocks: HeldBlocks | None) -> bool:
         if blocks is None:
             return giver.rows > self.share(giver, self._num_rows) + _ROUNDING
         return blocks.by_tenant[giver.name] > self.share(giver, blocks.total)
