@@ -353,9 +353,19 @@ def test_token_ids_without_text(llm: LLM) -> None:
     assert (ids.text, ids.token_ids) == ("", text.token_ids)
     with pytest.raises(ValueError, match="needs detokenize=True"):
         llm.generate("A", GREEDY.clone(detokenize=False, stop="x"), use_tqdm=False)
-    for name in ("extra_args", "logprob_token_ids"):
-        with pytest.raises(TypeError, match=name):
-            SamplingParams(**{name: None})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="extra_args"):
+        SamplingParams(extra_args=None)  # type: ignore[call-arg]
+
+
+def test_log_probabilities_of_named_tokens(llm: LLM) -> None:
+    every = llm.generate("Once", GREEDY.clone(max_tokens=2, logprobs=20), use_tqdm=False)[0].outputs[0]
+    named = (every.token_ids[1], every.token_ids[0], 5)
+    some = llm.generate("Once", GREEDY.clone(max_tokens=2, logprob_token_ids=named), use_tqdm=False)[0].outputs[0]
+    assert some.token_ids == every.token_ids and some.logprobs is not None and every.logprobs is not None
+    for found, all_of_them in zip(some.logprobs, every.logprobs, strict=True):
+        shown, top = dict(found.top), dict(all_of_them.top)
+        assert set(shown) == set(named) and found.logprob == all_of_them.logprob
+        assert all(shown[token] == top[token] for token in shown.keys() & top)
 
 
 def test_the_prefix_cache_is_not_read_and_is_reset(llm: LLM) -> None:
