@@ -184,12 +184,6 @@ def machine(
             seq.state, seq.ticket = "waiting" if ticket is None else "loading", ticket
 
         @precondition(lambda self: self.in_state("waiting"))
-        @rule(really=st.integers(0, 4))
-        def reset(self, really: int) -> None:
-            if not really:
-                self.offload.forget_all()
-                self.manager.pool.forget_unused()
-
         @rule(data=st.data())
         def admit(self, data: st.DataObject) -> None:
             self.admit_one(self.pick(data, "waiting"))
