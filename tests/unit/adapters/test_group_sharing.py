@@ -137,7 +137,7 @@ async def test_started_it_goes_on_through_an_outage_until_stop(redis: Background
     mine.start()
     started = asyncio.all_tasks() - before
     await until(lambda: Shaky.calls >= 9)
-    assert len(started) == 3 and not any(task.done() for task in started)
+    assert len(started) == 4 and not any(task.done() for task in started)
     mine.stop()
     await asyncio.wait(started, timeout=30)
     assert all(task.cancelled() for task in started)
