@@ -19,7 +19,7 @@ from tandem.cluster.ray_private.local_node import (
     start_node,
     take_node,
 )
-from tandem.configs.errors import SettingsError
+from tandem.configs.errors import SettingsError, TandemError
 
 OBJECT_STORE_BYTES = 80 * 2**20
 DRIVER: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tandem"}
@@ -82,15 +82,19 @@ def node_address() -> str:
 
 
 def start_private(temp_folder: Path, num_cpus: int, num_gpus: int) -> None:
-    """Starts a private Ray on this machine, below this process."""
-    start_node(
-        temp_folder,
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        **DRIVER,
-    )
+    """Starts a private Ray on this machine, below this process. TandemError when one of Ray's processes does not start,
+    or not within the 30 s that Ray waits."""
+    try:
+        start_node(
+            temp_folder,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            **DRIVER,
+        )
+    except Exception as error:
+        raise TandemError(f"Ray does not start: {str(error).partition(chr(10))[0]}") from error
 
 
 def leave() -> Any:

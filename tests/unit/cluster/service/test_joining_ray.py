@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import ray
 
 from tandem.cluster.deploy.ray_tokens import asks_for_token
 from tandem.cluster.service import ray_node
-from tandem.configs.errors import SettingsError
+from tandem.configs.errors import SettingsError, TandemError
 
 
 class Gcs(grpc.GenericRpcHandler):
@@ -75,3 +76,13 @@ def test_an_answer_that_does_not_tell_is_not_taken_for_a_refusal() -> None:
             asks_for_token(f"127.0.0.1:{port}", "--address", "--allow-unauthenticated-ray")
     finally:
         server.stop(None).wait()
+
+
+def test_a_private_ray_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup.\nMore of it")
+
+    monkeypatch.setattr(ray_node, "start_node", fails)
+    with pytest.raises(TandemError) as told:
+        ray_node.start_private(tmp_path, 1, 0)
+    assert str(told.value) == "Ray does not start: The current node timed out during startup."
