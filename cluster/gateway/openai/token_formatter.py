@@ -19,11 +19,11 @@ class TokenFormatter:
 
     def __init__(self, detokenizers: DetokenizerFactory, *, by_id: bool = False) -> None:
         self._bytes = detokenizers.token_bytes
-        self._name = (lambda token_id: f"token_id:{token_id}") if by_id else self.text
+        self._by_id = by_id
 
     def name(self, token_id: int) -> str:
         """A token's name in log probabilities: its text, or its id."""
-        return self._name(token_id)
+        return f"token_id:{token_id}" if self._by_id else self.text(token_id)
 
     def text(self, token_id: int) -> str:
         """A token's text; bytes that are no whole character become U+FFFD."""
@@ -41,11 +41,11 @@ class TokenFormatter:
         for entry in entries:
             top: dict[str, float] = {}
             for token_id, logprob in entry.top:
-                top.setdefault(self._name(token_id), self._finite(logprob))
-            top[self._name(entry.token_id)] = self._finite(entry.logprob)
+                top.setdefault(self.name(token_id), self._finite(logprob))
+            top[self.name(entry.token_id)] = self._finite(entry.logprob)
             tops.append(top)
         return {
-            "tokens": [self._name(entry.token_id) for entry in entries],
+            "tokens": [self.name(entry.token_id) for entry in entries],
             "token_logprobs": [self._finite(entry.logprob) for entry in entries],
             "top_logprobs": tops,
             "text_offset": list(offsets[: len(entries)]),
@@ -66,7 +66,8 @@ class TokenFormatter:
 
     def _item(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._bytes(token_id)
-        return {"token": self._name(token_id), "logprob": self._finite(logprob), "bytes": list(raw)}
+        name = f"token_id:{token_id}" if self._by_id else raw.decode("utf-8", "replace")
+        return {"token": name, "logprob": self._finite(logprob), "bytes": list(raw)}
 
     def _finite(self, logprob: float) -> float:
         """JSON has no infinities; OpenAI's value for "very unlikely"."""
