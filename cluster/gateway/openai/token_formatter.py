@@ -31,8 +31,10 @@ class TokenFormatter:
 
     def chat(self, entry: TokenLogprobs) -> dict[str, Any]:
         """One item of logprobs.content."""
-        top = [self._item(token_id, logprob) for token_id, logprob in entry.top]
-        return {**self._item(entry.token_id, entry.logprob), "top_logprobs": top}
+        item = self._item
+        shown = item(entry.token_id, entry.logprob)
+        shown["top_logprobs"] = [item(token_id, logprob) for token_id, logprob in entry.top]
+        return shown
 
     def completion(self, entries: Sequence[TokenLogprobs], offsets: Sequence[int]) -> dict[str, Any]:
         """The parallel lists of completions; the chosen token is always among its top_logprobs. These are by text: of
