@@ -31,6 +31,10 @@ MEANT: list[tuple[str, Any]] = [
     ('{"city": "say "hi" to"}', {"city": 'say "hi" to'}),
     ('{"city": "a, "b", c", "days": 1}', {"city": 'a, "b", c', "days": 1}),
     ('{"city": "a" , "days": "b" ,}', {"city": "a", "days": "b"}),
+    ('{"city": "a" "days": 3}', {"city": "a", "days": 3}),
+    ('{"city": "a"\n "days" : 3}', {"city": "a", "days": 3}),
+    ('{"city": "print("a", "b")"}', {"city": 'print("a", "b")'}),
+    ('{"city": "see "note: this" there", "days": 1}', {"city": 'see "note: this" there', "days": 1}),
     ("{city: 'a', days: 'b'}", {"city": "a", "days": "b"}),
     ('{"city": "\\d+\\\'\\u00e9"}', {"city": "\\d+'é"}),
     ("{city: Rome, days: 03, units: 1}", {"city": "Rome", "days": "03", "units": 1}),
@@ -79,6 +83,25 @@ def test_a_call_whose_end_is_forgotten_ends_with_the_text_or_at_the_next_call(na
 
 
 @pytest.mark.parametrize("name", ["hermes", "deepseek_v3", "deepseek_v31", "openai"])
+def test_what_breaks_behind_a_text_takes_nothing_of_the_next_call(name: str) -> None:
+    before, behind = AROUND[name]
+    whole = before % "now" + "{}" + behind
+    for broken in ('"; "days": 3', '", days: 3', '", // or 4', '" /* or */, "days": 4', '", ...'):
+        text = before % "get_weather" + '{"city": "a' + broken + "}" + behind
+        joint = "<|start|>assistant" if name == "openai" else "\n"
+        for size in (1, 3, 1000):
+            events = tool_events(name, cut(text + joint + whole, size))
+            assert [event.name for event in events if isinstance(event, CallBegin)] == ["get_weather", "now"], broken
+            assert json.loads(arguments_of(events)[0])["city"] == "a" and arguments_of(events)[1] == "{}", events
+
+
+@pytest.mark.parametrize("text", ['[get_weather(city="a", days=(1,2', "[get_weather(days=[(1, {'a': (2"])
+def test_tuples_that_are_not_whole_are_lists(text: str) -> None:
+    (arguments,) = arguments_of(tool_events("pythonic", cut(text, 2)))
+    json.loads(arguments)
+
+
+@pytest.mark.parametrize("name", ["hermes", "deepseek_v3", "deepseek_v31", "openai"])
 def test_end_marks_close_what_a_model_left_open(name: str) -> None:
     before, behind = AROUND[name]
     for written in ('{"city": "Rome"', '{"city": ["Rome", {"x": 1', '{"city": Rome'):
@@ -113,6 +136,12 @@ CODER = [
      {"city": "use <parameter=name> and </function> here"}),
     (f"{F}<parameter=city>\n<a>\n</function>\n</a>\n</parameter>\n</function>", {"city": "<a>\n</function>\n</a>"}),
     (f"{F}<parameter=city>\na <tool_call> b\n</parameter>\n</function>", {"city": "a <tool_call> b"}),
+    (f"{F}<parameter=city>\n# README\n</tool_call>\nand so on\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>",
+     {"city": "# README\n</tool_call>\nand so on", "days": 3}),
+    (f"{F}<parameter=city>\nFormat:\n<parameter=foo>\nis a line\n</parameter>\n</function>\n</tool_call>",
+     {"city": "Format:\n<parameter=foo>\nis a line"}),
+    (f"{F}<parameter=city>\n<function=x>\n</function>\n</tool_call>\nand that is all\n</parameter>\n</function>",
+     {"city": "<function=x>\n</function>\n</tool_call>\nand that is all"}),
     (f"{F}<parameter=where>\n{{'a': \"</parameter>\", 'b': None}}\n</parameter>\n</function>",
      {"where": {"a": "</parameter>", "b": None}}),
     (f'{F}<parameter=where>\n{{"a": [1\n</function>\n</tool_call>', {"where": {"a": [1]}}),

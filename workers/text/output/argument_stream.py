@@ -17,9 +17,46 @@ _LONGEST_NAME = 512
 _NO_JSON = dict.fromkeys(("NaN", "Infinity", "+Infinity", "-Infinity", "undefined"), "null")
 """Words that JSON has no spelling for; null, as JSON.stringify() and pydantic write them."""
 _SPACE = re.compile(r"[ \t\r\n]*")
-_BEFORE_KEY = re.compile(r"[ \t\r\n]*(,[ \t\r\n]*)?")
-_BEFORE_COMMA = ",]})<[`"
-"""Characters that stand behind a string that is a value, if not white space: of JSON, Python, or of a mark."""
+_BEFORE_KEY = re.compile(r"[ \t\r\n]*([,;][ \t\r\n]*)?")
+_KEY = re.compile(
+    r'("(?:[^"\\\n]|\\.)*(?:"|(?P<open>\\?\Z))|'
+    r"'(?:[^'\\\n]|\\.)*(?:'|(?P<left>\\?\Z))|[A-Za-z_$][\w$.-]*)[ \t\r\n]*((?P<colon>:)|\Z)"
+)
+"""A key and its colon, or the begin of one up to the end of the text."""
+_BEFORE_COMMA = "]})<[`"
+"""Characters that stand behind a string that is a value, beside a comma and white space: of JSON, Python, or a mark."""
+_AHEAD = 200
+"""Characters behind a quote that say whether it ends a string."""
+
+
+def _ends_before_value(ahead: str) -> bool | None:
+    """Returns whether a quote ends a string of a list, or of an object whose keys have no quotes, where this stands
+    behind it; None if that cannot be said yet."""
+    rest = ahead.lstrip(" \t\r\n")
+    if not rest:
+        return None if len(ahead) < _AHEAD else False
+    return rest[0] == "," or rest[0] in _BEFORE_COMMA
+
+
+def _ends_before_key(ahead: str) -> bool | None:
+    """Returns whether a quote ends a string of an object, as above: behind it, a comma stands before a key; a comma may
+    be forgotten, a comment may follow."""
+    found = _BEFORE_KEY.match(ahead)
+    assert found is not None
+    space, rest, short = found.group(), ahead[found.end() :], len(ahead) < _AHEAD
+    has_comma = found.group(1) is not None
+    if rest in ("", "/", ".", "..", ")", "]"):
+        return None if short else has_comma
+    if rest[0] in ")]" and rest[1] in "\"'":  # a call or an item, of which the text speaks
+        return False
+    if rest[0] in ("}" if has_comma else _BEFORE_COMMA):
+        return True
+    if space and rest.startswith(("//", "/*", "...")):
+        return True
+    key = _KEY.match(rest)
+    if key is None or (rest[0] not in "\"'" and not has_comma and "\n" not in space):
+        return False
+    return True if key.group("colon") else None if short else has_comma
 
 
 class ArgumentScanner(PythonScanner):
@@ -46,7 +83,7 @@ class ArgumentScanner(PythonScanner):
         elif self._state == "value" and not self._stack:
             self._out.append("null")
         self._forget()
-        self._out += [self.openers[opener] for opener in reversed(self._stack)]
+        self._out += ["]" if opener in self.lists else "}" for opener in reversed(self._stack)]
         self._stack, self.done = [], True
         return self._drain()
 
@@ -114,10 +151,10 @@ class ArgumentScanner(PythonScanner):
         if at == len(text):
             return at
         char = text[at]
-        if char == ",":
+        if char == "," or (char in self.quotes and self._stack[-1] not in self.lists):  # the comma may be forgotten
             self._hold()
             self._pass(",", "more_items" if self._stack[-1] in self.lists else "more_keys")
-            return at + 1
+            return at + (char == ",")
         if all(self.openers[opener] != char for opener in self._stack):
             return self._break(at)
         while self.openers[self._stack[-1]] != char:
@@ -158,30 +195,20 @@ class ArgumentScanner(PythonScanner):
     def _close_string(self, at: int) -> int:
         if self._is_key:
             return super()._close_string(at)
-        self._left, self._state = "", "behind_string"
+        self._state = "behind_string"
         return at + 1
 
     def _in_behind_string(self, text: str, at: int) -> int:
-        """Reads on behind a quote that ends a string, unless more of the string follows. In an object a comma stands
-        before a key."""
-        before_key = bool(self._stack) and self._stack[-1] not in self.lists and not self._has_bare_keys
-        pattern = _BEFORE_KEY if before_key and "," not in self._left else _SPACE
-        found = pattern.match(text, at)
-        end = found.end() if found is not None else at
-        self._left += text[at:end]
-        if end == len(text):
-            return end
-        space, comma, more = self._left.partition(",")
-        if text[end] in (_BEFORE_COMMA if not comma else f"{self.quotes}}}"):
-            self._out.append('"' + space)
+        """Decides whether a quote ends a string, by what stands behind it, which stays unread."""
+        in_object = bool(self._stack) and self._stack[-1] not in self.lists and not self._has_bare_keys
+        ends = _ends_before_key(text[at : at + _AHEAD]) if in_object else _ends_before_value(text[at : at + _AHEAD])
+        if ends:
+            self._out.append('"')
             self._value_ended()
-            if comma:
-                self._hold()
-                self._pass("," + more, "more_keys")
-        else:
-            self._say(self._quote + self._left)
+        elif ends is not None:
+            self._say(self._quote)
             self._state = "string"
-        return end
+        return at
 
     def end(self) -> str:
         """A value on its own ends with the text."""

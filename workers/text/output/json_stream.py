@@ -51,9 +51,13 @@ class JsonScanner:
         self._out: list[str] = []
 
     def feed(self, text: str, at: int) -> tuple[int, str]:
-        """Reads `text` from `at` on. Returns the index behind what was read, and JSON text to pass on."""
+        """Reads `text` from `at` on. Returns the index behind what was read, and JSON text to pass on. What was not read
+        is to be given again, with more text behind it."""
         while at < len(text) and not self.done and not self.broken:
+            before = at, self._state
             at = getattr(self, "_in_" + self._state)(text, at)
+            if (at, self._state) == before:
+                break
         return at, self._drain()
 
     def end(self) -> str:
@@ -236,8 +240,9 @@ def scanned(source: TextSource, scanner: JsonScanner, emit: Emit, *, as_written:
     """Reads a value and emits it as it arrives: as JSON or as it is written. Returns whether it was read whole."""
     while True:
         end, out = scanner.feed(source.text, source.at)
-        piece = source.take(end)
-        if source.ended and not scanner.done and not scanner.broken:
+        is_last = source.ended and not scanner.done and not scanner.broken
+        piece = source.take(len(source.text) if is_last else end)
+        if is_last:
             out += scanner.end()
         if piece or out:
             yield from emit(piece if as_written else out)

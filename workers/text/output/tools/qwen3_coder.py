@@ -42,12 +42,13 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _MARKS, _FUNCTION_END = Marks(BEGIN, FUNCTION), Marks(FUNCTION_END)
+_PARAMETER = Marks(PARAMETER, PARAMETER_END)
 _PARAMETERS_END = Marks(PARAMETER, FUNCTION_END, END, BEGIN, FUNCTION)
 _VALUE_END = Marks(
     *(before + mark for mark in (PARAMETER_END, PARAMETER, FUNCTION_END, END, BEGIN) for before in ("\n", ""))
 )
 _AHEAD = 60
-"""Characters behind the begin of a mark that say whether it ends a value."""
+"""Characters from the begin of a mark on that say whether it can end a value."""
 _CALL_ENDS = re.compile(
     r"\s*(</function>\s*)?(</tool_call>\s*)?(\Z|<tool_call>\s*<function=|<function=)|\s*</function>\s*</tool_call>"
 )
@@ -75,7 +76,10 @@ class Qwen3Coder:
             return f'{begin} {head} {values} "{FUNCTION_END}\\n" {end}'
 
         rules = grammar_text.calls(tools, call, parallel=parallel, between='"\\n"')
-        return rules + f"TEXT: /(?s:.*)/ & ~/(?s:.*)<\\/parameter>(?s:.*)/\nTEXT_VALUE: TEXT {_quoted_end()}\n"
+        return (
+            rules
+            + f"TEXT: /(?s:.*)/ & ~/(?s:.*)<(\\/parameter>|parameter=)(?s:.*)/\nTEXT_VALUE: TEXT {_quoted_end()}\n"
+        )
 
 
 def _quoted_end() -> str:
@@ -99,8 +103,8 @@ def _parameter(tool: Tool, argument: Argument) -> str:
         values = listed_values(argument.schema)
         value = "TEXT_VALUE"
         if values is not None:
-            if any(PARAMETER_END in one for one in values):
-                raise not_expressible(tool, f"a value of property {argument.name!r} has {PARAMETER_END!r}.")
+            if mark := next((mark for mark in (PARAMETER_END, PARAMETER) for one in values if mark in one), None):
+                raise not_expressible(tool, f"a value of property {argument.name!r} has {mark!r}.")
             value = f"({' | '.join(grammar_text.quoted(one) for one in values)}) {_quoted_end()}"
     text = f"{grammar_text.quoted(f'{PARAMETER}{argument.name}>' + chr(10))} {value}"
     return text if argument.required else f"({text})?"
@@ -198,27 +202,41 @@ class _CoderAnswer:
 
 
 class _Unread:
-    """Says where a value ends whose end tag may be forgotten: a tag that the value itself may contain ends it where
-    nothing but the call's end, or its next parameter, can begin. given: the parameters so far."""
+    """Says where a value ends whose end tag may be forgotten. Another tag that stands in it is text where the value has
+    its end tag after all, in front of the next parameter; else it ends the value where nothing but the call's end, or a
+    parameter that was not given, can begin. given: the parameters so far."""
 
     def __init__(self, schema: Mapping[str, Any], given: set[str]) -> None:
-        self._left = _properties(schema).keys() - given
+        properties = _properties(schema).keys()
+        self._left = properties - given
+        self._takes_any = not properties
 
     def text_of_value(self, source: TextSource, emit: Emit) -> Steps[None]:
         while (mark := (yield from text_until(source, _VALUE_END, emit))) is not None:
-            if mark.endswith(PARAMETER_END):
-                return
-            while len(source.text) - source.at < _AHEAD and not source.ended:
-                yield None
-            if self._ends(mark, source.text[source.at : source.at + _AHEAD]):
+            if mark.endswith(PARAMETER_END) or (yield from self._ends(mark, source)):
                 return
             yield from emit(source.take(source.at + len(mark)))
 
-    def _ends(self, mark: str, ahead: str) -> bool:
+    def _ends(self, mark: str, source: TextSource) -> Steps[bool]:
+        while len(source.text) - source.at < _AHEAD and not source.ended:
+            yield None
+        ahead = source.text[source.at : source.at + _AHEAD]
         if mark.endswith(PARAMETER):
             found = _NEXT.match(ahead)
-            return mark.startswith("\n") or (found is not None and found.group(1).strip() in self._left)
-        return mark == "\n" + END or _CALL_ENDS.match(ahead) is not None
+            name = found.group(1).strip() if found is not None else ""
+            return name in self._left or (self._takes_any and mark.startswith("\n"))
+        if mark != "\n" + END and _CALL_ENDS.match(ahead) is None:
+            return False
+        return (yield from self._has_no_end_tag(source, len(mark)))
+
+    def _has_no_end_tag(self, source: TextSource, behind: int) -> Steps[bool]:
+        """Returns whether a parameter, or the end of the text, stands in front of the next end tag."""
+        while True:
+            found = _PARAMETER.first(source.text, source.at + behind)
+            if found is not None or source.ended:
+                return found is None or found.group() == PARAMETER
+            behind = max(behind, len(source.text) - source.at - len(PARAMETER_END) + 1)
+            yield None
 
 
 def _typed(text: str, types: frozenset[str] | None) -> str:
