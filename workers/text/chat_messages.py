@@ -1,8 +1,9 @@
 """The one reading of messages: what a chat template is shown of a conversation, for the service, batch files and LLM.
 
 Messages come in OpenAI's form, as mappings. Templates are shown text content, call arguments as objects and thinking
-under both of its names; the role `developer` is the template's matter (chat_template.py). Fields that no template reads
-(ids of messages, `index` of calls, hints) go no further. RequestRefused names the field at fault.
+under both of its names; the role `developer` is the template's matter (chat_template.py). Fields of a message beside
+OpenAI's, which only an LLM is given, stay as they are: a template may read them. RequestRefused names the field at
+fault.
 """
 
 import json
@@ -11,7 +12,7 @@ from typing import Any
 
 from tandem.workers.messages.errors import RequestRefused
 
-SHOWN = ("name", "tool_call_id")
+READ = ("role", "content", "reasoning", "reasoning_content", "tool_calls")
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -26,7 +27,7 @@ def template_message(message: Mapping[str, Any], at: int) -> dict[str, Any]:
     if not isinstance(role, str):
         raise _refused(f"messages[{at}].role", f"messages[{at}].role must be a text such as user, not {role!r:.80}.")
     shown: dict[str, Any] = {"role": role, "content": _content(message, role, at)}
-    shown |= {name: message[name] for name in SHOWN if message.get(name) is not None}
+    shown |= {name: value for name, value in message.items() if name not in READ and value is not None}
     reasoning = message.get("reasoning")
     if reasoning is None:
         reasoning = message.get("reasoning_content")

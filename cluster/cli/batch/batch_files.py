@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from tandem.cluster.gateway.serving.json_body import parse_object
 from tandem.configs.errors import SettingsError
+from tandem.configs.schema import GatewaySettings
+from tandem.workers.messages.errors import RequestRefused
 
 URLS = (
     "/v1/chat/completions",
@@ -29,6 +32,8 @@ URLS = (
 )
 """Routes that batches may ask for; one that this version's gateway does not have answers 404."""
 ASGIApp = Callable[..., Any]
+_MAX_DEPTH = GatewaySettings().max_json_depth + 1
+"""The nesting of a line, which has a body in it."""
 
 
 class BatchLine(NamedTuple):
@@ -61,11 +66,9 @@ def read_lines(path: Path) -> list[BatchLine]:
 def parse_line(number: int, line: bytes) -> BatchLine:
     """Parses one line: {"custom_id", "method", "url", "body"}. An error goes into `problem`."""
     try:
-        value = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        return BatchLine(number, None, "", b"", f"line {number} is not JSON: {error}")
-    if not isinstance(value, dict):
-        return BatchLine(number, None, "", b"", f"line {number} is not a JSON object")
+        value = parse_object(line, _MAX_DEPTH)
+    except RequestRefused as error:
+        return BatchLine(number, None, "", b"", f"line {number} is not JSON as requests have it: {error}")
     custom_id, url, body = value.get("custom_id"), value.get("url"), value.get("body")
     problem = None
     if not isinstance(custom_id, str):
@@ -112,8 +115,9 @@ def succeeded(row: Mapping[str, Any]) -> bool:
 
 
 def row_text(row: Mapping[str, Any]) -> str:
-    """Returns an output row as one line."""
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    """Returns an output row as one line. Half of a character, which only an escape can write, stays an escape."""
+    text = json.dumps(row, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def record(line: BatchLine, answer: httpx.Response | None) -> dict[str, Any]:

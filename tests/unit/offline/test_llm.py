@@ -325,6 +325,9 @@ def test_a_chat_takes_vllms_arguments(llm: LLM) -> None:
     (bare,) = llm.chat(begun[:1], GREEDY.clone(max_tokens=1), use_tqdm=False, add_generation_prompt=False)
     assert "assistant" not in str(bare.prompt)
     (own,) = llm.chat(begun, GREEDY, use_tqdm=False, chat_template="{{ messages[0]['content'] }}!")
+    marked = [{**begun[0], "prefix": "!"}]
+    (read,) = llm.chat(marked, GREEDY, use_tqdm=False, chat_template="{{ messages[0].content + messages[0].prefix }}")
+    assert read.prompt_token_ids == own.prompt_token_ids, "a template may read fields of its own"
     assert own.prompt == "What is 2 + 3?!"
     shown = llm.chat(begun[:1], GREEDY, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
     assert shown[0].text == ask(llm, "What is 2 + 3?"), "there is nothing to switch"

@@ -51,8 +51,8 @@ class JsonScanner:
         self._out: list[str] = []
 
     def feed(self, text: str, at: int) -> tuple[int, str]:
-        """Reads `text` from `at` on. Returns the index behind what was read, and JSON text to pass on. What was not read
-        is to be given again, with more text behind it."""
+        """Reads `text` from `at` on. Returns the index behind what was read, and JSON text to pass on. What was not
+        read is to be given again, with more text behind it."""
         while at < len(text) and not self.done and not self.broken:
             before = at, self._state
             at = getattr(self, "_in_" + self._state)(text, at)

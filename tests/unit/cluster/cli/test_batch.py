@@ -75,7 +75,9 @@ def test_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("[]", "not a JSON object"),
+        ("[]", "must be a JSON object"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": {"n": 1, "n": 2}}', "comes twice"),
+        ('{"custom_id": "\\ud83d", "url": "/v1/completions", "body": {}}', "surrogate"),
         ("{}", "custom_id"),
         ('{"custom_id": "a", "url": "/x", "body": {}}', "url '/x'"),
         ('{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}', "'GET'"),
