@@ -238,4 +238,11 @@ def response(tenant: str, response_id: str) -> str:
     return f"tandem:responses:{{{tenant}}}:value:{response_id}"
 
 
+def response_state(tenant: str, response_id: str) -> str:
+    """Hash of what becomes of a response that is made in the background, until it is stored whole: `state`, and
+    `until`, the end of its gateway's lease (ms of the server's clock). TTL --response-store-ttl. Owner: the gateway
+    that makes it."""
+    return f"{response(tenant, response_id)}:state"
+
+
 RESPONSES_TOTAL = "@total"

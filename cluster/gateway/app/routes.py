@@ -35,7 +35,8 @@ from tandem.cluster.gateway.openai.completions import completions
 from tandem.cluster.gateway.openai.embeddings import embeddings
 from tandem.cluster.gateway.openai.models import model, models
 from tandem.cluster.gateway.openai.tokenize import detokenize, tokenize, tokenizer_info
-from tandem.cluster.gateway.responses import input_items, responses
+from tandem.cluster.gateway.responses import background, input_items, responses
+from tandem.cluster.gateway.responses.background import BackgroundResponses
 from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.gateway.responses.responses_body import ResponsesBody
 from tandem.cluster.gateway.scoring import score_routes
@@ -84,16 +85,17 @@ def route_table(
     """All routes but the OpenAPI document's, which is made of them. store: None where responses are not stored."""
     key, admin, metrics, none = AuthLevel.API_KEY, AuthLevel.ADMIN, AuthLevel.METRICS, AuthLevel.OPEN
     serving = (text, context)
+    made = BackgroundResponses(store, context.tasks, context.draining)
     tenants = (text, accounts)
     return (
         RouteSpec("POST", "/v1/chat/completions", key, partial(chat_completions, *serving)),
         RouteSpec("POST", "/v1/completions", key, partial(completions, *serving)),
-        RouteSpec("POST", "/v1/responses", key, partial(responses.create_response, *serving, store)),
+        RouteSpec("POST", "/v1/responses", key, partial(responses.create_response, *serving, store, made)),
         RouteSpec("POST", "/v1/responses/input_tokens", key, partial(input_items.count_input_tokens, *serving, store)),
         RouteSpec("GET", "/v1/responses/{response_id}/input_items", key, partial(input_items.input_items, store)),
-        RouteSpec("POST", "/v1/responses/{response_id}/cancel", key, partial(input_items.cancel_response, store)),
-        RouteSpec("GET", "/v1/responses/{response_id}", key, partial(responses.show_response, store)),
-        RouteSpec("DELETE", "/v1/responses/{response_id}", key, partial(responses.delete_response, store)),
+        RouteSpec("POST", "/v1/responses/{response_id}/cancel", key, partial(background.cancel_response, made)),
+        RouteSpec("GET", "/v1/responses/{response_id}", key, partial(responses.show_response, made)),
+        RouteSpec("DELETE", "/v1/responses/{response_id}", key, partial(responses.delete_response, store, made)),
         RouteSpec("POST", "/v1/messages", key, partial(messages.create_message, *serving)),
         RouteSpec("POST", "/v1/messages/count_tokens", key, partial(messages.count_tokens, *serving)),
         RouteSpec("POST", "/v1/embeddings", key, partial(embeddings, *serving)),

@@ -15,15 +15,14 @@ from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.responses.items_to_chat import chat_of, placed_items
 from tandem.cluster.gateway.responses.response_items import Item
-from tandem.cluster.gateway.responses.response_store import StoredResponse
-from tandem.cluster.gateway.responses.responses import Store, checked, conversation_before, kept_output
+from tandem.cluster.gateway.responses.response_store import Store, StoredResponse, checked
+from tandem.cluster.gateway.responses.responses import conversation_before, kept_output
 from tandem.cluster.gateway.responses.responses_body import ResponsesBody, read_responses
 from tandem.cluster.gateway.schemas.reading import invalid, unsupported
 from tandem.cluster.gateway.services.model_lookup import served_model
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
 from tandem.cluster.gateway.serving.received import ignored_fields, received
-from tandem.workers.messages.errors import RequestRefused
 
 MOST = 100
 PREFIXES = {
@@ -107,13 +106,3 @@ def _shown(stored: StoredResponse, number: str) -> list[dict[str, Any]]:
             plain.setdefault("summary", [])
         shown.append(plain)
     return shown
-
-
-async def cancel_response(store: Store, request: Request, principal: Principal) -> Response:
-    """Refuses: an answer that runs beside no request would be one to cancel, and none does."""
-    await checked(store, None).get(principal.tenant, request.path_params["response_id"])
-    raise RequestRefused(
-        "A response that is not of the background cannot be cancelled: it has ended.",
-        code="invalid_value",
-        param="response_id",
-    )

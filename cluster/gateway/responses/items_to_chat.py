@@ -61,6 +61,7 @@ def chat_of(
         turns.add("instructions", {"role": "system", "content": body.instructions})
     for place, item in items:
         turns.take(place, item)
+    streams = body.stream or body.background  # one of the background is made like a stream
     names = FieldNames(FIELDS, "input", "max_output_tokens", turns.places)
     fields = {
         "messages": turns.messages,
@@ -72,8 +73,8 @@ def chat_of(
         "tool_choice": chat_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "user": body.user,
-        "stream": body.stream,
-        "stream_options": {"include_usage": True} if body.stream else None,
+        "stream": streams or None,
+        "stream_options": {"include_usage": True} if streams else None,
         **_logprob_fields(body),
         **{name: _plain(getattr(body, name)) for name in AS_IN_CHAT},
     }

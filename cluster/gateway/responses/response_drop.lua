@@ -8,5 +8,6 @@ local function drop(id)
   total = total - tonumber(size or '0')
   redis.call('HDEL', KEYS[2], id)
   redis.call('ZREM', KEYS[1], id)
+  redis.call('DEL', ARGV[1] .. id .. ':state')
   return redis.call('DEL', ARGV[1] .. id)
 end

@@ -14,6 +14,7 @@ import msgspec
 
 from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.gateway.responses.response_items import Item
+from tandem.cluster.gateway.schemas.reading import unsupported
 from tandem.cluster.state import keys
 from tandem.cluster.state.lua import load_lua
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
@@ -27,14 +28,19 @@ WAIT_S = 0.25
 PREFIX = "resp_"
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 PUT_SCRIPT = load_lua(__file__, "response_drop.lua", "response_put.lua")
+BEGIN_SCRIPT = load_lua(__file__, "response_drop.lua", "response_put.lua", "response_begin.lua")
+SETTLE_SCRIPT = load_lua(__file__, "response_drop.lua", "response_settle.lua", "response_put.lua")
+STATE_SCRIPT = load_lua(__file__, "response_state.lua")
 DELETE_SCRIPT = load_lua(__file__, "response_drop.lua", "response_delete.lua")
 
 
 class StoredResponse(msgspec.Struct, frozen=True, array_like=True):
-    """response: the answer's JSON. items: of its conversation, its own output included."""
+    """response: the answer's JSON. items: of its conversation, its own output included. is_over False: it is made
+    in the background, and its state says how far it is (background.py)."""
 
     response: bytes
     items: list[Item]
+    is_over: bool = True
 
 
 class ResponseStore:
@@ -94,16 +100,51 @@ class ResponseStore:
         if found != 1:
             raise not_found(response_id, None)
 
+    async def begin(self, tenant: str, response_id: str, stored: StoredResponse, lease_ms: int) -> None:
+        """Stores a response that is made from now on. RequestRefused where it cannot be stored."""
+        value = await self._packed(stored)
+        if len(value) > self._max_bytes:
+            text = (
+                f"The conversation takes {len(value)} bytes of the store, more than a tenant has; it cannot be made in"
+            )
+            raise RequestRefused(f"{text} the background.", code="content_too_large", status=413)
+        try:
+            await self._script(BEGIN_SCRIPT, tenant, response_id, value, *self._limits, lease_ms)
+        except RedisUnavailable:
+            raise unavailable() from None
+
+    async def settle(self, tenant: str, response_id: str, stored: StoredResponse) -> bool:
+        """Stores a response of the background that has ended, unless it was cancelled, lost or deleted before. False
+        where it has no room. Raises RedisUnavailable."""
+        value = await self._packed(stored)
+        if len(value) > self._max_bytes:
+            self._count("too_large")
+            return False
+        await self._script(SETTLE_SCRIPT, tenant, response_id, value, *self._limits)
+        self._count("stored")
+        return True
+
+    async def state(self, tenant: str, response_id: str, wish: str, lease_ms: int = 0) -> str | None:
+        """State of a response of the background after `wish` (response_state.lua). Raises RedisUnavailable."""
+        place = keys.response_state(tenant, response_id)
+        found = await self._redis.command("EVAL", STATE_SCRIPT, 1, place, wish, lease_ms)
+        return found.decode() if isinstance(found, bytes) else None
+
+    @property
+    def _limits(self) -> tuple[int, int, int]:
+        return self._ttl_s, self._max_bytes, self._max_responses
+
+    async def _packed(self, stored: StoredResponse) -> bytes:
+        return await asyncio.to_thread(lambda: zlib.compress(self._encode(stored), 1))
+
     async def _put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
-        value = await asyncio.to_thread(lambda: zlib.compress(self._encode(stored), 1))
+        value = await self._packed(stored)
         if len(value) > self._max_bytes:
             self._count("too_large")
             log.warning("response %s is not stored: it has %d bytes, above the limit", response_id, len(value))
             return
         try:
-            await self._script(
-                PUT_SCRIPT, tenant, response_id, value, self._ttl_s, self._max_bytes, self._max_responses
-            )
+            await self._script(PUT_SCRIPT, tenant, response_id, value, *self._limits)
             self._is_trusted = True
             self._count("stored")
         except RedisUnavailable as error:
@@ -118,6 +159,19 @@ class ResponseStore:
         return await self._redis.command(
             "EVAL", script, len(places), *places, prefix, keys.RESPONSES_TOTAL, response_id, *more
         )
+
+
+Store = ResponseStore | None
+"""None where there is no Redis, or nothing is to be stored."""
+NO_STORE = "this service keeps no responses (--response-store-ttl 0, or no Redis)."
+
+
+def checked(store: Store, param: str | None) -> ResponseStore:
+    """The store. RequestRefused where there is none."""
+    if store is None:
+        name = param or "response_id"
+        raise unsupported(name, f"{name} is not supported: {NO_STORE}")
+    return store
 
 
 def not_found(response_id: str, param: str | None) -> RequestRefused:

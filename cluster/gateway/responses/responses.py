@@ -15,29 +15,42 @@ from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.openai.token_formatter import TokenFormatter
+from tandem.cluster.gateway.responses.background import BackgroundResponses, BackgroundRun
 from tandem.cluster.gateway.responses.items_to_chat import Placed, chat_of, given_items, placed_items
 from tandem.cluster.gateway.responses.response_items import FunctionCallItem, Item, answered_items
-from tandem.cluster.gateway.responses.response_store import PREFIX, ResponseStore, StoredResponse
+from tandem.cluster.gateway.responses.response_store import (
+    NO_STORE,
+    PREFIX,
+    ResponseStore,
+    Store,
+    StoredResponse,
+    checked,
+)
 from tandem.cluster.gateway.responses.response_tools import custom_names
 from tandem.cluster.gateway.responses.responses_answer import Additions, ResponsesFormat
 from tandem.cluster.gateway.responses.responses_body import THINKING, ResponsesBody, read_responses
 from tandem.cluster.gateway.responses.truncation import TOO_LONG, shortened
-from tandem.cluster.gateway.schemas.reading import unsupported
+from tandem.cluster.gateway.schemas.reading import invalid, unsupported
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
 from tandem.cluster.gateway.serving.received import PARSED_FASTER, Posted, ignored_fields, received
 from tandem.workers.messages.errors import RequestRefused
 
-Store = ResponseStore | None
-"""None where there is no Redis, or nothing is to be stored."""
-
 
 async def create_response(
-    text: TextServices, context: GatewayContext, store: Store, request: Request, principal: Principal
+    text: TextServices,
+    context: GatewayContext,
+    store: Store,
+    background: BackgroundResponses,
+    request: Request,
+    principal: Principal,
 ) -> Response:
     """One answer to a conversation of items, which may go on from a stored response."""
     began_s = context.clock()
     body, size = await received(text, request, principal, read_responses)
+    if body.background:
+        checked(store, "background")
+        background.check_room(principal.tenant)
     if body.store and store is None:
         ignored_fields(request).note("store", f"store may only be false: {NO_STORE}")
     before, more = await conversation_before(body, store, principal)
@@ -51,6 +64,9 @@ async def create_response(
         if keeper is None:
             return chat.answer(style, with_logprobs=with_logprobs)
         keeping = Keeping(keeper, principal.tenant, style, [*before, *given_items(body)])
+        if body.background:
+            delivery = chat.answer(style, with_logprobs=with_logprobs)
+            return await background.start(BackgroundRun(principal.tenant, style, delivery, keeping.stored_of))
         return chat.answer(style, with_logprobs=with_logprobs, before_end=keeping.keep)
 
 
@@ -60,6 +76,9 @@ async def conversation_before(body: ResponsesBody, store: Store, principal: Prin
         return [], 0
     known = checked(store, "previous_response_id")
     stored = await known.get(principal.tenant, body.previous_response_id, "previous_response_id")
+    if not stored.is_over:
+        text = f"The response {printable(body.previous_response_id)} has not ended, or was cancelled."
+        raise invalid("previous_response_id", text)
     return stored.items, len(stored.response)
 
 
@@ -96,30 +115,22 @@ def _additions(text: TextServices, body: ResponsesBody, chat: PreparedChat) -> A
     )
 
 
-async def show_response(store: Store, request: Request, principal: Principal) -> Response:
-    """A stored response."""
+async def show_response(background: BackgroundResponses, request: Request, principal: Principal) -> Response:
+    """A stored response, or how far one of the background is."""
     _check_query(request)
-    stored = await checked(store, None).get(principal.tenant, request.path_params["response_id"])
+    stored = await background.current(principal.tenant, request.path_params["response_id"])
     return Response(stored.response, media_type="application/json")
 
 
-async def delete_response(store: Store, request: Request, principal: Principal) -> Response:
-    """Deletes a stored response; others that went on from it stay."""
+async def delete_response(
+    store: Store, background: BackgroundResponses, request: Request, principal: Principal
+) -> Response:
+    """Deletes a stored response; others that went on from it stay, and one of the background ends."""
     _check_query(request)
     response_id = request.path_params["response_id"]
     await checked(store, None).delete(principal.tenant, response_id)
+    background.end(principal.tenant, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
-
-
-NO_STORE = "this service keeps no responses (--response-store-ttl 0, or no Redis)."
-
-
-def checked(store: Store, param: str | None) -> ResponseStore:
-    """The store. RequestRefused where there is none."""
-    if store is None:
-        name = param or "response_id"
-        raise unsupported(name, f"{name} is not supported: {NO_STORE}")
-    return store
 
 
 @dataclass(frozen=True)
@@ -135,8 +146,11 @@ class Keeping:
         """Stores it."""
         final = self.style.final
         assert final is not None, "it is complete"
-        stored = StoredResponse(msgspec.json.encode(final), [*self.items, *kept_output(final["output"])])
-        await self.store.keep(self.tenant, final["id"], stored)
+        await self.store.keep(self.tenant, final["id"], self.stored_of(final))
+
+    def stored_of(self, final: dict[str, Any]) -> StoredResponse:
+        """Returns what is stored of an object."""
+        return StoredResponse(msgspec.json.encode(final), [*self.items, *kept_output(final["output"])])
 
 
 def kept_output(output: Sequence[dict[str, Any]]) -> list[Item]:
@@ -167,7 +181,7 @@ def object_fields(body: ResponsesBody, chat: PreparedChat, *, stores: bool) -> d
         "created_at": head.created,
         "completed_at": None,
         "model": head.model,
-        "background": False,
+        "background": body.background is True,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,

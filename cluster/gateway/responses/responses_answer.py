@@ -42,7 +42,7 @@ class Additions:
 
 class ResponsesFormat:
     """One answer, streamed or not. fields: of the response object, those that the request decides. now: Unix time.
-    final: the whole object, once it is complete."""
+    final: the whole object, once it is complete or has failed."""
 
     def __init__(
         self, fields: dict[str, Any], blocks: Blocks, now: Callable[[], float], added: Additions | None = None
@@ -59,6 +59,10 @@ class ResponsesFormat:
         self._delta_start = b""
         self._is_cut = False
         self.final: dict[str, Any] | None = None
+
+    def queued(self) -> dict[str, Any]:
+        """The object before anything was generated."""
+        return self._object("queued", [])
 
     # ---- implements ResponseFormat ----
 
@@ -92,6 +96,7 @@ class ResponsesFormat:
         if refusal.status == 429:
             code = "rate_limit_exceeded"
         failed = {**self._object("failed", []), "error": {"code": code, "message": str(refusal)}}
+        self.final = failed
         return self._event("response.failed", response=failed)
 
     # ---- blocks ----

@@ -22,6 +22,7 @@ from tandem.cluster.gateway.schemas.reading import (
     invalid,
     neutral_values,
     read,
+    unsupported,
 )
 
 MAX_METADATA = 16
@@ -83,6 +84,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
     store: bool | None = None
+    background: bool | None = None
     previous_response_id: ShortText | None = None
     metadata: dict[str, Annotated[str, Meta(max_length=512)]] | None = None
     user: ShortText | None = None
@@ -111,7 +113,6 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 AS_IN_CHAT = ResponsesBody.__struct_fields__[ResponsesBody.__struct_fields__.index("seed") :]
 """Fields that mean what chat's mean, which checks their ranges."""
 NEUTRAL: Mapping[str, Neutral] = {
-    "background": neutral_values(False),
     "stream_options": neutral_values({}),
     "conversation": NEVER,
     "moderation": NEVER,
@@ -145,6 +146,10 @@ def read_responses(fields: dict[str, Any], ignored: IgnoredFields) -> ResponsesB
     if len(metadata) > MAX_METADATA or any(len(name) > 64 for name in metadata):
         raise invalid("metadata", f"metadata may have {MAX_METADATA} keys, of 64 characters each.")
     _check_format(body.text.format if body.text is not None else None)
+    if body.background and body.store is False:
+        raise invalid("background", "background needs a stored response: store may not be false.")
+    if body.background and body.stream:
+        raise unsupported("stream", "stream is not supported with background: GET the response until it has ended.")
     if any(one not in (LOGPROBS, THINKING) for one in body.include or ()):
         ignored.note("include", f"include adds {LOGPROBS} and {THINKING} to an answer, nothing else.")
     if body.max_tool_calls is not None:

@@ -93,8 +93,8 @@ async def test_streamed_responses(client: openai.AsyncOpenAI) -> None:
 
 async def test_refused_responses(rig: Rig, client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
-        await client.responses.create(model=MODEL, input="hi", background=True)
-    assert (bad.value.code, bad.value.param) == ("unsupported_parameter", "background")
+        await client.responses.create(model=MODEL, input="hi", background=True, stream=True)
+    assert (bad.value.code, bad.value.param) == ("unsupported_parameter", "stream")
     with pytest.raises(openai.NotFoundError) as unknown:
         await client.responses.create(model=MODEL, input="hi", previous_response_id="resp_1")
     assert unknown.value.code == "previous_response_not_found"

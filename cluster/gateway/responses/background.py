@@ -1,0 +1,202 @@
+"""Responses that are made in the background: they have no client that waits, and go on while their gateway lives.
+
+Which of its ends a response comes to is decided in Redis, by whoever is first: it is stored whole, or cancelled through
+any gateway, or found lost because its gateway has not renewed its lease. A gateway looks at its own each second, and
+ends those that are over. Draining waits for them as for streams, and cuts them off as streams.
+
+    queued --first token--> in_progress --> completed, incomplete, failed
+    queued, in_progress --POST .../cancel--> cancelled;  --lease over--> failed
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from tandem.cluster.gateway.generation.delivery import Delivery
+from tandem.cluster.gateway.http.auth import Principal
+from tandem.cluster.gateway.http.draining import Draining
+from tandem.cluster.gateway.http.tasks import TaskOwner
+from tandem.cluster.gateway.responses.response_store import ResponseStore, Store, StoredResponse, checked, unavailable
+from tandem.cluster.gateway.responses.responses_answer import ResponsesFormat
+from tandem.cluster.gateway.serving.answer import json_response
+from tandem.cluster.state.redis_client import RedisUnavailable
+from tandem.workers.messages.errors import RequestRefused
+
+log = logging.getLogger("tandem.gateway")
+RUNNING = ("queued", "in_progress")
+MOST = 256
+"""Responses of a tenant that one gateway makes at once, whatever its limits: no open connection bounds them."""
+LEASE_MS = 30_000
+RENEW_S = 1.0
+SETTLE_S = 30.0
+"""Time for storing what was made; beyond it the lease ends too."""
+
+
+@dataclass(frozen=True)
+class BackgroundRun:
+    """One response while it is made. stored_of: its final object with the items of its conversation."""
+
+    tenant: str
+    style: ResponsesFormat
+    delivery: Delivery
+    stored_of: Callable[[dict[str, Any]], StoredResponse]
+    told_to_end: asyncio.Event = field(default_factory=asyncio.Event)
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def response_id(self) -> str:
+        """Returns the id, by which any gateway knows it."""
+        return str(self.style.queued()["id"])
+
+    async def client_leaves(self) -> Message:
+        """Receives, for the delivery: its client leaves when the response is to end."""
+        await self.told_to_end.wait()
+        return {"type": "http.disconnect"}
+
+
+class BackgroundResponses:
+    """The responses of one gateway's background. store: None where there is none."""
+
+    def __init__(self, store: Store, tasks: TaskOwner, draining: Draining) -> None:
+        self._given = store
+        self._tasks = tasks
+        self._draining = draining
+        self._runs: dict[tuple[str, str], BackgroundRun] = {}
+
+    @property
+    def _store(self) -> ResponseStore:
+        return checked(self._given, None)
+
+    def check_room(self, tenant: str) -> None:
+        """RequestRefused 429 for a tenant that has as many as it may."""
+        if sum(of == tenant for of, _ in self._runs) >= MOST:
+            text = f"This gateway makes {MOST} of your responses in the background, which is its limit; try again."
+            raise RequestRefused(text, code="rate_limit_exceeded", status=429)
+
+    async def start(self, run: BackgroundRun) -> Response:
+        """Stores a response as queued, begins to make it, and answers with it."""
+        shown = run.style.queued()
+        stored = msgspec.structs.replace(run.stored_of(shown), is_over=False)
+        await self._store.begin(run.tenant, run.response_id, stored, LEASE_MS)
+        self._runs[run.tenant, run.response_id] = run
+        self._draining.enter()
+        self._tasks.start(self._own(run), f"response {run.response_id}")
+        return json_response(shown)
+
+    async def current(self, tenant: str, response_id: str, wish: str = "look") -> StoredResponse:
+        """A stored response as it is now, after `wish` ("cancelled": unless it has ended). RequestRefused as in
+        ResponseStore.get()."""
+        stored = await self._store.get(tenant, response_id)
+        if stored.is_over:
+            return stored
+        try:
+            state = await self._store.state(tenant, response_id, wish)
+        except RedisUnavailable:
+            raise unavailable() from None
+        if state is None:  # it has just ended; or Redis lost its state
+            stored = await self._store.get(tenant, response_id)
+        if state not in RUNNING:
+            self.end(tenant, response_id)
+        return stored if stored.is_over else _shown(stored, state or "lost")
+
+    def end(self, tenant: str, response_id: str) -> None:
+        """Ends a response, if this gateway makes it; other gateways see for themselves."""
+        if (run := self._runs.get((tenant, response_id))) is not None:
+            run.told_to_end.set()
+
+    # ---- the task of one ----
+
+    async def _own(self, run: BackgroundRun) -> None:
+        watching = asyncio.create_task(self._watch(run), name=f"watch {run.response_id}")
+        try:
+            await self._make(run)
+            if (final := run.style.final) is not None:
+                await self._settle(run, final)
+        finally:
+            del self._runs[run.tenant, run.response_id]
+            self._draining.leave()
+            run.is_over.set()  # no cancellation: one that meets a call to Redis may be lost
+            await watching
+
+    async def _make(self, run: BackgroundRun) -> None:
+        """Generates it; what it failed of becomes its final object."""
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await self._renew(run, "in_progress")
+
+        try:
+            await run.delivery({}, run.client_leaves, send)
+        except Exception as error:
+            if not isinstance(error, RequestRefused):
+                log.exception("response %s failed", run.response_id)
+            run.style.closing(error)
+
+    async def _watch(self, run: BackgroundRun) -> None:
+        """Renews the lease until the response is over."""
+        while not run.is_over.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RENEW_S):
+                    await run.is_over.wait()
+            if not run.is_over.is_set():
+                await self._renew(run, "renew")
+
+    async def _renew(self, run: BackgroundRun, wish: str) -> None:
+        """Says that it is still made; ends it where it is over."""
+        try:
+            if await self._store.state(run.tenant, run.response_id, wish, LEASE_MS) not in RUNNING:
+                run.told_to_end.set()
+        except RedisUnavailable:
+            log.debug("the lease of response %s was not renewed", run.response_id)
+
+    async def _settle(self, run: BackgroundRun, final: dict[str, Any]) -> None:
+        """Stores what was made, however long Redis is away within SETTLE_S."""
+        deadline_s = asyncio.get_running_loop().time() + SETTLE_S
+        while True:
+            try:
+                if not await self._store.settle(run.tenant, run.response_id, run.stored_of(final)):
+                    await self._store.settle(run.tenant, run.response_id, run.stored_of(_too_large(run)))
+                return
+            except RedisUnavailable as error:
+                if asyncio.get_running_loop().time() >= deadline_s:
+                    log.warning("response %s is not stored: %s", run.response_id, error)
+                    return
+                await asyncio.sleep(RENEW_S)
+
+
+def _shown(stored: StoredResponse, state: str) -> StoredResponse:
+    """A response that is not stored whole, in this state."""
+    response = msgspec.json.decode(stored.response)
+    if state == "lost":
+        message = "The gateway that made this response has ended before it."
+        response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
+    else:
+        response["status"] = state
+    return msgspec.structs.replace(stored, response=msgspec.json.encode(response))
+
+
+def _too_large(run: BackgroundRun) -> dict[str, Any]:
+    message = "The response takes more bytes than a tenant may store (--response-store-bytes)."
+    failure = {"status": "failed", "error": {"code": "server_error", "message": message}}
+    return {**run.style.queued(), **failure}
+
+
+async def cancel_response(background: BackgroundResponses, request: Request, principal: Principal) -> Response:
+    """Ends a response of the background; one that has ended stays as it is."""
+    response_id = request.path_params["response_id"]
+    stored = await background.current(principal.tenant, response_id, "cancelled")
+    if not msgspec.json.decode(stored.response)["background"]:
+        raise RequestRefused(
+            "A response that is not of the background cannot be cancelled: it has ended.",
+            code="invalid_value",
+            param="response_id",
+        )
+    return Response(stored.response, media_type="application/json")
