@@ -25,7 +25,7 @@ LONG = (*SERVE, "--max-model-len", "131072", "--hf-overrides", '{"rope_scaling":
 """For agents, whose prompts take 40,000 tokens of the demo's vocabulary."""
 LEFT_OUT = {
     "vllm bench serve": "vllm takes gigabytes to install",
-    "promptfoo": "not written yet",
+    "promptfoo": "no script of it yet",
 }
 SCRIPT_S = 300
 
@@ -90,7 +90,7 @@ def outcome(name: str, client: Client, url: str) -> Outcome:
     verdict = f"not run: {out.not_run}" if out.not_run else f"{len(out.tried) - len(failed)} of {len(out.tried)} work"
     print(f"clients: {name}: {verdict}", flush=True)
     for one in failed:
-        print(f"clients:   {one.name} ({one.whose}): {one.reason}", flush=True)
+        print(f"clients:   {one.name} ({one.whose}): {' '.join(one.reason.split())}", flush=True)
     return out
 
 

@@ -25,7 +25,13 @@ class Report(BaseModel):
 
 
 plain = openai.OpenAI(base_url=OPENAI, api_key="none", max_retries=0)
-several = openai.AsyncOpenAI(base_url=OPENAI, api_key="none", max_retries=0)
+
+
+def fresh() -> openai.AsyncOpenAI:
+    """A client for one event loop."""
+    return openai.AsyncOpenAI(base_url=OPENAI, api_key="none", max_retries=0)
+
+
 agents.set_tracing_disabled(True)
 FEW = agents.ModelSettings(max_tokens=64)
 
@@ -37,32 +43,30 @@ def weather(city: str) -> str:
 
 
 for name, kind in {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}.items():
-    model = kind(model="demo", openai_client=several)
+
+    def agent(kind: type = kind, **options: object) -> agents.Agent:
+        return agents.Agent("a", model=kind(model="demo", openai_client=fresh()), model_settings=FEW, **options)
+
     for what, options in {"plain": {}, "tool": {"tools": [weather]}, "output_type": {"output_type": Report}}.items():
         with call(f"openai-agents, {name}: {what}"):
-            agent = agents.Agent(name="a", model=model, model_settings=FEW, **options)
-            agents.Runner.run_sync(agent, "How is the weather?", max_turns=2)
+            said = asyncio.run(agents.Runner.run(agent(**options), "How is the weather?", max_turns=2))
+            assert what != "output_type" or said.final_output.sky
     with call(f"openai-agents, {name}: streamed"):
 
-        async def streamed(model: object = model) -> None:
-            agent = agents.Agent(name="a", model=model, model_settings=FEW, tools=[weather])
-            assert [event async for event in agents.Runner.run_streamed(agent, "Weather?", max_turns=2).stream_events()]
+        async def streamed(made: agents.Agent) -> None:
+            events = agents.Runner.run_streamed(made, "Weather?", max_turns=2).stream_events()
+            assert [event async for event in events]
 
-        asyncio.run(streamed())
-provider = OpenAIProvider(openai_client=several)
-for name, model in {"chat": OpenAIChatModel("demo", provider=provider),
-                    "responses": OpenAIResponsesModel("demo", provider=provider)}.items():  # fmt: skip
+        asyncio.run(streamed(agent(tools=[weather])))
+for name, kind in {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}.items():
     for what, form in {"plain": str, "ToolOutput": ToolOutput(Report), "NativeOutput": NativeOutput(Report)}.items():
         with call(f"pydantic-ai, {name}: {what}"):
-
-            async def asked(model: object = model, form: object = form) -> None:
-                said = await Agent(model, output_type=form).run("How is the weather?",
-                                                               model_settings={"max_tokens": 64})  # fmt: skip
-                assert form is str or said.output.sky
-
-            asyncio.run(asked())
+            own = Agent(kind("demo", provider=OpenAIProvider(openai_client=fresh())), output_type=form)
+            said = asyncio.run(own.run("How is the weather?", model_settings={"max_tokens": 64}))
+            assert form is str or said.output.sky
 for mode in ("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "RESPONSES_TOOLS"):
-    with call(f"instructor, {mode}"):
+    whose, why = ("model", "nothing but the prompt asks for the schema") if mode == "JSON" else ("ours", "")
+    with call(f"instructor, {mode}", whose, why):
         wrapped = instructor.from_openai(plain, mode=instructor.Mode[mode])
         assert wrapped.chat.completions.create(model="demo", messages=USER, response_model=Report, max_retries=0).sky
 with call("instructor, anthropic"):
