@@ -14,7 +14,7 @@ DEV     := $(VENV)/.dev-installed
 DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check check-kernels format quick test parity gpu chaos fuzz mutate bench bench-engine bench-serve \
+.PHONY: install dev serve check check-kernels format quick test parity gpu chaos fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-batching bench-fairness bench-multiturn bench-weight-stream \
   bench-lora bench-moe bench-gpu performance model-table docs release clean help
@@ -101,6 +101,9 @@ gpu: $(DEV) ## on a machine with a CUDA device and a CUDA build of torch: tests 
 
 mutate: $(DEV) ## do the unit tests notice small defects? ARGS="block_pool auth": modules of mutants.toml; "--sample 200": an estimate
 	@$(BIN)/python -m tools.mutate $(ARGS)
+
+clients: $(DEV) ## clients of other servers, in environments of their own, tried on the demo; writes docs/clients.md. ARGS="openai codex"
+	@$(BIN)/python -m tests.clients $(ARGS)
 
 bench: bench-engine bench-serve ## every benchmark that compares; results under out/benchmarks
 

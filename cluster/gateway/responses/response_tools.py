@@ -1,8 +1,8 @@
 """Tools of the Responses API. A custom tool, which takes free text, is a function with one argument to the model; what
 the model writes for that argument is the text.
 
-Tools that OpenAI's service runs itself are not run here. Those that clients send with every request are left out and
-named as ignored, as in vLLM; others, and the choice of one, are refused by name.
+Tools that OpenAI's service runs itself are not run here, and groups of functions are not read. Those that clients send
+with every request are left out and named as ignored, as in vLLM; others, and the choice of one, are refused by name.
 """
 
 import json
@@ -20,8 +20,9 @@ INPUT = "input"
 HINTS: Ignorables = {
     "tools[]": ignorable("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "output_schema")
 }
-SENT_ALWAYS = ("web_search", "web_search_preview", "image_generation")
-"""Kinds of tools of OpenAI's service that agents send unasked, each also with a date behind its name."""
+SENT_ALWAYS = ("web_search", "web_search_preview", "image_generation", "namespace")
+"""Kinds of tools that agents send unasked: of OpenAI's service, each also with a date behind its name, and groups of
+functions, whose calls would name their group."""
 _BEGIN = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
 LONGEST_BEGIN = 256
 """Characters within which the argument begins; else the arguments have another form."""

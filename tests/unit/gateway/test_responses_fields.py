@@ -273,6 +273,7 @@ CODEX: dict[str, Any] = {
         {**WEATHER, "strict": False},
         {**EXEC, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}},
         {"type": "web_search", "external_web_access": False},
+        {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [WEATHER]},
     ],
     "tool_choice": "auto",
     "parallel_tool_calls": False,
@@ -319,6 +320,7 @@ async def test_bodies_of_codex_and_of_litellms_bridge() -> None:
                 "reasoning.summary",
                 "input[].phase",
                 "tools[].web_search",
+                "tools[].namespace",
                 "tools[].format",
             ]
             assert "(I should look.)I look.weather{}tool:README.md" in prompt_of(rig)
