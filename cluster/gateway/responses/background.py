@@ -46,7 +46,6 @@ class BackgroundRun:
 
     tenant: str
     style: ResponsesFormat
-    delivery: Delivery
     stored_of: Callable[[dict[str, Any]], StoredResponse]
     told_to_end: asyncio.Event = field(default_factory=asyncio.Event)
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,21 +74,29 @@ class BackgroundResponses:
     def _store(self) -> ResponseStore:
         return checked(self._given, None)
 
-    def check_room(self, tenant: str) -> None:
-        """RequestRefused 429 for a tenant that has as many as it may."""
+    def _check_room(self, tenant: str) -> None:
         if sum(of == tenant for of, _ in self._runs) >= MOST:
             text = f"This gateway makes {MOST} of your responses in the background, which is its limit; try again."
             raise RequestRefused(text, code="rate_limit_exceeded", status=429)
 
-    async def start(self, run: BackgroundRun) -> Response:
-        """Stores a response as queued, begins to make it, and answers with it."""
-        shown = run.style.queued()
-        stored = msgspec.structs.replace(run.stored_of(shown), is_over=False)
-        await self._store.begin(run.tenant, run.response_id, stored, LEASE_MS)
-        self._runs[run.tenant, run.response_id] = run
+    async def begin(self, run: BackgroundRun) -> None:
+        """Stores a response as queued. RequestRefused where it cannot be stored, and 429 for a tenant that has as many
+        as it may. start() follows."""
+        key = run.tenant, run.response_id
+        self._check_room(run.tenant)
+        self._runs[key] = run
+        try:
+            stored = msgspec.structs.replace(run.stored_of(run.style.queued()), is_over=False)
+            await self._store.begin(*key, stored, LEASE_MS)
+        except BaseException:
+            del self._runs[key]
+            raise
+
+    def start(self, run: BackgroundRun, delivery: Delivery) -> Response:
+        """Begins to make a response that is queued, and answers with it."""
         self._draining.enter()
-        self._tasks.start(self._own(run), f"response {run.response_id}")
-        return json_response(shown)
+        self._tasks.start(self._own(run, delivery), f"response {run.response_id}")
+        return json_response(run.style.queued())
 
     async def current(self, tenant: str, response_id: str, wish: str = "look") -> StoredResponse:
         """A stored response as it is now, after `wish` ("cancelled": unless it has ended). RequestRefused as in
@@ -114,10 +121,10 @@ class BackgroundResponses:
 
     # ---- the task of one ----
 
-    async def _own(self, run: BackgroundRun) -> None:
+    async def _own(self, run: BackgroundRun, delivery: Delivery) -> None:
         watching = asyncio.create_task(self._watch(run), name=f"watch {run.response_id}")
         try:
-            await self._make(run)
+            await self._make(run, delivery)
             if (final := run.style.final) is not None:
                 await self._settle(run, final)
         finally:
@@ -126,7 +133,7 @@ class BackgroundResponses:
             run.is_over.set()  # no cancellation: one that meets a call to Redis may be lost
             await watching
 
-    async def _make(self, run: BackgroundRun) -> None:
+    async def _make(self, run: BackgroundRun, delivery: Delivery) -> None:
         """Generates it; what it failed of becomes its final object."""
 
         async def send(message: Message) -> None:
@@ -134,7 +141,7 @@ class BackgroundResponses:
                 await self._renew(run, "in_progress")
 
         try:
-            await run.delivery({}, run.client_leaves, send)
+            await delivery({}, run.client_leaves, send)
         except Exception as error:
             if not isinstance(error, RequestRefused):
                 log.exception("response %s failed", run.response_id)

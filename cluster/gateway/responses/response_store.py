@@ -120,8 +120,8 @@ class ResponseStore:
         if len(value) > self._max_bytes:
             self._count("too_large")
             return False
-        await self._script(SETTLE_SCRIPT, tenant, response_id, value, *self._limits)
-        self._count("stored")
+        if await self._script(SETTLE_SCRIPT, tenant, response_id, value, *self._limits) is None:
+            self._count("stored")
         return True
 
     async def state(self, tenant: str, response_id: str, wish: str, lease_ms: int = 0) -> str | None:

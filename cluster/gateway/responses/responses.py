@@ -50,7 +50,6 @@ async def create_response(
     body, size = await received(text, request, principal, read_responses)
     if body.background:
         checked(store, "background")
-        background.check_room(principal.tenant)
     if body.store and store is None:
         ignored_fields(request).note("store", f"store may only be false: {NO_STORE}")
     before, more = await conversation_before(body, store, principal)
@@ -65,8 +64,9 @@ async def create_response(
             return chat.answer(style, with_logprobs=with_logprobs)
         keeping = Keeping(keeper, principal.tenant, style, [*before, *given_items(body)])
         if body.background:
-            delivery = chat.answer(style, with_logprobs=with_logprobs)
-            return await background.start(BackgroundRun(principal.tenant, style, delivery, keeping.stored_of))
+            run = BackgroundRun(principal.tenant, style, keeping.stored_of)
+            await background.begin(run)
+            return background.start(run, chat.answer(style, with_logprobs=with_logprobs))
         return chat.answer(style, with_logprobs=with_logprobs, before_end=keeping.keep)
 
 

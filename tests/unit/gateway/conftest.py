@@ -1,11 +1,15 @@
-"""A gateway for tests that need no other one."""
+"""A gateway for tests that need no other one, and a real Redis for each file that asks for one, empty for each test."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.configs.schema import GatewaySettings
+from tests.support.private_redis import private_redis
 from tests.unit.gateway.rig import Rig, gateway
+from tests.unit.tenants.tenant_rig import patient
 
 
 @pytest.fixture
@@ -17,3 +21,17 @@ async def rig() -> AsyncIterator[Rig]:
             alive = await rig.chat(max_tokens=4, stream=stream)
             assert alive.status_code == 200
         assert not rig.backend.streams
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with private_redis() as server:
+        yield server
+
+
+@pytest.fixture
+async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
+    client = patient(server)
+    await client.command("FLUSHALL")
+    yield client
+    await client.close()

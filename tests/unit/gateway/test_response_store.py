@@ -2,7 +2,7 @@
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -12,7 +12,6 @@ from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.gateway.responses.response_items import MessageItem
 from tandem.cluster.gateway.responses.response_store import ResponseStore, StoredResponse
-from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.workers.messages.errors import RequestRefused
@@ -21,7 +20,6 @@ from tests.support.private_redis import private_redis
 from tests.unit.gateway.rig import Rig, error_of, gateway
 from tests.unit.gateway.test_responses import PATH, ask, prompt_of, sse
 from tests.unit.gateway.test_tool_calls import FORMATS, SETTINGS, TEMPLATE, saying
-from tests.unit.tenants.tenant_rig import patient
 
 UNKNOWN = "resp_" + "0" * 32
 
@@ -36,20 +34,6 @@ class ByKey:
 
     def check_metrics(self, authorization: str | None) -> None:
         pass
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
-    with private_redis() as server:
-        yield server
-
-
-@pytest.fixture
-async def redis(server: RedisServer) -> AsyncIterator[BackgroundClient]:
-    client = patient(server)
-    await client.command("FLUSHALL")
-    yield client
-    await client.close()
 
 
 def store_of(redis: Any, **limits: Any) -> Any:

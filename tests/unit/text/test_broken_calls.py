@@ -2,13 +2,14 @@
 Each is a call with the arguments that were meant, and nothing of it is content."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
 
 from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.output.events import CallBegin
-from tests.unit.text.output_events import arguments_of, cut, tool_events
+from tests.unit.text.output_events import TOOLS, arguments_of, cut, tool_events
 
 B, E = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 b, sep, e = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -153,6 +154,31 @@ CODER = [
 @pytest.mark.parametrize(("text", "meant"), CODER)
 def test_tags_of_qwen3_coder_may_be_forgotten_and_stand_in_values(text: str, meant: Any) -> None:
     check("qwen3_coder", text, ["get_weather"], [meant])
+
+
+def test_tags_in_a_value_of_qwen3_coder_are_looked_behind_once() -> None:
+    """Its own end tag, far behind, says of all of them that they are text."""
+    value = "\n</tool_call>" * 20_000
+    text = f"{F}<parameter=city>\nend{value}\n</parameter>\n</function>\n</tool_call>"
+    for pieces in ([text], cut(text, 70_000)):
+        events = tool_events("qwen3_coder", pieces)
+        assert json.loads(arguments_of(events)[0]) == {"city": "end"}, "nothing is held back for longer than 64 KiB"
+    value = "\n</tool_call>" * 4_000
+    text = f"{F}<parameter=city>\nend{value}\n</parameter>\n</function>\n</tool_call>"
+    parser = TOOL_FORMATS["qwen3_coder"].parser(TOOLS)
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        events = [*parser.push(text), *parser.finish()]
+    finally:
+        sys.setprofile(None)
+    assert json.loads(arguments_of(events)[0]) == {"city": "end" + value}
+    assert calls < 1000, "the marks are passed at once"
 
 
 def test_a_call_of_qwen3_coder_ends_where_the_next_begins() -> None:

@@ -42,13 +42,15 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _MARKS, _FUNCTION_END = Marks(BEGIN, FUNCTION), Marks(FUNCTION_END)
-_PARAMETER = Marks(PARAMETER, PARAMETER_END)
+_PARAMETER = Marks(PARAMETER, "\n" + PARAMETER_END, PARAMETER_END)
 _PARAMETERS_END = Marks(PARAMETER, FUNCTION_END, END, BEGIN, FUNCTION)
 _VALUE_END = Marks(
     *(before + mark for mark in (PARAMETER_END, PARAMETER, FUNCTION_END, END, BEGIN) for before in ("\n", ""))
 )
 _AHEAD = 60
 """Characters from the begin of a mark on that say whether it can end a value."""
+_FAR = 64 * 1024
+"""Characters behind such a mark within which the value's own end tag is looked for."""
 _CALL_ENDS = re.compile(
     r"\s*(</function>\s*)?(</tool_call>\s*)?(\Z|<tool_call>\s*<function=|<function=)|\s*</function>\s*</tool_call>"
 )
@@ -213,30 +215,41 @@ class _Unread:
 
     def text_of_value(self, source: TextSource, emit: Emit) -> Steps[None]:
         while (mark := (yield from text_until(source, _VALUE_END, emit))) is not None:
-            if mark.endswith(PARAMETER_END) or (yield from self._ends(mark, source)):
+            if mark.endswith(PARAMETER_END):
                 return
-            yield from emit(source.take(source.at + len(mark)))
+            text = len(mark)
+            if (yield from self._can_end(mark, source)):
+                text = 0 if mark.endswith(PARAMETER) else (yield from _before_end_tag(source, len(mark)))
+            if not text:
+                return
+            yield from emit(source.take(source.at + text))
 
-    def _ends(self, mark: str, source: TextSource) -> Steps[bool]:
+    def _can_end(self, mark: str, source: TextSource) -> Steps[bool]:
+        """Returns whether what stands behind the mark could follow a value without an end tag."""
         while len(source.text) - source.at < _AHEAD and not source.ended:
             yield None
         ahead = source.text[source.at : source.at + _AHEAD]
-        if mark.endswith(PARAMETER):
-            found = _NEXT.match(ahead)
-            name = found.group(1).strip() if found is not None else ""
-            return name in self._left or (self._takes_any and mark.startswith("\n"))
-        if mark != "\n" + END and _CALL_ENDS.match(ahead) is None:
-            return False
-        return (yield from self._has_no_end_tag(source, len(mark)))
+        if not mark.endswith(PARAMETER):
+            return mark == "\n" + END or _CALL_ENDS.match(ahead) is not None
+        found = _NEXT.match(ahead)
+        name = found.group(1).strip() if found is not None else ""
+        return name in self._left or (self._takes_any and mark.startswith("\n"))
 
-    def _has_no_end_tag(self, source: TextSource, behind: int) -> Steps[bool]:
-        """Returns whether a parameter, or the end of the text, stands in front of the next end tag."""
-        while True:
-            found = _PARAMETER.first(source.text, source.at + behind)
-            if found is not None or source.ended:
-                return found is None or found.group() == PARAMETER
-            behind = max(behind, len(source.text) - source.at - len(PARAMETER_END) + 1)
-            yield None
+
+def _before_end_tag(source: TextSource, behind: int) -> Steps[int]:
+    """Returns how many characters stand in front of the next end tag; 0 if a parameter, the end of the text or too much
+    text comes first. behind: characters that are known to hold neither."""
+    while True:
+        found = _PARAMETER.first(source.text, source.at + behind)
+        before = len(source.text) - len("\n" + PARAMETER_END) if found is None else found.start()
+        if before - source.at > _FAR:
+            return 0
+        if found is not None:
+            return before - source.at if found.group().endswith(PARAMETER_END) else 0
+        if source.ended:
+            return 0
+        behind = max(behind, len(source.text) - source.at - len("\n" + PARAMETER_END) + 1)
+        yield None
 
 
 def _typed(text: str, types: frozenset[str] | None) -> str:
