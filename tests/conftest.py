@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -44,9 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the first process's
-        cache = tempfile.TemporaryDirectory(prefix="tandem-cache-")
-        os.environ["XDG_CACHE_HOME"] = cache.name  # kernels are compiled once per run
-        config.add_cleanup(cache.cleanup)
+        os.environ["XDG_CACHE_HOME"] = str(
+            KEPT
+        )  # kernels are compiled once, and again when what they are made of changes
         state = tempfile.TemporaryDirectory(prefix="tandem-state-")
         os.environ["XDG_STATE_HOME"] = state.name  # for log files
         config.add_cleanup(state.cleanup)
@@ -64,6 +65,9 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.enable()
 
 
+KEPT = Path(__file__).resolve().parents[1] / "out" / "tests" / "cache"
+"""What is compiled stays for the next run, under names that are digests of sources, flags, compiler and CPU
+(kernel_cache.py): two CPU minutes. `make clean` removes it."""
 WAITING = ("tests/integration/", "tests/distributed/")
 """Tests that start services or ranks, and often wait for them."""
 SHARING = {

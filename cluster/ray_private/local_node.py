@@ -85,12 +85,20 @@ def _popen(popen: Callable[..., Any], *args: Any, preexec_fn: Callable[[], None]
     return popen(*args, preexec_fn=before_exec, process_group=0, **kwargs)
 
 
+def _no_api_server(start: Callable[..., Any], include_dashboard: bool | None, *args: Any, **kwargs: Any) -> Any:
+    """Starts the API server where a dashboard is asked for; otherwise it is a process that nobody asks anything.
+    Returns the dashboard's URL and its process, as `start` does."""
+    return ("", None) if include_dashboard is False else start(include_dashboard, *args, **kwargs)
+
+
 @contextmanager
 def _trimmed() -> Iterator[None]:
-    """Makes ray.init() leave out the autoscaler monitor and the log monitor, as only `ray start` can.
+    """Makes ray.init() leave out the autoscaler monitor and the log monitor, as only `ray start` can, and the API
+    server of a dashboard that is off.
 
     Lost without RayParams: about 2 s of start and 170 MiB; a Ray whose parameters have other names is started whole.
     Lost without ConsolePopen: process groups of their own, so that Ctrl+C ends Ray's processes before the drain.
+    Lost without start_api_server: 2 s of start, which waits for that process, and 100 MiB.
     """
     from ray._private import parameter, services
 
@@ -101,10 +109,11 @@ def _trimmed() -> Iterator[None]:
 
     if {"no_monitor", "include_log_monitor"} <= set(inspect.signature(whole).parameters):
         parameter.RayParams = trimmed
-    popen = services.ConsolePopen
+    popen, api_server = services.ConsolePopen, services.start_api_server
     services.ConsolePopen = functools.partial(_popen, popen)
+    services.start_api_server = functools.partial(_no_api_server, api_server)
     try:
         yield
     finally:
         parameter.RayParams = whole
-        services.ConsolePopen = popen
+        services.ConsolePopen, services.start_api_server = popen, api_server

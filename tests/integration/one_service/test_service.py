@@ -480,31 +480,6 @@ def group_readiness(service: Service) -> list[bool]:
     return [record.is_ready for record in group_records(service)]
 
 
-async def test_a_killed_rank_costs_no_request_and_its_group_comes_back(
-    service: Service, long_answers: list[str]
-) -> None:
-    """Streams of the lost group go on with the other one: same text, no gap, no duplicate. Who runs it can see."""
-    migrations, said = service.metric("request_migrations_total"), len(service.output)
-    groups = await asyncio.to_thread(groups_of, service)
-    hit = await hit_a_rank(service, signal.SIGKILL)
-    assert hit.answers == long_answers
-    await asyncio.to_thread(wait_until_healed, service, hit.before)
-    wait_for(lambda: 1 <= service.metric("request_migrations_total") - migrations <= 8, 60, "the lost group's went on")
-    now = await asyncio.to_thread(groups_of, service)
-    (gone,), (new,) = groups - now, now - groups
-
-    def lines_of(group: str) -> list[str]:
-        return [line for line in service.output[said:].splitlines() if line.startswith(f"tandem: group {group} ")]
-
-    wait_for(lambda: lines_of(gone) and lines_of(new), 60, "both lines")
-    (lost,), (serves,) = lines_of(gone), lines_of(new)
-    assert re.fullmatch(
-        rf"tandem: group {gone} is lost: rank \d of group {gone} (was killed by SIGKILL|has died); its requests .*",
-        lost,
-    )
-    assert serves == f"tandem: group {new} serves"
-
-
 @pytest.mark.parametrize(
     "choose", [pytest.param(min, marks=pytest.mark.chaos, id="the first rank"), pytest.param(max, id="the last rank")]
 )
@@ -549,7 +524,7 @@ async def test_a_killed_coordinator_costs_no_request_and_its_group_comes_back(
     await asyncio.to_thread(wait_until_healed, service, seen.before)
 
 
-@pytest.mark.parametrize("part", ["rank", "coordinator"])
+@pytest.mark.parametrize("part", [pytest.param("rank", marks=pytest.mark.chaos), "coordinator"])
 async def test_a_group_that_is_told_to_end_hands_its_streams_over(
     service: Service, long_answers: list[str], part: str
 ) -> None:
@@ -602,9 +577,12 @@ async def test_a_gateway_that_is_told_to_end_finishes_its_streams(service: Servi
 async def test_both_groups_lost_one_after_the_other_cost_no_request(
     service: Service, longest_answers: list[str]
 ) -> None:
-    """The second one soon after the first one's streams go on in it, when none of them is examined alone any more: else
-    it would look as if that one had ended both. Then nothing runs until a group is back."""
+    """Same texts, no gap, no duplicate. The second group is lost soon after the first one's streams go on in it, when
+    none of them is examined alone any more: else it would look as if that one had ended both. Then nothing runs until
+    a group is back. Who runs the service can see it all."""
     before = {p.pid for p in service.titled("tandem rank")}
+    migrations, said = service.metric("request_migrations_total"), len(service.output)
+    gone = await asyncio.to_thread(groups_of, service)
     heard = [0] * 8
     news = asyncio.Event()
     async with openai.AsyncOpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=300) as client:
@@ -645,14 +623,38 @@ async def test_both_groups_lost_one_after_the_other_cost_no_request(
             wait_for, lambda: service.metric("generation_tokens_total") >= wanted, 120, "nobody is examined any more"
         )
         assert not any(stream.done() for stream in running)
+        moved = round(service.metric("request_migrations_total") - migrations)
+        assert 1 <= moved <= 8, "the lost group's went on"
         os.kill(second, signal.SIGKILL)
         assert await asyncio.gather(*running) == longest_answers
+    wait_for(
+        lambda: service.metric("request_migrations_total") - migrations >= moved + 8, 60, "and all of the second one's"
+    )
 
     def healed() -> bool:
         ranks = {p.pid for p in service.titled("tandem rank") if is_alive(p)}
         return len(ranks) == 4 and not ranks & before and service.get("/load").json()["groups"] == 2
 
     await asyncio.to_thread(wait_for, healed, 180, "both groups are replaced")
+    await asyncio.to_thread(check_lines_of_groups, service, said, gone)
+
+
+def check_lines_of_groups(service: Service, said: int, gone: set[str]) -> None:
+    """The terminal has one line for each group that was lost, and for each that serves in its place. said: its length
+    before."""
+
+    def lines() -> list[str]:
+        return [line for line in service.output[said:].splitlines() if line.startswith("tandem: group ")]
+
+    wait_for(lambda: len(groups_of(service)) == 2, 60, "records of lost groups expire")
+    new = groups_of(service) - gone
+    assert len(gone) == len(new) == 2
+    served = {f"tandem: group {group} serves" for group in new}
+    wait_for(lambda: served <= set(lines()) and len(lines()) == 4, 60, "a line for each")
+    for group in gone:
+        (lost,) = [line for line in lines() if f" {group} " in line]
+        why = rf"rank \d of group {group} (was killed by SIGKILL|has died)"
+        assert re.fullmatch(rf"tandem: group {group} is lost: {why}; its requests .*", lost)
 
 
 @contextmanager

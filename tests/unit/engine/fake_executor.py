@@ -30,9 +30,9 @@ from tandem.workers.messages.step import ExpertTokens, RowInit, RowResult, RowSa
 from tandem.workers.messages.transfer import CompileGrammar, CopyKV, DropGrammar, TransferOp, TransferResult
 
 
-def chain_of(root: str, tokens: list[int]) -> list[int]:
-    """For each position the digest of the root and all tokens up to it."""
-    value, values = sum(ord(c) * 131**i for i, c in enumerate(root)) + 7, []
+def chain_of(root: str, tokens: list[int], after: int | None = None) -> list[int]:
+    """For each position the digest of the root and all tokens up to it. after: that of the tokens before these."""
+    value, values = sum(ord(c) * 131**i for i, c in enumerate(root)) + 7 if after is None else after, []
     for token in tokens:
         value = hash((value, token))
         values.append(value)
@@ -65,7 +65,8 @@ def fake_embedding(kind: str, chain: list[int]) -> bytes:
 
 @dataclass(eq=False)
 class Row:
-    """What a rank keeps of one bound row. states: of a mean, by position, computed since the row was bound."""
+    """What a rank keeps of one bound row. states: of a mean, by position, computed since the row was bound. chain: of
+    the root and the tokens in chained."""
 
     tokens: list[int]
     prompt_len: int
@@ -77,6 +78,8 @@ class Row:
     failed_load_of: int | None = None
     pool: Pool | None = None
     states: dict[int, int] = field(default_factory=dict)
+    chain: list[int] = field(default_factory=list)
+    chained: tuple[str, list[int]] = ("", [])
 
 
 class FakeExecutor:
@@ -398,22 +401,37 @@ class FakeExecutor:
         got = PromptLogprobs(first + 1, entries)
         return msgspec.structs.replace(result or RowResult(row=work.row, token_ids=[]), prompt_logprobs=got)
 
+    def _chain(self, row: Row) -> list[int]:
+        """chain_of() its tokens; only what is new is computed."""
+        root, known = self._root(row), len(row.chain)
+        if row.chained != (root, row.tokens[:known]):
+            row.chain, known = [], 0
+        row.chain += chain_of(root, row.tokens[known:], row.chain[-1] if known else None)
+        row.chained = (root, row.tokens[:])
+        return row.chain[:]
+
+    def _check_kv(self, who: str, pool: list[list[Slot | None]], row: Row, group: int, chain: list[int]) -> None:
+        """Asserts that blocks hold what a row sees, unless it waits for a load that has failed, which is noted."""
+        size, first = self.block_size, self._first_seen(row, group)
+        for place in range(first // size, -(-row.computed // size)):
+            block_id = self._block(row, group, place)
+            if self.tiers is not None and (ticket := self.tiers.spoiled_by(block_id)) is not None:
+                row.failed_load_of = ticket
+            if row.failed_load_of is not None:
+                return
+            begin, end = max(first, place * size), min(row.computed, (place + 1) * size)
+            wanted = [(position, in_group(chain[position], group)) for position in range(begin, end)]
+            found = pool[block_id][begin - place * size : end - place * size]
+            assert found == wanted, f"{who}: wrong KV at positions {begin} to {end}: {found}"
+
     def _compute(self, work: RowWork) -> RowResult | None:
-        row, size = self.rows[work.row], self.block_size
-        chain = chain_of(self._root(row), row.tokens)
-        seen = [(group, position) for group in range(len(self.windows))
-                for position in range(self._first_seen(row, group), row.computed)]  # fmt: skip
+        row = self.rows[work.row]
+        chain = self._chain(row)
         for rank, pool in enumerate(self.pools):
-            for group, position in seen:
-                block_id = self._block(row, group, position // size)
-                slot = pool[block_id][position % size]
-                if self.tiers is not None and (ticket := self.tiers.spoiled_by(block_id)) is not None:
-                    row.failed_load_of = ticket
+            for group in range(len(self.windows)):
+                self._check_kv(f"rank {rank}, row {work.row}", pool, row, group, chain)
                 if row.failed_load_of is not None:
                     break
-                assert slot == (position, in_group(chain[position], group)), (
-                    f"rank {rank}, row {work.row}: wrong KV at position {position}: {slot}"
-                )
         if row.failed_load_of is not None:
             assert self.tiers is not None and row.failed_load_of in self.tiers.under_way, (
                 "a row goes on after its load failed"

@@ -106,22 +106,34 @@ def p95(values: list[float]) -> float:
     return values[int(0.95 * len(values))]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_tn_06_a_flood_leaves_the_other_tenant_its_first_tokens(mode):
+DEEP, SHORT = 100_000, 40
+"""What may wait: the whole flood, or a third of what one quiet request has beside it."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_queued"),
+    [
+        pytest.param(*mode.values, most, id=f"{mode.id} {most}")
+        for mode, most in zip(MODES, [DEEP, SHORT] * 3, strict=True)
+    ]
+    + [pytest.param(*MODES[0].values, SHORT, id=f"depth1 {SHORT}")],
+)
+def test_tn_06_a_flood_leaves_the_other_tenant_its_first_tokens(mode, max_queued):
     """The flood: 120 requests to one, twice of what rows can take."""
-    solo = first_token_waits(FairQueue, mode, 0)
-    for max_queued in (100_000, 40):
-        beside = first_token_waits(FairQueue, mode, 120, max_queued)
-        times = 3 if {"stages", "drafts"} & set(mode) else 2  # a row is free some steps later; drafts have half a step
-        assert p95(beside) <= times * p95(solo), (max_queued, p95(solo), p95(beside))
+    solo, beside = first_token_waits(FairQueue, mode, 0), first_token_waits(FairQueue, mode, 120, max_queued)
+    times = 3 if {"stages", "drafts"} & set(mode) else 2  # a row is free some steps later; drafts have half a step
+    assert p95(beside) <= times * p95(solo), (p95(solo), p95(beside))
 
 
 def test_arrival_order_would_not_withstand_the_flood():
     assert p95(first_token_waits(Blind, {}, 120)) > 1.0
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("weight", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize(
+    ("mode", "weight"),
+    [pytest.param(*mode.values, 4.0, id=f"{mode.id} 4.0") for mode in MODES]
+    + [pytest.param(*MODES[1].values, weight, id=f"async {weight}") for weight in (1.0, 2.0)],
+)
 def test_weights_give_shares(mode, weight):
     h, numbers = serving(**mode), iter(range(10**6))
     h.engine.set_weights({"heavy": weight})

@@ -19,13 +19,13 @@ from tandem.workers.kernels.cpu.kernel_cache import compiling
 from tests.support.service import wait_for
 
 BUILD = (
-    "import torch; from tandem.workers.kernels.cpu.cpu_build import cpu_library; "
-    "print(cpu_library(torch.float32) is not None)"
+    "import torch; from tandem.workers.kernels.cpu.cpu_build import cpu_lora_library; "
+    "print(cpu_lora_library(torch.float32) is not None)"
 )
 BUILD_ALL = """
 import torch
-from tandem.workers.kernels.cpu.cpu_build import cpu_library, cpu_lora_library
-libraries = [cpu_library(torch.float32), cpu_library(torch.bfloat16), cpu_lora_library(torch.float32)]
+from tandem.workers.kernels.cpu.cpu_build import cpu_lora_library, cpu_sampling_library
+libraries = [cpu_lora_library(torch.float32), cpu_lora_library(torch.bfloat16), cpu_sampling_library()]
 print(len({library._handle for library in libraries}))
 """
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
@@ -147,11 +147,17 @@ def test_another_compiler_source_or_cpu_has_another_name(tmp_path: Path, monkeyp
     assert name("-O3") == names[-1]
 
 
-def test_where_nothing_can_be_kept_it_is_built_each_time(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_where_nothing_can_be_kept_it_is_built_each_time(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, kept = folders
     kept.parent.mkdir(parents=True)
     kept.write_text("a file where the folder should be")
-    assert built(counting(tmp_path / "bin", tmp_path / "log")) == "True\n"
+    log = tmp_path / "log"
+    monkeypatch.setenv("PATH", counting(tmp_path / "bin", log))
+    for _ in range(2):
+        assert cpu_build._compiled(cpu_build.LORA_SOURCES, torch.float32, None) is not None
+    assert log.read_text() == "asked\n" * 2
     assert kept.read_text() == "a file where the folder should be"
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.configs.environment import kernel_cache_folder
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import (
     CacheSettings,
@@ -73,7 +74,11 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 def started(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[RankGroup, ExecutorDriver, AdapterDriver]]:
+    compiled = kernel_cache_folder()
+    compiled.mkdir(parents=True, mode=0o700, exist_ok=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kernel_cache_folder().parent.mkdir(parents=True)
+    kernel_cache_folder().symlink_to(compiled)  # only adapters have a cache of this test's own
     executor = in_process_group(settings_for(base))
     ready = executor.start()
     assert ready.adapter_pages > 0 and any("adapters: " in note for note in ready.tier_notes)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.verbs import run_verb_here
+
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "offline.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -31,6 +33,7 @@ def lines_of(printed: str) -> list[str]:
 
 
 Answers = Callable[[str], list[str]]
+RunBatch = Callable[[str, str], str]
 
 
 @pytest.fixture
@@ -48,13 +51,21 @@ def answers_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     return answers
 
 
-def run_batch(command: str, line: str, folder: Path) -> str:
-    """What the command writes when its input is the line; the page's folder holds links to what it names."""
-    words = command.split()
-    (folder / words[words.index("-i") + 1]).write_text(line + "\n")
-    (folder / "configs").symlink_to(ROOT / "configs")
-    run([str(Path(sys.executable).parent / "tandem"), *words], folder)
-    return (folder / words[words.index("-o") + 1]).read_text()
+@pytest.fixture
+def run_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunBatch:
+    """What a command writes when its input is a line, in a folder with links to what it names. (test_batch.py has
+    processes of their own.)"""
+    monkeypatch.chdir(tmp_path)
+
+    def written(command: str, line: str) -> str:
+        words = command.split()
+        Path(words[words.index("-i") + 1]).write_text(line + "\n")
+        Path("configs").symlink_to(ROOT / "configs")
+        done = run_verb_here(*words)
+        assert done.returncode == 0, done.stderr
+        return Path(words[words.index("-o") + 1]).read_text()
+
+    return written
 
 
 def test_the_page_holds_what_is_run_here() -> None:
@@ -98,8 +109,8 @@ def test_the_example_of_beam_search_prints_the_beams_best_first(answers_of: Answ
     assert len({text for _, text in beams}) == 6 and all(float(score) < 0 for score, _ in beams)
 
 
-def test_the_batch_command_and_line_work(tmp_path: Path) -> None:
-    assert "2 + 3 = 5" in run_batch(COMMANDS[0], LINES[1], tmp_path)
+def test_the_batch_command_and_line_work(run_batch: RunBatch) -> None:
+    assert "2 + 3 = 5" in run_batch(COMMANDS[0], LINES[1])
 
 
 def test_the_example_with_embeddings_finds_the_question_that_is_nearer(answers_of: Answers) -> None:
@@ -107,8 +118,8 @@ def test_the_example_with_embeddings_finds_the_question_that_is_nearer(answers_o
     assert far + 0.1 < near < 1
 
 
-def test_the_batch_line_with_embeddings_works(tmp_path: Path) -> None:
-    answer = json.loads(run_batch(COMMANDS[0], LINES[0], tmp_path))["response"]["body"]
+def test_the_batch_line_with_embeddings_works(run_batch: RunBatch) -> None:
+    answer = json.loads(run_batch(COMMANDS[0], LINES[0]))["response"]["body"]
     assert [(item["index"], len(item["embedding"]) > 64) for item in answer["data"]] == [(0, True), (1, True)]
 
 
@@ -117,5 +128,5 @@ def test_the_example_with_adapters_answers_three_times(answers_of: Answers) -> N
     assert not plain.startswith("Arr!") and pirate.startswith("Arr!") and shout == shout.upper()
 
 
-def test_the_batch_command_with_an_adapter_and_its_line_work(tmp_path: Path) -> None:
-    assert "Arr!" in run_batch(COMMANDS[1], LINES[2], tmp_path)
+def test_the_batch_command_with_an_adapter_and_its_line_work(run_batch: RunBatch) -> None:
+    assert "Arr!" in run_batch(COMMANDS[1], LINES[2])

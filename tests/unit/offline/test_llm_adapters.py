@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 from tandem import LLM, SamplingParams
 from tandem.configs.errors import SettingsError
 from tandem.workers.messages.errors import AdapterRefused, AdapterUnreadable
+from tests.support.verbs import run_verb_here
 
 ADAPTERS = Path(__file__).resolve().parents[3] / "configs" / "demo" / "adapters"
 GREEDY = SamplingParams(max_tokens=16, temperature=0)
@@ -79,10 +78,8 @@ def test_the_batch_command_serves_modules(tmp_path: Path, llm: LLM) -> None:
         line["body"] |= {"max_tokens": 16, "temperature": 0}  # type: ignore[operator]
     given, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tandem = Path(sys.executable).parent / "tandem"
-    enabled = ("--enable-lora", "--lora-modules", f"pirate={ADAPTERS / 'pirate'}")
-    command = [tandem, "run-batch", "demo", "-i", given, "-o", answers, *enabled, "--dtype", "float32"]
-    done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, timeout=120)
+    enabled = ("--enable-lora", "--lora-modules", f"pirate={ADAPTERS / 'pirate'}", "--dtype", "float32")
+    done = run_verb_here("run-batch", "demo", "-i", str(given), "-o", str(answers), *enabled, "--device", "cpu")
     assert done.returncode == 1, done.stderr
     rows = {row["custom_id"]: row["response"] for row in map(json.loads, answers.read_text().splitlines())}
     assert {name: row["status_code"] for name, row in rows.items()} == {

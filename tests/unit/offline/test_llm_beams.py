@@ -1,8 +1,6 @@
 """LLM.beam_search on the bundled demo model: its arguments, errors, adapters, and the same beams over REST."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 from tandem import LLM, BeamSearchParams, SamplingParams
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
+from tests.support.verbs import run_verb_here
 
 PROMPTS = ["Once upon a time", "The cat sat"]
 THREE = BeamSearchParams(beam_width=3, max_tokens=10)
@@ -99,16 +98,14 @@ def test_parameters_of_the_other_kind_are_a_type_error(llm: LLM) -> None:
             llm.generate(PROMPTS, given, use_tqdm=False)  # type: ignore[arg-type]
 
 
-def test_rest_and_offline_have_the_same_beams(llm: LLM, tmp_path: Path) -> None:
+def test_rest_and_offline_have_the_same_beams(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch file has the gateway's checks, its Generation and a real engine."""
     body = {"model": "demo", "prompt": PROMPTS[0], "use_beam_search": True, "n": 3, "max_tokens": 10, "temperature": 0}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {**body, "return_token_ids": True}}
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
-    command = [str(Path(sys.executable).parent / "tandem"), "run-batch", "demo", "-i", "in.jsonl", "-o", "out.jsonl"]
-    done = subprocess.run(
-        [*command, "--dtype", "float32"], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    monkeypatch.chdir(tmp_path)
+    done = run_verb_here("run-batch", "demo", "-i", "in.jsonl", "-o", "out.jsonl", "--dtype", "float32")
+    assert done.returncode == 0, done.stderr
     answer = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
     (offline,) = llm.beam_search(PROMPTS[0], THREE)
     prompt = llm.tokenizer.encode(PROMPTS[0], add_special_tokens=True)

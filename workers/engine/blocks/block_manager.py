@@ -10,6 +10,7 @@ vLLM's PagedAttention (Kwon et al. 2023); sharing of prefixes by content is vLLM
 RadixAttention."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -377,7 +378,7 @@ class BlockManager:
     ) -> None:
         """Asserts the invariants of tables and pool. tables: all that hold blocks, or have reservations or promises.
         loading, storing: blocks that open tickets write or read, one entry for each use."""
-        uses: dict[int, int] = {}
+        uses: Counter[int] = Counter(loading)
         reserved = promised = 0
         for table in tables:
             reserved, promised = reserved + table.num_reserved, promised + table.num_promised
@@ -386,14 +387,8 @@ class BlockManager:
             assert len(set(own)) == len(own), "a block is twice in one table"
             for group, first in enumerate(table.first):
                 entries = table.block_ids[group :: self._num_groups]
-                assert [block_id == NO_BLOCK for block_id in entries] == [p < first for p in range(len(entries))]
-            for block_id in own:
-                uses[block_id] = uses.get(block_id, 0) + 1
+                assert not set(entries[:first]) - {NO_BLOCK} and NO_BLOCK not in entries[first:]
+            uses.update(own)
         assert self.pool.num_reserved == reserved, "reserved blocks are not the sum of the tables' reservations"
         assert self.num_promised == promised, "promised blocks are not the sum of the tables' promises"
-        for block_id in loading:
-            uses[block_id] = uses.get(block_id, 0) + 1
-        holds: dict[int, int] = {}
-        for block_id in storing:
-            holds[block_id] = holds.get(block_id, 0) + 1
-        self.pool.check_invariants(uses, holds)
+        self.pool.check_invariants(uses, Counter(storing))

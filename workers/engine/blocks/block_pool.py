@@ -226,10 +226,9 @@ class BlockPool:
         assert self.num_pending == len(pending)
         assert 0 <= self.num_reserved <= len(free) + len(cached), "more blocks are reserved than are idle"
         assert all(step_id > self.done_step for step_id in self._pending_by_step), "blocks wait for a step that is over"
-        assert all(self._named_until[b] <= self.done_step for b in free | cached), (
-            "a block is idle while a step names it"
-        )
+        named_until = max(map(self._named_until.__getitem__, free | cached), default=self.done_step)
+        assert named_until <= self.done_step, "a block is idle while a step names it"
         assert not self._holds.keys() & (free | cached), "a block is idle while a copy reads it"
         assert keyed == self._index, "the index is not where the keys are"
         assert len(keyed) == sum(key is not None for key in self._keys), "two blocks have one key"
-        assert all(self._keys[b] is None for b in free) and all(self._keys[b] is not None for b in cached)
+        assert free.isdisjoint(keyed.values()) and cached <= set(keyed.values())

@@ -1,4 +1,4 @@
-"""run-batch: lines in, lines out, resumed after a cut; on the demo model through the real command."""
+"""run-batch: lines in, lines out, resumed after a cut; on the demo model, once through the real command."""
 
 import inspect
 import json
@@ -14,6 +14,7 @@ from tandem.cluster.cli.batch.batch_files import lines_left, parse_line, read_fi
 from tandem.cluster.cli.verbs.run_batch import NOT_OFFLINE, run_batch
 from tandem.configs.errors import SettingsError
 from tandem.configs.options import OPTIONS
+from tests.support.verbs import run_verb_here
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
 
@@ -23,16 +24,24 @@ def chat_line(custom_id: str, text: str, **fields: Any) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body})
 
 
+def command(source: Path, target: Path, *more: str) -> list[str]:
+    return ["run-batch", "demo", "-i", str(source), "-o", str(target), *more]
+
+
 def run(source: Path, target: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [TANDEM, "run-batch", "demo", "-i", str(source), "-o", str(target), *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL)
+    return run_verb_here(*command(source, target, *more))
+
+
+def run_as_process(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    words = [TANDEM, *command(source, target)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL)
 
 
 def test_answers_errors_and_resumption(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [chat_line("sum", "What is 2 + 3?"), chat_line("bad", "hi", temperature=-1), "not json"]
     source.write_text("\n".join(lines))
-    first = run(source, target)
+    first = run_as_process(source, target)
     assert first.returncode == 1, first.stderr
     rows = {row["custom_id"]: row for row in map(json.loads, target.read_text().splitlines())}
     assert "5" in rows["sum"]["response"]["body"]["choices"][0]["message"]["content"]

@@ -75,14 +75,32 @@ def test_parameters_that_leave_monitors_out() -> None:
     assert "ray._private.parameter.RayParams(" in source(ray_worker.init), f"{why}; init() looks it up there"
 
 
-def test_processes_are_started_by_console_popen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_started_by_console_popen() -> None:
     why = "services.ConsolePopen: a signal to our process group must not end Ray before the drain (local_node._popen)"
     assert "ConsolePopen" in globals_of(services.start_ray_process), why
     assert issubclass(services.ConsolePopen, subprocess.Popen), f"{why}; it takes Popen's arguments"
-    before = (parameter.RayParams, services.ConsolePopen)
+
+
+def test_the_api_server_is_started_by_one_function() -> None:
+    why = "services.start_api_server: a private Ray has no process of a dashboard that is off (local_node._trimmed)"
+    assert next(iter(inspect.signature(services.start_api_server).parameters)) == "include_dashboard", why
+    started = source(ray_nodes.Node.start_api_server)
+    assert "_private.services.start_api_server(\n            include_dashboard," in started, (
+        f"{why}; it is looked up there"
+    )
+    assert "if process_info is not None:" in started, f"{why}; a Node needs none"
+    asked = local_node._no_api_server(lambda *given: given, None, "host")
+    assert (asked, local_node._no_api_server(lambda *given: given, False, "host")) == ((None, "host"), ("", None))
+
+
+def test_what_is_trimmed_is_put_back() -> None:
+    def found() -> tuple[object, ...]:
+        return parameter.RayParams, services.ConsolePopen, services.start_api_server
+
+    before = found()
     with local_node._trimmed():
-        assert services.ConsolePopen is not before[1] and parameter.RayParams is not before[0]
-    assert (parameter.RayParams, services.ConsolePopen) == before
+        assert not set(found()) & set(before)
+    assert found() == before
 
 
 def test_dead_workers_are_printed_by_one_function() -> None:
