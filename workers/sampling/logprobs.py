@@ -36,11 +36,31 @@ class RawLogprobs:
         and zeros; to_host copies to host memory, maybe later."""
         most = min(max(self.wanted, default=0), self.logprobs_LV.shape[1])
         chosen_L1 = self.logprobs_LV.gather(1, chosen_L[:, None])
-        top = self.logprobs_LV.topk(most, dim=1)
+        top_LM, top_ids_LM = _best(self.logprobs_LV, most)
         named = None if named_LN is None else NamedLogprobs(named_ids, to_host(self.logprobs_LV.gather(1, named_LN)))
         return ChosenLogprobs(
-            to_host(chosen_L), to_host(chosen_L1), to_host(top.indices), to_host(top.values), self.wanted, named
+            to_host(chosen_L), to_host(chosen_L1), to_host(top_ids_LM), to_host(top_LM), self.wanted, named
         )
+
+
+def _best(logprobs_LV: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `most` best log probabilities of each row, in descending order, and their ids (int64), both [L, most].
+
+    Of equal ones, which 16-bit logits have many of, those of lower ids come first. torch.topk alone orders and chooses
+    them by `most` too, which rows of other requests decide.
+    """
+    if not most:
+        return logprobs_LV[:, :0], torch.empty_like(logprobs_LV[:, :0], dtype=torch.int64)
+    top_LM, ids_LM = logprobs_LV.topk(most, dim=1)
+    last_L1 = top_LM[:, -1:]
+    # On CPU it is looked first whether any are left out, which costs less; on a device the host would wait for that.
+    if logprobs_LV.is_cuda or bool(((logprobs_LV >= last_L1).sum(dim=1) > most).any()):
+        keys_V = torch.arange(0, -logprobs_LV.shape[1], -1, dtype=torch.int32, device=logprobs_LV.device)
+        keys_LV = keys_V.masked_fill(logprobs_LV < last_L1, torch.iinfo(torch.int32).min)
+        ids_LM = keys_LV.masked_fill_(logprobs_LV > last_L1, 1).topk(most, dim=1).indices
+    ids_LM = ids_LM.sort(dim=1).values
+    top_LM, order_LM = logprobs_LV.gather(1, ids_LM).sort(dim=1, descending=True, stable=True)
+    return top_LM, ids_LM.gather(1, order_LM)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,17 @@ def test_logprobs_come_from_the_raw_logits() -> None:
     assert third.logprob == pytest.approx(raw[2].max().item(), abs=1e-5)
 
 
+def test_of_equal_logprobs_those_of_lower_ids_are_reported() -> None:
+    """However many another row of the step asks for, which torch.topk heeds."""
+    logits = (random_logits(2, 600, seed=5) / 3).round()
+    for count, others in [(1, 1), (3, 3), (3, 8), (8, 200), (20, 599)]:
+        wanted, mate = (RowSampling(temperature=0.0, logprobs=number) for number in (count, others))
+        first = run(logits, [(wanted, [1], 1), (mate, [1], 1)]).logprobs[0]
+        assert first is not None
+        order = sorted(range(600), key=lambda token: (-logits[0, token].item(), token))
+        assert [token for token, _ in first.top] == order[:count]
+
+
 def test_named_tokens_have_their_logprobs_in_their_order() -> None:
     """Beside rows that want the best ones, and rows that want none; ids outside the vocabulary are left out."""
     logits = random_logits(4, 40)
