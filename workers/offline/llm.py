@@ -45,7 +45,7 @@ from tandem.workers.offline.local_engine import LocalCall, LocalEngine
 from tandem.workers.offline.offline_text import OfflineText
 from tandem.workers.offline.outputs import Completion, OfflineRun, RequestOutput, end_output
 from tandem.workers.offline.progress import Progress, UseTqdm
-from tandem.workers.offline.scores import ScoringRequestOutput, pairs_of, scored
+from tandem.workers.offline.scores import ScoringRequestOutput, judging, pairs_of, scored
 from tandem.workers.planning.model_source import resolve_model
 from tandem.workers.planning.resolve import pooling_facts, read_spec
 from tandem.workers.planning.start_notes import warn_of_model
@@ -276,22 +276,32 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: UseTqdm = True,
         lora_request: AdapterRef | None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Scores pairs of prompts by the cosine of their embeddings, -1 to 1; returns one output for each pair.
+        """Scores pairs of prompts, as POST /v1/score does (docs/serving/scoring.md); returns one output for each pair.
+        A judging model says how probable "yes" is, 0 to 1; with others it is the cosine of two embeddings, -1 to 1.
 
-        data_1: one prompt, for all of data_2, or as many as data_2 has. The rest is as in embed(). ValueError for other
-        numbers. A pair of which a prompt cannot be served has the reason as outputs.error.
+        data_1: one prompt, for all of data_2, or as many as data_2 has. chat_template: of a judging model's pairs, text
+        or a file; None: that of LLM(chat_template=...), else one text follows the other. The rest is as in embed(), one
+        for all. ValueError for other numbers. A pair that cannot be served has the reason as outputs.error.
         """
-        first, second = as_prompts(data_1), as_prompts(data_2)
-        pairs = pairs_of(len(first), len(second))
+        firsts, seconds = as_prompts(data_1), as_prompts(data_2)
+        pairs, keep = pairs_of(firsts, seconds), checked_truncation(truncate_prompt_tokens)
+        if not isinstance(lora_request, AdapterRef | None):
+            raise TypeError(
+                f"lora_request: {lora_request!r:.80} is not what load_adapter() returned, one for all pairs"
+            )
+        if (judge := judging(self.text, pooling_params, chat_template, keep)) is not None:
+            prompts = judge.prompts([(firsts[one], seconds[other]) for one, other in pairs])
+            return list(map(judge.scored, self._generate(prompts, judge.judge.sampling, use_tqdm, lora_request)))
         found = self.embed(
-            [prompt.as_mapping() for prompt in (*first, *second)],
-            truncate_prompt_tokens=truncate_prompt_tokens,
+            [prompt.as_mapping() for prompt in (*firsts, *seconds)],
+            truncate_prompt_tokens=keep,
             pooling_params=pooling_params,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
         )
-        return [scored(found[one], found[len(first) + other]) for one, other in pairs]
+        return [scored(found[one], found[len(firsts) + other]) for one, other in pairs]
 
     def load_adapter(self, source: str | Path, name: str | None = None) -> AdapterRef:
         """Checks a LoRA adapter in PEFT's format and returns a reference to it for generate() and chat().

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tandem.configs.schema import EngineSettings
-from tandem.workers.build import model_generation
+from tandem.workers.build import model_generation, pair_judge
 from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 
 
 class OfflineText:
-    """Tokenizer, chat template and facts of a model. template: None if the model has none."""
+    """Tokenizer, chat template and facts of a model. template: None if the model has none; judge: None if it is served
+    as no classifier of pairs."""
 
     def __init__(self, settings: EngineSettings, spec: ArchSpec, chat_template: str | None) -> None:
         self._folder = Path(settings.model.tokenizer or settings.model.model)
         flag = "MODEL" if settings.model.tokenizer is None else "--tokenizer"
         self.tokenizer = load_tokenizer(self._folder, model_generation(settings.model, spec), flag)
         self.template: ChatTemplate | None = find_chat_template(self._folder, chat_template, self.tokenizer)
+        self.judge = pair_judge(settings.model, self.tokenizer, self.template if chat_template else None)
         self._factory = DetokenizerFactory(self.tokenizer)
         self._theirs: PreTrainedTokenizerBase | None = None
 

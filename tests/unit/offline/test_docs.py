@@ -69,7 +69,7 @@ def run_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunBatch:
 
 
 def test_the_page_holds_what_is_run_here() -> None:
-    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (9, 3, 2)
+    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (10, 3, 2)
 
 
 def test_the_python_example_answers(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_three_ways_to_write_a_prompt_are_one(answers_of: Answers) -> None:
 
 
 def test_the_example_of_beam_search_prints_the_beams_best_first(answers_of: Answers) -> None:
-    lines = answers_of(EXAMPLES[7])
+    lines = answers_of(EXAMPLES[8])
     beams = [(score, text[1:]) for score, text in (line.split(" ", 1) for line in lines)]
     assert [text.startswith("Once upon a time") for _, text in beams] == [True] * 3 + [False] * 3
     assert [text.startswith("The cat") for _, text in beams] == [False] * 3 + [True] * 3
@@ -113,9 +113,10 @@ def test_the_batch_command_and_line_work(run_batch: RunBatch) -> None:
     assert "2 + 3 = 5" in run_batch(COMMANDS[0], LINES[1])
 
 
-def test_the_example_with_embeddings_finds_the_question_that_is_nearer(answers_of: Answers) -> None:
+def test_the_examples_with_embeddings_and_scores_find_the_question_that_is_nearer(answers_of: Answers) -> None:
     near, far = map(float, answers_of(EXAMPLES[6]))
     assert far + 0.1 < near < 1
+    assert list(map(float, answers_of(EXAMPLES[7]))) == pytest.approx([near, far], abs=0.011), "the same pairs"
 
 
 def test_the_batch_line_with_embeddings_works(run_batch: RunBatch) -> None:
@@ -124,7 +125,7 @@ def test_the_batch_line_with_embeddings_works(run_batch: RunBatch) -> None:
 
 
 def test_the_example_with_adapters_answers_three_times(answers_of: Answers) -> None:
-    plain, pirate, shout = answers_of(EXAMPLES[8])
+    plain, pirate, shout = answers_of(EXAMPLES[9])
     assert not plain.startswith("Arr!") and pirate.startswith("Arr!") and shout == shout.upper()
 
 
