@@ -18,7 +18,7 @@ from tandem.workers.messages.request import (
     TokenDelta,
 )
 from tandem.workers.models.spec.config.pooling_config import PoolingFacts
-from tandem.workers.offline.inputs import GivenPrompt
+from tandem.workers.offline.inputs import GivenPrompt, as_params
 from tandem.workers.offline.offline_text import OfflineText
 from tandem.workers.text.tokenizer import last_tokens
 
@@ -149,9 +149,9 @@ def embedding_request(
 def pools_of(facts: PoolingFacts, given: PoolingParams | Sequence[PoolingParams] | None, count: int) -> list[Pool]:
     """Returns the task of each of `count` prompts. ValueError for dimensions that the model has not, and for another
     number of parameters; TypeError for something else."""
-    each = [given or PoolingParams()] * count if given is None or isinstance(given, PoolingParams) else list(given)
-    if wrong := [one for one in each if not isinstance(one, PoolingParams)]:
-        raise TypeError(f"pooling_params: {wrong[0]!r:.80} is no PoolingParams")
+    each = as_params(PoolingParams() if given is None else given, PoolingParams, "pooling_params")
+    if given is None or isinstance(given, PoolingParams):
+        each *= count
     if len(each) != count:
         raise ValueError(f"{len(each)} pooling_params for {count} prompts")
     return [_pool_of(facts, params) for params in each]

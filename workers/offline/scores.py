@@ -9,7 +9,7 @@ import msgspec
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.offline.chats import given_template
 from tandem.workers.offline.embed import EmbeddingRequestOutput, PoolingParams, activation_of
-from tandem.workers.offline.inputs import GivenPrompt
+from tandem.workers.offline.inputs import GivenPrompt, as_params
 from tandem.workers.offline.offline_text import OfflineText
 from tandem.workers.offline.outputs import RequestOutput
 from tandem.workers.text.pair_judge import PairJudge
@@ -114,8 +114,7 @@ def judging(
 ) -> Judging | None:
     """Returns how a call is judged; None where pairs are compared by their embeddings. keep: truncate_prompt_tokens.
     TypeError or ValueError names an argument of another type, and one that the model has no use for."""
-    if not isinstance(params, PoolingParams | None):
-        raise TypeError(f"pooling_params: {params!r:.80} is no PoolingParams; score() takes one for all pairs")
+    (params,) = as_params([PoolingParams() if params is None else params], PoolingParams, "pooling_params")
     if not isinstance(chat_template, str | None):
         raise TypeError(f"chat_template: {chat_template!r:.80} is no text")
     judge = text.judge
@@ -123,7 +122,6 @@ def judging(
         if chat_template is not None:
             raise ValueError(f"chat_template={chat_template!r:.80}: this model compares embeddings and judges no pairs")
         return None
-    params = params or PoolingParams()
     for name in ("dimensions", "normalize"):
         if (given := getattr(params, name)) is not None:
             raise ValueError(f"{name}={given!r:.80} is of embeddings, and this model judges pairs")

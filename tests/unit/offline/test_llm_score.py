@@ -84,8 +84,8 @@ def test_a_prompt_leaves_room_for_the_token_behind_it(judge: LLM) -> None:
 
 SALTS: tuple[Any, Any] = ({"prompt": "a", "cache_salt": "x"}, {"prompt": "b", "cache_salt": "y"})
 OF_ALL: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-    (("a", "b"), {"pooling_params": {"use_activation": True}}, TypeError, "pooling_params: .* is no PoolingParams"),
-    (("a", "b"), {"pooling_params": [RAW]}, TypeError, "pooling_params: .* score.. takes one for all pairs"),
+    (("a", "b"), {"pooling_params": {"use_activation": True}}, TypeError, "is no PoolingParams; write PoolingParams"),
+    (("a", "b"), {"pooling_params": [RAW]}, TypeError, "pooling_params: .PoolingParams.* is no PoolingParams"),
     (("a", "b"), {"lora_request": "pirate"}, TypeError, "lora_request: 'pirate' is not what load_adapter"),
     (("a", "b"), {"chat_template": 5}, TypeError, "chat_template: 5 is no text"),
     (("a", "b"), {"truncate_prompt_tokens": 0}, ValueError, "truncate_prompt_tokens=0 must be -1 or"),
