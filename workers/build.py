@@ -1,6 +1,7 @@
 """Builds an executor and the facts of the model from settings.
 
-Called by workers/offline/llm.py and the coordinator (cluster/group/coordinator.py). Torch-free until an in-process
+Called by workers/offline/ and the coordinator (cluster/group/coordinator.py); what judges pairs of texts is the
+gateway's too (cluster/gateway/app/model_text.py). Torch-free until an in-process
 executor is made.
 """
 
@@ -14,9 +15,14 @@ from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.config.classifier_config import read_classifier
 from tandem.workers.planning.resolve import fingerprint, kv_groups, read_spec
 from tandem.workers.planning.resolve import resolve_max_model_len as resolve_max_model_len
+from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.generation_config import GenerationConfig, generation_of
+from tandem.workers.text.pair_judge import PairJudge
+from tandem.workers.text.tokenizer import ModelTokenizer
+from tandem.workers.text.vocabulary.vocabulary_files import read_json
 
 
 def model_generation(model: ModelSettings, spec: ArchSpec) -> GenerationConfig:
@@ -28,6 +34,14 @@ def model_generation(model: ModelSettings, spec: ArchSpec) -> GenerationConfig:
 def eos_token_ids(model: ModelSettings, spec: ArchSpec) -> tuple[int, ...]:
     """Returns the EOS token ids of generation_config.json if it has any, else those of config.json."""
     return model_generation(model, spec).eos_token_ids or ()
+
+
+def pair_judge(model: ModelSettings, tokenizer: ModelTokenizer, template: ChatTemplate | None) -> PairJudge | None:
+    """Returns what judges pairs of texts; None if the model is served as no classifier. template: of --chat-template,
+    as the model's own is of conversations. Raises UnsupportedModelError as read_classifier() does."""
+    config = {**read_json(Path(model.model) / "config.json"), **(model.hf_overrides or {})}
+    token_ids = read_classifier(config, tokenizer.token_id)
+    return None if token_ids is None else PairJudge(*token_ids, template)
 
 
 def model_facts(settings: EngineSettings, ready: ExecutorReady) -> ModelFacts:

@@ -1,4 +1,5 @@
-"""Scores over HTTP are transformers': cosines of embeddings, and the two-way softmax of a judging model's tokens."""
+"""Scores over HTTP and of LLM.score() are transformers': cosines of embeddings, and the two-way softmax of a judging
+model's tokens."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tandem import LLM, PoolingParams
 from tandem.cluster.cli.batch.local_dispatch import LocalDispatch
 from tandem.cluster.deploy.resolved_settings import resolve_settings
 from tandem.cluster.gateway.app import wiring
@@ -52,7 +54,10 @@ async def test_cosines_of_embeddings() -> None:
     async with served() as client:
         answer = (await client.post("/v1/score", json={"text_1": QUERY, "text_2": DOCUMENTS})).json()
         ranked = (await client.post("/v1/rerank", json={"query": QUERY, "documents": DOCUMENTS})).json()
+    with LLM("demo", dtype="float32") as llm:
+        offline = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
     own = [torch.cosine_similarity(embedding(QUERY), embedding(text), dim=0).item() for text in DOCUMENTS]
+    assert [output.outputs.score for output in offline] == pytest.approx(own, abs=NEAR)
     assert [item["score"] for item in answer["data"]] == pytest.approx(own, abs=NEAR)
     order = sorted(range(3), key=lambda i: -own[i])
     assert [result["index"] for result in ranked["results"]] == order
@@ -69,11 +74,18 @@ async def test_a_judging_models_two_way_softmax() -> None:
     overrides = {"architectures": [kind], "classifier_from_token": [no, yes], "is_original_qwen3_reranker": True}
     async with served(hf_overrides=overrides) as client:
         answer = (await client.post("/v1/score", json={"text_1": QUERY, "text_2": DOCUMENTS})).json()
-    own = []
+    with LLM("demo", dtype="float32", hf_overrides=overrides) as llm:
+        offline = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
+        logits = llm.score(QUERY, DOCUMENTS, pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
+    own, differences = [], []
     for text in DOCUMENTS:
         with torch.inference_mode():
             logits_V = model(torch.tensor([tokenizer(QUERY + text).input_ids])).logits[0, -1]
         own.append(logits_V[[300, 400]].softmax(0)[1].item())
+        differences.append((logits_V[400] - logits_V[300]).item())
+    assert [output.outputs.score for output in offline] == pytest.approx(own, abs=NEAR)
+    assert [output.outputs.score for output in logits] == pytest.approx(differences, abs=NEAR)
+    assert [output.prompt_token_ids for output in offline] == [tokenizer(QUERY + text).input_ids for text in DOCUMENTS]
     scores = [item["score"] for item in answer["data"]]
     assert scores == pytest.approx(own, abs=NEAR) and len({round(one, 4) for one in own}) == 3
     used = sum(len(tokenizer(QUERY + text).input_ids) for text in DOCUMENTS)

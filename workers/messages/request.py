@@ -41,7 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         computed and not continued. A choice also ends with finish_reason "length" at
         the end of the model's context or of the KV pool.
     n: choices for each prompt, at least 1. They share the prompt's KV blocks.
-    temperature: divisor of the logits, at least 0; 0 (and anything below 1e-5) takes the best token.
+    temperature: divisor of the logits, 0 to 2; 0 (and anything below 1e-5) takes the best token.
     top_k: samples from the k most probable tokens, ties included; 0 or -1: all.
     top_p: samples from the fewest best tokens whose share reaches top_p (nucleus sampling), above 0 to 1; 1: all.
     min_p: drops tokens whose probability is below min_p times the best one's, 0 to 1; 0: none. Applied before top_k,
@@ -53,13 +53,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     stop: texts that end a choice; none of them is empty. The output ends before the text found. LLM takes one text too.
     stop_token_ids: token ids that end a choice, in addition to EOS; the output includes the id.
     logprobs: k adds the natural log probability of each chosen token and of the k best, from the model's logits before
-        any adjustment; 0: of the chosen token only; None: no log probabilities.
-    presence_penalty: subtracted from the logits of tokens that the output has; finite, 0: off.
-    frequency_penalty: subtracted from a token's logit once for each time the output has it; finite, 0: off.
+        any adjustment; at most max_logprobs; 0: of the chosen token only; None: no log probabilities.
+    presence_penalty: subtracted from the logits of tokens that the output has; -2 to 2, 0: off.
+    frequency_penalty: subtracted from a token's logit once for each time the output has it; -2 to 2, 0: off.
     repetition_penalty: divides positive and multiplies other logits of tokens of prompt and output (CTRL, Keskar et
-        al. 2019); above 0, 1: off.
-    logit_bias: pairs (token id, value), each value added to that token's logit; minus infinity forbids the token. LLM
-        takes a dict too.
+        al. 2019); above 0 to 10, 1: off.
+    logit_bias: pairs (token id, value), each value, -100 to 100, added to that token's logit; minus infinity forbids
+        the token. LLM takes a dict too.
     allowed_token_ids: the only token ids that can be sampled, at least one; None: all.
     bad_words: texts that are not generated, each with and without a space before it; none of them is empty. The last
         token of such a text cannot be sampled where the output ends with the tokens before it.

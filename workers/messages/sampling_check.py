@@ -1,9 +1,7 @@
-"""Checks SamplingParams that a caller of LLM built (workers/offline/llm.py). Torch-free.
+"""Checks SamplingParams that a caller of LLM built (workers/offline/offline_text.py), with the ranges that the gateway
+has for bodies of clients (cluster/gateway/schemas/generation_body.py). Torch-free."""
 
-The ranges are those in which sampling is defined. The gateway checks bodies of clients itself, within the service's
-narrower caps (cluster/gateway/schemas/generation_body.py).
-"""
-
+import math
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Annotated, Any, Final
@@ -12,33 +10,46 @@ import msgspec
 from msgspec import Meta
 
 from tandem.workers.messages.request import RequestOutputKind, SamplingParams
+from tandem.workers.messages.sampling_ranges import (
+    LEAST_BIAS,
+    MOST_BIAS,
+    Count,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    Text,
+    TokenId,
+    TopK,
+    TopP,
+    Whole,
+)
 from tandem.workers.messages.structured_outputs import StructuredOutputsParams
 from tandem.workers.messages.thinking import ThinkingBudget
 
-MOST: Final = 1e30
-"""Bound of float parameters; finite in float32 too."""
-Whole = Annotated[int, Meta(ge=0)]
-Signed = Annotated[float, Meta(ge=-MOST, le=MOST)]
+Ids = tuple[TokenId, ...]
+SomeIds = Annotated[Ids, Meta(min_length=1)]
 RANGES: Final[Mapping[str, Any]] = {
-    "max_tokens": Annotated[int, Meta(ge=1, le=2**31 - 1)],
-    "n": Annotated[int, Meta(ge=1, le=2**31 - 1)],
-    "temperature": Annotated[float, Meta(ge=0, le=MOST)],
-    "top_k": Annotated[int, Meta(ge=-1)],
-    "top_p": Annotated[float, Meta(gt=0, le=1)],
-    "min_p": Annotated[float, Meta(ge=0, le=1)],
-    "seed": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
+    "max_tokens": Count,
+    "n": Count,
+    "temperature": Temperature,
+    "top_k": TopK,
+    "top_p": TopP,
+    "min_p": MinP,
+    "seed": Seed | None,
     "min_tokens": Whole,
     "ignore_eos": bool,
-    "stop": tuple[Annotated[str, Meta(min_length=1)], ...],
-    "stop_token_ids": tuple[Whole, ...],
+    "stop": tuple[Text, ...],
+    "stop_token_ids": Ids,
     "logprobs": Whole | None,
-    "presence_penalty": Signed,
-    "frequency_penalty": Signed,
-    "repetition_penalty": Annotated[float, Meta(gt=0, le=MOST)],
-    "logit_bias": tuple[tuple[Whole, Annotated[float, Meta(le=MOST)]], ...],
-    "allowed_token_ids": Annotated[tuple[Whole, ...], Meta(min_length=1)] | None,
-    "bad_words": tuple[Annotated[str, Meta(min_length=1)], ...],
-    "bad_words_token_ids": tuple[Annotated[tuple[Whole, ...], Meta(min_length=1)], ...],
+    "presence_penalty": Penalty,
+    "frequency_penalty": Penalty,
+    "repetition_penalty": RepetitionPenalty,
+    "logit_bias": tuple[tuple[TokenId, Annotated[float, Meta(le=MOST_BIAS)]], ...],
+    "allowed_token_ids": SomeIds | None,
+    "bad_words": tuple[Text, ...],
+    "bad_words_token_ids": tuple[SomeIds, ...],
     "prompt_logprobs": Whole | None,
     "skip_special_tokens": bool,
     "include_stop_str_in_output": bool,
@@ -46,12 +57,12 @@ RANGES: Final[Mapping[str, Any]] = {
     "detokenize": bool,
     "output_kind": RequestOutputKind,
     "skip_reading_prefix_cache": bool | None,
-    "logprob_token_ids": Annotated[tuple[Whole, ...], Meta(min_length=1)] | None,
+    "logprob_token_ids": SomeIds | None,
 }
-"""Type and range of every parameter. A bias may be minus infinity, which forbids the token."""
+"""Type and range of every parameter. A bias may be minus infinity, which forbids the token: JSON cannot say that."""
 FORM_TYPES: Final[Mapping[str, Any]] = {
     "regex": str | None,
-    "choice": Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)] | None,
+    "choice": Annotated[tuple[Text, ...], Meta(min_length=1)] | None,
     "grammar": str | None,
     "json_object": bool | None,
     "disable_any_whitespace": bool,
@@ -62,11 +73,12 @@ NONE_MEANS_EMPTY: Final = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 """Parameters whose default is None in vLLM."""
 
 
-def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
+def checked_sampling(given: SamplingParams, vocab_size: int, max_logprobs: int) -> SamplingParams:
     """Returns `given` with plain numbers and tuples; numbers and sequences of numpy and other libraries are converted.
     So is what vLLM takes too: one text for `stop`, a mapping for `logit_bias`, None for what may be empty.
 
-    Raises ValueError with the parameter's name, its value and its range, and for token ids outside the vocabulary.
+    Raises ValueError with the parameter's name, its value and its range, for more log probabilities than max_logprobs,
+    and for token ids outside the vocabulary.
     """
     plain = {}
     for name, kind in RANGES.items():
@@ -78,6 +90,12 @@ def checked_sampling(given: SamplingParams, vocab_size: int) -> SamplingParams:
     if given.grammar is not None:
         raise ValueError("grammar is made from structured_outputs; give that")
     params = msgspec.structs.replace(given, **plain, structured_outputs=_checked_form(given.structured_outputs))
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := getattr(params, name) or 0) > max_logprobs:
+            raise ValueError(f"{name}={wanted} exceeds the limit of {max_logprobs} (max_logprobs)")
+    for token_id, bias in params.logit_bias:
+        if -math.inf < bias < LEAST_BIAS:
+            raise ValueError(f"logit_bias: {bias} of token id {token_id} must be -inf or at least {LEAST_BIAS}")
     if params.min_tokens > params.max_tokens:
         raise ValueError(f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}")
     if params.stop and not params.detokenize:

@@ -5,13 +5,14 @@ engine's thread: TextDelta -> StreamRun -> loop: RequestOutput of all so far, or
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import (
     Abort,
     AdapterRef,
@@ -21,15 +22,28 @@ from tandem.workers.messages.request import (
     SamplingParams,
     TokenDelta,
 )
+from tandem.workers.offline.chats import ChatForm, Chats
 from tandem.workers.offline.embed import EmbeddingRequestOutput, PoolingParams
 from tandem.workers.offline.engine_values import EngineValue
-from tandem.workers.offline.inputs import Prompt, as_prompts, one_for_each, one_priority_each
+from tandem.workers.offline.inputs import (
+    GivenPrompt,
+    Prompt,
+    as_conversations,
+    as_prompts,
+    one_for_each,
+    one_priority_each,
+)
 from tandem.workers.offline.llm import LLM
 from tandem.workers.offline.local_engine import LocalCall, raise_if_lost
 from tandem.workers.offline.outputs import Completion, OpenOutput, RequestOutput, abort_after, end_output, grow
 from tandem.workers.text.choice_text import TextDelta
 
+T = TypeVar("T")
 Grown = tuple[int, TextDelta, str | None]
+Read = Callable[[], GivenPrompt | RequestRefused]
+"""Makes the prompt of a request, or says why there is none. Work for a thread."""
+How = tuple[SamplingParams | None, AdapterRef | None, int]
+"""Parameters, adapter and priority of a request, as they were given."""
 
 
 class StreamRun:
@@ -91,7 +105,7 @@ class AsyncLLM:
         self._llm = LLM(model, chat_template=chat_template, **flags)
         self._runs: dict[str, tuple[str, StreamRun]] = {}
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -108,29 +122,36 @@ class AsyncLLM:
         A prompt that cannot be served yields one output with finish_reason "error" and the reason. When the task is
         cancelled, or the iterator closed, the request is aborted. ValueError for a request_id that is running.
         """
-        local, run = self._llm.local, StreamRun()
-        engine_id = local.new_id()
-        name = engine_id if request_id is None else request_id
-        if name in self._runs:
-            raise ValueError(f"request_id {name!r:.80} is already running")
         how = (sampling_params, lora_request, priority)
-        self._runs[name], is_over = (engine_id, run), False
-        try:
-            with local.call(run, run.say) as call:
-                opened, request = await asyncio.to_thread(self._opened, call, (engine_id, name), prompt, how)
-                if request is None or run.is_aborted:
-                    is_over = True
-                    yield opened.output if request is None else aborted(opened.output)
-                    return
-                run.opened = opened
-                local.submit([request], run.say)
-                async for output in outputs_of(run, request.sampling.output_kind):
-                    is_over = output.finished
-                    yield output
-        finally:
-            del self._runs[name]
-            if not is_over:
-                local.abort([engine_id])
+        return self._stream(lambda: only(as_prompts(prompt), "generate() takes one prompt"), request_id, how)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: AdapterRef | None = None,
+        priority: int = 0,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Generates the assistant's answer to one conversation, and yields its RequestOutput as it grows.
+
+        messages and the template's arguments: as in LLM.chat(), which raises the same. The rest is as in generate(). A
+        conversation that the template refuses yields one output with finish_reason "error" and the reason.
+        """
+        form = ChatForm(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        text = self._llm.text
+
+        def read() -> GivenPrompt | RequestRefused:
+            conversation = only(as_conversations(messages) or [[]], "chat() takes one conversation")
+            return Chats(text.template, text.tokenizer, form).prompts([conversation])[0]
+
+        return self._stream(read, request_id, (sampling_params, lora_request, priority))
 
     async def embed(
         self,
@@ -196,25 +217,51 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
+    async def _stream(self, read: Read, request_id: str | None, how: How) -> AsyncIterator[RequestOutput]:
+        """Runs one request, and yields its outputs."""
+        local, run = self._llm.local, StreamRun()
+        engine_id = local.new_id()
+        name = engine_id if request_id is None else request_id
+        if name in self._runs:
+            raise ValueError(f"request_id {name!r:.80} is already running")
+        self._runs[name], is_over = (engine_id, run), False
+        try:
+            with local.call(run, run.say) as call:
+                opened, request = await asyncio.to_thread(self._opened, call, (engine_id, name), read, how)
+                if request is None or run.is_aborted:
+                    is_over = True
+                    yield opened.output if request is None else aborted(opened.output)
+                    return
+                run.opened = opened
+                local.submit([request], run.say)
+                async for output in outputs_of(run, request.sampling.output_kind):
+                    is_over = output.finished
+                    yield output
+        finally:
+            del self._runs[name]
+            if not is_over:
+                local.abort([engine_id])
+
     def _opened(
-        self,
-        call: LocalCall,
-        names: tuple[str, str],
-        prompt: Prompt,
-        how: tuple[SamplingParams | None, AdapterRef | None, int],
+        self, call: LocalCall, names: tuple[str, str], read: Read, how: How
     ) -> tuple[OpenOutput, GenerationRequest | None]:
         """Returns the output and the request of a prompt, as OfflineText does. Work for a thread."""
         sampling_params, lora_request, priority = how
-        many = as_prompts(prompt)
-        if len(many) != 1:
-            raise ValueError(f"AsyncLLM.generate() takes one prompt, not {len(many)}")
+        prompt = read()
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         (params,), (adapter,) = self._llm.text.checked(given, 1), one_for_each(lora_request, 1)
         (place,) = one_priority_each(priority, 1)
         engine_id, name = names
-        opened, request = self._llm.text.request(engine_id, many[0], params, adapter, place, call.address)
+        opened, request = self._llm.text.request(engine_id, prompt, params, adapter, place, call.address)
         opened.output.request_id = name
         return opened, request
+
+
+def only(many: Sequence[T], what: str) -> T:
+    """Returns the one of a list. ValueError for another number. what: what a call takes one of."""
+    if len(many) != 1:
+        raise ValueError(f"AsyncLLM.{what}, not {len(many)}")
+    return many[0]
 
 
 async def outputs_of(run: StreamRun, kind: RequestOutputKind) -> AsyncIterator[RequestOutput]:

@@ -18,20 +18,26 @@ from tandem.workers.messages.request import (
     TokenDelta,
 )
 from tandem.workers.models.spec.config.pooling_config import PoolingFacts
-from tandem.workers.offline.inputs import GivenPrompt
+from tandem.workers.offline.inputs import GivenPrompt, as_params
 from tandem.workers.offline.offline_text import OfflineText
 from tandem.workers.text.tokenizer import last_tokens
 
+ACTIVATION_NAMES = ("use_activation", "normalize", "activation")
+
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of one embedding, for LLM.embed(), with vLLM's names.
+    """Parameters of one embedding, for LLM.embed(), or of scores, for LLM.score(), with vLLM's names.
 
     dimensions: how many components to keep, where the model says that it has Matryoshka embeddings; None: all.
-    normalize: whether the embedding has length 1 (L2); None: as the model does it.
+    use_activation: whether the embedding has length 1 (L2); None: as the model does it. For a judging model whether a
+        score is a probability (None: it is) or the difference of two logits.
+    normalize, activation: vLLM's older names of use_activation, for embeddings alone and for both.
     """
 
     dimensions: int | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
+    activation: bool | None = None
 
 
 class EmbeddingOutput(msgspec.Struct, kw_only=True):
@@ -143,12 +149,23 @@ def embedding_request(
 def pools_of(facts: PoolingFacts, given: PoolingParams | Sequence[PoolingParams] | None, count: int) -> list[Pool]:
     """Returns the task of each of `count` prompts. ValueError for dimensions that the model has not, and for another
     number of parameters; TypeError for something else."""
-    each = [given or PoolingParams()] * count if given is None or isinstance(given, PoolingParams) else list(given)
-    if wrong := [one for one in each if not isinstance(one, PoolingParams)]:
-        raise TypeError(f"pooling_params: {wrong[0]!r:.80} is no PoolingParams")
+    each = as_params(PoolingParams() if given is None else given, PoolingParams, "pooling_params")
+    if given is None or isinstance(given, PoolingParams):
+        each *= count
     if len(each) != count:
         raise ValueError(f"{len(each)} pooling_params for {count} prompts")
     return [_pool_of(facts, params) for params in each]
+
+
+def activation_of(params: PoolingParams) -> bool | None:
+    """Returns use_activation, by whichever of its names. ValueError for another type, and for two answers."""
+    given = {name: getattr(params, name) for name in ACTIVATION_NAMES if getattr(params, name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r:.80} must be True or False")
+    if len(set(given.values())) > 1:
+        raise ValueError(f"{' and '.join(f'{name}={value}' for name, value in given.items())} exclude each other")
+    return next(iter(given.values()), None)
 
 
 def checked_truncation(keep: int | None) -> int | None:
@@ -159,11 +176,10 @@ def checked_truncation(keep: int | None) -> int | None:
 
 
 def _pool_of(facts: PoolingFacts, params: PoolingParams) -> Pool:
-    dimensions, normalize = params.dimensions, params.normalize
+    dimensions = params.dimensions
     if isinstance(dimensions, bool) or not isinstance(dimensions, int | None):
         raise ValueError(f"dimensions={dimensions!r:.80} must be a whole number")
-    if not isinstance(normalize, bool | None):
-        raise ValueError(f"normalize={normalize!r:.80} must be True or False")
+    normalize = activation_of(params)
     try:
         return facts.pool(dimensions=dimensions, normalize=normalize)
     except ValueError as error:

@@ -1,19 +1,34 @@
-"""Converts arguments of LLM (prompts, conversations, adapters, bad words) to plain values, or raises TypeError.
+"""Converts arguments of LLM (flags, prompts, conversations, parameters, adapters, bad words) to plain values, or raises
+an error that names them.
 
 Called by workers/offline/llm.py before anything runs. The engine decides whether a prompt can be served.
 """
 
+import logging
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import build_settings
+from tandem.configs.options import option_named
+from tandem.configs.schema import EngineSettings
+from tandem.workers.build import offline_settings
 from tandem.workers.messages.request import AdapterRef, SamplingParams
+from tandem.workers.planning.model_source import resolve_model
 from tandem.workers.text.bad_word_ids import bad_word_ids
 from tandem.workers.text.grammars import GrammarError, checked_grammar
 from tandem.workers.text.tokenizer import ModelTokenizer
 
+log = logging.getLogger("tandem.offline")
+Params = TypeVar("Params", bound=msgspec.Struct)
+SERVICE_ONLY = frozenset(("served_model_name", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens"))
+"""Engine flags that LLM refuses: they concern only a service."""
+ALSO_OFFLINE = frozenset(("max_logprobs",))
+"""Flags of the gateway that LLM takes."""
 Prompt = str | Sequence[int] | Mapping[str, Any]
 NO_PROMPT = "a prompt is text or a list of token ids, not"
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -42,6 +57,40 @@ def as_prompts(given: Prompt | Sequence[Prompt]) -> list[GivenPrompt]:
     if many and _is_id(many[0]):
         return [_as_prompt(many)]
     return [_as_prompt(prompt) for prompt in many]
+
+
+def settings_of(model: str | Path, flags: Mapping[str, Any]) -> tuple[EngineSettings, int]:
+    """Returns checked settings for offline use, without queue limits and with the model's folder, and max_logprobs.
+    SettingsError names the flag."""
+    for name, value in flags.items():
+        option, plain = option_named(name), name.replace("-", "_")
+        if value is None or option is None or plain in ALSO_OFFLINE:
+            continue
+        if plain in SERVICE_ONLY or not option.path.startswith("engine."):
+            raise SettingsError(f"{name} is the service's; an LLM has no use for it", name)
+    name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
+    built = build_settings(name, flags)
+    for line in built.without_effect:
+        log.warning(line)
+    settings = offline_settings(built.engine)
+    resolved = msgspec.structs.replace(settings, model=resolve_model(settings.model))
+    return resolved, built.gateway.max_logprobs
+
+
+def as_params(given: Any, kind: type[Params], name: str) -> list[Params]:
+    """Returns parameters as a list, of one or of several. TypeError names the argument, what is no `kind`, and a key of
+    a dict that is no parameter."""
+    is_one = isinstance(given, kind | msgspec.Struct | Mapping | str) or not isinstance(given, Iterable)
+    many = [given] if is_one else list(given)
+    for one in many:
+        if isinstance(one, kind):
+            continue
+        words = f"{name}: {one!r:.80} is no {kind.__name__}"
+        if isinstance(one, Mapping):
+            unknown = [key for key in one if key not in kind.__struct_fields__]
+            words += f", which has no {unknown[0]!r:.80}" if unknown else f"; write {kind.__name__}(**it)"
+        raise TypeError(words)
+    return many
 
 
 def as_conversations(given: Any) -> list[Sequence[Mapping[str, Any]]]:

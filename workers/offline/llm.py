@@ -9,14 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from tandem.configs.environment import adapter_cache_folder
 from tandem.configs.errors import SettingsError
-from tandem.configs.load import build_settings
-from tandem.configs.options import option_named
-from tandem.configs.schema import EngineSettings
-from tandem.workers.build import offline_settings
 from tandem.workers.messages.errors import AdapterRefused, RequestRefused
 from tandem.workers.messages.request import AdapterRef, Ended, GenerationRequest, SamplingParams, is_url
 from tandem.workers.offline.beams import BeamSearchOutput, PromptSearch, Step, run_searches
@@ -37,16 +31,17 @@ from tandem.workers.offline.inputs import (
     GivenPrompt,
     Prompt,
     as_conversations,
+    as_params,
     as_prompts,
     one_for_each,
     one_priority_each,
+    settings_of,
 )
 from tandem.workers.offline.local_engine import LocalCall, LocalEngine
 from tandem.workers.offline.offline_text import OfflineText
 from tandem.workers.offline.outputs import Completion, OfflineRun, RequestOutput, end_output
 from tandem.workers.offline.progress import Progress, UseTqdm
-from tandem.workers.offline.scores import ScoringRequestOutput, pairs_of, scored
-from tandem.workers.planning.model_source import resolve_model
+from tandem.workers.offline.scores import ScoringRequestOutput, judging, pairs_of, scored
 from tandem.workers.planning.resolve import pooling_facts, read_spec
 from tandem.workers.planning.start_notes import warn_of_model
 from tandem.workers.text.beam_search import BeamSearchParams
@@ -55,8 +50,6 @@ __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
 log = logging.getLogger("tandem.offline")
 Output = TypeVar("Output", RequestOutput, EmbeddingRequestOutput)
-SERVICE_ONLY = frozenset(("served_model_name", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens"))
-"""Engine flags that LLM refuses: they concern only a service."""
 
 
 class LLM:
@@ -66,8 +59,8 @@ class LLM:
         (revision="..." chooses one), or "demo" for the bundled model. A Path is always a folder.
     chat_template: path of a Jinja chat template for chat(); None: the model's own, if it has one.
     flags: the flags of `tandem serve` that concern the engine, with underscores and their defaults there, for example
-        tensor_parallel_size=2, dtype="float32", kv_offloading_size=4 (GiB). Those of vLLM that change nothing here,
-        such as enforce_eager=True, are taken, and a line in the log says why.
+        tensor_parallel_size=2, dtype="float32", kv_offloading_size=4 (GiB), and max_logprobs. Those of vLLM that change
+        nothing here, such as enforce_eager=True, are taken, and a line in the log says why.
 
     Raises SettingsError, which names the flag and its value, if the model cannot be loaded with these arguments, and
     GroupLost if a rank dies. Owns the ranks until close(), which ends what runs; it is a context manager too. Any
@@ -81,11 +74,11 @@ class LLM:
         chat_template: str | None = None,
         **flags: Any,
     ) -> None:
-        self.settings = engine_settings_of(model, flags)
+        self.settings, max_logprobs = settings_of(model, flags)
         self._pooling = pooling_facts(self.settings)
         spec = read_spec(self.settings)
         warn_of_model(self.settings, spec, log)
-        self.text = OfflineText(self.settings, spec, chat_template)
+        self.text = OfflineText(self.settings, spec, chat_template, max_logprobs)
         self.tokenizer = self.text.tokenizer
         self.local = local = LocalEngine(self.settings)
         self._facts, self._engine, self._executor = local.facts, local.engine, local.executor
@@ -196,9 +189,10 @@ class LLM:
         """
         if (policy := self.settings.scheduler.batching_policy) != "continuous":
             raise SettingsError(f"{policy}: beam search needs continuous", "batching_policy")
-        if not isinstance(params, BeamSearchParams):
-            raise TypeError(f"params: {params!r:.80} is no BeamSearchParams")
+        (params,) = as_params([params], BeamSearchParams, "params")
         params.check()
+        if 2 * params.beam_width > (most := self.text.max_logprobs):
+            raise ValueError(f"beam_width={params.beam_width} exceeds the limit of {most // 2}, half of max_logprobs")
         given = [self.text.read(prompt) for prompt in as_prompts(prompts)]
         adapters = one_for_each(lora_request, len(given))
         searches = [PromptSearch(ids, params, self._facts.eos_token_ids, self._engine.max_len) for _, ids, _ in given]
@@ -276,22 +270,32 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: UseTqdm = True,
         lora_request: AdapterRef | None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Scores pairs of prompts by the cosine of their embeddings, -1 to 1; returns one output for each pair.
+        """Scores pairs of prompts, as POST /v1/score does (docs/serving/scoring.md); returns one output for each pair.
+        A judging model says how probable "yes" is, 0 to 1; with others it is the cosine of two embeddings, -1 to 1.
 
-        data_1: one prompt, for all of data_2, or as many as data_2 has. The rest is as in embed(). ValueError for other
-        numbers. A pair of which a prompt cannot be served has the reason as outputs.error.
+        data_1: one prompt, for all of data_2, or as many as data_2 has. chat_template: of a judging model's pairs, text
+        or a file; None: that of LLM(chat_template=...), else one text follows the other. The rest is as in embed(), one
+        for all. ValueError for other numbers. A pair that cannot be served has the reason as outputs.error.
         """
-        first, second = as_prompts(data_1), as_prompts(data_2)
-        pairs = pairs_of(len(first), len(second))
+        firsts, seconds = as_prompts(data_1), as_prompts(data_2)
+        pairs, keep = pairs_of(firsts, seconds), checked_truncation(truncate_prompt_tokens)
+        if not isinstance(lora_request, AdapterRef | None):
+            raise TypeError(
+                f"lora_request: {lora_request!r:.80} is not what load_adapter() returned, one for all pairs"
+            )
+        if (judge := judging(self.text, pooling_params, chat_template, keep)) is not None:
+            prompts = judge.prompts([(firsts[one], seconds[other]) for one, other in pairs])
+            return list(map(judge.scored, self._generate(prompts, judge.judge.sampling, use_tqdm, lora_request)))
         found = self.embed(
-            [prompt.as_mapping() for prompt in (*first, *second)],
-            truncate_prompt_tokens=truncate_prompt_tokens,
+            [prompt.as_mapping() for prompt in (*firsts, *seconds)],
+            truncate_prompt_tokens=keep,
             pooling_params=pooling_params,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
         )
-        return [scored(found[one], found[len(first) + other]) for one, other in pairs]
+        return [scored(found[one], found[len(firsts) + other]) for one, other in pairs]
 
     def load_adapter(self, source: str | Path, name: str | None = None) -> AdapterRef:
         """Checks a LoRA adapter in PEFT's format and returns a reference to it for generate() and chat().
@@ -365,22 +369,3 @@ def _run_made(
         progress.ended(len(output.prompt_token_ids), ended.usage.completion_tokens)
 
     call.run(requests, took)
-
-
-def engine_settings_of(model: str | Path, flags: Mapping[str, Any]) -> EngineSettings:
-    """Returns checked settings for offline use, without queue limits and with the model's folder. SettingsError names
-    the flag."""
-    for name, value in flags.items():
-        option = option_named(name)
-        if (
-            value is not None
-            and option is not None
-            and (not option.path.startswith("engine.") or name.replace("-", "_") in SERVICE_ONLY)
-        ):
-            raise SettingsError(f"{name} is the service's; an LLM has no use for it", name)
-    name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
-    built = build_settings(name, flags)
-    for line in built.without_effect:
-        log.warning(line)
-    settings = offline_settings(built.engine)
-    return msgspec.structs.replace(settings, model=resolve_model(settings.model))

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tandem.configs.schema import EngineSettings
-from tandem.workers.build import model_generation
+from tandem.workers.build import model_generation, pair_judge
 from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
 from tandem.workers.messages.sampling_check import checked_sampling
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.offline.inputs import GivenPrompt, with_bad_word_ids, with_grammar
+from tandem.workers.offline.inputs import GivenPrompt, as_params, with_bad_word_ids, with_grammar
 from tandem.workers.offline.outputs import Completion, OpenOutput, RequestOutput, refuse_output
-from tandem.workers.text.beam_search import BeamSearchParams
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
 from tandem.workers.text.choice_text import ChoiceText
 from tandem.workers.text.detokenizer import Detokenizer, DetokenizerFactory, NoText
@@ -30,15 +29,18 @@ if TYPE_CHECKING:
 
 
 class OfflineText:
-    """Tokenizer, chat template and facts of a model. template: None if the model has none."""
+    """Tokenizer, chat template and facts of a model. template: None if the model has none; judge: None if it is served
+    as no classifier of pairs; max_logprobs: the most log probabilities that a token may have."""
 
-    def __init__(self, settings: EngineSettings, spec: ArchSpec, chat_template: str | None) -> None:
+    def __init__(self, settings: EngineSettings, spec: ArchSpec, chat_template: str | None, max_logprobs: int) -> None:
         self._folder = Path(settings.model.tokenizer or settings.model.model)
         flag = "MODEL" if settings.model.tokenizer is None else "--tokenizer"
         self.tokenizer = load_tokenizer(self._folder, model_generation(settings.model, spec), flag)
         self.template: ChatTemplate | None = find_chat_template(self._folder, chat_template, self.tokenizer)
+        self.judge = pair_judge(settings.model, self.tokenizer, self.template if chat_template else None)
         self._factory = DetokenizerFactory(self.tokenizer)
         self._theirs: PreTrainedTokenizerBase | None = None
+        self.max_logprobs = spec.vocab_size if max_logprobs == -1 else max_logprobs
 
     def set_facts(self, facts: ModelFacts) -> None:
         """Notes the facts of the model, which are known when its ranks are ready."""
@@ -74,12 +76,11 @@ class OfflineText:
     # ---- parameters ----
 
     def checked(self, given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-        """Returns checked parameters for each of `count` prompts. ValueError for another number or a bad value."""
-        each = [given] if isinstance(given, SamplingParams | BeamSearchParams) else list(given)
-        if wrong := [one for one in each if not isinstance(one, SamplingParams)]:
-            raise TypeError(f"sampling_params: {wrong[0]!r:.80} is no SamplingParams")
-        vocab_size = self.facts.vocab_size
-        each = [with_bad_word_ids(checked_sampling(params, vocab_size), self.tokenizer) for params in each]
+        """Returns checked parameters for each of `count` prompts. ValueError for another number or a bad value,
+        TypeError for what is no SamplingParams."""
+        each = as_params(given, SamplingParams, "sampling_params")
+        limits = (self.facts.vocab_size, self.max_logprobs)
+        each = [with_bad_word_ids(checked_sampling(params, *limits), self.tokenizer) for params in each]
         each = [with_grammar(params) for params in each]
         if isinstance(given, SamplingParams):
             return each * count

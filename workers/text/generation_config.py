@@ -17,6 +17,17 @@ from msgspec import Meta
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ModelSettings
 from tandem.workers.messages.request import SamplingParams
+from tandem.workers.messages.sampling_ranges import (
+    Count,
+    MinP,
+    RepetitionPenalty,
+    Temperature,
+    Text,
+    TokenId,
+    TopK,
+    TopP,
+    Whole,
+)
 
 FILE: Final = "generation_config.json"
 FLAG: Final = "--generation-config"
@@ -24,8 +35,6 @@ OVERRIDE: Final = "--override-generation-config"
 FROM_MODEL: Final = "auto"
 WITHOUT: Final = "vllm"
 """vLLM's word for leaving the sampling defaults of the file aside."""
-Whole = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,16 +45,16 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     answer.
     """
 
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1)] = 0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
-    max_new_tokens: Positive | None = None
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    max_new_tokens: Count | None = None
     min_new_tokens: Whole = 0
-    suppress_tokens: tuple[Whole, ...] = ()
-    bad_words_ids: tuple[Annotated[tuple[Whole, ...], Meta(min_length=1)], ...] = ()
-    stop_strings: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    suppress_tokens: tuple[TokenId, ...] = ()
+    bad_words_ids: tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1)], ...] = ()
+    stop_strings: tuple[Text, ...] = ()
 
     def most_tokens(self, asked: int | None, room: int) -> int:
         """Returns the max_tokens of a request. asked: its own, None: without; room: what the context leaves."""

@@ -12,7 +12,6 @@ from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.reading import (
     NEVER,
-    Count,
     Neutral,
     ShortText,
     invalid,
@@ -20,6 +19,7 @@ from tandem.cluster.gateway.schemas.reading import (
     read,
     unsupported,
 )
+from tandem.workers.messages.sampling_ranges import Count
 
 
 class TextBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="text"):

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.cluster.gateway.conversation.format_choice import ChosenFormats, choose_formats
-from tandem.cluster.gateway.services.text_services import Classifier
 from tandem.configs.schema import ModelSettings, ServiceSettings
-from tandem.workers.build import model_generation
+from tandem.workers.build import model_generation, pair_judge
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config.classifier_config import read_classifier
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
+from tandem.workers.text.pair_judge import PairJudge
 from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
-from tandem.workers.text.vocabulary.vocabulary_files import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ class ModelText:
     template: ChatTemplate | None
     formats: ChosenFormats
     eos_token_ids: tuple[int, ...]
-    classifier: Classifier | None = None
+    judge: PairJudge | None = None
 
     def notes(self) -> Iterator[str]:
         """Lines for an operator: a format that the template has chosen, what does not count in the tokenizer's files,
@@ -60,10 +58,8 @@ def read_model_text(settings: ServiceSettings) -> ModelText:
     tokenizer = load_tokenizer(folder, generation, flag)
     template = find_chat_template(folder, model.chat_template, tokenizer)
     formats = choose_formats(settings.gateway, None if template is None else template.for_tools.source)
-    config = {**read_json(Path(model.model) / "config.json"), **(model.hf_overrides or {})}
-    facts = read_classifier(config, tokenizer.token_id)
-    classifier = None if facts is None else Classifier(facts, template if model.chat_template else None)
-    return ModelText(spec, tokenizer, template, formats, generation.eos_token_ids or (), classifier)
+    judge = pair_judge(model, tokenizer, template if model.chat_template else None)
+    return ModelText(spec, tokenizer, template, formats, generation.eos_token_ids or (), judge)
 
 
 def check_text(settings: ServiceSettings) -> tuple[str, ...]:

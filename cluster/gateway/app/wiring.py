@@ -57,7 +57,7 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
         chat_template=text.template,
         tool_format=text.formats.tool,
         reasoning_format=text.formats.reasoning,
-        classifier=text.classifier,
+        judge=text.judge,
         max_model_len=resolve_max_model_len(settings.engine, text.spec),
         vocab_size=text.spec.vocab_size,
         extra_stop_token_ids=extra_stop_token_ids(text.tokenizer, frozenset(text.eos_token_ids)),

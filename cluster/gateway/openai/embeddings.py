@@ -23,7 +23,7 @@ from tandem.cluster.gateway.openai.answer_usage import usage_object
 from tandem.cluster.gateway.schemas.generation_body import check_prompt
 from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.openai_hints import TEXT_HINTS, take_hints
-from tandem.cluster.gateway.schemas.reading import Count, ShortText, TokenId, invalid, read
+from tandem.cluster.gateway.schemas.reading import ShortText, invalid, read
 from tandem.cluster.gateway.services.model_lookup import ServedModel, held_model
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.parts import PromptWork, request_parts
@@ -32,6 +32,7 @@ from tandem.cluster.gateway.serving.received import Posted, received
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
 from tandem.workers.messages.request import NO_TOKENS, FinishReason, Pool, TokenDelta, Usage
+from tandem.workers.messages.sampling_ranges import Count, TokenId
 from tandem.workers.text.tokenizer import check_token_ids, last_tokens
 
 AT_ONCE = 64

@@ -13,12 +13,13 @@ from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.schemas.chat_body import TokenizeBody, check_parts
 from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.openai_hints import TEXT_HINTS, TOKENIZE_HINTS, take_hints
-from tandem.cluster.gateway.schemas.reading import ShortText, TokenId, invalid, read
+from tandem.cluster.gateway.schemas.reading import ShortText, invalid, read
 from tandem.cluster.gateway.services.model_lookup import served_model
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
 from tandem.cluster.gateway.serving.prompts import Prompt, check_text_bytes, check_token_count
 from tandem.cluster.gateway.serving.received import ignored_fields, received
+from tandem.workers.messages.sampling_ranges import TokenId
 from tandem.workers.text.tokenizer import check_token_ids
 
 

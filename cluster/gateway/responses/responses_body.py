@@ -11,19 +11,18 @@ from msgspec import Meta
 from tandem.cluster.gateway.responses.response_items import Item, plain_item
 from tandem.cluster.gateway.responses.response_tools import AnyTool, Choice, take_hosted
 from tandem.cluster.gateway.schemas import openai_hints
-from tandem.cluster.gateway.schemas.generation_body import BadWord, Penalty, Seed, StructuredOutputs
+from tandem.cluster.gateway.schemas.generation_body import BadWord, StructuredOutputs
 from tandem.cluster.gateway.schemas.ignored_fields import Ignorable, Ignorables, IgnoredFields, ignorable
 from tandem.cluster.gateway.schemas.reading import (
     NEVER,
-    Count,
     Neutral,
     ShortText,
-    TokenId,
     invalid,
     neutral_values,
     read,
     unsupported,
 )
+from tandem.workers.messages.sampling_ranges import Count, Penalty, Seed, TokenId
 
 MAX_METADATA = 16
 LOGPROBS, THINKING = "message.output_text.logprobs", "reasoning.encrypted_content"

@@ -9,9 +9,10 @@ from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.schemas.generation_body import CommonBody, StreamOptions, check_common
 from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.openai_hints import CHAT_HINTS, take_hints
-from tandem.cluster.gateway.schemas.reading import Count, ShortText, check_limit, invalid, read, unsupported
+from tandem.cluster.gateway.schemas.reading import ShortText, check_limit, invalid, read, unsupported
 from tandem.cluster.gateway.schemas.tool_fields import FunctionTool, ReasoningEffort, ToolChoice
 from tandem.configs.schema import GatewaySettings
+from tandem.workers.messages.sampling_ranges import Count
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

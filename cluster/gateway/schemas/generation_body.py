@@ -1,6 +1,7 @@
 """The fields of bodies that text is generated from, which chat and completions share, and their limits.
 
-What needs the tokenizer or the model (lengths, defaults, vocabulary) is serving/'s.
+What needs the tokenizer or the model (lengths, defaults, vocabulary) is serving/'s. Ranges of sampling parameters are
+those of LLM (workers/messages/sampling_ranges.py).
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -10,15 +11,25 @@ from msgspec import Meta
 
 from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.schemas.openai_hints import GENERATION_HINTS, take_hints
-from tandem.cluster.gateway.schemas.reading import Count, ShortText, TokenId, check_limit, invalid, read, unsupported
+from tandem.cluster.gateway.schemas.reading import ShortText, check_limit, invalid, read, unsupported
 from tandem.configs.schema import GatewaySettings
+from tandem.workers.messages.sampling_ranges import (
+    Bias,
+    Count,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+    Whole,
+)
 
-SEED_LIMIT = 2**63
 MAX_STOP_TOKEN_IDS = 256
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
-Seed = Annotated[int, Meta(ge=-SEED_LIMIT, le=SEED_LIMIT - 1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
 
@@ -69,27 +80,27 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     model: ShortText | None = None
     max_tokens: Count | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    prompt_logprobs: Whole | None = None
+    min_tokens: Whole | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Meta(ge=1)] | None = None
-    best_of: Annotated[int, Meta(ge=1)] | None = None
+    n: Count | None = None
+    best_of: Count | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: dict[str, Bias] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
@@ -117,8 +128,8 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_field
     """POST /v1/completions. `prompt`: text, texts, token ids, or lists of token ids. max_tokens: 0 with echo only."""
 
     prompt: str | list[str | int | list[TokenId]]
-    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Whole | None = None
+    logprobs: Whole | None = None
     echo: bool | None = None
 
 

@@ -16,8 +16,6 @@ from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.schemas.allowed_values import allowed_values, given_value
 from tandem.workers.messages.errors import RequestRefused
 
-Count = Annotated[int, Meta(ge=1, lt=2**31)]
-TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 ShortText = Annotated[str, Meta(max_length=1024)]
 Body = TypeVar("Body", bound=msgspec.Struct)
 

@@ -78,7 +78,7 @@ async def _answer(
 ) -> Response:
     body, principal, name = posted.body, posted.principal, f"{prefix}{uuid.uuid4().hex}"
     scorer = scorer_of(text, body)
-    if body.use_activation is not None and text.classifier is None:
+    if body.use_activation is not None and text.judge is None:
         ignored_fields(posted.request).note("use_activation", "use_activation is of models that judge pairs.")
     with ExitStack() as held:
         model = held_model(text, context, body.model, principal, held)

@@ -4,7 +4,6 @@ A model compares texts by their embeddings (the cosine of the angle between them
 served as a classifier judges each pair in a prompt of its own, by the log probabilities of two tokens behind it.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,11 +14,12 @@ from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.openai.embeddings import EmbeddingChoice, vector_of
 from tandem.cluster.gateway.schemas.reading import invalid
 from tandem.cluster.gateway.scoring.scoring_body import ScoringBody, TextPairs
-from tandem.cluster.gateway.services.text_services import Classifier, TextServices
+from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.parts import PromptWork
 from tandem.cluster.gateway.serving.prompts import check_text_bytes, tokenized
 from tandem.workers.messages.errors import ContextLengthExceeded, RequestRefused
-from tandem.workers.messages.request import NO_TOKENS, FinishReason, Pool, SamplingParams, TokenDelta, TokenLogprobs
+from tandem.workers.messages.request import NO_TOKENS, FinishReason, Pool, TokenDelta, TokenLogprobs
+from tandem.workers.text.pair_judge import PairJudge
 from tandem.workers.text.tokenizer import last_tokens
 
 SMALL = 1e-8
@@ -45,8 +45,8 @@ class Scorer(Protocol):
 
 def scorer_of(text: TextServices, body: ScoringBody) -> Scorer:
     """The scorer of the service's model."""
-    if text.classifier is not None:
-        return JudgeScorer(text.classifier, is_raw=body.use_activation is False)
+    if text.judge is not None:
+        return JudgeScorer(text.judge, is_raw=body.use_activation is False)
     return EmbeddingScorer(text.pooling.pool())
 
 
@@ -95,41 +95,26 @@ class JudgedChoice:
 class JudgeScorer:
     """The probability of "yes" beside "no". is_raw: the difference of their logits."""
 
-    classifier: Classifier
+    judge: PairJudge
     is_raw: bool
     pool: None = None
 
     def work(self, text: TextServices, body: ScoringBody, pairs: TextPairs) -> list[PromptWork]:
         """A prompt for each pair."""
-        facts = self.classifier.facts
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=(facts.no_id, facts.yes_id))
         firsts, seconds = _cut(text, body, pairs)
-        texts = [self._prompt(firsts[pairs.first_of(i)], second) for i, second in enumerate(seconds)]
+        texts = [self.judge.prompt(firsts[pairs.first_of(i)], second) for i, second in enumerate(seconds)]
         prompts = _fitting(text, body, texts, pairs.names[1], text.max_model_len - 1)
-        return [PromptWork(token_ids, sampling, [JudgedChoice()]) for token_ids in prompts]
+        return [PromptWork(token_ids, self.judge.sampling, [JudgedChoice()]) for token_ids in prompts]
 
     def scores(self, pairs: TextPairs, parts: Sequence[RequestPart]) -> list[float]:
         """Implements Scorer."""
         return [self._score(part) for part in parts]
 
-    def _prompt(self, query: str, document: str) -> str:
-        template = self.classifier.template
-        if template is None:
-            return query + document
-        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        return template.render(messages, add_generation_prompt=False)
-
     def _score(self, part: RequestPart) -> float:
         (choice,) = part.choices
         if not isinstance(choice, JudgedChoice) or choice.entry is None:
             raise RequestRefused("The request ended without a score.", code="internal_error", status=500)
-        found = dict(choice.entry.top)
-        logit = found[self.classifier.facts.yes_id] - found[self.classifier.facts.no_id]
-        return logit if self.is_raw else _logistic(logit)
-
-
-def _logistic(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+        return self.judge.score(choice.entry, is_raw=self.is_raw)
 
 
 def _cut(text: TextServices, body: ScoringBody, pairs: TextPairs) -> tuple[list[str], list[str]]:

@@ -10,21 +10,12 @@ from dataclasses import dataclass, field
 
 from tandem.cluster.gateway.http.text_workers import TextWorkers
 from tandem.configs.schema import BatchingPolicyName, GatewaySettings
-from tandem.workers.models.spec.config.classifier_config import ClassifierFacts
 from tandem.workers.models.spec.config.pooling_config import PoolingFacts
 from tandem.workers.text.chat_template import ChatTemplate
 from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.output.formats import ReasoningFormat, ToolFormat
+from tandem.workers.text.pair_judge import PairJudge
 from tandem.workers.text.tokenizer import ModelTokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Classifier:
-    """The way in which the model judges a pair of texts. template: that of --chat-template, for a query and a document;
-    None: one text follows the other."""
-
-    facts: ClassifierFacts
-    template: ChatTemplate | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +47,7 @@ class TextServices:
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | None = None
     # None: pairs of texts are compared by their embeddings
-    classifier: Classifier | None = None
+    judge: PairJudge | None = None
     # the seed of a request that gives none
     random_seed: Callable[[], int] = lambda: secrets.randbits(63)
 

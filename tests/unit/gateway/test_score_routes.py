@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tandem.cluster.gateway.http.auth import StaticKeys
-from tandem.cluster.gateway.services.text_services import Classifier
 from tandem.workers.messages.request import TokenLogprobs
-from tandem.workers.models.spec.config.classifier_config import ClassifierFacts, read_classifier
+from tandem.workers.models.spec.config.classifier_config import read_classifier
 from tandem.workers.text.chat_template import ChatTemplate
+from tandem.workers.text.pair_judge import PairJudge
 from tests.support.fake_backend import FakeBackend, embedding_of
 from tests.unit.gateway.rig import BOS, CONTEXT, MODEL, Rig, error_of, gateway
 
@@ -20,7 +20,7 @@ TEMPLATE = (
     "{{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}|"
     "{{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }}?"
 )
-JUDGE = Classifier(ClassifierFacts(NO, YES), ChatTemplate(TEMPLATE, {}))
+JUDGE = PairJudge(NO, YES, ChatTemplate(TEMPLATE, {}))
 PAIR = {"text_1": "a", "text_2": "b"}
 
 
@@ -102,7 +102,7 @@ async def test_documents_come_by_their_scores() -> None:
 
 
 async def test_a_judging_model_says_how_probable_yes_is() -> None:
-    async with gateway(JudgingBackend(), text={"classifier": JUDGE}) as rig:
+    async with gateway(JudgingBackend(), text={"judge": JUDGE}) as rig:
         answer = (await post(rig, SCORE, text_1="ask", text_2=["ab", "abcdefgh"])).json()
         prompts = [request.prompt_token_ids for request in rig.backend.requests]
         assert prompts[0] == [BOS, *b"ask|ab?"] and len(prompts) == 2
@@ -115,7 +115,7 @@ async def test_a_judging_model_says_how_probable_yes_is() -> None:
         assert answer["usage"]["completion_tokens"] == 0
         await rig.settle()
         assert [row.completion_tokens for row in rig.ledger.rows] == [0, 0]
-    async with gateway(JudgingBackend(), text={"classifier": Classifier(JUDGE.facts, None)}) as rig:
+    async with gateway(JudgingBackend(), text={"judge": PairJudge(NO, YES)}) as rig:
         await post(rig, SCORE, text_1="ask", text_2="ab")
         assert rig.backend.requests[0].prompt_token_ids == [BOS, *b"askab"]
 
@@ -181,9 +181,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_the_tokens_of_a_judging_model() -> None:
     known = {"no": 5, "yes": 7}
     assert read_classifier({}, known.get) is None
-    assert read_classifier(QWEN, known.get) == ClassifierFacts(5, 7)
+    assert read_classifier(QWEN, known.get) == (5, 7)
     two_way = {"classifier_from_token": ["yes", "no"], "method": "from_2_way_softmax"}
-    assert read_classifier(two_way, known.get) == ClassifierFacts(7, 5)
+    assert read_classifier(two_way, known.get) == (7, 5)
     for config, words in WRONG:
         with pytest.raises(Exception, match=words) as error:
             read_classifier(config, known.get)

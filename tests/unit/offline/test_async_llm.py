@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from tandem import AsyncLLM, RequestOutputKind, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 ENDLESS = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
+COUNT = count()
 WORDS = ["Once", "The", "A", "He"]
 
 
@@ -57,6 +58,51 @@ async def test_an_output_has_all_so_far_or_what_is_new_or_comes_once(llm: AsyncL
         assert [i for part in parts for i in part.token_ids] == choice.token_ids
         assert [p for part in parts for p in part.logprobs] == choice.logprobs
         assert parts[-1].finish_reason == choice.finish_reason
+
+
+async def answers(llm: AsyncLLM, messages: Any, params: SamplingParams = GREEDY, **more: Any) -> list[Any]:
+    return [output async for output in llm.chat(messages, params, f"chat-{next(COUNT)}", **more)]
+
+
+async def test_a_chat_is_read_as_llm_reads_it(llm: AsyncLLM) -> None:
+    question = [{"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "2 + 3?"}]}]
+    begun = [*question, {"role": "assistant", "content": "2 + 3 ="}]
+    go_on: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    forms: list[tuple[Any, dict[str, Any]]] = [
+        (question, {}),
+        (begun, go_on),
+        (question, {"chat_template": "{{ messages[0]['content'] }}{{ tools[0].name }}", "tools": [{"name": "t"}]}),
+        (question, {"chat_template_kwargs": {"enable_thinking": False}}),
+    ]
+    together = await asyncio.gather(*(answers(llm, messages, **more) for messages, more in forms))
+    for (messages, more), outputs in zip(forms, together, strict=True):
+        (wanted,) = await asyncio.to_thread(llm._llm.chat, messages, GREEDY, use_tqdm=False, **more)
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert (outputs[-1].prompt, outputs[-1].text) == (wanted.prompt, wanted.text)
+        assert outputs[-1].request_id.startswith("chat-")
+    assert "5" in together[0][-1].text and len(together[0]) > 1
+
+
+async def test_a_conversation_that_cannot_be_read_says_why(llm: AsyncLLM) -> None:
+    hello = {"role": "user", "content": "hi"}
+    for messages, words in (([], "has no messages"), ([{"role": "foo", "content": "hi"}], "foo")):
+        (output,) = await answers(llm, messages)
+        assert output.finished and output.outputs[0].finish_reason == "error" and words in str(output.outputs[0].error)
+    wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        ("hi", {}, TypeError, "a conversation is a list of messages, not 'hi'"),
+        (hello, {}, TypeError, "a conversation is a list of messages, not {"),
+        ([[hello], [hello]], {}, ValueError, r"AsyncLLM.chat\(\) takes one conversation, not 2"),
+        ([hello], {"chat_template_kwargs": {"tools": []}}, ValueError, "has no variable 'tools'"),
+        ([hello], {"params": GREEDY.clone(temperature=9)}, ValueError, "temperature=9"),
+        ([hello], {"params": {"max_tokns": 5}}, TypeError, "which has no 'max_tokns'"),
+    ]
+    for messages, more, kind, words in wrong:
+        with pytest.raises(kind, match=words):
+            await answers(llm, messages, **more)
+    stream = llm.chat([hello], ENDLESS)
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert await running(llm) == 0
 
 
 async def test_a_cancelled_task_and_a_closed_iterator_abort_their_request(llm: AsyncLLM) -> None:

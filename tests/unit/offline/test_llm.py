@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from tandem import LLM, SamplingParams
+from tandem import LLM, BeamSearchParams, SamplingParams
+from tandem.cluster.gateway.schemas.generation_body import CommonBody
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
 from tandem.workers.messages.sampling_check import RANGES
@@ -84,6 +86,18 @@ def test_logprobs_are_of_the_chosen_tokens(llm: LLM) -> None:
         assert len(entry.top) == 3 and entry.top[0] == (entry.token_id, pytest.approx(entry.logprob))
 
 
+def test_max_logprobs_is_vllms() -> None:
+    with LLM("demo", max_logprobs=-1, max_model_len=64) as all_of_them:
+        params = SamplingParams(max_tokens=1, logprobs=all_of_them._facts.vocab_size)
+        (entry,) = all_of_them.generate("Once", params, use_tqdm=False)[0].outputs[0].logprobs
+        assert len(entry.top) == params.logprobs
+    with LLM("demo", max_logprobs=3, max_model_len=64) as few:
+        with pytest.raises(ValueError, match=r"logprobs=4 exceeds the limit of 3 \(max_logprobs\)"):
+            few.generate("Once", SamplingParams(logprobs=4), use_tqdm=False)
+        with pytest.raises(ValueError, match="beam_width=2 exceeds the limit of 1, half of max_logprobs"):
+            few.beam_search("Once", BeamSearchParams(beam_width=2, max_tokens=4))
+
+
 def test_a_prompt_that_does_not_fit_fails_alone(llm: LLM) -> None:
     outputs = llm.generate([[5] * 100_000, "Once upon a time", [10**6]], GREEDY, use_tqdm=False)
     assert [o.outputs[0].finish_reason for o in outputs] == ["error", "length", "error"]
@@ -99,10 +113,17 @@ def test_a_prompt_that_does_not_fit_fails_alone(llm: LLM) -> None:
         ({"max_tokens": "5"}, r"max_tokens='5': Expected `int`, got `str`"),
         ({"n": 0}, "n=0: "),
         ({"temperature": -0.1}, "temperature=-0.1: "),
+        ({"temperature": 9}, r"temperature=9: Expected `float` <= 2\.0"),
         ({"temperature": math.nan}, "temperature=nan: "),
         ({"temperature": math.inf}, "temperature=inf: "),
         ({"top_p": 1.5}, "top_p=1.5: "),
         ({"top_k": -2}, "top_k=-2: "),
+        ({"presence_penalty": 2.5}, r"presence_penalty=2\.5: Expected `float` <= 2\.0"),
+        ({"repetition_penalty": 11}, r"repetition_penalty=11: Expected `float` <= 10\.0"),
+        ({"logit_bias": {5: 101}}, r"logit_bias=.*Expected `float` <= 100\.0"),
+        ({"logit_bias": {5: -101}}, r"logit_bias: -101\.0 of token id 5 must be -inf or at least -100\.0"),
+        ({"logprobs": 9999}, r"logprobs=9999 exceeds the limit of 20 \(max_logprobs\)"),
+        ({"prompt_logprobs": 21}, r"prompt_logprobs=21 exceeds the limit of 20 \(max_logprobs\)"),
         ({"min_tokens": 9}, "min_tokens=9 exceeds max_tokens=8"),
         ({"stop": ""}, "stop='': Expected `str` of length >= 1"),
         ({"stop": 5}, "stop=5: Expected `array`, got `int`"),
@@ -132,6 +153,42 @@ def test_parameters_without_meaning_are_refused_by_name(llm: LLM, params: dict[s
     with pytest.raises(ValueError, match=f"^{words}"):
         llm.generate(["Once upon a time", "Hello"], [GREEDY, bad], use_tqdm=False)
     assert not llm._engine.has_work(), "nothing has begun"
+
+
+def test_ranges_are_those_of_bodies() -> None:
+    """A body and SamplingParams refuse the same values of the parameters that both have."""
+    common = set(CommonBody.__struct_fields__) & set(RANGES) - {"stop", "logit_bias"}
+    assert len(common) > 15
+    for name in sorted(common):
+        kind = CommonBody.__annotations__[name]
+        for value in (
+            -(2**70),
+            -101,
+            -2,
+            -1,
+            0,
+            1e-9,
+            1,
+            1.5,
+            2.5,
+            11,
+            2**31,
+            2**70,
+            "x",
+            [5],
+            [-1],
+            [2**31],
+            ["x"],
+            [""],
+        ):
+            told = []
+            for shape in (kind, RANGES[name] | None):
+                try:
+                    msgspec.convert(value, shape)
+                    told.append("taken")
+                except msgspec.ValidationError:
+                    told.append("refused")
+            assert told[0] == told[1], (name, value, told)
 
 
 def test_every_parameter_has_its_range(llm: LLM) -> None:
@@ -397,8 +454,16 @@ def test_other_arguments_of_a_wrong_kind_are_named(llm: LLM) -> None:
     wrong: Any = "nope"
     with pytest.raises(TypeError, match="lora_request: 'n' is not what load_adapter"):
         llm.generate(["a", "b"], GREEDY, use_tqdm=False, lora_request=wrong)
-    with pytest.raises(TypeError, match="is no SamplingParams"):
-        llm.generate(["a", "b"], [GREEDY, wrong], use_tqdm=False)
+    for given, words in (
+        ([GREEDY, wrong], "sampling_params: 'nope' is no SamplingParams"),
+        (wrong, "sampling_params: 'nope' is no SamplingParams"),
+        (5, "sampling_params: 5 is no SamplingParams"),
+        ({"temperature": 0}, r"sampling_params: {'temperature': 0} is no SamplingParams; write SamplingParams"),
+        ([GREEDY, {"temprature": 0}], "is no SamplingParams, which has no 'temprature'"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            llm.generate(["a", "b"], given, use_tqdm=False)  # type: ignore[arg-type]
+    assert not llm._engine.has_work(), "nothing has begun"
 
 
 def test_a_conversation_that_the_template_refuses_fails_alone(llm: LLM) -> None:

@@ -6,7 +6,6 @@ head for scores (`score.weight`) are other models, which the decoder does not ha
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from tandem.configs.errors import UnsupportedModelError
@@ -18,14 +17,6 @@ FLAG: Final = "--hf-overrides"
 SUFFIX: Final = "ForSequenceClassification"
 
 
-@dataclass(frozen=True, slots=True)
-class ClassifierFacts:
-    """Ids of the tokens that say no and yes."""
-
-    no_id: int
-    yes_id: int
-
-
 def generating(architecture: Any, config: Mapping[str, Any]) -> Any:
     """The architecture that generates, of one that vLLM makes a classifier of; any other as it is."""
     if config.get(TOKENS) and isinstance(architecture, str) and architecture.endswith(SUFFIX):
@@ -33,9 +24,10 @@ def generating(architecture: Any, config: Mapping[str, Any]) -> Any:
     return architecture
 
 
-def read_classifier(config: Mapping[str, Any], token_id: Callable[[str], int | None]) -> ClassifierFacts | None:
-    """The facts of config.json with its overrides; None: the model judges no pairs. token_id: of a token's text, None
-    for no token. Raises UnsupportedModelError for another way to judge, and for tokens that the tokenizer lacks."""
+def read_classifier(config: Mapping[str, Any], token_id: Callable[[str], int | None]) -> tuple[int, int] | None:
+    """The ids of the tokens that say no and yes, of config.json with its overrides; None: the model judges no pairs.
+    token_id: of a token's text, None for no token. Raises UnsupportedModelError for another way to judge, and for
+    tokens that the tokenizer lacks."""
     tokens = config.get(TOKENS)
     if tokens is None:
         return None
@@ -50,4 +42,4 @@ def read_classifier(config: Mapping[str, Any], token_id: Callable[[str], int | N
             raise UnsupportedModelError(f"{TOKENS}: the tokenizer has no token {token!r}", FLAG)
     no_id, yes_id = ids
     assert no_id is not None and yes_id is not None
-    return ClassifierFacts(no_id, yes_id)
+    return no_id, yes_id
