@@ -10,12 +10,13 @@ from typing import Any
 
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.argument_stream import mended
+from tandem.workers.text.output.call_ends import SPACE, CallEnds, CallScanner
 from tandem.workers.text.output.events import OutputEvent, OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter
 from tandem.workers.text.output.json_schemas import asserting
 from tandem.workers.text.output.json_stream import nowhere, scanned
-from tandem.workers.text.output.python_stream import PythonScanner, to_json
+from tandem.workers.text.output.python_stream import to_json
 from tandem.workers.text.output.schema_types import (
     Argument,
     as_typed,
@@ -47,6 +48,7 @@ _PARAMETERS_END = Marks(PARAMETER, FUNCTION_END, END, BEGIN, FUNCTION)
 _VALUE_END = Marks(
     *(before + mark for mark in (PARAMETER_END, PARAMETER, FUNCTION_END, END, BEGIN) for before in ("\n", ""))
 )
+_ENDS = CallEnds(ends=(PARAMETER_END, FUNCTION_END, END), begins={PARAMETER: (), BEGIN: (SPACE, FUNCTION)})
 _AHEAD = 60
 """Characters from the begin of a mark on that say whether it can end a value."""
 _FAR = 64 * 1024
@@ -192,7 +194,7 @@ class _CoderAnswer:
         """Holds the text of a value. Marks inside its strings do not end it."""
         self._held.append((yield from spaces(self._source)))
         if (yield from begins_with(self._source, ('"', "{", "["))) is not None:
-            yield from scanned(self._source, PythonScanner(strict=True), self._hold, as_written=True)
+            yield from scanned(self._source, CallScanner(_ENDS, strict=True), self._hold, as_written=True)
         yield from other.text_of_value(self._source, self._hold)
 
     def _hold(self, text: str) -> Iterator[OutputEvent]:
