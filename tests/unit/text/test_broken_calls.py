@@ -309,6 +309,24 @@ def test_a_call_of_qwen3_coder_ends_where_the_next_begins() -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "[see](http://x)",
+        "[1](a) and [2](b)",
+        "[now](http://x)",
+        "[now()](https://example.org/now) says the time",
+        "[ now( )](#now)",
+        "[get_weather (city)](#x)",
+        "[x, y](z)",
+    ],
+)
+def test_a_link_of_markdown_is_content(text: str) -> None:
+    for size in (1, 3, 1000):
+        assert tool_events("pythonic", cut(text, size)) == [Content(text)]
+    assert tool_events("pythonic", cut("[now()] (sic)", 2))[:2] == [CallBegin(0, "now"), CallArguments(0, "{}")]
+
+
+@pytest.mark.parametrize(
     ("text", "names", "meant"),
     [
         ("[get_weather(city=Rome, days=03", ["get_weather"], [{"city": "Rome", "days": "03"}]),

@@ -132,6 +132,8 @@ class _PythonicAnswer:
             return Read.BROKEN
         yield from spaces(source)
         if (yield from one_of(source, (")",))) is not None:
+            if (yield from begins_with(source, ("](",))):  # the words of a link of Markdown
+                return Read.BROKEN
             yield from self._say("{}")
             return self._read()
         whole = yield from (self._mapping() if (yield from goes_on_with(source, "*")) else self._named())
