@@ -28,7 +28,7 @@ _BEHIND_STRING: Final = re.compile(r"\s*(?:(?P<closer>[,}\])])|(?P<colon>:)|(?P<
 
 
 class CallEnds:
-    """What ends a call. ends: its end marks; begins: marks that begin another, and separators: what stands between two
+    """The ends of a call. ends: its end marks; begins: marks that begin another, and separators: those between two
     calls, each with what follows it, as regular expressions one after the other; closers: what closes the call behind
     its arguments. A separator counts only where they stand in front of it."""
 
