@@ -4,6 +4,7 @@ Each is a call with the arguments that were meant, and nothing of it is content.
 import json
 import random
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -306,6 +307,20 @@ def test_tags_in_a_value_of_qwen3_coder_are_looked_behind_once() -> None:
 def test_a_call_of_qwen3_coder_ends_where_the_next_begins() -> None:
     text = f"{F}<parameter=city>\nRome\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
     check("qwen3_coder", text, ["get_weather", "now"], [{"city": "Rome"}, {}])
+    text = f'{F}<parameter=where>{{"a": "b<tool_call>\n<function=now>\n</function>\n</tool_call>'
+    check("qwen3_coder", text, ["get_weather", "now"], [{"where": {"a": "b"}}, {}])
+
+
+def test_marks_in_a_text_are_looked_behind_once() -> None:
+    """Without a quote that ends it, what stands behind each of many marks is looked through once for all of them."""
+    begin = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "'
+    for end, closed in (('"}}\n</tool_call>', True), ("", False)):
+        text = begin + "</tool_call>x " * 4000 + end
+        began_s = time.process_time()
+        for pieces in ([text], cut(text, 500)):
+            (arguments,) = arguments_of(tool_events("hermes", pieces))
+            assert json.loads(arguments)["city"].count("</tool_call>") == 4000, closed
+        assert time.process_time() - began_s < 5, "a search for each mark to the end takes 10 times as long"
 
 
 @pytest.mark.parametrize(

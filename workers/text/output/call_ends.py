@@ -93,6 +93,8 @@ class CallScanner(PythonScanner):
         """Characters of earlier texts; what makes an index in this one a count of all."""
         self._known = self._looked = 0
         """Counts of all characters that are known to belong to a string, and that were looked through for its quote."""
+        self._plain = 0
+        """The count up to which no quote and no backslash stands in a string, from where it was asked for."""
 
     def feed(self, text: str, at: int) -> tuple[int, str]:
         self._shift = self._passed - at
@@ -111,14 +113,23 @@ class CallScanner(PythonScanner):
     def _known_text(self, text: str, at: int) -> int | None:
         """Returns the index up to which a string goes on for certain, `at` if more text must tell, None if the call
         ends here."""
-        stop = _QUOTE_OR_ESCAPE[self._quote].search(text, at)
-        found = self._ends.first(text, at, len(text) if stop is None else stop.start())
+        stop = self._next_stop(text, at)
+        found = self._ends.first(text, at, stop)
         if found is not None:
             return found.start() if found.start() > at else self._at_mark(text, found)
-        if stop is not None:
-            return stop.end()
+        if stop < len(text):
+            return stop + 1
         tail = self._ends.tail(text, at)
         return len(text) if self.text_ended and not self._is_closed(tail.group(1)) else tail.start()
+
+    def _next_stop(self, text: str, at: int) -> int:
+        """Returns the index of the next quote or backslash, which ends what can be a mark; that of the end if there is
+        none."""
+        if not text.startswith((self._quote, "\\"), start := max(at, self._plain - self._shift)):
+            found = _QUOTE_OR_ESCAPE[self._quote].search(text, start)
+            start = len(text) if found is None else found.start()
+        self._plain = start + self._shift
+        return start
 
     def _at_mark(self, text: str, found: re.Match[str]) -> int | None:
         at, behind = found.start(), found.end()
