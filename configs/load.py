@@ -18,7 +18,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.foreign_flags import SAME_VALUES, check_foreign, is_foreign
 from tandem.configs.lora_modules import module_text, served_names
 from tandem.configs.options import OPTIONS, Option, option_named, parse_size
-from tandem.configs.platform_facts import DEVICE_FLAGS, PLATFORM_FACTS
+from tandem.configs.platform_facts import DEVICE_FLAGS, PLATFORM_FACTS, idle_lines
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.configs.secrets import HIDDEN, check_keys, without_password
 
@@ -82,7 +82,10 @@ def build_settings(
     _check_together(settings)
     given = {name.replace("-", "_") for name, value in values.items() if value is not None}
     _refuse_unused(settings, given)
-    return settings
+    if (device := settings.engine.device.device) is None:
+        return settings
+    idle = idle_lines([flag for flag in DEVICE_FLAGS if flag.removeprefix("--").replace("-", "_") in given], device)
+    return msgspec.structs.replace(settings, without_effect=(*settings.without_effect, *idle))
 
 
 def read_config_file(path: str) -> dict[str, Any]:

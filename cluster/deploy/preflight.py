@@ -16,7 +16,7 @@ from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant import Tenant
 from tandem.configs.errors import SettingsError
-from tandem.configs.platform_facts import CPU, PLATFORM_FACTS, check_device
+from tandem.configs.platform_facts import CPU, PLATFORM_FACTS, check_device, idle_flags
 from tandem.configs.schema import Device, ParallelSettings, Quantization, ServiceSettings
 from tandem.configs.secrets import without_password
 from tandem.parallel.mesh import Mesh
@@ -50,10 +50,12 @@ def choose_device(settings: ServiceSettings) -> ServiceSettings:
 
 
 def with_device(settings: ServiceSettings, chosen: Device) -> ServiceSettings:
-    """Sets the device to `chosen`. Raises SettingsError for a setting that has no meaning on it."""
+    """Sets the device to `chosen`, and notes the flags that mean nothing on it. Raises SettingsError for a setting that
+    asks for what it has not."""
     check_device(settings.engine, chosen)
     device = replace(settings.engine.device, device=chosen)
-    return replace(settings, engine=replace(settings.engine, device=device))
+    noted = dict.fromkeys([*settings.without_effect, *idle_flags(settings.engine, chosen)])
+    return replace(settings, engine=replace(settings.engine, device=device), without_effect=tuple(noted))
 
 
 def check_model(settings: ServiceSettings) -> ArchSpec:

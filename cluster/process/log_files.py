@@ -4,7 +4,8 @@
         launcher.log  gateway-ID.log  group-ID.log  rank-ID-0.log  ...  and what was rotated away: X.log.1
 
 LOGS is --log-dir, else ~/.local/state/tandem/logs. A process holds a lock on the file that it writes, so that nobody
-removes it. Lines never have prompts, answers or keys. Each process calls open_log() once, at its start.
+removes it. Lines never have prompts, answers or keys. Each process calls open_log() once, at its start; those that
+serve requests call hide_messages() too.
 """
 
 import faulthandler
@@ -16,6 +17,7 @@ import re
 import shutil
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -33,6 +35,9 @@ FILE_BYTES, OLD_FILES = 8 * 2**20, 2
 KEPT_RUNS = 10
 MOST_FILES = 200
 """Files in a folder of a run, beyond which those of processes that have ended go, the oldest first."""
+MOST_FRAMES = 50
+"""Frames of a traceback, the last ones, that are shown where messages are hidden."""
+_PLAIN_WORDS = re.compile(r"[\w .]*")
 RUN = re.compile(r"run-\d{8}-\d{6}-\d+|serve-[0-9a-f]+")
 
 
@@ -60,7 +65,8 @@ class LogLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Called by logging. Does not take the traceback's text from another formatter."""
-        record.exc_text = None
+        if record.exc_info:
+            record.exc_text = None
         return super().format(record)
 
     def formatException(self, ei: Any) -> str:
@@ -81,6 +87,52 @@ class LogFile(RotatingFileHandler):
         with suppress(OSError):  # file systems without locks
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return stream
+
+
+def hide_messages() -> None:
+    """Lets no record of this process, from any logger and to any handler, show the message of an exception, which may
+    quote a request. Its type, and where it was raised, are shown."""
+    make = logging.getLogRecordFactory()
+    if isinstance(make, _WithoutMessages):
+        return
+    logging.setLogRecordFactory(_WithoutMessages(make))
+
+
+class _WithoutMessages:
+    """A factory of records whose tracebacks are where() alone."""
+
+    def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
+        self._make = make
+
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = self._make(*args, **kwargs)
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            record.exc_info, record.exc_text = None, where(error)
+            if record.name == "asyncio":  # which shows the exception in the text of the line too
+                record.msg, record.args = _PLAIN_WORDS.match(record.getMessage())[0], ()  # type: ignore[index]
+        return record
+
+
+def where(error: BaseException) -> str:
+    """Returns the frames and the type of an exception, and of those that led to it."""
+    return "\n".join(_where(error, set()))
+
+
+def _where(error: BaseException, seen: set[int]) -> Iterator[str]:
+    seen.add(id(error))
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None and id(before) not in seen:
+        yield from _where(before, seen)
+        yield "which led to:"
+    yield "Traceback (most recent call last, without messages):"
+    frames = traceback.walk_tb(error.__traceback__)
+    for frame in traceback.StackSummary.extract(frames, limit=-MOST_FRAMES, lookup_lines=False):
+        yield f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+    yield f"{type(error).__module__}.{type(error).__qualname__}"
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _where(one, seen)
 
 
 def run_name() -> str:

@@ -152,9 +152,9 @@ class Launcher:
     def _check(self) -> None:
         from tandem.cluster.gateway.app.model_text import check_text  # jinja2, tokenizers
 
-        for line in self._settings.without_effect:
-            self._console.print_line(line)
         settings = self._settings = choose_device(self._settings)
+        for line in settings.without_effect:
+            self._console.print_line(line)
         check_port(settings.gateway.host, settings.gateway.port)
         server_context(settings.gateway)
         spec = check_model(settings)

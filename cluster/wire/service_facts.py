@@ -9,7 +9,7 @@ import secrets
 
 import msgspec
 
-from tandem.cluster.process.log_files import LogPlace, open_log
+from tandem.cluster.process.log_files import LogPlace, hide_messages, open_log
 from tandem.configs.errors import SettingsError
 from tandem.workers.messages.channel import new_secret
 
@@ -56,7 +56,8 @@ def new_identity() -> tuple[str, str]:
 
 def open_log_of(facts: ServiceFacts, name: str) -> None:
     """Opens the log file of this process, with the identity in the facts. Without one it goes on, as it may be that
-    nobody can write there on this machine."""
+    nobody can write there on this machine. What it logs shows no messages of exceptions."""
+    hide_messages()
     if facts.logs is None:
         return
     try:

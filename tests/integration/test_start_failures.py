@@ -112,10 +112,6 @@ def test_more_kv_than_memory() -> None:
     assert "--kv-cache-memory-bytes" in text and "GiB" in text
 
 
-def test_gpu_share_on_cpu() -> None:
-    assert "--gpu-memory-utilization" in one_line(refused("demo", "--device", "cpu", "--gpu-memory-utilization", "0.5"))
-
-
 def test_code_in_the_model_folder(tmp_path: Path) -> None:
     folder = tmp_path / "coded"
     shutil.copytree(DEMO, folder)

@@ -47,20 +47,13 @@ def _best(logprobs_LV: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Ten
     """The `most` best log probabilities of each row, in descending order, and their ids (int64), both [L, most].
 
     Of equal ones, which 16-bit logits have many of, those of lower ids come first. torch.topk alone orders and chooses
-    them by `most` too, which rows of other requests decide.
+    them by `most` too, which rows of other requests decide: here no two are equal, as each is made smaller by its id,
+    by less than the least difference between two of float32.
     """
-    if not most:
-        return logprobs_LV[:, :0], torch.empty_like(logprobs_LV[:, :0], dtype=torch.int64)
-    top_LM, ids_LM = logprobs_LV.topk(most, dim=1)
-    last_L1 = top_LM[:, -1:]
-    # On CPU it is looked first whether any are left out, which costs less; on a device the host would wait for that.
-    if logprobs_LV.is_cuda or bool(((logprobs_LV >= last_L1).sum(dim=1) > most).any()):
-        keys_V = torch.arange(0, -logprobs_LV.shape[1], -1, dtype=torch.int32, device=logprobs_LV.device)
-        keys_LV = keys_V.masked_fill(logprobs_LV < last_L1, torch.iinfo(torch.int32).min)
-        ids_LM = keys_LV.masked_fill_(logprobs_LV > last_L1, 1).topk(most, dim=1).indices
-    ids_LM = ids_LM.sort(dim=1).values
-    top_LM, order_LM = logprobs_LV.gather(1, ids_LM).sort(dim=1, descending=True, stable=True)
-    return top_LM, ids_LM.gather(1, order_LM)
+    vocab = logprobs_LV.shape[1]
+    factor_V = 1 + torch.arange(vocab, dtype=torch.float64, device=logprobs_LV.device) * (2**-25 / vocab)
+    ids_LM = (logprobs_LV * factor_V).topk(most, dim=1).indices
+    return logprobs_LV.gather(1, ids_LM), ids_LM
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from tandem.cluster.cli.base.terminal import say
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.configs.options import OPTIONS
-from tandem.configs.platform_facts import CPU, check_formats
-from tandem.configs.schema import CacheSettings, EngineSettings, ModelSettings
+from tandem.configs.platform_facts import check_formats, idle_flags
+from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.stored.headers import INDEX, find_weights, has_other_weights, no_weights
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.models.spec.arch import ArchSpec
@@ -90,10 +90,13 @@ def plan(
     rank; tokens of KV on device, host and disk, and what windows save; with --enable-lora, the memory for adapters; the
     best TP x PP for --ranks. The exit status is 1 when the model does not fit.
     """
+    from tandem.cluster.deploy import devices
+
     asked = _Asked(device_memory, kv_offloading_size, kv_disk_size, ranks)
     _check(asked)
     settings = build_settings(model, flags)
-    for line in settings.without_effect:
+    device, _ = devices.device_memory(settings.engine.device.device)
+    for line in dict.fromkeys([*settings.without_effect, *idle_flags(settings.engine, device)]):
         say(line)
     found = _find(model, settings.engine, asked)
     if as_json:
@@ -172,7 +175,7 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
 
 def _memory(settings: EngineSettings, asked: _Asked) -> Memory:
     """The memory to plan for: of --device-memory, else this machine's. SettingsError when there is no CUDA device, and
-    for flags that the device or this machine has no use for."""
+    for flags that this machine has no use for."""
     from tandem.cluster.deploy import devices
 
     device, size = devices.device_memory(settings.device.device)
@@ -182,16 +185,13 @@ def _memory(settings: EngineSettings, asked: _Asked) -> Memory:
         raise SettingsError("there is no CUDA device here to ask; say how many GiB one has", "--device-memory")
     else:
         check_offload(settings.device.cpu_offload_gib, host_bytes=0, ranks_on_node=1)
-    memory = Memory(
+    return Memory(
         device=device,
         device_bytes=size,
         host_bytes=available_bytes() if asked.device_memory_gib is None else None,
         host_tier_bytes=int(asked.host_tier_gib * GIB),
         disk_tier_bytes=int(asked.disk_tier_gib * GIB),
     )
-    if memory.is_shared and settings.cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization:
-        raise CPU.refusal("--gpu-memory-utilization")
-    return memory
 
 
 def _stored(model: ModelSettings, spec: ArchSpec, *, is_own: bool) -> StoredCheckpoint | None:

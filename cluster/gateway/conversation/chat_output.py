@@ -24,6 +24,7 @@ MAX_BUDGET = 2**31 - 1
 FORCED_FORMAT = "hermes"
 AUTO_NEEDS = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
 """vLLM's words."""
+PARSERS = f"Parsers: {', '.join(TOOL_FORMATS)}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +136,10 @@ def _chosen_tools(text: TextServices, body: ChatBody) -> tuple[list[Tool], bool,
         if not shows_tools(text.chat_template):
             return [], False, False  # check_conversation() has noted it
         if text.tool_format is None or not text.settings.enable_auto_tool_choice:
-            raise unsupported(param, f"{AUTO_NEEDS}.")
+            raise unsupported(param, f"{AUTO_NEEDS}. {PARSERS}")
         return tools, False, False
     if _call_format(text) is None:
-        raise unsupported(param, "A forced tool call requires --tool-call-parser to be set.")
+        raise unsupported(param, f"A forced tool call requires --tool-call-parser to be set. {PARSERS}")
     if not isinstance(choice, NamedTool):
         return tools, True, False
     named = [tool for tool in tools if tool.name == choice.function.name]

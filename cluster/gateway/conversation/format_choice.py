@@ -40,6 +40,7 @@ def choose_formats(settings: GatewaySettings, template: str | None) -> ChosenFor
     name = named if named is not None or template is None else tool_format_of(template)
     if settings.enable_auto_tool_choice and name is None:
         why = "the model has no chat template" if template is None else "the chat template does not say how calls look"
-        raise SettingsError(f"needs --tool-call-parser: {why}", "--enable-auto-tool-choice")
+        one_of = f"one of {', '.join(TOOL_FORMATS)}"
+        raise SettingsError(f"needs --tool-call-parser, {one_of}: {why}", "--enable-auto-tool-choice")
     by_template = settings.enable_auto_tool_choice and named is None
     return ChosenFormats(name, settings.reasoning_parser, by_template=by_template)

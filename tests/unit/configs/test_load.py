@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tandem.cluster.deploy.preflight import with_device
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import (
     LORA_SIZES,
@@ -405,9 +406,15 @@ def test_errors_show_no_secrets(name: str, value: Any) -> None:
     assert "hush" not in str(caught.value) and caught.value.flag == f"--{name.replace('_', '-')}"
 
 
-def test_gpu_share_is_refused_on_cpu() -> None:
-    with pytest.raises(SettingsError, match="no meaning on CPU"):
-        build_settings("m", {"device": "cpu", "gpu_memory_utilization": 0.9})
+def test_a_gpus_share_has_no_effect_on_cpu() -> None:
+    for share in (0.5, 0.9):
+        (line,) = build_settings("m", {"device": "cpu", "gpu_memory_utilization": share}).without_effect
+        assert line.startswith("--gpu-memory-utilization has no effect: ") and "--kv-cache-memory-bytes" in line
+    assert not build_settings("m", {"device": "cpu"}).without_effect
+    assert not build_settings("m", {"device": "cuda", "gpu_memory_utilization": 0.5}).without_effect
+    unknown = build_settings("m", {"gpu_memory_utilization": 0.5})
+    assert not unknown.without_effect and with_device(unknown, "cpu").without_effect == (line,)
+    assert with_device(with_device(unknown, "cpu"), "cpu").without_effect == (line,)
 
 
 @pytest.mark.parametrize(

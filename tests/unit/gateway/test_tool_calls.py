@@ -9,6 +9,7 @@ import pytest
 
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.request import Abort
+from tandem.workers.text.format_list import TOOL_FORMATS
 from tests.support.fake_backend import FakeBackend, fixed_script
 from tests.support.invented_format import InventedReasoning, InventedToolFormat
 from tests.support.resuming_backend import ResumingBackend
@@ -357,11 +358,13 @@ async def test_auto_needs_the_flags_and_names_them() -> None:
             for fields, param in (({}, "tools"), ({"tool_choice": "auto"}, "tool_choice")):
                 error = error_of(await rig.chat(tools=TOOLS, **fields))
                 assert (error["code"], error["param"]) == (UNSUPPORTED, param)
-                assert "--enable-auto-tool-choice" in error["message"] and "--tool-call-parser" in error["message"]
+                for words in ("--enable-auto-tool-choice", "--tool-call-parser", *TOOL_FORMATS):
+                    assert words in error["message"]
             assert (await rig.chat(tools=TOOLS, tool_choice="none")).status_code == 200
             assert (await rig.chat(tools=[], tool_choice="auto")).status_code == 200
     async with tooled(saying("x"), tool_format=None) as rig:
-        assert "--tool-call-parser" in error_of(await rig.chat(tools=TOOLS, tool_choice="required"))["message"]
+        message = error_of(await rig.chat(tools=TOOLS, tool_choice="required"))["message"]
+        assert "--tool-call-parser" in message and all(name in message for name in TOOL_FORMATS)
 
 
 WITHOUT_TOOLS = "{% for message in messages %}{{ message.content }}{% endfor %}"

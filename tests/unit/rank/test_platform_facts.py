@@ -81,10 +81,10 @@ def test_quantizations_are_the_methods_of_the_class_and_the_flags_values() -> No
 def test_what_is_refused_has_no_meaning_and_the_rest_has(facts: PlatformFacts) -> None:
     assert bool(facts.quantizations) == ("--quantization" not in facts.refused)
     assert bool(facts.invariant_dtypes) == ("--batch-invariant" not in facts.refused)
-    assert facts.shares_memory == ("--gpu-memory-utilization" in facts.refused)
+    assert facts.shares_memory == ("--gpu-memory-utilization" in facts.without_effect)
     assert facts.shares_memory == ("--cpu-threads" not in facts.refused)
     flags = {f"--{option.name.replace('_', '-')}" for option in OPTIONS}
-    assert flags >= {*facts.refused, *DEVICE_FLAGS}
+    assert flags >= {*facts.refused, *facts.without_effect, *DEVICE_FLAGS}
 
 
 def test_invariant_dtypes_are_those_of_the_class() -> None:
@@ -105,14 +105,10 @@ def test_names_of_dtypes_are_the_flags_values() -> None:
         assert {*facts.packs, *facts.invariant_dtypes, *facts.computed_as.values()} <= set(facts.dtypes)
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "device"),
-    [("gpu_memory_utilization", 0.5, "cpu"), ("cpu_threads", 2, "cuda")],
-)
-def test_a_flag_that_a_device_has_no_use_for_is_refused(flag: str, value: float, device: Device) -> None:
-    with pytest.raises(SettingsError, match=PLATFORM_FACTS[device].refused[f"--{flag.replace('_', '-')}"]) as refused:
-        build_settings("demo", {"device": device, flag: value})
-    assert refused.value.flag == f"--{flag.replace('_', '-')}"
+def test_a_flag_that_asks_for_what_a_device_has_not_is_refused() -> None:
+    with pytest.raises(SettingsError, match=CUDA.refused["--cpu-threads"]) as refused:
+        build_settings("demo", {"device": "cuda", "cpu_threads": 2})
+    assert refused.value.flag == "--cpu-threads"
 
 
 def test_formats_that_a_device_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,18 @@
 Each is a call with the arguments that were meant, and nothing of it is content."""
 
 import json
+import random
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tandem.workers.text.format_list import TOOL_FORMATS
-from tandem.workers.text.output.events import CallBegin
+from tandem.workers.text.output.events import CallArguments, CallBegin, Content
 from tests.unit.text.output_events import TOOLS, arguments_of, cut, tool_events
 
 B, E = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -96,6 +101,121 @@ def test_what_breaks_behind_a_text_takes_nothing_of_the_next_call(name: str) -> 
             assert json.loads(arguments_of(events)[0])["city"] == "a" and arguments_of(events)[1] == "{}", events
 
 
+BEHIND = {
+    "hermes": "\n",
+    "llama3_json": "; ",
+    "mistral": "",
+    "mistral, newer": "",
+    "granite": "",
+    "deepseek_v3": "\n",
+    "deepseek_v31": "",
+    "openai": "<|start|>assistant",
+}
+"""What stands between two calls."""
+UNQUOTED = [
+    ('{"city": "Paris}', {"city": "Paris"}),
+    ('{"days": 1, "city": "Paris}', {"days": 1, "city": "Paris"}),
+    ('{"where": {"x": ["a, b]}}', {"where": {"x": ["a, b"]}}),
+    ("{'city': 'Paris}", {"city": "Paris"}),
+    ('{"city": "say \\"hi\\" "to" me}', {"city": 'say "hi" "to" me'}),
+    ('{"city": "Paris, "days": 3}', {"city": 'Paris, "days": 3'}),
+]
+"""Arguments in which a text, or a name, has no quote at its end; brackets behind it belong to the call."""
+
+
+@pytest.mark.parametrize("name", sorted(AROUND))
+def test_a_text_that_no_quote_ends_takes_no_other_call_with_it(name: str) -> None:
+    before, behind = AROUND[name]
+    for written, meant in UNQUOTED:
+        broken = before % "get_weather" + written + behind
+        for rest, found in (("{}", {}), ('{"city": "x", "days": 1}', {"city": "x", "days": 1})):
+            next_call = (before % "now" + rest + behind).removeprefix("<|python_tag|>")
+            texts = [broken + BEHIND[name] + next_call]
+            if behind.endswith("}]"):  # both in one list
+                begin = before.index("{")
+                texts.append(broken[:-1] + ", " + next_call[begin:])
+            for text in texts:
+                check(name, text, ["get_weather", "now"], [meant, found])
+        check(name, broken, ["get_weather"], [meant])
+    text = (
+        before % "get_weather" + '{"city": "Paris", "days: 3}' + behind + BEHIND[name] + before % "now" + "{}" + behind
+    )
+    for size in (1, 3, 1000):  # a name
+        first, last = arguments_of(tool_events(name.partition(",")[0], cut(text, size)))
+        assert json.loads(first)["city"].startswith("Paris") and last == "{}", text
+
+
+@pytest.mark.parametrize("name", ["hermes", "deepseek_v3", "deepseek_v31", "openai"])
+def test_a_text_that_no_quote_ends_takes_no_content_with_it(name: str) -> None:
+    before, behind = AROUND[name]
+    said = '\nThat is "it", I\'ll say.'
+    said_in = "<|start|>assistant<|channel|>final<|message|>" if name == "openai" else ""
+    text = before % "get_weather" + '{"city": "Paris}' + behind + said_in + said
+    for size in (1, 3, 1000):
+        events = tool_events(name, cut(text, size))
+        assert [json.loads(one) for one in arguments_of(events)] == [{"city": "Paris"}], events
+        assert events[2:] and "".join(getattr(event, "text", "") for event in events[2:]).strip() == said.strip()
+
+
+def test_a_call_that_cannot_be_one_takes_no_other_with_it() -> None:
+    whole = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for broken in (
+        '{"name": "unknown", "arguments": {"city": "Paris}}',
+        '{"name": "unknown}',
+        '{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris}',
+        '{"arguments": {"city": "Paris}, "name": "get_weather"}',
+        '{"id": "1, "name": "get_weather", "arguments": {}}',
+    ):
+        for size in (1, 3, 1000):
+            events = tool_events("hermes", cut(f"<tool_call>\n{broken}\n</tool_call>\n{whole}", size))
+            assert events[-2:] == [CallBegin(0, "now"), CallArguments(0, "{}")], (broken, events)
+
+
+MARKS = [
+    *("<tool_call>", '<tool_call>\n{"name": "now"', "</tool_call>", "<|python_tag|>{", "[TOOL_CALLS]", "[ARGS]{"),
+    *("<|tool_call|>[{", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "```", "<|call|>"),
+    *("<|start|>assistant", "<|end|>", "}", "}}", "]", "\n", '"', "'", "\\"),
+    *(", ", "; {", "now(", ")]", "a", " ", ":", "é"),
+    *("<parameter=city>", "</parameter>", "</function>"),
+]
+json_texts = st.lists(st.sampled_from(MARKS), max_size=9).map("".join)
+JSON_SPACES = ["", "", " ", "\n  ", "\r\n", "\t", " " * 300]
+
+
+def spaced(value: Any, space: Callable[[], str]) -> str:
+    """JSON with any white space between its tokens."""
+    if isinstance(value, dict):
+        entries = (f"{json.dumps(k)}{space()}:{space()}{spaced(v, space)}" for k, v in value.items())
+        inside = f"{space()},{space()}".join(entries)
+    elif isinstance(value, list):
+        inside = f"{space()},{space()}".join(spaced(one, space) for one in value)
+    else:
+        return json.dumps(value, ensure_ascii=False)
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return f"{begin}{space()}{inside}{space()}{end}"
+
+
+json_values = st.recursive(
+    json_texts | st.integers() | st.sampled_from([True, None, 0.5, -1e-7]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(json_texts, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("name", sorted(AROUND))
+@settings(deadline=None, max_examples=30)
+@given(value=st.dictionaries(json_texts, json_values, max_size=3), seed=st.integers(0, 2**32))
+def test_json_stays_as_it_was_written_with_any_marks_and_white_space(
+    name: str, value: dict[str, Any], seed: int
+) -> None:
+    rng = random.Random(seed)
+    written = spaced(value, lambda: rng.choice(JSON_SPACES))
+    before, behind = AROUND[name]
+    text = before % "get_weather" + written + behind
+    events = tool_events(name.partition(",")[0], cut(text, rng.choice([1, 7, 1000])))
+    assert events == [CallBegin(0, "get_weather"), CallArguments(0, written)]
+
+
 @pytest.mark.parametrize("text", ['[get_weather(city="a", days=(1,2', "[get_weather(days=[(1, {'a': (2"])
 def test_tuples_that_are_not_whole_are_lists(text: str) -> None:
     (arguments,) = arguments_of(tool_events("pythonic", cut(text, 2)))
@@ -146,6 +266,9 @@ CODER = [
     (f"{F}<parameter=where>\n{{'a': \"</parameter>\", 'b': None}}\n</parameter>\n</function>",
      {"where": {"a": "</parameter>", "b": None}}),
     (f'{F}<parameter=where>\n{{"a": [1\n</function>\n</tool_call>', {"where": {"a": [1]}}),
+    (f'{F}<parameter=where>{{"a": "x}}</parameter></function></tool_call>', {"where": {"a": "x"}}),
+    (f'{F}<parameter=where>{{"a": "x}}</parameter>\n<parameter=city>"y"</parameter></function></tool_call>',
+     {"where": {"a": "x"}, "city": '"y"'}),
     (f"{F}<parameter=city\nRome\n</parameter>\n<parameter=days>\n1\n</parameter>\n</function>", {"days": 1}),
     (f"{F}Here it is:\n<parameter=city>\nRome\n</parameter>\nDone\n</function>\n</tool_call>", {"city": "Rome"}),
 ]  # fmt: skip
@@ -184,6 +307,38 @@ def test_tags_in_a_value_of_qwen3_coder_are_looked_behind_once() -> None:
 def test_a_call_of_qwen3_coder_ends_where_the_next_begins() -> None:
     text = f"{F}<parameter=city>\nRome\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
     check("qwen3_coder", text, ["get_weather", "now"], [{"city": "Rome"}, {}])
+    text = f'{F}<parameter=where>{{"a": "b<tool_call>\n<function=now>\n</function>\n</tool_call>'
+    check("qwen3_coder", text, ["get_weather", "now"], [{"where": {"a": "b"}}, {}])
+
+
+def test_marks_in_a_text_are_looked_behind_once() -> None:
+    """Without a quote that ends it, what stands behind each of many marks is looked through once for all of them."""
+    begin = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "'
+    for end, closed in (('"}}\n</tool_call>', True), ("", False)):
+        text = begin + "</tool_call>x " * 4000 + end
+        began_s = time.process_time()
+        for pieces in ([text], cut(text, 500)):
+            (arguments,) = arguments_of(tool_events("hermes", pieces))
+            assert json.loads(arguments)["city"].count("</tool_call>") == 4000, closed
+        assert time.process_time() - began_s < 5, "a search for each mark to the end takes 10 times as long"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[see](http://x)",
+        "[1](a) and [2](b)",
+        "[now](http://x)",
+        "[now()](https://example.org/now) says the time",
+        "[ now( )](#now)",
+        "[get_weather (city)](#x)",
+        "[x, y](z)",
+    ],
+)
+def test_a_link_of_markdown_is_content(text: str) -> None:
+    for size in (1, 3, 1000):
+        assert tool_events("pythonic", cut(text, size)) == [Content(text)]
+    assert tool_events("pythonic", cut("[now()] (sic)", 2))[:2] == [CallBegin(0, "now"), CallArguments(0, "{}")]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +347,11 @@ def test_a_call_of_qwen3_coder_ends_where_the_next_begins() -> None:
         ("[get_weather(city=Rome, days=03", ["get_weather"], [{"city": "Rome", "days": "03"}]),
         ("[get_weather(city='Rome', now()]", ["get_weather"], [{"city": "Rome"}]),
         ("[get_weather(city='Rome']", ["get_weather"], [{"city": "Rome"}]),
+        ("[get_weather(city='Rome)]", ["get_weather"], [{"city": "Rome"}]),
+        ("[get_weather(city='Rome), now()]", ["get_weather", "now"], [{"city": "Rome"}, {}]),
+        ('[get_weather(city="Rome), get_weather(city="a")]', ["get_weather"] * 2, [{"city": "Rome"}, {"city": "a"}]),
+        ("[get_weather(city='a), now()')]", ["get_weather"], [{"city": "a), now()"}]),
+        ("[get_weather(where={'x': ['Rome]}), now()]", ["get_weather", "now"], [{"where": {"x": ["Rome"]}}, {}]),
         ("[get_weather(city='Rome', 5), now()]", ["get_weather", "now"], [{"city": "Rome"}, {}]),
         ("[get_weather(days=nan, city=)]", ["get_weather"], [{"days": "nan", "city": None}]),
         ("[get_weather(**{'city': 'Rome'), now()]", ["get_weather", "now"], [{"city": "Rome"}, {}]),

@@ -121,7 +121,10 @@ def check(name: str, tools: Sequence[Tool], special: Mapping[str, int], seed: in
     parser = one.parser(tools)
     cut = rng.choice([1, 3, 1000])
     events = [event for i in range(0, len(text), cut) for event in parser.push(text[i : i + cut])]
-    calls = calls_of(joined([*events, *parser.finish()]))
+    events = joined([*events, *parser.finish()])
+    calls = calls_of(events)
+    if name not in ("pythonic", "qwen3_coder"):
+        assert all(event.text in text for event in events if isinstance(event, CallArguments)), "it is as written"
     assert len(calls) == 1 or (parallel and calls), text
     parameters = {tool.name: tool.parameters for tool in tools}
     for called, arguments in calls:
@@ -139,6 +142,75 @@ def test_texts_of_a_grammar_are_its_calls(
 ) -> None:
     special = {text: 256 + i for i, text in enumerate(SPECIAL.get(name, []))} if specials else {}
     check(name, tools, special, seed, parallel=parallel)
+
+
+TEXTS = st.lists(
+    st.sampled_from(
+        [
+            *("\n", "\n\n", " ", "a", "é", '"', "'", "{", "}", "[1]", "5", "null", "<", "</", "\\", "\t"),
+            *(
+                "</function>",
+                "</tool_call>",
+                "<tool_call>",
+                "<function=f>",
+                "\n</function>\n</tool_call>",
+                "<parameter",
+            ),
+            *("\n<tool_call>\n<function=get>\n", "</parameter", "parameter=x>"),
+        ]
+    ),
+    max_size=6,
+).map("".join)
+ANY = TEXTS | st.sampled_from([0, -7, 0.5, 1e30, True, None, [], {}, [["</parameter>"]], {"<parameter=a>": "\n"}, "1"])
+VALUES: list[tuple[dict[str, Any], st.SearchStrategy[Any], bool]] = [
+    ({"type": "string"}, TEXTS, True),
+    ({"type": ["string"], "description": "x"}, TEXTS, True),
+    ({"type": "string", "format": "path"}, TEXTS, True),
+    ({"enum": ["", "\n", "a\n</function>\n</tool_call>", "5"]}, st.sampled_from(["", "\n", "5"]), True),
+    ({"type": "string", "minLength": 1, "maxLength": 200}, TEXTS.map("x".__add__), False),
+    ({"$ref": "#/$defs/text"}, TEXTS | st.just("a</parameter>b"), False),
+    ({"type": ["string", "null"]}, TEXTS | st.none(), False),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, TEXTS | st.sampled_from(["7", 7]), False),
+    ({"enum": [1, "1", None, "null", [1]]}, st.sampled_from([1, "1", None, "null", [1]]), False),
+    ({"type": "array", "items": {"type": "string"}}, st.lists(TEXTS | st.just("</parameter>"), max_size=3), False),
+    ({"type": "object"}, st.dictionaries(TEXTS, ANY, max_size=3), False),
+    ({"type": "number"}, st.sampled_from([0, -1, 1.5, 1e-7, 123456789012345678901234567890]), False),
+    ({}, ANY, False),
+]
+"""Schemas of an argument, values of it, and whether the grammar has them written as they are."""
+CODER_NAMES = ["a", "b c", " led", "trailed ", "x.y-z"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_what_the_grammar_of_qwen3_coder_accepts_is_read_back(data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(VALUES), max_size=len(CODER_NAMES)))
+    named = list(zip(CODER_NAMES, chosen, strict=False))
+    properties = {name: schema for name, (schema, _, _) in named}
+    if data.draw(st.booleans()):
+        named.append(("n" * 256, VALUES[-1]))  # required, but no property
+    text, meant = "<tool_call>\n<function=get>\n", {}
+    for name, (_, values, is_text) in named:
+        meant[name] = value = data.draw(values)
+        written = value if is_text else json.dumps(value, ensure_ascii=False)
+        text += f"<parameter={name}>\n{written}\n</parameter>\n"
+    text += "</function>\n</tool_call>"
+    parameters = {"properties": properties, "required": list(meant), "$defs": {"text": {"type": "string"}}}
+    tool = Tool("get", "", {"type": "object", **parameters})
+    coder = TOOL_FORMATS["qwen3_coder"]
+    matcher = LLMatcher(TOKENIZER, LLMatcher.grammar_from_lark(coder.grammar([tool], parallel=False)))
+    raw = list(text.encode())
+    assert matcher.try_consume_tokens(raw) == len(raw) and matcher.is_accepting(), text
+    for size in (1, 5, len(text)):
+        parser = coder.parser([tool])
+        events = [event for i in range(0, len(text), size) for event in parser.push(text[i : i + size])]
+        assert calls_of(joined([*events, *parser.finish()])) == [("get", meant)], text
+
+
+def test_names_that_qwen3_coder_cannot_write_are_refused() -> None:
+    tool = Tool("get", "", {"properties": {"n" * 257: {}}})
+    with pytest.raises(SchemaNotExpressible, match="a name of 257 characters"):
+        TOOL_FORMATS["qwen3_coder"].grammar([tool], parallel=False)
 
 
 FREE = [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import UUID4, BaseModel, Field, Json, SecretStr, TypeAdapter
 
@@ -115,6 +116,55 @@ def test_what_is_not_enforced_is_refused_by_name_and_place(schema: dict[str, Any
         checked_grammar(StructuredOutputsParams(json=schema))
     assert str(refusal.value).startswith(reason) and "|" not in str(refusal.value)
     assert refusal.value.field == "json"
+
+
+ANYTHING = [
+    *(None, True, 0, 1, "", "ab", [], [1], [1, 1], [1, 2], ["x", "x"], [1, "x", 1], [[]]),
+    *({}, {"a": 1}, {"a": "s"}, {"b": 1}, {"a": 1, "b": 2}),
+]
+COMBINED: list[tuple[str, bool]] = [
+    ('{"contains": true, "unevaluatedItems": false}', False),
+    ('{"allOf": [{"contains": true}], "unevaluatedItems": false}', False),
+    ('{"allOf": [{"unevaluatedItems": true}], "unevaluatedItems": false}', False),
+    ('{"contains": {"type": "string"}, "minContains": 0, "unevaluatedItems": {"type": "integer"}}', False),
+    ('{"if": {"properties": {"a": true}}, "then": true, "unevaluatedProperties": false}', False),
+    ('{"contains": true, "unevaluatedItems": true}', True),
+    ('{"contains": true, "maxItems": 1, "uniqueItems": true}', True),
+    ('{"contains": true, "maxContains": 1, "uniqueItems": true}', True),
+    ('{"contains": true, "minContains": 2, "maxItems": 1}', True),
+    ('{"contains": true, "minContains": 0, "maxContains": 0}', True),
+    ('{"contains": true, "minItems": 2}', True),
+    ('{"minContains": 2, "maxContains": 0}', True),
+    ('{"allOf": [{"contains": true}, {"maxItems": 1}]}', True),
+    ('{"enum": [[], [1], "x"], "contains": true}', True),
+    ('{"then": false, "else": false}', True),
+    ('{"if": true, "then": true, "else": false}', False),
+    ('{"propertyNames": {"type": "integer"}}', False),
+    ('{"dependentSchemas": {"a": {"title": "x"}, "b": false}}', False),
+    ('{"enum": [{"a": 1}, {}], "dependentRequired": {"a": ["b"]}}', False),
+    ('{"enum": [[1, 1], [1]], "uniqueItems": true}', False),
+    ('{"not": {"contains": true}}', False),
+]
+
+
+@pytest.mark.parametrize(("text", "is_enforced"), COMBINED)
+def test_what_is_taken_out_changes_nothing_beside_other_keywords(text: str, is_enforced: bool) -> None:
+    """Beside another keyword, one that asserts nothing alone may say which items that one is about."""
+    schema = json.loads(text)
+    if is_enforced:
+        assert [allows(schema, value) for value in ANYTHING] == list(
+            map(Draft202012Validator(schema).is_valid, ANYTHING)
+        )
+        return
+    with pytest.raises(GrammarError, match="Unimplemented keys"):
+        checked_grammar(StructuredOutputsParams(json=schema))
+
+
+def test_references_into_alternatives_go_where_they_went_when_null_is_added() -> None:
+    inner = {"type": "array", "items": {"$ref": "#/anyOf/0"}}
+    schema = {"anyOf": [{"type": "integer"}, inner], "nullable": True}
+    assert allows(schema, None) and allows(schema, [1]) and allows(schema, 1)
+    assert not allows(schema, [None]) and not allows(schema, [[1]])
 
 
 def test_faults_of_other_forms_show_no_grammar_either() -> None:

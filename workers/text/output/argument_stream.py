@@ -6,8 +6,9 @@ JSON is passed on as it is written. Python's literals and what models get wrong 
 import json
 import re
 
+from tandem.workers.text.output.call_ends import NO_ENDS, CallEnds, CallScanner
 from tandem.workers.text.output.json_stream import into, scanned
-from tandem.workers.text.output.python_stream import HEX_DIGITS, WORDS, PythonScanner, as_number
+from tandem.workers.text.output.python_stream import HEX_DIGITS, WORDS, as_number
 from tandem.workers.text.output.stepping import Emit, Steps, TextSource
 
 _BARE = re.compile(r"[^,\[\]{}()<\n]*")
@@ -26,7 +27,7 @@ _KEY = re.compile(
 _BEFORE_COMMA = "]})<[`"
 """Characters that stand behind a string that is a value, beside a comma and white space: of JSON, Python, or a mark."""
 _AHEAD = 200
-"""Characters behind a quote that say whether it ends a string."""
+"""Characters behind a quote that say whether it ends a string. So many of white space stand behind a value alone."""
 
 
 def _ends_before_value(ahead: str) -> bool | None:
@@ -34,7 +35,7 @@ def _ends_before_value(ahead: str) -> bool | None:
     behind it; None if that cannot be said yet."""
     rest = ahead.lstrip(" \t\r\n")
     if not rest:
-        return None if len(ahead) < _AHEAD else False
+        return None if len(ahead) < _AHEAD else True
     return rest[0] == "," or rest[0] in _BEFORE_COMMA
 
 
@@ -46,7 +47,7 @@ def _ends_before_key(ahead: str) -> bool | None:
     space, rest, short = found.group(), ahead[found.end() :], len(ahead) < _AHEAD
     has_comma = found.group(1) is not None
     if rest in ("", "/", ".", "..", ")", "]"):
-        return None if short else has_comma
+        return None if short else has_comma or not rest
     if rest[0] in ")]" and rest[1] in "\"'":  # a call or an item, of which the text speaks
         return False
     if rest[0] in ("}" if has_comma else _BEFORE_COMMA):
@@ -59,7 +60,7 @@ def _ends_before_key(ahead: str) -> bool | None:
     return True if key.group("colon") else None if short else has_comma
 
 
-class ArgumentScanner(PythonScanner):
+class ArgumentScanner(CallScanner):
     """Reads JSON and Python's literals. Beside these: a comma before a closing bracket; a word without quotes is a
     string, or a key; a quote inside a string that is not escaped, if more of the string follows; a backslash that
     escapes nothing; a value that is missing is null; a bracket closes those in it that were not closed.
@@ -68,8 +69,8 @@ class ArgumentScanner(PythonScanner):
     the value behind it.
     """
 
-    def __init__(self, *, inside_object: bool = False) -> None:
-        super().__init__(inside_object=inside_object)
+    def __init__(self, ends: CallEnds = NO_ENDS, *, inside_object: bool = False) -> None:
+        super().__init__(ends, inside_object=inside_object)
         self._has_bare_keys = False
         self._ready: list[str] | None = None
         """Text from before it, while `_out` is held back."""
@@ -144,6 +145,7 @@ class ArgumentScanner(PythonScanner):
         word = self._left.strip()
         known = WORDS.get(word) or _NO_JSON.get(word) or as_number(word)
         self._out.append(known or json.dumps(word, ensure_ascii=False))
+        self._out.append(self._left[len(self._left.rstrip(" \t\r")) :])
         self._value_ended()
 
     def _in_comma(self, text: str, at: int) -> int:
@@ -200,15 +202,20 @@ class ArgumentScanner(PythonScanner):
 
     def _in_behind_string(self, text: str, at: int) -> int:
         """Decides whether a quote ends a string, by what stands behind it, which stays unread."""
-        in_object = bool(self._stack) and self._stack[-1] not in self.lists and not self._has_bare_keys
-        ends = _ends_before_key(text[at : at + _AHEAD]) if in_object else _ends_before_value(text[at : at + _AHEAD])
-        if ends:
+        ends = self._quote_ends(text[at : at + _AHEAD])
+        if ends or (ends is None and self.text_ended):
             self._out.append('"')
             self._value_ended()
         elif ends is not None:
             self._say(self._quote)
             self._state = "string"
         return at
+
+    def _quote_ends(self, ahead: str) -> bool | None:
+        if self._is_key:
+            return super()._quote_ends(ahead)
+        in_object = bool(self._stack) and self._stack[-1] not in self.lists and not self._has_bare_keys
+        return _ends_before_key(ahead) if in_object else _ends_before_value(ahead)
 
     def end(self) -> str:
         """A value on its own ends with the text."""
@@ -242,10 +249,10 @@ class ArgumentScanner(PythonScanner):
         return at + 1
 
 
-def argument_value(source: TextSource, emit: Emit) -> Steps[bool]:
+def argument_value(source: TextSource, emit: Emit, ends: CallEnds) -> Steps[bool]:
     """Reads a value and emits it as JSON, whole whatever becomes of it, unless the text is cut in it. Returns whether
     it was read whole; the rest is unread."""
-    scanner = ArgumentScanner()
+    scanner = ArgumentScanner(ends)
     whole = yield from scanned(source, scanner, emit)
     if not scanner.done and not (source.cut and not scanner.broken):
         yield from emit(scanner.close())
@@ -265,31 +272,37 @@ def as_object(text: str) -> str | None:
 def mended(text: str) -> str:
     """Returns a value that is broken, or not whole, as JSON."""
     scanner = ArgumentScanner()
+    scanner.text_ended = True
     _, out = scanner.feed(text, 0)
     return out + ("" if scanner.done else scanner.close())
 
 
-def short_string(source: TextSource, limit: int = _LONGEST_NAME) -> Steps[str | None]:
+def short_string(source: TextSource, ends: CallEnds, limit: int = _LONGEST_NAME) -> Steps[str | None]:
     """Reads a string of JSON or Python, a name, and returns its text, or None if there is none or it is longer."""
     pieces: list[str] = []
-    if not (yield from scanned(source, _StringScanner(limit), into(pieces))):
+    if not (yield from scanned(source, _StringScanner(ends, limit), into(pieces))):
         return None
     return str(json.loads("".join(pieces)))
 
 
-class _StringScanner(PythonScanner):
+class _StringScanner(CallScanner):
     """Reads one string of at most `limit` characters and no other value; no white space before it."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__()
+    def __init__(self, ends: CallEnds, limit: int) -> None:
+        super().__init__(ends)
         self._room = limit
 
     def feed(self, text: str, at: int) -> tuple[int, str]:
+        is_last = len(text) - at >= self._room
+        self.text_ended = self.text_ended or is_last
         end, out = super().feed(text[at : at + self._room], 0)
         self._room -= end
-        self.broken = self.broken or (not self.done and not self._room)
+        self.broken = self.broken or (is_last and not self.done)
         return at + end, out
 
     def _in_value(self, text: str, at: int) -> int:
         quote = text[at]
         return self._open_string(quote, at, is_key=False) if quote in self.quotes else self._break(at)
+
+    def _quote_ends(self, ahead: str) -> bool | None:
+        return ahead.lstrip().startswith(":") or super()._quote_ends(ahead)  # it may be a key

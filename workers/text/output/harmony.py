@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from tandem.workers.text.output.call_ends import CallEnds
 from tandem.workers.text.output.events import OutputEvent, OutputParser, Reasoning
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, named_call
@@ -28,6 +29,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 
+_CALL_ENDS = CallEnds(ends=ENDS, begins={START: tuple("assistant")})
 _HEADER = Marks(START, CHANNEL, MESSAGE)
 _IN_HEADER = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 _WORDS = re.compile(r"[^<\n]*")
@@ -41,7 +43,7 @@ class HarmonyParser(SteppedParser):
 
     def __init__(self, tools: Sequence[Tool], *, inside: bool = False) -> None:
         self.tools = tools
-        super().__init__(lambda source: messages(source, AnswerWriter(tools), inside=inside))
+        super().__init__(lambda source: messages(source, AnswerWriter(tools, _CALL_ENDS), inside=inside))
 
 
 class Writer(Protocol):

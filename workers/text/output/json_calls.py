@@ -6,6 +6,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from tandem.workers.text.output.argument_stream import ArgumentScanner, argument_value, as_object, short_string
+from tandem.workers.text.output.call_ends import NO_ENDS, CallEnds
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_stream import nowhere, scanned
@@ -25,9 +26,10 @@ from tandem.workers.text.output.stepping import (
 
 class AnswerWriter:
     """Words one choice's content and calls. It numbers calls, and drops content that is only white space between calls
-    or between a call and the begin or the end of the text."""
+    or between a call and the begin or the end of the text. ends: what ends a call."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    def __init__(self, tools: Sequence[Tool], ends: CallEnds = NO_ENDS) -> None:
+        self.ends = ends
         self.names = frozenset(tool.name for tool in tools)
         self.need_nothing = frozenset(tool.name for tool in tools if not tool.parameters.get("required"))
         self._call = -1
@@ -58,9 +60,11 @@ class AnswerWriter:
             yield Content("".join(self._space))
 
 
-def answer_parser(steps: Callable[[TextSource, AnswerWriter], Steps[None]], tools: Sequence[Tool]) -> SteppedParser:
-    """Returns the parser of one choice. steps: reads its text and words what it finds."""
-    writer = AnswerWriter(tools)
+def answer_parser(
+    steps: Callable[[TextSource, AnswerWriter], Steps[None]], tools: Sequence[Tool], ends: CallEnds
+) -> SteppedParser:
+    """Returns the parser of one choice. steps: reads its text and words what it finds; ends: what ends a call."""
+    writer = AnswerWriter(tools, ends)
     return SteppedParser(lambda source: steps(source, writer))
 
 
@@ -133,9 +137,9 @@ def named_call(source: TextSource, writer: AnswerWriter, name: str, ends: Sequen
     if (yield from goes_on_with(source, "{")):
         source.release()
         yield from writer.begin(name)
-        whole = yield from argument_value(source, writer.arguments)
+        whole = yield from argument_value(source, writer.arguments, writer.ends)
         return Read.CALL if whole else Read.CLOSED
-    written = yield from _written_arguments(source, ends)
+    written = yield from _written_arguments(source, writer.ends, ends)
     if written is None:
         yield from writer.content(source.release())
         return Read.BROKEN
@@ -167,17 +171,18 @@ def _unknown_call(source: TextSource, writer: AnswerWriter) -> Steps[Read]:
     whole = yield from goes_on_with(source, "{")
     yield from writer.content(source.release())
     if whole:
-        whole = yield from scanned(source, ArgumentScanner(), writer.content, as_written=True)
+        whole = yield from scanned(source, ArgumentScanner(writer.ends), writer.content, as_written=True)
     return Read.CONTENT if whole else Read.BROKEN
 
 
-def _written_arguments(source: TextSource, ends: Sequence[str] = ()) -> Steps[str | None]:
+def _written_arguments(source: TextSource, ends: CallEnds, marks: Sequence[str] = ()) -> Steps[str | None]:
     """Reads arguments that are no object and returns the JSON that they mean: of nothing, or of an object in a string.
-    None for others. A text that is cut before them has none yet, which is ""."""
-    if (yield from one_of(source, _NOTHING)) is not None or (ends and (yield from begins_with(source, ends))):
+    None for others. A text that is cut before them has none yet, which is "". marks: those behind which there are
+    none."""
+    if (yield from one_of(source, _NOTHING)) is not None or (marks and (yield from begins_with(source, marks))):
         return "{}"
     if (yield from begins_with(source, ("'", '"'))):
-        text = yield from short_string(source, _LONGEST_WRITTEN)
+        text = yield from short_string(source, ends, _LONGEST_WRITTEN)
         if text is not None:
             return as_object(text)
     return ("" if source.cut else "{}") if source.exhausted else None
@@ -212,7 +217,7 @@ class _JsonCall:
     def _entry(self) -> Steps[bool]:
         """Reads a key and its value. Returns whether they can be part of a call."""
         source = self._source
-        key = yield from short_string(source)
+        key = yield from short_string(source, self._writer.ends)
         if key is None:
             return False
         yield from spaces(source)
@@ -220,24 +225,24 @@ class _JsonCall:
             return False
         yield from spaces(source)
         if key == "name" and not self._began:
-            self._name = yield from short_string(source)
+            self._name = yield from short_string(source, self._writer.ends)
             return self._name is not None
         if key in self._keys.arguments and not self._began and self._held is None:
             return (yield from self._arguments())
         if not self._began and key not in ("id", "type", *self._keys.arguments):
             return False
-        return (yield from scanned(source, ArgumentScanner(), nowhere))
+        return (yield from scanned(source, ArgumentScanner(self._writer.ends), nowhere))
 
     def _arguments(self) -> Steps[bool]:
         if not (yield from goes_on_with(self._source, "{")):
-            written = yield from _written_arguments(self._source)
+            written = yield from _written_arguments(self._source, self._writer.ends)
             self._held = None if written is None else [written]
             return written is not None
         if self._name is None:
             self._held = []
-            return (yield from argument_value(self._source, self._hold))
+            return (yield from argument_value(self._source, self._hold, self._writer.ends))
         yield from self._begin(self._name)
-        return (yield from argument_value(self._source, self._writer.arguments))
+        return (yield from argument_value(self._source, self._writer.arguments, self._writer.ends))
 
     def _hold(self, text: str) -> Iterator[OutputEvent]:
         assert self._held is not None
@@ -280,6 +285,6 @@ class _JsonCall:
     def _unknown(self) -> Steps[Read]:
         """The rest of an object that calls no function of ours is content, as written."""
         yield from self._writer.content(self._source.release())
-        rest = ArgumentScanner(inside_object=True)
+        rest = ArgumentScanner(self._writer.ends, inside_object=True)
         whole = yield from scanned(self._source, rest, self._writer.content, as_written=True)
         return Read.CONTENT if whole else Read.BROKEN

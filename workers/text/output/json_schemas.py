@@ -116,12 +116,13 @@ def _format(kept: dict[str, Any]) -> None:
 
 def _array(kept: dict[str, Any]) -> None:
     """Items of which there is one at most are unique."""
-    _contains(kept)
-    if kept.get("uniqueItems") is False or (kept.get("uniqueItems") is True and kept.get("maxItems") in (0, 1)):
-        del kept["uniqueItems"]
     for key in ("unevaluatedItems", "unevaluatedProperties"):
         if key in kept and _is_any(kept[key]):
             del kept[key]
+    if "unevaluatedItems" not in kept:  # what `contains` names is evaluated: with it, the schema is refused
+        _contains(kept)
+    if kept.get("uniqueItems") is False or (kept.get("uniqueItems") is True and kept.get("maxItems") in (0, 1)):
+        del kept["uniqueItems"]
 
 
 def _contains(kept: dict[str, Any]) -> None:
@@ -168,6 +169,8 @@ def _nullable(kept: dict[str, Any]) -> dict[str, Any]:
         return kept if stated == "null" else {**kept, "type": [stated, "null"]}
     if isinstance(stated, list) or not any(key in kept for key in ("$ref", "allOf", "anyOf", "oneOf")):
         return kept
+    if "anyOf" in kept and not any(key in kept for key in ("$ref", "allOf", "oneOf", "enum", "const")):
+        return {**kept, "anyOf": [*kept["anyOf"], _NULL]} if isinstance(kept["anyOf"], list) else kept
     apart = {key: kept.pop(key) for key in (*_SHARED, "$schema", "$id") if key in kept}
     return {**apart, "anyOf": [kept, _NULL]}
 

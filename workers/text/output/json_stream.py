@@ -42,6 +42,7 @@ class JsonScanner:
     def __init__(self, *, inside_object: bool = False, strict: bool = False) -> None:
         """inside_object: the scanner begins behind the first value of an object."""
         self.done = self.broken = False
+        self.text_ended = False  # no more text will come than what is given
         self._strict = strict
         self._stack = ["{"] if inside_object else []
         self._state = "comma" if inside_object else "value"
@@ -239,6 +240,7 @@ class JsonScanner:
 def scanned(source: TextSource, scanner: JsonScanner, emit: Emit, *, as_written: bool = False) -> Steps[bool]:
     """Reads a value and emits it as it arrives: as JSON or as it is written. Returns whether it was read whole."""
     while True:
+        scanner.text_ended = source.ended
         end, out = scanner.feed(source.text, source.at)
         is_last = source.ended and not scanner.done and not scanner.broken
         piece = source.take(len(source.text) if is_last else end)

@@ -74,12 +74,19 @@ class PythonScanner(JsonScanner):
         self._pass(", ", state)
         return at
 
+    def _string_until(self, text: str, at: int) -> int:
+        """Returns the index up to which the text may be read as a string's; if the value broke, of what is left."""
+        return len(text)
+
     def _in_string(self, text: str, at: int) -> int:
-        found = _PLAIN[self._quote].match(text, at)
+        until = self._string_until(text, at)
+        if self.broken:
+            return until
+        found = _PLAIN[self._quote].match(text, at, until)
         end = found.end() if found is not None else at
         if end > at:
             self._say(text[at:end])
-        if end == len(text):
+        if end == until:
             return end
         if text[end] == self._quote:
             return self._close_string(end)

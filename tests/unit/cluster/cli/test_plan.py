@@ -475,9 +475,5 @@ def test_a_machine_without_gpu_is_asked_for_its_size(large: Path, monkeypatch: p
     with pytest.raises(SettingsError, match="no CUDA device here") as refused:
         plan_command._memory(settings, plan_command._Asked(None, 0.0, 0.0, None))
     assert refused.value.flag == "--device-memory"
-    shared = EngineSettings(model=settings.model, cache=CacheSettings(gpu_memory_utilization=0.5))
-    with pytest.raises(SettingsError, match="has no meaning on CPU") as refused:
-        plan_command._memory(shared, plan_command._Asked(None, 0.0, 0.0, None))
-    assert refused.value.flag == "--gpu-memory-utilization"
     monkeypatch.setattr(devices, "cuda_memory_bytes", lambda: 7 * GIB)
     assert plan_command._memory(settings, plan_command._Asked(None, 0.0, 0.0, None)).device_bytes == 7 * GIB

@@ -1,5 +1,9 @@
 """Log files: one for each process, bounded, the last runs kept; how processes of others have ended."""
 
+import asyncio
+import gc
+import io
+import json
 import logging
 import os
 import signal
@@ -26,8 +30,10 @@ log = logging.getLogger("tandem.test")
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """Takes away what a test adds to the loggers."""
+    factory = logging.getLogRecordFactory()
     before = {name: (list(logging.getLogger(name).handlers), logging.getLogger(name).level) for name in LOGGERS}
     yield
+    logging.setLogRecordFactory(factory)
     for name, (kept, level) in before.items():
         logger = logging.getLogger(name)
         for handler in set(logger.handlers) - set(kept):
@@ -59,6 +65,54 @@ def test_a_traceback_is_whole_where_print_is_serves(tmp_path: Path, monkeypatch:
         log.exception("it failed")
     text = (tmp_path / "run" / "group-a.log").read_text()
     assert "it failed\nTraceback (most recent call last):\n  File " in text and text.endswith("KeyError: 'missing'\n")
+
+
+def test_no_message_of_an_exception_is_shown_by_a_process_that_serves(tmp_path: Path) -> None:
+    """A handler that fails in a way that nobody foresaw may quote the prompt, and so may what asyncio says of it."""
+    prompt = "my secret plan"
+    console = io.StringIO()
+    handler = logging.StreamHandler(console)
+    logging.getLogger().addHandler(handler)
+    try:
+        open_log_of(ServiceFacts(single_node=True, device="cpu", logs=LogPlace(base=str(tmp_path))), "gateway-a")
+        open_log_of(ServiceFacts(single_node=True, device="cpu", logs=None), "gateway-a")  # is hidden once
+
+        def read(body: str) -> None:
+            try:
+                json.loads(body)
+            except ValueError as error:
+                error.add_note(body)
+                both = ExceptionGroup(body, [KeyError(body), OwnError(body)])
+                raise both from error
+
+        try:
+            read(prompt)
+        except ExceptionGroup:
+            log.exception("request %s failed", "r1")
+
+        async def lost() -> None:
+            asyncio.get_running_loop().call_soon(read, prompt)
+            task = asyncio.create_task(asyncio.to_thread(read, prompt), name="reader")
+            await asyncio.wait([task])
+            del task
+            gc.collect()
+
+        asyncio.run(lost())
+    finally:
+        logging.getLogger().removeHandler(handler)
+    (file,) = tmp_path.rglob("gateway-a.log")
+    for text in (file.read_text(), console.getvalue()):
+        assert prompt not in text
+        assert "request r1 failed\nTraceback (most recent call last, without messages):\n  File " in text
+        assert f'File "{__file__}", line ' in text and ", in read\n" in text
+        for kind in ("json.decoder.JSONDecodeError\nwhich led to:", "ExceptionGroup", "KeyError", "OwnError"):
+            assert kind in text, text
+    assert "Task exception was never retrieved" in console.getvalue()
+    assert "Exception in callback" in console.getvalue()
+
+
+class OwnError(Exception):
+    """An exception of a module of its own."""
 
 
 def test_a_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.call_ends import SPACE, CallEnds
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, after_call, answer_parser, named_call
@@ -22,6 +23,7 @@ CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _MARKS, _BEHIND_CALL = Marks(CALLS_BEGIN, BEGIN), Marks(CALLS_BEGIN, BEGIN, END, CALLS_END)
 FENCE = "```"
+_ENDS = CallEnds(ends=(END, CALLS_END), begins={CALLS_BEGIN: (), BEGIN: (), FENCE: (SPACE, *"<｜tool▁call")})
 _NAME = re.compile(r"[\w.-]*")
 
 
@@ -34,7 +36,7 @@ class DeepSeekV3:
         return CALLS_BEGIN in template and "```json" in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        return answer_parser(_steps, tools)
+        return answer_parser(_steps, tools, _ENDS)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.call_ends import OBJECT, SPACE, CallEnds
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, Read, answer_parser, json_call, json_calls
@@ -19,6 +20,8 @@ from tandem.workers.text.output.stepping import (
 
 TOKEN, TEXT = "<|tool_call|>", "<tool_call>"
 _MARKS = Marks(TOKEN, TEXT)
+_BEGIN = (SPACE, r"[\[{]", SPACE, "[{\"']")
+_ENDS = CallEnds(begins={TOKEN: _BEGIN, TEXT: _BEGIN}, separators={",": (*OBJECT, "[nait]")}, closers="}")
 
 
 class Granite:
@@ -32,7 +35,7 @@ class Granite:
         return TOKEN in template or (TEXT in template and "</tool_call>" not in template)
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        return answer_parser(_steps, tools)
+        return answer_parser(_steps, tools, _ENDS)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.call_ends import OBJECT, CallEnds
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, after_call, answer_parser, json_call
@@ -11,6 +12,7 @@ from tandem.workers.text.output.stepping import Marks, Steps, TextSource, one_of
 BEGIN, END = "<tool_call>", "</tool_call>"
 NEW_LINE = "\n"
 _MARKS, _BEHIND_CALL = Marks(BEGIN), Marks(BEGIN, END)
+_ENDS = CallEnds(ends=(END,), begins={BEGIN: OBJECT}, closers="}")
 
 
 class Hermes:
@@ -20,7 +22,7 @@ class Hermes:
         return BEGIN in template and END in template and "<function=" not in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        return answer_parser(_steps, tools)
+        return answer_parser(_steps, tools, _ENDS)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS

@@ -4,6 +4,7 @@ may stand before."""
 from collections.abc import Mapping, Sequence
 
 from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.call_ends import OBJECT, SPACE, CallEnds
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, CallKeys, Read, answer_parser, behind_call, json_call
@@ -20,6 +21,7 @@ from tandem.workers.text.output.stepping import (
 
 TAG = "<|python_tag|>"
 _MARKS = Marks(TAG)
+_ENDS = CallEnds(begins={TAG: OBJECT}, separators={";": (SPACE, "[{<]")}, closers="}")
 _KEYS = CallKeys(arguments=("parameters", "arguments"), may_lack_arguments=False)
 
 
@@ -33,7 +35,7 @@ class Llama3Json:
         return header and "tool_calls" in template and '"parameters": ' in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        return answer_parser(_steps, tools)
+        return answer_parser(_steps, tools, _ENDS)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
@@ -60,7 +62,7 @@ def _calls(source: TextSource, writer: AnswerWriter) -> Steps[None]:
         read = yield from json_call(source, writer, _KEYS)
         if read is Read.BROKEN:
             return
-        if read is Read.CALL:
+        if read.is_call:
             yield from behind_call(source, writer)
         source.keep()
         yield from spaces(source)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from tandem.workers.text.output import grammar_text
+from tandem.workers.text.output.call_ends import OBJECT, SPACE, CallEnds
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import (
@@ -30,6 +31,11 @@ from tandem.workers.text.output.stepping import (
 BEGIN, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _MARKS = Marks(BEGIN)
 _NAME = re.compile(r"[\w.-]*")
+_ENDS = CallEnds(
+    begins={BEGIN: (SPACE, r"(?:\[(?=\s*(?:\{|\Z))|\{|[\w.-]{1,256}(?=[\[{]|\Z))")},
+    separators={",": (*OBJECT, "[nait]")},
+    closers="}",
+)
 
 
 class Mistral:
@@ -41,7 +47,7 @@ class Mistral:
         return BEGIN in template
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        return answer_parser(_steps, tools)
+        return answer_parser(_steps, tools, _ENDS)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS

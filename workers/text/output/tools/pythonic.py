@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.argument_stream import argument_value
+from tandem.workers.text.output.call_ends import SPACE, CallEnds
 from tandem.workers.text.output.events import OutputEvent, OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, Read
@@ -27,6 +28,9 @@ from tandem.workers.text.output.stepping import (
 
 START, END = "<|python_start|>", "<|python_end|>"
 _MARKS, _BEHIND_CALLS, _CALL_END = Marks(START), Marks(START, END), Marks(")", START, END)
+_ENDS = CallEnds(
+    ends=(END,), begins={START: (SPACE, r"\[")}, separators={",": (SPACE, r"[\w.-]{1,256}", r"\(")}, closers=")"
+)
 _NAME = re.compile(r"[\w.-]*")
 _WRITES_CALLS = re.compile(r"""\[func_name|name\s*[+~]\s*['"]\(""")
 
@@ -41,7 +45,7 @@ class Pythonic:
         return _WRITES_CALLS.search(template) is not None or (START in template and '"parameters": ' not in template)
 
     def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        return SteppedParser(lambda source: _PythonicAnswer(source, AnswerWriter(tools)).read())
+        return SteppedParser(lambda source: _PythonicAnswer(source, AnswerWriter(tools, _ENDS)).read())
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
@@ -128,6 +132,8 @@ class _PythonicAnswer:
             return Read.BROKEN
         yield from spaces(source)
         if (yield from one_of(source, (")",))) is not None:
+            if (yield from begins_with(source, ("](",))):  # the words of a link of Markdown
+                return Read.BROKEN
             yield from self._say("{}")
             return self._read()
         whole = yield from (self._mapping() if (yield from goes_on_with(source, "*")) else self._named())
@@ -150,7 +156,7 @@ class _PythonicAnswer:
         source = self._source
         if (yield from one_of(source, ("**",))) is None or not (yield from goes_on_with(source, "{")):
             return False
-        if not (yield from argument_value(source, self._say)):
+        if not (yield from argument_value(source, self._say, _ENDS)):
             return False
         yield from spaces(source)
         return (yield from one_of(source, (")",))) is not None
@@ -165,7 +171,7 @@ class _PythonicAnswer:
                 return (yield from self._broken())
             yield from spaces(source)
             yield from self._say(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
-            if not (yield from argument_value(source, self._say)):
+            if not (yield from argument_value(source, self._say, _ENDS)):
                 return (yield from self._broken())
             yield from spaces(source)
             if (yield from one_of(source, (",",))) is not None:

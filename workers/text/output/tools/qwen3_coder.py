@@ -10,12 +10,13 @@ from typing import Any
 
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.argument_stream import mended
+from tandem.workers.text.output.call_ends import SPACE, CallEnds, CallScanner
 from tandem.workers.text.output.events import OutputEvent, OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter
 from tandem.workers.text.output.json_schemas import asserting
 from tandem.workers.text.output.json_stream import nowhere, scanned
-from tandem.workers.text.output.python_stream import PythonScanner, to_json
+from tandem.workers.text.output.python_stream import to_json
 from tandem.workers.text.output.schema_types import (
     Argument,
     as_typed,
@@ -47,6 +48,7 @@ _PARAMETERS_END = Marks(PARAMETER, FUNCTION_END, END, BEGIN, FUNCTION)
 _VALUE_END = Marks(
     *(before + mark for mark in (PARAMETER_END, PARAMETER, FUNCTION_END, END, BEGIN) for before in ("\n", ""))
 )
+_ENDS = CallEnds(ends=(PARAMETER_END, FUNCTION_END, END), begins={PARAMETER: (), BEGIN: (SPACE, *FUNCTION)})
 _AHEAD = 60
 """Characters from the begin of a mark on that say whether it can end a value."""
 _FAR = 64 * 1024
@@ -56,6 +58,7 @@ _CALL_ENDS = re.compile(
 )
 _NEXT = re.compile(r"\s*<parameter=([^<>\n]*)>")
 _NAME = re.compile(r"[^<>\n]*")
+_LONGEST_NAME = 256
 
 
 class Qwen3Coder:
@@ -93,6 +96,8 @@ def _arguments(tool: Tool) -> list[Argument]:
     if arguments is None:
         raise not_expressible(tool, "it must be an object of named properties, without conditions among them.")
     for one in arguments:
+        if len(one.name) > _LONGEST_NAME:
+            raise not_expressible(tool, f"a name of {len(one.name)} characters, {one.name[:40]!r}..., is too long.")
         if not one.name or _NAME.fullmatch(one.name) is None:
             raise not_expressible(tool, f"the name of property {one.name!r} has a character that ends a name.")
     return arguments
@@ -149,7 +154,7 @@ class _CoderAnswer:
             yield from spaces(source)
             if (yield from one_of(source, (FUNCTION,))) is None:
                 return None
-        name = yield from run_of(source, _NAME, limit=256)
+        name = yield from run_of(source, _NAME, limit=_LONGEST_NAME)
         return None if (yield from one_of(source, (">",))) is None else name.strip()
 
     def _parameters(self, schema: Mapping[str, Any]) -> Steps[None]:
@@ -159,7 +164,9 @@ class _CoderAnswer:
         given: set[str] = set()
         while (yield from text_until(source, _PARAMETERS_END, nowhere)) == PARAMETER:
             yield from one_of(source, (PARAMETER,))
-            name = (yield from run_of(source, _NAME, limit=256)).strip()
+            name = yield from run_of(source, _NAME, limit=_LONGEST_NAME)
+            if name not in _properties(schema):
+                name = name.strip()
             if (yield from one_of(source, (">",))) is None:
                 continue
             yield from one_of(source, ("\n",))
@@ -175,7 +182,7 @@ class _CoderAnswer:
 
     def _value(self, name: str, schema: Mapping[str, Any], other: "_Unread") -> Steps[None]:
         source, writer = self._source, self._writer
-        one = _properties(schema).get(name)
+        one = _schema_of(name, schema)
         if one is None or _is_text(one):
             yield from writer.arguments('"')
             yield from other.text_of_value(source, self._text)
@@ -192,7 +199,7 @@ class _CoderAnswer:
         """Holds the text of a value. Marks inside its strings do not end it."""
         self._held.append((yield from spaces(self._source)))
         if (yield from begins_with(self._source, ('"', "{", "["))) is not None:
-            yield from scanned(self._source, PythonScanner(strict=True), self._hold, as_written=True)
+            yield from scanned(self._source, CallScanner(_ENDS, strict=True), self._hold, as_written=True)
         yield from other.text_of_value(self._source, self._hold)
 
     def _hold(self, text: str) -> Iterator[OutputEvent]:
@@ -259,6 +266,15 @@ def _typed(text: str, types: frozenset[str] | None) -> str:
     if converted is None and types is not None and "string" not in types and text[:1] in ("{", "["):
         converted = mended(text)
     return as_typed(text, converted, types)
+
+
+def _schema_of(name: str, schema: Mapping[str, Any]) -> Any:
+    """Returns the schema of a parameter; None for one that nothing is known of, which is text. One that is required,
+    though it is no property, is forced as what other properties may be."""
+    required = schema.get("required")
+    if isinstance(required, list) and name in required:
+        return _properties(schema).get(name, schema.get("additionalProperties", True))
+    return _properties(schema).get(name)
 
 
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
