@@ -227,8 +227,8 @@ def responses(tenant: str) -> str:
 
 
 def response_sizes(tenant: str) -> str:
-    """Hash of a tenant's stored responses to their bytes, and of RESPONSES_TOTAL to the sum. TTL as responses().
-    Owner: gateways."""
+    """Hash of a tenant's stored responses to their bytes, those of their events included, and of RESPONSES_TOTAL to the
+    sum. TTL as responses(). Owner: gateways."""
     return f"tandem:responses:{{{tenant}}}:sizes"
 
 
@@ -243,6 +243,12 @@ def response_state(tenant: str, response_id: str) -> str:
     `until`, the end of its gateway's lease (ms of the server's clock). TTL --response-store-ttl. Owner: the gateway
     that makes it."""
     return f"{response(tenant, response_id)}:state"
+
+
+def response_events(tenant: str, response_id: str) -> str:
+    """Stream of the events of a response of the background that is streamed, but for its last one: entry `N-0` has a
+    batch of them, compressed, N events with those before. TTL as response(). Owner: the gateway that makes it."""
+    return f"tandem:responses:{{{tenant}}}:value:{response_id}:events"
 
 
 RESPONSES_TOTAL = "@total"

@@ -129,12 +129,30 @@ def test_a_limit_is_one_limit(service: Service) -> None:
     assert statuses.count(429) == 16 - statuses.count(200)
 
 
+def streamed_in_the_background(service: Service, gateway: int, headers: dict[str, str]) -> str:
+    """The id of a response that this gateway makes, whose client has left."""
+    asked = {"model": "demo", "input": "The sun", "ignore_eos": True, "max_output_tokens": 1000}
+    for _ in range(64):
+        body = {**asked, "background": True, "stream": True}
+        with plain_http.stream("POST", service.url + "/v1/responses", json=body, headers=headers, timeout=60) as stream:
+            assert stream.status_code == 200, stream.read()
+            found = gateway_of(service, stream)
+            first = next(line for line in stream.iter_lines() if line.startswith("data: "))
+        response_id = str(json.loads(first.removeprefix("data: "))["response"]["id"])
+        if found == gateway:
+            return response_id
+        place = f"{service.url}/v1/responses/{response_id}"
+        assert plain_http.request("DELETE", place, headers=headers, timeout=60).status_code == 200
+    raise AssertionError("64 connections went to the other one")
+
+
 def test_one_that_dies_takes_only_its_own_clients_with_it(service: Service) -> None:
     key = service.post("/admin/tenants", {"name": "frail"}, headers=ADMIN).json()["key"]
     headers = {"authorization": f"Bearer {key}"}
     wait_until_known(service, headers)
     with stream_on_each(service, headers, max_tokens=1000, n=8) as streams:
         (dying, cut), (_, whole) = streams.items()
+        background = streamed_in_the_background(service, dying, headers)
         psutil.Process(dying).kill()
         with pytest.raises(httpx.HTTPError):
             cut.read()
@@ -142,6 +160,12 @@ def test_one_that_dies_takes_only_its_own_clients_with_it(service: Service) -> N
     for _ in range(8):
         answer = service.post("/v1/completions", {**ASKED, "max_tokens": 1}, headers=ADMIN)
         assert answer.status_code == 200, "nobody is sent to the dead one"
+
+    place = f"{service.url}/v1/responses/{background}?stream=true"
+    text = plain_http.get(place, headers=headers, timeout=90).text
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.failed"), "half a minute later"
 
     def bill() -> set[str]:
         rows = run_tandem(

@@ -217,6 +217,7 @@ class Gateway:
         draining = self._context.draining
         draining.begin()
         count = draining.in_flight
+        draining.cut_off()
         self._dispatch.refuse_all(shutting_down())
         await draining.wait_idle(LAST_WORDS_S)
         return count

@@ -85,7 +85,7 @@ def route_table(
     """All routes but the OpenAPI document's, which is made of them. store: None where responses are not stored."""
     key, admin, metrics, none = AuthLevel.API_KEY, AuthLevel.ADMIN, AuthLevel.METRICS, AuthLevel.OPEN
     serving = (text, context)
-    made = BackgroundResponses(store, context.tasks, context.draining)
+    made = BackgroundResponses(store, context)
     tenants = (text, accounts)
     return (
         RouteSpec("POST", "/v1/chat/completions", key, partial(chat_completions, *serving)),

@@ -114,7 +114,7 @@ class Delivery(Response):
 
     async def _watched(self, receive: Receive, send: Send, writer: EventWriter) -> None:
         """Delivers while it watches: the client's leaving and a timer wake the reader of the generation."""
-        self._leaving = Aside(_disconnected(receive), self._generation.wake)
+        self._leaving = Aside(disconnected(receive), self._generation.wake)
         self._on_timer(writer)
         try:
             self._leaving.advance()
@@ -276,7 +276,7 @@ def too_long(limit: int, *, is_streamable: bool) -> RequestRefused:
     return RequestRefused(message, code="content_too_large", status=413)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Returns when the client has left, or cannot be heard any more."""
     try:
         while (await receive())["type"] != "http.disconnect":

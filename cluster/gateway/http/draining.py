@@ -24,6 +24,7 @@ class Draining:
 
     def __init__(self) -> None:
         self._begun = False
+        self._is_cut_off = False
         self._in_flight = 0
         self._changed = asyncio.Event()
 
@@ -40,6 +41,15 @@ class Draining:
     def begin(self) -> None:
         """Refuses new work from now on. Idempotent."""
         self._begun = True
+
+    @property
+    def is_cut_off(self) -> bool:
+        """True when answers that wait for something elsewhere are to end."""
+        return self._is_cut_off
+
+    def cut_off(self) -> None:
+        """Ends what is in flight from now on, as far as it watches. Idempotent."""
+        self._is_cut_off = True
 
     def check(self) -> None:
         """RequestRefused 503 while draining."""

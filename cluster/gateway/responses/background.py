@@ -5,7 +5,9 @@ any gateway, or found lost because its gateway has not renewed its lease. A gate
 ends those that are over. Draining waits for them as for streams, and cuts them off as streams.
 
     queued --first token--> in_progress --> completed, incomplete, failed
-    queued, in_progress --POST .../cancel--> cancelled;  --lease over--> failed
+    queued, in_progress --POST .../cancel--> cancelled;  --lease over, no room--> failed
+
+Those that were asked with `stream` keep their events in Redis while they are made (events/); clients read them there.
 """
 
 import asyncio
@@ -13,6 +15,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,32 +24,49 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from tandem.cluster.gateway.generation.delivery import Delivery
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
-from tandem.cluster.gateway.http.draining import Draining
-from tandem.cluster.gateway.http.tasks import TaskOwner
-from tandem.cluster.gateway.responses.response_store import ResponseStore, Store, StoredResponse, checked, unavailable
+from tandem.cluster.gateway.http.sse import KEEP_ALIVE
+from tandem.cluster.gateway.responses.events.event_batch import Batch, Seen, batch_of
+from tandem.cluster.gateway.responses.events.event_log import EventLog
+from tandem.cluster.gateway.responses.events.event_stream import EventStream
+from tandem.cluster.gateway.responses.events.event_watch import EventWatch, pause_s
+from tandem.cluster.gateway.responses.response_store import (
+    RUNNING,
+    ResponseStore,
+    Store,
+    StoredResponse,
+    checked,
+    unavailable,
+)
 from tandem.cluster.gateway.responses.responses_answer import ResponsesFormat
+from tandem.cluster.gateway.schemas.reading import invalid
 from tandem.cluster.gateway.serving.answer import json_response
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.workers.messages.errors import RequestRefused
 
 log = logging.getLogger("tandem.gateway")
-RUNNING = ("queued", "in_progress")
 MOST = 256
 """Responses of a tenant that one gateway makes at once, whatever its limits: no open connection bounds them."""
 LEASE_MS = 30_000
 RENEW_S = 1.0
 SETTLE_S = 30.0
 """Time for storing what was made; beyond it the lease ends too."""
+FAILED = {
+    "lost": "The gateway that made this response has ended before it.",
+    "too_large": "The response takes more bytes than a tenant may store (--response-store-bytes).",
+}
 
 
 @dataclass(frozen=True)
 class BackgroundRun:
-    """One response while it is made. stored_of: its final object with the items of its conversation."""
+    """One response while it is made. stored_of: its final object with the items of its conversation. events: None where
+    they are not kept."""
 
     tenant: str
     style: ResponsesFormat
     stored_of: Callable[[dict[str, Any]], StoredResponse]
+    events: EventLog | None = None
     told_to_end: asyncio.Event = field(default_factory=asyncio.Event)
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -54,6 +74,11 @@ class BackgroundRun:
     def response_id(self) -> str:
         """Returns the id, by which any gateway knows it."""
         return str(self.style.queued()["id"])
+
+    def end_events(self, patience_s: float) -> None:
+        """No more come. patience_s: time for keeping those that were made."""
+        if self.events is not None:
+            self.events.close(patience_s)
 
     async def client_leaves(self) -> Message:
         """Receives, for the delivery: its client leaves when the response is to end."""
@@ -64,10 +89,10 @@ class BackgroundRun:
 class BackgroundResponses:
     """The responses of one gateway's background. store: None where there is none."""
 
-    def __init__(self, store: Store, tasks: TaskOwner, draining: Draining) -> None:
+    def __init__(self, store: Store, context: GatewayContext) -> None:
         self._given = store
-        self._tasks = tasks
-        self._draining = draining
+        self._context = context
+        self._watch = EventWatch(self._look, context.tasks)
         self._runs: dict[tuple[str, str], BackgroundRun] = {}
 
     @property
@@ -87,16 +112,19 @@ class BackgroundResponses:
         self._runs[key] = run
         try:
             stored = msgspec.structs.replace(run.stored_of(run.style.queued()), is_over=False)
-            await self._store.begin(*key, stored, LEASE_MS)
+            first = None if run.events is None else await batch_of(run.events.first)
+            await self._store.begin(*key, stored, LEASE_MS, first)
         except BaseException:
             del self._runs[key]
             raise
 
     def start(self, run: BackgroundRun, delivery: Delivery) -> Response:
-        """Begins to make a response that is queued, and answers with it."""
-        self._draining.enter()
-        self._tasks.start(self._own(run, delivery), f"response {run.response_id}")
-        return json_response(run.style.queued())
+        """Begins to make a response that is queued, and answers with it, or with its events."""
+        self._context.draining.enter()
+        self._context.tasks.start(self._own(run, delivery), f"response {run.response_id}")
+        if run.events is None:
+            return json_response(run.style.queued())
+        return self._stream(run.tenant, run.response_id, 0)
 
     async def current(self, tenant: str, response_id: str, wish: str = "look") -> StoredResponse:
         """A stored response as it is now, after `wish` ("cancelled": unless it has ended). RequestRefused as in
@@ -114,6 +142,31 @@ class BackgroundResponses:
             self.end(tenant, response_id)
         return stored if stored.is_over else _shown(stored, state or "lost")
 
+    async def stream(self, tenant: str, response_id: str, first: int) -> Response:
+        """The events of a response from the sequence number `first` on. RequestRefused as in current(), and 400 where
+        they are not kept."""
+        await self._store.get(tenant, response_id)
+        try:
+            seen = await self._look(tenant, response_id, first)
+        except RedisUnavailable:
+            raise unavailable() from None
+        if not seen.number:
+            text = (
+                "stream needs a response that was made with background and stream: the events of others are not kept."
+            )
+            raise invalid("stream", text)
+        return self._stream(tenant, response_id, first)
+
+    def _stream(self, tenant: str, response_id: str, first: int) -> EventStream:
+        async def final() -> bytes:
+            return (await self.current(tenant, response_id)).response
+
+        key = tenant, response_id
+        return EventStream(self._context, partial(self._watch.ask, *key), final, lambda: key in self._runs, first)
+
+    async def _look(self, tenant: str, response_id: str, number: int) -> Seen:
+        return await self._store.events(tenant, response_id, number)
+
     def end(self, tenant: str, response_id: str) -> None:
         """Ends a response, if this gateway makes it; other gateways see for themselves."""
         if (run := self._runs.get((tenant, response_id))) is not None:
@@ -122,16 +175,28 @@ class BackgroundResponses:
     # ---- the task of one ----
 
     async def _own(self, run: BackgroundRun, delivery: Delivery) -> None:
-        watching = asyncio.create_task(self._watch(run), name=f"watch {run.response_id}")
+        watching = asyncio.create_task(self._renew_always(run), name=f"watch {run.response_id}")
+        keeping = asyncio.create_task(self._keep_events(run), name=f"events of {run.response_id}")
         try:
             await self._make(run, delivery)
-            if (final := run.style.final) is not None:
+            run.end_events(SETTLE_S)
+            if await keeping and (final := run.style.final) is not None:
                 await self._settle(run, final)
         finally:
             del self._runs[run.tenant, run.response_id]
-            self._draining.leave()
+            self._context.draining.leave()
+            run.end_events(0.0)
             run.is_over.set()  # no cancellation: one that meets a call to Redis may be lost
-            await watching
+            await asyncio.wait({watching, keeping})
+
+    async def _keep_events(self, run: BackgroundRun) -> bool:
+        """Appends the events while they are made. True when all are kept, or none are to be."""
+        return run.events is None or await run.events.run(partial(self._append, run), lambda: pause_s(len(self._runs)))
+
+    async def _append(self, run: BackgroundRun, batch: Batch) -> str | None:
+        if (over := await self._store.append(run.tenant, run.response_id, batch)) is not None:
+            run.told_to_end.set()
+        return over
 
     async def _make(self, run: BackgroundRun, delivery: Delivery) -> None:
         """Generates it; what it failed of becomes its final object."""
@@ -139,6 +204,8 @@ class BackgroundResponses:
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 await self._renew(run, "in_progress")
+            elif run.events is not None and run.style.final is None and message["body"] != KEEP_ALIVE:
+                await run.events.write(message["body"])
 
         try:
             await delivery({}, run.client_leaves, send)
@@ -147,7 +214,7 @@ class BackgroundResponses:
                 log.exception("response %s failed", run.response_id)
             run.style.closing(error)
 
-    async def _watch(self, run: BackgroundRun) -> None:
+    async def _renew_always(self, run: BackgroundRun) -> None:
         """Renews the lease until the response is over."""
         while not run.is_over.is_set():
             with suppress(TimeoutError):
@@ -169,8 +236,7 @@ class BackgroundResponses:
         deadline_s = asyncio.get_running_loop().time() + SETTLE_S
         while True:
             try:
-                if not await self._store.settle(run.tenant, run.response_id, run.stored_of(final)):
-                    await self._store.settle(run.tenant, run.response_id, run.stored_of(_too_large(run)))
+                await self._store.settle(run.tenant, run.response_id, run.stored_of(final))
                 return
             except RedisUnavailable as error:
                 if asyncio.get_running_loop().time() >= deadline_s:
@@ -182,18 +248,11 @@ class BackgroundResponses:
 def _shown(stored: StoredResponse, state: str) -> StoredResponse:
     """A response that is not stored whole, in this state."""
     response = msgspec.json.decode(stored.response)
-    if state == "lost":
-        message = "The gateway that made this response has ended before it."
+    if (message := FAILED.get(state)) is not None:
         response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
     else:
         response["status"] = state
     return msgspec.structs.replace(stored, response=msgspec.json.encode(response))
-
-
-def _too_large(run: BackgroundRun) -> dict[str, Any]:
-    message = "The response takes more bytes than a tenant may store (--response-store-bytes)."
-    failure = {"status": "failed", "error": {"code": "server_error", "message": message}}
-    return {**run.style.queued(), **failure}
 
 
 async def cancel_response(background: BackgroundResponses, request: Request, principal: Principal) -> Response:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.cluster.gateway.http.tasks import TaskOwner
+from tandem.cluster.gateway.responses.events.event_batch import Batch, Seen
 from tandem.cluster.gateway.responses.response_items import Item
 from tandem.cluster.gateway.schemas.reading import unsupported
 from tandem.cluster.state import keys
@@ -21,6 +22,8 @@ from tandem.cluster.state.redis_client import Commands, RedisUnavailable
 from tandem.workers.messages.errors import RequestRefused
 
 log = logging.getLogger("tandem.gateway")
+RUNNING = ("queued", "in_progress")
+"""The states of a response of the background that is not over."""
 MAX_RESPONSES = 4096
 """Responses of one tenant."""
 WAIT_S = 0.25
@@ -29,8 +32,10 @@ PREFIX = "resp_"
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 PUT_SCRIPT = load_lua(__file__, "response_drop.lua", "response_put.lua")
 BEGIN_SCRIPT = load_lua(__file__, "response_drop.lua", "response_put.lua", "response_begin.lua")
-SETTLE_SCRIPT = load_lua(__file__, "response_drop.lua", "response_settle.lua", "response_put.lua")
-STATE_SCRIPT = load_lua(__file__, "response_state.lua")
+SETTLE_SCRIPT = load_lua(__file__, "response_drop.lua", "response_running.lua", "response_put.lua")
+APPEND_SCRIPT = load_lua(__file__, "response_drop.lua", "response_running.lua", "response_append.lua")
+STATE_SCRIPT = load_lua(__file__, "response_state.lua", "response_wish.lua")
+EVENTS_SCRIPT = load_lua(__file__, "response_state.lua", "response_events.lua")
 DELETE_SCRIPT = load_lua(__file__, "response_drop.lua", "response_delete.lua")
 
 
@@ -100,35 +105,59 @@ class ResponseStore:
         if found != 1:
             raise not_found(response_id, None)
 
-    async def begin(self, tenant: str, response_id: str, stored: StoredResponse, lease_ms: int) -> None:
-        """Stores a response that is made from now on. RequestRefused where it cannot be stored."""
+    async def begin(
+        self, tenant: str, response_id: str, stored: StoredResponse, lease_ms: int, first: Batch | None = None
+    ) -> None:
+        """Stores a response that is made from now on. first: of its events; None: they are not kept. RequestRefused
+        where it cannot be stored."""
         value = await self._packed(stored)
-        if len(value) > self._max_bytes:
-            text = (
-                f"The conversation takes {len(value)} bytes of the store, more than a tenant has; it cannot be made in"
-            )
+        size = len(value) + (0 if first is None else len(first.packed))
+        if size > self._max_bytes:
+            text = f"The conversation takes {size} bytes of the store, more than a tenant has; it cannot be made in"
             raise RequestRefused(f"{text} the background.", code="content_too_large", status=413)
+        events = () if first is None else (first.packed, first.number)
         try:
-            await self._script(BEGIN_SCRIPT, tenant, response_id, value, *self._limits, lease_ms)
+            await self._script(BEGIN_SCRIPT, tenant, response_id, value, *self._limits, lease_ms, *events)
         except RedisUnavailable:
             raise unavailable() from None
 
-    async def settle(self, tenant: str, response_id: str, stored: StoredResponse) -> bool:
-        """Stores a response of the background that has ended, unless it was cancelled, lost or deleted before. False
-        where it has no room. Raises RedisUnavailable."""
+    async def append(self, tenant: str, response_id: str, batch: Batch) -> str | None:
+        """Keeps more events of a response of the background. Returns why it is over, None where it is not. Raises
+        RedisUnavailable."""
+        more = (batch.packed, batch.number, self._max_bytes)
+        return self._counted(await self._script(APPEND_SCRIPT, tenant, response_id, *more))
+
+    async def events(self, tenant: str, response_id: str, number: int) -> Seen:
+        """The batches of a response from this number on. Raises RedisUnavailable."""
+        places = keys.response_state(tenant, response_id), keys.response_events(tenant, response_id)
+        found = await self._redis.command("EVAL", EVENTS_SCRIPT, len(places), *places, f"{number}-0")
+        assert isinstance(found, list)
+        state, last, *more = found
+        batches = [Batch(_number(name), packed) for name, packed in zip(more[::2], more[1::2], strict=True)]
+        return Seen(state is not None and state.decode() in RUNNING, _number(last), batches)
+
+    async def settle(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
+        """Stores a response of the background that has ended, unless it was cancelled, lost or deleted before. One that
+        has no room ends as "too_large". Raises RedisUnavailable."""
         value = await self._packed(stored)
         if len(value) > self._max_bytes:
+            await self.state(tenant, response_id, "too_large")
             self._count("too_large")
-            return False
-        if await self._script(SETTLE_SCRIPT, tenant, response_id, value, *self._limits) is None:
+        elif self._counted(await self._script(SETTLE_SCRIPT, tenant, response_id, value, *self._limits)) is None:
             self._count("stored")
-        return True
 
     async def state(self, tenant: str, response_id: str, wish: str, lease_ms: int = 0) -> str | None:
-        """State of a response of the background after `wish` (response_state.lua). Raises RedisUnavailable."""
+        """State of a response of the background after a wish (response_state.lua). Raises RedisUnavailable."""
         place = keys.response_state(tenant, response_id)
         found = await self._redis.command("EVAL", STATE_SCRIPT, 1, place, wish, lease_ms)
         return found.decode() if isinstance(found, bytes) else None
+
+    def _counted(self, outcome: object) -> str | None:
+        """The state in which a script has left a response, None where it did its work."""
+        state = outcome.decode() if isinstance(outcome, bytes) else None
+        if state == "too_large":
+            self._count(state)
+        return state
 
     @property
     def _limits(self) -> tuple[int, int, int]:
@@ -159,6 +188,11 @@ class ResponseStore:
         return await self._redis.command(
             "EVAL", script, len(places), *places, prefix, keys.RESPONSES_TOTAL, response_id, *more
         )
+
+
+def _number(name: bytes) -> int:
+    """The number of a batch by its name in Redis."""
+    return int(name.partition(b"-")[0])
 
 
 Store = ResponseStore | None

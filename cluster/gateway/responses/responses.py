@@ -16,6 +16,7 @@ from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.openai.token_formatter import TokenFormatter
 from tandem.cluster.gateway.responses.background import BackgroundResponses, BackgroundRun
+from tandem.cluster.gateway.responses.events.event_log import EventLog
 from tandem.cluster.gateway.responses.items_to_chat import Placed, chat_of, given_items, placed_items
 from tandem.cluster.gateway.responses.response_items import FunctionCallItem, Item, answered_items
 from tandem.cluster.gateway.responses.response_store import (
@@ -35,6 +36,9 @@ from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
 from tandem.cluster.gateway.serving.received import PARSED_FASTER, Posted, ignored_fields, received
 from tandem.workers.messages.errors import RequestRefused
+
+DIGITS = 15
+"""Digits of a sequence number that count: no event has as many."""
 
 
 async def create_response(
@@ -64,7 +68,8 @@ async def create_response(
             return chat.answer(style, with_logprobs=with_logprobs)
         keeping = Keeping(keeper, principal.tenant, style, [*before, *given_items(body)])
         if body.background:
-            run = BackgroundRun(principal.tenant, style, keeping.stored_of)
+            events = EventLog(style.announcement()) if body.stream else None
+            run = BackgroundRun(principal.tenant, style, keeping.stored_of, events)
             await background.begin(run)
             return background.start(run, chat.answer(style, with_logprobs=with_logprobs))
         return chat.answer(style, with_logprobs=with_logprobs, before_end=keeping.keep)
@@ -116,9 +121,11 @@ def _additions(text: TextServices, body: ResponsesBody, chat: PreparedChat) -> A
 
 
 async def show_response(background: BackgroundResponses, request: Request, principal: Principal) -> Response:
-    """A stored response, or how far one of the background is."""
-    _check_query(request)
-    stored = await background.current(principal.tenant, request.path_params["response_id"])
+    """A stored response, or how far one of the background is, or its events."""
+    key = principal.tenant, request.path_params["response_id"]
+    if (first := _first_event(request)) is not None:
+        return await background.stream(*key, first)
+    stored = await background.current(*key)
     return Response(stored.response, media_type="application/json")
 
 
@@ -211,6 +218,21 @@ def _plain(value: Any) -> Any:
     return msgspec.to_builtins(value)
 
 
-def _check_query(request: Request) -> None:
-    for name in request.query_params:
+def _first_event(request: Request) -> int | None:
+    """The sequence number of the first event that the query asks for; None where it asks for none."""
+    _check_query(request, "stream", "starting_after")
+    stream, after = (request.query_params.get(name) for name in ("stream", "starting_after"))
+    if stream not in (None, "true", "false"):
+        raise invalid("stream", f"stream must be true or false, not {printable(stream)}.")
+    if after is None:
+        return 0 if stream == "true" else None
+    if stream != "true":
+        raise invalid("starting_after", "starting_after needs stream=true.")
+    if not (after.isascii() and after.isdecimal()):
+        raise invalid("starting_after", f"starting_after must be an integer from 0 on, not {printable(after)}.")
+    return int(after.lstrip("0")[:DIGITS] or 0) + 1
+
+
+def _check_query(request: Request, *known: str) -> None:
+    for name in request.query_params.keys() - set(known):
         raise unsupported(name, f"The query parameter {printable(name)} is not supported.")

@@ -15,6 +15,7 @@ from tandem.cluster.gateway.conversation.blocks import AnswerBlock, BlockBegan, 
 from tandem.cluster.gateway.generation.response_format import ChoiceAnswer
 from tandem.cluster.gateway.http.error_answers import as_refusal
 from tandem.cluster.gateway.openai.token_formatter import TokenFormatter
+from tandem.cluster.gateway.responses.events.event_batch import event_of
 from tandem.cluster.gateway.responses.response_items import sealed
 from tandem.cluster.gateway.responses.response_tools import InputReader, input_of
 from tandem.cluster.gateway.responses.text_logprobs import Entries, LoggedBlocks
@@ -64,6 +65,11 @@ class ResponsesFormat:
         """The object before anything was generated."""
         return self._object("queued", [])
 
+    def announcement(self) -> bytes:
+        """The first events of a response that is known before anything is generated. opening() has the next."""
+        shown = self.queued()
+        return self._event("response.created", response=shown) + self._event("response.queued", response=shown)
+
     # ---- implements ResponseFormat ----
 
     def whole(self, choices: Sequence[ChoiceAnswer], usage: Usage) -> bytes:
@@ -75,7 +81,8 @@ class ResponsesFormat:
 
     def opening(self, index: int) -> bytes:
         shown = self._object("in_progress", [])
-        return self._event("response.created", response=shown) + self._event("response.in_progress", response=shown)
+        created = b"" if self._sequence else self._event("response.created", response=shown)
+        return created + self._event("response.in_progress", response=shown)
 
     def chunk(self, index: int, addition: TextDelta) -> bytes:
         steps = self._push(addition.text, addition.token_ids, addition.logprobs, addition.offsets)
@@ -239,6 +246,5 @@ class ResponsesFormat:
         return place if block.kind == "call" else {**place, "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(data))
+        return event_of(kind, self._sequence - 1, **fields)

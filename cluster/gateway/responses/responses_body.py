@@ -20,7 +20,6 @@ from tandem.cluster.gateway.schemas.reading import (
     invalid,
     neutral_values,
     read,
-    unsupported,
 )
 from tandem.workers.messages.sampling_ranges import Count, Penalty, Seed, TokenId
 
@@ -147,8 +146,6 @@ def read_responses(fields: dict[str, Any], ignored: IgnoredFields) -> ResponsesB
     _check_format(body.text.format if body.text is not None else None)
     if body.background and body.store is False:
         raise invalid("background", "background needs a stored response: store may not be false.")
-    if body.background and body.stream:
-        raise unsupported("stream", "stream is not supported with background: GET the response until it has ended.")
     if any(one not in (LOGPROBS, THINKING) for one in body.include or ()):
         ignored.note("include", f"include adds {LOGPROBS} and {THINKING} to an answer, nothing else.")
     if body.max_tool_calls is not None:

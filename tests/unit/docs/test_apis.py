@@ -29,19 +29,21 @@ def section(title: str) -> str:
 
 @pytest.mark.parametrize("title", PATHS)
 async def test_its_commands_are_answered(title: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (body,) = re.findall(r"-d '(\{.*?\})'", section(title), re.DOTALL)
-    (script,) = re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
+    bodies = re.findall(r"-d '(\{.*?\})'", section(title), re.DOTALL)
+    script = "".join(re.findall(r"```python\n(.*?)```", section(title), re.DOTALL))
+    assert bodies and script
     assert f"http://127.0.0.1:8000{PATHS[title]}" in section(title)
     with private_redis() as server:
         redis = patient(server)
         async with gateway(saying("A whale."), auth=ByKey(), store=store_of(redis)) as rig, served(rig.app) as url:
             key = {"x-api-key": "none"}
-            answer = await rig.client.post(PATHS[title], json={**json.loads(body), "model": MODEL}, headers=key)
-            assert answer.status_code == 200, answer.text
+            for body in bodies:
+                answer = await rig.client.post(PATHS[title], json={**json.loads(body), "model": MODEL}, headers=key)
+                assert answer.status_code == 200, answer.text
             script = script.replace("http://127.0.0.1:8000", url).replace('"demo"', f'"{MODEL}"')
             await asyncio.to_thread(exec, script, {})
         await redis.close()
-    assert capsys.readouterr().out.count("A whale.") == (2 if title == "Responses API" else 1)
+    assert capsys.readouterr().out.count("A whale.") == (3 if title == "Responses API" else 1)
 
 
 @pytest.mark.parametrize("title", PATHS)

@@ -91,10 +91,29 @@ async def test_streamed_responses(client: openai.AsyncOpenAI) -> None:
     assert call.type == "function_call" and call.parsed_arguments is None and call.name == "weather"
 
 
+async def test_a_stream_of_the_background_is_gone_on_with(client: openai.AsyncOpenAI) -> None:
+    before, asked = [], {"model": MODEL, "input": "hi", "tools": [WEATHER]}
+    async with await client.responses.create(**asked, background=True, stream=True) as stream:  # type: ignore[call-overload]
+        async for event in stream:
+            before.append(event)
+            if event.type == "response.output_text.delta":
+                break
+    assert before[0].type == "response.created" and before[0].response.status == "queued"
+    after = before[-1].sequence_number
+    rest = await client.responses.retrieve(before[0].response.id, stream=True, starting_after=after)
+    events = [*before, *[event async for event in rest]]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert last.type == "response.completed" and last.response.output_text == "Look: "
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == "Look: "
+
+
 async def test_refused_responses(rig: Rig, client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(model=MODEL, input="hi", max_output_tokens=5)
     with pytest.raises(openai.BadRequestError) as bad:
-        await client.responses.create(model=MODEL, input="hi", background=True, stream=True)
-    assert (bad.value.code, bad.value.param) == ("unsupported_parameter", "stream")
+        await client.responses.retrieve(first.id, stream=True)
+    assert (bad.value.code, bad.value.param) == ("invalid_value", "stream")
     with pytest.raises(openai.NotFoundError) as unknown:
         await client.responses.create(model=MODEL, input="hi", previous_response_id="resp_1")
     assert unknown.value.code == "previous_response_not_found"
