@@ -11,8 +11,9 @@ import pytest
 from tandem import LLM, PoolingParams, SamplingParams
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import UnsupportedModelError
+from tandem.workers.text.tokenizer import load_tokenizer
 
-NO, YES, CONTEXT = 300, 400, 64
+NO, YES, CONTEXT, NEAR = 300, 400, 64, 1e-4
 QUERY, DOCUMENTS = "Who has a boat?", ["The cat sleeps.", "Tom has a boat.", "A boat"]
 TEMPLATE = "{{ messages[0].role }}: {{ messages[0].content }}\n{{ messages[1].role }}: {{ messages[1].content }}"
 RAW = PoolingParams(use_activation=False)
@@ -21,8 +22,8 @@ RAW = PoolingParams(use_activation=False)
 @pytest.fixture(scope="module")
 def judge() -> Iterator[LLM]:
     """The demo model, served as a classifier of two of its tokens."""
-    with LLM("demo") as plain:
-        tokens = [plain.tokenizer.piece(token_id) for token_id in (NO, YES)]
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    tokens = [tokenizer.piece(token_id) for token_id in (NO, YES)]
     overrides = {"classifier_from_token": tokens, "method": "from_2_way_softmax"}
     with LLM("demo", dtype="float32", max_model_len=CONTEXT, enable_lora=True, hf_overrides=overrides) as opened:
         yield opened
@@ -48,14 +49,16 @@ def difference(llm: LLM, prompt: Any, **more: Any) -> float:
 def test_a_pair_is_one_prompt(judge: LLM) -> None:
     found = judge.score(QUERY, DOCUMENTS, use_tqdm=False)
     wanted = [difference(judge, QUERY + text) for text in DOCUMENTS]
-    assert [output.outputs.score for output in found] == pytest.approx([1 / (1 + math.exp(-x)) for x in wanted])
-    assert logits(judge, QUERY, DOCUMENTS) == pytest.approx(wanted) and len(set(wanted)) == 3
+    assert [output.outputs.score for output in found] == pytest.approx(
+        [1 / (1 + math.exp(-x)) for x in wanted], abs=NEAR
+    )
+    assert logits(judge, QUERY, DOCUMENTS) == pytest.approx(wanted, abs=NEAR) and len(set(wanted)) == 3
     old = judge.score(QUERY, DOCUMENTS, pooling_params=PoolingParams(activation=False), use_tqdm=False)
-    assert [output.outputs.score for output in old] == pytest.approx(wanted)
+    assert [output.outputs.score for output in old] == pytest.approx(wanted, abs=NEAR)
     assert found[0].prompt_token_ids == judge.tokenizer.encode(QUERY + DOCUMENTS[0], add_special_tokens=True)
     ids = judge.tokenizer.encode(DOCUMENTS[1], add_special_tokens=True)
     pairs = [QUERY, {"prompt": "A"}], [{"prompt_token_ids": ids}, "boat"]
-    assert logits(judge, *pairs) == pytest.approx([wanted[1], difference(judge, "Aboat")])
+    assert logits(judge, *pairs) == pytest.approx([wanted[1], difference(judge, "Aboat")], abs=NEAR)
 
 
 def test_a_template_sees_both_and_an_adapter_counts(judge: LLM, tmp_path: Path) -> None:
@@ -63,10 +66,11 @@ def test_a_template_sees_both_and_an_adapter_counts(judge: LLM, tmp_path: Path) 
     file.write_text(TEMPLATE)
     wanted = difference(judge, f"query: {QUERY}\ndocument: A boat")
     for given in (TEMPLATE, str(file)):
-        assert logits(judge, QUERY, "A boat", chat_template=given) == pytest.approx([wanted])
+        assert logits(judge, QUERY, "A boat", chat_template=given) == pytest.approx([wanted], abs=NEAR)
     pirate = judge.load_adapter(DEMO_MODEL.parent / "adapters" / "pirate")
     adapted = difference(judge, f"{QUERY}A boat", lora_request=pirate)
-    assert logits(judge, QUERY, "A boat", lora_request=pirate) == pytest.approx([adapted]) != [wanted]
+    assert logits(judge, QUERY, "A boat", lora_request=pirate) == pytest.approx([adapted], abs=NEAR)
+    assert abs(adapted - difference(judge, f"{QUERY}A boat")) > 0.01
     refused = judge.score(QUERY, "A", chat_template="{{ raise_exception('no pairs') }}", use_tqdm=False)
     assert "no pairs" in str(refused[0].outputs.error) and refused[0].outputs.score == 0
 

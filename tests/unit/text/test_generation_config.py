@@ -83,6 +83,7 @@ def test_the_start_says_what_limits_answers_and_what_does_not(
         ),
         ({}, {"max_length": 9}, "--override-generation-config", "max_length is not applied.*; max_new_tokens limits"),
         ({}, {"temperature": "hot"}, "--override-generation-config", "temperature is 'hot': expected"),
+        ({}, {"temperature": 3}, "--override-generation-config", r"temperature is 3: expected `float` <= 2\.0"),
         ({}, {"temprature": 1}, "--override-generation-config", "temprature is .* did you mean temperature"),
         ({"do_sample": 1}, {}, "--generation-config", "do_sample is 1, want true or false"),
     ],
