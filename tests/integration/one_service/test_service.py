@@ -180,13 +180,13 @@ def test_requests_at_the_same_time_are_shared_by_the_groups(service: Service) ->
         return Counter({group: int(float(value)) for group, _, value in mine})
 
     wait_for(lambda: len(generated()) == 2, 60, "both groups have reported")
-    asked = {"model": "demo", "prompt": "The", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+    asked = {"model": "demo", "prompt": "The", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     for _ in range(5):
         before = generated()
         with ThreadPoolExecutor(6) as pool:
             posts = [pool.submit(service.post, "/v1/completions", asked) for _ in range(6)]
             assert [post.result().status_code for post in posts] == [200] * 6
-        wait_for(lambda b=before: (generated() - b).total() >= 3600, 60, "all is counted")
+        wait_for(lambda b=before: (generated() - b).total() >= 1200, 60, "all is counted")
         if len(generated() - before) == 2:
             return
     raise AssertionError("five times, all requests went to one group")
@@ -480,9 +480,8 @@ def group_readiness(service: Service) -> list[bool]:
     return [record.is_ready for record in group_records(service)]
 
 
-@pytest.mark.parametrize(
-    "choose", [pytest.param(min, marks=pytest.mark.chaos, id="the first rank"), pytest.param(max, id="the last rank")]
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize("choose", [pytest.param(min, id="the first rank"), pytest.param(max, id="the last rank")])
 async def test_a_frozen_rank_costs_no_request_and_its_group_comes_back(
     service: Service, long_answers: list[str], choose: Callable[[set[int]], int]
 ) -> None:

@@ -69,29 +69,31 @@ def test_what_one_process_has_built_the_next_one_takes(folders: tuple[Path, Path
     path, log = counting(tmp_path / "bin", tmp_path / "log"), tmp_path / "log"
     assert [built(path), built(path)] == ["True\n"] * 2
     assert log.read_text() == "asked\n"
-    (library,) = kept.iterdir()
+    (library,) = kept.glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o600 and kept.stat().st_mode & 0o777 == 0o700
     assert list(temp.iterdir()) == []
 
 
-def test_one_process_at_a_time_compiles(folders: tuple[Path, Path]) -> None:
-    first, naps_s = ExitStack(), []
-    assert not first.enter_context(compiling())
+def test_one_process_at_a_time_compiles_a_library(folders: tuple[Path, Path]) -> None:
+    first, naps_s = ExitStack(), list[float]()
+    assert not first.enter_context(compiling("a.so"))
 
     def nap(seconds: float) -> None:
         naps_s.append(seconds)
         if len(naps_s) == 3:
             first.close()
 
-    with compiling(sleep=nap) as waited:
+    with compiling("another.so", sleep=nap) as waited:
+        assert not waited, "others are compiled meanwhile"
+    with compiling("a.so", sleep=nap) as waited:
         assert waited and len(naps_s) == 3
-    assert list(folders[1].iterdir()) == [], "the lock is no file"
+    assert [path.stat().st_size for path in folders[1].iterdir()] == [0], "one empty file for all locks"
 
 
 def test_nobody_waits_for_ever_for_a_process_that_stands_still(folders: tuple[Path, Path]) -> None:
     times_s = iter(range(0, 1000, 50))
     naps_s: list[float] = []
-    with compiling(), compiling(clock=lambda: next(times_s), sleep=naps_s.append) as waited:
+    with compiling("a.so"), compiling("a.so", clock=lambda: next(times_s), sleep=naps_s.append) as waited:
         assert waited and len(naps_s) == 2, "at 50 and 100 s; WAIT_S is over at the next look"
 
 
@@ -112,7 +114,7 @@ def test_a_library_that_cannot_be_trusted_is_made_again(
         return cpu_build._compiled(cpu_build.LORA_SOURCES, torch.float32, None) is not None
 
     assert compiled()
-    (library,) = kept.iterdir()
+    (library,) = kept.glob("*.so")
     content = library.read_bytes()
     harms: list[Callable[[], object]] = [
         lambda: library.write_bytes(content[: len(content) // 2]),
@@ -123,7 +125,7 @@ def test_a_library_that_cannot_be_trusted_is_made_again(
         harm()
         assert compiled()
         assert log.read_text() == "asked\n" * (2 + number), "it is built once more"
-        (again,) = kept.iterdir()
+        (again,) = kept.glob("*.so")
         assert again.stat().st_mode & 0o777 == 0o600
     assert compiled()
     assert log.read_text() == "asked\n" * (1 + len(harms)), "and that one is kept"
@@ -168,7 +170,7 @@ def test_what_nobody_has_loaded_for_long_is_removed(folders: tuple[Path, Path]) 
     os.utime(kept / "old.so", (0, 0))
     kernel_cache.store("new.so", b"new")
     kernel_cache.store("new.so", b"another's, later")
-    found = {path.name: path.read_bytes()[: -kernel_cache.DIGEST] for path in kept.iterdir()}
+    found = {path.name: path.read_bytes()[: -kernel_cache.DIGEST] for path in kept.glob("*.so")}
     assert found == {"used.so": b"used", "new.so": b"another's, later"}
 
 
@@ -183,7 +185,7 @@ def test_no_file_is_left_by_a_process_that_is_killed_while_it_compiles(
         wait_for(begun.exists, 60, "the compiler runs")
         process.kill()
         process.communicate(timeout=60)
-        assert list(temp.iterdir()) == list(kept.iterdir()) == []
+        assert list(temp.iterdir()) == list(kept.glob("*.so")) == []
     finally:
         over.touch()
 

@@ -146,7 +146,7 @@ def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype |
     cached = load_cached(name)
     if cached is not None:
         return cached
-    with compiling() as waited:
+    with compiling(name) as waited:
         found = load_cached(name) if waited else None
         return found or _compile(name, [compiler, *flags, *map(str, sources)])
 

@@ -1,8 +1,8 @@
 """Caches compiled kernels in the user's cache folder, so that the next process loads them instead of compiling.
 
 A library's name is a digest of its sources, flags, compiler and CPU. A file appears whole or not at all, and is loaded
-only if it is whole and only its user could have written it. One process at a time compiles, so that ranks which start
-together do not all do the same work. Without a usable folder each process compiles.
+if it is whole and only its user could have written it. One process at a time compiles a library, while others compile
+other ones: ranks that start together do not all do the same work. Without a usable folder each process compiles.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import stat
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,10 @@ UNUSED_S = 60 * 86400
 WAIT_S = 120.0
 """The longest wait for another process's compilation: that may have been stopped in the middle."""
 POLL_S = 0.05
+LOCK = "compiling.lock"
+"""One empty file; each library has a byte of it to lock, far behind its end."""
+FLOCK = struct.Struct("hhqqi4x")
+"""struct flock of 64-bit Linux: type, whence, start, length, process."""
 DIGEST = hashlib.sha256().digest_size
 CPU_FACTS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
 """Lines of /proc/cpuinfo that decide what -march=native means."""
@@ -58,14 +63,14 @@ def load_cached(name: str) -> ctypes.CDLL | None:
 
 @contextmanager
 def compiling(
-    clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    name: str, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[bool]:
-    """Holds the right to compile for this user; yields whether another process had it, which may have compiled the same
-    library. Waits for that one WAIT_S at most. Without a usable folder nobody waits."""
-    descriptor = _open_folder()
+    """Holds the right to compile the library of that name for this user; yields whether another process had it, which
+    may have compiled the library. Waits for that one WAIT_S at most. Without a usable folder nobody waits."""
+    descriptor = _open_lock()
     try:
         deadline_s, waited = clock() + WAIT_S, False
-        while descriptor is not None and not _locked(descriptor) and clock() < deadline_s:
+        while descriptor is not None and not _locked(descriptor, name) and clock() < deadline_s:
             waited = True
             sleep(POLL_S)
         yield waited
@@ -102,19 +107,20 @@ def _made_folder() -> Path:
     return folder
 
 
-def _open_folder() -> int | None:
-    """Returns a descriptor to lock; None without a usable folder."""
+def _open_lock() -> int | None:
+    """Returns a descriptor of the file that has the locks; None without a usable folder."""
     try:
-        return os.open(_made_folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return os.open(_made_folder() / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except (OSError, RuntimeError):
         return None
 
 
-def _locked(descriptor: int) -> bool:
-    """Returns whether this process has the lock now, or there are no locks on this file system."""
+def _locked(descriptor: int, name: str) -> bool:
+    """Returns whether this descriptor has the library's lock now, or there are no locks on this file system."""
+    place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])  # a byte that only this library locks
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
+    except (BlockingIOError, PermissionError):
         return False
     except OSError:
         return True
