@@ -36,7 +36,7 @@ class RawLogprobs:
         and zeros; to_host copies to host memory, maybe later."""
         most = min(max(self.wanted, default=0), self.logprobs_LV.shape[1])
         chosen_L1 = self.logprobs_LV.gather(1, chosen_L[:, None])
-        top_LM, top_ids_LM = _best(self.logprobs_LV, most)
+        top_LM, top_ids_LM = _best(self.logprobs_LV, most) if most else (chosen_L1[:, :0], chosen_L[:, None][:, :0])
         named = None if named_LN is None else NamedLogprobs(named_ids, to_host(self.logprobs_LV.gather(1, named_LN)))
         return ChosenLogprobs(
             to_host(chosen_L), to_host(chosen_L1), to_host(top_ids_LM), to_host(top_LM), self.wanted, named
@@ -47,13 +47,18 @@ def _best(logprobs_LV: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Ten
     """The `most` best log probabilities of each row, in descending order, and their ids (int64), both [L, most].
 
     Of equal ones, which 16-bit logits have many of, those of lower ids come first. torch.topk alone orders and chooses
-    them by `most` too, which rows of other requests decide: here no two are equal, as each is made smaller by its id,
-    by less than the least difference between two of float32.
+    them by `most` too, which rows of other requests decide.
     """
-    vocab = logprobs_LV.shape[1]
-    factor_V = 1 + torch.arange(vocab, dtype=torch.float64, device=logprobs_LV.device) * (2**-25 / vocab)
-    ids_LM = (logprobs_LV * factor_V).topk(most, dim=1).indices
-    return logprobs_LV.gather(1, ids_LM), ids_LM
+    top_LM, ids_LM = logprobs_LV.topk(most, dim=1)
+    last_L1 = top_LM[:, -1:]
+    # Of those as good as the last one, some may be left out: they are taken in the order of their ids.
+    keys_V = torch.arange(0, -logprobs_LV.shape[1], -1, dtype=torch.float32, device=logprobs_LV.device)
+    lowest_LM = torch.where(logprobs_LV == last_L1, keys_V, -torch.inf).topk(most, dim=1).indices
+    is_last_LM = top_LM == last_L1
+    place_LM = (is_last_LM.cumsum(dim=1) - 1).clamp(min=0)
+    ids_LM = torch.where(is_last_LM, lowest_LM.gather(1, place_LM), ids_LM).sort(dim=1).values
+    top_LM, order_LM = logprobs_LV.gather(1, ids_LM).sort(dim=1, descending=True, stable=True)
+    return top_LM, ids_LM.gather(1, order_LM)
 
 
 @dataclass(frozen=True, slots=True)
