@@ -111,7 +111,7 @@ def test_a_start_prints_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         def print_line(self, text: str) -> None:
             said.append(text)
 
-    monkeypatch.setattr(launcher, "choose_device", lambda settings: (_ for _ in ()).throw(_Caught))
+    monkeypatch.setattr(launcher, "check_port", lambda host, port: (_ for _ in ()).throw(_Caught))
     with pytest.raises(_Caught):
         launcher.Launcher(settings, None, Console(), None)._check()  # type: ignore[arg-type]
     assert said == list(settings.without_effect) and said[0].startswith("--enforce-eager has no effect: ")
