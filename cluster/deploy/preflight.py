@@ -210,7 +210,7 @@ def note_on_keys(settings: ServiceSettings, redis_url: str) -> str | None:
 
 
 async def _tenants(redis_url: str) -> Reading[Tenant] | None:
-    redis = BackgroundClient(redis_url, timeout_s=1.0, retries=0)
+    redis = BackgroundClient(redis_url, timeout_s=10.0, retries=0)
     try:
         return await TenantStore(redis).read()
     except RedisUnavailable:
