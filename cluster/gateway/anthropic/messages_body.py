@@ -36,11 +36,12 @@ class ThinkingBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tool_use"):
-    """A call that the model has made."""
+    """A call that the model has made. input: its arguments; who gathers a stream sends them as JSON text too, and null
+    or "" for none."""
 
     id: ShortText
     name: ShortText
-    input: dict[str, Any]
+    input: dict[str, Any] | str | None = None
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tool_result"):
