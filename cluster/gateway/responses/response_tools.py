@@ -20,7 +20,7 @@ INPUT = "input"
 HINTS: Ignorables = {
     "tools[]": ignorable("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "output_schema")
 }
-SENT_ALWAYS = ("web_search", "web_search_preview", "image_generation", "namespace")
+SENT_ALWAYS = re.compile(r"(web_search|web_search_preview|image_generation|namespace)(_[0-9]{4}(_[0-9]{2}){2})?")
 """Kinds of tools that agents send unasked: of OpenAI's service, each also with a date behind its name, and groups of
 functions, whose calls would name their group."""
 _BEGIN = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
@@ -92,8 +92,8 @@ def take_hosted(fields: dict[str, Any], ignored: IgnoredFields) -> None:
     kept = []
     for i, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and re.sub(r"_\d{4}_\d\d_\d\d\Z", "", kind) in SENT_ALWAYS:
-            ignored.note(f"tools[{i}].{kind}", f"tools[{i}]: the type {kind} is not supported.")
+        if isinstance(kind, str) and (hosted := SENT_ALWAYS.fullmatch(kind)) is not None:
+            ignored.note(f"tools[{i}].{hosted[1]}", f"tools[{i}]: the type {kind} is not supported.")
             continue
         if isinstance(tool, dict):
             check_kind(tool, ("function", "custom"), f"tools[{i}]")

@@ -330,6 +330,16 @@ async def test_bodies_of_codex_and_of_litellms_bridge() -> None:
             assert count.input_tokens > 0
 
 
+async def test_hosted_tools_are_named_without_their_dates() -> None:
+    async with gateway(saying("ok")) as rig:
+        dated = [{"type": f"web_search_2025_0{i}_26"} for i in range(9)]
+        answer = await ask(rig, tools=dated)
+        assert (answer.status_code, answer.headers["x-tandem-ignored"]) == (200, "tools[].web_search")
+        assert (await ask(rig, tools=[{"type": "web_search_2025_08_2٦"}])).status_code == 400, (
+            "no client writes a header"
+        )
+
+
 async def test_strict_services_refuse_what_agents_send_without_need() -> None:
     async with gateway(settings=GatewaySettings(strict_fields=True)) as rig:
         answer = await ask(rig, **{name: value for name, value in CODEX.items() if name != "tools"})
