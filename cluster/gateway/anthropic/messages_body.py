@@ -148,8 +148,7 @@ BLOCK_KINDS = ("text", "thinking", "tool_use", "tool_result")
 def read_messages(fields: dict[str, Any], ignored: IgnoredFields) -> MessagesBody:
     """A body of /v1/messages. RequestRefused naming the field at fault."""
     ignored.take_from(fields, HINTS)
-    _leave_out_anthropics(fields, ignored)
-    body = read(_plain(fields), MessagesBody, NEUTRAL)
+    body = read(_plain(fields, ignored), MessagesBody, NEUTRAL)
     _check(body)
     budget = body.thinking.budget_tokens if body.thinking is not None else None
     if budget is not None and budget >= body.max_tokens:
@@ -160,8 +159,7 @@ def read_messages(fields: dict[str, Any], ignored: IgnoredFields) -> MessagesBod
 def read_count_tokens(fields: dict[str, Any], ignored: IgnoredFields) -> CountTokensBody:
     """A body of /v1/messages/count_tokens. RequestRefused naming the field at fault."""
     ignored.take_from(fields, COUNT_HINTS)
-    _leave_out_anthropics(fields, ignored)
-    body = read(_plain(fields), CountTokensBody, NEUTRAL_IN_COUNTS)
+    body = read(_plain(fields, ignored), CountTokensBody, NEUTRAL_IN_COUNTS)
     _check(body)
     return body
 
@@ -203,9 +201,9 @@ def _check(body: CountTokensBody) -> None:
         )
 
 
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+def _plain(fields: dict[str, Any], ignored: IgnoredFields) -> dict[str, Any]:
     """Drops nulls of blocks and tools. Kinds that are not served are refused by name, before types are checked."""
-    kept = dict(fields)
+    _leave_out_anthropics(kept := dict(fields), ignored)
     if isinstance(tools := kept.get("tools"), list):
         kept["tools"] = [_checked(tool, ("custom",), f"tools[{i}]") for i, tool in enumerate(tools)]
     if isinstance(system := kept.get("system"), list):

@@ -27,7 +27,7 @@ from tandem.cluster.gateway.responses.response_store import (
     StoredResponse,
     checked,
 )
-from tandem.cluster.gateway.responses.response_tools import custom_names
+from tandem.cluster.gateway.responses.response_tools import custom_names, held_text
 from tandem.cluster.gateway.responses.responses_answer import Additions, ResponsesFormat
 from tandem.cluster.gateway.responses.responses_body import THINKING, ResponsesBody, read_responses
 from tandem.cluster.gateway.responses.truncation import TOO_LONG, shortened
@@ -62,7 +62,9 @@ async def create_response(
         chat = await _prepared(text, context, posted, before, held)
         keeper = store if body.store is not False else None
         fields = object_fields(body, chat, stores=keeper is not None)
-        style = ResponsesFormat(fields, blocks_of(chat.output), context.wall_clock, _additions(text, body, chat))
+        called = held_text(body.tools, body.tool_choice)
+        blocks = blocks_of(chat.output, None if called is None else called.name)
+        style = ResponsesFormat(fields, blocks, context.wall_clock, _additions(text, body, chat))
         with_logprobs = chat.logprobs is not None
         if keeper is None:
             return chat.answer(style, with_logprobs=with_logprobs)

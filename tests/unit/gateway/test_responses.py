@@ -299,7 +299,6 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"type": "file_search", "vector_store_ids": ["v"]}]}, "tools[0]", UNSUPPORTED),
     ({"tools": [{"type": "local_shell"}]}, "tools[0]", UNSUPPORTED),
     ({"tools": [{"type": "custom", "name": "c", "format": {"type": "grammar"}}]}, "tools[0].format.syntax", INVALID),
-    (custom("lark", "required"), "tools[0].format", UNSUPPORTED),
     (custom("lark", "auto"), "tools[0].format", UNSUPPORTED),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice", UNSUPPORTED),
     (
