@@ -176,7 +176,7 @@ def _leave_out_anthropics(fields: dict[str, Any], ignored: IgnoredFields) -> Non
         if not isinstance(kind, str) or (found := ANTHROPICS.fullmatch(kind)) is None:
             kept.append(tool)
             continue
-        ignored.note(f"tools[{i}].{found[1]}", f"tools[{i}]: the type {kind} is not supported.")
+        ignored.leave_out(i, kind, found[1])
         names.append(tool.get("name", found[1]))
     if not names:
         return

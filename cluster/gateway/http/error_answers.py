@@ -5,7 +5,8 @@ traceback, a path or another tenant's words.
 """
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_
 MAX_RETRY_AFTER_S = 60
 MAX_PATH_CHARS = 128
 ROUTE_LIST = "/openapi.json"
+_TOOL = re.compile(r"tools\[([0-9]+)\]")
 
 
 ErrorForm = Callable[[RequestRefused, int | None], bytes]
@@ -124,7 +126,22 @@ async def on_tandem_error(request: Request, error: Exception) -> Response:
         headers = {"allow": _methods(request)} if error.status_code == 405 else error.headers
         return error_response(refusal, form, jitter=id(error) >> 4, own_headers=headers)
     assert isinstance(error, TandemError)
+    if isinstance(error, RequestRefused):
+        _name_own_tool(error, request.scope.get("tandem.left_out", ()))
     return error_response(error, form, jitter=id(error) >> 4)
+
+
+def _name_own_tool(refusal: RequestRefused, left_out: Sequence[int]) -> None:
+    """Words the refusal of a tool with its number in the client's body. left_out: the numbers of those that were left
+    out there, ascending."""
+    if not left_out or refusal.param is None or (found := _TOOL.match(refusal.param)) is None:
+        return
+    number = int(found[1])
+    for at in left_out:
+        number += at <= number
+    own = f"tools[{number}]"
+    refusal.args = (str(refusal).replace(found[0], own),)
+    refusal.param = own + refusal.param[found.end() :]
 
 
 def _methods(request: Request) -> str:

@@ -99,14 +99,14 @@ def take_hosted(fields: dict[str, Any], ignored: IgnoredFields) -> None:
         check_kind(choice, ("function", "custom", "allowed_tools"), "tool_choice")
     if not isinstance(tools, list):
         return
-    kept = []
+    kept: list[Any] = []
     for i, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and (hosted := SENT_ALWAYS.fullmatch(kind)) is not None:
-            ignored.note(f"tools[{i}].{hosted[1]}", f"tools[{i}]: the type {kind} is not supported.")
+            ignored.leave_out(i, kind, hosted[1])
             continue
         if isinstance(tool, dict):
-            check_kind(tool, ("function", "custom"), f"tools[{i}]")
+            check_kind(tool, ("function", "custom"), f"tools[{len(kept)}]")
         kept.append(tool)
     fields["tools"] = kept
     ignored.take_from(fields, HINTS)

@@ -61,6 +61,7 @@ def begin_ignored(text: TextServices, request: Request) -> IgnoredFields:
     """The ignored fields of a request, of which there are none yet."""
     ignored = IgnoredFields(is_strict=text.settings.strict_fields)
     request.scope["tandem.ignored_fields"], request.scope["tandem.ignored"] = ignored, ignored.names
+    request.scope["tandem.left_out"] = ignored.left_out
     return ignored
 
 

@@ -188,6 +188,33 @@ async def test_a_choice_among_tools_that_are_left_out_is_refused() -> None:
                 assert refused.status_code == 400 and words in refusal_of(refused)["message"]
 
 
+async def test_refusals_name_a_tool_by_its_number_in_the_body() -> None:
+    """Whatever was left out in front of it."""
+    search, fetch = ANTHROPICS[:2]
+    good, bad = CLAUDE_CODE["tools"][0], {"name": "a b", "input_schema": {}}
+    cases: list[tuple[list[dict[str, Any]], str]] = [
+        ([search, good, fetch, fetch, bad], "tools[4].name"),
+        ([search, {"name": "f"}], "tools[1].input_schema"),
+        ([good, search, {"type": "mcp_toolset"}], "tools[2]"),
+        ([good, bad], "tools[1].name"),
+    ]
+    async with tooled(saying("ok")) as rig:
+        for tools, place in cases:
+            refused = await rig.client.post(PATH, json={"messages": USER, "max_tokens": 9, "tools": tools})
+            assert refused.status_code == 400 and place in refusal_of(refused)["message"], (place, refused.text)
+        hosted = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}]
+        broken = {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": "("}}
+        forced = {"type": "custom", "name": "c"}
+        for tools, choice, place in (
+            ([*hosted, broken], forced, "tools[2].format.definition"),
+            ([*hosted, {"type": "function"}], None, "tools[2].name"),
+            ([*hosted, {"type": "local_shell"}], None, "tools[2]"),
+        ):
+            body = {"input": "hi", "tools": tools, "tool_choice": choice}
+            error = error_of(await rig.client.post("/v1/responses", json=body))
+            assert error["param"] == place and place in error["message"]
+
+
 ECHOED_CALL = {
     "index": 0,
     "id": "c1",
