@@ -137,7 +137,7 @@ def named_call(source: TextSource, writer: AnswerWriter, name: str, ends: Sequen
     if (yield from goes_on_with(source, "{")):
         source.release()
         yield from writer.begin(name)
-        whole = yield from argument_value(source, writer.arguments, writer.ends)
+        whole = yield from argument_value(source, writer.arguments, ArgumentScanner(writer.ends))
         return Read.CALL if whole else Read.CLOSED
     written = yield from _written_arguments(source, writer.ends, ends)
     if written is None:
@@ -240,9 +240,9 @@ class _JsonCall:
             return written is not None
         if self._name is None:
             self._held = []
-            return (yield from argument_value(self._source, self._hold, self._writer.ends))
+            return (yield from argument_value(self._source, self._hold, ArgumentScanner(self._writer.ends)))
         yield from self._begin(self._name)
-        return (yield from argument_value(self._source, self._writer.arguments, self._writer.ends))
+        return (yield from argument_value(self._source, self._writer.arguments, ArgumentScanner(self._writer.ends)))
 
     def _hold(self, text: str) -> Iterator[OutputEvent]:
         assert self._held is not None

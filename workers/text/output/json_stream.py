@@ -217,7 +217,7 @@ class JsonScanner:
             self._state = "colon"
         else:
             self._value_ended()
-        return at + 1
+        return at + len(self._quote)
 
     def _in_escape(self, text: str, at: int) -> int:
         if text[at] == "u":
