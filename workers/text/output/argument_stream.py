@@ -27,6 +27,7 @@ _BEFORE_COMMA = "]})<[`"
 """Characters that stand behind a string that is a value, beside a comma and white space: of JSON, Python, or a mark."""
 _AHEAD = 200
 """Characters behind a quote that say whether it ends a string. So many of white space stand behind a value alone."""
+_COMMENT = re.compile(r"\s*[,;]?\s*#.*")
 _COMPUTES = "_+-*/%.|&^@=!>("
 """Characters behind a value that begin what is computed with it; letters and digits do too."""
 
@@ -61,6 +62,11 @@ def _ends_before_key(ahead: str) -> bool | None:
     return True if key.group("colon") else None if short else has_comma
 
 
+def comments_around_comma(comment: str) -> re.Pattern[str]:
+    """Returns a pattern of what stands between two values, with the comma as a group."""
+    return re.compile(rf"(?:\s*{comment})*\s*([,;]?)(?:\s*{comment})*")
+
+
 class ArgumentScanner(WordScanner):
     """Reads JSON and Python's literals. Beside these: a comma before a closing bracket; a word without quotes is a
     string, or a key; a quote inside a string that is not escaped, if more of the string follows; a backslash that
@@ -71,6 +77,8 @@ class ArgumentScanner(WordScanner):
     the value behind it, and a parenthesis until it is known whether it has a comma in it, as a tuple has.
     """
 
+    comments_ahead: ClassVar[re.Pattern[str]] = comments_around_comma(r"(?:#|//).*\n")
+    spaced = (*WordScanner.spaced, "more_items", "more_keys")
     unescaped: ClassVar[str] = "1234567N"
     """Characters that a backslash escapes in Python only; elsewhere they are parts of regular expressions."""
 
@@ -138,9 +146,6 @@ class ArgumentScanner(WordScanner):
         return bool(self._groups) and self._groups[-1][0] == len(self._stack)
 
     def _in_value(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         char = text[at]
         is_end = char == "," or char in self.openers.values()
         if is_end and self._stack:
@@ -161,9 +166,6 @@ class ArgumentScanner(WordScanner):
         return at
 
     def _in_comma(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         char = text[at]
         if char == "," or (char in self.quotes and self._stack[-1] not in self.lists):  # the comma may be forgotten
             if self._in_group():
@@ -181,9 +183,6 @@ class ArgumentScanner(WordScanner):
         return self._close(at)
 
     def _next(self, text: str, at: int, state: str) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         if text[at] in self.openers.values():
             self._forget()
             self._state = "comma"
@@ -192,9 +191,6 @@ class ArgumentScanner(WordScanner):
         return at
 
     def _in_key(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         if text[at] not in self.quotes and not (text[at].isalnum() or text[at] in "_$"):
             return self._break(at)
         self._hold()
@@ -213,8 +209,7 @@ class ArgumentScanner(WordScanner):
 
     def _in_colon(self, text: str, at: int) -> int:
         """A key without a value is dropped."""
-        at = self._space(text, at)
-        if at == len(text) or text[at] not in ",}":
+        if text[at] not in ",}":
             return super()._in_colon(text, at)
         is_first = self._out[self._held] != "," if self._held is not None else False
         self._forget()
@@ -229,20 +224,32 @@ class ArgumentScanner(WordScanner):
 
     def _in_behind_string(self, text: str, at: int) -> int:
         """Decides whether a quote ends a string, by what stands behind it, which stays unread."""
-        ends = self._quote_ends(text[at : at + _AHEAD])
+        ahead = text[at : at + _AHEAD]
+        ends = self._quote_ends(ahead)
         if ends or (ends is None and self.text_ended):
-            self._out.append('"')
-            self._value_ended()
-        elif ends is not None:
+            return at + self._string_ended(ahead)
+        if ends is not None:
             self._say(self._quote)
             self._state = "string"
         return at
+
+    def _string_ended(self, ahead: str) -> int:
+        """Says that the quote before `ahead` ends a string. Returns how much of that is read."""
+        self._out.append('"')
+        self._value_ended()
+        return 0
 
     def _quote_ends(self, ahead: str) -> bool | None:
         if self._is_key:
             return super()._quote_ends(ahead)
         in_object = bool(self._stack) and self._stack[-1] not in self.lists and not self._has_bare_keys
-        ends = _ends_before_key(ahead) if in_object else _ends_before_value(ahead)
+        if len(ahead) < _AHEAD and not self.text_ended and _COMMENT.fullmatch(ahead):
+            return None
+        find = _ends_before_key if in_object else _ends_before_value
+        ends = find(ahead)
+        if not ends and (found := self.comments_ahead.match(ahead)) is not None and "\n" in found.group():
+            ahead = (found.group(1) + " " + ahead[found.end() :]).rjust(len(ahead))
+            ends = find(ahead)
         return goes_on_behind(ahead, is_all=len(ahead) == _AHEAD or self.text_ended) if ends is False else ends
 
     def end(self) -> str:

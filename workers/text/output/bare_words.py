@@ -3,7 +3,6 @@
 Nothing is evaluated: such a value is a text, as it was written.
 """
 
-import json
 import re
 from typing import ClassVar, Final
 
@@ -11,10 +10,6 @@ from tandem.workers.text.output.call_ends import NO_ENDS, CallEnds, CallScanner
 from tandem.workers.text.output.python_stream import WORDS, as_number
 
 _RUN: Final = re.compile(r"[^,\[\]{}()<\n\"'#/`]+")
-_IN_QUOTES: Final = {
-    '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL),
-    "'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*", re.DOTALL),
-}
 _NO_JSON: Final = dict.fromkeys(("NaN", "Infinity", "+Infinity", "-Infinity", "undefined"), "null")
 """Words that JSON has no spelling for; null, as JSON.stringify() and pydantic write them."""
 _LONGEST: Final = 400
@@ -23,8 +18,10 @@ _PREFIX: Final = re.compile("[uU]|[fF]?[rR]|[rR]?[fF]")
 """Of texts; those of bytes are none, and in formatted ones what stands in braces stays as it is."""
 _OPERATORS: Final = "=+-*/%<>!&|^~@:([{,"
 """Characters behind which the line of an expression goes on, and a quote begins a text."""
-_BEFORE_QUOTE: Final = re.compile(rf"(?:\A|[{re.escape(_OPERATORS)}]\s{{0,40}})(?:[bB][rR]?|[rR][bB]|[rRuUfF]{{1,2}})?\Z")
-_COMPARED: Final = " =<0123456789"
+_BEFORE_QUOTE: Final = re.compile(
+    rf"(?:\A|[{re.escape(_OPERATORS)}]\s{{0,40}})(?:[bB][rR]?|[rR][bB]|[rRuUfF]{{1,2}})?\Z"
+)
+_COMPARED: Final = " \n=<0123456789"
 """What stands behind a `<` that is no mark."""
 _TEXT: Final = r"""(?:'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
 _TRAILER: Final = r"(?:\.\w+|\([^()]*\)|\[[^\[\]]*\])"
@@ -50,7 +47,6 @@ class WordScanner(CallScanner):
     is white space."""
 
     comments: ClassVar[tuple[str, ...]] = ("#", "//", "/*")
-    _comment = ""  # what ends the one that is read
 
     def __init__(self, ends: CallEnds = NO_ENDS, *, inside_object: bool = False, strict: bool = False) -> None:
         super().__init__(ends, inside_object=inside_object, strict=strict)
@@ -60,33 +56,31 @@ class WordScanner(CallScanner):
         """Closing brackets of those that are open in the word."""
 
     def _space(self, text: str, at: int) -> int:
-        at = super()._space(text, self._behind_comment(text, at) if self._comment else at)
-        while at < len(text) and text[at] in "#/":
-            if text.startswith(self.comments, at):
-                self._comment = "\n" if text[at] == "#" else text[at + 1]
-                at = self._behind_comment(text, at + 1 + (text[at] == "/"))
-            elif at + 1 == len(text) and "//" in self.comments:
-                self._comment, at = "/", at + 1
-            else:
-                break
+        while True:
+            if self._comment:
+                at = self._behind_comment(text, at)
+                if self._comment:
+                    return at
             at = super()._space(text, at)
-        return at
+            if text.startswith(self.comments, at):
+                self._comment = "*/" if text.startswith("/*", at) else "\n"
+            elif text[at:] == "/" and "//" in self.comments and not self.text_ended:
+                self._comment = "/"  # that is to be seen
+                return at
+            else:
+                return at
 
     def _behind_comment(self, text: str, at: int) -> int:
-        """Returns the index behind the comment that is read, as far as the text goes."""
-        if self._comment == "/" and at < len(text):  # one that begins, else it is dropped
-            self._comment, at = (text[at], at + 1) if text[at] in "/*" else ("", at)
-        while self._comment and at < len(text):
-            if self._comment == "*/":
-                self._comment = "" if text[at] == "/" else self._comment if text[at] == "*" else "*"
-                at += 1
-                continue
-            end = text.find("*" if self._comment == "*" else "\n", at)
-            if end < 0:
-                return len(text)
-            self._comment = "*/" if self._comment == "*" else ""
-            at = end + 1 if self._comment else end
-        return at
+        """Returns the index behind the comment that is read, as far as the text goes; a mark ends it."""
+        if self._comment == "/":
+            self._comment = ""
+            return at
+        marks = self._ends.inside[self._comment]
+        found = marks.first(text, at)
+        if found is None:
+            return len(text) if self.text_ended else marks.hold(text, at)
+        self._comment = ""
+        return found.end() if found.group() == "*/" else found.start()
 
     def _begin_word(self, *, drops: bool = False) -> None:
         self._left, self._state, self._drops, self._says, self._nested = "", "word", drops, False, []
@@ -146,12 +140,19 @@ class WordScanner(CallScanner):
 
     def _in_quoted(self, text: str, at: int) -> int:
         """Reads a text in an expression, which may have commas and brackets in it."""
-        found = _IN_QUOTES[self._quote].match(text, at)
-        end = at if found is None else found.end()
-        closed = text.startswith(self._quote, end)
-        self._add(text[at : end + closed])
-        self._state = "word" if closed else "quoted"
-        return end + closed
+        marks = self._ends.inside[self._quote]
+        found = marks.first(text, at)
+        end = found.start() if found is not None else len(text) if self.text_ended else marks.hold(text, at)
+        mark = "" if found is None else found.group()
+        if mark == "\\":
+            end += 2 if end + 1 < len(text) else 0
+        elif mark == self._quote:
+            end += 1
+            self._state = "word"
+        self._add(text[at:end])
+        if len(mark) > 1:
+            self._word_ended()
+        return end
 
     def _add(self, text: str) -> None:
         self._left += text

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tandem.workers.text.output.python_stream import PythonScanner
+from tandem.workers.text.output.stepping import Marks
 
 SPACE: Final = r"\s{0,40}"
 OBJECT: Final = (SPACE, r"\{", SPACE, "[\"']")
@@ -47,6 +48,11 @@ class CallEnds:
             **{mark: re.compile(_step_by_step(steps)) for mark, steps in (*begins.items(), *separators.items())},
         }
         self._marks = marks = (*ends, *begins)
+        self.inside = {
+            **{end: Marks(end, *marks) for end in ("\n", "*/")},
+            **{quote: Marks(quote, "\\", *marks) for quote in ("'", '"')},
+        }
+        """By what ends a comment, or a text in an expression: the marks to look for in it."""
         any_mark = "|".join(map(re.escape, marks)) or "(?!)"
         between = f"|(?<=[}}\\])\\s])[{re.escape(''.join(separators))}]" if separators else ""
         self._found = re.compile(f"({_RUN})({any_mark}{between})")

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import ClassVar
 
 from tandem.workers.text.output.events import OutputEvent
@@ -38,6 +38,9 @@ class JsonScanner:
     openers: ClassVar[Mapping[str, str]] = {"{": "}", "[": "]"}
     quotes = '"'
     lists = "["
+    spaced: ClassVar[Collection[str]] = ("value", "first_item", "first_key", "key", "colon", "comma")
+    """States in which white space means nothing."""
+    _comment = ""  # what ends the comment that is read
 
     def __init__(self, *, inside_object: bool = False, strict: bool = False) -> None:
         """inside_object: the scanner begins behind the first value of an object."""
@@ -55,6 +58,10 @@ class JsonScanner:
         """Reads `text` from `at` on. Returns the index behind what was read, and JSON text to pass on. What was not
         read is to be given again, with more text behind it."""
         while at < len(text) and not self.done and not self.broken:
+            if self._state in self.spaced:
+                at = self._space(text, at)
+                if at == len(text) or self._comment:
+                    break
             before = at, self._state
             at = getattr(self, "_in_" + self._state)(text, at)
             if (at, self._state) == before:
@@ -91,9 +98,6 @@ class JsonScanner:
         self._state = "comma"
 
     def _in_value(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         char = text[at]
         if char in self.openers:
             return self._open(char, at)
@@ -150,38 +154,27 @@ class JsonScanner:
         return self._break(at)
 
     def _in_first_item(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at < len(text) and text[at] == self.openers[self._stack[-1]]:
+        if text[at] == self.openers[self._stack[-1]]:
             return self._close(at)
-        self._state = "value" if at < len(text) else self._state
+        self._state = "value"
         return at
 
     def _in_first_key(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at < len(text) and text[at] == "}":
+        if text[at] == "}":
             return self._close(at)
-        self._state = "key" if at < len(text) else self._state
+        self._state = "key"
         return at
 
     def _in_key(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         return self._open_string(text[at], at, is_key=True) if text[at] in self.quotes else self._break(at)
 
     def _in_colon(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         if text[at] != ":":
             return self._break(at)
         self._pass(":", "value")
         return at + 1
 
     def _in_comma(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         opener = self._stack[-1]
         if text[at] == self.openers[opener]:
             return self._close(at)

@@ -23,8 +23,7 @@ _LONGEST_CHARACTER_NAME = 100
 
 
 class PythonScanner(JsonScanner):
-    """Reads strings, also between three quotes, numbers, True, False, None, lists, tuples (as lists), dicts with strings
-    as keys."""
+    """Reads strings, numbers, True, False, None, lists, tuples (as lists), dicts with strings as keys."""
 
     openers: ClassVar[Mapping[str, str]] = {"{": "}", "[": "]", "(": ")"}
     quotes = "\"'"

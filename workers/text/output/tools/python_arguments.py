@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
-from tandem.workers.text.output.argument_stream import ArgumentScanner
-from tandem.workers.text.output.call_ends import CallEnds
+from tandem.workers.text.output.argument_stream import ArgumentScanner, comments_around_comma
 
 _PREFIX: Final = "[rRuUfF]{0,2}"
 _BODIES: Final = (
@@ -14,12 +13,13 @@ _BODIES: Final = (
     ("'", r"(?!'')(?:[^'\\]|\\.)*"),
     ('"', r'(?!"")(?:[^"\\]|\\.)*'),
 )
-_STRINGS: Final = "(?:\\s*" + _PREFIX + "(?:" + "|".join(quote + body + quote for quote, body in _BODIES) + "))"
+_GAP: Final = r"(?:\s|\\\n|#[^\n]*\n)*"
+_STRINGS: Final = "(?:" + _GAP + _PREFIX + "(?:" + "|".join(quote + body + quote for quote, body in _BODIES) + "))"
 _OPEN: Final = "(?:" + "|".join(quote + body for quote, body in _BODIES) + r")\\?"
 _JOINED: Final = re.compile(
-    rf"{_STRINGS}+\s*[,)\]}}#+%.]|(?P<open>{_STRINGS}*\s*{_PREFIX}(?:{_OPEN})?\Z)", re.DOTALL
+    rf"{_STRINGS}+{_GAP}[,)\]}}+%.]|(?P<open>{_STRINGS}*{_GAP}(?:#[^\n]*|{_PREFIX}(?:{_OPEN})?)\Z)", re.DOTALL
 )
-_NEXT: Final = re.compile(rf"\s*({_PREFIX})(['\"])")
+_NEXT: Final = re.compile(rf"{_GAP}({_PREFIX})(['\"])")
 _AHEAD: Final = 200
 
 
@@ -27,14 +27,16 @@ class PythonArguments(ArgumentScanner):
     """Strings one behind the other are one."""
 
     comments: ClassVar[tuple[str, ...]] = ("#",)
+    comments_ahead = comments_around_comma(r"#.*\n")
     unescaped = ""
     _open_at_break: Sequence[str] = ()
 
-    def rest(self) -> "PythonArguments":
-        """Returns what reads the rest of an argument, up to a comma or a bracket behind it, and says nothing."""
+    def rest(self, before: str) -> "PythonArguments":
+        """Returns what reads the rest of an argument, up to a comma or a bracket behind it, and says nothing. before:
+        the word that stands before it."""
         rest = PythonArguments(self._ends)
         rest._begin_word(drops=True)
-        rest._nested = list(self._open_at_break)
+        rest._left, rest._nested = before, list(self._open_at_break)
         return rest
 
     def _break(self, at: int) -> int:
@@ -55,10 +57,9 @@ class PythonArguments(ArgumentScanner):
             return True
         return _NEXT.match(ahead) is not None if len(ahead) == _AHEAD or self.text_ended else None
 
-    def _in_behind_string(self, text: str, at: int) -> int:
-        ahead = text[at : at + _AHEAD]
+    def _string_ended(self, ahead: str) -> int:
         follows = _NEXT.match(ahead)
-        if follows is None or super()._quote_ends(ahead) is not False or not self._joins(ahead):
-            return super()._in_behind_string(text, at)
+        if follows is None or super()._quote_ends(ahead) is not False:
+            return super()._string_ended(ahead)
         self._quote, self._raw, self._state = follows.group(2), "r" in follows.group(1).lower(), "opened"
-        return at + follows.end()
+        return follows.end()

@@ -172,7 +172,7 @@ class _PythonicAnswer:
             elif source.exhausted or not self._began:
                 return (yield from self._broken())
             yield from _gap(source)
-            yield from scanned(source, self._scanner.rest(), nowhere)
+            yield from scanned(source, self._scanner.rest(name), nowhere)
             yield from _gap(source)
             if (yield from one_of(source, (",",))) is not None:
                 yield from _gap(source)
