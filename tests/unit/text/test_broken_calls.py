@@ -47,6 +47,13 @@ MEANT: list[tuple[str, Any]] = [
     ('{"city": "a</tool_call>[TOOL_CALLS]<|call|>```b"}', {"city": "a</tool_call>[TOOL_CALLS]<|call|>```b"}),
     ('{"city": , "where": {"x": [1, {"y": 2}}', {"city": None, "where": {"x": [1, {"y": 2}]}}),
     ('"{\\"city\\": \\"Rome\\"}"', {"city": "Rome"}),
+    ('{"city": """say "hi"\n""", "days": "\\""}', {"city": 'say "hi"\n', "days": '"'}),
+    ("{'city': r'\\d\\'', 'days': f'{n}', 'units': b'a, b'}", {"city": "\\d\\'", "days": "{n}", "units": "b'a, b'"}),
+    ('{"city": at(1, "a}"), "days": 1 + 2}', {"city": 'at(1, "a}")', "days": "1 + 2"}),
+    ('{"city": "a" + b, "days": [[1] + [2], "a".upper()]}', {"city": "a", "days": [[1], "a"]}),
+    ('{"city": "a", // or, "days": 4\n "days": 3 /* or, */, # 5\n}', {"city": "a", "days": 3}),
+    ('{"city": "a" // or\n, "days": ["b" # or\n, 3 // 4\n]}', {"city": "a", "days": ["b", 3]}),
+    ('{"city": "(a)\\1", "days": ("b"), "units": {"x", "y"}}', {"city": "(a)\\1", "days": "b", "units": {}}),
 ]  # fmt: skip
 NOTHING = ["{}", "null", "None", '""', "''", "[]", '"{}"']
 
