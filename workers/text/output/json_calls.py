@@ -119,8 +119,8 @@ def json_calls(source: TextSource, writer: AnswerWriter) -> Steps[Read]:
         source.keep()
         yield from run_of(source, _STRAY) if read.is_call else spaces(source)
         separator = yield from one_of(source, (",", "]"))
-        if separator is None and read is Read.CLOSED and (yield from goes_on_with(source, "{")):
-            separator = ","  # the end of the call before was forgotten
+        if separator is None and read.is_call and (yield from goes_on_with(source, "{")):
+            separator = ","  # or the end of the call before, was forgotten
     text = source.release()
     if read is Read.CLOSED:
         return Read.CALL if separator == "]" else Read.CLOSED
@@ -158,6 +158,19 @@ def after_call(source: TextSource, read: Read, end: str, marks: Marks) -> Steps[
         yield from run_of(source, _STRAY)
     if read.is_call:
         yield from one_of(source, (end,))
+
+
+def next_begins(source: TextSource, writer: AnswerWriter, begins: Sequence[str] = ("{",)) -> Steps[bool]:
+    """Returns whether what may be the next call stands behind a call, as marks between them may be forgotten. What
+    stands before it is kept; if there is none, it is content."""
+    source.keep()
+    yield from spaces(source)
+    if (yield from one_of(source, (";", ","))) is not None:
+        yield from spaces(source)
+    if (yield from begins_with(source, begins)) is not None:
+        return True
+    yield from writer.content(source.release())
+    return False
 
 
 def behind_call(source: TextSource, writer: AnswerWriter) -> Steps[None]:
@@ -255,7 +268,9 @@ class _JsonCall:
         yield from self._writer.begin(name)
 
     def _unclosed(self) -> Steps[Read]:
-        """Neither goes the object on nor does it end here: its end is forgotten, if a mark follows."""
+        """Neither goes the object on nor does it end here: its end is forgotten, if a mark or an object follows."""
+        if self._name is not None and (yield from goes_on_with(self._source, "{")):
+            return (yield from self._close())
         if (yield from goes_on_with(self._source, "<")) and self._name is not None:
             read = yield from self._close()
             return Read.CLOSED if read is Read.CALL else read

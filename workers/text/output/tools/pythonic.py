@@ -93,12 +93,12 @@ class _PythonicAnswer:
 
     def read(self) -> Steps[None]:
         source, writer = self._source, self._writer
-        yield from self._calls()
-        while (yield from text_until(source, _MARKS, writer.content)) is not None:
-            yield from self._calls()
+        while (yield from self._calls()) or (yield from text_until(source, _MARKS, writer.content)) is not None:
+            pass
         yield from writer.finish()
 
-    def _calls(self) -> Steps[None]:
+    def _calls(self) -> Steps[bool]:
+        """Reads a list of calls. Returns whether there was one, behind which the next may stand."""
         source, writer = self._source, self._writer
         source.keep()
         yield from spaces(source)
@@ -112,12 +112,14 @@ class _PythonicAnswer:
             if not read.is_call:
                 yield from writer.content(source.release())
             if read is Read.BROKEN:
-                return
+                return False
             if read is Read.CLOSED:
                 yield from self._rest_of_call()
             source.keep()
             yield from _gap(source)
             separator = yield from one_of(source, (",", "]"))
+            if separator is None and read is Read.CALL and (yield from _is_name(source)):
+                separator = ","  # it was forgotten
         text = source.release()
         if read is Read.CLOSED and separator is None:
             yield from text_until(source, _BEHIND_CALLS, nowhere)
@@ -126,6 +128,7 @@ class _PythonicAnswer:
         if read.is_call:
             yield from spaces(source) if separator is not None else ()
             yield from one_of(source, (END,))
+        return read.is_call and separator is not None
 
     def _call(self) -> Steps[Read]:
         source = self._source
@@ -217,6 +220,13 @@ class _PythonicAnswer:
             self._source.release()
             yield from self._writer.begin(self._name)
         yield from self._writer.arguments(text)
+
+
+def _is_name(source: TextSource) -> Steps[bool]:
+    """Returns whether a word comes next, which stays unread."""
+    while source.at == len(source.text) and not source.ended:
+        yield None
+    return source.text[source.at : source.at + 1].isalpha()
 
 
 def _gap(source: TextSource) -> Steps[None]:
