@@ -276,6 +276,17 @@ CODER = [
     (f'{F}<parameter=where>{{"a": "x}}</parameter></function></tool_call>', {"where": {"a": "x"}}),
     (f'{F}<parameter=where>{{"a": "x}}</parameter>\n<parameter=city>"y"</parameter></function></tool_call>',
      {"where": {"a": "x"}, "city": '"y"'}),
+    (f"{F}<parameter=city>\nput <parameter=days> or <parameter=units>\nhere\n</parameter>\n"
+     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+     {"city": "put <parameter=days> or <parameter=units>\nhere", "days": 3}),
+    (f"{F}<parameter=where>\nnone <parameter=days> 3\n</parameter>\n</function>",
+     {"where": "none <parameter=days> 3"}),
+    (f"{F}<parameter=city>\nRome <parameter=days>3\n<parameter=units>\nC\n</parameter>\n</function>",
+     {"city": "Rome ", "days": 3, "units": "C"}),
+    (f"{F}<parameter=city>\nRome <parameter=days>3</function></tool_call>", {"city": "Rome ", "days": 3}),
+    (f"{F}<parameter=city>Rome<parameter=days>3</parameter></function></tool_call>", {"city": "Rome", "days": 3}),
+    (f"{F}<parameter=city>\nRome\n</parameter>\n<parameter=city>\nParis\n</parameter>\n</function>",
+     {"city": "Paris"}),
     (f"{F}<parameter=city\nRome\n</parameter>\n<parameter=days>\n1\n</parameter>\n</function>", {"days": 1}),
     (f"{F}Here it is:\n<parameter=city>\nRome\n</parameter>\nDone\n</function>\n</tool_call>", {"city": "Rome"}),
 ]  # fmt: skip

@@ -12,10 +12,12 @@ OPEN = NOW[:-1]
 CODER = "<function=get_weather>\n<parameter=city>\na}{\n</parameter>\n</function>"
 FORGOTTEN = [
     *(("llama3_json", one.replace("arguments", "parameters"))
-      for one in (NOW + GET, f"{NOW}\n{GET}", f"{NOW}, {GET}", f"{NOW};{GET}", OPEN + GET, f"<|python_tag|>{NOW} {GET}")),
+      for one in (NOW + GET, f"{NOW}\n{GET}", f"{NOW}, {GET}", f"{NOW};{GET}", OPEN + GET,
+                  f"<|python_tag|>{NOW} {GET}")),
     *(("hermes", one)
       for one in (f"<tool_call>\n{NOW}\n{GET}\n</tool_call>", f"<tool_call>{NOW}</tool_call>\n{GET}</tool_call>",
-                  f"<tool_call>{NOW}<tool_call>{GET}", f"<tool_call>{NOW}, {GET}", f"<tool_call>{OPEN}\n{GET}</tool_call>")),
+                  f"<tool_call>{NOW}<tool_call>{GET}", f"<tool_call>{NOW}, {GET}",
+                  f"<tool_call>{OPEN}\n{GET}</tool_call>")),
     *((name, begin + one) for name, begin in (("mistral", "[TOOL_CALLS]"), ("granite", "<|tool_call|>"))
       for one in (f"[{NOW}{GET}]", f"[{NOW}\n{GET}]", f"[{OPEN} {GET}]", NOW + GET, f"{NOW}\n{GET}", f"{NOW}, {GET}",
                   f"[{NOW}][{GET}]", f"[{NOW}]\n{GET}", f"[{NOW}]{begin}[{GET}]", f"[{NOW}]\n{begin}{GET}")),

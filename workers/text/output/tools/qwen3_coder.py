@@ -44,6 +44,7 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _MARKS, _FUNCTION_END = Marks(BEGIN, FUNCTION), Marks(FUNCTION_END)
 _PARAMETER = Marks(PARAMETER, "\n" + PARAMETER_END, PARAMETER_END)
+_PARAMETER_LINE = Marks("\n" + PARAMETER, "\n" + PARAMETER_END, PARAMETER_END)
 _PARAMETERS_END = Marks(PARAMETER, FUNCTION_END, END, BEGIN, FUNCTION)
 _VALUE_END = Marks(
     *(before + mark for mark in (PARAMETER_END, PARAMETER, FUNCTION_END, END, BEGIN) for before in ("\n", ""))
@@ -169,11 +170,11 @@ class _CoderAnswer:
                 name = name.strip()
             if (yield from one_of(source, (">",))) is None:
                 continue
-            yield from one_of(source, ("\n",))
+            on_lines = (yield from one_of(source, ("\n",))) is not None
             yield from writer.arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
             before = ", "
             given.add(name)
-            yield from self._value(name, schema, _Unread(schema, given))
+            yield from self._value(name, schema, _Unread(schema, given, on_lines=on_lines))
         if not (source.cut and source.exhausted):
             yield from writer.arguments("{}" if before == "{" else "}")
         yield from one_of(source, (FUNCTION_END,))
@@ -213,11 +214,12 @@ class _CoderAnswer:
 class _Unread:
     """Says where a value ends whose end tag may be forgotten. Another tag that stands in it is text where the value has
     its end tag after all, in front of the next parameter; else it ends the value where nothing but the call's end, or a
-    parameter that was not given, can begin. given: the parameters so far."""
+    parameter that was not given, can begin; where the end tag follows, such a parameter begins a line, if the value has
+    lines of its own. given: the parameters so far; on_lines: the value has such lines."""
 
-    def __init__(self, schema: Mapping[str, Any], given: set[str]) -> None:
+    def __init__(self, schema: Mapping[str, Any], given: set[str], *, on_lines: bool) -> None:
         properties = _properties(schema).keys()
-        self._left = properties - given
+        self._left, self._on_lines = properties - given, on_lines
         self._takes_any = not properties
 
     def text_of_value(self, source: TextSource, emit: Emit) -> Steps[None]:
@@ -226,10 +228,18 @@ class _Unread:
                 return
             text = len(mark)
             if (yield from self._can_end(mark, source)):
-                text = 0 if mark.endswith(PARAMETER) else (yield from _before_end_tag(source, len(mark)))
+                text = yield from self._goes_on(mark, source)
             if not text:
                 return
             yield from emit(source.take(source.at + text))
+
+    def _goes_on(self, mark: str, source: TextSource) -> Steps[int]:
+        """Returns how many characters from a mark on, which could end the value, belong to it after all."""
+        if not mark.endswith(PARAMETER):
+            return (yield from _before_end_tag(source, len(mark), _PARAMETER))
+        if mark == PARAMETER and self._on_lines:
+            return (yield from _before_end_tag(source, len(mark), _PARAMETER_LINE))
+        return 0
 
     def _can_end(self, mark: str, source: TextSource) -> Steps[bool]:
         """Returns whether what stands behind the mark could follow a value without an end tag."""
@@ -243,11 +253,11 @@ class _Unread:
         return name in self._left or (self._takes_any and mark.startswith("\n"))
 
 
-def _before_end_tag(source: TextSource, behind: int) -> Steps[int]:
+def _before_end_tag(source: TextSource, behind: int, tags: Marks) -> Steps[int]:
     """Returns how many characters stand in front of the next end tag; 0 if a parameter, the end of the text or too much
-    text comes first. behind: characters that are known to hold neither."""
+    text comes first. behind: characters that are known to hold neither; tags: the end tags, and those of parameters."""
     while True:
-        found = _PARAMETER.first(source.text, source.at + behind)
+        found = tags.first(source.text, source.at + behind)
         before = len(source.text) - len("\n" + PARAMETER_END) if found is None else found.start()
         if before - source.at > _FAR:
             return 0
