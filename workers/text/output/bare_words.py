@@ -7,6 +7,7 @@ import re
 from typing import ClassVar, Final
 
 from tandem.workers.text.output.call_ends import NO_ENDS, CallEnds, CallScanner
+from tandem.workers.text.output.json_stream import MAX_NESTING
 from tandem.workers.text.output.python_stream import WORDS, as_number
 
 _RUN: Final = re.compile(r"[^,\[\]{}()<\n\"'#/`]+")
@@ -106,9 +107,9 @@ class WordScanner(CallScanner):
             return at + 1
         if char in self.quotes and _BEFORE_QUOTE.search(self._left):
             self._quote, self._state = char, "quoted"
-        elif char in self.openers:
+        elif char in self.openers and len(self._nested) < MAX_NESTING:
             self._nested.append(self.openers[char])
-        elif char in self._nested:
+        elif char in ")]}" and char in self._nested:
             while self._nested.pop() != char:
                 pass
         self._add(char)

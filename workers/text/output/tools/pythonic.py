@@ -33,6 +33,7 @@ _MARKS, _BEHIND_CALLS, _CALL_END, _LINE_END = Marks(START), Marks(START, END), M
 _ENDS = CallEnds(
     ends=(END,), begins={START: (SPACE, r"\[")}, separators={",": (SPACE, r"[\w.-]{1,256}", r"\(")}, closers=")"
 )
+_NOTHING_READ = PythonArguments(_ENDS)
 _NAME = re.compile(r"[\w.-]*")
 _WRITES_CALLS = re.compile(r"""\[func_name|name\s*[+~]\s*['"]\(""")
 
@@ -89,7 +90,7 @@ class _PythonicAnswer:
         self._source, self._writer = source, writer
         self._name = ""
         self._ours = self._began = False
-        self._scanner = PythonArguments(_ENDS)
+        self._scanner = _NOTHING_READ
 
     def read(self) -> Steps[None]:
         source, writer = self._source, self._writer
@@ -162,7 +163,7 @@ class _PythonicAnswer:
         dropped, but the first one, which says that this may be no call."""
         source, before = self._source, "{"
         while True:
-            self._scanner = PythonArguments(_ENDS)
+            self._scanner = _NOTHING_READ
             name = yield from run_of(source, _NAME, limit=256)
             yield from _gap(source)
             if name and (yield from one_of(source, ("=",))) is not None:
@@ -175,8 +176,9 @@ class _PythonicAnswer:
             elif source.exhausted or not self._began:
                 return (yield from self._broken())
             yield from _gap(source)
-            yield from scanned(source, self._scanner.rest(name), nowhere)
-            yield from _gap(source)
+            if (yield from begins_with(source, (",", ")"))) is None:
+                yield from scanned(source, self._scanner.rest(name), nowhere)
+                yield from _gap(source)
             if (yield from one_of(source, (",",))) is not None:
                 yield from _gap(source)
             elif not source.exhausted and not (yield from goes_on_with(source, ")")):
@@ -186,6 +188,7 @@ class _PythonicAnswer:
                 return True
 
     def _argument(self, emit: Emit) -> Steps[None]:
+        self._scanner = PythonArguments(_ENDS)
         yield from argument_value(self._source, emit, self._scanner)
 
     def _entries(self, before: str) -> Steps[str]:
