@@ -5,17 +5,22 @@ JSON is passed on as it is written. Python's literals and what models get wrong 
 
 import json
 import re
+from collections.abc import Iterator
 from typing import ClassVar
 
 from tandem.workers.text.output.bare_words import WordScanner, goes_on_behind
 from tandem.workers.text.output.call_ends import NO_ENDS, CallEnds, CallScanner
-from tandem.workers.text.output.json_stream import into, scanned
+from tandem.workers.text.output.events import OutputEvent
+from tandem.workers.text.output.json_stream import ValueText, into, scanned
 from tandem.workers.text.output.python_stream import HEX_DIGITS, STRING_STATES
 from tandem.workers.text.output.stepping import Emit, Steps, TextSource
 
 _BARE_KEY = re.compile(r"[\w$.-]*")
 _LONGEST_BARE = 400
 _LONGEST_NAME = 512
+_LONGEST_WRITTEN = 2**20
+"""Characters of arguments that are written into a string."""
+_HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BEFORE_KEY = re.compile(r"[ \t\r\n]*([,;][ \t\r\n]*)?")
 _KEY = re.compile(
@@ -297,22 +302,26 @@ def argument_value(source: TextSource, emit: Emit, scanner: ArgumentScanner) -> 
     return whole
 
 
-def as_object(text: str) -> str | None:
-    """Returns arguments that were written into a string, an object, as JSON; {} for an empty one, None for others."""
-    text = text.strip()
-    if not text:
-        return "{}"
-    scanner = ArgumentScanner()
-    end, out = scanner.feed(text, 0)
-    return out if scanner.done and end == len(text) and text[0] == "{" else None
+def written_object(source: TextSource, ends: CallEnds) -> Steps[tuple[bool, str | None]]:
+    """Reads arguments that were written into a string. Returns whether there is one, and the object that it means, as
+    JSON: {} for an empty string, None for others."""
+    string, value, left = _StringScanner(ends, _LONGEST_WRITTEN), ValueText(ArgumentScanner()), ""
+    skipped = 1  # the quote before it
 
+    def emit(text: str) -> Iterator[OutputEvent]:
+        nonlocal left, skipped
+        text = left + text[skipped : -1 if string.done else None]
+        skipped = 0
+        split = _HIGH_SURROGATE.search(text)  # the other half of the character follows
+        end = len(text) if split is None or string.done else split.start()
+        value.push(json.loads(f'"{text[:end]}"'))
+        left = text[end:]
+        return iter(())
 
-def mended(text: str) -> str:
-    """Returns a value that is broken, or not whole, as JSON."""
-    scanner = ArgumentScanner()
-    scanner.text_ended = True
-    _, out = scanner.feed(text, 0)
-    return out + ("" if scanner.done else scanner.close())
+    if not (yield from scanned(source, string, emit)):
+        return False, None
+    whole = value.finish()
+    return True, "{}" if not value.begin else whole if value.begin == "{" else None
 
 
 def short_string(source: TextSource, ends: CallEnds, limit: int = _LONGEST_NAME) -> Steps[str | None]:

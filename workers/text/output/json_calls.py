@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from tandem.workers.text.output.argument_stream import ArgumentScanner, argument_value, as_object, short_string
+from tandem.workers.text.output.argument_stream import ArgumentScanner, argument_value, short_string, written_object
 from tandem.workers.text.output.call_ends import NO_ENDS, CallEnds
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent
 from tandem.workers.text.output.formats import Tool
@@ -70,8 +70,6 @@ def answer_parser(
 
 _NOTHING = ("null", "None", "[]")
 """Arguments of a call that has none, beside {} and an empty string."""
-_LONGEST_WRITTEN = 2**20
-"""Characters of arguments that are written into a string."""
 _STRAY = re.compile(r"[\s})]*")
 
 
@@ -195,9 +193,9 @@ def _written_arguments(source: TextSource, ends: CallEnds, marks: Sequence[str] 
     if (yield from one_of(source, _NOTHING)) is not None or (marks and (yield from begins_with(source, marks))):
         return "{}"
     if (yield from begins_with(source, ("'", '"'))):
-        text = yield from short_string(source, ends, _LONGEST_WRITTEN)
-        if text is not None:
-            return as_object(text)
+        is_read, written = yield from written_object(source, ends)
+        if is_read:
+            return written
     return ("" if source.cut else "{}") if source.exhausted else None
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import ClassVar
 
 from tandem.workers.text.output.events import OutputEvent
@@ -228,6 +228,43 @@ class JsonScanner:
         self._left = self._left[1:]
         self._pass(text[at], "hex" if self._left else "string")
         return at + 1
+
+
+class ValueText:
+    """A value's text as it arrives, read piece by piece, so that no piece costs the time of all; white space around it
+    means nothing. begin: its first character."""
+
+    def __init__(self, scanner: JsonScanner) -> None:
+        self.begin = ""
+        self._scanner = scanner
+        self._unread = ""
+        self._out: list[str] = []
+        self._rest: list[str] = []
+
+    def push(self, text: str) -> None:
+        if self._scanner.done or self._scanner.broken:
+            self._rest.append(text)
+            return
+        text = self._unread + text if self.begin else text.lstrip()
+        self.begin = self.begin or text[:1]
+        end, out = self._scanner.feed(text, 0)
+        self._out.append(out)
+        self._unread = text[end:]
+
+    def finish(self) -> str | None:
+        """Returns the whole value as JSON, None if the text is not one value."""
+        self._scanner.text_ended = True
+        self.push("")
+        if not self._scanner.done and not self._scanner.broken:
+            self._out.append(self._scanner.end())
+        rest = self._unread.strip() or any(piece.strip() for piece in self._rest)
+        return None if rest or not self._scanner.done else "".join(self._out)
+
+    def mend(self, close: Callable[[], str]) -> str:
+        """Returns what was read as JSON. close: returns what is missing."""
+        self._scanner.text_ended = True
+        self.push("")
+        return "".join([*self._out, "" if self._scanner.done else close()])
 
 
 def scanned(source: TextSource, scanner: JsonScanner, emit: Emit, *, as_written: bool = False) -> Steps[bool]:

@@ -204,13 +204,3 @@ def as_number(word: str) -> str | None:
     if type(value) is int or (type(value) is float and math.isfinite(value)):
         return json.dumps(value)
     return None
-
-
-def to_json(text: str) -> str | None:
-    """Returns a whole Python or JSON literal as JSON, None if the text is none."""
-    scanner = PythonScanner()
-    scanner.text_ended = True
-    end, out = scanner.feed(text, 0)
-    if not scanner.done and not scanner.broken:
-        out += scanner.end()
-    return out if scanner.done and not text[end:].strip() else None

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tandem.workers.text.output import grammar_text
-from tandem.workers.text.output.argument_stream import mended
+from tandem.workers.text.output.argument_stream import ArgumentScanner
 from tandem.workers.text.output.call_ends import SPACE, CallEnds, CallScanner
 from tandem.workers.text.output.events import OutputEvent, OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter
 from tandem.workers.text.output.json_schemas import asserting
-from tandem.workers.text.output.json_stream import nowhere, scanned
-from tandem.workers.text.output.python_stream import to_json
+from tandem.workers.text.output.json_stream import ValueText, nowhere, scanned
+from tandem.workers.text.output.python_stream import PythonScanner
 from tandem.workers.text.output.schema_types import (
     Argument,
     as_typed,
@@ -132,7 +132,6 @@ class _CoderAnswer:
     def __init__(self, source: TextSource, tools: Sequence[Tool]) -> None:
         self._source, self._writer = source, AnswerWriter(tools)
         self._schemas = {tool.name: asserting(tool.parameters) for tool in tools}
-        self._held: list[str] = []
 
     def read(self) -> Steps[None]:
         source, writer = self._source, self._writer
@@ -189,23 +188,11 @@ class _CoderAnswer:
             yield from other.text_of_value(source, self._text)
             yield from writer.arguments("" if source.cut and source.exhausted else '"')
         else:
-            self._held = []
-            yield from self._literal(other)
-            text = "".join(self._held).strip()
+            value = _Typed(types_of(one, schema))
+            yield from value.read(source, other)
             if not (source.cut and source.exhausted):
-                yield from writer.arguments(_typed(text, types_of(one, schema)))
+                yield from writer.arguments(value.json())
         yield from one_of(source, ("\n" + PARAMETER_END, PARAMETER_END))
-
-    def _literal(self, other: "_Unread") -> Steps[None]:
-        """Holds the text of a value. Marks inside its strings do not end it."""
-        self._held.append((yield from spaces(self._source)))
-        if (yield from begins_with(self._source, ('"', "{", "["))) is not None:
-            yield from scanned(self._source, CallScanner(_ENDS, strict=True), self._hold, as_written=True)
-        yield from other.text_of_value(self._source, self._hold)
-
-    def _hold(self, text: str) -> Iterator[OutputEvent]:
-        self._held.append(text)
-        return iter(())
 
     def _text(self, text: str) -> Iterator[OutputEvent]:
         return self._writer.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
@@ -269,13 +256,34 @@ def _before_end_tag(source: TextSource, behind: int, tags: Marks) -> Steps[int]:
         yield None
 
 
-def _typed(text: str, types: frozenset[str] | None) -> str:
-    """Returns the JSON of an argument that was written as `text`: a broken list or object is mended if no string is
-    allowed."""
-    converted = to_json(text)
-    if converted is None and types is not None and "string" not in types and text[:1] in ("{", "["):
-        converted = mended(text)
-    return as_typed(text, converted, types)
+class _Typed:
+    """Reads a value that is no text: a broken list or object is mended if no string is allowed."""
+
+    def __init__(self, types: frozenset[str] | None) -> None:
+        self._types = types
+        self._held: list[str] = []
+        self._literal, self._mender = ValueText(PythonScanner()), ArgumentScanner()
+        self._mended = None if types is None or "string" in types else ValueText(self._mender)
+
+    def read(self, source: TextSource, other: "_Unread") -> Steps[None]:
+        """Marks inside strings do not end the value."""
+        yield from spaces(source)
+        if (yield from begins_with(source, ('"', "{", "["))) is not None:
+            yield from scanned(source, CallScanner(_ENDS, strict=True), self._hold, as_written=True)
+        yield from other.text_of_value(source, self._hold)
+
+    def _hold(self, text: str) -> Iterator[OutputEvent]:
+        self._held.append(text)
+        self._literal.push(text)
+        if self._mended is not None:
+            self._mended.push(text)
+        return iter(())
+
+    def json(self) -> str:
+        converted = self._literal.finish()
+        if converted is None and self._mended is not None and self._mended.begin in ("{", "["):
+            converted = self._mended.mend(self._mender.close).strip()
+        return as_typed("".join(self._held).strip(), converted, self._types)
 
 
 def _schema_of(name: str, schema: Mapping[str, Any]) -> Any:
