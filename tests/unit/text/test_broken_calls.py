@@ -303,8 +303,8 @@ def test_tags_in_a_value_of_qwen3_coder_are_looked_behind_once() -> None:
     text = f"{F}<parameter=city>\nend{value}\n</parameter>\n</function>\n</tool_call>"
     for pieces in ([text], cut(text, 70_000)):
         events = tool_events("qwen3_coder", pieces)
-        assert json.loads(arguments_of(events)[0]) == {"city": "end"}, "nothing is held back for longer than 64 KiB"
-    value = "\n</tool_call>" * 4_000
+        assert json.loads(arguments_of(events)[0]) == {"city": "end"}, "nothing is held back for longer than 16 KiB"
+    value = "\n</tool_call>" * 1_200
     text = f"{F}<parameter=city>\nend{value}\n</parameter>\n</function>\n</tool_call>"
     parser = TOOL_FORMATS["qwen3_coder"].parser(TOOLS)
     calls = 0

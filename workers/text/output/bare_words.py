@@ -22,6 +22,7 @@ _OPERATORS: Final = "=+-*/%<>!&|^~@:([{,"
 _BEFORE_QUOTE: Final = re.compile(
     rf"(?:\A|[{re.escape(_OPERATORS)}]\s{{0,40}})(?:[bB][rR]?|[rR][bB]|[rRuUfF]{{1,2}})?\Z"
 )
+_NEAR: Final = 50
 _COMPARED: Final = " \n=<0123456789"
 """What stands behind a `<` that is no mark."""
 _TEXT: Final = r"""(?:'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
@@ -105,7 +106,7 @@ class WordScanner(CallScanner):
             self._open_string(char, at, is_key=False)
             self._raw = "r" in self._left.lower()
             return at + 1
-        if char in self.quotes and _BEFORE_QUOTE.search(self._left):
+        if char in self.quotes and _BEFORE_QUOTE.search(self._left, max(len(self._left) - _NEAR, 0)):
             self._quote, self._state = char, "quoted"
         elif char in self.openers and len(self._nested) < MAX_NESTING:
             self._nested.append(self.openers[char])

@@ -18,8 +18,9 @@ _RUN: Final = r"[\s}\])]{0,40}"
 """Closing brackets and white space in front of a mark, which belong to the call if its brackets are closed by them."""
 _AHEAD: Final = 200
 """Characters behind a quote that say whether it ends a string."""
-_FAR: Final = 64 * 1024
-"""Characters behind a mark within which the quote that ends the text is looked for."""
+FAR: Final = 16 * 1024
+"""Characters behind a mark within which the quote, or the tag, that ends the text is looked for. They are held back,
+so all of them may have to be read at once."""
 _QUOTE_OR_ESCAPE: Final = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _TO_QUOTE: Final = {
     '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL),
@@ -190,7 +191,7 @@ class CallScanner(PythonScanner):
         found = _TO_QUOTE[self._quote].match(text, start)
         end = start if found is None else found.end()
         self._looked = end + self._shift
-        if end - at > _FAR:
+        if end - at > FAR:
             return -1
         if text.startswith(self._quote, end):
             return end

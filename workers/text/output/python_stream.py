@@ -17,6 +17,7 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v"
 _OCTAL = "01234567"
 STRING_STATES = ("string", "opened", "escape", "hex", "octal", "character", "raw", "behind_string")
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _LONGEST_WORD = 400
 _LONGEST_CHARACTER_NAME = 100
@@ -134,7 +135,7 @@ class PythonScanner(JsonScanner):
         return at + 1
 
     def _say(self, text: str) -> None:
-        self._out.append(json.dumps(text, ensure_ascii=False)[1:-1])
+        self._out.append(_encode(text)[1:-1])
 
     def _in_escape(self, text: str, at: int) -> int:
         char = text[at]

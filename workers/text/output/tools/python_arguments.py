@@ -17,7 +17,9 @@ _GAP: Final = r"(?:\s|\\\n|#[^\n]*\n)*"
 _STRINGS: Final = "(?:" + _GAP + _PREFIX + "(?:" + "|".join(quote + body + quote for quote, body in _BODIES) + "))"
 _OPEN: Final = "(?:" + "|".join(quote + body for quote, body in _BODIES) + r")\\?"
 _JOINED: Final = re.compile(
-    rf"{_STRINGS}+{_GAP}[,)\]}}+%.]|(?P<open>{_STRINGS}*{_GAP}(?:#[^\n]*|{_PREFIX}(?:{_OPEN})?)\Z)", re.DOTALL
+    rf"{_STRINGS}{{1,3}}{_GAP}[,)\]}}+%.]|{_STRINGS}{{3}}{_GAP}{_PREFIX}['\"]"
+    rf"|(?P<open>{_STRINGS}{{,3}}{_GAP}(?:#[^\n]*|{_PREFIX}(?:{_OPEN})?)\Z)",
+    re.DOTALL,
 )
 _NEXT: Final = re.compile(rf"{_GAP}({_PREFIX})(['\"])")
 _AHEAD: Final = 200

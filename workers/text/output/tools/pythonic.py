@@ -34,7 +34,7 @@ _ENDS = CallEnds(
     ends=(END,), begins={START: (SPACE, r"\[")}, separators={",": (SPACE, r"[\w.-]{1,256}", r"\(")}, closers=")"
 )
 _NOTHING_READ = PythonArguments(_ENDS)
-_NAME = re.compile(r"[\w.-]*")
+_NAME, _COMMAS = re.compile(r"[\w.-]*"), re.compile(",*")
 _WRITES_CALLS = re.compile(r"""\[func_name|name\s*[+~]\s*['"]\(""")
 
 
@@ -179,7 +179,7 @@ class _PythonicAnswer:
             if (yield from begins_with(source, (",", ")"))) is None:
                 yield from scanned(source, self._scanner.rest(name), nowhere)
                 yield from _gap(source)
-            if (yield from one_of(source, (",",))) is not None:
+            if (yield from run_of(source, _COMMAS)):
                 yield from _gap(source)
             elif not source.exhausted and not (yield from goes_on_with(source, ")")):
                 return (yield from self._broken())

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.argument_stream import ArgumentScanner
-from tandem.workers.text.output.call_ends import SPACE, CallEnds, CallScanner
+from tandem.workers.text.output.call_ends import FAR, SPACE, CallEnds, CallScanner
 from tandem.workers.text.output.events import OutputEvent, OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter
@@ -52,8 +52,6 @@ _VALUE_END = Marks(
 _ENDS = CallEnds(ends=(PARAMETER_END, FUNCTION_END, END), begins={PARAMETER: (), BEGIN: (SPACE, *FUNCTION)})
 _AHEAD = 60
 """Characters from the begin of a mark on that say whether it can end a value."""
-_FAR = 64 * 1024
-"""Characters behind such a mark within which the value's own end tag is looked for."""
 _CALL_ENDS = re.compile(
     r"\s*(</function>\s*)?(</tool_call>\s*)?(\Z|<tool_call>\s*<function=|<function=)|\s*</function>\s*</tool_call>"
 )
@@ -246,7 +244,7 @@ def _before_end_tag(source: TextSource, behind: int, tags: Marks) -> Steps[int]:
     while True:
         found = tags.first(source.text, source.at + behind)
         before = len(source.text) - len("\n" + PARAMETER_END) if found is None else found.start()
-        if before - source.at > _FAR:
+        if before - source.at > FAR:
             return 0
         if found is not None:
             return before - source.at if found.group().endswith(PARAMETER_END) else 0
