@@ -107,7 +107,7 @@ def test_a_push_is_read_in_linear_time(name: str) -> None:
     start = CALLS[name].removesuffix('"')
     for begin in ("", start + '"', start + "'", start + "f(", start + '"x", '):
         for repeated in HOSTILE:
-            small, large = (begin + repeated * (size // len(repeated)) for size in (300, 1200))
+            small, large = (begin + repeated * (size // len(repeated)) for size in (200, 800))
             larger = 1.3 * len(large) / len(small)
             for less, more, most in zip(work(name, small), work(name, large), (MOST_CALLS, MOST_LOOKS), strict=True):
                 assert more < larger * less + 500, (begin, repeated)
@@ -120,7 +120,7 @@ def test_no_more_than_16_kib_wait_for_what_ends_a_text(name: str) -> None:
         parser, held = TOOL_FORMATS[name].parser(TOOLS), 0
         assert isinstance(parser, SteppedParser)
         parser.push(CALLS[name])
-        for _ in range(100):
+        for _ in range(50):
             parser.push(repeated * (400 // len(repeated)))
             held = max(held, len(parser._source.text) - parser._source.at)
         assert held < FAR + 1000, repeated

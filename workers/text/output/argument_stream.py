@@ -248,14 +248,14 @@ class ArgumentScanner(WordScanner):
         if self._is_key:
             return super()._quote_ends(ahead)
         in_object = bool(self._stack) and self._stack[-1] not in self.lists and not self._has_bare_keys
-        if len(ahead) < _AHEAD and not self.text_ended and _COMMENT.fullmatch(ahead):
-            return None
         find = _ends_before_key if in_object else _ends_before_value
-        ends = find(ahead)
+        ends, is_short = find(ahead), len(ahead) < _AHEAD and not self.text_ended
         if not ends and (found := self.comments_ahead.match(ahead)) is not None and "\n" in found.group():
             ahead = (found.group(1) + " " + ahead[found.end() :]).rjust(len(ahead))
             ends = find(ahead)
-        return goes_on_behind(ahead, is_all=len(ahead) == _AHEAD or self.text_ended) if ends is False else ends
+        if not ends and is_short and _COMMENT.fullmatch(ahead):
+            return None
+        return goes_on_behind(ahead, is_all=not is_short) if ends is False else ends
 
     def end(self) -> str:
         """A value on its own ends with the text."""

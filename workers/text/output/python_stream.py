@@ -19,6 +19,7 @@ STRING_STATES = ("string", "opened", "escape", "hex", "octal", "character", "raw
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_NUMBER = re.compile(r"[0-9a-fA-FxXoO_.+ -]+")
 _LONGEST_WORD = 400
 _LONGEST_CHARACTER_NAME = 100
 
@@ -198,6 +199,8 @@ class PythonScanner(JsonScanner):
 def as_number(word: str) -> str | None:
     if _JSON_NUMBER.fullmatch(word):
         return word
+    if _NUMBER.fullmatch(word) is None:
+        return None
     try:
         value = ast.literal_eval(word)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
