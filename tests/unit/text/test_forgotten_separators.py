@@ -10,6 +10,8 @@ from tests.unit.text.output_events import arguments_of, cut, tool_events
 NOW, GET = '{"name": "now", "arguments": {}}', '{"name": "get_weather", "arguments": {"city": "a}{"}}'
 OPEN = NOW[:-1]
 CODER = "<function=get_weather>\n<parameter=city>\na}{\n</parameter>\n</function>"
+B, SEP, E, JSON = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json\n"
+TO, ARGS = "<|channel|>commentary to=functions.", '{"city": "a}{"}'
 FORGOTTEN = [
     *(("llama3_json", one.replace("arguments", "parameters"))
       for one in (NOW + GET, f"{NOW}\n{GET}", f"{NOW}, {GET}", f"{NOW};{GET}", OPEN + GET,
@@ -29,6 +31,13 @@ FORGOTTEN = [
     ("pythonic", "[now()\n# and\nget_weather(city='a}{')]"),
     ("pythonic", "[now()][get_weather(city='a}{')]"),
     ("pythonic", "[now()]\n[get_weather(city='a}{')]"),
+    ("deepseek_v31", f"{B}now{SEP}{{}}{E}get_weather{SEP}{ARGS}{E}"),
+    ("deepseek_v31", f"{B}now{SEP}{{}}{B}get_weather{SEP}{ARGS}"),
+    ("deepseek_v31", f"{B}now{SEP}{{}}\n get_weather{SEP}{ARGS}{E}<｜tool▁calls▁end｜>"),
+    ("deepseek_v3", f"{B}function{SEP}now\n{JSON}{{}}\n```{E}\nfunction{SEP}get_weather\n{JSON}{ARGS}\n```{E}"),
+    ("deepseek_v3", f"{B}function{SEP}now\n{JSON}{{}}{B}function{SEP}get_weather\n{JSON}{ARGS}"),
+    *(("openai", f"{TO}now<|message|>{{}}{between}{TO}get_weather<|message|>{ARGS}<|call|>")
+      for between in ("", "<|call|>", "<|start|>assistant")),
     ("qwen3_coder", f"<function=now>\n</function>\n{CODER}"),
     ("qwen3_coder", f"<tool_call><function=now>\n{CODER}"),
     ("qwen3_coder", f"<tool_call><function=now>\n</tool_call>{CODER}</tool_call>"),
@@ -52,6 +61,7 @@ def test_both_calls_are_read(name: str, text: str) -> None:
         ("mistral", f"[TOOL_CALLS][{NOW}]"),
         ("mistral", "[TOOL_CALLS]now[ARGS]{}"),
         ("granite", f"<|tool_call|>[{NOW}]"),
+        ("deepseek_v31", f"{B}now{SEP}{{}}{E}"),
         ("pythonic", "[now()]"),
     ],
 )

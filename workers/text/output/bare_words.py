@@ -16,7 +16,7 @@ _NO_JSON: Final = dict.fromkeys(("NaN", "Infinity", "+Infinity", "-Infinity", "u
 _LONGEST: Final = 400
 """Characters of a word that may be a number. As many white space end a word."""
 _PREFIX: Final = re.compile("[uU]|[fF]?[rR]|[rR]?[fF]")
-"""Of texts; those of bytes are none, and in formatted ones what stands in braces stays as it is."""
+"""Prefixes of texts; bytes are none, and in formatted texts what stands in braces stays as it is."""
 _OPERATORS: Final = "=+-*/%<>!&|^~@:([{,"
 """Characters behind which the line of an expression goes on, and a quote begins a text."""
 _BEFORE_QUOTE: Final = re.compile(
@@ -24,7 +24,7 @@ _BEFORE_QUOTE: Final = re.compile(
 )
 _NEAR: Final = 50
 _COMPARED: Final = " \n=<0123456789"
-"""What stands behind a `<` that is no mark."""
+"""Characters behind a `<` that is no mark."""
 _TEXT: Final = r"""(?:'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
 _TRAILER: Final = r"(?:\.\w+|\([^()]*\)|\[[^\[\]]*\])"
 _ATOM: Final = rf"(?:{_TEXT}|\w+|\([^()]*\)){_TRAILER}*"
@@ -33,6 +33,7 @@ _COMPUTED: Final = re.compile(
     rf"(?:\.\w+\([^()]*\){_TRAILER}*|(?={_OPERATOR}))(?:{_OPERATOR}{_ATOM})*\s*"
     rf"(?:,\s*(?:\w+\s*=[^=]|{_TEXT}\s*:)|,?\s*[)\]}}])"
 )
+"""Operations with a text, up to the next argument or the end of them all."""
 _MAY_COMPUTE: Final = re.compile(r"\s*(?:[-+*/%|&<>=!]|\.(?:\w|\Z)|(?:and|or|in|is|if)\s|[a-z]{0,3}\Z)")
 
 
@@ -53,7 +54,7 @@ class WordScanner(CallScanner):
     def __init__(self, ends: CallEnds = NO_ENDS, *, inside_object: bool = False, strict: bool = False) -> None:
         super().__init__(ends, inside_object=inside_object, strict=strict)
         self._drops = self._says = False
-        """What is read is dropped, or said: it cannot be a number any more."""
+        """Flags of what is read: it is dropped; the begin of it was said, so that it is no number."""
         self._nested: list[str] = []
         """Closing brackets of those that are open in the word."""
 

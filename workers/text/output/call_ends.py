@@ -53,7 +53,7 @@ class CallEnds:
             **{end: Marks(end, *marks) for end in ("\n", "*/")},
             **{quote: Marks(quote, "\\", *marks) for quote in ("'", '"')},
         }
-        """By what ends a comment, or a text in an expression: the marks to look for in it."""
+        """Marks to look for in a comment, or a text of an expression, by what ends it."""
         any_mark = "|".join(map(re.escape, marks)) or "(?!)"
         between = f"|(?<=[}}\\])\\s])[{re.escape(''.join(separators))}]" if separators else ""
         self._found = re.compile(f"({_RUN})({any_mark}{between})")
