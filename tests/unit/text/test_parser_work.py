@@ -1,6 +1,7 @@
 """The work of one push is linear in its text, and the text that may be held back is bounded: counted are calls of
 functions, and characters that patterns look at, not time."""
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.output.call_ends import FAR, CallEnds
 from tandem.workers.text.output.stepping import Marks, SteppedParser
-from tests.unit.text.output_events import TOOLS
+from tests.unit.text.output_events import TOOLS, arguments_of, cut, tool_events
 from tests.unit.text.test_parser_laws import CALLS
 
 ROOM = "tandem.workers.text.output"
@@ -82,22 +83,23 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(owner, key, Counted(getattr(owner, key)))
 
 
-def work(name: str, text: str) -> tuple[int, int]:
-    """The calls and the looks that one push of a text, and the end of it, take."""
-    calls, Counted.looks = 0, 0
+def work(name: str, text: str, before: str = "") -> tuple[int, int]:
+    """The calls and the looks that one push of a text, and the end of it, take. before: read in pieces before it."""
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
     parser = TOOL_FORMATS[name].parser(TOOLS)
-    before = sys.getprofile()
+    for piece in cut(before, 64):
+        parser.push(piece)
+    calls, Counted.looks, profile = 0, 0, sys.getprofile()
     sys.setprofile(count)
     try:
         parser.push(text)
         parser.finish()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(profile)
     return calls, Counted.looks
 
 
@@ -124,3 +126,25 @@ def test_no_more_than_16_kib_wait_for_what_ends_a_text(name: str) -> None:
             parser.push(repeated * (400 // len(repeated)))
             held = max(held, len(parser._source.text) - parser._source.at)
         assert held < FAR + 1000, repeated
+
+
+NUMBERS = [{"a": [number, None, "\U0001f600"]} for number in range(4000)]
+WHERE = "<function=get_weather>\n<parameter=where>\n"
+LONG = [
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": ' + json.dumps(json.dumps({"where": NUMBERS})), "}"),
+    ("mistral", "[TOOL_CALLS]get_weather[ARGS]" + json.dumps(json.dumps({"where": NUMBERS}, ensure_ascii=False)), ""),
+    ("qwen3_coder", WHERE + json.dumps({"where": NUMBERS}), "\n</parameter>\n</function>"),
+    ("qwen3_coder", WHERE + repr({"where": NUMBERS}), "\n</parameter>\n</function>"),
+    ("qwen3_coder", WHERE + json.dumps({"where": NUMBERS})[:-1], "\n</parameter>\n</function>"),
+]
+"""Calls with a long value that is held back whole, up to its end, and this."""
+
+
+@pytest.mark.parametrize(("name", "begin", "end"), LONG)
+def test_the_end_of_a_long_value_does_not_cost_the_time_of_all(name: str, begin: str, end: str) -> None:
+    calls, _ = work(name, begin[-20:] + end, before=begin[:-20])
+    assert calls < 20_000 < len(begin) / 5
+    for size in (7, 1000, len(begin)):
+        (arguments,) = arguments_of(tool_events(name, cut(begin + end, size)))
+        given = json.loads(arguments)["where"]
+        assert (given if name != "qwen3_coder" else given["where"]) == NUMBERS

@@ -20,7 +20,7 @@ _LONGEST_BARE = 400
 _LONGEST_NAME = 512
 _LONGEST_WRITTEN = 2**20
 """Characters of arguments that are written into a string."""
-_HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+_HIGH_SURROGATE = re.compile(r"(?:\A|[^\\])(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})\Z")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BEFORE_KEY = re.compile(r"[ \t\r\n]*([,;][ \t\r\n]*)?")
 _KEY = re.compile(
@@ -313,7 +313,7 @@ def written_object(source: TextSource, ends: CallEnds) -> Steps[tuple[bool, str 
         text = left + text[skipped : -1 if string.done else None]
         skipped = 0
         split = _HIGH_SURROGATE.search(text)  # the other half of the character follows
-        end = len(text) if split is None or string.done else split.start()
+        end = len(text) if split is None or string.done else split.start(1)
         value.push(json.loads(f'"{text[:end]}"'))
         left = text[end:]
         return iter(())

@@ -9,6 +9,7 @@ from tandem.workers.text.output.events import OutputEvent
 from tandem.workers.text.output.stepping import Emit, Steps, TextSource
 
 MAX_NESTING = 128
+_READ_AT_ONCE = 1024
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -231,39 +232,41 @@ class JsonScanner:
 
 
 class ValueText:
-    """A value's text as it arrives, read piece by piece, so that no piece costs the time of all; white space around it
-    means nothing. begin: its first character."""
+    """A value's text as it arrives, read by and by, so that its end does not cost the time of all; white space around
+    it means nothing. begin: its first character, in the end."""
 
     def __init__(self, scanner: JsonScanner) -> None:
         self.begin = ""
         self._scanner = scanner
-        self._unread = ""
+        self._unread: list[str] = []
+        self._length = 0
         self._out: list[str] = []
-        self._rest: list[str] = []
 
     def push(self, text: str) -> None:
-        if self._scanner.done or self._scanner.broken:
-            self._rest.append(text)
-            return
-        text = self._unread + text if self.begin else text.lstrip()
+        self._unread.append(text)
+        self._length += len(text)
+        if self._length >= _READ_AT_ONCE and not (self._scanner.done or self._scanner.broken):
+            self._read()
+
+    def _read(self) -> None:
+        text = "".join(self._unread) if self.begin else "".join(self._unread).lstrip()
         self.begin = self.begin or text[:1]
         end, out = self._scanner.feed(text, 0)
         self._out.append(out)
-        self._unread = text[end:]
+        self._unread, self._length = [text[end:]], 0
 
     def finish(self) -> str | None:
         """Returns the whole value as JSON, None if the text is not one value."""
         self._scanner.text_ended = True
-        self.push("")
+        self._read()
         if not self._scanner.done and not self._scanner.broken:
             self._out.append(self._scanner.end())
-        rest = self._unread.strip() or any(piece.strip() for piece in self._rest)
-        return None if rest or not self._scanner.done else "".join(self._out)
+        return "".join(self._out) if self._scanner.done and not self._unread[0].strip() else None
 
     def mend(self, close: Callable[[], str]) -> str:
         """Returns what was read as JSON. close: returns what is missing."""
         self._scanner.text_ended = True
-        self.push("")
+        self._read()
         return "".join([*self._out, "" if self._scanner.done else close()])
 
 

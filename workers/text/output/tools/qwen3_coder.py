@@ -278,10 +278,10 @@ class _Typed:
         return iter(())
 
     def json(self) -> str:
-        converted = self._literal.finish()
-        if converted is None and self._mended is not None and self._mended.begin in ("{", "["):
+        text, converted = "".join(self._held).strip(), self._literal.finish()
+        if converted is None and self._mended is not None and text[:1] in ("{", "["):
             converted = self._mended.mend(self._mender.close).strip()
-        return as_typed("".join(self._held).strip(), converted, self._types)
+        return as_typed(text, converted, self._types)
 
 
 def _schema_of(name: str, schema: Mapping[str, Any]) -> Any:
