@@ -128,7 +128,7 @@ def test_no_more_than_16_kib_wait_for_what_ends_a_text(name: str) -> None:
         assert held < FAR + 1000, repeated
 
 
-NUMBERS = [{"a": [number, None, "\U0001f600"]} for number in range(4000)]
+NUMBERS = [{"a": [number, None, "\U0001f600"]} for number in range(1000)]
 WHERE = "<function=get_weather>\n<parameter=where>\n"
 LONG = [
     ("hermes", '<tool_call>{"name": "get_weather", "arguments": ' + json.dumps(json.dumps({"where": NUMBERS})), "}"),
@@ -143,7 +143,7 @@ LONG = [
 @pytest.mark.parametrize(("name", "begin", "end"), LONG)
 def test_the_end_of_a_long_value_does_not_cost_the_time_of_all(name: str, begin: str, end: str) -> None:
     calls, _ = work(name, begin[-20:] + end, before=begin[:-20])
-    assert calls < 20_000 < len(begin) / 5
+    assert calls < work(name, begin + end)[0] / 4
     for size in (7, 1000, len(begin)):
         (arguments,) = arguments_of(tool_events(name, cut(begin + end, size)))
         given = json.loads(arguments)["where"]
