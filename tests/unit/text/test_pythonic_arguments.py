@@ -43,6 +43,7 @@ def literal(text: str) -> Any:
 @example(text="'It''s'", wrap="%s", size=1)
 @example(text="'a\\\r\nb'", wrap="%s", size=1)
 @example(text="'a' # it's\n  'b#' # c, d=1\n", wrap="{'k': %s, 'l': ( %s )}", size=1)
+@example(text="'a'\\\n'b'", wrap="(%s)", size=1)
 @example(text="'a' r'\\'b'", wrap="(%s)", size=2)
 @example(text="''' it's '''", wrap="%s", size=3)
 @example(text='"""say "hi\\""""', wrap="[%s, 1]", size=1)

@@ -18,7 +18,7 @@ _STRINGS: Final = "(?:" + _GAP + _PREFIX + "(?:" + "|".join(quote + body + quote
 _OPEN: Final = "(?:" + "|".join(quote + body for quote, body in _BODIES) + r")\\?"
 _JOINED: Final = re.compile(
     rf"{_STRINGS}{{1,3}}{_GAP}[,)\]}}+%.]|{_STRINGS}{{3}}{_GAP}{_PREFIX}['\"]"
-    rf"|(?P<open>{_STRINGS}{{,3}}{_GAP}(?:#[^\n]*|{_PREFIX}(?:{_OPEN})?)\Z)",
+    rf"|(?P<open>{_STRINGS}{{,3}}{_GAP}(?:#[^\n]*|\\|{_PREFIX}(?:{_OPEN})?)\Z)",
     re.DOTALL,
 )
 _NEXT: Final = re.compile(rf"{_GAP}({_PREFIX})(['\"])")
