@@ -14,7 +14,7 @@ Called by workers/sampling/sampler.py; compiled for CPUs in cpu_sampling.py, for
 rows of a step, R of them random, V vocabulary, B buckets.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -30,8 +30,8 @@ DIGITS: Final = ((20, 11), (10, 10), (0, 10))
 INFINITY_BITS: Final = 0x7F800000
 GRID: Final = 2.0**-11
 """From here on weights are multiples of 2^-34; smaller ones are rounded to such."""
-CUT_ROWS: Final = 32
-"""Rows that are searched or drawn at once, which bounds the twin's memory to 48 bytes times these times V."""
+TOGETHER: Final = 2**21
+"""Logits, or buckets, that are searched or drawn at once, which bounds the twin's memory to 48 bytes for each."""
 
 Change = Callable[[torch.Tensor], None]
 """Changes logits [S, V], float32, in place."""
@@ -117,7 +117,7 @@ class TorchSampling:
     ) -> None:
         """Overwrites ids_S of the rows, given the least exponent that each keeps."""
         columns = (rows.at(), rows.factor(), lowest_R, rows.seed(), rows.choice())
-        for at, factor, lowest, seed, choice in zip(*(column.split(CUT_ROWS) for column in columns), strict=True):
+        for at, factor, lowest, seed, choice in _in_parts(columns, logits_SV.shape[1]):
             scores = exponents(logits_SV, best_S, at, factor)
             scores.masked_fill_(scores < lowest[:, None], float("-inf"))
             scores += gumbel_noise(seed, choice, positions_S[at], logits_SV.shape[1])
@@ -160,12 +160,12 @@ class Truncation:
     def lowest(self, logits_SV: torch.Tensor, best_S: torch.Tensor) -> torch.Tensor:
         """Returns the least exponent that each row keeps, float32 [R]."""
         lowest_R, vocab = self._lowest().clone(), logits_SV.shape[1]
-        for which, most, at, factor in _in_parts(self._limited):
+        for which, most, at, factor in _in_parts([column() for column in self._limited], vocab):
             some_RV = exponents(logits_SV, best_S, at, factor)
             keys_RV = INFINITY_BITS - some_RV.abs().view(torch.int32)
             kth_R = _cut(keys_RV, torch.ones_like(some_RV, dtype=torch.float64), most.clamp(max=vocab)[:, None])
             lowest_R[which] = torch.maximum(lowest_R[which], -(INFINITY_BITS - kth_R).view(torch.float32))
-        for which, share, at, factor in _in_parts(self._nucleus):
+        for which, share, at, factor in _in_parts([column() for column in self._nucleus], vocab):
             some_RV = exponents(logits_SV, best_S, at, factor)
             weights_RV = weights(some_RV).masked_fill_(some_RV < lowest_R[which][:, None], 0.0)
             mass_RV = weights_RV.double()
@@ -177,16 +177,16 @@ class Truncation:
     @staticmethod
     def _sent(
         draws: Draws, which: npt.NDArray[np.int64], limits: npt.NDArray[np.float64], send: Send
-    ) -> tuple[Sent, ...] | None:
+    ) -> tuple[Sent, ...]:
         if not len(which):
-            return None
+            return ()
         return send(which), send(limits[which]), send(draws.places[which]), send(draws.factor[which])
 
 
-def _in_parts(rows: tuple[Sent, ...] | None) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields what of rows has been sent, of at most CUT_ROWS rows at a time."""
-    if rows is not None:
-        yield from zip(*(column().split(CUT_ROWS) for column in rows), strict=True)
+def _in_parts(columns: Sequence[torch.Tensor], vocab: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yields columns of rows, of as many rows at a time as are worked on together."""
+    rows = max(1, TOGETHER // max(vocab, 2 ** DIGITS[0][1]))
+    return zip(*(column.split(rows) for column in columns), strict=True)
 
 
 def exponents(

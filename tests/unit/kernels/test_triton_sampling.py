@@ -14,6 +14,8 @@ from tests.unit.sampling import numpy_twin
 from tests.unit.sampling.sampling_kinds import draws_of
 
 triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+_noise = pytest.importorskip("tandem.workers.kernels.triton.triton_sampling")._noise
 SEND = sending_with(lambda host: host.to(DEVICE))
 
 
@@ -37,17 +39,14 @@ def kernels() -> SamplingOps:
     return TritonSampling()
 
 
+@triton.jit
+def all_noise(words, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(out + i, _noise(tl.load(words + i).to(tl.uint32, bitcast=True)))
+
+
 @computes
 def test_words_become_noise() -> None:
-    import triton.language as tl
-
-    from tandem.workers.kernels.triton.triton_sampling import _noise
-
-    @triton.jit
-    def all_noise(words, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-        i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-        tl.store(out + i, _noise(tl.load(words + i).to(tl.uint32, bitcast=True)))
-
     edges = [0, 1, 2**23, 2**24 + 1, 2**30 - 1, 2**30, 2**30 + 64, 2**31, 3 * 2**30, *range(2**32 - 300, 2**32)]
     rest = np.random.default_rng(0).integers(0, 2**32, 2**14 - len(edges), np.uint32)
     words = np.concatenate([np.array(edges, np.uint32), rest])
