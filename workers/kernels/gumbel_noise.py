@@ -43,9 +43,7 @@ def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     return c0, c1, c2, c3
 
 
-def gumbel_noise(
-    seeds_R: torch.Tensor, choices_R: torch.Tensor, positions_R: torch.Tensor, vocab: int
-) -> torch.Tensor:
+def gumbel_noise(seeds_R: torch.Tensor, choices_R: torch.Tensor, positions_R: torch.Tensor, vocab: int) -> torch.Tensor:
     """Returns the noise of ids below `vocab` for each row, float32 [R, V]. seeds_R: a seed's bits as two's complement;
     inputs int64 on one device."""
     blocks = -(-vocab // BLOCK)

@@ -2,7 +2,7 @@
 
     exponent = (logit - best logit) * factor             float32, factor = 1 / temperature: the best token's is 0
     weight   = exp(exponent)                             so the best token's is 1, and nothing is normalized
-    token    = argmax of exponent + noise                gumbel_noise.py: of seed, choice, position and id; lower ids win
+    token    = argmax of exponent + noise                noise: gumbel_noise.py; of equal sums the lower id
 
 Every truncation keeps {id: exponent >= lowest}: ties at the border stay together, so the outcome depends on no sort
 order, and nothing is sorted. Order as in vLLM's V1 sampler: min-p, top-k, top-p. min_p: at least the logarithm of it.
@@ -36,8 +36,8 @@ TOGETHER: Final = 2**21
 Change = Callable[[torch.Tensor], None]
 """Changes logits [S, V], float32, in place."""
 DrawTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Overwrites ids_S where a token is drawn, given logits_SV, best_S and ids_S as best() gives them, and positions_S, int64
-on the logits' device. A row whose best logit is not finite gets some id."""
+"""Overwrites ids_S where a token is drawn, given logits_SV, best_S and ids_S as best() gives them, and positions_S,
+int64 on the logits' device. A row whose best logit is not finite gets some id."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,8 +321,8 @@ def _sampling(shapes: Sequence[tuple[int, int]]) -> str:
             places,
             temperature=np.full(rows, 0.8),
             top_k=places % 2 * 40,
-            top_p=1 - places % 3 * 0.1,
-            min_p=places % 4 * 0.01,
+            top_p=np.where(places % 3, 0.9, 1.0),
+            min_p=np.where(places % 4, 0.01, 0.0),
             seed=places.astype(np.uint64),
             choice=places % 2,
         )

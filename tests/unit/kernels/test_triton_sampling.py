@@ -78,7 +78,9 @@ def test_the_token_is_numpys_and_the_twins(vocab: int) -> None:
         positions = [shift + 11 * row for row in range(rows + 1)]
         got = draw(kernels(), logits, positions, places=np.arange(rows), **columns)
         wanted = [
-            numpy_twin.draw(logits[row].numpy(), position=positions[row], **{name: of[row].item() for name, of in columns.items()})
+            numpy_twin.draw(
+                logits[row].numpy(), position=positions[row], **{name: of[row].item() for name, of in columns.items()}
+            )
             for row in range(rows)
         ]
         assert got == [*wanted, int(logits[rows].argmax())]

@@ -78,7 +78,12 @@ def draws_of(rows: int, **columns: object) -> Draws:
 
 
 def draw_now(
-    ops: SamplingOps, logits: torch.Tensor, best: torch.Tensor, ids: torch.Tensor, draws: Draws, positions: Sequence[int]
+    ops: SamplingOps,
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    ids: torch.Tensor,
+    draws: Draws,
+    positions: Sequence[int],
 ) -> None:
     ops.prepare_draw(draws, AT_ONCE)(logits, best, ids, torch.tensor(positions))
 
@@ -121,4 +126,3 @@ def noise_by(kind: str, seed: int, choice: int, position: int, vocab: int) -> Fl
     found = np.empty(vocab, np.float32)
     function(seed, choice, position, 0, vocab, found.ctypes.data)
     return found
-

@@ -1,8 +1,8 @@
 """SamplingOps for GPUs in Triton: a draw reads each row's logits once, with the noise made in registers.
 
 Definitions as in sampling_ops.py, whose TorchSampling is the twin and does the rest here too: the best tokens, and the
-bounds of rows with top-k or top-p. Noise as in gumbel_noise.py, to the last bit: no operation is fused. A row is cut into
-parts, so that few rows fill a device too, and a second kernel compares the parts. Grids depend on shapes alone.
+bounds of rows with top-k or top-p. Noise as in gumbel_noise.py, to the last bit: no operation is fused. A row is cut
+into parts, so that few rows fill a device too, and a second kernel compares the parts. Grids depend on shapes alone.
 Imported only where Triton is installed. S rows of a step, R of them random, V vocabulary, P parts.
 """
 
