@@ -28,8 +28,10 @@ from tandem.workers.kernels.step_arrays import Send, Sent
 DIGITS: Final = ((20, 11), (10, 10), (0, 10))
 """Shift and width of the three digits of a float's bits, sign apart."""
 INFINITY_BITS: Final = 0x7F800000
+EXP2: Final = (1.32647273e-3, 9.67151279e-3, 5.55073374e-2, 2.40222421e-1, 6.93146978e-1, 1.0)
+"""2^f for f in [-1/2, 1/2], the highest power first."""
 GRID: Final = 2.0**-11
-"""From here on weights are multiples of 2^-34; smaller ones are rounded to such."""
+"""The least weight that is a multiple of 2^-34 by itself; smaller ones are rounded to such."""
 TOGETHER: Final = 2**21
 """Logits, or buckets, that are searched or drawn at once, which bounds the twin's memory to 48 bytes for each."""
 
@@ -145,6 +147,7 @@ class RandomRows:
 
     @classmethod
     def sent(cls, draws: Draws, send: Send) -> "RandomRows":
+        """Sends the columns."""
         return cls(send(draws.places), send(draws.factor), send(draws.seed.view(np.int64)), send(draws.choice))
 
 
@@ -197,15 +200,14 @@ def exponents(
 
 
 def weights(exponents_RV: torch.Tensor) -> torch.Tensor:
-    """Returns the weights of exponents, as multiples of 2^-34. The operations are those of exponential() in
-    cpu/src/cpu_vector.h, each rounded once."""
-    x = exponents_RV.clamp(min=-87.0)
-    whole = (x * 1.44269504088896341).add_(12582912.0).sub_(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
-    f = x.sub_(whole * 0.693359375).add_(whole * 2.12194440e-4)
-    p = torch.full_like(f, 1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+    """Returns the weights of exponents, as multiples of 2^-34: 2^power by a power of two and a polynomial, relative
+    error 2e-6. The operations are those of weight_of() in cpu/src/cpu_sampling.c, each rounded once."""
+    power = exponents_RV.clamp(min=-80.0).mul_(1.44269504)
+    whole = (power + 12582912.0).sub_(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
+    f = power.sub_(whole)
+    p = torch.full_like(f, EXP2[0])
+    for factor in EXP2[1:]:
         p.mul_(f).add_(factor)
-    p.mul_(f).mul_(f).add_(f).add_(1.0)
     p.mul_(((whole.int() + 127) << 23).view(torch.float32))
     return torch.where(p >= GRID, p, (p + GRID) - GRID)
 

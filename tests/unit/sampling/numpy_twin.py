@@ -62,13 +62,13 @@ def noise(seed: int, choice: int, position: int, vocab: int) -> Floats:
 
 def weights(exponents_V: Floats) -> Floats:
     """Multiples of 2^-34."""
-    x = np.maximum(exponents_V, F(-87))
-    whole = (x * F(1.44269504088896341) + F(3 * 2**22)) - F(3 * 2**22)
-    f = (x - whole * F(0.693359375)) + whole * F(2.12194440e-4)
-    p = np.full_like(f, F(1.9875691500e-4))
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+    power = np.maximum(exponents_V, F(-80)) * F(1.44269504)
+    whole = np.rint(power)
+    f = power - whole
+    p = np.full_like(f, F(1.32647273e-3))
+    for factor in (9.67151279e-3, 5.55073374e-2, 2.40222421e-1, 6.93146978e-1, 1.0):
         p = p * f + F(factor)
-    w = np.ldexp(p * f * f + f + F(1), whole.astype(np.int32))
+    w = np.ldexp(p, whole.astype(np.int32))
     return np.where(w >= F(2**-11), w, np.rint(w.astype(np.float64) * 2**34) / 2**34).astype(F)
 
 

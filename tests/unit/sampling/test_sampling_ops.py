@@ -104,7 +104,7 @@ def test_weights_are_exponentials_on_a_grid() -> None:
     got = weights(torch.from_numpy(x)).numpy()
     assert got.tobytes() == numpy_twin.weights(x).tobytes()
     exact = np.exp(x.astype(np.float64))
-    assert (np.abs(got - exact) <= 2e-7 * exact + 2.0**-35).all() and (got * 2.0**34 % 1 == 0).all()
+    assert (np.abs(got - exact) <= 3e-6 * exact + 2.0**-35).all() and (got * 2.0**34 % 1 == 0).all()
     assert not got[x <= -25].any(), "the compiled kernel takes them for 0"
 
 

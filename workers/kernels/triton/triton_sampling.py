@@ -54,7 +54,7 @@ def _power(y):
 
 @triton.jit
 def _rest(y, power):
-    """What is left of it beside that power of two, less 1."""
+    """The rest of it beside that power of two, less 1."""
     return (y.to(tl.int32, bitcast=True) - (power << 23)).to(tl.float32, bitcast=True) - 1.0
 
 

@@ -83,16 +83,14 @@ void best_tokens(const float *logits, long stride, long rows, long vocab, float 
 
 /* e^x as a multiple of 2^-34, for x from NO_WEIGHT to 0: sums of up to 2^19 of them are exact in float64. */
 INLINE floats weight_of(floats x) {
-  const floats shifter = all_lanes(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-  const floats whole = (x * 1.44269504088896341f + shifter) - shifter;
-  const floats f = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  floats p = f * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * f + 8.3334519073e-3f;
-  p = p * f + 4.1665795894e-2f;
-  p = p * f + 1.6666665459e-1f;
-  p = p * f + 5.0000001201e-1f;
-  p = p * f * f + f + 1.0f;
-  const floats w = (floats)((ints)p + (__builtin_convertvector(whole, ints) << 23));
+  const floats shifter = all_lanes(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, in the lowest bits */
+  const floats power = x * 1.44269504f, whole = power + shifter, f = power - (whole - shifter);
+  floats p = f * 1.32647273e-3f + 9.67151279e-3f;
+  p = p * f + 5.55073374e-2f;
+  p = p * f + 2.40222421e-1f;
+  p = p * f + 6.93146978e-1f;
+  p = p * f + 1.0f;
+  const floats w = (floats)((ints)p + ((ints)whole << 23));
   return choose_lanes((ints)(w >= 0x1p-11f), w, (w + 0x1p-11f) - 0x1p-11f);
 }
 #define NO_WEIGHT -25.0f /* an exponent whose weight is 0 */
@@ -117,41 +115,47 @@ INLINE double sum_doubles(doubles low, doubles high) {
   return ((low[0] + low[4]) + (low[2] + low[6])) + ((low[1] + low[5]) + (low[3] + low[7]));
 }
 
-/* Copies the values from low to high, both included, to `into`, which has room for 16 more; also says what lies above.
-   Sums are made only if by_mass. */
-INLINE part partition(const float *from, long count, float low, float high, float *into, part *above, int by_mass) {
-  part inside = {0, 0.0};
-  *above = inside;
+/* Adds the values, none of which is negative, in any order: sums of weights are exact. */
+static double sum_of(const float *from, long count) {
+  doubles low = {}, high = {};
   long i = 0;
+  for (; i + LANES <= count; i += LANES) add_lanes(&low, &high, load_floats(from + i));
+  double sum = sum_doubles(low, high);
+  for (; i < count; i++) sum += from[i];
+  return sum;
+}
+
+/* Copies the values from low to high, both included, to `into`, which has room for 16 more; also says what lies above,
+   if asked. Sums are made only if by_mass. */
+INLINE part partition(const float *from, long count, float low, float high, float *into, part *above, int by_mass) {
+  long inside = 0, num_above = 0, i = 0;
+  double mass_above = 0;
 #ifdef __AVX512F__
   const __m512 lows = _mm512_set1_ps(low), highs = _mm512_set1_ps(high);
-  long num_above = 0;
-  doubles in_low = {}, in_high = {}, up_low = {}, up_high = {};
+  doubles up_low = {}, up_high = {};
   for (; i + LANES <= count; i += LANES) {
     const __m512 x = _mm512_loadu_ps(from + i);
     const __mmask16 up = _mm512_cmp_ps_mask(x, highs, _CMP_GT_OQ);
     const __mmask16 in = _mm512_mask_cmp_ps_mask(_mm512_knot(up), x, lows, _CMP_GE_OQ);
-    if (by_mass) { /* no branch by value: half of them would be guessed wrong */
-      add_lanes(&up_low, &up_high, (floats)_mm512_maskz_mov_ps(up, x));
-      add_lanes(&in_low, &in_high, (floats)_mm512_maskz_mov_ps(in, x));
+    if (above) { /* no branch by value: half of them would be guessed wrong */
+      if (by_mass) add_lanes(&up_low, &up_high, (floats)_mm512_maskz_mov_ps(up, x));
+      num_above += __builtin_popcount(up);
     }
-    _mm512_storeu_ps(into + inside.count, _mm512_maskz_compress_ps(in, x));
-    inside.count += __builtin_popcount(in);
-    num_above += __builtin_popcount(up);
+    _mm512_storeu_ps(into + inside, _mm512_maskz_compress_ps(in, x));
+    inside += __builtin_popcount(in);
   }
-  inside.mass = sum_doubles(in_low, in_high);
-  above->mass = sum_doubles(up_low, up_high);
-  above->count = num_above;
+  mass_above = sum_doubles(up_low, up_high);
 #endif
   for (; i < count; i++) {
     const float x = from[i];
     const int up = x > high, in = !up & (x >= low);
-    above->count += up;
-    into[inside.count] = x;
-    inside.count += in;
-    if (by_mass) above->mass += up ? x : 0.0f, inside.mass += in ? x : 0.0f;
+    into[inside] = x;
+    inside += in;
+    num_above += up;
+    if (by_mass) mass_above += up ? x : 0.0f;
   }
-  return inside;
+  if (above) *above = (part){num_above, mass_above};
+  return (part){inside, by_mass ? sum_of(into, inside) : 0.0};
 }
 
 /* Sorts at most SAMPLE values, the greatest first, by counting for each those before it. */
@@ -198,9 +202,8 @@ INLINE float cut(const float *from, part all, double target, int by_mass, float 
     part above, inside = partition(from, all.count, low, high, into, &above, by_mass);
     const double up = by_mass ? above.mass : above.count, in = by_mass ? inside.mass : inside.count;
     const long before = all.count;
-    part ignored;
     if (above.count && reached + up >= target) {
-      all = partition(from, all.count, nextafterf(high, INFINITY), INFINITY, into, &ignored, by_mass);
+      all = partition(from, all.count, nextafterf(high, INFINITY), INFINITY, into, NULL, by_mass);
     } else if (low == -INFINITY || reached + up + in >= target) {
       if (low == high) return low;
       all = inside;
@@ -208,7 +211,7 @@ INLINE float cut(const float *from, part all, double target, int by_mass, float 
     } else {
       const long below = all.count - above.count - inside.count;
       if (below == 0) return low;
-      all = partition(from, all.count, -INFINITY, nextafterf(low, -INFINITY), into, &ignored, by_mass);
+      all = partition(from, all.count, -INFINITY, nextafterf(low, -INFINITY), into, NULL, by_mass);
       reached += up + in;
     }
     from = into;
