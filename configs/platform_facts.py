@@ -140,7 +140,7 @@ CUDA: Final = PlatformFacts(
         "linear": {"cuBLAS": Implementation("weights stay as they are")},
         "experts": {"Triton": Implementation(_TRITON), "torch, expert by expert": Implementation(_NO_TRITON)},
         "LoRA ops": {"Triton": Implementation(_TRITON), "torch": Implementation(_NO_TRITON)},
-        "sampling": {"torch": Implementation(_NO_GPU_KERNEL)},
+        "sampling": {"Triton": Implementation(_TRITON), "torch": Implementation(_NO_TRITON)},
         "collectives": {"nccl": Implementation("between GPUs")},
         "graphs": {"CUDA graphs": Implementation("of decode steps with TP 1, padded; other steps run eagerly")},
     },

@@ -186,10 +186,36 @@ def launch_attention(shape: AttentionShape) -> None:
         attend(q_TND, kv, torch.empty_like(q_TND), rows, params, Numbers(), queries=queries, in_parts=True)
 
 
+def launch_sampling() -> None:
+    """Draws as a step does, with one row and with many."""
+    import numpy as np
+    import torch
+
+    from tandem.workers.kernels.sampling_ops import Draws
+    from tandem.workers.kernels.step_arrays import sending_with
+    from tandem.workers.kernels.triton.triton_sampling import PROGRAMS, TritonSampling
+
+    for rows, vocab in ((1, 151_936), (PROGRAMS, 50_257)):
+        zeros, ones = np.zeros(rows), np.ones(rows)
+        draws = Draws.of(
+            np.arange(rows),
+            temperature=ones,
+            top_k=zeros.astype(np.int64),
+            top_p=ones,
+            min_p=zeros,
+            seed=zeros.astype(np.uint64),
+            choice=zeros.astype(np.int64),
+        )
+        draw = TritonSampling().prepare_draw(draws, sending_with(lambda host: host))
+        ids_S = torch.zeros(rows, dtype=torch.int64)
+        draw(torch.zeros(rows, vocab), torch.zeros(rows), ids_S, torch.zeros_like(ids_S))
+
+
 LAUNCHES: Mapping[str, Callable[[], None]] = {
     **{f"lora {number}": partial(launch_lora, shape) for number, shape in enumerate(LORA_SHAPES)},
     **{f"attention {number}": partial(launch_attention, shape) for number, shape in enumerate(ATTENTION_SHAPES)},
     **{f"experts {number}": partial(launch_experts, shape) for number, shape in enumerate(EXPERT_SHAPES)},
+    "sampling": launch_sampling,
 }
 """Every module that launches kernels has entries, which together launch all variants that it can choose. Each is a job
 of its own, so that they fill all cores."""

@@ -238,7 +238,11 @@ class CudaPlatform(Platform):
         return TritonLora()
 
     def sampling_ops(self) -> SamplingOps:
-        return TorchSampling()
+        if not self.has_triton():
+            return TorchSampling()
+        from tandem.workers.kernels.triton.triton_sampling import TritonSampling
+
+        return TritonSampling()
 
     def graphs(self, before_run: Callable[[], None], can_replay: bool) -> GraphRunner:
         return CudaGraphs(before_run, can_replay, self._capture)
@@ -277,7 +281,7 @@ class CudaPlatform(Platform):
             "linear": "cuBLAS",
             "experts": "torch, expert by expert" if type(self.experts(dtype)) is TorchExperts else "Triton",
             "LoRA ops": "torch" if type(self.lora_ops(dtype)) is TorchLora else "Triton",
-            "sampling": "torch",
+            "sampling": "torch" if type(self.sampling_ops()) is TorchSampling else "Triton",
             "collectives": self.backend.name,
             "graphs": "CUDA graphs",
         }
