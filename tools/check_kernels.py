@@ -11,6 +11,7 @@ LAUNCHES reaches.
 import ast
 import contextlib
 import io
+import math
 import os
 import re
 import sys
@@ -186,10 +187,73 @@ def launch_attention(shape: AttentionShape) -> None:
         attend(q_TND, kv, torch.empty_like(q_TND), rows, params, Numbers(), queries=queries, in_parts=True)
 
 
+class FusedShape(NamedTuple):
+    """A layer's small operations: dtypes of activations and cache, widths in elements, heads of q and of k, elements of
+    a head. is_plain: RMSNorms, a rotation, a gated activation; else LayerNorms, norms of heads, no gate. offset:
+    elements before each row of activations in its memory."""
+
+    dtype: str
+    kv_dtype: str
+    hidden: int
+    width: int
+    heads: tuple[int, int]
+    dim: int
+    is_plain: bool
+    offset: int
+
+
+FUSED_SHAPES = (
+    FusedShape("bfloat16", "bfloat16", 4096, 14336, (32, 8), 128, True, 0),
+    FusedShape("bfloat16", "float8_e4m3fn", 16384, 53248, (128, 8), 128, True, 0),
+    FusedShape("bfloat16", "int8", 2560, 10240, (32, 32), 80, False, 0),
+    FusedShape("bfloat16", "float8_e4m3fn", 2304, 9216, (8, 4), 256, False, 0),
+    FusedShape("float16", "int8", 4544, 18176, (71, 1), 64, True, 0),
+    FusedShape("float16", "float16", 1001, 3003, (3, 1), 66, False, 1),
+    FusedShape("float32", "float32", 8192, 28672, (12, 12), 512, False, 0),
+    FusedShape("float32", "float8_e4m3fn", 576, 1536, (9, 3), 64, True, 1),
+)
+"""Each dtype of activations and of caches; the widest rows and heads; sizes and addresses that are multiples of 16 and
+ones that are not."""
+
+
+def launch_fused(shape: FusedShape) -> None:
+    """Calls TritonFusedOps as layers do: the first of a stage, whose residual has nothing to add, and later ones; with
+    and without norms of heads, rotations and a cache."""
+    import torch
+
+    from tandem.workers.kernels.kv_store import LayerKV
+    from tandem.workers.kernels.triton.triton_fused_ops import TritonFusedOps
+    from tandem.workers.models.spec.arch import Activation
+
+    dtype, kv_dtype, ops = getattr(torch, shape.dtype), getattr(torch, shape.kv_dtype), TritonFusedOps()
+    (q_heads, kv_heads), dim = shape.heads, shape.dim
+
+    def rows(*size: int) -> torch.Tensor:
+        return torch.empty(shape.offset + math.prod(size), dtype=dtype)[shape.offset :].view(size)
+
+    for x_TH in (None, rows(2, shape.hidden)):
+        if shape.is_plain:
+            ops.add_rms_norm(x_TH, rows(2, shape.hidden), rows(shape.hidden), 1e-6)
+        else:
+            for weight, bias in ((None, None), (rows(shape.hidden), None), (rows(shape.hidden), rows(shape.hidden))):
+                ops.add_layer_norm(x_TH, rows(2, shape.hidden), weight, bias, 1e-6)
+    for kind in Activation:
+        ops.activate(rows(2, shape.width), kind, gated=shape.is_plain)
+    qk_TSD, v_TKD = rows(2, q_heads + 2 * kv_heads, dim).split((q_heads + kv_heads, kv_heads), dim=1)
+    plane = torch.zeros(4, 16, kv_heads, dim, dtype=kv_dtype)
+    scales = None if kv_dtype.itemsize > 1 else torch.zeros(4, 16, kv_heads)
+    kv, slots = LayerKV(plane, plane, scales, scales), torch.zeros(2, dtype=torch.int64)
+    weight, angle = None if shape.is_plain else rows(q_heads + kv_heads, dim), rows(2, 1, dim)
+    ops.norm_rotate(qk_TSD, weight, 1e-6, angle, angle)
+    for angles in ((angle, angle), (None, None)):
+        ops.rotate_store(qk_TSD, v_TKD, weight, 1e-6, *angles, kv, slots)
+
+
 LAUNCHES: Mapping[str, Callable[[], None]] = {
     **{f"lora {number}": partial(launch_lora, shape) for number, shape in enumerate(LORA_SHAPES)},
     **{f"attention {number}": partial(launch_attention, shape) for number, shape in enumerate(ATTENTION_SHAPES)},
     **{f"experts {number}": partial(launch_experts, shape) for number, shape in enumerate(EXPERT_SHAPES)},
+    **{f"fused {number}": partial(launch_fused, shape) for number, shape in enumerate(FUSED_SHAPES)},
 }
 """Every module that launches kernels has entries, which together launch all variants that it can choose. Each is a job
 of its own, so that they fill all cores."""
