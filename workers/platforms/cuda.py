@@ -228,7 +228,11 @@ class CudaPlatform(Platform):
         return TritonExperts(make, place, self.device)
 
     def fused_ops(self, dtype: torch.dtype) -> FusedOps:
-        return TorchFusedOps()
+        if not self.has_triton():
+            return TorchFusedOps()
+        from tandem.workers.kernels.triton.triton_fused_ops import TritonFusedOps
+
+        return TritonFusedOps()
 
     def lora_ops(self, dtype: torch.dtype) -> LoraOps:
         if not self.has_triton():
@@ -277,7 +281,7 @@ class CudaPlatform(Platform):
     def implementations(self, dtype: torch.dtype) -> dict[str, str]:
         return {
             "attention": self.attention(dtype, HEAD_DIM).name,
-            "fused ops": "torch",
+            "fused ops": "torch" if type(self.fused_ops(dtype)) is TorchFusedOps else "Triton",
             "linear": "cuBLAS",
             "experts": "torch, expert by expert" if type(self.experts(dtype)) is TorchExperts else "Triton",
             "LoRA ops": "torch" if type(self.lora_ops(dtype)) is TorchLora else "Triton",
