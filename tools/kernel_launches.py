@@ -1,4 +1,4 @@
-"""LAUNCHES: calls of all Triton kernels of the tree as its layers make them, on CPU tensors, for tools/check_kernels.py."""
+"""LAUNCHES: calls of all Triton kernels of the tree as layers make them, on CPU tensors, for tools/check_kernels.py."""
 
 import math
 from collections.abc import Callable, Mapping
