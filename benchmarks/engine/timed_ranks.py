@@ -1,4 +1,4 @@
-"""Ranks that compute nothing and take as long as they are told, on a clock of their own: an engine by itself, in no time.
+"""Ranks that compute nothing and take as long as they are told, on a clock of their own: the engine by itself.
 
 Steps follow one another, as on a rank; each lane of loads does its own beside them. What a step takes is a function of
 its plan, such as StepTimes has from a run of a model. Torch-free.

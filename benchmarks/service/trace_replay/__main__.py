@@ -58,6 +58,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             setattr(options, name, quick if options.quick else full)
     if options.command == "kv" and options.prefix < LEAST_PREFIX:
         parser.error(f"--prefix: at least {LEAST_PREFIX}")
+    if options.command == "lora" and options.rate is not None and options.rate <= 0:
+        parser.error(f"--rate: above 0, not {options.rate:g}")
     if options.command == "kv" and options.trace and not options.trace.is_file():
         parser.error(f"--trace: no file {options.trace}")
     return options
@@ -83,6 +85,7 @@ def _add_kv(command: argparse.ArgumentParser) -> None:
 def _add_lora(command: argparse.ArgumentParser) -> None:
     command.add_argument("--adapters", type=int, nargs="+", help="of each line of zipf (default: 8 64 512)")
     command.add_argument("--requests", type=int, help="of each line of zipf (default: 300)")
+    command.add_argument("--rate", type=float, help="arrivals a second in zipf (default: half of the capacity)")
     command.add_argument("--tokens", type=int, help="of each row of speed and peer (default: 48)")
     command.add_argument("--repeats", type=int, help="A-B pairs of speed (default: 5)")
 

@@ -1,4 +1,4 @@
-"""First tokens of arrivals on the engine over TimedRanks: what waiting for rows and places costs by itself.
+"""First tokens on the engine over TimedRanks: what waiting for rows and for places on the device costs by itself.
 
 The engine is the one that is measured, with its own rules of admission; only its ranks and its clock are not. Used by
 lora_zipf.py, beside what it measures.
@@ -6,8 +6,7 @@ lora_zipf.py, beside what it measures.
 
 from collections import deque
 from collections.abc import Sequence
-
-import msgspec
+from dataclasses import dataclass
 
 from benchmarks.engine.timed_ranks import LoadTimes, StepTimes, TimedRanks
 from benchmarks.service.trace_replay.trace import Arrival
@@ -15,21 +14,46 @@ from tandem.configs.schema import EngineSettings
 from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.engine_loop import RESULT_WAIT_S
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.messages.request import Ended, GenerationRequest, TokenDelta
 
-TURN_S = 0.05
 IDLE_S = 0.001
-"""The longest wait of a turn, and the time that passes in one in which the engine waits for nothing but time."""
+"""The time that passes in a turn in which the engine waits for nothing but time."""
+
+
+@dataclass(frozen=True)
+class MeasuredEngine:
+    """What ranks that were measured said of themselves, the pages of an adapter there, and the times of their steps."""
+
+    settings: EngineSettings
+    facts: ModelFacts
+    ready: ExecutorReady
+    pages: int
+    times: StepTimes
+
+    @property
+    def places(self) -> int:
+        """Adapters that the device has room for."""
+        return self.ready.adapter_pages // self.pages
+
+    def first_tokens_ms(self, warm: Sequence[Arrival], arrivals: Sequence[Arrival], seed: int = 0) -> list[float]:
+        """Milliseconds to the first token of each arrival, after those that warm, if loads took no time."""
+        ranks = TimedRanks(self.ready, self.times.again(seed), LoadTimes(self.pages))
+        sink = FirstTokens(ranks)
+        engine = build_engine(self.settings, self.facts, ranks, self.ready, sink, ranks.clock)
+        run(engine, ranks, warm)
+        begin_s = ranks.now_s
+        run(engine, ranks, arrivals)
+        return [1e3 * (sink.first_s[one.request.request_id] - begin_s - one.due_s) for one in arrivals]
 
 
 class FirstTokens:
-    """OutputSink that notes when each request had its first token and when its last, by the ranks' clock."""
+    """OutputSink that notes when each request had its first token, by the ranks' clock."""
 
     def __init__(self, ranks: TimedRanks) -> None:
         self._ranks = ranks
         self.first_s: dict[str, float] = {}
-        self.ended_s: dict[str, float] = {}
 
     def deltas(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
@@ -37,28 +61,6 @@ class FirstTokens:
 
     def ended(self, ended: Ended, request: GenerationRequest) -> None:
         assert ended.refused is None, ended
-        self.ended_s[ended.request_id] = self._ranks.now_s
-
-
-def simulate(
-    settings: EngineSettings,
-    facts: ModelFacts,
-    ready: ExecutorReady,
-    times: StepTimes,
-    loads: LoadTimes,
-    warm: Sequence[GenerationRequest],
-    arrivals: Sequence[Arrival],
-    seed: int,
-) -> list[float]:
-    """Milliseconds to the first token of each arrival. ready: what the ranks that `times` are of said of themselves.
-    warm: requests that run before, all at once."""
-    ranks = TimedRanks(ready, times.again(seed), loads)
-    sink = FirstTokens(ranks)
-    engine = build_engine(settings, facts, ranks, ready, sink, ranks.clock)
-    run(engine, ranks, [Arrival(0.0, request) for request in warm])
-    begin_s = ranks.now_s
-    run(engine, ranks, arrivals)
-    return [1e3 * (sink.first_s[one.request.request_id] - begin_s - one.due_s) for one in arrivals]
 
 
 def run(engine: Engine, ranks: TimedRanks, arrivals: Sequence[Arrival]) -> None:
@@ -71,5 +73,5 @@ def run(engine: Engine, ranks: TimedRanks, arrivals: Sequence[Arrival]) -> None:
         before_s = ranks.now_s
         if not engine.has_work():
             ranks.poll(coming[0][0] - before_s)
-        elif not engine.turn(TURN_S) and ranks.now_s == before_s:
+        elif not engine.turn(RESULT_WAIT_S) and ranks.now_s == before_s:
             ranks.now_s += IDLE_S

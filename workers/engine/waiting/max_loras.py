@@ -17,7 +17,6 @@ from tandem.workers.engine.base.sequence import RequestState, Sequence
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 
-
 ADAPTERS_PER_PLACE = 2
 """Adapters that may have rows, over those that share a step."""
 
