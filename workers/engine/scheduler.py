@@ -137,6 +137,8 @@ class Scheduler:
         rolled_back = self._roll_back_rows() if self._undone else []
         if not self.rows.free or self._lacks_blocks:
             self._make_way()
+        if self.alone is None:
+            self.rows.pause()
         leaves_out = self._begin_step()
         step = InFlightStep(self._next_step)
         preemptions = self.rows.num_preemptions

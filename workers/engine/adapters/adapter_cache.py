@@ -31,6 +31,8 @@ from tandem.workers.messages.transfer import DropAdapter, FetchAdapter, PlaceAda
 WAIT_BOUND_S = 1.0
 """Seconds without movement of the line before residents in use drain for the first in it. While it moves, draining
 only takes adapters from the requests that come for them next, which under load costs more than it gains."""
+SLICE_S = 0.5
+"""Seconds on the device after which an adapter in use may give way."""
 
 
 class AdapterCache(AdmissionRule):
@@ -46,11 +48,12 @@ class AdapterCache(AdmissionRule):
         waiting: WaitingQueue,
         clock: Callable[[], float],
         wait_bound_s: float = WAIT_BOUND_S,
+        slice_s: float = SLICE_S,
     ) -> None:
         self._waited = Waited(Blocker.ADAPTER, transfers, waiting, clock)
         self._known = KnownAdapters(self._waited)
         self._copies = HostCopies(self._known, settings.max_cpu_loras, num_pages)
-        self._places = DevicePlaces(self._known, num_pages, wait_bound_s)
+        self._places = DevicePlaces(self._known, num_pages, wait_bound_s, slice_s)
         self._is_lacking = False
 
     # ---- queries ----
@@ -123,6 +126,19 @@ class AdapterCache(AdmissionRule):
         if adapter is not None:
             adapter.pending.discard(seq)
             self._waited.has_changed |= self._is_lacking
+
+    def giving_way(self) -> list[Sequence]:
+        """Implements AdmissionRule: the sequences of the resident that is to give way to the first in line."""
+        adapter = self._places.giving_way()
+        return [] if adapter is None else [seq for state in adapter.users for seq in state.sequences]
+
+    def gave_way(self, paused: list[Sequence]) -> None:
+        """Implements AdmissionRule: the sequences stand in line again, and their adapter leaves the device."""
+        adapter = self._known.of(paused[0])
+        for seq in paused:
+            self._waited.waiting.block(seq, Blocker.ADAPTER, adapter.digest)
+        self._places.give_way(adapter, self._waited.clock())
+        self._waited.has_changed = True
 
     # ---- the engine's side: WaitedCache ----
 

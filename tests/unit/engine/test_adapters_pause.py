@@ -1,0 +1,125 @@
+"""Requests that pause, so that a first token of another adapter does not wait for the end of their answers."""
+
+import pytest
+from builders import Harness, assert_as_expected, request
+from fake_tiers import TierPlan
+from test_adapters_engine import step_until, with_adapters
+from test_engine_outputs import MODES
+
+from tandem.workers.engine.adapters.adapter_cache import SLICE_S
+from tandem.workers.engine.base.blockers import Blocker
+from tandem.workers.engine.base.sequence import SequenceStatus
+from tandem.workers.messages.request import Abort, GenerationRequest
+
+SLICE = int(SLICE_S / 0.01)
+"""Steps of the fake clock."""
+
+
+def four_long_answers(h: Harness, **options: object) -> list[GenerationRequest]:
+    """Requests that hold all four places of the device, each for many slices."""
+    requests = [request(name, 5, 400, adapter=name, **options) for name in "abcd"]
+    h.add(*requests)
+    for req in requests:
+        step_until(h, req.request_id, SequenceStatus.RUNNING)
+    return requests
+
+
+def steps_to_first_token(h: Harness, name: str, most: int = 3 * SLICE) -> int:
+    for step in range(most):
+        if (name, 0) in h.sink.tokens:
+            return step
+        h.step()
+    return most
+
+
+def computed(h: Harness) -> int:
+    return sum(work.num_tokens for plan in h.executor.plans for work in plan.work)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_ranks": 2}, {"tiers": TierPlan(host_slots=64)}, {"caching": False}])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_first_token_comes_within_a_slice_and_nothing_is_computed_again(mode, options):
+    h = with_adapters(**mode, **options, num_blocks=600)
+    requests = four_long_answers(h)
+    requests.append(request("new", 5, 4, adapter="e"))
+    h.add(requests[-1])
+    assert steps_to_first_token(h, "new") <= SLICE + 20
+    assert 1 <= h.engine.stats().preemptions <= 3
+    h.run()
+    assert_as_expected(h, *requests)
+    if "drafts" not in mode:
+        assert computed(h) <= sum(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
+
+
+def test_those_that_pause_come_back_in_turns():
+    """Five long answers on four places: each has about four fifths of the steps."""
+    h = with_adapters(num_blocks=900)
+    h.add(*(requests := [request(name, 5, 450, adapter=name) for name in "abcde"]))
+    for _ in range(10 * SLICE):
+        h.step()
+    tokens = {name: len(h.sink.tokens[name, 0]) for name in "abcde"}
+    assert min(tokens.values()) > 0.6 * max(tokens.values()), tokens
+    h.run()
+    assert_as_expected(h, *requests)
+
+
+def test_in_a_long_line_nobody_pauses():
+    h = with_adapters(num_blocks=600)
+    requests = [*four_long_answers(h), *(request(f"{i}", 5, 4, adapter=f"x{i}") for i in range(3))]
+    h.add(*requests[4:])
+    assert steps_to_first_token(h, "0") == 3 * SLICE
+    assert h.engine.stats().preemptions == 0
+    h.run()
+    assert_as_expected(h, *requests)
+
+
+@pytest.mark.parametrize("options", [{"n": 2}, {"priority": -1}], ids=["shared blocks", "more urgent"])
+def test_who_shares_blocks_or_is_more_urgent_does_not_pause(options):
+    h = with_adapters(num_blocks=600, max_num_seqs=12)
+    four_long_answers(h, **options)
+    h.add(request("new", 5, 4, adapter="e"))
+    assert steps_to_first_token(h, "new") == 3 * SLICE
+    assert h.engine.stats().preemptions == 0
+    h.run()
+
+
+def test_a_tenant_that_was_served_less_does_not_pause():
+    h = with_adapters(num_blocks=600)
+    h.engine.set_weights({"calm": 1000.0})
+    four_long_answers(h, tenant="calm")
+    h.add(request("base", 5, 60, tenant="loud"))
+    while "base" not in h.sink.ends:
+        h.step()
+    h.add(request("new", 5, 4, adapter="e", tenant="loud"))
+    assert steps_to_first_token(h, "new") == 3 * SLICE
+    h.run()
+
+
+@pytest.mark.parametrize(("num_blocks", "pauses"), [(152, False), (600, True)])
+def test_without_room_to_keep_what_they_have_computed_nobody_pauses(num_blocks, pauses):
+    """Four answers fill 156 blocks."""
+    h = with_adapters(num_blocks=num_blocks)
+    h.add(*(request(name, 104, 52, adapter=name) for name in "abcd"))
+    for name in "abcd":
+        step_until(h, name, SequenceStatus.RUNNING)
+    h.add(request("new", 5, 4, adapter="e"))
+    kept = 0
+    while h.engine.has_work():
+        h.step()
+        kept += len(h.engine.scheduler.rows.kept_tables())
+    assert (kept > 0) == pauses
+
+
+@pytest.mark.parametrize("how", ["abort", "end"])
+def test_who_ends_while_it_pauses_leaves_nothing(how):
+    h = with_adapters(num_blocks=600)
+    requests = four_long_answers(h)
+    h.add(request("new", 5, 200, adapter="e"))
+    steps_to_first_token(h, "new")
+    paused = [req.request_id for req in requests if h.states(req.request_id) == [Blocker.ADAPTER]]
+    assert paused and len(h.engine.scheduler.rows.kept_tables()) == len(paused)
+    if how == "abort":
+        for name in paused:
+            h.engine.abort(Abort(request_id=name, attempt=0))
+        assert h.engine.scheduler.rows.kept_tables() == []
+    h.run()
