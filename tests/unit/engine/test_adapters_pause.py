@@ -63,6 +63,20 @@ def test_those_that_pause_come_back_in_turns():
     assert_as_expected(h, *requests)
 
 
+def test_who_pauses_is_not_charged_for_its_adapter_again():
+    h = with_adapters(num_blocks=600)
+    four_long_answers(h)
+    h.engine.drain_charges()
+    tokens = sum(len(h.sink.tokens[name, 0]) for name in "abcd")
+    h.add(request("new", 5, 200, adapter="e"))
+    for _ in range(4 * SLICE):
+        h.step()
+    assert h.engine.stats().adapters.loads > 6, "some have come back"
+    tokens = sum(map(len, h.sink.tokens.values())) - tokens
+    assert abs(h.engine.drain_charges()["default"] - (5 + 256 + 2 * tokens)) <= 40
+    h.run()
+
+
 def test_in_a_long_line_nobody_pauses():
     h = with_adapters(num_blocks=600)
     requests = [*four_long_answers(h), *(request(f"{i}", 5, 4, adapter=f"x{i}") for i in range(3))]

@@ -76,7 +76,7 @@ class DevicePlaces:
         self.loads.observe(adapter.load_s)
         adapter.load_s = 0.0
         tenants = self._known.waited.waiting.tenants
-        if waiters := self._known.waiters(adapter):
+        if waiters := [seq for seq in self._known.waiters(adapter) if not seq.bound_step]:  # who paused pays nothing
             tenants.charge_swap(min(waiters, key=tenants.counter))
         self._admit_waiters(adapter, now_s)
 
