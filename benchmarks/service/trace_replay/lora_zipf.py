@@ -56,13 +56,15 @@ def run_zipf(options: argparse.Namespace, console: Console) -> dict[str, object]
     bound = LoadBound.of(adapters.folders(ROOM))
     console.print(
         f"bound of a load of {adapters.nbytes / 2**20:.2f} MiB: {bound.cached_ms:.2f} ms to read from the page cache "
-        f"and copy, {bound.disk_ms:.2f} ms from disk"
+        f"and copy, {bound.disk_ms:.2f} ms from disk",
+        soft_wrap=True,
     )
     full, measured = capacity(room, max(40, options.requests // 2), options.rate)
     rate = options.rate or full / 2
     console.print(
         f"{options.model}: capacity with {ROOM} adapters {full:.1f} requests/s; arrivals at {rate:.1f}; "
-        f"{measured.places} adapters fit, {settings.lora.max_loras} share a step"
+        f"{measured.places} adapters fit, {settings.lora.max_loras} share a step",
+        soft_wrap=True,
     )
     lines: dict[str, object] = {"requests_per_s": rate, "load_bound_ms": bound._asdict(), "places": measured.places}
     base: dict[str, dict[str, float]] = {}
@@ -77,7 +79,8 @@ def run_zipf(options: argparse.Namespace, console: Console) -> dict[str, object]
         shown = _with_ratios(line["ttft_ms"], base.setdefault("measured", line["ttft_ms"]))
         console.print(
             f"{count:4d} adapters, room for {ROOM}: TTFT ms, and times the first line's: {shown}; "
-            f"{line['loads']} loads of {line['load_ms']:.0f} ms  other_cpu {line['other_cpu']:.2f}"
+            f"{line['loads']} loads of {line['load_ms']:.0f} ms  other_cpu {line['other_cpu']:.2f}",
+            soft_wrap=True,
         )
         lines[str(count)] = line | {"simulated_ttft_ms": queueing}
     return lines
