@@ -73,7 +73,8 @@ def run_zipf(options: argparse.Namespace, console: Console) -> dict[str, object]
         queueing = percentiles(measured.first_tokens_ms(room.warm(), arrivals))
         shown = _with_ratios(queueing, base.setdefault("simulated", queueing))
         console.print(
-            f"  simulated, {count} adapters and loads of no time: ms, and times the first such line's: {shown}"
+            f"  simulated, {count} adapters and loads of no time: ms, and times the first such line's: {shown}",
+            soft_wrap=True,
         )
         line = run_line(room, arrivals, f"{count} adapters")
         shown = _with_ratios(line["ttft_ms"], base.setdefault("measured", line["ttft_ms"]))
