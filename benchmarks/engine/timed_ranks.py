@@ -67,6 +67,19 @@ class StepTimes(StepObserver):
 
 
 @dataclass(frozen=True)
+class GivenTimes:
+    """Times of steps by their shapes, in seconds a unit of each, with some noise."""
+
+    factors: tuple[float, float, float, float]
+    noise: float = 0.1
+
+    def again(self, seed: int) -> StepSeconds:
+        """The time of a plan, up to `noise` more or less in most cases."""
+        draw, plans = random.Random(seed), PlanShapes()
+        return lambda plan: float(np.dot(plans.of(plan), self.factors)) * max(0.5, draw.gauss(1.0, self.noise))
+
+
+@dataclass(frozen=True)
 class LoadTimes:
     """Seconds to read an adapter and to place it, and its pages."""
 

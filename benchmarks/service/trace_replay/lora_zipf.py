@@ -70,7 +70,7 @@ def run_zipf(options: argparse.Namespace, console: Console) -> dict[str, object]
     base: dict[str, dict[str, float]] = {}
     for count in options.adapters:
         arrivals = adapter_arrivals(adapters.drawn(count), rate, options.requests, room.vocab_size)
-        queueing = percentiles(measured.first_tokens_ms(room.warm(), arrivals))
+        queueing = percentiles(measured.waits(room.warm(), arrivals).first_ms)
         shown = _with_ratios(queueing, base.setdefault("simulated", queueing))
         console.print(
             f"  simulated, {count} adapters and loads of no time: ms, and times the first such line's: {shown}",
