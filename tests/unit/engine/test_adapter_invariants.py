@@ -125,7 +125,7 @@ def test_a_starved_adapter_is_caught():
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **{**named, "wait_bound_s": float("inf")})
 
-    assert 0.4 < wait_of_another(AdapterCache) < 0.8, "a slice, then the copy"
+    assert 0.2 < wait_of_another(AdapterCache) < 0.6, "a slice, then the copy"
     assert 1.0 < wait_of_another(NobodyPauses) < 1.5, "the bound, then what ran, then the copy"
     assert wait_of_another(Defect) == float("inf")
 

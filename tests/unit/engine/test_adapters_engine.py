@@ -206,7 +206,7 @@ def test_nobody_waits_for_anothers_adapter():
 
 def test_a_fetch_begins_while_there_is_no_room_yet():
     h = with_adapters(num_pages=2)
-    h.add(request("a", 4, 40, adapter="a"))
+    h.add(request("a", 4, 18, adapter="a"))
     step_until(h, "a", SequenceStatus.RUNNING)
     h.add(request("b", 4, 4, adapter="b"))
     h.step()

@@ -63,6 +63,34 @@ def test_those_that_pause_come_back_in_turns():
     assert_as_expected(h, *requests)
 
 
+def test_first_tokens_go_before_those_that_pause_but_not_for_long():
+    """Each of many short requests needs an adapter of its own, one at a time."""
+    h = with_adapters(num_blocks=900, max_cpu_loras=64)
+    requests = [request(name, 5, 450, adapter=name) for name in "abcd"]
+    h.add(*requests)
+    for name in "abcd":
+        step_until(h, name, SequenceStatus.RUNNING)
+    for _ in range(SLICE):
+        h.step()
+    waits, quiet, longest = [], dict.fromkeys("abcd", 0), 0
+    for step in range(24 * SLICE):
+        if step % (2 * SLICE) == 0:
+            requests.append(request(f"{step}", 5, 8, adapter=f"x{step}"))
+            h.add(requests[-1])
+        before = {name: len(h.sink.tokens[name, 0]) for name in "abcd"}
+        h.step()
+        if len(waits) <= step // (2 * SLICE) and (requests[-1].request_id, 0) in h.sink.tokens:
+            waits.append(step % (2 * SLICE))
+        for name, count in before.items():
+            has_gone_on = len(h.sink.tokens[name, 0]) > count or name in h.sink.ends
+            quiet[name] = 0 if has_gone_on else quiet[name] + 1
+        longest = max(longest, *quiet.values())
+    assert len(waits) == 12 and max(waits) <= 15, waits
+    assert 10 < longest <= 1.5 * SLICE, "it goes on when a short answer has ended, or after a slice"
+    h.run()
+    assert_as_expected(h, *requests)
+
+
 def test_who_pauses_is_not_charged_for_its_adapter_again():
     h = with_adapters(num_blocks=600)
     four_long_answers(h)
@@ -109,11 +137,11 @@ def test_a_tenant_that_was_served_less_does_not_pause():
     h.run()
 
 
-@pytest.mark.parametrize(("num_blocks", "pauses"), [(152, False), (600, True)])
+@pytest.mark.parametrize(("num_blocks", "pauses"), [(134, False), (600, True)])
 def test_without_room_to_keep_what_they_have_computed_nobody_pauses(num_blocks, pauses):
-    """Four answers fill 156 blocks."""
+    """Four answers fill 132 blocks."""
     h = with_adapters(num_blocks=num_blocks)
-    h.add(*(request(name, 104, 52, adapter=name) for name in "abcd"))
+    h.add(*(request(name, 100, 32, adapter=name) for name in "abcd"))
     for name in "abcd":
         step_until(h, name, SequenceStatus.RUNNING)
     h.add(request("new", 5, 4, adapter="e"))

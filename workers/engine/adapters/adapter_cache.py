@@ -5,9 +5,10 @@ Each content (digest) is in one state on the device, and beside that has a host 
     unknown --fetch--> on host --place--> resident --close--> draining --last user ends--> on host or unknown
        `--error--> refused      `--error--> refused  `------- idle, and its room is wanted -------^
 
-A sequence whose adapter is not resident is blocked. Adapters with waiters form a line (least served tenant, then
-longest wait); HostCopies fetches them in that order, and DevicePlaces gives them room. Tiers of adapters and their
-eviction are S-LoRA's (Sheng et al. 2023). Owned by the engine's thread; moves no bytes (TransferManager).
+A sequence whose adapter is not resident is blocked. Adapters with waiters form a line (least served tenant, then who
+has not paused just now, then longest wait); HostCopies fetches them in that order, and DevicePlaces gives them room.
+Tiers of adapters and their eviction are S-LoRA's (Sheng et al. 2023). Owned by the engine's thread; moves no bytes
+(TransferManager).
 """
 
 import math
@@ -31,8 +32,8 @@ from tandem.workers.messages.transfer import DropAdapter, FetchAdapter, PlaceAda
 WAIT_BOUND_S = 1.0
 """Seconds without movement of the line before residents in use drain for the first in it. While it moves, draining
 only takes adapters from the requests that come for them next, which under load costs more than it gains."""
-SLICE_S = 0.5
-"""Seconds on the device after which an adapter in use may give way."""
+SLICE_S = 0.25
+"""Seconds on the device after which an adapter in use may give way; as long it then stands behind first tokens."""
 
 
 class AdapterCache(AdmissionRule):
@@ -197,8 +198,9 @@ class AdapterCache(AdmissionRule):
         known.forget_gone()
         self._is_lacking = any(known.waiters(a) for a in known) or bool(pinned)
 
-    def _place_in_line(self, adapter: Adapter) -> tuple[float, float]:
-        return self._waited.least_served(self._known.waiters(adapter)), adapter.since_s
+    def _place_in_line(self, adapter: Adapter) -> tuple[float, bool, float]:
+        waiters = self._known.waiters(adapter)
+        return self._waited.least_served(waiters), self._places.has_just_paused(adapter), adapter.since_s
 
     def _finish(self, outcome: TransferOutcome) -> None:
         op, now_s = outcome.op, self._waited.clock()

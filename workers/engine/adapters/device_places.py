@@ -1,8 +1,9 @@
 """DevicePlaces: which adapters are on the device: room for the next in line, who is evicted or drains for it.
 
 Room comes from idle residents, least recently used first. If there is none, and the line is short, the resident that
-has been in use for longest gives way: its requests pause, with their KV, and stand in line. So no first token waits for
-a whole answer. In a long line everybody would only wait longer for the end.
+has been in use for longest gives way: its requests pause, with their KV, and stand in line, for a slice of time behind
+those without a first token. So no first token waits for a whole answer. In a long line everybody would only wait longer
+for the end.
 
 When the line has not moved for longer than a bound, residents in use drain: sequences that were only queued for them
 wait in line again, and requests that have run keep them until they end. So the line moves at least once in the bound
@@ -125,11 +126,16 @@ class DevicePlaces:
         adapter.since_s = now_s
         self._evict(adapter)
 
+    def has_just_paused(self, adapter: Adapter) -> bool:
+        """Returns whether all that wait for it have paused for others, less than a slice ago: first tokens go first."""
+        is_recent = self._known.waited.clock() - adapter.since_s < self._slice_s
+        return is_recent and all(seq.bound_step for seq in self._known.waiters(adapter))
+
     def _choose_to_pause(self, first: Adapter, open_ones: list[Adapter], now_s: float) -> Adapter | None:
         """Returns the resident in use that has been there for longest, at least a slice, and whose tenants were served
         no less, and asked for nothing more urgent, than those of the first in line."""
         waiters = self._known.waiters(first)
-        if not waiters or self._num_waiting > max(1, int(SHORT_LINE * len(open_ones))):
+        if not waiters or self.has_just_paused(first) or self._num_waiting > max(1, int(SHORT_LINE * len(open_ones))):
             return None
         served, urgency = self._known.waited.least_served(waiters), min(seq.order[0] for seq in waiters)
         able = [
