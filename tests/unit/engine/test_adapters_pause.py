@@ -137,9 +137,9 @@ def test_a_tenant_that_was_served_less_does_not_pause():
     h.run()
 
 
-@pytest.mark.parametrize(("num_blocks", "pauses"), [(130, False), (600, True)])
+@pytest.mark.parametrize(("num_blocks", "pauses"), [(126, False), (600, True)])
 def test_without_room_to_keep_what_they_have_computed_nobody_pauses(num_blocks, pauses):
-    """Four answers fill 128 blocks."""
+    """Four answers fill 128 blocks, 120 at the first slice."""
     h = with_adapters(num_blocks=num_blocks)
     h.add(*(request(name, 100, 28, adapter=name) for name in "abcd"))
     for name in "abcd":
