@@ -137,11 +137,11 @@ def test_a_tenant_that_was_served_less_does_not_pause():
     h.run()
 
 
-@pytest.mark.parametrize(("num_blocks", "pauses"), [(126, False), (600, True)])
+@pytest.mark.parametrize(("num_blocks", "pauses"), [(117, False), (600, True)])
 def test_without_room_to_keep_what_they_have_computed_nobody_pauses(num_blocks, pauses):
-    """Four answers fill 128 blocks, 120 at the first slice."""
+    """Four short answers and a long prompt fill 115 blocks, 109 when the first slice is over."""
     h = with_adapters(num_blocks=num_blocks)
-    h.add(*(request(name, 100, 28, adapter=name) for name in "abcd"))
+    h.add(request("base", 300, 30), *(request(name, 5, 27, adapter=name) for name in "abcd"))
     for name in "abcd":
         step_until(h, name, SequenceStatus.RUNNING)
     h.add(request("new", 5, 4, adapter="e"))
