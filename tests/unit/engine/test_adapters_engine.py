@@ -346,6 +346,20 @@ def test_adapters_with_rows_take_turns_when_they_are_more_than_max_loras(mode):
     assert_as_expected(h, *requests)
 
 
+def test_a_long_prompt_with_others_behind_it_leaves_another_adapter_its_turns():
+    """Prompts fill the steps, so that the first in the queue, whose adapter has a row, does not get one."""
+    h = with_adapters(num_pages=20, max_loras=1, num_blocks=600, max_num_batched_tokens=4)
+    h.add(request("b", 4, 150, adapter="b"))
+    step_until(h, "b", SequenceStatus.RUNNING)
+    h.add(*(request(f"a{i}", 200, 2, adapter="a") for i in range(3)))
+    step_until(h, "a0", SequenceStatus.RUNNING)
+    before = len(h.sink.tokens["b", 0])
+    for _ in range(60):
+        h.step()
+    assert 25 <= len(h.sink.tokens["b", 0]) - before <= 35
+    h.run()
+
+
 def test_an_answer_of_another_adapter_does_not_hold_up_a_first_token():
     h = with_adapters(num_pages=20, max_loras=2)
     h.add(*(request(f"bring-{adapter}", 4, 2, adapter=adapter) for adapter in "abcd"))

@@ -1,7 +1,8 @@
 """MaxLoras: at most --max-loras adapters share a step, in turns, and no adapter starves.
 
-Twice as many may have rows: else a new sequence would wait for a whole answer of another adapter. Each step has the
-adapter of the first in the queue, and those that had none for longest; so a row has every second step at least.
+Twice as many may have rows: else a new sequence would wait for a whole answer of another adapter. Each step has those
+that had none for longest, and leaves a place for the first in the queue if its adapter has no row yet; so a row has
+every second step, but for those in which another adapter comes.
 
 When the next in the queue wants one too many to have a row, the adapter with the fewest rows drains: its new sequences
 are blocked too, until it has no row and the first in the queue takes its place. Meanwhile base-model sequences and
@@ -40,15 +41,14 @@ class MaxLoras(AdmissionRule):
         """Chooses the adapters of the step that is planned next. first: who may get a row in it; None: nobody. Returns
         whether some adapter that has rows is left out."""
         rows, most = self._rows, self._most_in_step
-        wanted = None if first is None else first.adapter
-        if len(rows) + (wanted is not None and wanted not in rows) <= most:
+        comes = int(first is not None and first.adapter is not None and first.adapter not in rows)
+        if len(rows) + comes <= most:
             self._in_step = set(rows)
             return False
-        others = [digest for digest in rows if digest != wanted]
-        chosen = others[: most - (wanted is not None)]
+        chosen = list(rows)[: most - comes]
         for digest in chosen:
             rows[digest] = rows.pop(digest)
-        self._in_step = set(chosen) if wanted is None else {wanted, *chosen}
+        self._in_step = set(chosen)
         return True
 
     def begin_step_of(self, state: RequestState) -> None:
