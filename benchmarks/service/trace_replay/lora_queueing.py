@@ -34,7 +34,7 @@ LOAD_S = (0.02, 0.003)
 VOCABULARY = 1000
 SHARE = 8
 """--max-loras of the part `waits`."""
-PLACES, RATES = (8, 42), (5.4, 7.0, 9.0)
+PLACES, RATES = (8, 42), (6.1, 7.0, 9.0)
 """Adapters that fit (42: what --max-loras of the highest rank on all layers take has room for of small ones); requests
 a second: half of the capacity, and more."""
 

@@ -107,7 +107,7 @@ def test_who_pauses_is_not_charged_for_its_adapter_again():
 
 def test_in_a_long_line_nobody_pauses():
     h = with_adapters(num_blocks=600)
-    requests = [*four_long_answers(h), *(request(f"{i}", 5, 4, adapter=f"x{i}") for i in range(3))]
+    requests = [*four_long_answers(h), *(request(f"{i}", 5, 4, adapter=f"x{i}") for i in range(5))]
     h.add(*requests[4:])
     assert steps_to_first_token(h, "0") == 3 * SLICE
     assert h.engine.stats().preemptions == 0

@@ -2,8 +2,8 @@
 
 Room comes from idle residents, least recently used first. If there is none, and the line is short, the resident that
 has been in use for longest gives way: its requests pause, with their KV, and stand in line, for a slice of time behind
-those without a first token. So no first token waits for a whole answer. In a long line everybody would only wait longer
-for the end.
+those without a first token. So no first token waits for a whole answer. In a line longer than what is on the device
+everybody would only wait longer for the end.
 
 When the line has not moved for longer than a bound, residents in use drain: sequences that were only queued for them
 wait in line again, and requests that have run keep them until they end. So the line moves at least once in the bound
@@ -17,8 +17,6 @@ from tandem.workers.engine.base.stats import LOAD_BOUNDS_S, Histogram
 from tandem.workers.messages.transfer import Failure, PlaceAdapter
 
 LOOK_AGAIN_S = 0.05
-SHORT_LINE = 0.5
-"""Adapters in a short line, over those on the device."""
 
 
 class DevicePlaces:
@@ -135,7 +133,7 @@ class DevicePlaces:
         """Returns the resident in use that has been there for longest, at least a slice, and whose tenants were served
         no less, and asked for nothing more urgent, than those of the first in line."""
         waiters = self._known.waiters(first)
-        if not waiters or self.has_just_paused(first) or self._num_waiting > max(1, int(SHORT_LINE * len(open_ones))):
+        if not waiters or self.has_just_paused(first) or self._num_waiting > len(open_ones):
             return None
         served, urgency = self._known.waited.least_served(waiters), min(seq.order[0] for seq in waiters)
         able = [
