@@ -24,6 +24,7 @@ from tandem.workers.engine.observers.step_counts import StepCounts
 from tandem.workers.engine.rank_answers import RankAnswers
 from tandem.workers.engine.results import ResultApplier
 from tandem.workers.engine.scheduler import Scheduler
+from tandem.workers.engine.step_turns import StepTurns
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
 from tandem.workers.engine.waiting.grammar_cache import GrammarCache
@@ -81,11 +82,11 @@ def build_engine(
         chunk_limiter,
         _rules(settings, waiting, clock, adapters, grammars, probation, turns),
         probation,
+        StepTurns(probation, turns),
         relay=ready.pipeline_parallel_size > 1,
         depth=settings.steps_in_flight,
         tiers=offload,
         drafting=drafting,
-        turns=turns,
     )
     eos = frozenset(facts.eos_token_ids)
     results = ResultApplier(scheduler, manager, collector, eos, drafting)

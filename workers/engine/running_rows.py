@@ -4,8 +4,10 @@ Row numbers are reused at once: every rank runs plans in submission order, so a 
 earlier plans that name it, on each stage. Called by the scheduler alone.
 """
 
+import heapq
 from bisect import insort
 from collections import Counter
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 
 from tandem.workers.engine.base.sequence import Sequence, SequenceStatus
@@ -97,6 +99,13 @@ class RunningRows:
         """Takes the row and the blocks of a sequence, which leaves the list with the next prune()."""
         self._any_ended = True
         self._unbind(seq)
+
+    def some(self, shares_step: Callable[[Sequence], bool], most: int) -> Iterator[Sequence]:
+        """Yields the sequences that may share a step, in their order, but for those that are preempted meanwhile; if
+        they are more than `most`, those that no step has served for longest."""
+        some = [seq for seq in self.sequences if shares_step(seq)]
+        chosen = set(heapq.nsmallest(most, some, key=lambda seq: seq.last_step))
+        return (seq for seq in some if seq in chosen and seq.status is SequenceStatus.RUNNING)
 
     def preempt(self, seq: Sequence, *, keeps_blocks: bool = False) -> None:
         """Returns a running sequence to the queue without blocks. Its samples in flight still count. keeps_blocks: they

@@ -16,22 +16,21 @@ LiveRequests (finish); the last three also move waiting sequences, through `admi
 transport. Next: workers/executor/rank_group.py, which sends the plan.
 """
 
-import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 
 from tandem.configs.schema import SchedulerSettings
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
+from tandem.workers.engine.base.step_limit import StepLimit
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.observers.chunk_limiter import ChunkLimiter
 from tandem.workers.engine.row_admission import RowAdmission
 from tandem.workers.engine.running_rows import RunningRows
-from tandem.workers.engine.step_limit import StepLimit
+from tandem.workers.engine.step_turns import StepTurns
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
-from tandem.workers.engine.waiting.max_loras import MaxLoras
 from tandem.workers.engine.waiting.probation import Probation
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.step import RowWork, StepPlan
@@ -42,9 +41,8 @@ class Scheduler:
 
     relay (PP > 1): sampled tokens return to the ranks in plans, so a sequence waits for its sample; otherwise ranks
     append it themselves, and the next step may be planned before it is known. depth: plans that may be in flight.
-    rules: who may be queued and have a row, in order; `probation` among them. tiers: the tiers below the device; None:
-    none. drafting: None: no speculative decoding; it does not go with `relay`. turns: of adapters in steps, among the
-    rules too; None: no adapters.
+    rules: who may be queued and have a row, in order; `probation` among them. turns: who shares a step. tiers: those
+    below the device; None: none. drafting: None: no speculative decoding; it does not go with `relay`.
     """
 
     def __init__(
@@ -55,12 +53,12 @@ class Scheduler:
         chunk_limiter: ChunkLimiter,
         rules: ListOf[AdmissionRule],
         probation: Probation,
+        turns: StepTurns,
         *,
         relay: bool,
         depth: int,
         tiers: LowerTiers | None = None,
         drafting: Drafting | None = None,
-        turns: MaxLoras | None = None,
     ) -> None:
         self.waiting = waiting
         self.done_step = 0
@@ -139,10 +137,12 @@ class Scheduler:
             self._make_way()
         if self.alone is None:
             self.rows.pause()
-        leaves_out = self._begin_step()
+        leaves_out = self._turns.begin_step(has_room=bool(self.rows.free) and not self._lacks_blocks)
+        leaves_out |= self._limit.is_reduced
         step = InFlightStep(self._next_step)
         preemptions = self.rows.num_preemptions
-        prefills = self._schedule_decodes(step, self._some_running() if leaves_out else self.rows.sequences)
+        running = self.rows.some(self._turns.shares_step, self._limit.tokens) if leaves_out else self.rows.sequences
+        prefills = self._schedule_decodes(step, running)
         budget = self._limit.tokens - step.num_decode - step.num_drafts
         if self._limits_prefill and step.num_decode and (prefills or len(self.waiting)):
             budget = min(budget, self._chunk_limiter.limit() - step.num_drafts)
@@ -243,27 +243,6 @@ class Scheduler:
             seq.last_step = step_id
             step.num_decode += 1
         return prefills
-
-    def _begin_step(self) -> bool:
-        """Returns whether some running sequences may have no part in the step that is planned."""
-        leaves_out = self._limit.is_reduced or self._probation.current is not None
-        if self._turns is not None:
-            if self._probation.is_alone and self.alone is not None:
-                self._turns.begin_step_of(self.alone)
-            else:
-                has_room = self.rows.free and not self._lacks_blocks
-                leaves_out |= self._turns.begin_step(self._probation.first_waiting() if has_room else None)
-        return leaves_out
-
-    def _shares_step(self, seq: Sequence) -> bool:
-        return self._probation.shares_step(seq.state) and (self._turns is None or self._turns.shares_step(seq))
-
-    def _some_running(self) -> Iterator[Sequence]:
-        """Yields the running sequences that may share the step, in their order, but for those that are preempted
-        meanwhile; if they are too many, those that no step has served for longest."""
-        some = [seq for seq in self.rows.sequences if self._shares_step(seq)]
-        chosen = set(heapq.nsmallest(self._limit.tokens, some, key=lambda seq: seq.last_step))
-        return (seq for seq in some if seq in chosen and seq.status is SequenceStatus.RUNNING)
 
     def _num_drafts(self, step: InFlightStep, seq: Sequence) -> int | None:
         """Returns how many drafts seq may have in the step; None if the plans in flight may bring its last token."""
@@ -403,7 +382,7 @@ class Scheduler:
                 return  # preempted, with samples still in flight
             if self.admission.must_wait(seq):
                 continue
-            if self._turns is not None and not self._turns.shares_step(seq):
+            if not self._turns.shares_step(seq):
                 return
             found = self.admission.find_blocks(self._manager, step, seq, self.done_step)
             if found is False and not self.rows.clear_kept():

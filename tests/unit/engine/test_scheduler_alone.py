@@ -15,6 +15,7 @@ from tandem.workers.engine.base.sequence import RequestState, Sequence, Sequence
 from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
 from tandem.workers.engine.observers.chunk_limiter import ChunkLimiter
 from tandem.workers.engine.scheduler import Scheduler
+from tandem.workers.engine.step_turns import StepTurns
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers, OverlappedLoad
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
 from tandem.workers.engine.waiting.batching_policy import NEXT_BATCH
@@ -104,6 +105,7 @@ class Bench:
             ChunkLimiter(pace or 10**6),
             [probation, *rules],
             probation,
+            StepTurns(probation, None),
             relay=relay,
             depth=depth,
             tiers=tiers,

@@ -8,7 +8,7 @@ from fake_tiers import TierPlan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.workers.engine.step_limit import GOOD_STEPS, StepLimit
+from tandem.workers.engine.base.step_limit import GOOD_STEPS, StepLimit
 from tandem.workers.messages.request import Abort
 
 
