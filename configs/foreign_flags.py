@@ -25,7 +25,6 @@ _TUNING = "it tunes a mechanism of vLLM's engine"
 _TASKS = "every model generates and embeds"
 
 FOREIGN: Final[Mapping[str, str]] = {
-    "enforce_eager": _GRAPHS,
     "max_seq_len_to_capture": _GRAPHS,
     "compilation_config": _GRAPHS,
     "optimization_level": _GRAPHS,
@@ -134,7 +133,7 @@ FOREIGN: Final[Mapping[str, str]] = {
 """Flags without an effect, with underscores, and why. A value that is none of NEUTRAL is refused."""
 
 SWITCHES: Final[Set[str]] = frozenset({
-    "enforce_eager", "enable_chunked_prefill", "disable_chunked_mm_input", "disable_log_stats", "disable_log_requests",
+    "enable_chunked_prefill", "disable_chunked_mm_input", "disable_log_stats", "disable_log_requests",
     "enable_log_requests", "enable_log_deltas", "log_error_stack", "disable_uvicorn_access_log",
     "aggregate_engine_logging", "enable_logging_iteration_details", "worker_use_ray", "engine_use_ray",
     "use_tqdm_on_load", "disable_custom_all_reduce", "disable_cascade_attn", "enable_dbo", "enable_eplb",

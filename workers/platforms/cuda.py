@@ -17,6 +17,7 @@ from tandem.offload.copies.kv_copies import BlockCopier, StreamCopier
 from tandem.offload.weights.weight_copiers import StreamWeightCopier
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import DenseMethod, LinearMethod, Place, as_given
 from tandem.parallel.params import Param
@@ -240,8 +241,8 @@ class CudaPlatform(Platform):
     def sampling_ops(self) -> SamplingOps:
         return TorchSampling()
 
-    def graphs(self, before_run: Callable[[], None], can_replay: bool) -> GraphRunner:
-        return CudaGraphs(before_run, can_replay, self._capture)
+    def graphs(self, before_run: Callable[[], None], can_replay: bool, tp: StepCollectives) -> GraphRunner:
+        return CudaGraphs(before_run, can_replay, tp, self._capture)
 
     # ---- memory and copies ----
 
