@@ -30,7 +30,7 @@ from tests.support.adapters import save_random_adapter
 from tests.support.lora_ranks import put_all, with_adapters
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.platforms import GpuOnHost, replaced
-from tests.support.recorded_graph import RecordedGraph
+from tests.support.recorded_graph import recorded
 from tests.support.slot_lora import SlotLora
 from tests.support.tiny_models import BY_NAME, GROUPED, save_tiny_model
 
@@ -38,11 +38,6 @@ CPU, ROWS, MAX_LEN, BLOCK = torch.device("cpu"), 4, 70, 16
 ONE_GROUP = (None,)
 Step = tuple[list[tuple[int, list[int]]], list[int]]
 """Rows with their tokens, and the rows' adapter slots."""
-
-
-def recorded(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
-    graph = RecordedGraph.capture(body)
-    return graph.replay, graph.outputs
 
 
 def eagerly(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:

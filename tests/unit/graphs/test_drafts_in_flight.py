@@ -27,10 +27,11 @@ from tandem.workers.rank.row_table import RowTable
 from tandem.workers.speculation.proposer import make_guess, make_proposer
 from tests.support.adapters import save_random_adapter
 from tests.support.platforms import GpuOnHost, replaced
+from tests.support.recorded_graph import recorded
 from tests.support.slot_lora import SlotLora
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 from tests.support.traced_accelerator import POISON
-from tests.unit.graphs.test_cuda_graphs import captured, decoder_on, eagerly, recorded, settings_of
+from tests.unit.graphs.test_cuda_graphs import captured, decoder_on, eagerly, settings_of
 
 CPU, BLOCK, BLOCKS, STEPS, DRAFTS = torch.device("cpu"), 32, 4, 18, 3
 PROMPTS = [[5, 6, 7, 8] * 3, [9, 3, 9, 3, 9], [11] * 7]
