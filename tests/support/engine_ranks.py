@@ -86,7 +86,7 @@ class Fault:
 class EngineCase:
     """One history. drafts: of a row in a step, at most. is_hybrid: layers with a window give KV blocks back.
     late: a step's outcome is on the device until somebody waits for it, as on a GPU. replays: captures are made at the
-    start, by the recorded-graph twin, as on a GPU."""
+    start, by the recorded-graph twin, as on a GPU. prompt_ranks: those that learn it at once although others are late."""
 
     folder: Path
     tp_size: int
@@ -100,6 +100,7 @@ class EngineCase:
     drafts: int = 0
     is_hybrid: bool = True
     replays: bool = False
+    prompt_ranks: tuple[int, ...] = ()
 
     def settings(self) -> EngineSettings:
         return EngineSettings(
@@ -254,7 +255,7 @@ class FaultyRank:
 def run_engine(case: EngineCase, context: ParallelContext, share: Share | None = None) -> Told:
     """Serves the case's requests on this rank. share: None in a process of its own."""
     share = share or partial(_share_between_processes, context.world_size)
-    accelerator = TracedAccelerator() if case.late else None
+    accelerator = TracedAccelerator() if case.late and context.rank not in case.prompt_ranks else None
     platform: Platform = CpuPlatform()
     if accelerator is not None or case.replays:
         on_host = GpuOnHost(accelerator or HostAccelerator(), recorded if case.replays else None)

@@ -31,10 +31,10 @@ UNSEEN = ((Kernel, "__call__"), (torch, "frombuffer"), (torch.Tensor, "tolist"),
 
 
 class _Here(threading.local):
-    """What this thread is about: the graph that is captured, and whether one is replayed."""
+    """The graphs that this thread captures, and replays."""
 
     capture: "RecordedGraph | None" = None
-    is_replaying = False
+    replay: "RecordedGraph | None" = None
 
 
 here = _Here()
@@ -79,7 +79,7 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[misc]
     @torch.no_grad()
     def replay(self) -> Any:
         """Runs the calls again, in order, and returns `outputs`, whose tensors have the new values."""
-        here.is_replaying = True
+        here.replay = self
         try:
             for func, args, kwargs, recorded in self._calls:
                 results = func(*args, **kwargs)
@@ -87,7 +87,7 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[misc]
                     for old, new in zip(_tensors(recorded), _tensors(results), strict=True):
                         old.copy_(new)
         finally:
-            here.is_replaying = False
+            here.replay = None
         return self.outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -143,8 +143,9 @@ class RecordedCollectives:
 
     def _check(self) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
-            replaying = int(self._group.all_reduce(torch.tensor([int(here.is_replaying)])))
-        assert replaying in (0, self._size), "an operation of a replay has met an eager one"
+            mine = 0 if here.replay is None else 1 + len(here.replay.outputs[0])
+            total = int(self._group.all_reduce(torch.tensor([mine])))
+        assert total == self._size * mine, "an operation of a replay has met an eager one, or another replay's"
 
 
 def recorded(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:

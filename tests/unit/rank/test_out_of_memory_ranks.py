@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tandem.parallel.context import ParallelContext
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.messages.step import NOT_FINITE
+from tandem.workers.planning import graph_room
 from tandem.workers.rank.model_runner import OUT_OF_MEMORY
 from tests.support.engine_ranks import EngineCase, Fault, Share, Told, run_engine
 from tests.support.thread_ranks import ThreadRanks
@@ -67,9 +68,20 @@ def serve(
     large: int = 13,
     drafts: int = 0,
     replays: bool = False,
+    prompt_ranks: tuple[int, ...] = (),
 ) -> list[Told]:
     torch.set_num_threads(1)
-    case = EngineCase(folder, tp, pp, requests_of(2, 9, large), faults, late, drafts=drafts, replays=replays)
+    case = EngineCase(
+        folder,
+        tp,
+        pp,
+        requests_of(2, 9, large),
+        faults,
+        late,
+        drafts=drafts,
+        replays=replays,
+        prompt_ranks=prompt_ranks,
+    )
     return ThreadRanks().call(run_engine, tp, pp, case)  # type: ignore[no-any-return]
 
 
@@ -218,3 +230,16 @@ def test_any_rank_that_replays_may_run_out_at_any_operation(
 ) -> None:
     drafts = data.draw(st.sampled_from([0, 3]), "drafts") if group[1] == 1 else 0
     check(serve(folder, *group, *data.draw(faults_of(group[0] * group[1])), drafts=drafts, replays=True), wanted)
+
+
+@pytest.mark.parametrize("prompt_ranks", [(0,), (1,)])
+def test_ranks_that_know_different_outcomes_choose_one_capture(
+    folder: Path, wanted: Told, prompt_ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has read which drafts were accepted, the other has not: block tables of 2, 4 and 8 blocks have captures, and the
+    twin's collectives tell a replay from another."""
+    monkeypatch.setattr(graph_room, "NARROWEST_TOKENS", 8)
+    monkeypatch.setattr(graph_room, "MAX_CAPTURES", 15)
+    told = serve(folder, 2, 1, late=True, drafts=3, replays=True, prompt_ranks=prompt_ranks)
+    assert all(one.tokens == wanted.tokens for one in told)
+    assert told[0].num_replays == told[1].num_replays >= 5
