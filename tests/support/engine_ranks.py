@@ -85,8 +85,8 @@ class Fault:
 @dataclass(frozen=True)
 class EngineCase:
     """One history. drafts: of a row in a step, at most. is_hybrid: layers with a window give KV blocks back.
-    late: a step's outcome is on the device until somebody waits for it, as on a GPU. replays: captures are made at the
-    start, by the recorded-graph twin, as on a GPU. prompt_ranks: those that learn it at once although others are late."""
+    late: a step's outcome is on the device until somebody waits for it, as on a GPU; prompt_ranks: those that learn it
+    at once all the same. replays: captures are made at the start, by the recorded-graph twin, as on a GPU."""
 
     folder: Path
     tp_size: int

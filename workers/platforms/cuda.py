@@ -180,8 +180,10 @@ class CudaPlatform(Platform):
     def open(cls, device: torch.device) -> Self:
         """Return the platform of one CUDA device; the calling thread is activated.
 
-        cuDNN's attention is off: it plans anew, 55 to 70 ms, for every shape that it has not seen.
+        cuDNN's attention is off: it plans anew, 55 to 70 ms, for every shape that it has not seen. NCCL registers no
+        buffers of captures, unless the environment says so: ranks would wait in it for one that cannot capture.
         """
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         torch.backends.cuda.enable_cudnn_sdp(False)
         accelerator = CudaAccelerator(device)
         accelerator.activate()

@@ -236,7 +236,7 @@ def test_any_rank_that_replays_may_run_out_at_any_operation(
 def test_ranks_that_know_different_outcomes_choose_one_capture(
     folder: Path, wanted: Told, prompt_ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One has read which drafts were accepted, the other has not: block tables of 2, 4 and 8 blocks have captures, and the
+    """One has read which drafts were accepted, the other has not. Tables of 2, 4 and 8 blocks have captures, and the
     twin's collectives tell a replay from another."""
     monkeypatch.setattr(graph_room, "NARROWEST_TOKENS", 8)
     monkeypatch.setattr(graph_room, "MAX_CAPTURES", 15)
