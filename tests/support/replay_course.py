@@ -1,4 +1,4 @@
-"""A course of plans on ranks that capture and replay steps as GPUs do, over the host's memory: prompts, then decode steps,
+"""A course of plans on ranks that capture and replay steps as GPUs do, over the host's memory: prompts, then decodes,
 with adapters, drafts and a grammar. Each rank runs it by itself: it needs the results of no other.
 """
 

@@ -6,7 +6,6 @@ As in test_triton_lora.py, the tests run in a process of their own, whose interp
 import dataclasses
 import math
 import random
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.attention.backend import AttentionStep
-from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable
+from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable, StepShape
 from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.models.spec.config.config_reader import load_spec
