@@ -48,7 +48,9 @@ runs of each figure, and none beside vLLM; the peer's is the mean of {run["optio
 rotations and activations are still torch operations of their own ([decision 041](decisions/041-gpu-attention.md)).
 {now} tests passed on that GPU with the attention kernel: texts of all families, and adapters, drafts, KV offload and
 grammars with the demo model. {before} more, before there was the kernel, with torch's SDPA: drafts, offload and
-streamed layers of every family, and `tandem serve` with a killed rank. More than one GPU has not been tried."""
+streamed layers of every family, and `tandem serve` with a killed rank. Nothing is
+measured on more than one GPU; that their ranks replay captured steps too, and that captures are made at the start, is
+younger than these runs ([decision 071](decisions/071-tp-replays.md))."""
 
 
 def _h100() -> str:

@@ -90,11 +90,7 @@ class StepCollectives:
     # ---- steps ----
 
     def begin(
-        self,
-        num_tokens: int,
-        num_samples: int,
-        more_gathers: Sequence[int] = (),
-        padded: PaddedReplay | None = None,
+        self, num_tokens: int, num_samples: int, more_gathers: Sequence[int] = (), padded: PaddedReplay | None = None
     ) -> None:
         """Starts a step of T tokens and S rows that sample. more_gathers: the rows of each gather that follows that of
         the S rows. padded: the capture that all ranks replay in it; None: all run it eagerly."""

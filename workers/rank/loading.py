@@ -304,7 +304,7 @@ def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_byt
         free_bytes = max(0, available_bytes() - chosen.ranks_on_node * adapter_bytes)
         return cpu_blocks(cache, needs, free_bytes, chosen.ranks_on_node)
     from tandem.workers.planning.graph_room import graph_bytes
-    from tandem.workers.rank.start.profiling import run_fullest_steps
+    from tandem.workers.rank.profiling import run_fullest_steps
 
     profiled_kv_bytes = run_fullest_steps(
         decoder,

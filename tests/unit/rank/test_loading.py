@@ -24,7 +24,7 @@ from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.rank.loading import LoadedRank, choose_dtype
-from tandem.workers.rank.start.profiling import fullest_plan, run_fullest_steps
+from tandem.workers.rank.profiling import fullest_plan, run_fullest_steps
 from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.in_process import runner_of
 from tests.support.loading import load_single

@@ -1,1 +1,1 @@
-"""Work of a rank before it is ready: steps that measure memory, and captures."""
+"""Work of a rank between its weights and its first step: captures."""
