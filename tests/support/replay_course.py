@@ -5,7 +5,7 @@ with adapters, drafts and a grammar. Each rank runs it by itself: it needs the r
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -29,6 +29,7 @@ from tandem.workers.platforms.cpu import HostAccelerator
 from tandem.workers.rank.loading import load_rank
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.text.grammars import regex
+from tests.support.engine_ranks import RunsOut
 from tests.support.lora_ranks import put_all
 from tests.support.platforms import GpuOnHost, replaced
 from tests.support.recorded_graph import RecordedCollectives, recorded
@@ -41,7 +42,7 @@ PROMPTS = [[5, 6, 7, 8] * 5, [9, 30, 9, 30, 9], [110] * 7]
 @dataclass(frozen=True)
 class CourseCase:
     """One course. kind: steps are replayed, or run again eagerly at the same padding. fails: the rank that cannot
-    capture steps of `fails_at` tokens."""
+    capture steps of `fails_at` tokens; fails_early: nor run them eagerly."""
 
     folder: Path
     tp_size: int
@@ -52,6 +53,7 @@ class CourseCase:
     kind: Literal["replayed", "padded"] = "replayed"
     fails: int | None = None
     fails_at: int = 4
+    fails_early: bool = False
 
 
 @dataclass
@@ -90,6 +92,8 @@ def run_course(case: CourseCase, context: ParallelContext, share: object = None)
     context.tp.group = RecordedCollectives(context.tp.group, context.tp_size)
     platform = _platform(case, context, ran)
     loaded = load_rank(_settings(case), context, platform, rank=context.rank, ranks_on_node=context.world_size)
+    if case.fails_early and case.fails == context.rank:
+        _starve(case, loaded.decoder.graphs, context)
     runner = loaded.build_runner(BLOCKS * len(PROMPTS))
     ran.report, at_start = runner.captures, ran.num_captured
     if loaded.adapters is not None:
@@ -110,13 +114,27 @@ def _noted(ran: Ran, logits_SV: torch.Tensor) -> torch.Tensor:
     return logits_SV
 
 
+def _starve(case: CourseCase, graphs: Any, context: ParallelContext) -> None:
+    """Lets the memory of a capture's eager run end in the middle of its layers."""
+    capture, tp = graphs.capture, context.tp
+
+    def starved(key: Any, num_tokens: int, make_inputs: Any, body: Callable[[Any], Outputs]) -> Any:
+        def run(inputs: Any) -> Outputs:
+            with RunsOut(60, lambda: not tp._is_inside):
+                return body(inputs)
+
+        return capture(key, num_tokens, make_inputs, run if num_tokens == case.fails_at else body)
+
+    graphs.capture = starved
+
+
 def _platform(case: CourseCase, context: ParallelContext, ran: Ran) -> Platform:
     chosen = recorded if case.kind == "replayed" else eagerly(context.tp)
 
     def capture(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
         ran.num_captured += 1
         replay, outputs = chosen(body)
-        if case.fails == context.rank and len(outputs[0]) == case.fails_at:
+        if not case.fails_early and case.fails == context.rank and len(outputs[0]) == case.fails_at:
             raise torch.OutOfMemoryError("no memory for a graph")
         return replay, outputs
 

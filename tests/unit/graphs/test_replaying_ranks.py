@@ -47,11 +47,12 @@ def test_replays_equal_eager_steps(
     assert alone.tokens == replayed[0].tokens, "those of one rank"
 
 
-@pytest.mark.parametrize("fails", [0, 1])
-def test_a_capture_that_fails_on_one_rank_is_dropped_on_both(ranks: RankProcesses, fails: int) -> None:
-    whole, told = course(ranks, DEMO_MODEL, 2), course(ranks, DEMO_MODEL, 2, fails=fails)
+@pytest.mark.parametrize(("fails", "early"), [(0, False), (1, False), (1, True)])
+def test_a_capture_that_fails_on_one_rank_is_dropped_on_both(ranks: RankProcesses, fails: int, early: bool) -> None:
+    """early: in its eager run, whose sums the peer waits for."""
+    whole, told = course(ranks, DEMO_MODEL, 2), course(ranks, DEMO_MODEL, 2, fails=fails, fails_early=early)
     why = ["on another rank of the stage"] * 2
-    why[fails] = "no memory for a graph"
+    why[fails] = "Tried to allocate 20.00 GiB" if early else "no memory for a graph"
     for rank, one in enumerate(told):
         assert one.report is not None and one.report.failures == {"4 tokens, 10 blocks": why[rank]}
         assert one.report.num_captures == 2
