@@ -42,7 +42,8 @@ PROMPTS = [[5, 6, 7, 8] * 5, [9, 30, 9, 30, 9], [110] * 7]
 @dataclass(frozen=True)
 class CourseCase:
     """One course. kind: steps are replayed, or run again eagerly at the same padding. fails: the rank that cannot
-    capture steps of `fails_at` tokens; fails_early: nor run them eagerly."""
+    capture steps of `fails_at` tokens; fails_early: nor run them eagerly; refuses:
+    the rank that replays nothing, as one with streamed layers."""
 
     folder: Path
     tp_size: int
@@ -54,6 +55,7 @@ class CourseCase:
     fails: int | None = None
     fails_at: int = 4
     fails_early: bool = False
+    refuses: int | None = None
 
 
 @dataclass
@@ -92,6 +94,7 @@ def run_course(case: CourseCase, context: ParallelContext, share: object = None)
     context.tp.group = RecordedCollectives(context.tp.group, context.tp_size)
     platform = _platform(case, context, ran)
     loaded = load_rank(_settings(case), context, platform, rank=context.rank, ranks_on_node=context.world_size)
+    loaded.decoder.graphs.can_replay &= case.refuses != context.rank
     if case.fails_early and case.fails == context.rank:
         _starve(case, loaded.decoder.graphs, context)
     runner = loaded.build_runner(BLOCKS * len(PROMPTS))

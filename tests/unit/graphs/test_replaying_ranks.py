@@ -60,6 +60,13 @@ def test_a_capture_that_fails_on_one_rank_is_dropped_on_both(ranks: RankProcesse
     assert told[0].tokens == whole[0].tokens
 
 
+@pytest.mark.parametrize("refuses", [0, 1])
+def test_ranks_of_which_one_replays_nothing_run_eagerly(ranks: RankProcesses, refuses: int) -> None:
+    told = course(ranks, DEMO_MODEL, 2, refuses=refuses)
+    assert all(one.report is None and one.num_captured == one.num_replays == 0 for one in told)
+    assert told[0].tokens == course(ranks, DEMO_MODEL, 2)[0].tokens
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
 @pytest.mark.parametrize("collectives", [0, 1])
 def test_a_rank_without_memory_fails_the_step_of_all_and_the_next_is_right(

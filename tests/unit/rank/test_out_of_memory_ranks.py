@@ -223,7 +223,7 @@ def test_a_rank_that_runs_out_in_a_replayed_step_launches_it_on_padding(
         assert told[0].num_replays >= 3
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(group=st.sampled_from(GROUPS), data=st.data())
 def test_any_rank_that_replays_may_run_out_at_any_operation(
     folder: Path, wanted: Told, group: tuple[int, int], data: st.DataObject

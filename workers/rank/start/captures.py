@@ -8,6 +8,7 @@ stage: an operation in a graph meets its like on the peers. Steps of its kind ru
 import logging
 import time
 from collections.abc import Sequence
+from zlib import crc32
 
 import torch
 
@@ -35,6 +36,7 @@ def sizes_of(decoder: Decoder, kv: KVTensors, settings: EngineSettings, max_mode
     return [size for size in sizes if decoder.captures_adapters or not size.has_adapters]
 
 
+@torch.no_grad()
 def capture_steps(
     decoder: Decoder,
     kv: KVTensors,
@@ -46,7 +48,13 @@ def capture_steps(
     """Makes the captures, in step with all ranks of the stage, and replays each once. None where captures are made as
     steps come. num_groups: of layers with block tables of their own."""
     graphs, began_s = decoder.graphs, time.perf_counter()
-    if not isinstance(graphs, StartGraphs) or not graphs.can_replay or not sizes:
+    if not isinstance(graphs, StartGraphs):
+        return None
+    own_number = crc32(repr(sizes).encode()) if graphs.can_replay else 0
+    if not _have_all(own_number, context, platform.device):
+        graphs.can_replay = False  # such as with streamed layers on one of them
+        log.warning("no step is captured: ranks of this stage differ in what they can replay")
+    if not sizes or not graphs.can_replay:
         return None
     log.info("capturing %d steps", len(sizes))
     free = platform.memory()
@@ -85,6 +93,15 @@ def _agreed(own: list[str | None], context: ParallelContext, device: torch.devic
     return [
         why or ("on another rank of the stage" if count else None) for why, count in zip(own, anywhere, strict=True)
     ]
+
+
+def _have_all(number: int, context: ParallelContext, device: torch.device) -> bool:
+    """Returns whether all ranks of the stage have this number; all of them get the same answer."""
+    if context.tp_size == 1:
+        return True
+    total = int(context.tp.all_reduce(torch.tensor([number], device=device)))
+    differs = torch.tensor([int(total != context.tp_size * number)], device=device)
+    return not int(context.tp.all_reduce(differs))
 
 
 def _shape(size: CaptureSize) -> StepShape:
