@@ -186,3 +186,45 @@ def _run(case: CourseCase, runner: ModelRunner, ran: Ran) -> None:
             ran.tokens[row.row] += row.token_ids
         if result is not None:
             ran.num_said_replayed += result.is_replayed
+
+
+def run_awaited(case: CourseCase, context: ParallelContext, share: object = None) -> tuple[list[bool], set[int]]:
+    """A decode step that awaits a load, for which rank 1 has no memory, and the same step again, which awaits nothing.
+    Returns which of the three steps were replayed here, and the tickets that were waited for at once."""
+    context.tp.group = RecordedCollectives(context.tp.group, context.tp_size)
+    platform = _platform(case, context, Ran())
+    loaded = load_rank(_settings(case), context, platform, rank=context.rank, ranks_on_node=context.world_size)
+    runner, waited = loaded.build_runner(BLOCKS), set()
+
+    class Gate:
+        def in_turn(self, layers: Any, tickets: Any, page_of: Any) -> Any:
+            return iter(layers)
+
+        def wait(self, ticket: int, page: int) -> None:
+            waited.add(ticket)
+
+    def runs_out(*_: object) -> Any:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
+
+    runner.gate = Gate()  # type: ignore[assignment]
+    greedy, prompt = RowSampling(temperature=0.0), PROMPTS[1]
+    init = RowInit(row=0, token_ids=prompt, prompt_len=len(prompt), num_computed=0, sampling=greedy)
+    first = RowWork(row=0, num_tokens=len(prompt), samples=True, new_block_ids=[0])
+    again, held = RowWork(row=0, num_tokens=1, samples=True), (0, len(prompt) + 1, len(prompt))
+    plans = [
+        StepPlan(step_id=1, work=[first], new_rows=[init]),
+        StepPlan(step_id=2, work=[again], awaits=[4]),
+        StepPlan(step_id=3, work=[again], rolled_back=[held], known_failure=2),
+    ]
+    replayed = []
+    for plan in plans:
+        before = loaded.decoder.graphs.num_replays
+        if plan.awaits and context.rank == 1:
+            runner._compute = runs_out  # type: ignore[method-assign]
+        handle = runner.launch(plan)
+        vars(runner).pop("_compute", None)
+        handle.result()
+        assert (handle.failure is None) == (plan.step_id != 2), handle.failure
+        replayed.append(loaded.decoder.graphs.num_replays > before)
+    runner.close()
+    return replayed, waited

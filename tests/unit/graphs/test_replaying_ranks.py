@@ -12,7 +12,7 @@ from tandem.configs.bundled import DEMO_MODEL
 from tests.support.adapters import save_random_adapter
 from tests.support.decoder_ranks import RankProcesses
 from tests.support.engine_ranks import EngineCase, Fault, run_engine
-from tests.support.replay_course import CourseCase, Ran, run_course
+from tests.support.replay_course import CourseCase, Ran, run_awaited, run_course
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.tiny_models import BY_NAME, TinyModel, save_tiny_model
 from tests.unit.rank.test_out_of_memory_ranks import check, requests_of
@@ -79,3 +79,9 @@ def test_a_rank_without_memory_fails_the_step_of_all_and_the_next_is_right(
     check(told, wanted)
     assert told[0].failures
     assert told[-1].num_struck == 1 and min(one.num_replays for one in told) >= 3
+
+
+def test_a_rank_that_owes_a_load_replays_with_its_peers() -> None:
+    """Its peer has waited for the load layer by layer, in an eager step; it waits at once, ahead of the replay."""
+    told = ThreadRanks().call(run_awaited, 2, 1, CourseCase(DEMO_MODEL, 2))
+    assert told == [([False, False, True], set()), ([False, False, True], {4})]
