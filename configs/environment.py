@@ -74,6 +74,11 @@ def proxies() -> dict[str, str]:
     return {name: value for name in names if (value := os.environ.get(name))}
 
 
+def use_hub_token(token: str) -> None:
+    """Puts a token where downloads from the hub look for one, in this process and those that it starts."""
+    os.environ["HF_TOKEN"] = token
+
+
 def variable(name: str) -> str | None:
     """The variable that a setting names (configs/secrets.py); None when it is not set."""
     return os.environ.get(name)

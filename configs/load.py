@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from tandem.configs.errors import SettingsError
-from tandem.configs.foreign_flags import SAME_VALUES, check_foreign, is_foreign
+from tandem.configs.foreign_flags import SAME_VALUES, check_foreign, is_foreign, unfolded
 from tandem.configs.lora_modules import module_text, served_names
 from tandem.configs.options import OPTIONS, Option, option_named, parse_size
 from tandem.configs.platform_facts import DEVICE_FLAGS, PLATFORM_FACTS, idle_lines
@@ -65,6 +65,7 @@ def build_settings(
     """Builds the settings of a service for `model`. values: by option name, with dashes or underscores; None is as if
     not given. SettingsError for an unknown name, a value out of range, or settings that exclude each other."""
     tree: dict[str, Any] = {"engine": {"model": {"model": model}}}
+    values = unfolded(values)
     foreign = {name: value for name, value in values.items() if is_foreign(name)}
     tree["without_effect"] = [line for name, value in foreign.items() if (line := check_foreign(name, value))]
     served = served_names(model, values)

@@ -97,6 +97,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("tokenizer", "engine.model.tokenizer", str, MODEL,
            "Folder or hub id of the tokenizer. Default: the model's."),
     Option("revision", "engine.model.revision", str, MODEL, "Branch, tag or commit of a hub model."),
+    Option("tokenizer_revision", "engine.model.tokenizer_revision", str, MODEL,
+           "Branch, tag or commit of a hub tokenizer. Default: --revision, unless --tokenizer is given."),
     Option("dtype", "engine.model.dtype", DType, MODEL,
            f"Data type of weights and activations. auto: the checkpoint's; {computed_as_words()}."),
     Option("quantization", "engine.model.quantization", Quantization, MODEL,
@@ -289,6 +291,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("strict_fields", "gateway.strict_fields", bool, HTTP,
            "Refuse request fields that cannot change an answer and are not honoured: ids, hints, echoed fields. "
            "Default: accept them, and name them in the header x-tandem-ignored."),
+    Option("enable_force_include_usage", "gateway.enable_force_include_usage", bool, HTTP,
+           "End every stream with its usage, as if stream_options.include_usage were true."),
+    Option("disable_fastapi_docs", "gateway.disable_fastapi_docs", bool, HTTP, "Do not serve /openapi.json."),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
            "Seconds that requests in flight have to finish at shutdown.", at_least(0), "at least 0"),
     Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,

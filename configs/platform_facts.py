@@ -136,11 +136,11 @@ CUDA: Final = PlatformFacts(
     invariant_dtypes=(),
     implementations={
         "attention": {"triton-paged": Implementation(_TRITON), "torch-sdpa": Implementation(_NO_TRITON)},
-        "fused ops": {"torch": Implementation(_NO_GPU_KERNEL)},
+        "fused ops": {"Triton": Implementation(_TRITON), "torch": Implementation(_NO_TRITON)},
         "linear": {"cuBLAS": Implementation("weights stay as they are")},
         "experts": {"Triton": Implementation(_TRITON), "torch, expert by expert": Implementation(_NO_TRITON)},
         "LoRA ops": {"Triton": Implementation(_TRITON), "torch": Implementation(_NO_TRITON)},
-        "sampling": {"torch": Implementation(_NO_GPU_KERNEL)},
+        "sampling": {"Triton": Implementation(_TRITON), "torch": Implementation(_NO_TRITON)},
         "collectives": {"nccl": Implementation("between GPUs")},
         "graphs": {
             "CUDA graphs": Implementation("of decode steps, padded, made at the start; other steps run eagerly")

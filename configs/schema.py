@@ -42,6 +42,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     served_model_name: tuple[str, ...] = ()
     tokenizer: str | None = None
     revision: str | None = None
+    tokenizer_revision: str | None = None  # None: that of the model, if it is its own
     dtype: DType = "auto"
     quantization: Quantization | None = None  # how linear layers hold their weights and multiply; None: in `dtype`
     batch_invariant: bool = False  # logits of a sequence have the same bits whatever else is computed with it
@@ -217,6 +218,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_template_kwargs_bytes: int = 16 * 2**10
     max_text_bytes: int | None = None  # None: 1 MiB, or 8 bytes for each token of the context if that is more
     max_answer_bytes: int = 64 * 2**20  # roughly what an answer that is not streamed may take in memory (413)
+    disable_fastapi_docs: bool = False  # no /openapi.json
+    enable_force_include_usage: bool = False  # every stream ends with its usage
     strict_fields: bool = False  # refuse fields that cannot change an answer, in place of naming them as ignored
     # Answers
     metrics_prefix: str = "tandem"

@@ -36,6 +36,12 @@ from tools.weight_figures import experts_section, loading_section, quantization_
 PAGE = ROOT / "docs" / "performance.md"
 SHAPES = {"qwen3-0.6b": "Qwen3-0.6B shape", "llama-135m": "135M Llama shape", "demo": "demo model (2.4M)"}
 ROOFLINE = "(?:floor|roofline)"  # of older and newer outputs; so below with run and eager
+RATIO = r"(?: \([\d.]+\))?"
+ZIPF_LINE = (
+    rf"(\d+) adapters, room for 8: TTFT ms(?:, and times the first line's:)? p50 (\d+){RATIO} p90 \d+{RATIO} "
+    rf"p99 (\d+){RATIO}; (\d+) loads"
+)
+"""Of measured lines, with and without the ratios of newer outputs, but not of simulated ones."""
 
 
 # ---- offline and HTTP ----
@@ -333,12 +339,7 @@ def lora_section() -> str:
     ]
     (enabled,) = one(rf"no adapter active: {NUMBER} of an engine without", "lora-enabled.txt")
     memory = read_json("lora-memory.json")["memory"]
-    traffic = [
-        [adapters, p50, p99, loads]
-        for adapters, p50, p99, loads in found(
-            r"(\d+) adapters, room for 8: TTFT ms p50 (\d+) p90 \d+ p99 (\d+); (\d+) loads", "lora-zipf-peer.txt"
-        )
-    ]
+    traffic = [[adapters, p50, p99, loads] for adapters, p50, p99, loads in found(ZIPF_LINE, "lora-zipf-peer.txt")]
     peer = one(rf"16 requests, 16 adapters: {NUMBER} tok/s; .*?: {NUMBER} tok/s: {NUMBER}x", "lora-zipf-peer.txt")
     kernels = [
         [f"{rows} rows, {adapters} adapters, rank {rank} on {modules}", mib, roofline, ours, twin]

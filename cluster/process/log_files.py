@@ -75,18 +75,46 @@ class LogLines(logging.Formatter):
 
 
 class LogFile(RotatingFileHandler):
-    """A handler whose file is locked for as long as it is written."""
+    """A handler whose file is locked for as long as it is written. Crashes of the interpreter go to the newest file,
+    however often it was rotated, and so do lines of a process that was forked from the one that rotated it."""
 
     def __init__(self, path: Path) -> None:
+        self._crashes: int | None = None
         super().__init__(path, maxBytes=FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8")
         self.setFormatter(LogLines())
+
+    def take_crashes(self) -> None:
+        """Has the interpreter write where it was when it crashes: by a descriptor, which it keeps as a number."""
+        self._crashes = self._descriptor()
+        faulthandler.enable(self._crashes)
+
+    def shouldRollover(self, record: logging.LogRecord) -> int:
+        """Called by logging before each line."""
+        with suppress(OSError):  # the folder is gone
+            if (before := self.stream) is not None and not self._is_newest(before):
+                self.stream = self._open()
+                before.close()
+        return super().shouldRollover(record)
+
+    def _is_newest(self, stream: io.TextIOWrapper) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.baseFilename), os.fstat(stream.fileno()))
+        except FileNotFoundError:
+            return False
 
     def _open(self) -> io.TextIOWrapper:
         """Called by logging for each new file."""
         stream = super()._open()
         with suppress(OSError):  # file systems without locks
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if self._crashes is not None:
+            newest = self._descriptor()
+            os.dup2(newest, self._crashes, inheritable=False)
+            os.close(newest)
         return stream
+
+    def _descriptor(self) -> int:
+        return os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
 
 def hide_messages() -> None:
@@ -148,8 +176,7 @@ def open_log(folder: Path, name: str, level: LogLevel) -> LogFile:
     for each in LOGGERS:
         logging.getLogger(each).addHandler(handler)
     logging.getLogger("tandem").setLevel(level.upper())
-    # a descriptor of its own: the handler's is another one after it has rotated
-    faulthandler.enable(os.open(folder / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+    handler.take_crashes()
     with suppress(OSError):  # others may do the same
         remove_old(folder)
     return handler

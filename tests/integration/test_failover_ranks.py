@@ -1,7 +1,7 @@
-"""No request is lost when processes die: each kind of death and each phase at least once, with real processes, and each
-kind of request whose path differs behind the gateway. The point of each death is exact. `make chaos` covers all pairs
-(test_failover_pairs.py); tests/unit/cluster/group/test_failover.py has, without processes, the kinds whose paths differ
-in the gateway alone.
+"""No request is lost when processes die: each phase at least once, with real processes, and the requests that take most
+with them: a grammar, an adapter, random numbers with counts. The point of each death is exact. `make chaos` has the
+other deaths and covers all pairs (test_failover_pairs.py); tests/unit/cluster/group/test_failover.py has, without
+processes, the kinds whose paths differ in the gateway alone.
 
 One service for all of them, with two stages a group: the rank that dies is the last stage. one_service/ and
 test_frozen_group.py lose ranks of TP. All requests go through Ray's object store here, as those do that are larger than
@@ -34,10 +34,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     [
         (STRUCTURED, "last stage", "decode"),
         (KINDS["LoRA"], "last stage", "adapter load"),
-        (KINDS["n = 4"], "rank 0", "prefill"),
         (COUNTED, "coordinator", "KV copy"),
-        (KINDS["unseeded"], "drain", "decode"),
-        (KINDS["non-streaming"], "out of memory", "decode"),
+        pytest.param(KINDS["n = 4"], "rank 0", "prefill", marks=pytest.mark.chaos),
+        pytest.param(KINDS["unseeded"], "drain", "decode", marks=pytest.mark.chaos),
+        pytest.param(KINDS["non-streaming"], "out of memory", "decode", marks=pytest.mark.chaos),
     ],
     ids=lambda value: value.name if isinstance(value, Kind) else value,
 )

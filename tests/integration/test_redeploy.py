@@ -1,8 +1,10 @@
-"""A new version of an application under Ray Serve: every replica is replaced, the service stays what it was, and no
-secret is logged or shown meanwhile."""
+"""The shipped file under `serve run`, and a new version of its application: every replica is replaced, the service
+stays what it was, and no secret is logged or shown meanwhile."""
 
 import json
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,13 +16,18 @@ import httpx
 import pytest
 import yaml
 
+from tandem import LLM
 from tandem.workers.messages.channel import new_secret
+from tandem.workers.messages.request import SamplingParams
 from tests.support.doors import ADMIN, API, ASKED, METRICS, SENT, ask_with_keys, assert_unsaid, bearer, logged
 from tests.support.plain_http import plain_http
 from tests.support.proxies import DEAD_PROXIES
 from tests.support.service import BIN, REPOSITORY, Service, free_port, title_of, wait_for
 from tests.support.unbroken_streams import Streams
 
+pytestmark = pytest.mark.cluster
+QUESTION = [{"role": "user", "content": "Tell me a short story about a whale."}]
+PIRATE = REPOSITORY / "configs" / "demo" / "adapters" / "pirate"
 REPLACED_S = 120.0
 LOOK_INSIDE = """
 import json, sys
@@ -87,10 +94,13 @@ class Deployed:
         self._config["http_options"]["port"] = port = free_port()
         (application,) = self._config["applications"]
         self._args = application["args"]
+        shutil.copytree(PIRATE, folder / "adapters" / "pirate")
+        loras = {"dynamic_lora_loading_path": str(folder / "adapters"), "max_num_adapters_per_replica": 4}
+        self._args["lora_config"] = loras
         self._args["gateway_config"] = {
             "api_key": f"file:{folder / 'keys'}", "admin_api_key": "env:ROOT", "metrics_api_key": "env:SCRAPE"
         }  # fmt: skip
-        self._write("INFO", batch_invariant=True, device="cpu", max_num_seqs=16, shutdown_timeout=20)
+        self._write("INFO", batch_invariant=True, device="cpu", max_num_seqs=16, max_loras=2, shutdown_timeout=20)
         env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local", "ROOT": ADMIN, "SCRAPE": METRICS}
         env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
         env |= {**DEAD_PROXIES, "no_proxy": "127.0.0.1"}  # which `serve deploy` itself needs
@@ -120,13 +130,16 @@ class Deployed:
         self._file.write_text(yaml.safe_dump(self._config))
 
 
-@pytest.fixture
-def deployed(tmp_path: Path) -> Iterator[Deployed]:
-    deployed = Deployed(tmp_path)
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    """Serve's own proxy in front, a private Redis that is none of the application's, adapters from the folder that Ray
+    Serve LLM's lora_config names; Ctrl-C ends it."""
+    deployed = Deployed(tmp_path_factory.mktemp("deployed"))
     try:
         deployed.service.wait_ready()
         yield deployed
-        deployed.service.stop()
+        deployed.service.stop(signal.SIGINT)
+        wait_for(lambda: not deployed.service.titled("tandem"), 60, "everything ends")
     finally:
         deployed.service.clean()
 
@@ -205,3 +218,55 @@ def test_a_redeploy_keeps_tenants_keys_and_running_streams_and_tells_no_secret(d
         channels, again, _ = look_inside(service)
         assert again == passwords, "the Redis is the same"
         assert_nowhere(service, rest, {*secrets, *channels})
+
+
+def load(service: Service) -> tuple[str, int]:
+    """As the gateway sees them: whether Redis is unavailable, how many groups there are."""
+    answer = service.get("/load", headers=bearer(API)).json()
+    return answer["redis"], int(answer["groups"])
+
+
+def says(service: Service, model: str) -> str:
+    asked = {"model": model, "messages": QUESTION, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    answer = service.post("/v1/chat/completions", asked, headers=bearer(API))
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def adapted_and_plain() -> list[str]:
+    """The offline engine's answers with the adapter and without."""
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    with LLM("demo", batch_invariant=True, device="cpu", enable_lora=True) as llm:
+        ref = llm.load_adapter(PIRATE)
+        adapted, plain = (llm.chat([QUESTION], params, use_tqdm=False, lora_request=r)[0].text for r in (ref, None))
+    assert adapted != plain
+    return [adapted, plain]
+
+
+def test_adapters_are_served_and_a_lost_redis_costs_neither_them_nor_the_group(deployed: Deployed) -> None:
+    service = deployed.service
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "stream": True}
+    place = service.url + "/v1/chat/completions"
+    with plain_http.stream("POST", place, json=asked, headers=bearer(API), timeout=60) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+
+    def listed() -> set[str]:
+        return {model["id"] for model in service.get("/v1/models", headers=bearer(API)).json()["data"]}
+
+    wait_for(lambda: listed() == {"demo", "pirate"}, 60, "listed")
+    adapted, plain = adapted_and_plain()
+    assert [says(service, model) for model in ("pirate", "demo:pirate", "demo")] == [adapted, adapted, plain]
+    (redis,) = service.titled("tandem redis")
+    service.titled("ray::ServiceIdentity")[0].kill()
+    again = wait_for(lambda: [p for p in service.titled("tandem redis") if p.pid != redis.pid], 60, "a new Redis")
+    assert again, "with a new URL"
+    seen: list[tuple[str, int]] = []
+
+    def is_whole_again() -> bool:
+        seen.append(load(service))
+        return seen[-1] == ("here", 1)
+
+    wait_for(is_whole_again, 60, "the gateway finds it, and the group's record in it")
+    assert {number for _, number in seen} == {1}, "the gateway keeps the group meanwhile"
+    assert [says(service, model) for model in ("pirate", "demo")] == [adapted, plain], "its adapters too"

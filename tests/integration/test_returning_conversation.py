@@ -1,5 +1,6 @@
 """A real service with tiers below the device: returning turns, a rank killed amid copies, a restart with weights that
-stream and with drafts; then nothing is left."""
+stream and with drafts; then nothing is left. `make chaos`: tests/distributed/test_kv_tiers.py has the tiers without a
+service, test_failover_ranks.py a service with a host tier."""
 
 import asyncio
 import json
@@ -19,7 +20,7 @@ from tests.support.mixed_requests import answers, greedy
 from tests.support.plain_http import plain_http
 from tests.support.service import Service, tandem_serve, wait_for
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.chaos]
 
 FLAGS = (
     "--device", "cpu", "--dtype", "float32", "-tp", "2", "--num-gpu-blocks-override", "96",

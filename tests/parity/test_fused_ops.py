@@ -5,6 +5,7 @@ import torch
 
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.fused_ops import TorchFusedOps
+from tandem.workers.kernels.kv_store import LayerKV, decode
 from tandem.workers.models.spec.arch import Activation
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.pairwise import all_pairs
@@ -96,6 +97,27 @@ def test_norm_rotate(ops: CpuFusedOps, dtype: torch.dtype, tokens: int, dim: int
     cos = torch.cat((phase.cos(), phase.cos()), -1).to(dtype) if rotates else None
     sin = torch.cat((-phase.sin(), phase.sin()), -1).to(dtype) if rotates else None
     close(*(each.norm_rotate(qkv[:, :5], weight, 1e-6, cos, sin) for each in (ops, TorchFusedOps())))
+
+
+@pytest.mark.parametrize("storage", [None, torch.int8], ids=str)
+def test_rotate_store(ops: CpuFusedOps, dtype: torch.dtype, storage: torch.dtype | None) -> None:
+    """The rotated keys are in the cache, beside the values as they were."""
+    qkv, slots, phase = noise(3, 9, 32, dtype=dtype), torch.tensor([5, 0, 6]), noise(3, 1, 32, dtype=dtype, seed=2)
+    qk, v = qkv.split((7, 2), dim=1)
+    found, caches = [], []
+    for each in (ops, TorchFusedOps()):
+        planes = [torch.zeros(2, 4, 2, 32, dtype=storage or dtype) for _ in "kv"]
+        kv = LayerKV(*planes, *(torch.zeros(2, 4, 2) for _ in planes if storage is not None))
+        found.append(each.rotate_store(qk, v, None, 0.0, phase.cos(), phase.sin(), kv, slots))
+        caches.append(
+            [decode(plane, scale, dtype) for plane, scale in zip(planes, kv.scales or (None,) * 2, strict=True)]
+        )
+    close(*found)
+    for ours, twin in zip(*caches, strict=True):
+        torch.testing.assert_close(ours, twin, rtol=0, atol=2**-5)
+    near = 2**-5 if storage is not None else 0.0
+    torch.testing.assert_close(caches[0][0].flatten(0, 1)[slots], found[0][:, 5:], rtol=0, atol=near)
+    torch.testing.assert_close(caches[0][1].flatten(0, 1)[slots], v, rtol=0, atol=near)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

@@ -17,8 +17,8 @@ LONGEST_TALK = 48
 OPENING = 16
 GIVES_UP = 0.05
 FEW = 3
-"""Tokens that a sampled one is drawn from: the more there are, the more draws fall so near to the border of two that
-the order in which float32 sums are made decides."""
+"""Tokens that a sampled one is drawn from: the more there are, the more draws fall so near to a tie of two that the
+order in which float32 sums are made decides."""
 STALL_S = 60.0
 """An engine without output for so long is stuck."""
 

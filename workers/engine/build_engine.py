@@ -27,6 +27,7 @@ from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.transfers.transfer_manager import TransferManager
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
 from tandem.workers.engine.waiting.grammar_cache import GrammarCache
+from tandem.workers.engine.waiting.max_loras import MaxLoras
 from tandem.workers.engine.waiting.probation import Probation
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 
@@ -74,18 +75,20 @@ def build_engine(
 
         step_log = StepLog(settings.step_log)
 
+    turns = None if adapters is None else MaxLoras(settings.lora.max_loras, waiting)
     probation = Probation(waiting, settings.max_drafts)
     scheduler = Scheduler(
         settings.scheduler,
         manager,
         waiting,
         chunk_limiter,
-        _rules(settings, waiting, clock, adapters, grammars, probation),
+        _rules(settings, waiting, clock, adapters, grammars, probation, turns),
         probation,
         relay=ready.pipeline_parallel_size > 1,
         depth=settings.steps_in_flight,
         tiers=offload,
         drafting=drafting,
+        turns=turns,
     )
     eos = frozenset(facts.eos_token_ids)
     results = ResultApplier(scheduler, manager, collector, eos, drafting)
@@ -122,6 +125,7 @@ def _rules(
     adapters: "AdapterCache | None",
     grammars: GrammarCache,
     probation: Probation,
+    turns: MaxLoras | None,
 ) -> list[AdmissionRule]:
     """Returns the rules of admission, in the order in which a sequence is asked about."""
     rules: list[AdmissionRule] = [grammars, probation] if adapters is None else [adapters, grammars, probation]
@@ -129,11 +133,7 @@ def _rules(
         from tandem.workers.engine.waiting.batching_policy import batching_rule
 
         rules.append(batching_rule(settings.scheduler, waiting, clock))
-    if adapters is not None:
-        from tandem.workers.engine.waiting.max_loras import MaxLoras
-
-        rules.append(MaxLoras(settings.lora.max_loras, waiting))
-    return rules
+    return rules if turns is None else [*rules, turns]
 
 
 def _observers(*parts: object) -> tuple[StepObserver, ...]:

@@ -51,7 +51,7 @@ class RowAdmission:
                 self._block(seq, awaited, rule)
                 return
         ticket = None
-        if self._tiers is not None and self._is_next(seq):
+        if self._tiers is not None and not self._rows.has_kept(seq) and self._is_next(seq):
             ticket = self._tiers.load(seq, self._rows.reserve)
         if ticket is not None:
             self._waiting.block(seq, Blocker.KV, ticket)
@@ -67,9 +67,7 @@ class RowAdmission:
 
     def withdraw(self, seq: Sequence) -> None:
         """Gives up what was kept for a queued sequence that waits for its adapter again."""
-        assert seq.status is SequenceStatus.WAITING and not seq.bound_step, (
-            "only a sequence that has not run waits for its adapter again"
-        )
+        assert seq.status is SequenceStatus.WAITING, "it was queued"
         self._release_loaded(seq)
 
     def leave(self, seq: Sequence) -> None:

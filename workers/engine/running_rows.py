@@ -37,6 +37,7 @@ class RunningRows:
         self._waiting = waiting
         self._tiers = tiers
         self._rules = rules
+        self._pausing = [rule for rule in rules if type(rule).giving_way is not AdmissionRule.giving_way]
         self._kept = KeptTables(manager)
         self._unsent_freed: set[int] = set()
         self._any_ended = False
@@ -128,6 +129,10 @@ class RunningRows:
         """Returns the tables that wait for their sequences; for check_invariants()."""
         return [kept.table for kept in self._kept]
 
+    def has_kept(self, seq: Sequence) -> bool:
+        """Returns whether a waiting sequence has left its blocks where they are."""
+        return seq in self._kept
+
     def take_kept(self, seq: Sequence) -> bool:
         """Returns whether a sequence that gets a row has its blocks again, with those that all its known tokens need.
         The plans that name it have returned."""
@@ -178,6 +183,16 @@ class RunningRows:
                 if victim is None:
                     break
                 self.preempt(victim, keeps_blocks=self._may_keep(victim))
+
+    def pause(self) -> None:
+        """Preempts the sequences that a rule names, so that others come to what these hold; none if that would cost
+        what they have computed."""
+        for rule in self._pausing:
+            paused = rule.giving_way()
+            if paused and all(seq.status is SequenceStatus.RUNNING and self._may_keep(seq) for seq in paused):
+                for seq in paused:
+                    self.preempt(seq, keeps_blocks=True)
+                rule.gave_way(paused)
 
     def free_blocks(self, first: Sequence) -> None:
         """Preempts sequences of tenants that have more blocks than their share, for the first in the queue, until it

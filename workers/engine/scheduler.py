@@ -31,6 +31,7 @@ from tandem.workers.engine.running_rows import RunningRows
 from tandem.workers.engine.step_limit import StepLimit
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
+from tandem.workers.engine.waiting.max_loras import MaxLoras
 from tandem.workers.engine.waiting.probation import Probation
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.step import RowWork, StepPlan
@@ -42,7 +43,8 @@ class Scheduler:
     relay (PP > 1): sampled tokens return to the ranks in plans, so a sequence waits for its sample; otherwise ranks
     append it themselves, and the next step may be planned before it is known. depth: plans that may be in flight.
     rules: who may be queued and have a row, in order; `probation` among them. tiers: the tiers below the device; None:
-    none. drafting: None: no speculative decoding; it does not go with `relay`.
+    none. drafting: None: no speculative decoding; it does not go with `relay`. turns: of adapters in steps, among the
+    rules too; None: no adapters.
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class Scheduler:
         depth: int,
         tiers: LowerTiers | None = None,
         drafting: Drafting | None = None,
+        turns: MaxLoras | None = None,
     ) -> None:
         self.waiting = waiting
         self.done_step = 0
         self._manager = manager
         self._tiers = tiers
         self._probation = probation
+        self._turns = turns
         self._chunk_limiter = chunk_limiter
         self._relay = relay
         self._drafting = drafting
@@ -133,9 +137,12 @@ class Scheduler:
         rolled_back = self._roll_back_rows() if self._undone else []
         if not self.rows.free or self._lacks_blocks:
             self._make_way()
+        if self.alone is None:
+            self.rows.pause()
+        leaves_out = self._begin_step()
         step = InFlightStep(self._next_step)
         preemptions = self.rows.num_preemptions
-        prefills = self._schedule_decodes(step)
+        prefills = self._schedule_decodes(step, self._some_running() if leaves_out else self.rows.sequences)
         budget = self._limit.tokens - step.num_decode - step.num_drafts
         if self._limits_prefill and step.num_decode and (prefills or len(self.waiting)):
             budget = min(budget, self._chunk_limiter.limit() - step.num_drafts)
@@ -204,12 +211,9 @@ class Scheduler:
 
     # ---- running ----
 
-    def _schedule_decodes(self, step: InFlightStep) -> list[Sequence]:
+    def _schedule_decodes(self, step: InFlightStep, running: Iterable[Sequence]) -> list[Sequence]:
         """Schedules a token for each running row that is one token behind; returns those further behind (prefills)."""
         prefills: list[Sequence] = []
-        running: Iterable[Sequence] = self.rows.sequences
-        if self._limit.is_reduced or self._probation.current is not None:
-            running = self._some_running()
         one_token, step_id, relay, drafting = self._one_token, step.step_id, self._relay, self._drafting
         add_seq, add_work = step.sequences.append, step.work.append
         in_turns = relay and self.alone is None  # so that each stage has a step
@@ -240,10 +244,24 @@ class Scheduler:
             step.num_decode += 1
         return prefills
 
+    def _begin_step(self) -> bool:
+        """Returns whether some running sequences may have no part in the step that is planned."""
+        leaves_out = self._limit.is_reduced or self._probation.current is not None
+        if self._turns is not None:
+            if self._probation.is_alone and self.alone is not None:
+                self._turns.begin_step_of(self.alone)
+            else:
+                has_room = self.rows.free and not self._lacks_blocks
+                leaves_out |= self._turns.begin_step(self._probation.first_waiting() if has_room else None)
+        return leaves_out
+
+    def _shares_step(self, seq: Sequence) -> bool:
+        return self._probation.shares_step(seq.state) and (self._turns is None or self._turns.shares_step(seq))
+
     def _some_running(self) -> Iterator[Sequence]:
         """Yields the running sequences that may share the step, in their order, but for those that are preempted
         meanwhile; if they are too many, those that no step has served for longest."""
-        some = [seq for seq in self.rows.sequences if self._probation.shares_step(seq.state)]
+        some = [seq for seq in self.rows.sequences if self._shares_step(seq)]
         chosen = set(heapq.nsmallest(self._limit.tokens, some, key=lambda seq: seq.last_step))
         return (seq for seq in some if seq in chosen and seq.status is SequenceStatus.RUNNING)
 
@@ -385,6 +403,8 @@ class Scheduler:
                 return  # preempted, with samples still in flight
             if self.admission.must_wait(seq):
                 continue
+            if self._turns is not None and not self._turns.shares_step(seq):
+                return
             found = self.admission.find_blocks(self._manager, step, seq, self.done_step)
             if found is False and not self.rows.clear_kept():
                 self._lacks_blocks = True

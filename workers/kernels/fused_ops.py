@@ -2,13 +2,15 @@
 
     add_rms_norm   residual += x; residual / rms(residual) * weight
     norm_rotate    every head of q and k: x / rms(x) * weight, then RoPE: x * cos + swap_halves(x) * sin
+    store          cache[slot of token t] = k[t], v[t], as the cache stores them (kv_store.py)
+    rotate_store   norm_rotate, then store
     add_layer_norm the same with LayerNorm: (residual - mean) / deviation * weight + bias
     norm_heads     q and k: each head, or all heads of q and all of k, by their mean square, with or without a mean
     silu_mul       silu(gate) * up
     activate       an activation, or activation(gate) * up
-    store          cache[slot of token t] = k[t], v[t], as the cache stores them (kv_store.py)
 
-Called by workers/models. T tokens, H hidden size, S heads of q and k, K KV heads, D head dim, M MLP width.
+Called by workers/models; compiled for CPUs in cpu/cpu_fused_ops.py, for GPUs in triton/triton_fused_ops.py. T tokens, H
+hidden size, S heads of q and k, K KV heads, D head dim, M MLP width.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,8 +85,24 @@ class FusedOps(Protocol):
         """Writes the step's K and V to their slots (int64: block id * block size + offset) of one layer's cache."""
         ...
 
+    def rotate_store(
+        self,
+        qk_TSD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        weight_SD: torch.Tensor | None,
+        eps: float,
+        cos_T1D: torch.Tensor | None,
+        sin_T1D: torch.Tensor | None,
+        kv: LayerKV,
+        slots_T: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns q and k as norm_rotate does, and stores K, the last heads of them, and V."""
+        qk_TSD = self.norm_rotate(qk_TSD, weight_SD, eps, cos_T1D, sin_T1D)
+        self.store(qk_TSD[:, -v_TKD.shape[1] :], v_TKD, kv, slots_T)
+        return qk_TSD
 
-class TorchFusedOps:
+
+class TorchFusedOps(FusedOps):
     """The twin: a few torch operations each, on any device."""
 
     def __init__(self) -> None:

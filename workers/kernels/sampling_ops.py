@@ -1,18 +1,20 @@
 """Tokens from logits: the best one, or a draw from what min-p, top-k and top-p leave; a Protocol and its torch twin.
 
-    weight = exp((logit - best logit) / temperature)        float32: the best token's is 1, so nothing is normalized
+    exponent = (logit - best logit) * factor             float32, factor = 1 / temperature: the best token's is 0
+    weight   = exp(exponent)                             so the best token's is 1, and nothing is normalized
+    token    = argmax of exponent + noise                noise: gumbel_noise.py; of equal sums the lower id
 
-Every truncation keeps {id: weight >= threshold}: ties at the border stay together, so the outcome depends on no sort
-order, and nothing is sorted. Order as in vLLM's V1 sampler: min-p, top-k, top-p. min_p: at least min_p times the best
-weight. top_k: the k best, ties included. top_p: the fewest best ones whose share of what is left reaches top_p, and one
-at least. Then an inverse CDF over ids in ascending order: the first id whose cumulative weight exceeds u times the
-total.
+Every truncation keeps {id: exponent >= lowest}: ties at the border stay together, so the outcome depends on no sort
+order, and nothing is sorted. Order as in vLLM's V1 sampler: min-p, top-k, top-p. min_p: at least the logarithm of it.
+top_k: the k best, ties included. top_p: the fewest best ones whose share of what is left reaches top_p, and one at
+least. Weights are multiples of 2^-34 of float32 operations that are rounded once each, so their sums in float64 are
+exact: every implementation, in whatever order it adds, draws the same token from the same logits.
 
-Called by workers/sampling/sampler.py; compiled for CPUs in cpu_sampling.py. S rows of a step, R of them random, V
-vocabulary, C chunk, N chunks, B buckets.
+Called by workers/sampling/sampler.py; compiled for CPUs in cpu_sampling.py, for GPUs in triton/triton_sampling.py. S
+rows of a step, R of them random, V vocabulary, B buckets.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -20,22 +22,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.workers.kernels.gumbel_noise import gumbel_noise
 from tandem.workers.kernels.step_arrays import Send, Sent
 
-CHUNK: Final = 128
-DIGIT_BITS: Final = 10
-SHIFTS: Final = (20, 10, 0)
-"""Shifts of the three digits of a weight's bits; a weight is at most 1, whose bits are below 2^30."""
-MASS_ONE: Final = 2.0**44
-"""The mass of weight 1 as an integer: sums of up to 2^18 of them are exact, so they depend on no order."""
-CUT_ROWS: Final = 32
-"""Rows whose thresholds are searched at once, which bounds the twin's memory to 28 bytes times these times V."""
+DIGITS: Final = ((20, 11), (10, 10), (0, 10))
+"""Shift and width of the three digits of a float's bits, sign apart."""
+INFINITY_BITS: Final = 0x7F800000
+EXP2: Final = (1.32647273e-3, 9.67151279e-3, 5.55073374e-2, 2.40222421e-1, 6.93146978e-1, 1.0)
+"""2^f for f in [-1/2, 1/2], the highest power first."""
+GRID: Final = 2.0**-11
+"""The least weight that is a multiple of 2^-34 by itself; smaller ones are rounded to such."""
+TOGETHER: Final = 2**21
+"""Logits, or buckets, that are searched or drawn at once, which bounds the twin's memory to 48 bytes for each."""
 
 Change = Callable[[torch.Tensor], None]
 """Changes logits [S, V], float32, in place."""
 DrawTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Overwrites ids_S where a token is drawn, given logits_SV, best_S, ids_S and uniforms_R (float64 in [0, 1), on the
-logits' device); may overwrite those rows of the logits. A row whose best logit is not finite gets some id."""
+"""Overwrites ids_S where a token is drawn, given logits_SV, best_S and ids_S as best() gives them, and positions_S,
+int64 on the logits' device. A row whose best logit is not finite gets some id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,30 @@ class Draws:
     """The draws of a step, on the host: numpy arrays [R], contiguous."""
 
     places: npt.NDArray[np.int64]  # distinct rows of the logits
-    temperature: npt.NDArray[np.float32]  # above 0
+    factor: npt.NDArray[np.float32]  # 1 / temperature
+    lowest: npt.NDArray[np.float32]  # the logarithm of min_p; -inf: off
     top_k: npt.NDArray[np.int64]  # 0: off
     top_p: npt.NDArray[np.float64]  # 1: off
-    min_p: npt.NDArray[np.float32]  # 0: off
+    seed: npt.NDArray[np.uint64]
+    choice: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        places: npt.NDArray[np.int64],
+        *,
+        temperature: npt.NDArray[np.float64],
+        top_k: npt.NDArray[np.int64],
+        top_p: npt.NDArray[np.float64],
+        min_p: npt.NDArray[np.float64],
+        seed: npt.NDArray[np.uint64],
+        choice: npt.NDArray[np.int64],
+    ) -> "Draws":
+        """Returns the draws of rows with these parameters; temperature is above 0, min_p 0 where it is off."""
+        with np.errstate(divide="ignore"):
+            lowest = np.log(min_p).astype(np.float32)
+        factor = np.float32(1) / temperature.astype(np.float32)
+        return cls(places, factor, lowest, top_k, top_p, seed, choice)
 
 
 class SamplingOps(Protocol):
@@ -75,20 +99,31 @@ class TorchSampling:
         return best.values, best.indices
 
     def prepare_draw(self, draws: Draws, send: Send) -> DrawTokens:
-        at, temperature = send(draws.places), send(draws.temperature)
-        truncation = None
-        if draws.min_p.any() or draws.top_k.any() or (draws.top_p < 1).any():
-            truncation = Truncation(draws.top_k, draws.top_p, draws.min_p, send)
+        rows = RandomRows.sent(draws, send)
+        truncation = Truncation(draws, send)
 
-        def draw(logits_SV: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, uniforms_R: torch.Tensor) -> None:
-            at_R = at()
-            weights_RV = (logits_SV[at_R] - best_S[at_R][:, None]).div_(temperature()[:, None]).exp_()
-            if truncation is not None:
-                floor_R = truncation.thresholds(weights_RV)
-                weights_RV.masked_fill_(weights_RV < floor_R[:, None], 0.0)
-            ids_S[at_R] = drawn(weights_RV, uniforms_R)
+        def draw(logits_SV: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, positions_S: torch.Tensor) -> None:
+            lowest_R = truncation.lowest(logits_SV, best_S)
+            self.choose(logits_SV, best_S, ids_S, positions_S, rows, lowest_R)
 
         return draw
+
+    def choose(
+        self,
+        logits_SV: torch.Tensor,
+        best_S: torch.Tensor,
+        ids_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        rows: "RandomRows",
+        lowest_R: torch.Tensor,
+    ) -> None:
+        """Overwrites ids_S of the rows, given the least exponent that each keeps."""
+        columns = (rows.at(), rows.factor(), lowest_R, rows.seed(), rows.choice())
+        for at, factor, lowest, seed, choice in _in_parts(columns, logits_SV.shape[1]):
+            scores = exponents(logits_SV, best_S, at, factor)
+            scores.masked_fill_(scores < lowest[:, None], float("-inf"))
+            scores += gumbel_noise(seed, choice, positions_S[at], logits_SV.shape[1])
+            ids_S[at] = scores.argmax(1)
 
     def prepare_keep(self, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32], send: Send) -> Change:
         at, words = send(places_P), send(bits_PW.view(np.int32))
@@ -101,90 +136,97 @@ class TorchSampling:
         return keep
 
 
+@dataclass(frozen=True, slots=True)
+class RandomRows:
+    """Columns of the draws on their way to the device. seed: its bits as int64."""
+
+    at: Sent
+    factor: Sent
+    seed: Sent
+    choice: Sent
+
+    @classmethod
+    def sent(cls, draws: Draws, send: Send) -> "RandomRows":
+        """Sends the columns."""
+        return cls(send(draws.places), send(draws.factor), send(draws.seed.view(np.int64)), send(draws.choice))
+
+
 class Truncation:
     """Bounds that truncate some rows, on their way to the device."""
 
-    def __init__(
-        self,
-        top_k_R: npt.NDArray[np.int64],
-        top_p_R: npt.NDArray[np.float64],
-        min_p_R: npt.NDArray[np.float32],
-        send: Send,
-    ) -> None:
-        limited, nucleus = np.flatnonzero(top_k_R), np.flatnonzero(top_p_R < 1)
-        self._floor = send(min_p_R.astype(np.float32))
-        self._limited = (send(limited), send(top_k_R[limited].astype(np.float64))) if len(limited) else None
-        self._nucleus = (send(nucleus), send(top_p_R[nucleus])) if len(nucleus) else None
+    def __init__(self, draws: Draws, send: Send) -> None:
+        limited, nucleus = np.flatnonzero(draws.top_k), np.flatnonzero(draws.top_p < 1)
+        self._lowest = send(draws.lowest)
+        self._limited = self._sent(draws, limited, draws.top_k.astype(np.float64), send)
+        self._nucleus = self._sent(draws, nucleus, draws.top_p, send)
 
-    def thresholds(self, weights_RV: torch.Tensor) -> torch.Tensor:
-        """Returns the least weight that each row keeps, float32 [R]."""
-        floor_R = self._floor().clone()
-        for at, most in _in_parts(self._limited):
-            some_RV = weights_RV[at]
-            most = most.clamp(max=weights_RV.shape[1])
-            kth_R = _cut(some_RV, torch.ones_like(some_RV, dtype=torch.int64), most[:, None])
-            floor_R[at] = torch.maximum(floor_R[at], kth_R)
-        for at, share in _in_parts(self._nucleus):
-            some_RV = weights_RV[at]
-            some_RV.masked_fill_(some_RV < floor_R[at][:, None], 0.0)
-            mass_RV = (some_RV.double() * MASS_ONE).long()
-            target_R1 = share[:, None] * mass_RV.sum(1, keepdim=True)
-            floor_R[at] = torch.maximum(floor_R[at], _cut(some_RV, mass_RV, target_R1))
-        return floor_R
+    def lowest(self, logits_SV: torch.Tensor, best_S: torch.Tensor) -> torch.Tensor:
+        """Returns the least exponent that each row keeps, float32 [R]."""
+        lowest_R, vocab = self._lowest().clone(), logits_SV.shape[1]
+        for which, most, at, factor in _in_parts([column() for column in self._limited], vocab):
+            some_RV = exponents(logits_SV, best_S, at, factor)
+            keys_RV = INFINITY_BITS - some_RV.abs().view(torch.int32)
+            kth_R = _cut(keys_RV, torch.ones_like(some_RV, dtype=torch.float64), most.clamp(max=vocab)[:, None])
+            lowest_R[which] = torch.maximum(lowest_R[which], -(INFINITY_BITS - kth_R).view(torch.float32))
+        for which, share, at, factor in _in_parts([column() for column in self._nucleus], vocab):
+            some_RV = exponents(logits_SV, best_S, at, factor)
+            weights_RV = weights(some_RV).masked_fill_(some_RV < lowest_R[which][:, None], 0.0)
+            mass_RV = weights_RV.double()
+            least_R = _cut(weights_RV.view(torch.int32), mass_RV, share[:, None] * mass_RV.sum(1, keepdim=True))
+            some_RV.masked_fill_(weights_RV < least_R.view(torch.float32)[:, None], float("inf"))
+            lowest_R[which] = some_RV.amin(1)
+        return lowest_R
 
-
-def _in_parts(rows: tuple[Sent, Sent] | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields places and limits of at most CUT_ROWS rows at a time."""
-    if rows is not None:
-        yield from zip(rows[0]().split(CUT_ROWS), rows[1]().split(CUT_ROWS), strict=True)
+    @staticmethod
+    def _sent(
+        draws: Draws, which: npt.NDArray[np.int64], limits: npt.NDArray[np.float64], send: Send
+    ) -> tuple[Sent, ...]:
+        if not len(which):
+            return ()
+        return send(which), send(limits[which]), send(draws.places[which]), send(draws.factor[which])
 
 
-def _cut(weights_RV: torch.Tensor, measure_RV: torch.Tensor, target_R1: torch.Tensor) -> torch.Tensor:
-    """Returns the greatest weight whose equals and betters have a measure (int64) of at least the target, float32 [R];
-    0 where all together do not.
+def _in_parts(columns: Sequence[torch.Tensor], vocab: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yields columns of rows, of as many rows at a time as are worked on together."""
+    rows = max(1, TOGETHER // max(vocab, 2 ** DIGITS[0][1]))
+    return zip(*(column.split(rows) for column in columns), strict=True)
 
-    Radix selection: the measure of each value of a digit, then of the next one among weights that share the chosen.
+
+def exponents(
+    logits_SV: torch.Tensor, best_S: torch.Tensor, at_R: torch.Tensor, factor_R: torch.Tensor
+) -> torch.Tensor:
+    """Returns the exponents of some rows, a new tensor."""
+    return (logits_SV[at_R] - best_S[at_R][:, None]).mul_(factor_R[:, None])
+
+
+def weights(exponents_RV: torch.Tensor) -> torch.Tensor:
+    """Returns the weights of exponents, as multiples of 2^-34: 2^power by a power of two and a polynomial, relative
+    error 2e-6. The operations are those of weight_of() in cpu/src/cpu_sampling.c, each rounded once."""
+    power = exponents_RV.clamp(min=-80.0).mul_(1.44269504)
+    whole = (power + 12582912.0).sub_(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
+    f = power.sub_(whole)
+    p = torch.full_like(f, EXP2[0])
+    for factor in EXP2[1:]:
+        p.mul_(f).add_(factor)
+    p.mul_(((whole.int() + 127) << 23).view(torch.float32))
+    return torch.where(p >= GRID, p, (p + GRID) - GRID)
+
+
+def _cut(bits_RV: torch.Tensor, measure_RV: torch.Tensor, target_R1: torch.Tensor) -> torch.Tensor:
+    """Returns the greatest value whose equals and betters have a measure (float64) of at least the target, int32 [R];
+    0 where all together do not. bits_RV: values, int32, not negative.
+
+    Radix selection: the measure of each value of a digit, then of the next one among values that share the chosen.
     """
-    bits_RV = weights_RV.contiguous().view(torch.int32)
-    chosen_R1 = torch.zeros_like(target_R1, dtype=torch.int64)
-    above_R1 = torch.zeros_like(chosen_R1)
-    for shift in SHIFTS:
-        inside_RV = (bits_RV >> (shift + DIGIT_BITS)) == chosen_R1
-        digit_RV = ((bits_RV >> shift) & (2**DIGIT_BITS - 1)).long()
-        per_RB = torch.zeros(len(bits_RV), 2**DIGIT_BITS, dtype=torch.int64, device=bits_RV.device)
+    chosen_R1 = torch.zeros_like(target_R1, dtype=torch.int32)
+    above_R1 = torch.zeros_like(target_R1)
+    for shift, width in DIGITS:
+        inside_RV = (bits_RV >> (shift + width)) == chosen_R1
+        digit_RV = ((bits_RV >> shift) & (2**width - 1)).long()
+        per_RB = torch.zeros(len(bits_RV), 2**width, dtype=torch.float64, device=bits_RV.device)
         per_RB.scatter_add_(1, digit_RV, measure_RV * inside_RV)
         from_RB = per_RB.flip(1).cumsum(1).flip(1) + above_R1
         place_R1 = ((from_RB >= target_R1).sum(1, keepdim=True) - 1).clamp_(min=0)
         above_R1 = from_RB.gather(1, place_R1) - per_RB.gather(1, place_R1)
-        chosen_R1 = (chosen_R1 << DIGIT_BITS) | place_R1
-    return chosen_R1[:, 0].int().view(torch.float32)
-
-
-def drawn(weights_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
-    """Returns a token per row by inverse CDF, int64 [R]; some id for a row with NaN. uniforms_R: float64.
-
-    Two levels (sums of 128 weights, then the weights of one such chunk, both in float64): one pass over the row and no
-    cumulative sum of it.
-    """
-    ends_RN = _chunk_sums(weights_RV).cumsum(1)
-    total_R1 = ends_RN[:, -1:]
-    target_R1 = torch.minimum(uniforms_R[:, None] * total_R1, total_R1 * (1 - 2.0**-52))
-    vocab = weights_RV.shape[1]
-    chunk_R1 = (ends_RN <= target_R1).sum(1, keepdim=True).clamp_(max=ends_RN.shape[1] - 1)
-    before_R1 = torch.where(chunk_R1 > 0, ends_RN.gather(1, (chunk_R1 - 1).clamp(min=0)), 0.0)
-    offsets_C = torch.arange(CHUNK, device=weights_RV.device)
-    ids_RC = chunk_R1 * CHUNK + offsets_C
-    part_RC = weights_RV.gather(1, ids_RC.clamp(max=vocab - 1)).double().masked_fill_(ids_RC >= vocab, 0.0)
-    place_R = (part_RC.cumsum(1) + before_R1 <= target_R1).sum(1)
-    last_R = torch.where(part_RC > 0, offsets_C, 0).amax(1)  # rounding between the levels must not leave the chunk
-    return chunk_R1[:, 0] * CHUNK + torch.minimum(place_R, last_R)
-
-
-def _chunk_sums(weights_RV: torch.Tensor) -> torch.Tensor:
-    """Returns sums of CHUNK consecutive ids, the last one maybe shorter: float64 [R, N]."""
-    vocab = weights_RV.shape[1]
-    whole = vocab // CHUNK
-    parts = [weights_RV[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)).sum(-1)] if whole else []
-    if vocab % CHUNK:
-        parts.append(weights_RV[:, whole * CHUNK :].sum(-1, keepdim=True))
-    return torch.cat(parts, 1).double()
+        chosen_R1 = (chosen_R1 << width) | place_R1.int()
+    return chosen_R1[:, 0]

@@ -58,6 +58,11 @@ def download(name: str, revision: str | None, flag: str, wanted: Wanted) -> Path
     return _snapshot(name, revision, flag, files)
 
 
+def revision_flag(flag: str) -> str:
+    """Returns the flag of the revision beside that of a name."""
+    return "--tokenizer-revision" if flag == "--tokenizer" else "--revision"
+
+
 def _names(name: str, revision: str | None) -> list[str] | None:
     """Returns the files in the repository's root; None where the hub does not say."""
     from huggingface_hub import HfApi
@@ -87,7 +92,7 @@ def _snapshot(name: str, revision: str | None, flag: str, patterns: Sequence[str
             f"{name} is neither a folder here nor a model on the hub; for a private one set HF_TOKEN", flag
         ) from error
     except RevisionNotFoundError as error:
-        raise SettingsError(f"{name} has no revision {revision} on the hub", "--revision") from error
+        raise SettingsError(f"{name} has no revision {revision} on the hub", revision_flag(flag)) from error
     except LocalEntryNotFoundError as error:
         raise SettingsError(_not_in_cache(name, error), flag) from error
     except Exception as error:  # of many kinds, by the HTTP client that the hub's library has

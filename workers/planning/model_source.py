@@ -16,7 +16,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ModelSettings
 from tandem.parallel.stored.headers import no_weights
 from tandem.workers.models.spec.config.config_reader import load_spec
-from tandem.workers.planning.hub import TEXT, Wanted, download
+from tandem.workers.planning.hub import TEXT, Wanted, download, revision_flag
 from tandem.workers.text.chat_template import chosen_templates
 from tandem.workers.text.generation_config import FILE as GENERATION
 from tandem.workers.text.generation_config import FROM_MODEL, WITHOUT
@@ -40,16 +40,19 @@ DIGESTED = (
 
 def resolve_model(model: ModelSettings) -> ModelSettings:
     """Resolves the settings of a model: model and tokenizer are absolute paths of folders, chat_template is one of a
-    file, served_model_name is set and revision is None. Hub ids are downloaded, or found in the hub's cache.
+    file, served_model_name is set and revisions are None. Hub ids are downloaded, or found in the hub's cache.
 
     Raises SettingsError with the flag to change.
     """
     folder = find_model(model.model, model.revision, "MODEL", serving(model))
-    tokenizer = None if model.tokenizer is None else str(find_model(model.tokenizer, None, "--tokenizer", TEXT))
+    tokenizer = None
+    if model.tokenizer is not None or model.tokenizer_revision not in (None, model.revision):
+        tokenizer = str(find_model(model.tokenizer or model.model, model.tokenizer_revision, "--tokenizer", TEXT))
     resolved: ModelSettings = replace(
         model,
         model=str(folder),
         revision=None,
+        tokenizer_revision=None,
         served_model_name=model.served_model_name or (model.model,),
         tokenizer=tokenizer,
         chat_template=_template(model.chat_template, Path(tokenizer or folder)),
@@ -95,7 +98,7 @@ def find_model(name: str, revision: str | None, flag: str, wanted: Wanted = TEXT
         folder = DEMO_MODEL
     if folder.is_dir():
         if revision is not None:
-            raise SettingsError(f"{name} is a folder; only models of the hub have revisions", "--revision")
+            raise SettingsError(f"{name} is a folder; only models of the hub have revisions", revision_flag(flag))
         return folder.resolve()
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if folder.is_file() and folder.suffix in (".gguf", ".bin"):

@@ -231,7 +231,11 @@ class CudaPlatform(Platform):
         return TritonExperts(make, place, self.device)
 
     def fused_ops(self, dtype: torch.dtype) -> FusedOps:
-        return TorchFusedOps()
+        if not self.has_triton():
+            return TorchFusedOps()
+        from tandem.workers.kernels.triton.triton_fused_ops import TritonFusedOps
+
+        return TritonFusedOps()
 
     def lora_ops(self, dtype: torch.dtype) -> LoraOps:
         if not self.has_triton():
@@ -241,7 +245,11 @@ class CudaPlatform(Platform):
         return TritonLora()
 
     def sampling_ops(self) -> SamplingOps:
-        return TorchSampling()
+        if not self.has_triton():
+            return TorchSampling()
+        from tandem.workers.kernels.triton.triton_sampling import TritonSampling
+
+        return TritonSampling()
 
     def graphs(self, before_run: Callable[[], None], can_replay: bool, tp: StepCollectives) -> GraphRunner:
         return CudaGraphs(before_run, can_replay, tp, self._capture)
@@ -276,11 +284,11 @@ class CudaPlatform(Platform):
     def implementations(self, dtype: torch.dtype) -> dict[str, str]:
         return {
             "attention": self.attention(dtype, HEAD_DIM).name,
-            "fused ops": "torch",
+            "fused ops": "torch" if type(self.fused_ops(dtype)) is TorchFusedOps else "Triton",
             "linear": "cuBLAS",
             "experts": "torch, expert by expert" if type(self.experts(dtype)) is TorchExperts else "Triton",
             "LoRA ops": "torch" if type(self.lora_ops(dtype)) is TorchLora else "Triton",
-            "sampling": "torch",
+            "sampling": "torch" if type(self.sampling_ops()) is TorchSampling else "Triton",
             "collectives": self.backend.name,
             "graphs": "CUDA graphs",
         }

@@ -4,8 +4,8 @@
 Called by model_runner.py. The model computes a row's last token and its drafts at once, and a token is sampled behind
 each. A draft is accepted while it equals the token sampled in its place; the first one that does not is replaced by
 that token. So the tokens are those that steps without drafts sample, whatever the temperature, as what is drawn at a
-position depends on nothing but the position (sampling/philox.py). All TP ranks have the same tokens, so they propose
-and accept alike. R rows of the step, S sampled tokens.
+position depends on nothing but the position (kernels/gumbel_noise.py). All TP ranks have the same tokens, so they
+propose and accept alike. R rows of the step, S sampled tokens.
 """
 
 from dataclasses import dataclass

@@ -4,8 +4,8 @@ Its arrays travel with the step's rows, in one copy, before the forward pass. It
 none of it; Drawn.collect() reads the outcome once that work has run.
 
 Greedy rows cost one argmax; a row pays only for what it asks. A row whose logits are not finite gets an error, the
-others their tokens. Randomness is philox.py's, so the result of a row is a function of its logits, its parameters and
-its position alone. S rows that sample, R of them random, V vocabulary.
+others their tokens. Randomness is that of kernels/gumbel_noise.py, so the result of a row is a function of its logits,
+its parameters and its position alone. S rows that sample, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,6 @@ from tandem.workers.messages.request import TokenLogprobs
 from tandem.workers.messages.step import NOT_FINITE, NOTHING_LEFT
 from tandem.workers.platforms.base import Platform
 from tandem.workers.sampling.logprobs import ChosenLogprobs, RawLogprobs
-from tandem.workers.sampling.philox import uniforms, uniforms_on_device
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, History
 from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, READS_LATE, READS_TOKENS, SamplingTable
@@ -104,7 +103,8 @@ class Sampling:
         self._used = int(np.bitwise_or.reduce(self._flags_S))
         self._changes = self._changes_by(send, late=False) if self._used & EDITS else []
         self._logged = self._logged_of(send) if self._used & LOGPROBS else None
-        self._random = self._random_of(send, is_ahead) if self._used & RANDOM else None
+        self._random = self._random_of(send) if self._used & RANDOM else None
+        self._known = None if self._random is None or is_ahead else send(positions_S)
 
     @property
     def reads_positions(self) -> bool:
@@ -145,7 +145,9 @@ class Sampling:
             change(logits_SV)
         best_S, ids_S = self._ops.best(logits_SV)
         if self._random is not None:
-            self._random.draw(logits_SV, best_S, ids_S, self._random.uniforms_R(device_positions_S))
+            positions_S = device_positions_S if self._known is None else self._known()
+            assert positions_S is not None
+            self._random(logits_SV, best_S, ids_S, positions_S)
         if raw is not None and self._logged is not None:
             named = None if self._logged.named is None else self._logged.named()
             logprobs = raw.of_tokens(ids_S[self._logged.at()], accelerator.to_host, named, self._logged.named_ids)
@@ -169,21 +171,19 @@ class Sampling:
         ids_LN = np.array([[*ids, *[0] * (most - len(ids))] for ids in named_ids], np.int64)
         return _Logged(places.tolist(), wanted, send(places), named_ids, send(ids_LN) if most else None)
 
-    def _random_of(self, send: Send, is_ahead: bool) -> "_Random":
+    def _random_of(self, send: Send) -> DrawTokens:
         places, table = np.flatnonzero(self._flags_S & RANDOM), self._table
         rows = self._rows_S[places]
-        draws = Draws(
-            places=places,
-            temperature=table.temperature[rows].astype(np.float32),
+        draws = Draws.of(
+            places,
+            temperature=table.temperature[rows],
             top_k=table.top_k[rows],
             top_p=table.top_p[rows],
-            min_p=table.min_p[rows].astype(np.float32),
+            min_p=table.min_p[rows],
+            seed=table.seed[rows],
+            choice=table.choice[rows],
         )
-        draw = self._ops.prepare_draw(draws, send)
-        if is_ahead:
-            seeds, choices = send(table.seed[rows].view(np.int64)), send(table.choice[rows])
-            return _Random(draw, None, (send(places), seeds, choices))
-        return _Random(draw, send(uniforms(table.seed[rows], table.choice[rows], self._positions_S[places])), None)
+        return self._ops.prepare_draw(draws, send)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,23 +196,6 @@ class _Logged:
     at: Sent
     named_ids: list[list[int]]
     named: Sent | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Random:
-    """The ops that draw tokens, and the random numbers: known on the host, or made on the device of (places, seeds,
-    choices) and positions."""
-
-    draw: DrawTokens
-    known: Sent | None
-    keys: tuple[Sent, Sent, Sent] | None
-
-    def uniforms_R(self, positions_S: torch.Tensor | None) -> torch.Tensor:
-        if self.known is not None:
-            return self.known()
-        assert self.keys is not None and positions_S is not None
-        places, seeds, choices = self.keys
-        return uniforms_on_device(seeds(), choices(), positions_S[places()])
 
 
 def sample(

@@ -307,26 +307,33 @@ def _grouped(ops: ExpertOps, weights: Sequence[torch.Tensor]) -> ExpertMethod:
 
 
 def _sampling(shapes: Sequence[tuple[int, int]]) -> str:
-    """Draws under all limits, of numbers that lie in the middle of 8 equal weights, beside the best tokens."""
+    """Best tokens and draws, with and without limits: those of the torch twin, to the last bit."""
     ops, drawn = CpuPlatform().sampling_ops(), 0
     if isinstance(ops, TorchSampling):
         raise _no_kernel()
     for rows, vocab in shapes:
         logits = _noise(rows, vocab, dtype=torch.float32)
-        ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(2))[: 8 * rows].view(rows, 8).sort(1).values
         best, greedy = ops.best(logits)
         twin = TorchSampling().best(logits)
         require(torch.equal(best, twin[0]) and torch.equal(greedy, twin[1]), "a best token is not its torch twin's")
-        logits.scatter_(1, ids, 20.0)
         places = np.arange(rows)
-        draws = Draws(
-            places, np.ones(rows, np.float32), np.full(rows, 8), np.full(rows, 0.95), np.full(rows, 0.5, np.float32)
+        draws = Draws.of(
+            places,
+            temperature=np.full(rows, 0.8),
+            top_k=places % 2 * 40,
+            top_p=np.where(places % 3, 0.9, 1.0),
+            min_p=np.where(places % 4, 0.01, 0.0),
+            seed=places.astype(np.uint64),
+            choice=places % 2,
         )
-        best, chosen = ops.best(logits)
-        arrays = StepArrays()
-        ops.prepare_draw(draws, arrays.send)(logits, best, chosen, torch.from_numpy((places % 8 + 0.5) / 8))
-        expected = ids[torch.from_numpy(places), torch.from_numpy(places % 8)]
-        require(torch.equal(chosen, expected), "a token is drawn that its number does not belong to")
+        chosen = []
+        for each in (ops, TorchSampling()):
+            arrays, ids = StepArrays(), greedy.clone()
+            draw = each.prepare_draw(draws, arrays.send)
+            arrays.arrive([torch.from_numpy(array) for array in arrays.arrays])
+            draw(logits.clone(), best, ids, torch.arange(rows))
+            chosen.append(ids)
+        require(torch.equal(*chosen), "a token is drawn that its torch twin does not draw")
         drawn += rows
     return f"{len(shapes)} shapes, {drawn} draws"
 

@@ -53,7 +53,7 @@ def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _content(message: Mapping[str, Any], role: str, at: int) -> str:
     content, name = message.get("content"), f"messages[{at}].content"
-    if content is None and role != "assistant":
+    if content is None and role not in ("assistant", "tool"):
         raise _refused(name, f"A message of role {role} must have content.")
     if not isinstance(content, str | None):
         if not isinstance(content, Sequence) or isinstance(content, bytes):
@@ -73,7 +73,8 @@ def _check_part(part: Any, name: str) -> None:
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:
-    """Returns a call of a function with its arguments as an object; OpenAI has them as JSON text."""
+    """Returns a call of a function with its arguments as an object; OpenAI has them as JSON text. No arguments, however
+    they are written, are an empty object: templates look for names in it."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _refused(f"{name}.function", f"{name}.function must name a function.")
@@ -86,10 +87,11 @@ def _arguments(given: Any, name: str) -> Any:
     if not isinstance(given, str):
         return {} if given is None else given
     try:
-        return json.loads(given) if given else {}
+        found = json.loads(given) if given and not given.isspace() else None
     except (ValueError, RecursionError):
         shown = json.dumps(given[:64] + ("..." if len(given) > 64 else ""))
         raise _refused(name, f"{name} must be JSON, not {shown}.") from None
+    return {} if found in (None, "", []) else found
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

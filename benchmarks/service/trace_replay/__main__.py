@@ -1,11 +1,12 @@
 """Replay of traces with KV tiers below the device (`kv`) or LoRA adapters (`lora`), and measurements beside it.
 
     python -m benchmarks.service.trace_replay kv [--parts trace return crossover] [--trace FILE] [--quick]
-    python -m benchmarks.service.trace_replay lora [--parts speed memory zipf peer] [--quick]
+    python -m benchmarks.service.trace_replay lora [--parts speed memory waits zipf peer] [--quick]
 
 Of kv: turns of conversations whose KV is --scale times the device's, with each set of tiers; one turn over HTTP with
 its prefix in host memory beside a new one; the same in process, by length of the prefix. Of lora: decode tokens/s by
-active adapters; adapters in a GiB; TTFT with more adapters than room; transformers with peft. JSON: out/benchmarks.
+active adapters; adapters in a GiB; TTFT with more adapters than room, with steps of given times and with a model;
+transformers with peft. JSON: out/benchmarks.
 """
 
 import argparse
@@ -21,12 +22,15 @@ from benchmarks.service.trace_replay import lora_plot
 from benchmarks.service.trace_replay.crossover import run_crossover
 from benchmarks.service.trace_replay.kv_trace import VARIANTS, run_trace
 from benchmarks.service.trace_replay.lora_batches import run_memory, run_peer, run_speed
+from benchmarks.service.trace_replay.lora_queueing import run_waits
 from benchmarks.service.trace_replay.lora_zipf import run_zipf
 from benchmarks.service.trace_replay.returning_turn import run_returning_turn
 
 Part = Callable[[argparse.Namespace, Console], object]
 KV: dict[str, Part] = {"trace": run_trace, "return": run_returning_turn, "crossover": run_crossover}
-LORA: dict[str, Part] = {"speed": run_speed, "memory": run_memory, "zipf": run_zipf, "peer": run_peer}
+LORA: dict[str, Part] = {
+    "speed": run_speed, "memory": run_memory, "waits": run_waits, "zipf": run_zipf, "peer": run_peer,
+}  # fmt: skip
 PARTS = {"kv": KV, "lora": LORA}
 LARGE, SMALL = "qwen3-0.6b", "llama-135m"
 REPLAYS = ("trace", "zipf")
@@ -58,6 +62,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             setattr(options, name, quick if options.quick else full)
     if options.command == "kv" and options.prefix < LEAST_PREFIX:
         parser.error(f"--prefix: at least {LEAST_PREFIX}")
+    if options.command == "lora" and options.rate is not None and options.rate <= 0:
+        parser.error(f"--rate: above 0, not {options.rate:g}")
     if options.command == "kv" and options.trace and not options.trace.is_file():
         parser.error(f"--trace: no file {options.trace}")
     return options
@@ -83,6 +89,7 @@ def _add_kv(command: argparse.ArgumentParser) -> None:
 def _add_lora(command: argparse.ArgumentParser) -> None:
     command.add_argument("--adapters", type=int, nargs="+", help="of each line of zipf (default: 8 64 512)")
     command.add_argument("--requests", type=int, help="of each line of zipf (default: 300)")
+    command.add_argument("--rate", type=float, help="arrivals a second in zipf (default: half of the capacity)")
     command.add_argument("--tokens", type=int, help="of each row of speed and peer (default: 48)")
     command.add_argument("--repeats", type=int, help="A-B pairs of speed (default: 5)")
 

@@ -25,6 +25,7 @@ from tandem.workers.lora.peft.peft_folder import adapter_digest
 from tandem.workers.messages.request import AdapterRef
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.planning.adapter_room import count_pages, fullest_stage
 
 OUT = ROOT / "out" / "adapters"
 QV = ("q_proj", "v_proj")
@@ -52,6 +53,14 @@ class AdapterSet:
         shapes = shapes_of(spec)
         return 2 * self.rank * spec.num_layers * sum(sum(shapes[module]) for module in self.modules)
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device pages of one adapter, in bf16."""
+        page, _ = fullest_stage(self.spec, 1, 1, self.rank)
+        shapes = shapes_of(self.spec)
+        lengths = [length for module in self.modules for length in shapes[module]] * self.spec.num_layers
+        return 2 * page * count_pages(lengths, self.rank, page)
+
     def folder(self, index: int) -> Path:
         """The folder of one adapter, whether or not it has been made."""
         kind = "all" if tuple(self.modules) == ALL_LINEARS else "-".join(self.modules)
@@ -73,14 +82,13 @@ class AdapterSet:
         return DrawnAdapters(self, count)
 
     def settings(self, room: int, *, known: int | None = None) -> LoraSettings:
-        """Settings of a device with room for `room` adapters, and a host for `known`; the last page of each adapter is
-        partly empty, so 10 % is added."""
+        """Settings of a device with room for `room` adapters and no more, and a host for `known`."""
         return LoraSettings(
             enable_lora=True,
             max_loras=room,
             max_lora_rank=self.rank,
             max_cpu_loras=known or room,
-            memory_bytes=int(room * self.nbytes * 1.1) + 2**20,
+            memory_bytes=room * self.device_bytes,
         )
 
 

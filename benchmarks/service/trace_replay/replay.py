@@ -14,13 +14,14 @@ from benchmarks.engine.engine_run import TimelineSink
 from benchmarks.service.trace_replay.trace import Arrival
 from benchmarks.workload import Timeline, percentiles
 from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.engine_loop import RESULT_WAIT_S
 
 EDGES = (0, 1, 128, 256, 512)
 """First numbers of known tokens of the bins; the last bin has no end."""
 
 
 def replay(engine: Engine, sink: TimelineSink, arrivals: Sequence[Arrival], name: str) -> list[Timeline]:
-    """Runs every request to its end. Each counts as submitted when it was due, also if a step delayed it."""
+    """Runs every request to its end. Each counts as submitted when it was due; it is taken in as EngineLoop does."""
     start = time.perf_counter()
     timelines = [Timeline(start + arrival.due_s) for arrival in arrivals]
     ids = [arrival.request.request_id for arrival in arrivals]
@@ -32,7 +33,7 @@ def replay(engine: Engine, sink: TimelineSink, arrivals: Sequence[Arrival], name
                 engine.add_request(arrivals[place].request)
                 place += 1
             if engine.has_work():
-                engine.turn(0.05)
+                engine.turn(RESULT_WAIT_S)
             else:
                 time.sleep(max(0.0, timelines[place].submitted_s - time.perf_counter()))
             bar.update(len(sink.ended_ids) - ended_before - bar.n)

@@ -47,7 +47,7 @@ def with_service_options(leave_out: frozenset[str] = frozenset()) -> Callable[[C
     by option name, and vLLM's that have no effect (configs/foreign_flags.py). leave_out: options without a meaning for
     this command; it refuses them."""
     flags = [_parameter(option) for option in OPTIONS if option.name not in leave_out]
-    flags += [_foreign(name) for name in (*FOREIGN, *REFUSED)]
+    flags += [_foreign(name) for name in (*FOREIGN, *REFUSED) if "." not in name]
     return partial(with_flags, name="flags", flags=flags, value=_given)
 
 

@@ -5,8 +5,9 @@
 Called by GroupedHelp for verbs that take the settings of a service. It checks no values.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.lora_modules import FLAG as LORA_MODULES
@@ -22,27 +23,31 @@ def _is_no_flag(word: str) -> bool:
 
 SEVERAL: Mapping[str, Callable[[str], bool]] = {
     LORA_MODULES: looks_like_module,
-    "--served-model-name": _is_no_flag,
-    "--api-key": _is_no_flag,
-    "--cuda-graph-sizes": str.isdigit,
-    "--cudagraph-capture-sizes": str.isdigit,
+    **dict.fromkeys(("--served-model-name", "--api-key"), _is_no_flag),
+    **dict.fromkeys(("--logits-processors", "--ignore-patterns", "--allowed-media-domains"), _is_no_flag),
+    **dict.fromkeys(("--cuda-graph-sizes", "--cudagraph-capture-sizes"), str.isdigit),
 }
 """Flags that several values may follow, and which words are such values, beyond the first."""
 
 
+OPTIONAL = "--hf-token"  # may stand without a value: the token of `hf auth login` counts anyway
+
+
 class _Item(NamedTuple):
-    """A flag and its values, or an argument: no flag, one value. joined: they were written as FLAG=VALUE."""
+    """A flag and its values, or an argument: no flag, one value. joined: they were written as FLAG=VALUE. keys: behind
+    the flag and a dot, of the place of the value in a JSON object."""
 
     flag: str
     values: list[str]
     joined: bool = False
+    keys: tuple[str, ...] = ()
 
 
 def respelled(words: Sequence[str], takes_value: Mapping[str, bool]) -> list[str]:
     """Returns the words that mean the same in typer's spelling. takes_value: each flag of the verb, True if a value
     follows it. SettingsError for a model that is given twice. Words behind "--" stay as they are."""
     end = words.index("--") if "--" in words else len(words)
-    items = _with_model(list(_items(words[:end], takes_value)))
+    items = _with_model(_with_objects(_items(words[:end], takes_value)))
     return [word for item in items for word in _written(item, takes_value)] + list(words[end:])
 
 
@@ -55,24 +60,45 @@ def _items(words: Sequence[str], takes_value: Mapping[str, bool]) -> Iterator[_I
             yield _Item("", [word])
             continue
         name, joined, value = word.partition("=")
-        flag = _known(name, takes_value)
+        flag, *keys = _known(name, takes_value)
         values = [value] if joined else []
-        if not joined and takes_value.get(flag, flag == MODEL) and at < len(words):
+        takes = takes_value.get(flag, flag == MODEL) and at < len(words)
+        if not joined and takes and (flag != OPTIONAL or _is_no_flag(words[at])):
             values.append(words[at])
             at += 1
         while values and flag in SEVERAL and at < len(words) and SEVERAL[flag](words[at]):
             values.append(words[at])
             at += 1
-        yield _Item(flag, values, bool(joined))
+        yield _Item(flag, values, bool(joined), tuple(keys) if values else ())
 
 
-def _known(name: str, takes_value: Mapping[str, bool]) -> str:
-    """The flag with dashes, and without the key of a JSON object behind a dot; a name of no flag as it is."""
-    spelled = name.replace("_", "-") if name.startswith("--") else name
-    for flag in (name, spelled, spelled.partition(".")[0]):
-        if flag in takes_value or flag == MODEL:
-            return flag
-    return name
+def _known(name: str, takes_value: Mapping[str, bool]) -> list[str]:
+    """The flag with dashes, and the keys of a JSON object behind dots; a name of no flag as it is."""
+    head, *keys = name.split(".")
+    flag = head.replace("_", "-") if head.startswith("--") else head
+    return [flag, *keys] if flag in takes_value or flag == MODEL else [name]
+
+
+def _with_objects(items: Iterable[_Item]) -> list[_Item]:
+    """The items with one JSON object, where its first key was, for all keys of a flag."""
+    objects: dict[str, dict[str, Any]] = {}
+    kept: list[_Item] = []
+    for item in items:
+        if not item.keys or item.flag not in objects:
+            kept.append(item)
+        if not item.keys:
+            continue
+        *outer, last = item.keys
+        at = objects.setdefault(item.flag, {})
+        for key in outer:
+            if not isinstance(at := at.setdefault(key, {}), dict):
+                raise SettingsError(f"{key} is an object and a value", item.flag)
+        try:
+            at[last] = json.loads(item.values[0])
+        except ValueError:
+            at[last] = item.values[0]
+    made = {flag: [json.dumps(found, separators=(",", ":"))] for flag, found in objects.items()}
+    return [item._replace(values=made[item.flag]) if item.keys else item for item in kept]
 
 
 def _with_model(items: list[_Item]) -> list[_Item]:
@@ -87,15 +113,15 @@ def _with_model(items: list[_Item]) -> list[_Item]:
     if named or arguments or any(item.flag == "--config" for item in items):
         return items
     for at in reversed(range(len(items))):
-        flag, values, joined = items[at]
+        flag, values, joined, _ = items[at]
         if len(values) > 1 and SEVERAL[flag] is _is_no_flag:
             return [*items[:at], _Item(flag, values[:-1], joined), _Item("", values[-1:]), *items[at + 1 :]]
     return items
 
 
 def _written(item: _Item, takes_value: Mapping[str, bool]) -> list[str]:
-    flag, values, joined = item
-    if not flag:
+    flag, values, joined, _ = item
+    if not flag or (flag == OPTIONAL and not values):
         return values
     if takes_value.get(flag) is False and values and values[0].lower() in ("true", "false"):
         opposite = f"--no-{flag.removeprefix('--')}"

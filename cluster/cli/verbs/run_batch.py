@@ -34,6 +34,8 @@ OF_A_SERVICE = frozenset(
         "metrics_api_key",
         "metrics_prefix",
         "allowed_origins",
+        "disable_fastapi_docs",
+        "enable_force_include_usage",
         "response_store_ttl",
         "response_store_bytes",
         "state_dir",

@@ -1,6 +1,7 @@
 """The bodies of POST /v1/messages and /v1/messages/count_tokens: what is honoured, neutral, or refused by name. One
 definition for parsing and OpenAPI."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -36,11 +37,12 @@ class ThinkingBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tool_use"):
-    """A call that the model has made."""
+    """A call that the model has made. input: its arguments; who gathers a stream sends them as JSON text too, and null
+    or "" for none."""
 
     id: ShortText
     name: ShortText
-    input: dict[str, Any]
+    input: dict[str, Any] | str | None = None
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tool_result"):
@@ -136,13 +138,17 @@ NEUTRAL: Mapping[str, Neutral] = {"mcp_servers": neutral_values([]), "container"
 """Fields that are known but not served, and might change the answer: accepted only with a value that asks for nothing.
 null is always absent."""
 NEUTRAL_IN_COUNTS: Mapping[str, Neutral] = {"mcp_servers": NEUTRAL["mcp_servers"]}
+ANTHROPICS = re.compile(
+    r"(bash|code_execution|computer|memory|text_editor|tool_search_tool_(?:bm25|regex)|web_fetch|web_search)(_[0-9]{8})?"
+)
+"""Kinds of tools that only Anthropic's models know, whoever runs them, each with the date of its version."""
 BLOCK_KINDS = ("text", "thinking", "tool_use", "tool_result")
 
 
 def read_messages(fields: dict[str, Any], ignored: IgnoredFields) -> MessagesBody:
     """A body of /v1/messages. RequestRefused naming the field at fault."""
     ignored.take_from(fields, HINTS)
-    body = read(_plain(fields), MessagesBody, NEUTRAL)
+    body = read(_plain(fields, ignored), MessagesBody, NEUTRAL)
     _check(body)
     budget = body.thinking.budget_tokens if body.thinking is not None else None
     if budget is not None and budget >= body.max_tokens:
@@ -153,9 +159,36 @@ def read_messages(fields: dict[str, Any], ignored: IgnoredFields) -> MessagesBod
 def read_count_tokens(fields: dict[str, Any], ignored: IgnoredFields) -> CountTokensBody:
     """A body of /v1/messages/count_tokens. RequestRefused naming the field at fault."""
     ignored.take_from(fields, COUNT_HINTS)
-    body = read(_plain(fields), CountTokensBody, NEUTRAL_IN_COUNTS)
+    body = read(_plain(fields, ignored), CountTokensBody, NEUTRAL_IN_COUNTS)
     _check(body)
     return body
+
+
+def _leave_out_anthropics(fields: dict[str, Any], ignored: IgnoredFields) -> None:
+    """Takes tools without a schema out of a body, which is changed, and notes them: agents send them unasked, and a
+    model that is not shown them cannot call them. RequestRefused for a choice that needs one."""
+    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    if not isinstance(tools, list):
+        return
+    kept, names = [], []
+    for i, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if not isinstance(kind, str) or (found := ANTHROPICS.fullmatch(kind)) is None:
+            kept.append(tool)
+            continue
+        ignored.leave_out(i, kind, found[1])
+        names.append(tool.get("name", found[1]))
+    if not names:
+        return
+    wanted = choice if isinstance(choice, dict) else {}
+    if wanted.get("type") == "tool" and wanted.get("name") in names:
+        text = f"tool_choice.name: this model is not shown {printable(str(wanted['name']))}, a tool of Anthropic's."
+        raise unsupported("tool_choice.name", text)
+    if wanted.get("type") == "any" and not kept:
+        raise unsupported("tool_choice", "tool_choice: all tools are Anthropic's, none of which this model is shown.")
+    fields["tools"] = kept
+    if not kept:
+        fields["tool_choice"] = None
 
 
 def _check(body: CountTokensBody) -> None:
@@ -168,9 +201,9 @@ def _check(body: CountTokensBody) -> None:
         )
 
 
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+def _plain(fields: dict[str, Any], ignored: IgnoredFields) -> dict[str, Any]:
     """Drops nulls of blocks and tools. Kinds that are not served are refused by name, before types are checked."""
-    kept = dict(fields)
+    _leave_out_anthropics(kept := dict(fields), ignored)
     if isinstance(tools := kept.get("tools"), list):
         kept["tools"] = [_checked(tool, ("custom",), f"tools[{i}]") for i, tool in enumerate(tools)]
     if isinstance(system := kept.get("system"), list):

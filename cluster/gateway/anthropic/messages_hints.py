@@ -17,7 +17,7 @@ COUNT_HINTS: Ignorables = {
     "messages[]": ignorable("id", "type", "model", "stop_reason", "stop_sequence", "usage", "container"),
     "messages[].content[]": {**BLOCK, "caller": Ignorable(neutral_values({"type": "direct"}))},
     "messages[].content[].content[]": BLOCK,
-    "tools[]": {**CACHED, **ignorable("eager_input_streaming")},
+    "tools[]": {**CACHED, **ignorable("eager_input_streaming", "defer_loading", "allowed_callers")},
 }
 HINTS: Ignorables = {
     **COUNT_HINTS,

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from tandem.cluster.gateway.anthropic.messages_body import (
     CountTokensBody,
     CustomTool,
@@ -174,8 +172,7 @@ def _assistant(content: Sequence[Any], place: str) -> dict[str, Any]:
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
-    arguments = msgspec.json.encode(block.input).decode()
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
 
 
 def _result(block: ToolResultBlock) -> dict[str, Any]:

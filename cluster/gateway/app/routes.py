@@ -26,7 +26,7 @@ from tandem.cluster.gateway.app.openapi import openapi_document
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Authenticator, AuthLevel, Principal, check_level, sent_authorization
 from tandem.cluster.gateway.http.draining import Draining
-from tandem.cluster.gateway.http.error_answers import on_tandem_error
+from tandem.cluster.gateway.http.error_answers import ROUTE_LIST, on_tandem_error
 from tandem.cluster.gateway.http.gateway_metrics import Scrapes
 from tandem.cluster.gateway.http.middleware import RequestMiddleware
 from tandem.cluster.gateway.http.origins import Origins
@@ -48,7 +48,6 @@ from tandem.workers.messages.errors import TandemError
 
 Handler = partial[Coroutine[Any, Any, Response]]
 """Is called with a request and its principal."""
-OPENAPI_PATH = "/openapi.json"
 SCORE = ("/v1/score", "/score")
 RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Paths of one route each, as in vLLM."""
@@ -92,10 +91,10 @@ def route_table(
         RouteSpec("POST", "/v1/completions", key, partial(completions, *serving)),
         RouteSpec("POST", "/v1/responses", key, partial(responses.create_response, *serving, store, made)),
         RouteSpec("POST", "/v1/responses/input_tokens", key, partial(input_items.count_input_tokens, *serving, store)),
-        RouteSpec("GET", "/v1/responses/{response_id}/input_items", key, partial(input_items.input_items, store)),
+        RouteSpec("GET", "/v1/responses/{response_id}/input_items", key, partial(input_items.input_items, text, store)),
         RouteSpec("POST", "/v1/responses/{response_id}/cancel", key, partial(background.cancel_response, made)),
-        RouteSpec("GET", "/v1/responses/{response_id}", key, partial(responses.show_response, made)),
-        RouteSpec("DELETE", "/v1/responses/{response_id}", key, partial(responses.delete_response, store, made)),
+        RouteSpec("GET", "/v1/responses/{response_id}", key, partial(responses.show_response, text, made)),
+        RouteSpec("DELETE", "/v1/responses/{response_id}", key, partial(responses.delete_response, text, store, made)),
         RouteSpec("POST", "/v1/messages", key, partial(messages.create_message, *serving)),
         RouteSpec("POST", "/v1/messages/count_tokens", key, partial(messages.count_tokens, *serving)),
         RouteSpec("POST", "/v1/embeddings", key, partial(embeddings, *serving)),
@@ -145,7 +144,8 @@ def build_gateway_app(
         apis=(ANTHROPIC_API,),
     )
     specs = route_table(text, accounts, context, store)
-    for spec in (*specs, RouteSpec("GET", OPENAPI_PATH, AuthLevel.OPEN, _document_handler(specs))):
+    document = RouteSpec("GET", ROUTE_LIST, AuthLevel.OPEN, _document_handler(specs))
+    for spec in specs if text.settings.disable_fastapi_docs else (*specs, document):
         endpoint = _endpoint(spec, accounts.auth, context.draining)
         app.router.routes.append(Route(spec.path, endpoint, methods=[spec.method]))
     return app
@@ -184,7 +184,7 @@ def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Calla
 
 def _document_handler(specs: Sequence[RouteSpec]) -> Handler:
     """Serves the OpenAPI document."""
-    own = (OPENAPI_PATH, "GET", AuthLevel.OPEN, str(_document.__doc__))
+    own = (ROUTE_LIST, "GET", AuthLevel.OPEN, str(_document.__doc__))
     return partial(_document, (*((s.path, s.method, s.level, s.description.partition("\n")[0]) for s in specs), own))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from tandem.cluster.gateway.conversation.chat_output import ChatOutput
+from tandem.cluster.gateway.conversation.parser_wraps import AsCall
 from tandem.workers.messages.thinking import ThinkingSpan
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent, OutputParser, Reasoning
 
@@ -130,8 +131,11 @@ class Blocks:
             self._open = None
 
 
-def blocks_of(output: ChatOutput) -> Blocks:
-    """Makes the blocks of one choice of a conversation."""
+def blocks_of(output: ChatOutput, called: str | None = None) -> Blocks:
+    """Makes the blocks of one choice of a conversation. called: the tool whose text all content is."""
     marks = output.thinking
     span = None if marks is None else ThinkingSpan(marks.start, marks.end, inside=marks.inside)
-    return Blocks(output.make_parser(), span)
+    parser = output.make_parser()
+    if called is not None:
+        parser = AsCall(parser, called, behind_thinking=marks is not None and marks.inside)
+    return Blocks(parser, span)

@@ -48,9 +48,13 @@ def message_bytes(message: Message) -> int:
     """Bytes of a message's text, of its thinking and of its tool calls."""
     content = message.content
     texts = [content] if isinstance(content, str) else [part.text for part in content or ()]
-    texts += [call.function.arguments for call in message.tool_calls or ()]
+    texts += [_text(call.function.arguments) for call in message.tool_calls or ()]
     texts += [text for text in (message.reasoning, message.reasoning_content) if text is not None]
     return sum(len(text.encode()) for text in texts)
+
+
+def _text(arguments: str | Mapping[str, Any] | None) -> str:
+    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
 
 
 def _json_bytes(value: Sequence[Any] | Mapping[str, Any] | None) -> int:

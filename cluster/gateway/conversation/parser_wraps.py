@@ -1,9 +1,16 @@
-"""Parsers around the parser of a format: one call only, no thinking or content, no special tokens in what is shown."""
+"""Parsers around the parser of a format: one call only, no thinking or content, content as a call, no special tokens in
+what is shown."""
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent, OutputParser, Reasoning
+
+INPUT = "input"
+"""The argument of the function that stands for a tool that takes text."""
+PARAGRAPH = 2
+"""Line breaks that may stand between thinking and the rest (held_grammar.py)."""
 
 
 class OneCall:
@@ -45,6 +52,45 @@ class Without:
 
     def finish(self, *, cut: bool = False) -> list[OutputEvent]:
         return [event for event in self._parser.finish(cut=cut) if not isinstance(event, self._kind)]
+
+
+class AsCall:
+    """Makes all content the text of one call of a tool that takes text. behind_thinking: the answer begins inside of
+    it; the new paragraph behind thinking is no part of the text."""
+
+    def __init__(self, parser: OutputParser, name: str, *, behind_thinking: bool = False) -> None:
+        self._parser = parser
+        self._name = name
+        self._breaks = PARAGRAPH if behind_thinking else 0
+        self._has_begun = False
+
+    def push(self, text: str) -> list[OutputEvent]:
+        return self._called(self._parser.push(text))
+
+    def finish(self, *, cut: bool = False) -> list[OutputEvent]:
+        events = self._called(self._parser.finish(cut=cut))
+        return events if cut else [*events, *self._begin(), CallArguments(0, '"}')]
+
+    def _called(self, events: Iterable[OutputEvent]) -> list[OutputEvent]:
+        found: list[OutputEvent] = []
+        for event in events:
+            if not isinstance(event, Content):
+                self._breaks = PARAGRAPH
+                found.append(event)
+                continue
+            text = event.text
+            while self._breaks and text.startswith("\n"):
+                text, self._breaks = text[1:], self._breaks - 1
+            if text:
+                self._breaks = 0
+                found += [*self._begin(), CallArguments(0, json.dumps(text, ensure_ascii=False)[1:-1])]
+        return found
+
+    def _begin(self) -> list[OutputEvent]:
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        return [CallBegin(0, self._name), CallArguments(0, f'{{"{INPUT}": "')]
 
 
 class WithoutSpecialTokens:

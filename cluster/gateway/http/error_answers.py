@@ -5,7 +5,8 @@ traceback, a path or another tenant's words.
 """
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -22,6 +23,8 @@ from tandem.workers.messages.errors import GroupLost, RequestRefused, TandemErro
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MAX_RETRY_AFTER_S = 60
 MAX_PATH_CHARS = 128
+ROUTE_LIST = "/openapi.json"
+_TOOL = re.compile(r"tools\[([0-9]+)\]")
 
 
 ErrorForm = Callable[[RequestRefused, int | None], bytes]
@@ -117,11 +120,28 @@ async def on_tandem_error(request: Request, error: Exception) -> Response:
     """Exception handler of the app for TandemError and HTTPException."""
     form = error_form(request.scope)
     if isinstance(error, HTTPException):
-        refusal = _routing_refusal(error.status_code, request.method, request.scope["path"])
+        has_list = any(getattr(route, "path", None) == ROUTE_LIST for route in request.app.router.routes)
+        listed = f" GET {ROUTE_LIST} lists the routes and their methods." if has_list else ""
+        refusal = _routing_refusal(error.status_code, request.method, request.scope["path"], listed)
         headers = {"allow": _methods(request)} if error.status_code == 405 else error.headers
         return error_response(refusal, form, jitter=id(error) >> 4, own_headers=headers)
     assert isinstance(error, TandemError)
+    if isinstance(error, RequestRefused):
+        _name_own_tool(error, request.scope.get("tandem.left_out", ()))
     return error_response(error, form, jitter=id(error) >> 4)
+
+
+def _name_own_tool(refusal: RequestRefused, left_out: Sequence[int]) -> None:
+    """Words the refusal of a tool with its number in the client's body. left_out: the numbers of those that were left
+    out there, ascending."""
+    if not left_out or refusal.param is None or (found := _TOOL.match(refusal.param)) is None:
+        return
+    number = int(found[1])
+    for at in left_out:
+        number += at <= number
+    own = f"tools[{number}]"
+    refusal.args = (str(refusal).replace(found[0], own),)
+    refusal.param = own + refusal.param[found.end() :]
 
 
 def _methods(request: Request) -> str:
@@ -140,15 +160,15 @@ def model_not_found(name: str) -> RequestRefused:
     )
 
 
-def _routing_refusal(status: int, method: str, path: str) -> RequestRefused:
-    """The refusal of a request that no route takes, or that Starlette refuses otherwise."""
+def _routing_refusal(status: int, method: str, path: str, listed: str) -> RequestRefused:
+    """The refusal of a request that no route takes, or that Starlette refuses otherwise. listed: where routes are."""
     route = printable(path, MAX_PATH_CHARS)
     if status == 404:
         hint = " Routes do not end with a slash." if len(path) > 1 and path.endswith("/") else ""
-        message = f"There is no route {method} {route}.{hint} GET /openapi.json lists the routes."
+        message = f"There is no route {method} {route}.{hint}{listed}"
         return RequestRefused(message, code="not_found", status=404)
     if status == 405:
-        message = f"The route {route} does not allow {method}. GET /openapi.json lists the routes and their methods."
+        message = f"The route {route} does not allow {method}.{listed}"
         return RequestRefused(message, code="method_not_allowed", status=405)
     if 400 <= status < 500:
         return RequestRefused("The request is malformed.", code="invalid_value", status=status)

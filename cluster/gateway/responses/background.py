@@ -12,11 +12,11 @@ Those that were asked with `stream` keep their events in Redis while they are ma
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -48,27 +48,31 @@ from tandem.workers.messages.errors import RequestRefused
 log = logging.getLogger("tandem.gateway")
 MOST = 256
 """Responses of a tenant that one gateway makes at once, whatever its limits: no open connection bounds them."""
-LEASE_MS = 30_000
+LEASE_MS = 15_000
 RENEW_S = 1.0
-SETTLE_S = 30.0
-"""Time for storing what was made; beyond it the lease ends too."""
+BEGIN_S = 20.0
+"""Time that the beginning of a response waits for Redis."""
+SETTLE_S = 600.0
+"""Time that one which was made waits for Redis."""
 FAILED = {
     "lost": "The gateway that made this response has ended before it.",
     "too_large": "The response takes more bytes than a tenant may store (--response-store-bytes).",
 }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class BackgroundRun:
     """One response while it is made. stored_of: its final object with the items of its conversation. events: None where
-    they are not kept."""
+    they are not kept. wish: what its lease is renewed with. news: that is another, or it is over."""
 
     tenant: str
     style: ResponsesFormat
     stored_of: Callable[[dict[str, Any]], StoredResponse]
     events: EventLog | None = None
+    wish: Literal["renew", "in_progress"] = "renew"
+    is_over: bool = False
     told_to_end: asyncio.Event = field(default_factory=asyncio.Event)
-    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def response_id(self) -> str:
@@ -105,17 +109,19 @@ class BackgroundResponses:
             raise RequestRefused(text, code="rate_limit_exceeded", status=429)
 
     async def begin(self, run: BackgroundRun) -> None:
-        """Stores a response as queued. RequestRefused where it cannot be stored, and 429 for a tenant that has as many
-        as it may. start() follows."""
+        """Stores a response as queued, and waits a while for Redis. RequestRefused where it cannot be stored, and 429
+        for a tenant that has as many as it may. start() follows."""
         key = run.tenant, run.response_id
         self._check_room(run.tenant)
         self._runs[key] = run
         try:
             stored = msgspec.structs.replace(run.stored_of(run.style.queued()), is_over=False)
             first = None if run.events is None else await batch_of(run.events.first)
-            await self._store.begin(*key, stored, LEASE_MS, first)
-        except BaseException:
+            await _patiently(lambda: self._store.begin(*key, stored, LEASE_MS, first), BEGIN_S)
+        except BaseException as error:
             del self._runs[key]
+            if isinstance(error, RedisUnavailable):
+                raise unavailable() from None
             raise
 
     def start(self, run: BackgroundRun, delivery: Delivery) -> Response:
@@ -186,7 +192,8 @@ class BackgroundResponses:
             del self._runs[run.tenant, run.response_id]
             self._context.draining.leave()
             run.end_events(0.0)
-            run.is_over.set()  # no cancellation: one that meets a call to Redis may be lost
+            run.is_over = True  # no cancellation: one that meets a call to Redis may be lost
+            run.news.set()
             await asyncio.wait({watching, keeping})
 
     async def _keep_events(self, run: BackgroundRun) -> bool:
@@ -203,7 +210,8 @@ class BackgroundResponses:
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                await self._renew(run, "in_progress")
+                run.wish = "in_progress"  # which does not wait for Redis
+                run.news.set()
             elif run.events is not None and run.style.final is None and message["body"] != KEEP_ALIVE:
                 await run.events.write(message["body"])
 
@@ -213,36 +221,46 @@ class BackgroundResponses:
             if not isinstance(error, RequestRefused):
                 log.exception("response %s failed", run.response_id)
             run.style.closing(error)
+        if run.style.final is None and not run.told_to_end.is_set():
+            run.style.closing(unavailable())  # its events have waited for Redis for too long
 
     async def _renew_always(self, run: BackgroundRun) -> None:
-        """Renews the lease until the response is over."""
-        while not run.is_over.is_set():
+        """Renews the lease until the response is over, and at once when there is news."""
+        while not run.is_over:
             with suppress(TimeoutError):
                 async with asyncio.timeout(RENEW_S):
-                    await run.is_over.wait()
-            if not run.is_over.is_set():
-                await self._renew(run, "renew")
+                    await run.news.wait()
+            run.news.clear()
+            if not run.is_over:
+                await self._renew(run)
 
-    async def _renew(self, run: BackgroundRun, wish: str) -> None:
+    async def _renew(self, run: BackgroundRun) -> None:
         """Says that it is still made; ends it where it is over."""
         try:
-            if await self._store.state(run.tenant, run.response_id, wish, LEASE_MS) not in RUNNING:
+            if await self._store.state(run.tenant, run.response_id, run.wish, LEASE_MS) not in RUNNING:
                 run.told_to_end.set()
         except RedisUnavailable:
             log.debug("the lease of response %s was not renewed", run.response_id)
 
     async def _settle(self, run: BackgroundRun, final: dict[str, Any]) -> None:
-        """Stores what was made, however long Redis is away within SETTLE_S."""
-        deadline_s = asyncio.get_running_loop().time() + SETTLE_S
-        while True:
-            try:
-                await self._store.settle(run.tenant, run.response_id, run.stored_of(final))
-                return
-            except RedisUnavailable as error:
-                if asyncio.get_running_loop().time() >= deadline_s:
-                    log.warning("response %s is not stored: %s", run.response_id, error)
-                    return
-                await asyncio.sleep(RENEW_S)
+        """Stores what was made."""
+        stored = run.stored_of(final)
+        try:
+            await _patiently(lambda: self._store.settle(run.tenant, run.response_id, stored), SETTLE_S)
+        except RedisUnavailable as error:
+            log.warning("response %s is not stored: %s", run.response_id, error)
+
+
+async def _patiently(store: Callable[[], Awaitable[None]], patience_s: float) -> None:
+    """Stores something, however long Redis is away within a time; beyond it raises RedisUnavailable."""
+    deadline_s = asyncio.get_running_loop().time() + patience_s
+    while True:
+        try:
+            return await store()
+        except RedisUnavailable:
+            if asyncio.get_running_loop().time() >= deadline_s:
+                raise
+            await asyncio.sleep(RENEW_S)
 
 
 def _shown(stored: StoredResponse, state: str) -> StoredResponse:

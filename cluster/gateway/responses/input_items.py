@@ -17,12 +17,12 @@ from tandem.cluster.gateway.responses.items_to_chat import chat_of, placed_items
 from tandem.cluster.gateway.responses.response_items import Item
 from tandem.cluster.gateway.responses.response_store import Store, StoredResponse, checked
 from tandem.cluster.gateway.responses.responses import conversation_before, kept_output
-from tandem.cluster.gateway.responses.responses_body import ResponsesBody, read_responses
-from tandem.cluster.gateway.schemas.reading import invalid, unsupported
+from tandem.cluster.gateway.responses.responses_body import ResponsesBody, read_query, read_responses
+from tandem.cluster.gateway.schemas.reading import invalid
 from tandem.cluster.gateway.services.model_lookup import served_model
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
-from tandem.cluster.gateway.serving.received import ignored_fields, received
+from tandem.cluster.gateway.serving.received import begin_ignored, ignored_fields, received
 
 MOST = 100
 PREFIXES = {
@@ -35,9 +35,10 @@ PREFIXES = {
 }
 
 
-async def input_items(store: Store, request: Request, principal: Principal) -> Response:
+async def input_items(text: TextServices, store: Store, request: Request, principal: Principal) -> Response:
     """The items that a stored response answers, those of the conversation before included."""
-    query = _query(request)
+    known, ignored = ("limit", "order", "after"), begin_ignored(text, request)
+    query = _checked(read_query(request.query_params.multi_items(), known, ignored))
     response_id = request.path_params["response_id"]
     stored = await checked(store, None).get(principal.tenant, response_id)
     return await asyncio.to_thread(_page, stored, response_id, query)  # a conversation may be long
@@ -75,12 +76,9 @@ def _count(text: TextServices, body: ResponsesBody, before: Sequence[Item], requ
         return len(chat_prompt(text, chat, ignored.named(names.of)).token_ids)
 
 
-def _query(request: Request) -> dict[str, str]:
-    """The query's parameters. RequestRefused for one that is not served."""
-    query = {name: value for name, value in request.query_params.items() if name.removesuffix("[]") != "include"}
+def _checked(query: dict[str, str]) -> dict[str, str]:
+    """The query, whose values are right. RequestRefused for others."""
     for name, value in query.items():
-        if name not in ("limit", "order", "after"):
-            raise unsupported(name, f"The query parameter {printable(name)} is not supported.")
         if name == "limit" and not (value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= MOST):
             raise invalid("limit", f"limit must be a number from 1 to {MOST}.")
         if name == "order" and value not in ("asc", "desc"):

@@ -17,7 +17,7 @@ from tandem.cluster.gateway.responses.response_items import (
     OutputText,
     ReasoningItem,
 )
-from tandem.cluster.gateway.responses.response_tools import call_arguments, chat_choice, chat_tools
+from tandem.cluster.gateway.responses.response_tools import call_arguments, chat_choice, chat_tools, held_text
 from tandem.cluster.gateway.responses.responses_body import AS_IN_CHAT, LOGPROBS, ResponsesBody, TextFormat
 from tandem.cluster.gateway.schemas.chat_body import ChatBody, read_chat
 from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
@@ -63,6 +63,7 @@ def chat_of(
         turns.take(place, item)
     streams = body.stream or body.background  # one of the background is made like a stream
     names = FieldNames(FIELDS, "input", "max_output_tokens", turns.places)
+    held = held_text(body.tools, body.tool_choice)
     fields = {
         "messages": turns.messages,
         "model": body.model,
@@ -78,7 +79,11 @@ def chat_of(
         **_logprob_fields(body),
         **{name: _plain(getattr(body, name)) for name in AS_IN_CHAT},
     }
-    if body.text is not None:
+    if held is not None:
+        fields |= {"tool_choice": "none", "structured_outputs": {"grammar": held.definition}}
+        own = {**FIELDS, "structured_outputs": held.place}
+        names = FieldNames(own, names.prompt, names.limit, turns.places, (*names.parts, (".grammar", ".definition")))
+    elif body.text is not None:
         fields["response_format"] = _format(body.text.format)
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort

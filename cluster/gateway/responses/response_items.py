@@ -160,6 +160,8 @@ def plain_item(item: Any, place: str, ignored: IgnoredFields) -> Any:
     if "type" not in plain and "role" in plain:
         plain["type"] = "message"
     check_kind(plain, KINDS, place)
+    if plain.get("type") == "function_call" and isinstance(given := plain.get("arguments", {}), dict):
+        plain["arguments"] = msgspec.json.encode(given).decode()
     for name in ("content", "output", "summary"):
         if isinstance(parts := plain.get(name), list):
             plain[name] = [_plain_part(part, f"{place}.{name}[{j}]") for j, part in enumerate(parts)]

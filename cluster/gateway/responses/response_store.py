@@ -109,17 +109,14 @@ class ResponseStore:
         self, tenant: str, response_id: str, stored: StoredResponse, lease_ms: int, first: Batch | None = None
     ) -> None:
         """Stores a response that is made from now on. first: of its events; None: they are not kept. RequestRefused
-        where it cannot be stored."""
+        where it has no room. Raises RedisUnavailable."""
         value = await self._packed(stored)
         size = len(value) + (0 if first is None else len(first.packed))
         if size > self._max_bytes:
             text = f"The conversation takes {size} bytes of the store, more than a tenant has; it cannot be made in"
             raise RequestRefused(f"{text} the background.", code="content_too_large", status=413)
         events = () if first is None else (first.packed, first.number)
-        try:
-            await self._script(BEGIN_SCRIPT, tenant, response_id, value, *self._limits, lease_ms, *events)
-        except RedisUnavailable:
-            raise unavailable() from None
+        await self._script(BEGIN_SCRIPT, tenant, response_id, value, *self._limits, lease_ms, *events)
 
     async def append(self, tenant: str, response_id: str, batch: Batch) -> str | None:
         """Keeps more events of a response of the background. Returns why it is over, None where it is not. Raises

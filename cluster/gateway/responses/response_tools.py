@@ -7,20 +7,22 @@ with every request are left out and named as ignored, as in vLLM; others, and th
 
 import json
 import re
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from tandem.cluster.gateway.conversation.parser_wraps import INPUT
 from tandem.cluster.gateway.responses.response_items import check_kind
 from tandem.cluster.gateway.schemas.ignored_fields import Ignorables, IgnoredFields, ignorable
 from tandem.cluster.gateway.schemas.reading import invalid, unsupported
+from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.structured_outputs import StructuredOutputsParams
+from tandem.workers.text.grammars import GrammarError, checked_grammar
 
-INPUT = "input"
-"""The argument of the function that stands for a custom tool."""
 HINTS: Ignorables = {
     "tools[]": ignorable("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "output_schema")
 }
-SENT_ALWAYS = ("web_search", "web_search_preview", "image_generation", "namespace")
+SENT_ALWAYS = re.compile(r"(web_search|web_search_preview|image_generation|namespace)(_[0-9]{4}(_[0-9]{2}){2})?")
 """Kinds of tools that agents send unasked: of OpenAI's service, each also with a date behind its name, and groups of
 functions, whose calls would name their group."""
 _BEGIN = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
@@ -82,6 +84,14 @@ class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 Choice = Literal["none", "auto", "required"] | FunctionChoice | CustomChoice | AllowedTools
 
 
+class HeldText(NamedTuple):
+    """The text of a custom tool that must be called. place: of its format, in the body."""
+
+    name: str
+    definition: str
+    place: str
+
+
 def take_hosted(fields: dict[str, Any], ignored: IgnoredFields) -> None:
     """Leaves out tools that are not run here but always sent. RequestRefused for others, and for the choice of one."""
     choice, tools = fields.get("tool_choice"), fields.get("tools")
@@ -89,14 +99,14 @@ def take_hosted(fields: dict[str, Any], ignored: IgnoredFields) -> None:
         check_kind(choice, ("function", "custom", "allowed_tools"), "tool_choice")
     if not isinstance(tools, list):
         return
-    kept = []
+    kept: list[Any] = []
     for i, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and re.sub(r"_\d{4}_\d\d_\d\d\Z", "", kind) in SENT_ALWAYS:
-            ignored.note(f"tools[{i}].{kind}", f"tools[{i}]: the type {kind} is not supported.")
+        if isinstance(kind, str) and (hosted := SENT_ALWAYS.fullmatch(kind)) is not None:
+            ignored.leave_out(i, kind, hosted[1])
             continue
         if isinstance(tool, dict):
-            check_kind(tool, ("function", "custom"), f"tools[{i}]")
+            check_kind(tool, ("function", "custom"), f"tools[{len(kept)}]")
         kept.append(tool)
     fields["tools"] = kept
     ignored.take_from(fields, HINTS)
@@ -110,9 +120,27 @@ def chat_tools(tools: list[AnyTool] | None, choice: Choice | None, ignored: Igno
             if one.name not in names:
                 raise invalid(f"tool_choice.tools[{i}].name", f"No tool of this request has the name {one.name}.")
         names = {one.name for one in choice.tools}
-    forced = choice == "required" or isinstance(choice, CustomChoice)
-    forced = forced or (isinstance(choice, AllowedTools) and choice.mode == "required")
+    forced = _forced(tools, choice)
     return [_chat_tool(tool, f"tools[{i}]", ignored, forced) for i, tool in enumerate(tools) if tool.name in names]
+
+
+def held_text(tools: list[AnyTool] | None, choice: Choice | None) -> HeldText | None:
+    """The text of the one tool that must be called, where its grammar is Lark's. That speaks of raw text, not of text
+    inside JSON, so the model writes nothing but the text, and no call around it."""
+    if len(forced := _forced(tools or [], choice)) == 1:
+        for i, tool in enumerate(tools or ()):
+            if tool.name in forced and isinstance(tool, TextTool) and (form := tool.format) and form.syntax == "lark":
+                return HeldText(tool.name, form.definition or "", f"tools[{i}].format")
+    return None
+
+
+def _forced(tools: list[AnyTool], choice: Choice | None) -> frozenset[str]:
+    """The names of the tools of which one must be called."""
+    if isinstance(choice, AllowedTools):
+        return frozenset(one.name for one in choice.tools if choice.mode == "required")
+    if isinstance(choice, FunctionChoice | CustomChoice):
+        return frozenset([choice.name])
+    return frozenset(tool.name for tool in tools if choice == "required")
 
 
 def chat_choice(choice: Choice | None) -> Any:
@@ -134,14 +162,14 @@ def call_arguments(text: str) -> str:
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
-def _chat_tool(tool: AnyTool, place: str, ignored: IgnoredFields, forced: bool) -> dict[str, Any]:
+def _chat_tool(tool: AnyTool, place: str, ignored: IgnoredFields, forced: frozenset[str]) -> dict[str, Any]:
     if isinstance(tool, ResponseTool):
         function = msgspec.to_builtins(tool)
         return {"type": function.pop("type"), "function": function}
     text: dict[str, Any] = {"type": "string"}
     shown, form = [tool.description] if tool.description else [], tool.format
     if form is not None and form.type == "grammar":
-        _check_grammar(form, f"{place}.format", ignored, forced)
+        _check_grammar(form, f"{place}.format", ignored, forced if tool.name in forced else frozenset())
         shown.append(f"The {INPUT} follows this grammar ({form.syntax}):\n{form.definition}")
         if form.syntax == "regex":
             text["pattern"] = f"^(?:{form.definition})$"
@@ -150,15 +178,23 @@ def _chat_tool(tool: AnyTool, place: str, ignored: IgnoredFields, forced: bool) 
     return {"type": "function", "function": function}
 
 
-def _check_grammar(form: InputFormat, place: str, ignored: IgnoredFields, forced: bool) -> None:
-    """Notes a grammar that the model only sees; a forced call is held to a regular expression."""
+def _check_grammar(form: InputFormat, place: str, ignored: IgnoredFields, forced: frozenset[str]) -> None:
+    """Notes a grammar that the model only sees. RequestRefused for one that a forced call cannot be held to. forced:
+    the tools of which one must be called, if this is one."""
     for name in ("syntax", "definition"):
         if getattr(form, name) is None:
             raise invalid(f"{place}.{name}", f"The field {place}.{name} is required with type grammar.")
     if not forced:
         ignored.note(place, f"{place}: a call that is not forced is not held to a grammar.")
-    elif form.syntax == "lark":
-        raise unsupported(place, f'{place}: a forced call can be held to the syntax "regex" only, not to "lark".')
+    elif form.syntax == "lark" and len(forced) > 1:
+        text = 'the syntax "lark" holds a call only where one tool is forced: name it in tool_choice.'
+        raise unsupported(place, f"{place}: {text}")
+    elif form.syntax == "regex":
+        try:
+            checked_grammar(StructuredOutputsParams(regex=form.definition))
+        except GrammarError as error:
+            where = f"{place}.definition"
+            raise RequestRefused(f"{where}: {error}", code="invalid_grammar", param=where) from None
 
 
 class InputReader:

@@ -1,6 +1,6 @@
 """POST /v1/responses, and GET and DELETE of a stored one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +27,14 @@ from tandem.cluster.gateway.responses.response_store import (
     StoredResponse,
     checked,
 )
-from tandem.cluster.gateway.responses.response_tools import custom_names
+from tandem.cluster.gateway.responses.response_tools import custom_names, held_text
 from tandem.cluster.gateway.responses.responses_answer import Additions, ResponsesFormat
-from tandem.cluster.gateway.responses.responses_body import THINKING, ResponsesBody, read_responses
+from tandem.cluster.gateway.responses.responses_body import THINKING, ResponsesBody, read_query, read_responses
 from tandem.cluster.gateway.responses.truncation import TOO_LONG, shortened
-from tandem.cluster.gateway.schemas.reading import invalid, unsupported
+from tandem.cluster.gateway.schemas.reading import invalid
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
-from tandem.cluster.gateway.serving.received import PARSED_FASTER, Posted, ignored_fields, received
+from tandem.cluster.gateway.serving.received import PARSED_FASTER, Posted, begin_ignored, ignored_fields, received
 from tandem.workers.messages.errors import RequestRefused
 
 DIGITS = 15
@@ -62,7 +62,9 @@ async def create_response(
         chat = await _prepared(text, context, posted, before, held)
         keeper = store if body.store is not False else None
         fields = object_fields(body, chat, stores=keeper is not None)
-        style = ResponsesFormat(fields, blocks_of(chat.output), context.wall_clock, _additions(text, body, chat))
+        called = held_text(body.tools, body.tool_choice)
+        blocks = blocks_of(chat.output, None if called is None else called.name)
+        style = ResponsesFormat(fields, blocks, context.wall_clock, _additions(text, body, chat))
         with_logprobs = chat.logprobs is not None
         if keeper is None:
             return chat.answer(style, with_logprobs=with_logprobs)
@@ -120,20 +122,23 @@ def _additions(text: TextServices, body: ResponsesBody, chat: PreparedChat) -> A
     )
 
 
-async def show_response(background: BackgroundResponses, request: Request, principal: Principal) -> Response:
+async def show_response(
+    text: TextServices, background: BackgroundResponses, request: Request, principal: Principal
+) -> Response:
     """A stored response, or how far one of the background is, or its events."""
     key = principal.tenant, request.path_params["response_id"]
-    if (first := _first_event(request)) is not None:
+    query = read_query(request.query_params.multi_items(), ("stream", "starting_after"), begin_ignored(text, request))
+    if (first := _first_event(query)) is not None:
         return await background.stream(*key, first)
     stored = await background.current(*key)
     return Response(stored.response, media_type="application/json")
 
 
 async def delete_response(
-    store: Store, background: BackgroundResponses, request: Request, principal: Principal
+    text: TextServices, store: Store, background: BackgroundResponses, request: Request, principal: Principal
 ) -> Response:
     """Deletes a stored response; others that went on from it stay, and one of the background ends."""
-    _check_query(request)
+    read_query(request.query_params.multi_items(), (), begin_ignored(text, request))
     response_id = request.path_params["response_id"]
     await checked(store, None).delete(principal.tenant, response_id)
     background.end(principal.tenant, response_id)
@@ -218,10 +223,9 @@ def _plain(value: Any) -> Any:
     return msgspec.to_builtins(value)
 
 
-def _first_event(request: Request) -> int | None:
+def _first_event(query: Mapping[str, str]) -> int | None:
     """The sequence number of the first event that the query asks for; None where it asks for none."""
-    _check_query(request, "stream", "starting_after")
-    stream, after = (request.query_params.get(name) for name in ("stream", "starting_after"))
+    stream, after = (query.get(name) for name in ("stream", "starting_after"))
     if stream not in (None, "true", "false"):
         raise invalid("stream", f"stream must be true or false, not {printable(stream)}.")
     if after is None:
@@ -231,8 +235,3 @@ def _first_event(request: Request) -> int | None:
     if not (after.isascii() and after.isdecimal()):
         raise invalid("starting_after", f"starting_after must be an integer from 0 on, not {printable(after)}.")
     return int(after.lstrip("0")[:DIGITS] or 0) + 1
-
-
-def _check_query(request: Request, *known: str) -> None:
-    for name in request.query_params.keys() - set(known):
-        raise unsupported(name, f"The query parameter {printable(name)} is not supported.")

@@ -2,12 +2,13 @@
 OpenAPI. Its items are in response_items.py, its tools in response_tools.py.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Container, Iterable, Mapping
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
+from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.responses.response_items import Item, plain_item
 from tandem.cluster.gateway.responses.response_tools import AnyTool, Choice, take_hosted
 from tandem.cluster.gateway.schemas import openai_hints
@@ -20,6 +21,7 @@ from tandem.cluster.gateway.schemas.reading import (
     invalid,
     neutral_values,
     read,
+    unsupported,
 )
 from tandem.workers.messages.sampling_ranges import Count, Penalty, Seed, TokenId
 
@@ -151,6 +153,26 @@ def read_responses(fields: dict[str, Any], ignored: IgnoredFields) -> ResponsesB
     if body.max_tool_calls is not None:
         ignored.note("max_tool_calls", "max_tool_calls counts tools that the service runs, and it runs none.")
     return body
+
+
+def read_query(query: Iterable[tuple[str, str]], known: Container[str], ignored: IgnoredFields) -> dict[str, str]:
+    """The parameters of a query for a stored response. What would add something to it is noted: it is shown as it was
+    made. RequestRefused for parameters that are not known, and for values of include that nobody knows."""
+    kept = {}
+    for name, value in query:
+        if name.partition("[")[0] == "include":
+            for one in filter(None, value.split(",")):
+                if one not in get_args(Include):
+                    raise invalid("include", f"include: {printable(one)} is not one of {', '.join(get_args(Include))}.")
+                ignored.note("include", "include adds nothing to a stored response.")
+        elif name == "include_obfuscation" and value in ("true", "false"):
+            if value == "true":
+                ignored.note(name)
+        elif name not in known:
+            raise unsupported(name, f"The query parameter {printable(name)} is not supported.")
+        else:
+            kept[name] = value
+    return kept
 
 
 def _without_nulls(value: Any) -> Any:

@@ -16,10 +16,11 @@ from tandem.workers.messages.sampling_ranges import Count
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A call that an earlier assistant turn made; `arguments` is JSON text."""
+    """A call that an earlier assistant turn made. arguments: JSON text, or the object itself; clients echo null and ""
+    for none."""
 
     name: ShortText
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,7 +28,7 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     id: ShortText
     function: FunctionCall
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

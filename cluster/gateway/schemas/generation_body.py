@@ -173,6 +173,10 @@ def check_common(body: Body, settings: GatewaySettings, ignored: IgnoredFields) 
     for stop in stops:
         if not 1 <= len(stop) <= settings.max_stop_chars:
             raise invalid("stop", f"Each stop string must have 1 to {settings.max_stop_chars} characters.")
+    if settings.enable_force_include_usage and body.stream:
+        return msgspec.structs.replace(
+            _without_idle(body, ignored), stream_options=msgspec.structs.replace(options, include_usage=True)
+        )
     return _without_idle(body, ignored)
 
 

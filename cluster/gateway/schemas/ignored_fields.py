@@ -40,6 +40,13 @@ class IgnoredFields:
         self._is_strict = is_strict
         self._name_of: Callable[[str], str] = str
         self.names: dict[str, None] = {}
+        self.left_out: list[int] = []
+
+    def leave_out(self, at: int, kind: str, name: str) -> None:
+        """Notes a tool of the body that is left out, by its number there: refusals name the others by theirs
+        (http/error_answers.py). name: of its kind, for the header."""
+        self.note(f"tools[{at}].{name}", f"tools[{at}]: the type {kind} is not supported.")
+        self.left_out.append(at)
 
     def note(self, param: str, message: str | None = None, *, is_usual: bool = False) -> None:
         """Notes a field that is ignored, by its place in the body. With --strict-fields RequestRefused, in these words;
@@ -52,7 +59,7 @@ class IgnoredFields:
         """The same fields, for code that knows them by other names. name_of: makes the client's (FieldNames.of)."""
         other = IgnoredFields(is_strict=self._is_strict)
         other._name_of = name_of
-        other.names = self.names
+        other.names, other.left_out = self.names, self.left_out
         return other
 
     def take_from(self, fields: dict[str, Any], table: Ignorables, at: str = "") -> None:

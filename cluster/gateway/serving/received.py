@@ -49,13 +49,20 @@ async def received(
     """The body, read and checked, and its size in bytes. check: notes what it ignores, which the answer's header names
     (http/middleware.py)."""
     data = await read_body(request, text.settings.max_body_bytes)
-    ignored = IgnoredFields(is_strict=text.settings.strict_fields)
-    request.scope["tandem.ignored_fields"], request.scope["tandem.ignored"] = ignored, ignored.names
+    ignored = begin_ignored(text, request)
 
     def parsed() -> Body:
         return check(parse_object(data, text.settings.max_json_depth), ignored)
 
     return await text.workers.run(principal.tenant, len(data) // PARSED_FASTER, parsed), len(data)
+
+
+def begin_ignored(text: TextServices, request: Request) -> IgnoredFields:
+    """The ignored fields of a request, of which there are none yet."""
+    ignored = IgnoredFields(is_strict=text.settings.strict_fields)
+    request.scope["tandem.ignored_fields"], request.scope["tandem.ignored"] = ignored, ignored.names
+    request.scope["tandem.left_out"] = ignored.left_out
+    return ignored
 
 
 async def read_fields(text: TextServices, request: Request, principal: Principal) -> dict[str, Any]:

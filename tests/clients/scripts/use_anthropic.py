@@ -59,7 +59,9 @@ source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
 with refused("image", "image"):
     client.messages.create(model="demo", max_tokens=4,
                            messages=[{"role": "user", "content": [{"type": "image", "source": source}]}])  # fmt: skip
-with refused("server tools", "tools[0]"):
-    client.messages.create(**ASKED, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+with call("server tools"):
+    tools = [{"type": "web_search_20250305", "name": "web_search"}]
+    raw = client.messages.with_raw_response.create(**ASKED, tools=tools)
+    assert raw.headers["x-tandem-ignored"] == "tools[].web_search", raw.headers
 with refused("batches", "batches"):
     client.messages.batches.list()

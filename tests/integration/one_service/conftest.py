@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,12 +17,25 @@ FLAGS = (
 )  # fmt: skip
 
 
+POISON = "raise RuntimeError('a package of the user was imported as one of ours')\n"
+
+
+def _shadowing_folder(folder: Path) -> Path:
+    """A user's folder with packages named like ours and like one that Ray's workers import."""
+    for name in ("tandem", "workers", "configs", "tests", "cluster", "parallel", "offload", "redis"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(POISON)
+    return folder
+
+
 @pytest.fixture(scope="package")
-def service() -> Iterator[Service]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The demo model, 2 groups x TP 2 on CPU, started once by the real launcher. It ends with the last test of this
     folder, as even a service without requests takes a tenth of a core; Ctrl-C leaves nothing. All variables of proxies
-    name one that does not answer: no traffic between its processes may meet it."""
-    with tandem_serve(*FLAGS, env=DEAD_PROXIES) as running:
+    name one that does not answer: no traffic between its processes may meet it. It starts in a user's folder whose
+    packages have our names."""
+    folder = _shadowing_folder(tmp_path_factory.mktemp("users"))
+    with tandem_serve(*FLAGS, cwd=folder, env=DEAD_PROXIES) as running:
         wait_for(lambda: "serving demo" in running.output, 60, "both groups are ready")
         yield running
         answer = running.post(

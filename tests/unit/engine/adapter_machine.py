@@ -38,6 +38,12 @@ def machine(
 ) -> type[RuleBasedStateMachine]:
     """The state machine over these classes (the real ones, or one with a seeded defect)."""
 
+    class Hurried(adapter_cache):  # type: ignore[misc, valid-type]
+        """Has requests pause soon."""
+
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **{"slice_s": 0.03, **named})
+
     class AdapterMachine(RuleBasedStateMachine):
         h: Harness | None = None
         has_failed = False
@@ -52,6 +58,7 @@ def machine(
             rows=st.integers(1, 5),
             host_slots=st.sampled_from([0, 0, 6, 40]),
             budget=st.sampled_from([3, 6, 32]),
+            cache=st.sampled_from([adapter_cache, Hurried]),
         )
         def build(
             self,
@@ -61,6 +68,7 @@ def machine(
             rows: int,
             host_slots: int,
             budget: int,
+            cache: type[AdapterCache],
             **plan: int,
         ) -> None:
             self.slow: dict[tuple[int, int], int] = {}
@@ -74,7 +82,7 @@ def machine(
                 max_num_seqs=rows,
                 max_num_batched_tokens=budget,
                 patience=LONG_ENOUGH,
-                adapter_cache=adapter_cache,
+                adapter_cache=cache,
                 transfers=transfers,
                 tiers=TierPlan(host_slots=host_slots, num_ranks=plan["num_ranks"]) if host_slots else None,
                 adapters=AdapterPlan(

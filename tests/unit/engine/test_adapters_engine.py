@@ -206,7 +206,7 @@ def test_nobody_waits_for_anothers_adapter():
 
 def test_a_fetch_begins_while_there_is_no_room_yet():
     h = with_adapters(num_pages=2)
-    h.add(request("a", 4, 60, adapter="a"))
+    h.add(request("a", 4, 18, adapter="a"))
     step_until(h, "a", SequenceStatus.RUNNING)
     h.add(request("b", 4, 4, adapter="b"))
     h.step()
@@ -324,26 +324,76 @@ def test_an_adapter_as_large_as_the_device_is_placed():
 # ---- max-loras in a step ----
 
 
-def test_a_step_has_at_most_max_loras_adapters_and_nobody_starves():
-    h = with_adapters(num_pages=20, max_loras=2)
-    h.add(request("a", 4, 10, adapter="a"), request("b", 4, 10, adapter="b"))
+@pytest.mark.parametrize("mode", MODES)
+def test_adapters_with_rows_take_turns_when_they_are_more_than_max_loras(mode):
+    """FakeExecutor counts the adapters of each plan."""
+    h = with_adapters(**mode, num_pages=20, max_loras=2, num_blocks=600)
+    requests = [request(f"r{i}", 4, 400, adapter=adapter) for i, adapter in enumerate(["a", "b", "c", "d", None])]
+    h.add(*requests)
+    for name in ("r0", "r1", "r2", "r3"):
+        step_until(h, name, SequenceStatus.RUNNING, most=20)
+    before = {name: len(h.sink.tokens.get((name, 0), [])) for name in ("r0", "r1", "r2", "r3", "r4")}
+    for _ in range(40):
+        h.step()
+    gained = {name: len(h.sink.tokens[name, 0]) - count for name, count in before.items()}
+    base = gained.pop("r4")
+    assert base >= max(gained.values()), "the base model waits for no turn"
+    if "drafts" not in mode:
+        assert max(gained.values()) <= 1.4 * min(gained.values()), f"not in turns: {gained}"
+    if mode in ({"asynchronous": False}, {"asynchronous": True}):
+        assert base >= 39 and 18 <= min(gained.values()) <= 22, "every second step each"
+    h.run()
+    assert_as_expected(h, *requests)
+
+
+def test_a_long_prompt_with_others_behind_it_leaves_another_adapter_its_turns():
+    """Prompts fill the steps, so that the first in the queue, whose adapter has a row, does not get one."""
+    h = with_adapters(num_pages=20, max_loras=1, num_blocks=600, max_num_batched_tokens=4)
+    h.add(request("b", 4, 150, adapter="b"))
     step_until(h, "b", SequenceStatus.RUNNING)
-    h.add(request("c", 4, 4, adapter="c"))
-    done = flow_of(h, "a", 100, "c")
-    assert done <= 8, "as soon as the adapter with the fewest rows has drained"
+    h.add(*(request(f"a{i}", 200, 2, adapter="a") for i in range(3)))
+    step_until(h, "a0", SequenceStatus.RUNNING)
+    before = len(h.sink.tokens["b", 0])
+    for _ in range(60):
+        h.step()
+    assert 25 <= len(h.sink.tokens["b", 0]) - before <= 35
+    h.run()
+
+
+def test_an_answer_of_another_adapter_does_not_hold_up_a_first_token():
+    h = with_adapters(num_pages=20, max_loras=2)
+    h.add(*(request(f"bring-{adapter}", 4, 2, adapter=adapter) for adapter in "abcd"))
+    h.run()
+    h.add(request("a", 4, 200, adapter="a"), request("b", 4, 200, adapter="b"))
+    step_until(h, "b", SequenceStatus.RUNNING)
+    h.add(request("c", 4, 100, adapter="c"), request("d", 4, 100, adapter="d"))
+    for _ in range(6):
+        h.step()
+    assert h.sink.tokens["c", 0] and h.sink.tokens["d", 0]
+    h.run()
+
+
+def test_at_most_twice_max_loras_adapters_have_rows_and_nobody_starves():
+    h = with_adapters(num_pages=20, max_loras=2)
+    h.add(*(request(name, 4, 10, adapter=name) for name in "abcd"))
+    step_until(h, "d", SequenceStatus.RUNNING)
+    h.add(request("e", 4, 4, adapter="e"))
+    step_until(h, "e", Blocker.TURN)
+    done = flow_of(h, "a", 100, "e")
+    assert done <= 12, "as soon as the adapter with the fewest rows has drained"
     h.run()
 
 
 def test_the_base_model_overtakes_a_sequence_blocked_by_max_loras():
     h = with_adapters(num_pages=20, max_loras=1)
-    h.add(request("before", 4, 2, adapter="b"))
+    h.add(request("before", 4, 2, adapter="c"))
     h.run()
     h.sink.ends.clear()
-    h.add(request("a", 4, 60, adapter="a"))
-    step_until(h, "a", SequenceStatus.RUNNING)
-    h.add(request("b", 4, 4, adapter="b"), request("base", 4, 4), request("a2", 4, 4, adapter="a"))
+    h.add(request("a", 4, 60, adapter="a"), request("b", 4, 90, adapter="b"))
+    step_until(h, "b", SequenceStatus.RUNNING)
+    h.add(request("c", 4, 4, adapter="c"), request("base", 4, 4), request("a2", 4, 4, adapter="a"))
     h.run()
-    assert list(h.sink.ends) == ["base", "a", "b", "a2"]
+    assert list(h.sink.ends) == ["base", "a", "c", "a2", "b"]
 
 
 # ---- refusals ----

@@ -220,9 +220,9 @@ def test_suspects_fetch_their_adapters_at_once_and_one_that_waits_for_its_own_ho
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_suspect_whose_adapter_has_no_place_in_the_step_leaves_its_turn_to_the_next(n):
     h = harness(adapters=AdapterPlan(max_loras=1), num_blocks=200, patience=400)
-    other = request("o", 6, 60, adapter="b")
-    h.add(other)
-    while "o" not in h.sink.begun:
+    others = [request("o", 6, 60, adapter="b"), request("p", 6, 60, adapter="c")]
+    h.add(*others)
+    while "p" not in h.sink.begun:
         h.step()
     seen = watch_steps(h)
     blocked = request("s", 6, 10, attempt=1, suspect=True, adapter="a", n=n)
@@ -236,10 +236,10 @@ def test_a_suspect_whose_adapter_has_no_place_in_the_step_leaves_its_turn_to_the
     h.add(*suspects)
     while "t" not in h.sink.ends:
         h.step()
-    assert not {"o", "s", "u"} & h.sink.ends.keys() and h.sink.begun.keys() == {"o", "t"}
+    assert not {"o", "p", "s", "u"} & h.sink.ends.keys() and h.sink.begun.keys() == {"o", "p", "t"}
     assert h.states("s")[0] == Blocker.TURN and h.states("u") == [Blocker.TURN], "its adapter leaves for that of s"
     h.run()
-    assert_as_expected(h, blocked, other, *suspects)
+    assert_as_expected(h, blocked, *others, *suspects)
     for name in "stu":
         mine = [steps for steps in seen if name in steps[-1]]
         assert all(steps == [{name}] for steps in mine[:PROBATION_TOKENS]), "it began with others"
@@ -248,13 +248,14 @@ def test_a_suspect_whose_adapter_has_no_place_in_the_step_leaves_its_turn_to_the
 def test_a_suspect_gets_its_turn_when_the_last_request_that_ran_ends():
     """Nothing runs and nobody else comes: the plan that frees its adapter's place is without work."""
     h = harness(adapters=AdapterPlan(max_loras=1), num_blocks=200, patience=400)
-    other, blocked = request("o", 6, 9, adapter="b"), request("s", 6, 10, attempt=1, suspect=True, adapter="a")
-    h.add(other)
-    while "o" not in h.sink.begun:
+    others = [request("o", 6, 9, adapter="b"), request("p", 6, 9, adapter="c")]
+    blocked = request("s", 6, 10, attempt=1, suspect=True, adapter="a")
+    h.add(*others)
+    while "p" not in h.sink.begun:
         h.step()
     h.add(blocked)
     h.run()
-    assert_as_expected(h, other, blocked)
+    assert_as_expected(h, *others, blocked)
 
 
 def test_a_suspect_that_waits_for_its_turn_keeps_no_adapter_off_the_device():

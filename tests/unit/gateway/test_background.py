@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from tandem.cluster.gateway.responses import background
+from tandem.cluster.gateway.responses.events import event_log
 from tandem.cluster.gateway.serving import answer
 from tandem.cluster.state import keys
-from tandem.cluster.state.redis_client import BackgroundClient
+from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.workers.messages.errors import QueueFull
 from tests.support.private_redis import private_redis
 from tests.unit.gateway.rig import DEADLINE_S, Rig, error_of
@@ -108,7 +109,7 @@ async def test_one_whose_gateway_has_died_has_failed_for_good(
     async with storing(redis, saying("yes", manual=True)) as rig:
         queued = await begin(rig)
         await rig.backend.submitted.wait()
-        await redis.command("HSET", keys.response_state("acme", queued["id"]), "until", 1)
+        await redis.command("HSET", keys.response_state("acme", queued["id"]), "until", 1, "doubted", 1)
         lost = await show(rig, queued)
         assert (lost["status"], lost["error"]["code"]) == ("failed", "server_error")
         assert await rig.context.tasks.wait_idle(DEADLINE_S) and rig.backend.aborts
@@ -163,7 +164,97 @@ async def test_what_cannot_be_made_is_refused(redis: BackgroundClient, monkeypat
         assert not rig.backend.requests and not rig.context.draining.in_flight
 
 
-async def test_without_redis_none_is_begun() -> None:
+class Noticing:
+    """A client of a Redis that comes and goes. failed: is set by each command that found it away."""
+
+    def __init__(self, url: str) -> None:
+        self._redis = BackgroundClient(url, timeout_s=1.0, retries=0)
+        self.failed = asyncio.Event()
+
+    async def command(self, *parts: Any) -> object:
+        try:
+            return await self._redis.command(*parts)
+        except RedisUnavailable:
+            self.failed.set()
+            raise
+
+    async def pipeline(self, commands: list[list[Any]]) -> list[object]:
+        raise AssertionError
+
+    async def is_away(self) -> None:
+        """Returns once a command has found it away."""
+        self.failed.clear()
+        await asyncio.wait_for(self.failed.wait(), DEADLINE_S)
+
+    async def close(self) -> None:
+        await self._redis.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_it_waits_for_redis_at_its_begin_and_end_and_between(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((background, "RENEW_S"), (event_log, "RETRY_S")):
+        monkeypatch.setattr(module, name, 0.01)
+    with private_redis() as server:
+        redis = Noticing(server.url)
+        async with storing(redis, saying("yes", manual=True)) as rig:
+            server.stop()
+            asked = asyncio.create_task(ask(rig, background=True, **({"stream": True} if stream else {})))
+            await redis.is_away()
+            server.start()
+            await asyncio.wait_for(rig.backend.submitted.wait(), DEADLINE_S)
+            (queued,) = [{"id": one.id} for one in rig.ledger.opened]
+            path = f"{PATH}/{queued['id']}"
+
+            server.stop()
+            rig.backend.step()  # its first token
+            await redis.is_away()
+            server.start()
+            async with asyncio.timeout(DEADLINE_S):
+                while (await rig.client.get(path)).json().get("status") != "in_progress":
+                    await asyncio.sleep(0)
+
+            server.stop()
+            rig.backend.step(9)
+            async with asyncio.timeout(DEADLINE_S):
+                while rig.backend.streams:
+                    await asyncio.sleep(0)
+            await redis.is_away()
+            assert (await rig.client.get(path)).status_code == 503
+            server.start()
+            async with asyncio.timeout(DEADLINE_S):
+                while (shown := (await rig.client.get(path)).json()).get("status") == "in_progress":
+                    await asyncio.sleep(0)
+            assert (shown["status"], shown["output"][0]["content"][0]["text"]) == ("completed", "yes")
+            answer = await asyncio.wait_for(asked, DEADLINE_S)
+            assert answer.status_code == 200
+            assert not stream or answer.text.count("event: response.completed") == 1
+        await redis.close()
+
+
+async def test_a_lease_that_ended_while_redis_was_away_is_doubted_before_it_counts(
+    redis: BackgroundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may look before its gateway is heard again."""
+    monkeypatch.setattr(background, "RENEW_S", 3600.0)
+    async with storing(redis, saying("yes", manual=True)) as rig, storing(redis) as other:
+        queued = await begin(rig)
+        await rig.backend.submitted.wait()
+        state = keys.response_state("acme", queued["id"])
+        await redis.command("HSET", state, "until", 1)
+        for _ in range(2):
+            assert (await show(other, queued))["status"] == "queued"
+        assert await redis.command("HEXISTS", state, "doubted")
+        rig.backend.step()
+        await until(other, queued, "in_progress")
+        assert not await redis.command("HEXISTS", state, "doubted"), "it was heard"
+        rig.backend.step(9)
+        await until(other, queued, "completed")
+
+
+async def test_without_redis_none_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "BEGIN_S", 0.0)
     with private_redis() as server:
         redis = BackgroundClient(server.url, timeout_s=1.0, retries=0)
         async with storing(redis) as rig:

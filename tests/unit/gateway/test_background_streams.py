@@ -182,7 +182,7 @@ async def test_all_readers_learn_how_it_has_ended(
         if end == "cancelled":
             await other.client.post(f"{PATH}/{response_id}/cancel")
         elif end == "lost":  # its gateway says nothing any more
-            await redis.command("HSET", keys.response_state("acme", response_id), "until", 1)
+            await redis.command("HSET", keys.response_state("acme", response_id), "until", 1, "doubted", 1)
         elif end == "deleted":
             await other.client.delete(f"{PATH}/{response_id}")
         else:

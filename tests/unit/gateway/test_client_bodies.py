@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tandem.configs.schema import GatewaySettings
 from tests.unit.gateway.rig import CHAT, COMPLETE, USER, error_of, events, gateway
 from tests.unit.gateway.test_messages import COUNT, PATH, refusal_of, sse, tooled
 from tests.unit.gateway.test_responses import prompt_of
@@ -126,19 +127,92 @@ async def test_thinking_that_is_not_to_be_shown_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("fields", "place"),
     [
-        ({"tools": [{"type": "web_search_20260209", "name": "web_search"}]}, "tools[0]"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "a"}]}, "tools[0]"),
+        ({"tools": [{"type": "bash_2025012٤", "name": "bash"}]}, "tools[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages[0].content[0]"),
         ({"container": {"id": "c", "skills": []}}, "container"),
         ({"output_config": {"task_budget": {"total": 5}}}, "output_config.task_budget"),
-        ({"tools": [{"name": "a", "input_schema": SCHEMA, "defer_loading": True}]}, "tools[0].defer_loading"),
     ],
 )
 async def test_what_claude_codes_answers_would_need_is_refused_by_name(fields: dict[str, Any], place: str) -> None:
     async with tooled(saying("ok")) as rig:
         answer = await rig.client.post(PATH, json={**CLAUDE_CODE, **fields}, headers=BETAS)
         assert answer.status_code == 400 and place in refusal_of(answer)["message"]
+
+
+ANTHROPICS: list[dict[str, Any]] = [
+    {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    {"type": "web_fetch_20250910", "name": "web_fetch"},
+    {"type": "code_execution_20250825", "name": "code_execution"},
+    {"type": "tool_search_tool_regex", "name": "tool_search_tool_regex"},
+    {"type": "bash_20250124", "name": "bash"},
+    {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 9},
+    {"type": "computer_20251124", "name": "computer", "display_width_px": 9, "display_height_px": 9},
+    {"type": "memory_20250818", "name": "memory", "cache_control": EPHEMERAL},
+]
+
+
+async def test_tools_that_only_anthropics_models_know_are_left_out_and_named() -> None:
+    own = {**CLAUDE_CODE["tools"][0], "defer_loading": True}
+    kinds = ("bash", "code_execution", "computer", "memory", "text_editor", "tool_search_tool_regex")
+    names = {f"tools[].{kind}" for kind in (*kinds, "web_fetch", "web_search")} | {"tools[].defer_loading"}
+    async with tooled(saying("ok")) as rig:
+        for choice in (None, {"type": "auto"}, {"type": "none"}, {"type": "any"}, {"type": "tool", "name": "weather"}):
+            rig.backend.script = saying(CALL if choice and choice["type"] in ("any", "tool") else "ok").script
+            body = {**CLAUDE_CODE, "tools": [*ANTHROPICS, own], "tool_choice": choice}
+            answer = await rig.client.post(PATH, json=body, headers=BETAS)
+            assert answer.status_code == 200 and named(answer) == CLAUDE_CODE_IGNORED | names, answer.text
+            plain = await rig.client.post(PATH, json={**body, "tools": CLAUDE_CODE["tools"]}, headers=BETAS)
+            assert plain.status_code == 200
+            ours, theirs = (request.prompt_token_ids for request in rig.backend.requests[-2:])
+            assert ours == theirs, "as if they were not there"
+    async with gateway(saying("ok"), settings=GatewaySettings(strict_fields=True)) as rig:
+        for tool in ANTHROPICS:
+            answer = await rig.client.post(PATH, json={"messages": USER, "max_tokens": 9, "tools": [tool]})
+            assert answer.status_code == 400 and f"tools[0]: the type {tool['type']}" in refusal_of(answer)["message"]
+
+
+async def test_a_choice_among_tools_that_are_left_out_is_refused() -> None:
+    async with gateway(saying("ok")) as rig:
+        for path, limit in ((PATH, {"max_tokens": 9}), (COUNT, {})):
+            for choice in (None, {"type": "auto"}, {"type": "none"}):
+                body = {"messages": USER, **limit, "tools": ANTHROPICS, "tool_choice": choice}
+                assert (await rig.client.post(path, json=body)).status_code == 200
+            for choice, words in (
+                ({"type": "any"}, "tool_choice: all tools are Anthropic's"),
+                ({"type": "tool", "name": "bash"}, 'tool_choice.name: this model is not shown "bash"'),
+                ({"type": "tool", "name": "str_replace_based_edit_tool"}, 'is not shown "str_replace_based_edit_tool"'),
+            ):
+                refused = await rig.client.post(path, json={**body, "tool_choice": choice})
+                assert refused.status_code == 400 and words in refusal_of(refused)["message"]
+
+
+async def test_refusals_name_a_tool_by_its_number_in_the_body() -> None:
+    """Whatever was left out in front of it."""
+    search, fetch = ANTHROPICS[:2]
+    good, bad = CLAUDE_CODE["tools"][0], {"name": "a b", "input_schema": {}}
+    cases: list[tuple[list[dict[str, Any]], str]] = [
+        ([search, good, fetch, fetch, bad], "tools[4].name"),
+        ([search, {"name": "f"}], "tools[1].input_schema"),
+        ([good, search, {"type": "mcp_toolset"}], "tools[2]"),
+        ([good, bad], "tools[1].name"),
+    ]
+    async with tooled(saying("ok")) as rig:
+        for tools, place in cases:
+            refused = await rig.client.post(PATH, json={"messages": USER, "max_tokens": 9, "tools": tools})
+            assert refused.status_code == 400 and place in refusal_of(refused)["message"], (place, refused.text)
+        hosted = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}]
+        broken = {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": "("}}
+        forced = {"type": "custom", "name": "c"}
+        for tools, choice, place in (
+            ([*hosted, broken], forced, "tools[2].format.definition"),
+            ([*hosted, {"type": "function"}], None, "tools[2].name"),
+            ([*hosted, {"type": "local_shell"}], None, "tools[2]"),
+        ):
+            body = {"input": "hi", "tools": tools, "tool_choice": choice}
+            error = error_of(await rig.client.post("/v1/responses", json=body))
+            assert error["param"] == place and place in error["message"]
 
 
 ECHOED_CALL = {

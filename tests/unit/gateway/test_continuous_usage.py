@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tandem.configs.schema import GatewaySettings
 from tests.support.fake_backend import fixed_script
 from tests.support.resuming_backend import ResumingBackend
 from tests.unit.gateway.rig import BOS, EOS, error_of, events, gateway
@@ -97,3 +98,22 @@ async def test_it_does_not_go_without_the_bill_nor_without_a_stream() -> None:
         off = {"continuous_usage_stats": False, "include_usage": True}
         chunks = events((await rig.chat(stream=True, stream_options=off)).text)
         assert all(chunk["usage"] is None for chunk in chunks[:-2])
+
+
+@pytest.mark.parametrize("kind", ["chat", "complete"])
+async def test_every_stream_may_be_made_to_end_with_its_usage(kind: str) -> None:
+    """Asked for or not; whole answers and counts of each chunk stay as they are."""
+    texts = {}
+    for forced in (False, True):
+        settings = GatewaySettings(enable_force_include_usage=forced)
+        async with gateway(backend(*[TEXTS[1]] * 6), settings=settings) as rig:
+            for options in (None, {}, {"include_usage": False}, {"include_usage": True}):
+                answer = await getattr(rig, kind)(stream=True, max_tokens=60, stream_options=options)
+                *chunks, done = events(answer.text)
+                asked = forced or bool(options and options.get("include_usage"))
+                assert done == "[DONE]" and (chunks[-1]["choices"] == []) == asked
+                assert not asked or chunks[-1]["usage"]["completion_tokens"] == len(TEXTS[1].encode()) + 1
+                assert all(not chunk.get("usage") for chunk in chunks[: -1 if asked else None])
+            whole = (await getattr(rig, kind)(max_tokens=60)).json()
+            texts[forced] = whole["choices"], whole["usage"]
+    assert texts[False] == texts[True]

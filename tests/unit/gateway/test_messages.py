@@ -117,6 +117,21 @@ async def test_blocks_become_the_turns_of_a_conversation() -> None:
         assert counted.json() == {"input_tokens": len(rig.backend.requests[0].prompt_token_ids)}
 
 
+async def test_the_input_of_an_echoed_call_may_be_json_text_or_nothing() -> None:
+    call = {"type": "tool_use", "name": "weather"}
+    given = [{}, {"input": None}, {"input": ""}, {"input": {}}, {"input": '{"city": "Löw"}'}]
+    uses = [{**call, "id": f"t{i}", **one} for i, one in enumerate(given)]
+    results = [{"type": "tool_result", "tool_use_id": one["id"], "content": None} for one in uses]
+    turns = [*USER, {"role": "assistant", "content": uses}, {"role": "user", "content": results}]
+    async with tooled(saying("ok")) as rig:
+        answer = await ask(rig, messages=turns)
+        assert answer.status_code == 200, answer.text
+        assert prompt_of(rig) == "user:hiassistant:" + "weather{}" * 4 + 'weather{"city": "Löw"}' + "tool:" * 5
+        uses[0]["input"] = '{"city'
+        refused = await ask(rig, messages=turns)
+        assert refused.status_code == 400 and refusal_of(refused)["message"].startswith("messages[1]"), refused.text
+
+
 @pytest.mark.parametrize("tokens_per_step", [1, 4, 100])
 async def test_a_stream_says_what_the_whole_answer_says(tokens_per_step: int) -> None:
     text = f"{THOUGHT}\n\nLook: {CALL}{CALL}"

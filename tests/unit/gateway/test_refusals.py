@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tandem.configs.schema import GatewaySettings
 from tests.unit.gateway.rig import ALL, BOTH, COMPLETE, MINIMAL, Rig, error_of, gateway
 
 RAW_BODIES: list[tuple[bytes, str]] = [
@@ -131,6 +132,15 @@ async def test_routes_and_methods_that_are_not_there(rig: Rig, method: str, path
     if path != "/v1/models/nobody":
         named = f'route "{path}" does not allow {method}.' if status == 405 else f'no route {method} "{path}".'
         assert named in message and "GET /openapi.json" in message
+
+
+async def test_the_document_may_be_left_out(rig: Rig) -> None:
+    async with gateway(settings=GatewaySettings(disable_fastapi_docs=True)) as hidden:
+        for path in ("/openapi.json", "/docs", "/redoc", "/docs/oauth2-redirect"):
+            answer = await hidden.client.get(path)
+            assert answer.status_code == 404 and "lists the routes" not in error_of(answer)["message"]
+        assert "lists the routes" not in error_of(await hidden.client.get("/v1/completions"))["message"]
+    assert (await rig.client.get("/openapi.json")).status_code == 200
 
 
 async def test_heads_and_sagemakers_pings_are_answered(rig: Rig) -> None:

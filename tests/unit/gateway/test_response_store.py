@@ -14,6 +14,7 @@ from tandem.cluster.gateway.responses.response_items import MessageItem
 from tandem.cluster.gateway.responses.response_store import ResponseStore, StoredResponse
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient
+from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
 from tests.support.fake_backend import FakeBackend
 from tests.support.private_redis import private_redis
@@ -59,6 +60,37 @@ async def test_a_conversation_goes_on_from_its_last_response(redis: BackgroundCl
         assert prompt_of(rig) == "user:oneassistant:yesuser:twoassistant:yesuser:three"
         await ask(rig, input="other", previous_response_id=first["id"])
         assert prompt_of(rig) == "user:oneassistant:yesuser:other", "a response may be gone on from twice"
+
+
+async def test_what_would_add_to_a_stored_response_is_ignored_and_named(redis: BackgroundClient) -> None:
+    known = ("reasoning.encrypted_content", "message.output_text.logprobs", "file_search_call.results")
+    async with storing(redis) as rig:
+        stored = (await ask(rig, input="one")).json()
+        for tail in ("", "/input_items"):
+            place = f"{PATH}/{stored['id']}{tail}"
+            plain = (await rig.client.get(place)).json()
+            for name in ("include", "include[]", "include[0]"):
+                for values in ([(name, one) for one in known], [(name, ",".join(known))]):
+                    answer = await rig.client.get(place, params=values)
+                    assert (answer.status_code, answer.json()) == (200, plain)
+                    assert answer.headers["x-tandem-ignored"] == "include"
+                refused = await rig.client.get(place, params=[(name, known[0]), (name, "everything")])
+                assert (refused.status_code, error_of(refused)["param"]) == (400, "include")
+                assert '"everything" is not one of message.output_text.logprobs, ' in error_of(refused)["message"]
+            for value, named in (("true", "include_obfuscation"), ("false", None)):
+                answer = await rig.client.get(place, params={"include_obfuscation": value})
+                assert (answer.status_code, answer.headers.get("x-tandem-ignored")) == (200, named)
+            wrong = await rig.client.get(place, params={"include_obfuscation": "x"})
+            assert (wrong.status_code, error_of(wrong)["param"]) == (400, "include_obfuscation")
+        streamed = await ask(rig, background=True, stream=True)
+        first = sse(streamed.text)[0]["response"]["id"]
+        again = await rig.client.get(f"{PATH}/{first}?stream=true&include[]={known[0]}")
+        assert (again.text, again.headers["x-tandem-ignored"]) == (streamed.text, "include")
+    async with gateway(auth=ByKey(), store=store_of(redis), settings=GatewaySettings(strict_fields=True)) as rig:
+        strict = await rig.client.get(
+            f"{PATH}/{stored['id']}?include={known[0]}", headers={"authorization": "Bearer acme"}
+        )
+        assert (strict.status_code, error_of(strict)["param"]) == (400, "include")
 
 
 async def test_input_items_are_those_that_were_answered(redis: BackgroundClient) -> None:
@@ -118,7 +150,7 @@ async def test_it_is_shown_and_deleted(redis: BackgroundClient) -> None:
         second = (await ask(rig, previous_response_id=first["id"])).json()
         place = f"{PATH}/{first['id']}"
         assert (await rig.client.get(place)).json() == first
-        assert error_of(await rig.client.get(f"{place}?include[]=x"))["param"] == "include[]"
+        assert error_of(await rig.client.get(f"{place}?include[]=x"))["param"] == "include"
         assert (await rig.client.delete(place)).json() == {"id": first["id"], "object": "response", "deleted": True}
         for method in ("GET", "DELETE"):
             gone = await rig.client.request(method, place)

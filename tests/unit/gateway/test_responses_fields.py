@@ -12,6 +12,7 @@ from tandem.cluster.gateway.responses.response_tools import InputReader, input_o
 from tandem.configs.schema import GatewaySettings
 from tests.support.fake_backend import logprob_of
 from tests.unit.gateway.rig import MODEL, error_of, gateway, served
+from tests.unit.gateway.test_held_grammar import allows
 from tests.unit.gateway.test_responses import (
     CONTEXT,
     FORMATS,
@@ -206,6 +207,77 @@ async def test_grammars_of_custom_tools_are_held_or_named() -> None:
             assert "^(?:a+)$" in (rig.backend.requests[-1].sampling.grammar or "")
 
 
+LARK = """start: begin hunk+ end
+begin: "*** Begin Patch" LF
+hunk: "+" /(.*)/ LF
+end: "*** End Patch" LF?
+%import common.LF
+"""
+LARK_PATCH = '*** Begin Patch\n+print("Grüße 😀")\n+\\\n*** End Patch'
+PATCHING: dict[str, Any] = {
+    "type": "custom",
+    "name": "apply_patch",
+    "format": {"type": "grammar", "syntax": "lark", "definition": LARK},
+}
+FORCING: list[Any] = [
+    {"type": "custom", "name": "apply_patch"},
+    {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "apply_patch"}]},
+]
+
+
+@pytest.mark.parametrize("choice", FORCING, ids=["named", "allowed"])
+@pytest.mark.parametrize("tokens_per_step", [1, 100])
+async def test_the_text_of_a_forced_custom_tool_is_held_to_a_lark_grammar(choice: Any, tokens_per_step: int) -> None:
+    """The model writes the text alone, behind its thinking."""
+    asked = {"tools": [PATCHING], "tool_choice": choice, "text": {"format": {"type": "json_object"}}}
+    async with tooled(saying(f"{THOUGHT}\n\n{LARK_PATCH}", tokens_per_step=tokens_per_step)) as rig:
+        answer = await ask(rig, **asked)
+        assert answer.status_code == 200 and "x-tandem-ignored" not in answer.headers, answer.text
+        thought, call = answer.json()["output"]
+        assert (thought["type"], call["type"], call["status"]) == ("reasoning", "custom_tool_call", "completed")
+        assert (call["name"], call["input"]) == ("apply_patch", LARK_PATCH)
+        assert "start: begin hunk+ end" in prompt_of(rig), "the model sees its tool"
+        grammar = rig.backend.requests[-1].sampling.grammar or ""
+        assert allows(grammar, f"{THOUGHT}\n\n{LARK_PATCH}") and not allows(grammar, f"{THOUGHT}x{LARK_PATCH}")
+        events = sse((await ask(rig, stream=True, **asked)).text)
+        own = [event for event in events if event["type"].startswith("response.custom_tool_call_input")]
+        assert "".join(event["delta"] for event in own[:-1]) == own[-1]["input"] == LARK_PATCH
+        assert events[-1]["response"]["output"][1] | {"id": "", "call_id": ""} == call | {"id": "", "call_id": ""}
+        again = [{"role": "user", "content": "x"}, call, {**call, "type": "custom_tool_call_output", "output": "ok"}]
+        del again[2]["name"], again[2]["input"]
+        assert (await ask(rig, input=again)).status_code == 200
+
+
+async def test_a_held_text_needs_no_parser_and_may_be_cut_or_empty() -> None:
+    asked = {"tools": [PATCHING], "tool_choice": "required"}
+    async with gateway(saying("\n*** Begin")) as rig:
+        (call,) = (await ask(rig, **asked)).json()["output"]
+        assert call["input"] == "\n*** Begin", "without thinking no line break is taken away"
+        cut = (await ask(rig, **asked, max_output_tokens=3)).json()
+        assert (cut["status"], cut["output"][0]["status"], cut["output"][0]["input"]) == ("incomplete",) * 2 + ("\n**",)
+    async with gateway(saying("")) as rig:
+        (call,) = (await ask(rig, **asked)).json()["output"]
+        assert (call["type"], call["input"]) == ("custom_tool_call", "")
+
+
+async def test_grammars_that_cannot_hold_a_forced_call_are_refused_by_their_place() -> None:
+    def of(syntax: str, definition: str) -> dict[str, Any]:
+        return {**EXEC, "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
+
+    async with tooled(saying(CODE)) as rig:
+        for tool in (of("lark", "start: nothing"), of("lark", "start: ("), of("lark", ""), of("regex", "(")):
+            refused = await ask(rig, tools=[WEATHER, tool], tool_choice={"type": "custom", "name": "exec"})
+            error = error_of(refused)
+            assert (refused.status_code, error["code"]) == (400, "invalid_grammar"), error
+            assert error["param"] == "tools[1].format.definition" and error["param"] in error["message"]
+            assert "structured_outputs" not in error["message"]
+        refused = await ask(rig, tools=[PATCHING, WEATHER], tool_choice="required")
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "tools[0].format")
+        assert "name it in tool_choice" in error_of(refused)["message"]
+        fine = await ask(rig, tools=[PATCHING, EXEC], tool_choice={"type": "custom", "name": "exec"})
+        assert fine.headers["x-tandem-ignored"] == "tools[].format", "of a tool that is not called"
+
+
 async def test_allowed_tools_are_the_ones_that_may_be_called() -> None:
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
     async with tooled(saying(CALL)) as rig:
@@ -328,6 +400,16 @@ async def test_bodies_of_codex_and_of_litellms_bridge() -> None:
             assert bridged.output[0].type == "reasoning" and bridged.metadata == {"user_id": "u"}
             count = await client.responses.input_tokens.count(model=MODEL, input="hi")
             assert count.input_tokens > 0
+
+
+async def test_hosted_tools_are_named_without_their_dates() -> None:
+    async with gateway(saying("ok")) as rig:
+        dated = [{"type": f"web_search_2025_0{i}_26"} for i in range(9)]
+        answer = await ask(rig, tools=dated)
+        assert (answer.status_code, answer.headers["x-tandem-ignored"]) == (200, "tools[].web_search")
+        assert (await ask(rig, tools=[{"type": "web_search_2025_08_2٦"}])).status_code == 400, (
+            "no client writes a header"
+        )
 
 
 async def test_strict_services_refuse_what_agents_send_without_need() -> None:

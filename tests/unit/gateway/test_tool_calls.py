@@ -278,6 +278,32 @@ async def test_calls_and_their_answers_are_rendered_and_counted() -> None:
         assert answer.json()["tokens"] == [*request.prompt_token_ids, ord("!")]
 
 
+@pytest.mark.parametrize(
+    "given", [{}, {"arguments": None}, *({"arguments": one} for one in ("", " ", "null", "[]", {}))]
+)
+async def test_an_echoed_call_without_arguments_has_none(given: dict[str, Any]) -> None:
+    call = {"id": "c1", "type": None, "function": {"name": "clock", **given}}
+    turns = [TURNS[0], {**TURNS[1], "tool_calls": [call]}, {**TURNS[2], "content": None}]
+    async with tooled(saying("x")) as rig:
+        answer = await rig.chat(messages=turns, tools=TOOLS)
+        assert answer.status_code == 200, answer.text
+        prompt = bytes(i for i in rig.backend.requests[0].prompt_token_ids if i < 256).decode()
+        assert prompt.endswith("user:hiassistant:(hm)clock{}tool:")
+
+
+async def test_arguments_of_an_echoed_call_may_be_an_object_and_count_as_its_text_does() -> None:
+    async with tooled(saying("x", "x")) as rig:
+        for size, status in ((5, 200), (10**6, 413)):
+            arguments = {"city": "ö" * size}
+            for given in (arguments, json.dumps(arguments, ensure_ascii=False)):
+                call = {"id": "c1", "function": {"name": "weather", "arguments": given}}
+                answer = await rig.chat(messages=[*USER, {"role": "assistant", "tool_calls": [call]}])
+                assert answer.status_code == status, answer.text
+                assert status == 200 or error_of(answer)["code"] == "content_too_large"
+        prompts = [bytes(i for i in one.prompt_token_ids if i < 256).decode() for one in rig.backend.requests]
+        assert prompts == ['user:hiassistant:weather{"city": "ööööö"}'] * 2
+
+
 FORCED = {"type": "function", "function": {"name": "clock"}}
 INVALID, UNSUPPORTED = "invalid_value", "unsupported_parameter"
 NAMED = "tools[0].function"

@@ -41,7 +41,7 @@ SPECULATIVE = SpeculativeSettings(
 )
 SAMPLINGS = [
     RowSampling(temperature=0.0),
-    RowSampling(temperature=0.5, top_k=2, seed=4, frequency_penalty=-0.1, bad_words_token_ids=((9, 9), (12,))),
+    RowSampling(temperature=0.5, top_k=2, seed=5, frequency_penalty=-0.1, bad_words_token_ids=((9, 9), (12,))),
     RowSampling(
         temperature=0.0,
         repetition_penalty=0.9,

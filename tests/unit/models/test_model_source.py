@@ -66,6 +66,23 @@ def test_a_revision_is_of_the_hub_and_found_once(cached: Path) -> None:
     assert resolve_settings(found) == found and Path(found.engine.model.model) == cached.resolve()
 
 
+def test_the_tokenizer_may_have_a_revision_of_its_own(cached: Path) -> None:
+    other = "f" * 40
+    shutil.copytree(cached, cached.parent / other)
+    (cached.parent.parent / "refs" / "old").write_text(other)
+    for flags in ({"tokenizer_revision": "old"}, {"tokenizer_revision": other, "tokenizer": "org/name"}):
+        model = resolve_settings(found := build_settings("org/name", flags)).engine.model
+        assert Path(model.model) == cached.resolve() and model.tokenizer_revision is None
+        assert model.tokenizer == str(cached.resolve().parent / other)
+        assert resolve_settings(resolve_settings(found)) == resolve_settings(found)
+    same = build_settings("org/name", {"revision": "main", "tokenizer_revision": "main"})
+    assert resolve_settings(same).engine.model.tokenizer is None
+    for flags in ({"tokenizer_revision": "old"}, {"tokenizer_revision": "old", "tokenizer": "demo"}):
+        with pytest.raises(SettingsError, match="demo is a folder") as caught:
+            resolve_settings(build_settings("demo", flags))
+        assert caught.value.flag == "--tokenizer-revision"
+
+
 @pytest.mark.parametrize("flags", [{}, {"revision": COMMIT}, {"tokenizer": "org/name"}])
 def test_llm_takes_the_names_that_serve_takes(cached: Path, flags: dict[str, str]) -> None:
     with LLM("org/name", device="cpu", max_num_seqs=2, **flags) as llm:

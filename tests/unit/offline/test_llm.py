@@ -345,6 +345,11 @@ SAME: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
         [{"role": "assistant", "content": None, "tool_calls": [CALL]}],
         [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}],
     ),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "null"}}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}],
+    ),
+    ([{"role": "tool", "content": None}], [{"role": "tool", "content": ""}]),
 ]
 
 

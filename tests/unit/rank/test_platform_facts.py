@@ -30,6 +30,7 @@ from tandem.configs.schema import (
 )
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import can_pack
+from tandem.parallel.params import Param, Source
 from tandem.parallel.quantization.weight_formats import FORMATS
 from tandem.workers.platforms import cpu
 from tandem.workers.platforms.base import Platform
@@ -89,9 +90,10 @@ def test_what_is_refused_has_no_meaning_and_the_rest_has(facts: PlatformFacts) -
 
 def test_invariant_dtypes_are_those_of_the_class() -> None:
     platform = InvariantCpuPlatform()
+    weight = Param(name="w.weight", shape=(64, 64), role="w", source=Source(("w.weight",)))
     for name in DTYPES:
         try:
-            platform.linear((), ParallelContext.single(), dtype=TORCH[name])
+            platform.linear((weight,), ParallelContext.single(), dtype=TORCH[name])
         except SettingsError:
             assert name not in CPU.invariant_dtypes or cpu.obstacle(TORCH[name]) is not None
         else:

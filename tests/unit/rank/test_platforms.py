@@ -208,6 +208,20 @@ def test_triton_kernels_are_not_compiled_again_for_other_numbers() -> None:
     assert source.count("enable_fp_fusion=FP_FUSION") == len(kernels)
 
 
+def test_triton_draws_for_any_step_by_one_variant_that_fuses_nothing() -> None:
+    pytest.importorskip("triton")
+    from tandem.workers.kernels.triton import triton_sampling
+
+    kernels = [triton_sampling.draw_parts, triton_sampling.choose_part]
+    for kernel in kernels:
+        params = {param.name: param for param in kernel.params if not param.is_constexpr}
+        own = {"scores", "part_ids"} | ({"ids"} if kernel is triton_sampling.draw_parts else set())
+        pointers = set(params) - set(triton_sampling.CHANGING)
+        assert all(params[name].do_not_specialize for name in set(params) - pointers)
+        assert all(params[name].do_not_specialize_on_alignment for name in pointers - own)
+    assert inspect.getsource(triton_sampling).count("enable_fp_fusion=False") == len(kernels)
+
+
 class Recorder:
     """LoraOps that notes tokens and inputs of every call."""
 

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.workers.messages.step import RowSampling
-from tandem.workers.sampling.philox import uniform
+from tests.unit.sampling.numpy_twin import noise
 
 Floats = npt.NDArray[np.float64]
 
@@ -78,7 +78,5 @@ def choose(logits: Floats, sampling: RowSampling, tokens: list[int], prompt_len:
     out = adjusted(logits, sampling, tokens, prompt_len)
     if sampling.temperature == 0:
         return int(out.argmax())
-    probabilities = np.where(kept(out, sampling), softmax(out / sampling.temperature), 0)
-    ends = np.cumsum(probabilities)
-    u = uniform(sampling.seed, sampling.choice, len(tokens))
-    return int(np.searchsorted(ends, u * ends[-1], side="right"))
+    scores = out / sampling.temperature + noise(sampling.seed, sampling.choice, len(tokens), len(out))
+    return int(np.where(kept(out, sampling), scores, -np.inf).argmax())

@@ -12,7 +12,8 @@ from tandem.workers.messages.step import RowSampling
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.sampling.sampling_table import SamplingTable
 from tests.unit.sampling.chain_now import apply_chain
-from tests.unit.sampling.test_sampling_ops import draw
+from tests.unit.sampling.numpy_twin import exponents
+from tests.unit.sampling.sampling_kinds import draw, lowest_of
 
 VOCAB, PROMPT = 320, 6
 OPS: dict[str, SamplingOps] = {"own": CpuPlatform().sampling_ops(), "torch": TorchSampling()}
@@ -89,7 +90,7 @@ def test_logit_bias() -> None:
 
 
 def kept_by(kind: str, logits: torch.Tensor, **limits: float) -> set[int]:
-    """The ids that are drawn by numbers in the middle of each id's share, as transformers' probabilities cut it."""
+    """The ids that may be drawn, which are those that transformers leaves; the others are never."""
     scores = theirs.TemperatureLogitsWarper(limits.get("temperature", 1.0))(torch.tensor([[1]]), logits.clone())
     for name, warper in (
         ("min_p", theirs.MinPLogitsWarper),
@@ -101,14 +102,12 @@ def kept_by(kind: str, logits: torch.Tensor, **limits: float) -> set[int]:
             scores = warper(int(value) if name == "top_k" else value)(torch.tensor([[1]]), scores)
     probabilities = scores.double().softmax(-1)[0].numpy()
     owners = np.flatnonzero(probabilities)
-    ends = np.cumsum(probabilities[owners])
-    middles = (ends - probabilities[owners] / 2) / ends[-1]
-    got = np.array(draw(kind, logits, middles.tolist(), **limits))
-    clear = probabilities[owners] > 1e-5  # smaller shares are within the rounding of float32 sums
-    assert got[clear].tolist() == owners[clear].tolist()
-    ends = draw(kind, logits, [0.0, 1 - 1e-13, 1 - 2.0**-53], **limits)
-    assert {*got.tolist(), *ends} <= set(owners.tolist()), "nothing else is kept"
-    return set(owners[clear].tolist())
+    row = logits[0].numpy()
+    kept = np.flatnonzero(exponents(row, limits.get("temperature", 1.0)) >= lowest_of(kind, row, **limits))
+    clear = probabilities[kept] > 1e-5  # smaller shares are within the rounding of float32 sums
+    assert kept[clear].tolist() == owners[probabilities[owners] > 1e-5].tolist()
+    assert {*kept.tolist(), *draw(kind, logits, range(200), **limits)} <= {*owners.tolist()}
+    return {*kept[clear].tolist()}
 
 
 @pytest.mark.parametrize("kind", ["torch", "compiled"])
@@ -127,7 +126,7 @@ def kept_by(kind: str, logits: torch.Tensor, **limits: float) -> set[int]:
     ids=str,
 )
 def test_temperature_and_truncations(kind: str, seed: int, limits: dict[str, float]) -> None:
-    """In vLLM's order, which is also min-p first; every kept token is drawn by its share."""
+    """In vLLM's order, which is also min-p first."""
     if kind == "compiled" and isinstance(OPS["own"], TorchSampling):
         pytest.skip("there is no C compiler")
     kept = kept_by(kind, logits_of(seed), **limits)

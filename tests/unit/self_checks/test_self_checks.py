@@ -100,7 +100,7 @@ def replay_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
         ("kernel experts", DenseExperts, "apply", result_spoiled, "differs from its torch twin by 0.0"),
         ("kernel experts", Int8Experts, "apply", result_spoiled, "differs from its torch twin by 0.0"),
         ("kernel experts", CpuExperts, "combine", result_spoiled, "differs from its torch twin by 0.0"),
-        ("kernel sampling", CpuSampling, "draw", nothing_done, "a token is drawn that its number does not belong to"),
+        ("kernel sampling", CpuSampling, "draw", nothing_done, "a token is drawn that its torch twin does not draw"),
         ("kernel sampling", CpuSampling, "best", first_spoiled, "a best token is not its torch twin's"),
         ("kernel grouped LoRA", CpuLora, "add", nothing_done, "differs from its torch twin"),
         ("kernel decode attention", CpuAttention, "prepare", attention_spoiled, "differs from its torch twin"),

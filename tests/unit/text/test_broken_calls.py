@@ -47,6 +47,13 @@ MEANT: list[tuple[str, Any]] = [
     ('{"city": "a</tool_call>[TOOL_CALLS]<|call|>```b"}', {"city": "a</tool_call>[TOOL_CALLS]<|call|>```b"}),
     ('{"city": , "where": {"x": [1, {"y": 2}}', {"city": None, "where": {"x": [1, {"y": 2}]}}),
     ('"{\\"city\\": \\"Rome\\"}"', {"city": "Rome"}),
+    ('{"city": """say "hi"\n""", "days": "\\""}', {"city": 'say "hi"\n', "days": '"'}),
+    ("{'city': r'\\d\\'', 'days': f'{n}', 'units': b'a, b'}", {"city": "\\d\\'", "days": "{n}", "units": "b'a, b'"}),
+    ('{"city": at(1, "a}"), "days": 1 + 2}', {"city": 'at(1, "a}")', "days": "1 + 2"}),
+    ('{"city": "a" + b, "days": [[1] + [2], "a".upper()]}', {"city": "a", "days": [[1], "a"]}),
+    ('{"city": "a", // or, "days": 4\n "days": 3 /* or, */, # 5\n}', {"city": "a", "days": 3}),
+    ('{"city": "a" // or\n, "days": ["b" # or\n, 3 // 4\n]}', {"city": "a", "days": ["b", 3]}),
+    ('{"city": "(a)\\1", "days": ("b"), "units": {"x", "y"}}', {"city": "(a)\\1", "days": "b", "units": {}}),
 ]  # fmt: skip
 NOTHING = ["{}", "null", "None", '""', "''", "[]", '"{}"']
 
@@ -269,6 +276,17 @@ CODER = [
     (f'{F}<parameter=where>{{"a": "x}}</parameter></function></tool_call>', {"where": {"a": "x"}}),
     (f'{F}<parameter=where>{{"a": "x}}</parameter>\n<parameter=city>"y"</parameter></function></tool_call>',
      {"where": {"a": "x"}, "city": '"y"'}),
+    (f"{F}<parameter=city>\nput <parameter=days> or <parameter=units>\nhere\n</parameter>\n"
+     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+     {"city": "put <parameter=days> or <parameter=units>\nhere", "days": 3}),
+    (f"{F}<parameter=where>\nnone <parameter=days> 3\n</parameter>\n</function>",
+     {"where": "none <parameter=days> 3"}),
+    (f"{F}<parameter=city>\nRome <parameter=days>3\n<parameter=units>\nC\n</parameter>\n</function>",
+     {"city": "Rome ", "days": 3, "units": "C"}),
+    (f"{F}<parameter=city>\nRome <parameter=days>3</function></tool_call>", {"city": "Rome ", "days": 3}),
+    (f"{F}<parameter=city>Rome<parameter=days>3</parameter></function></tool_call>", {"city": "Rome", "days": 3}),
+    (f"{F}<parameter=city>\nRome\n</parameter>\n<parameter=city>\nParis\n</parameter>\n</function>",
+     {"city": "Paris"}),
     (f"{F}<parameter=city\nRome\n</parameter>\n<parameter=days>\n1\n</parameter>\n</function>", {"days": 1}),
     (f"{F}Here it is:\n<parameter=city>\nRome\n</parameter>\nDone\n</function>\n</tool_call>", {"city": "Rome"}),
 ]  # fmt: skip
@@ -285,8 +303,8 @@ def test_tags_in_a_value_of_qwen3_coder_are_looked_behind_once() -> None:
     text = f"{F}<parameter=city>\nend{value}\n</parameter>\n</function>\n</tool_call>"
     for pieces in ([text], cut(text, 70_000)):
         events = tool_events("qwen3_coder", pieces)
-        assert json.loads(arguments_of(events)[0]) == {"city": "end"}, "nothing is held back for longer than 64 KiB"
-    value = "\n</tool_call>" * 4_000
+        assert json.loads(arguments_of(events)[0]) == {"city": "end"}, "nothing is held back for longer than 16 KiB"
+    value = "\n</tool_call>" * 1_200
     text = f"{F}<parameter=city>\nend{value}\n</parameter>\n</function>\n</tool_call>"
     parser = TOOL_FORMATS["qwen3_coder"].parser(TOOLS)
     calls = 0

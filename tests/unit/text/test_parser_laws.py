@@ -48,6 +48,8 @@ FRAGMENTS = st.sampled_from(
         *("n" * 255, "n" * 511, '{"' + "n" * 509, "w" * 395),
         *("</tool_call", "<parameter=days>\n", "\n</function>\n", "None", '"a "b" c"', "\\d", "}}", "1,}"),
         *("Here is my thought process:", "Here's my response:", "True", "null", "1", "-0.5e", "\\u00"),
+        *("'''", '"""', "#", "# a\n", "//", "/*", "*/", "r'", "f(", "' '", " + ", "a="),
+        *("now(a=", "**{", "}; {", "\\N{", "\\101"),
         *('{"name": "now", "arguments": {', '{"name": "now", "parameters": {"a": ', '"arguments": {}'),
     ]
 )  # fmt: skip

@@ -5,9 +5,10 @@ Each content (digest) is in one state on the device, and beside that has a host 
     unknown --fetch--> on host --place--> resident --close--> draining --last user ends--> on host or unknown
        `--error--> refused      `--error--> refused  `------- idle, and its room is wanted -------^
 
-A sequence whose adapter is not resident is blocked. Adapters with waiters form a line (least served tenant, then
-longest wait); HostCopies fetches them in that order, and DevicePlaces gives them room. Tiers of adapters and their
-eviction are S-LoRA's (Sheng et al. 2023). Owned by the engine's thread; moves no bytes (TransferManager).
+A sequence whose adapter is not resident is blocked. Adapters with waiters form a line (least served tenant, then who
+has not paused just now, then longest wait); HostCopies fetches them in that order, and DevicePlaces gives them room.
+Tiers of adapters and their eviction are S-LoRA's (Sheng et al. 2023). Owned by the engine's thread; moves no bytes
+(TransferManager).
 """
 
 import math
@@ -31,6 +32,8 @@ from tandem.workers.messages.transfer import DropAdapter, FetchAdapter, PlaceAda
 WAIT_BOUND_S = 1.0
 """Seconds without movement of the line before residents in use drain for the first in it. While it moves, draining
 only takes adapters from the requests that come for them next, which under load costs more than it gains."""
+SLICE_S = 0.25
+"""Seconds on the device after which an adapter in use may give way; as long it then stands behind first tokens."""
 
 
 class AdapterCache(AdmissionRule):
@@ -46,11 +49,12 @@ class AdapterCache(AdmissionRule):
         waiting: WaitingQueue,
         clock: Callable[[], float],
         wait_bound_s: float = WAIT_BOUND_S,
+        slice_s: float = SLICE_S,
     ) -> None:
         self._waited = Waited(Blocker.ADAPTER, transfers, waiting, clock)
         self._known = KnownAdapters(self._waited)
         self._copies = HostCopies(self._known, settings.max_cpu_loras, num_pages)
-        self._places = DevicePlaces(self._known, num_pages, wait_bound_s)
+        self._places = DevicePlaces(self._known, num_pages, wait_bound_s, slice_s)
         self._is_lacking = False
 
     # ---- queries ----
@@ -124,6 +128,19 @@ class AdapterCache(AdmissionRule):
             adapter.pending.discard(seq)
             self._waited.has_changed |= self._is_lacking
 
+    def giving_way(self) -> list[Sequence]:
+        """Implements AdmissionRule: the sequences of the resident that is to give way to the first in line."""
+        adapter = self._places.giving_way()
+        return [] if adapter is None else [seq for state in adapter.users for seq in state.sequences]
+
+    def gave_way(self, paused: list[Sequence]) -> None:
+        """Implements AdmissionRule: the sequences stand in line again, and their adapter leaves the device."""
+        adapter = self._known.of(paused[0])
+        for seq in paused:
+            self._waited.waiting.block(seq, Blocker.ADAPTER, adapter.digest)
+        self._places.give_way(adapter, self._waited.clock())
+        self._waited.has_changed = True
+
     # ---- the engine's side: WaitedCache ----
 
     def check(self, state: RequestState) -> None:
@@ -181,8 +198,9 @@ class AdapterCache(AdmissionRule):
         known.forget_gone()
         self._is_lacking = any(known.waiters(a) for a in known) or bool(pinned)
 
-    def _place_in_line(self, adapter: Adapter) -> tuple[float, float]:
-        return self._waited.least_served(self._known.waiters(adapter)), adapter.since_s
+    def _place_in_line(self, adapter: Adapter) -> tuple[float, bool, float]:
+        waiters = self._known.waiters(adapter)
+        return self._waited.least_served(waiters), self._places.has_just_paused(adapter), adapter.since_s
 
     def _finish(self, outcome: TransferOutcome) -> None:
         op, now_s = outcome.op, self._waited.clock()

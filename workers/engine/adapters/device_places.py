@@ -1,9 +1,13 @@
 """DevicePlaces: which adapters are on the device: room for the next in line, who is evicted or drains for it.
 
-Room comes from idle residents, least recently used first. When the line has not moved for longer than a bound,
-residents in use drain: sequences that were only queued for them wait in line again, and requests that have run keep
-them until they end. So the line moves at least once in the bound plus the longest answer. An adapter serves sequences
-that waited for it before it drains.
+Room comes from idle residents, least recently used first. If there is none, and the line is short, the resident that
+has been in use for longest gives way: its requests pause, with their KV, and stand in line, for a slice of time behind
+those without a first token. So no first token waits for a whole answer. In a line longer than what is on the device
+everybody would only wait longer for the end.
+
+When the line has not moved for longer than a bound, residents in use drain: sequences that were only queued for them
+wait in line again, and requests that have run keep them until they end. So the line moves at least once in the bound
+plus the longest answer. An adapter serves sequences that waited for it before it drains or gives way.
 """
 
 from tandem.workers.engine.adapters.adapter_memory import AdapterMemory
@@ -17,20 +21,24 @@ LOOK_AGAIN_S = 0.05
 
 class DevicePlaces:
     """Adapters over num_pages device pages. wait_bound_s: seconds without movement of the line before residents in use
-    drain for the first in it."""
+    drain for the first in it. slice_s: seconds on the device after which one in use may give way."""
 
-    def __init__(self, known: KnownAdapters, num_pages: int, wait_bound_s: float) -> None:
+    def __init__(self, known: KnownAdapters, num_pages: int, wait_bound_s: float, slice_s: float) -> None:
         self.memory = AdapterMemory(num_pages)
         self.loads = Histogram(LOAD_BOUNDS_S)
         self.num_evictions = 0
         self._known = known
         self._wait_bound_s = wait_bound_s
+        self._slice_s = slice_s
         self._still_since_s: float | None = None
+        self._num_waiting = 0
+        self._next_to_pause: Adapter | None = None
 
     # ---- placing ----
 
     def place_all(self, line: list[Adapter], pinned: list[Adapter], now_s: float) -> None:
         """Makes room for adapters on the host, in order; none overtakes the first that lacks room."""
+        self._num_waiting, self._next_to_pause = len(line), None
         for adapter in line:
             if adapter.is_resident:  # it was draining, and is first in line before it was evicted
                 self._admit_waiters(adapter, now_s)
@@ -67,7 +75,7 @@ class DevicePlaces:
         self.loads.observe(adapter.load_s)
         adapter.load_s = 0.0
         tenants = self._known.waited.waiting.tenants
-        if waiters := self._known.waiters(adapter):
+        if waiters := [seq for seq in self._known.waiters(adapter) if not seq.bound_step]:  # who paused pays nothing
             tenants.charge_swap(min(waiters, key=tenants.counter))
         self._admit_waiters(adapter, now_s)
 
@@ -93,6 +101,7 @@ class DevicePlaces:
             victims = sorted((a for a in open_ones if not self._is_guarded(a, now_s)), key=self._staying_power)
         else:
             victims = []
+            self._next_to_pause = self._choose_to_pause(adapter, open_ones, now_s)
         for victim in victims:
             if coming >= need:
                 break
@@ -102,6 +111,45 @@ class DevicePlaces:
             if draining.is_draining and known.is_idle(draining):
                 self._evict(draining)
         return memory.num_free >= need
+
+    def giving_way(self) -> Adapter | None:
+        """Returns the adapter whose requests should pause for the first in line, if they still may."""
+        adapter = self._next_to_pause
+        return adapter if adapter is not None and self._may_pause(adapter) else None
+
+    def give_way(self, adapter: Adapter, now_s: float) -> None:
+        """Takes its place from an adapter whose requests have paused and wait for it."""
+        self._next_to_pause = None
+        adapter.users.clear()
+        adapter.since_s = now_s
+        self._evict(adapter)
+
+    def has_just_paused(self, adapter: Adapter) -> bool:
+        """Returns whether all that wait for it have paused for others, less than a slice ago: first tokens go first."""
+        is_recent = self._known.waited.clock() - adapter.since_s < self._slice_s
+        return is_recent and all(seq.bound_step for seq in self._known.waiters(adapter))
+
+    def _choose_to_pause(self, first: Adapter, open_ones: list[Adapter], now_s: float) -> Adapter | None:
+        """Returns the resident in use that has been there for longest, at least a slice, and whose tenants were served
+        no less, and asked for nothing more urgent, than those of the first in line."""
+        waiters = self._known.waiters(first)
+        if not waiters or self.has_just_paused(first) or self._num_waiting > len(open_ones):
+            return None
+        served, urgency = self._known.waited.least_served(waiters), min(seq.order[0] for seq in waiters)
+        able = [
+            adapter
+            for adapter in open_ones
+            if now_s - adapter.placed_s >= self._slice_s and self._may_pause(adapter)
+            if all(seq.order[0] >= urgency for state in adapter.users for seq in state.sequences)
+            if self._known.waited.least_served(seq for state in adapter.users for seq in state.sequences) >= served
+        ]
+        return min(able, key=lambda adapter: adapter.placed_s, default=None)
+
+    def _may_pause(self, adapter: Adapter) -> bool:
+        """Returns whether nothing but requests that have run holds an adapter, which can come back from the host."""
+        is_held = adapter.pending or adapter.is_draining or self._known.is_pinned(adapter)
+        is_there = adapter.is_resident and adapter.on_host and adapter.users
+        return bool(is_there and not is_held and not self._known.queued(adapter))
 
     def _staying_power(self, adapter: Adapter) -> tuple[bool, bool, int]:
         return self._known.is_pinned(adapter), not self._known.is_idle(adapter), adapter.used

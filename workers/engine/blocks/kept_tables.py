@@ -30,6 +30,9 @@ class KeptTables:
     def __bool__(self) -> bool:
         return bool(self._kept)
 
+    def __contains__(self, owner: Hashable) -> bool:
+        return owner in self._kept
+
     def __iter__(self) -> Iterator[KeptTable]:
         return iter(self._kept.values())
 

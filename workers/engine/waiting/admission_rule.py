@@ -31,6 +31,13 @@ class AdmissionRule:
         """Returns what has come since the last call, of what before_row() has named. Asked before rows are given."""
         return ()
 
+    def giving_way(self) -> list[Sequence]:
+        """Returns sequences that should lose their rows, all or none, for others that wait for this rule."""
+        return []
+
+    def gave_way(self, paused: list[Sequence]) -> None:
+        """Notes that they have lost their rows. They are queued; what they had computed is kept."""
+
     def bound(self, seq: Sequence) -> None:
         """Notes that a sequence has got a row."""
 

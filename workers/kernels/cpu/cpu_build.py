@@ -32,6 +32,8 @@ EXPERTS_SOURCES = ("cpu_experts.c", "cpu_grouped_gemm.c")
 SAMPLING_SOURCES = ("cpu_sampling.c",)
 INVARIANT_SOURCES = ("cpu_row_gemm.c",)
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+UNFUSED = ("-ffp-contract=off",)
+"""Flags of sources whose results are those of other implementations to the last bit."""
 HIDING = {None: (), CpuIsa.AVX512: ("-mno-avx512bf16",), CpuIsa.AVX2: ("-mno-avx512f",)}
 """Flags that hide instructions from the compiler, by the CPU to imitate. All of AVX512 goes with its foundation."""
 TIMEOUT_S = 300.0
@@ -95,7 +97,7 @@ def cpu_invariant_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 @cache
 def cpu_sampling_library() -> ctypes.CDLL | None:
     """Returns the sampling kernels, which take float32 logits of models of every dtype; None as for cpu_library."""
-    return _compiled(SAMPLING_SOURCES, torch.float32, None)
+    return _compiled(SAMPLING_SOURCES, torch.float32, None, UNFUSED)
 
 
 def obstacle(dtype: torch.dtype) -> str | None:
@@ -129,7 +131,9 @@ def _note_failure(words: str) -> None:
     log.warning("the CPU kernels cannot be compiled, so torch computes, slower: %s", words)
 
 
-def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype | None) -> ctypes.CDLL | None:
+def _compiled(
+    names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype | None, more: tuple[str, ...] = ()
+) -> ctypes.CDLL | None:
     compiler = _compiler()
     folder = Path(__file__).parent / "src"
     sources = [folder / name for name in names]
@@ -140,7 +144,7 @@ def _compiled(names: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype |
         _warn_once(f"{NO_COMPILER}: torch computes instead of kernels for this CPU, slower")
         return None
     types = (f"-DELEMENT={ELEMENTS[dtype]}", f"-DSTORED={0 if storage is None else STORED[storage]}")
-    flags = (*FLAGS, *HIDING[cpu_isa()], *types)
+    flags = (*FLAGS, *more, *HIDING[cpu_isa()], *types)
     arguments = [*flags, *names]
     name = library_name(compiler, arguments, [*sources, *sorted(folder.glob("*.h"))])
     cached = load_cached(name)

@@ -11,6 +11,7 @@ import torch
 
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
+from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.kv_store import KVStore, LayerKV, TorchKVStore
 from tandem.workers.models.spec.arch import Activation
 
@@ -23,7 +24,7 @@ KINDS: Mapping[Activation, int] = {
 """The kernel's numbers of activations."""
 
 
-class CpuFusedOps:
+class CpuFusedOps(FusedOps):
     """The compiled operations for one element type."""
 
     def __init__(self, library: ctypes.CDLL) -> None:

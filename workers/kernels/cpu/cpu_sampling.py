@@ -1,7 +1,6 @@
 """SamplingOps compiled for CPUs: one thread per row, a few passes over a row that stays in its cache.
 
-Definitions as in sampling_ops.py, whose TorchSampling is the twin. Weights differ from the twin's by rounding of exp,
-below e^-87 they are 0, and sums are made in another order; so a draw may differ where it lies that near a border.
+Definitions as in sampling_ops.py, whose TorchSampling is the twin and draws the same tokens, to the last bit.
 """
 
 import ctypes
@@ -16,9 +15,9 @@ from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel,
 from tandem.workers.kernels.sampling_ops import Change, Draws, DrawTokens
 from tandem.workers.kernels.step_arrays import Send
 
-KINDS = ("l", "f", "l", "d", "f")
-SCRATCH_FLOATS = 80
-"""Floats of a thread, beside four for each token of the vocabulary."""
+KINDS = ("l", "f", "f", "l", "d", "L", "l")
+SCRATCH_FLOATS = 48
+"""Floats of a thread, beside three for each token of the vocabulary."""
 
 
 class _Own(threading.local):
@@ -35,7 +34,7 @@ class CpuSampling:
         self._best = Kernel(library, "best_tokens", POINTER, NUMBER, NUMBER, NUMBER, POINTER, POINTER, COUNT)
         self._draw = Kernel(
             library, "draw_tokens", POINTER, NUMBER, NUMBER, POINTER, POINTER, POINTER, NUMBER, POINTER, POINTER,
-            POINTER, POINTER, POINTER, POINTER, COUNT,
+            POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, COUNT,
         )  # fmt: skip
         self._keep = Kernel(library, "keep_tokens", POINTER, NUMBER, NUMBER, POINTER, NUMBER, POINTER, NUMBER, COUNT)
         self._own = _Own()
@@ -62,21 +61,23 @@ class CpuSampling:
         logits_SV: torch.Tensor,
         best_S: torch.Tensor,
         ids_S: torch.Tensor,
-        uniforms_R: torch.Tensor,
+        positions_S: torch.Tensor,
     ) -> None:
-        """Draws from arrays of the host."""
+        """Reads arrays of the host; leaves the logits as they are."""
         vocab, threads = logits_SV.shape[1], torch.get_num_threads()
         assert logits_SV.dtype is torch.float32 and logits_SV.stride(1) == 1
-        columns = (draws.places, draws.temperature, draws.top_k, draws.top_p, draws.min_p)
+        columns = (
+            draws.places, draws.factor, draws.lowest, draws.top_k, draws.top_p, draws.seed, draws.choice,
+        )  # fmt: skip
         assert tuple(column.dtype.char for column in columns) == KINDS, "as Draws says"
         assert all(column.flags.c_contiguous for column in columns)
-        assert uniforms_R.dtype is torch.float64 and uniforms_R.is_contiguous()
+        assert positions_S.dtype is torch.int64 and positions_S.is_contiguous()
         places, *numbers = (column.ctypes.data for column in columns)
         scratch = self._own.scratch
-        scratch.reserve(threads * (4 * vocab + SCRATCH_FLOATS))
+        scratch.reserve(threads * (3 * vocab + SCRATCH_FLOATS))
         self._draw(
             logits_SV.data_ptr(), logits_SV.stride(0), vocab, best_S.data_ptr(), ids_S.data_ptr(), places,
-            len(draws.places), *numbers, uniforms_R.data_ptr(), scratch.address, threads,
+            len(draws.places), *numbers, positions_S.data_ptr(), scratch.address, threads,
         )  # fmt: skip
 
     def keep(self, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32], logits_SV: torch.Tensor) -> None:

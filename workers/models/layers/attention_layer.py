@@ -59,9 +59,9 @@ class AttentionLayer:
             qk_TSD, weight_SD = self._norm.before(qk_TSD), self._norm.rotate_weight_SD
         angles = None if self._rope is None else inputs.angles[self._rope]
         cos_T1D, sin_T1D = (None, None) if angles is None else (angles.cos_T1D, angles.sin_T1D)
-        qk_TSD = self._ops.norm_rotate(qk_TSD, weight_SD, self._eps, cos_T1D, sin_T1D)
+        slots_T = inputs.slots_T[kv.group]
+        qk_TSD = self._ops.rotate_store(qk_TSD, v_TKD, weight_SD, self._eps, cos_T1D, sin_T1D, kv, slots_T)
         q_TND, k_TKD = qk_TSD.split((num_heads, num_kv_heads), dim=1)
-        self._ops.store(k_TKD, v_TKD, kv, inputs.slots_T[kv.group])
         out_TND = inputs.attention.attend(q_TND, k_TKD, v_TKD, kv, self._params)
         return self._o(out_TND.flatten(1))
 

@@ -1,6 +1,6 @@
 """Norms of q and k (Dehghani et al. 2023): of each head, or of all heads at once.
 
-A root mean square of each head is computed with the rotation (FusedOps.norm_rotate), the others before it. T tokens,
+A root mean square of each head is computed with the rotation (FusedOps.rotate_store), the others before it. T tokens,
 S = query heads, then KV heads, D head dim; heads are this rank's.
 """
 
@@ -28,12 +28,12 @@ class QKNorm:
         self.weight_SD: torch.Tensor | None = None
 
     def before(self, qk_TSD: torch.Tensor) -> torch.Tensor:
-        """Returns q and k as norm_rotate gets them."""
+        """Returns q and k as rotate_store gets them."""
         return qk_TSD
 
     @property
     def rotate_weight_SD(self) -> torch.Tensor | None:
-        """The weight that norm_rotate norms by, None for none."""
+        """The weight that rotate_store norms by, None for none."""
         return self.weight_SD
 
     def slots(self) -> Iterator[ParameterSlot]:

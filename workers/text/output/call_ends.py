@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tandem.workers.text.output.python_stream import PythonScanner
+from tandem.workers.text.output.stepping import Marks
 
 SPACE: Final = r"\s{0,40}"
 OBJECT: Final = (SPACE, r"\{", SPACE, "[\"']")
@@ -17,12 +18,15 @@ _RUN: Final = r"[\s}\])]{0,40}"
 """Closing brackets and white space in front of a mark, which belong to the call if its brackets are closed by them."""
 _AHEAD: Final = 200
 """Characters behind a quote that say whether it ends a string."""
-_FAR: Final = 64 * 1024
-"""Characters behind a mark within which the quote that ends the text is looked for."""
+FAR: Final = 16 * 1024
+"""Characters behind a mark within which the quote, or the tag, that ends the text is looked for. They are held back,
+so all of them may have to be read at once."""
 _QUOTE_OR_ESCAPE: Final = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _TO_QUOTE: Final = {
     '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL),
     "'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*", re.DOTALL),
+    '"""': re.compile(r'[^"\\]*(?:(?:\\.|"(?!""|"?\Z))[^"\\]*)*', re.DOTALL),
+    "'''": re.compile(r"[^'\\]*(?:(?:\\.|'(?!''|'?\Z))[^'\\]*)*", re.DOTALL),
 }
 _BEHIND_STRING: Final = re.compile(r"\s*(?:(?P<closer>[,}\])])|(?P<colon>:)|(?P<mark><)|(?P<open>\Z))")
 
@@ -44,7 +48,12 @@ class CallEnds:
             **{mark: re.compile("") for mark in ends},
             **{mark: re.compile(_step_by_step(steps)) for mark, steps in (*begins.items(), *separators.items())},
         }
-        marks = [*ends, *begins]
+        self._marks = marks = (*ends, *begins)
+        self.inside = {
+            **{end: Marks(end, *marks) for end in ("\n", "*/")},
+            **{quote: Marks(quote, "\\", *marks) for quote in ("'", '"')},
+        }
+        """Marks to look for in a comment, or a text of an expression, by what ends it."""
         any_mark = "|".join(map(re.escape, marks)) or "(?!)"
         between = f"|(?<=[}}\\])\\s])[{re.escape(''.join(separators))}]" if separators else ""
         self._found = re.compile(f"({_RUN})({any_mark}{between})")
@@ -62,6 +71,13 @@ class CallEnds:
         found = self._tail.search(text, max(at, len(text) - self._longest))
         assert found is not None
         return found
+
+    def mark_at(self, text: str, at: int) -> bool | None:
+        """Returns whether a mark stands there; None where the text ends in what may be one."""
+        rest = text[at : at + self._longest]
+        if rest.startswith(self._marks):
+            return True
+        return None if any(mark.startswith(rest) for mark in self._marks) else False
 
     def behind(self, mark: str, text: str, at: int, *, whole: bool) -> bool | None:
         """Returns whether what must follow a mark does; None if the text ends before that is known. whole: all brackets
@@ -125,8 +141,9 @@ class CallScanner(PythonScanner):
     def _next_stop(self, text: str, at: int) -> int:
         """Returns the index of the next quote or backslash, which ends what can be a mark; that of the end if there is
         none."""
-        if not text.startswith((self._quote, "\\"), start := max(at, self._plain - self._shift)):
-            found = _QUOTE_OR_ESCAPE[self._quote].search(text, start)
+        quote = self._quote[0]
+        if not text.startswith((quote, "\\"), start := max(at, self._plain - self._shift)):
+            found = _QUOTE_OR_ESCAPE[quote].search(text, start)
             start = len(text) if found is None else found.start()
         self._plain = start + self._shift
         return start
@@ -140,9 +157,10 @@ class CallScanner(PythonScanner):
             return behind
         quote = self._next_quote(text, behind)
         if quote is not None and quote >= 0:
-            proper = self._quote_ends(text[quote + 1 : quote + 1 + _AHEAD])
+            past = quote + len(self._quote)
+            proper = self._quote_ends(text[past : past + _AHEAD])
             if proper or (proper is None and self.text_ended):
-                return quote + 1
+                return past
             quote = None if proper is None else quote
         if not self.text_ended and (quote is None or follows is None):
             return at
@@ -173,7 +191,7 @@ class CallScanner(PythonScanner):
         found = _TO_QUOTE[self._quote].match(text, start)
         end = start if found is None else found.end()
         self._looked = end + self._shift
-        if end - at > _FAR:
+        if end - at > FAR:
             return -1
         if text.startswith(self._quote, end):
             return end

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from tandem.workers.text.output.argument_stream import ArgumentScanner, argument_value, as_object, short_string
+from tandem.workers.text.output.argument_stream import ArgumentScanner, argument_value, short_string, written_object
 from tandem.workers.text.output.call_ends import NO_ENDS, CallEnds
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent
 from tandem.workers.text.output.formats import Tool
@@ -70,8 +70,6 @@ def answer_parser(
 
 _NOTHING = ("null", "None", "[]")
 """Arguments of a call that has none, beside {} and an empty string."""
-_LONGEST_WRITTEN = 2**20
-"""Characters of arguments that are written into a string."""
 _STRAY = re.compile(r"[\s})]*")
 
 
@@ -119,8 +117,8 @@ def json_calls(source: TextSource, writer: AnswerWriter) -> Steps[Read]:
         source.keep()
         yield from run_of(source, _STRAY) if read.is_call else spaces(source)
         separator = yield from one_of(source, (",", "]"))
-        if separator is None and read is Read.CLOSED and (yield from goes_on_with(source, "{")):
-            separator = ","  # the end of the call before was forgotten
+        if separator is None and read.is_call and (yield from goes_on_with(source, "{")):
+            separator = ","  # or the end of the call before, was forgotten
     text = source.release()
     if read is Read.CLOSED:
         return Read.CALL if separator == "]" else Read.CLOSED
@@ -137,7 +135,7 @@ def named_call(source: TextSource, writer: AnswerWriter, name: str, ends: Sequen
     if (yield from goes_on_with(source, "{")):
         source.release()
         yield from writer.begin(name)
-        whole = yield from argument_value(source, writer.arguments, writer.ends)
+        whole = yield from argument_value(source, writer.arguments, ArgumentScanner(writer.ends))
         return Read.CALL if whole else Read.CLOSED
     written = yield from _written_arguments(source, writer.ends, ends)
     if written is None:
@@ -158,6 +156,19 @@ def after_call(source: TextSource, read: Read, end: str, marks: Marks) -> Steps[
         yield from run_of(source, _STRAY)
     if read.is_call:
         yield from one_of(source, (end,))
+
+
+def next_begins(source: TextSource, writer: AnswerWriter, begins: Sequence[str] = ("{",)) -> Steps[bool]:
+    """Returns whether what may be the next call stands behind a call, as marks between them may be forgotten. What
+    stands before it is kept; if there is none, it is content."""
+    source.keep()
+    yield from spaces(source)
+    if (yield from one_of(source, (";", ","))) is not None:
+        yield from spaces(source)
+    if (yield from begins_with(source, begins)) is not None:
+        return True
+    yield from writer.content(source.release())
+    return False
 
 
 def behind_call(source: TextSource, writer: AnswerWriter) -> Steps[None]:
@@ -182,9 +193,9 @@ def _written_arguments(source: TextSource, ends: CallEnds, marks: Sequence[str] 
     if (yield from one_of(source, _NOTHING)) is not None or (marks and (yield from begins_with(source, marks))):
         return "{}"
     if (yield from begins_with(source, ("'", '"'))):
-        text = yield from short_string(source, ends, _LONGEST_WRITTEN)
-        if text is not None:
-            return as_object(text)
+        is_read, written = yield from written_object(source, ends)
+        if is_read:
+            return written
     return ("" if source.cut else "{}") if source.exhausted else None
 
 
@@ -240,9 +251,9 @@ class _JsonCall:
             return written is not None
         if self._name is None:
             self._held = []
-            return (yield from argument_value(self._source, self._hold, self._writer.ends))
+            return (yield from argument_value(self._source, self._hold, ArgumentScanner(self._writer.ends)))
         yield from self._begin(self._name)
-        return (yield from argument_value(self._source, self._writer.arguments, self._writer.ends))
+        return (yield from argument_value(self._source, self._writer.arguments, ArgumentScanner(self._writer.ends)))
 
     def _hold(self, text: str) -> Iterator[OutputEvent]:
         assert self._held is not None
@@ -255,7 +266,9 @@ class _JsonCall:
         yield from self._writer.begin(name)
 
     def _unclosed(self) -> Steps[Read]:
-        """Neither goes the object on nor does it end here: its end is forgotten, if a mark follows."""
+        """Neither goes the object on nor does it end here: its end is forgotten, if a mark or an object follows."""
+        if self._name is not None and (yield from goes_on_with(self._source, "{")):
+            return (yield from self._close())
         if (yield from goes_on_with(self._source, "<")) and self._name is not None:
             read = yield from self._close()
             return Read.CLOSED if read is Read.CALL else read

@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import ClassVar
 
 from tandem.workers.text.output.events import OutputEvent
 from tandem.workers.text.output.stepping import Emit, Steps, TextSource
 
 MAX_NESTING = 128
+_READ_AT_ONCE = 1024
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -38,6 +39,9 @@ class JsonScanner:
     openers: ClassVar[Mapping[str, str]] = {"{": "}", "[": "]"}
     quotes = '"'
     lists = "["
+    spaced: ClassVar[Collection[str]] = ("value", "first_item", "first_key", "key", "colon", "comma")
+    """States in which white space means nothing."""
+    _comment = ""  # what ends the comment that is read
 
     def __init__(self, *, inside_object: bool = False, strict: bool = False) -> None:
         """inside_object: the scanner begins behind the first value of an object."""
@@ -55,6 +59,10 @@ class JsonScanner:
         """Reads `text` from `at` on. Returns the index behind what was read, and JSON text to pass on. What was not
         read is to be given again, with more text behind it."""
         while at < len(text) and not self.done and not self.broken:
+            if self._state in self.spaced:
+                at = self._space(text, at)
+                if at == len(text) or self._comment:
+                    break
             before = at, self._state
             at = getattr(self, "_in_" + self._state)(text, at)
             if (at, self._state) == before:
@@ -91,9 +99,6 @@ class JsonScanner:
         self._state = "comma"
 
     def _in_value(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         char = text[at]
         if char in self.openers:
             return self._open(char, at)
@@ -150,38 +155,27 @@ class JsonScanner:
         return self._break(at)
 
     def _in_first_item(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at < len(text) and text[at] == self.openers[self._stack[-1]]:
+        if text[at] == self.openers[self._stack[-1]]:
             return self._close(at)
-        self._state = "value" if at < len(text) else self._state
+        self._state = "value"
         return at
 
     def _in_first_key(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at < len(text) and text[at] == "}":
+        if text[at] == "}":
             return self._close(at)
-        self._state = "key" if at < len(text) else self._state
+        self._state = "key"
         return at
 
     def _in_key(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         return self._open_string(text[at], at, is_key=True) if text[at] in self.quotes else self._break(at)
 
     def _in_colon(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         if text[at] != ":":
             return self._break(at)
         self._pass(":", "value")
         return at + 1
 
     def _in_comma(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         opener = self._stack[-1]
         if text[at] == self.openers[opener]:
             return self._close(at)
@@ -217,7 +211,7 @@ class JsonScanner:
             self._state = "colon"
         else:
             self._value_ended()
-        return at + 1
+        return at + len(self._quote)
 
     def _in_escape(self, text: str, at: int) -> int:
         if text[at] == "u":
@@ -235,6 +229,45 @@ class JsonScanner:
         self._left = self._left[1:]
         self._pass(text[at], "hex" if self._left else "string")
         return at + 1
+
+
+class ValueText:
+    """A value's text as it arrives, read by and by, so that its end does not cost the time of all; white space around
+    it means nothing. begin: its first character, in the end."""
+
+    def __init__(self, scanner: JsonScanner) -> None:
+        self.begin = ""
+        self._scanner = scanner
+        self._unread: list[str] = []
+        self._length = 0
+        self._out: list[str] = []
+
+    def push(self, text: str) -> None:
+        self._unread.append(text)
+        self._length += len(text)
+        if self._length >= _READ_AT_ONCE and not (self._scanner.done or self._scanner.broken):
+            self._read()
+
+    def _read(self) -> None:
+        text = "".join(self._unread) if self.begin else "".join(self._unread).lstrip()
+        self.begin = self.begin or text[:1]
+        end, out = self._scanner.feed(text, 0)
+        self._out.append(out)
+        self._unread, self._length = [text[end:]], 0
+
+    def finish(self) -> str | None:
+        """Returns the whole value as JSON, None if the text is not one value."""
+        self._scanner.text_ended = True
+        self._read()
+        if not self._scanner.done and not self._scanner.broken:
+            self._out.append(self._scanner.end())
+        return "".join(self._out) if self._scanner.done and not self._unread[0].strip() else None
+
+    def mend(self, close: Callable[[], str]) -> str:
+        """Returns what was read as JSON. close: returns what is missing."""
+        self._scanner.text_ended = True
+        self._read()
+        return "".join([*self._out, "" if self._scanner.done else close()])
 
 
 def scanned(source: TextSource, scanner: JsonScanner, emit: Emit, *, as_written: bool = False) -> Steps[bool]:

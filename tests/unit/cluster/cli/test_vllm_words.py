@@ -1,5 +1,7 @@
 """Command lines that were written for vLLM: their spelling, and flags that Tandem has no setting for."""
 
+import json
+import re
 import sys
 from typing import Any
 
@@ -11,20 +13,22 @@ from tandem.cluster.cli.main import run_verb
 from tandem.cluster.service import launcher
 from tandem.configs.errors import SettingsError
 from tandem.configs.foreign_flags import FOREIGN, NEUTRAL, REFUSED, SAME_VALUES, SWITCHES
-from tandem.configs.load import build_settings, merge_config, settings_from_serve_args
+from tandem.configs.load import build_settings, merge_config, resolved_yaml, settings_from_serve_args
 from tandem.configs.options import OPTIONS, option_named
 
 TAKES_VALUE = {
     "--lora-modules": True, "--served-model-name": True, "--api-key": True, "--port": True, "--dtype": True, "-o": True,
     "-tp": True, "--config": True, "--max-model-len": True, "--enable-lora": False, "--enable-prefix-caching": False,
     "--no-enable-prefix-caching": False, "--compilation-config": True, "-O": True, "--cuda-graph-sizes": True,
+    "--hf-token": True, "--logits-processors": True,
 }  # fmt: skip
 PASTED = (
     "--host 127.0.0.1 --port 8001 --served-model-name small demo --dtype float --load-format auto --max_model_len 2k "
     "--enforce-eager --enable-chunked-prefill --disable-log-stats --swap-space 4 --tokenizer-mode auto -O3 "
     "--distributed-executor-backend ray --disable-custom-all-reduce --max-seq-len-to-capture 8192 "
     "--disable-frontend-multiprocessing --uvicorn-log-level info --scheduling-policy fcfs --task embed "
-    "--enable-prefix-caching=True --cuda-graph-sizes 1 2 4 --compilation-config.mode 3 --limit-mm-per-prompt image=0"
+    "--enable-prefix-caching=True --cuda-graph-sizes 1 2 4 --compilation-config.mode 3 --limit-mm-per-prompt image=0 "
+    "--performance-mode throughput --log-config-file log.json --enable-reasoning --mamba-cache-dtype float32"
 )
 """A command line as in vLLM's guides, all at once."""
 
@@ -55,7 +59,13 @@ PASTED = (
         ("demo --enable-lora=true", "demo --enable-lora"),
         ("demo --enable-lora=false", "demo"),
         ("demo --enable-lora=maybe", "demo --enable-lora=maybe"),
-        ("demo -O.mode 3 --compilation-config.x.y=z", "demo -O 3 --compilation-config=z"),
+        ("demo -O.mode 3 --compilation-config.x.y=z", """demo -O {"mode":3} --compilation-config={"x":{"y":"z"}}"""),
+        ("-O.a.b 1 demo -O.a.c=x -O.d true", """-O {"a":{"b":1,"c":"x"},"d":true} demo"""),
+        ("demo -O.a", "demo -O"),
+        ("--hf-token demo", "--hf-token demo"),
+        ("demo --hf-token", "demo"),
+        ("--hf_token --port 5 demo", "--port 5 demo"),
+        ("demo --logits-processors a:b c:d --port 5", "demo --logits-processors a:b --logits-processors c:d --port 5"),
         ("demo --cuda-graph-sizes 1 2", "demo --cuda-graph-sizes 1 --cuda-graph-sizes 2"),
         ("demo --no_such x", "demo --no_such x"),
         ("--port", "--port"),
@@ -64,6 +74,11 @@ PASTED = (
 )
 def test_words_are_respelled(words: str, ours: str) -> None:
     assert respelled(words.split(), TAKES_VALUE) == ours.split()
+
+
+def test_a_key_is_not_an_object_and_a_value() -> None:
+    with pytest.raises(SettingsError, match=r"^-O: a is an object and a value"):
+        respelled(["demo", "-O.a", "1", "-O.a.b", "2"], TAKES_VALUE)
 
 
 @pytest.mark.parametrize("words", ["a --model b", "--model a --model b", "--model=b --port 5 a"])
@@ -139,10 +154,69 @@ def test_what_would_change_something_is_refused_by_name(values: dict[str, Any], 
         assert said in str(caught.value)
 
 
-def test_a_token_of_the_hub_is_never_printed() -> None:
-    with pytest.raises(SettingsError) as caught:
-        build_settings("demo", {"hf_token": "hf_very_secret"})
-    assert "HF_TOKEN" in str(caught.value) and "secret" not in str(caught.value)
+def test_a_token_of_the_hub_is_taken_and_never_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import get_token
+
+    monkeypatch.setenv("HF_TOKEN", "before")
+    settings = flags_of(monkeypatch, "demo --hf-token hf_very_secret")
+    (line,) = settings.without_effect
+    assert line.startswith("--hf-token is taken, but ") and "HF_TOKEN" in line
+    assert "secret" not in str(settings) and "secret" not in resolved_yaml(settings)
+    assert get_token() == "hf_very_secret"
+    assert not flags_of(monkeypatch, "demo --hf-token --port 5").without_effect
+    assert not build_settings("demo", {"hf_token": True}).without_effect and get_token() == "hf_very_secret"
+
+
+STRUCTURED = "structured_outputs_config"
+
+
+def test_the_object_of_structured_outputs_is_read_key_by_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"backend": "xgrammar", "disable_any_whitespace": True, "reasoning_parser": "qwen3"}
+    with_object = flags_of(monkeypatch, f"demo --structured-outputs-config {json.dumps(given, separators=(',', ':'))}")
+    keys = "".join(f" --{STRUCTURED}.{key}={value}" for key, value in given.items())
+    for settings in (
+        with_object,
+        flags_of(monkeypatch, f"demo{keys}"),
+        build_settings("demo", {STRUCTURED: given, "reasoning_parser": "qwen3"}),
+        settings_from_serve_args({"model_loading_config": {"model_id": "demo"}, "engine_kwargs": {STRUCTURED: given}}),
+    ):
+        assert settings.gateway.reasoning_parser == "qwen3"
+        assert [line.partition(":")[0] for line in settings.without_effect] == [
+            f"--structured-outputs-config.{key} has no effect" for key in ("backend", "disable_any_whitespace")
+        ]
+    assert not build_settings("demo", {STRUCTURED: {}}).without_effect
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{", "--structured-outputs-config: '{' is no JSON object"),
+        ([1], "--structured-outputs-config: [1] is no JSON object"),
+        ({"enable_in_reasoning": True}, "--structured-outputs-config.enable_in_reasoning: vLLM's flag is not one of"),
+        ({"reasoning_parser_plugin": "x.py"}, "--structured-outputs-config.reasoning_parser_plugin: vLLM's flag"),
+        ({"reasoning_parser": "granite"}, "--reasoning-parser: 'qwen3', and 'granite' in --structured-outputs-config"),
+        ({"mood": 1}, "structured_outputs_config.mood is not a setting"),
+    ],
+)
+def test_what_is_wrong_in_the_object_of_structured_outputs_is_named(given: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        build_settings("demo", {STRUCTURED: given, "reasoning_parser": "qwen3"})
+
+
+def test_keys_of_our_own_objects_may_stand_behind_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "demo --speculative-config.method ngram --speculative_config.num_speculative_tokens 3 --hf-overrides.a.b 1"
+    engine = flags_of(monkeypatch, words).engine
+    assert (engine.speculative.method, engine.speculative.num_speculative_tokens) == ("ngram", 3)
+    assert engine.model.hf_overrides == {"a": {"b": 1}}
+
+
+def test_code_of_others_is_refused_by_name_however_many_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tandem", "serve", "--model", "demo", "--logits-processors", "a:b", "c:d"])
+    with pytest.raises(SystemExit):
+        run_verb()
+    assert "--logits-processors: vLLM's flag is not one of Tandem's: no code of others" in capsys.readouterr().err
 
 
 def test_files_may_have_them(tmp_path: Any) -> None:

@@ -200,6 +200,64 @@ ctypes.string_at(0)
     assert "Segmentation fault" in (tmp_path / "run" / "rank-g-0.log").read_text()
 
 
+def test_a_crash_behind_rotations_is_in_the_newest_file(tmp_path: Path) -> None:
+    """Its descriptor would else be that of a file which was renamed, or removed."""
+    script = f"""
+import ctypes, logging
+from pathlib import Path
+from tandem.cluster.process import log_files
+log_files.FILE_BYTES = 300
+log_files.open_log(Path({str(tmp_path)!r}) / "run", "rank-g-0", "info")
+for i in range(40):
+    logging.getLogger("tandem.test").info("line %d", i)
+ctypes.string_at(0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert done.returncode == -signal.SIGSEGV, done.stderr
+    files = {path.name: path.read_text() for path in (tmp_path / "run").iterdir()}
+    assert sorted(files) == ["rank-g-0.log", "rank-g-0.log.1", "rank-g-0.log.2"]
+    assert [name for name, text in files.items() if "Segmentation fault" in text] == ["rank-g-0.log"]
+    newest = files["rank-g-0.log"]
+    assert newest.index("line 39") < newest.index("Segmentation fault"), "behind the last line"
+
+
+def test_a_forked_process_writes_behind_what_was_rotated_meanwhile(tmp_path: Path) -> None:
+    """As the reaper does, whose launcher rotates; and renames nothing that is newer than its own file."""
+    script = f"""
+import logging, os
+from pathlib import Path
+from tandem.cluster.process import log_files
+log_files.FILE_BYTES = 300
+log_files.open_log(Path({str(tmp_path)!r}) / "run", "launcher", "info")
+log = logging.getLogger("tandem.launcher")
+reads, writes = os.pipe()
+if not (child := os.fork()):
+    os.read(reads, 1)
+    log.info("last words")
+    os._exit(0)
+for i in range(14):
+    log.info("line %02d", i)
+os.write(writes, b"x")
+os.waitpid(child, 0)
+log.info("the launcher's own")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    run = tmp_path / "run"
+    written = [run / f"launcher.log{end}" for end in (".2", ".1", "")]
+    lines = [line.partition("launcher: ")[2] for path in written for line in path.read_text().splitlines()]
+    assert lines[-3:] == ["line 13", "last words", "the launcher's own"]
+    numbers = [line for line in lines if line.startswith("line ")]
+    assert numbers == sorted(numbers) and len(numbers) > 6
+
+
+def test_a_file_that_was_removed_is_made_anew(tmp_path: Path) -> None:
+    open_log(tmp_path / "run", "group-a", "info")
+    (tmp_path / "run" / "group-a.log").unlink()
+    log.info("seen")
+    assert "seen" in (tmp_path / "run" / "group-a.log").read_text()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, 7])
 def test_how_a_process_has_ended_is_known_where_the_kernel_tells(how: int) -> None:
     watch = ExitWatch()

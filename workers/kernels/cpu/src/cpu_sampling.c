@@ -1,13 +1,15 @@
-/* From logits to tokens, for CPUs: the best token of each row, and a draw from weights cut by min-p, top-k and top-p.
-   One thread works on a row, which stays in its cache. Nothing is sorted but samples of 128 weights: a cut is found by
-   partitions around two pivots of such a sample (Floyd and Rivest, "Expected time bounds for selection", 1975). See
-   workers/kernels/sampling_ops.py for the definitions. */
+/* From logits to tokens, for CPUs: the best token of each row, and a draw from what min-p, top-k and top-p leave: the token
+   whose exponent and noise together are the greatest. One thread works on a row, which stays in its cache. Nothing is
+   sorted but samples of 128 values: a cut is found by partitions around two pivots of such a sample (Floyd and Rivest,
+   "Expected time bounds for selection", 1975). See workers/kernels/sampling_ops.py for the definitions. Everything that
+   decides is float32, rounded once and not fused, or a sum that is exact, so the twin in torch draws the same tokens. */
 #include <omp.h>
 
 #include "cpu_vector.h"
 
-#define CHUNK 128    /* weights whose sum is one entry of the first level of a draw */
-#define SAMPLE 128   /* weights from which pivots are chosen */
+#include "cpu_gumbel.h"
+
+#define SAMPLE 128   /* values from which pivots are chosen */
 #define FEW 64       /* candidates among which a cut is searched one by one */
 #define PARALLEL_ELEMENTS 16384
 
@@ -17,15 +19,6 @@ INLINE floats all_lanes(float x) { return (floats){} + x; }
 INLINE floats load_floats(const float *at) { floats x; memcpy(&x, at, sizeof x); return x; }
 INLINE void store_floats(float *at, floats x) { memcpy(at, &x, sizeof x); }
 
-/* x where it is at least `least`, else 0. */
-INLINE floats at_least(floats x, floats least) {
-#ifdef __AVX512F__
-  return (floats)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)least, _CMP_GE_OQ), (__m512)x);
-#else
-  return (floats)((ints)x & (ints)(x >= least));
-#endif
-}
-
 INLINE floats greater_of(floats x, floats y) { /* y where x is NaN */
 #ifdef __AVX512F__
   return (floats)_mm512_max_ps((__m512)x, (__m512)y);
@@ -34,13 +27,21 @@ INLINE floats greater_of(floats x, floats y) { /* y where x is NaN */
 #endif
 }
 
+INLINE words lesser_of(words x, words y) {
+#ifdef __AVX512F__
+  return (words)_mm512_min_epu32((__m512i)x, (__m512i)y);
+#else
+  const words less = (words)(x < y);
+  return (x & less) | (y & ~less);
+#endif
+}
+
 INLINE int any_lane(ints mask) {
 #ifdef __AVX512F__
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
 #else
-  for (int i = 0; i < LANES; i++)
-    if (mask[i]) return 1;
-  return 0;
+  const longs m = (longs)mask;
+  return ((m[0] | m[1]) | (m[2] | m[3]) | (m[4] | m[5]) | (m[6] | m[7])) != 0;
 #endif
 }
 
@@ -80,48 +81,21 @@ void best_tokens(const float *logits, long stride, long rows, long vocab, float 
   }
 }
 
-/* Logits to weights exp((x - best) * factor) in place, 0 below min_p and where the exponent is below `lowest`; sums of
-   chunks into `sums`. */
-static void weigh(float *row, long vocab, float best, float factor, float min_p, float lowest, double *sums) {
-  const floats least = all_lanes(min_p);
-  for (long begin = 0; begin < vocab; begin += CHUNK) {
-    const long end = begin + CHUNK < vocab ? begin + CHUNK : vocab;
-    floats sum = {};
-    long i = begin;
-    for (; i + LANES <= end; i += LANES) {
-      const floats x = (load_floats(row + i) - best) * factor;
-      floats w = {};
-      if (any_lane((ints)(x >= lowest)))
-        w = (floats)((ints)at_least(exponential(x), least) & (ints)(x >= lowest));
-      store_floats(row + i, w);
-      sum += w;
-    }
-    float total = sum_lanes(sum);
-    for (; i < end; i++) {
-      const float x = (row[i] - best) * factor;
-      const float w = x >= lowest ? exponential(all_lanes(x))[0] : 0.0f;
-      row[i] = w >= min_p ? w : 0.0f;
-      total += row[i];
-    }
-    sums[begin / CHUNK] = total;
-  }
+/* e^x as a multiple of 2^-34, for x from NO_WEIGHT to 0: sums of up to 2^19 of them are exact in float64. */
+INLINE floats weight_of(floats x) {
+  const floats shifter = all_lanes(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, in the lowest bits */
+  const floats power = x * 1.44269504f, whole = power + shifter, f = power - (whole - shifter);
+  floats p = f * 1.32647273e-3f + 9.67151279e-3f;
+  p = p * f + 5.55073374e-2f;
+  p = p * f + 2.40222421e-1f;
+  p = p * f + 6.93146978e-1f;
+  p = p * f + 1.0f;
+  const floats w = (floats)((ints)p + ((ints)whole << 23));
+  return choose_lanes((ints)(w >= 0x1p-11f), w, (w + 0x1p-11f) - 0x1p-11f);
 }
+#define NO_WEIGHT -25.0f /* an exponent whose weight is 0 */
 
-/* Sums of chunks of the weights that are at least `least`. */
-static void sum_chunks(const float *row, long vocab, float least, double *sums) {
-  const floats floor = all_lanes(least);
-  for (long begin = 0; begin < vocab; begin += CHUNK) {
-    const long end = begin + CHUNK < vocab ? begin + CHUNK : vocab;
-    floats sum = {};
-    long i = begin;
-    for (; i + LANES <= end; i += LANES) sum += at_least(load_floats(row + i), floor);
-    float total = sum_lanes(sum);
-    for (; i < end; i++) total += row[i] >= least ? row[i] : 0.0f;
-    sums[begin / CHUNK] = total;
-  }
-}
-
-/* A partition of weights: how many there are, and their sum. */
+/* A partition of values: how many there are, and their sum. */
 typedef struct {
   long count;
   double mass;
@@ -141,49 +115,50 @@ INLINE double sum_doubles(doubles low, doubles high) {
   return ((low[0] + low[4]) + (low[2] + low[6])) + ((low[1] + low[5]) + (low[3] + low[7]));
 }
 
-/* Copies the weights from low to high, both included, to `into`, which has room for 16 more; also says what lies above.
-*/
-static part partition(const float *from, long count, float low, float high, float *into, part *above) {
-  part inside = {0, 0.0};
-  *above = inside;
+/* Adds the values, none of which is negative, in any order: sums of weights are exact. */
+static double sum_of(const float *from, long count) {
+  doubles low = {}, high = {};
   long i = 0;
+  for (; i + LANES <= count; i += LANES) add_lanes(&low, &high, load_floats(from + i));
+  double sum = sum_doubles(low, high);
+  for (; i < count; i++) sum += from[i];
+  return sum;
+}
+
+/* Copies the values from low to high, both included, to `into`, which has room for 16 more; also says what lies above,
+   if asked. Sums are made only if by_mass. */
+INLINE part partition(const float *from, long count, float low, float high, float *into, part *above, int by_mass) {
+  long inside = 0, num_above = 0, i = 0;
+  double mass_above = 0;
 #ifdef __AVX512F__
   const __m512 lows = _mm512_set1_ps(low), highs = _mm512_set1_ps(high);
-  long num_above = 0;
-  doubles in_low = {}, in_high = {}, up_low = {}, up_high = {};
-  while (i + LANES <= count) {
-    const long end = i + CHUNK < count ? i + CHUNK : count;
-    floats in_sum = {}, up_sum = {};
-    for (; i + LANES <= end; i += LANES) {
-      const __m512 x = _mm512_loadu_ps(from + i);
-      const __mmask16 up = _mm512_cmp_ps_mask(x, highs, _CMP_GT_OQ);
-      const __mmask16 in = _mm512_mask_cmp_ps_mask(_mm512_knot(up), x, lows, _CMP_GE_OQ);
-      up_sum += (floats)_mm512_maskz_mov_ps(up, x); /* no branch: half of them would be guessed wrong */
-      in_sum += (floats)_mm512_maskz_mov_ps(in, x);
-      _mm512_storeu_ps(into + inside.count, _mm512_maskz_compress_ps(in, x));
-      inside.count += __builtin_popcount(in);
+  doubles up_low = {}, up_high = {};
+  for (; i + LANES <= count; i += LANES) {
+    const __m512 x = _mm512_loadu_ps(from + i);
+    const __mmask16 up = _mm512_cmp_ps_mask(x, highs, _CMP_GT_OQ);
+    const __mmask16 in = _mm512_mask_cmp_ps_mask(_mm512_knot(up), x, lows, _CMP_GE_OQ);
+    if (above) { /* no branch by value: half of them would be guessed wrong */
+      if (by_mass) add_lanes(&up_low, &up_high, (floats)_mm512_maskz_mov_ps(up, x));
       num_above += __builtin_popcount(up);
     }
-    add_lanes(&in_low, &in_high, in_sum);
-    add_lanes(&up_low, &up_high, up_sum);
+    _mm512_storeu_ps(into + inside, _mm512_maskz_compress_ps(in, x));
+    inside += __builtin_popcount(in);
   }
-  inside.mass = sum_doubles(in_low, in_high);
-  above->mass = sum_doubles(up_low, up_high);
-  above->count = num_above;
+  mass_above = sum_doubles(up_low, up_high);
 #endif
   for (; i < count; i++) {
     const float x = from[i];
     const int up = x > high, in = !up & (x >= low);
-    above->count += up;
-    above->mass += up ? x : 0.0f;
-    into[inside.count] = x;
-    inside.count += in;
-    inside.mass += in ? x : 0.0f;
+    into[inside] = x;
+    inside += in;
+    num_above += up;
+    if (by_mass) mass_above += up ? x : 0.0f;
   }
-  return inside;
+  if (above) *above = (part){num_above, mass_above};
+  return (part){inside, by_mass ? sum_of(into, inside) : 0.0};
 }
 
-/* Sorts at most SAMPLE weights, the greatest first, by counting for each those before it. */
+/* Sorts at most SAMPLE values, the greatest first, by counting for each those before it. */
 static void sort_few(const float *from, long count, float *sorted) {
   for (long i = 0; i < count; i++) {
     int rank = 0;
@@ -195,7 +170,7 @@ static void sort_few(const float *from, long count, float *sorted) {
 
 /* Two values between which the cut probably lies; an infinity where there is none on that side. `spare`: what may
    lie below the cut. Equal pivots when `one`, so that every partition makes progress. */
-static void choose_pivots(const float *from, long count, double spare, int by_mass, int one, float *low, float *high) {
+INLINE void choose_pivots(const float *from, long count, double spare, int by_mass, int one, float *low, float *high) {
   float taken[SAMPLE], sorted[SAMPLE];
   for (long i = 0; i < SAMPLE; i++) taken[i] = from[i * count / SAMPLE];
   sort_few(taken, SAMPLE, sorted);
@@ -217,19 +192,18 @@ static void choose_pivots(const float *from, long count, double spare, int by_ma
 
 /* The greatest value such that those of at least this value reach `target`, in number or in mass; the least value if they
    never do. a and b: room for `count` + 16 values each. all: the count and mass of `from`. */
-static float cut(const float *from, part all, double target, int by_mass, float *a, float *b) {
+INLINE float cut(const float *from, part all, double target, int by_mass, float *a, float *b) {
   double reached = 0; /* by weights above the candidates */
   int one = 0;
   while (all.count > FEW) {
     float low, high;
     choose_pivots(from, all.count, reached + (by_mass ? all.mass : all.count) - target, by_mass, one, &low, &high);
     float *into = from == a ? b : a;
-    part above, inside = partition(from, all.count, low, high, into, &above);
+    part above, inside = partition(from, all.count, low, high, into, &above, by_mass);
     const double up = by_mass ? above.mass : above.count, in = by_mass ? inside.mass : inside.count;
     const long before = all.count;
-    part ignored;
     if (above.count && reached + up >= target) {
-      all = partition(from, all.count, nextafterf(high, INFINITY), INFINITY, into, &ignored);
+      all = partition(from, all.count, nextafterf(high, INFINITY), INFINITY, into, NULL, by_mass);
     } else if (low == -INFINITY || reached + up + in >= target) {
       if (low == high) return low;
       all = inside;
@@ -237,7 +211,7 @@ static float cut(const float *from, part all, double target, int by_mass, float 
     } else {
       const long below = all.count - above.count - inside.count;
       if (below == 0) return low;
-      all = partition(from, all.count, -INFINITY, nextafterf(low, -INFINITY), into, &ignored);
+      all = partition(from, all.count, -INFINITY, nextafterf(low, -INFINITY), into, NULL, by_mass);
       reached += up + in;
     }
     from = into;
@@ -252,81 +226,148 @@ static float cut(const float *from, part all, double target, int by_mass, float 
   return sorted[all.count - 1];
 }
 
-/* The least weight that top-k, then top-p leave, 0 where both keep all. sparse: many weights are 0. total: of all
-   weights. a, b and c: room for vocab + 16 weights each. */
-float floor_of(const float *row, long vocab, int sparse, long top_k, double top_p, double total, float *a, float *b,
-               float *c) {
-  part all = {vocab, total}, ignored;
-  float least = 0.0f;
-  if (sparse) {
-    all = partition(row, vocab, 0x1p-149f, INFINITY, c, &ignored);
-    row = c;
-  }
-  if (top_k > 0 && top_k < all.count) least = cut(row, all, top_k, 0, a, b);
-  if (top_p >= 1) return least;
-  if (least > 0) {
-    all = partition(row, all.count, least, INFINITY, a, &ignored);
-    row = a;
-  }
-  const float edge = cut(row, all, top_p * all.mass, 1, a, b);
-  return edge > least ? edge : least;
+/* What a draw from a row is: exponents (x - best) * factor of its logits, and those kept are at least `lowest`. */
+typedef struct {
+  const float *logits;
+  long vocab;
+  float best, factor, lowest;
+} draw;
+
+INLINE floats exponents_of(const draw *d, floats x) { return (x - d->best) * d->factor; }
+
+/* Up to 16 logits from id i on, and minus infinities behind the last one. */
+INLINE floats some_logits(const draw *d, long i) {
+  if (i + LANES <= d->vocab) return load_floats(d->logits + i);
+  floats x = all_lanes(-INFINITY);
+  if (i < d->vocab) memcpy(&x, d->logits + i, (d->vocab - i) * sizeof(float));
+  return x;
 }
 
-/* An exponent below which no weight can be kept. Found among the logits, since most weights then need no exp. */
-static float lowest_exponent(const float *row, long vocab, float best, float factor, float min_p, long top_k, float *a,
-                             float *b) {
-  const float slack = 0.001f; /* more than the rounding of exp */
-  float lowest = -87.0f;
-  if (min_p > 0) lowest = fmaxf(lowest, logf(min_p) - slack);
-  if (top_k > 0 && top_k < vocab) {
-    const part all = {vocab, 0.0};
-    lowest = fmaxf(lowest, (cut(row, all, top_k, 0, a, b) - best) * factor - slack);
-  }
-  return lowest;
+/* The exponent of the k-th best logit. a, b: room for vocab + 16 values each. */
+static float kth_exponent(const draw *d, long k, float *a, float *b) {
+  const part all = {d->vocab, 0.0};
+  return (cut(d->logits, all, k, 0, a, b) - d->best) * d->factor;
 }
 
-/* The first id whose cumulative weight, of weights of at least `least`, exceeds u times their sum. */
-static long draw_one(const float *row, long vocab, float least, double u, const double *sums) {
-  const long chunks = (vocab + CHUNK - 1) / CHUNK;
-  double total = 0, before = 0;
-  for (long c = 0; c < chunks; c++) total += sums[c];
-  double target = u * total;
-  if (target > total * (1 - 0x1p-52)) target = total * (1 - 0x1p-52);
-  long chunk = 0;
-  for (; chunk < chunks - 1 && before + sums[chunk] <= target; chunk++) before += sums[chunk];
-  const long end = (chunk + 1) * CHUNK < vocab ? (chunk + 1) * CHUNK : vocab;
-  long last = chunk * CHUNK;
-  double reached = before;
-  for (long i = chunk * CHUNK; i < end; i++) {
-    if (row[i] <= 0 || row[i] < least) continue;
-    last = i; /* rounding between the levels must not leave the chunk */
-    reached += row[i];
-    if (reached > target) break;
+/* The weights of what is kept, without those that are 0, to `into`, which has room for 16 more. */
+static part weigh(const draw *d, float *into) {
+  part found = {0, 0.0};
+  const floats least = all_lanes(fmaxf(d->lowest, NO_WEIGHT));
+  doubles low = {}, high = {};
+  for (long i = 0; i < d->vocab; i += LANES) {
+    const floats x = exponents_of(d, some_logits(d, i));
+    if (!any_lane((ints)(x >= least))) continue;
+    const floats w = (floats)((ints)weight_of(x) & (ints)(x >= least));
+    add_lanes(&low, &high, w);
+#ifdef __AVX512F__
+    const __mmask16 some = _mm512_cmp_ps_mask((__m512)w, _mm512_setzero_ps(), _CMP_GT_OQ);
+    _mm512_storeu_ps(into + found.count, _mm512_maskz_compress_ps(some, (__m512)w));
+    found.count += __builtin_popcount(some);
+#else
+    for (int k = 0; k < LANES; k++) {
+      into[found.count] = w[k];
+      found.count += w[k] > 0;
+    }
+#endif
   }
-  return last;
+  found.mass = sum_doubles(low, high);
+  return found;
 }
 
-/* Draws a token for each given row of the logits, which become weights. Rows whose best logit is not finite keep their
-   ids. scratch: 4 * vocab + 80 floats for each thread. */
-void draw_tokens(float *logits, long stride, long vocab, const float *best, int64_t *ids, const int64_t *places,
-                 long rows, const float *temperature, const int64_t *top_k, const double *top_p, const float *min_p,
-                 const double *uniforms, float *scratch, int threads) {
-  const long room = (4 * vocab + 79) / 16 * 16;
+/* The least exponent of those kept whose weight is at least `least`, which one has. */
+static float exponent_of(const draw *d, float least) {
+  const float half = 0x1.1p-35f, slack = 0.001f; /* more than the roundings of weights to multiples, and of exp */
+  const float from = fmaxf(d->lowest, logf(least - half) - slack), to = logf(least + half) + slack;
+  floats found = all_lanes(INFINITY);
+  for (long i = 0; i < d->vocab; i += LANES) {
+    const floats x = exponents_of(d, some_logits(d, i));
+    const ints near = (ints)(x >= from) & (ints)(x <= to);
+    if (any_lane(near)) found = choose_lanes(near & (ints)(weight_of(x) >= least) & (ints)(x < found), x, found);
+  }
+  return -max_lanes(-found);
+}
+
+/* The least exponent that min-p, then top-k, then top-p leave. a, b and c: room for vocab + 16 values each. */
+float lowest_of(const float *logits, long vocab, float best, float factor, float lowest, long top_k, double top_p,
+                float *a, float *b, float *c) {
+  draw d = {logits, vocab, best, factor, lowest};
+  if (top_k > 0 && top_k < vocab) d.lowest = fmaxf(lowest, kth_exponent(&d, top_k, a, b));
+  if (top_p >= 1) return d.lowest;
+  const part all = weigh(&d, c);
+  return exponent_of(&d, cut(c, all, top_p * all.mass, 1, a, b));
+}
+
+/* The noise of ids from `first` on, a multiple of 64, for the tests. */
+void gumbel_noise(uint64_t seed, uint32_t choice, uint32_t position, long first, long count, float *into) {
+  for (long i = first; i < first + count; i += BLOCK) {
+    words random[4];
+    floats noise[4];
+    random_words(i, (noise_key){seed, choice, position}, random);
+    for (int w = 0; w < 4; w++) noise[w] = noise_of(random[w]);
+    const long rest = first + count - i;
+    memcpy(into + (i - first), noise, (rest < BLOCK ? rest : BLOCK) * sizeof(float));
+  }
+}
+
+/* The best sum of exponent and noise so far, and its id. */
+typedef struct {
+  float score;
+  long id;
+} winner;
+
+/* Compares with the ids from `first` on, given their 64 words. */
+static void compare(const draw *d, long first, const words random[4], winner *best) {
+  floats scores[4];
+  for (int w = 0; w < 4; w++) {
+    const floats x = exponents_of(d, some_logits(d, first + w * LANES));
+    scores[w] = choose_lanes((ints)(x >= d->lowest), x + noise_of(random[w]), all_lanes(-INFINITY));
+  }
+  const float *score = (const float *)scores;
+  for (int i = 0; i < BLOCK; i++)
+    if (score[i] > best->score || (score[i] == best->score && first + i < best->id))
+      *best = (winner){score[i], first + i};
+}
+
+/* The id whose exponent and noise together are the greatest, the lower one of two; `likely` is one that is kept. Most ids
+   cannot win whatever their number is, and of the others most have too great a number: noise is at most -ln v, so only
+   v <= e^(exponent - best score) can, which is compared as an integer below the next power of two. */
+static long noisiest(const draw *d, noise_key key, long likely) {
+  const float log2e = 1.44269504f, slack = 0.01f; /* more than the roundings of noise and sums */
+  words random[4];
+  winner best = {-INFINITY, d->vocab};
+  random_words(likely / BLOCK * BLOCK, key, random);
+  compare(d, likely / BLOCK * BLOCK, random, &best);
+  const float per_logit = d->factor * log2e, lowest = d->lowest * log2e, floor = lowest - slack - 1e-5f * fabsf(lowest);
+  for (long i = 0; i < d->vocab; i += BLOCK) {
+    floats most = greater_of(greater_of(some_logits(d, i), some_logits(d, i + LANES)),
+                             greater_of(some_logits(d, i + 2 * LANES), some_logits(d, i + 3 * LANES)));
+    floats power = (most - d->best) * per_logit; /* of 2, of the weight */
+    if (!any_lane((ints)(power >= fmaxf(floor, best.score * log2e - 33.0f - slack)))) continue;
+    random_words(i, key, random);
+    power += 32.0f + slack - best.score * log2e;
+    power = choose_lanes(power > 0.0f, power, (floats){});
+    power = choose_lanes(power < 31.0f, power, all_lanes(31.0f));
+    const words limit = (((words){} + 2u) << (words)__builtin_convertvector(power, ints)) - 1u;
+    const words fewest = lesser_of(lesser_of(random[0], random[1]), lesser_of(random[2], random[3]));
+    if (any_lane((ints)(fewest <= limit))) compare(d, i, random, &best);
+  }
+  return best.id;
+}
+
+/* Draws a token for each given row of the logits. Rows whose best logit is not finite keep their ids. ids: the first of
+   the best ones of each row. scratch: 3 * vocab + 48 floats for each thread. */
+void draw_tokens(const float *logits, long stride, long vocab, const float *best, int64_t *ids, const int64_t *places,
+                 long rows, const float *factor, const float *lowest, const int64_t *top_k, const double *top_p,
+                 const uint64_t *seeds, const int64_t *choices, const int64_t *positions, float *scratch, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows * vocab >= PARALLEL_ELEMENTS)
   for (long r = 0; r < rows; r++) {
-    const long place = places[r];
+    const long place = places[r], room = vocab + LANES;
     if (!isfinite(best[place])) continue;
-    float *row = logits + place * stride;
-    double *sums = (double *)(scratch + omp_get_thread_num() * room);
-    float *a = (float *)sums + vocab + 16, *b = a + vocab + 16, *c = b + vocab + 16;
-    const float factor = 1.0f / temperature[r];
-    const float lowest = lowest_exponent(row, vocab, best[place], factor, min_p[r], top_k[r], a, b);
-    weigh(row, vocab, best[place], factor, min_p[r], lowest, sums);
-    double total = 0;
-    for (long c = 0; c < (vocab + CHUNK - 1) / CHUNK; c++) total += sums[c];
-    const float least = floor_of(row, vocab, lowest > -87.0f, top_k[r], top_p[r], total, a, b, c);
-    if (least > 0) sum_chunks(row, vocab, least, sums);
-    ids[place] = draw_one(row, vocab, least, uniforms[r], sums);
+    float *a = scratch + omp_get_thread_num() * 3 * room;
+    draw d = {logits + place * stride, vocab, best[place], factor[r], 0.0f};
+    d.lowest = lowest_of(d.logits, vocab, d.best, d.factor, lowest[r], top_k[r], top_p[r], a, a + room, a + 2 * room);
+    const noise_key key = {seeds[r], (uint32_t)choices[r], (uint32_t)positions[place]};
+    ids[place] = noisiest(&d, key, ids[place]);
   }
 }
 

@@ -83,6 +83,8 @@ def _no_config(folder: Path) -> SettingsError:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if has_other_weights(names) and not any(name.endswith(".safetensors") for name in names):
         return no_weights(str(folder), names)
+    if "model_index.json" in names:
+        return UnsupportedModelError(f"{folder} holds a pipeline of diffusers: Tandem serves text only", "MODEL")
     return SettingsError(f"{folder} holds no config.json: it is no folder of a model in transformers' format", "MODEL")
 
 

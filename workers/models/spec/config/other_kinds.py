@@ -1,4 +1,5 @@
-"""Says what a model is that is no decoder of texts: by the name of its class and config.json's keys. Torch-free.
+"""Says what a model is that is no decoder of texts, or one of another build: by the name of its class and by
+config.json's keys. Torch-free.
 
 Called by config_reader.py for architectures that are not supported, so that none of these is told which of the
 supported ones is nearest.
@@ -21,18 +22,22 @@ class OtherKind:
 
 TEXT_ONLY: Final = "Tandem serves text only"
 DECODERS: Final = "Tandem serves decoders, which write text"
+ATTENDING: Final = "Tandem serves transformers, whose layers all attend to keys and values"
 OTHER_KINDS: Final = (
     OtherKind(
         f"is a model of speech or sound: {TEXT_ONLY}",
         re.compile(
             r"Whisper|Wav2Vec|Hubert|Speech|Seamless|Music|Bark|Vits|ForCTC|Audio|Voxtral|Moshi|Moonshine|A[Ss][Rr](?=For)|"
-            r"Transcribe|VibeVoice"
+            r"Transcribe|VibeVoice|^Csm|^Dia(?=For|Model)|TTS|Encodec|^Mimi(?=Model)"
         ),
         ("audio_config", "audio_processor", "audio_token_id", "audio_token_index"),
     ),
     OtherKind(
         f"is an encoder of images: {TEXT_ONLY}",
-        re.compile(r"CLIP(Model|Vision|Text|$)|Siglip\d*(Model|Vision)|^ViT|Dino|Swin|ResNet|ImageClassification"),
+        re.compile(
+            r"CLIP(Model|Vision|Text|$)|Siglip\d*(Model|Vision)|^ViT|Dino|Swin|ResNet|ImageClassification|"
+            r"(Object|Keypoint)Detection|Segmentation|DepthEstimation"
+        ),
     ),
     OtherKind(
         f"is a vision-language model: {TEXT_ONLY}",
@@ -61,6 +66,34 @@ OTHER_KINDS: Final = (
     OtherKind(
         f"is a classifier or a reward model, whose head gives scores: {DECODERS}",
         re.compile(r"(Sequence|Token)Classification$|QuestionAnswering$|Reward|ForScore|Rerank"),
+    ),
+    OtherKind(
+        f"is a model of time series: {TEXT_ONLY}", re.compile(r"ForPrediction$|TimeSeries|^TimesFm|^PatchTS|Autoformer")
+    ),
+    OtherKind(
+        "is a draft for another model, with which it shares layers: serve that model, with --speculative-config",
+        re.compile(r"Eagle|Medusa|Speculator"),
+    ),
+    OtherKind(
+        "is a diffusion model, which writes its text everywhere at once: Tandem serves decoders, which write one token "
+        "behind the other",
+        re.compile(r"L[Ll]a[Dd][Aa]|^Dream(?=Model|For)|^SDAR|Diffu|MDLM"),
+    ),
+    OtherKind(
+        f"has layers of a state space, of linear attention or of convolutions: {ATTENDING}",
+        re.compile(
+            r"^(Jamba|Zamba|Bamba|FalconH\d|Hymba|Samba|Plamo2|RecurrentGemma|Griffin|Lfm\d|KimiLinear|Qwen3_5|"
+            r"MiniMax(Text01)?For|MiniMaxM1|Phi4Flash|StripedHyena)|Nemotron_?H(?![a-z])|Hybrid|Qwen\d+Next"
+        ),
+        (
+            *("ssm_state_size", "mamba_d_state", "mamba_d_conv", "mamba_num_heads", "lru_width", "conv_L_cache"),
+            *("linear_attn_config", "linear_conv_kernel_dim", "linear_num_key_heads", "attn_layer_period"),
+        ),
+    ),
+    OtherKind(
+        f"is a state space model or another recurrent network: {ATTENDING}",
+        re.compile(r"[Mm]amba|[Rr][Ww][Kk][Vv]|xLSTM|^RetNet|Hyena|DeltaNet|^S4|^GLA(?=For)|HGRN|LSTM"),
+        ("ssm_cfg", "state_size", "time_step_rank"),
     ),
     OtherKind(f"reads more than text, or has an encoder: {DECODERS}", re.compile(r"ForConditionalGeneration$")),
 )

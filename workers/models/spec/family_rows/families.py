@@ -17,6 +17,8 @@ FAMILIES: tuple[Family, ...] = (*LLAMA_FAMILIES, *EXPERT_FAMILIES, *GPT_FAMILIES
 
 TASK = re.compile("(For[A-Z].*|LMHeadModel|Model)$")
 """Endings of the names of classes."""
+WORD = re.compile("[A-Z]+(?![a-z])|[A-Z][a-z]+")
+"""First words of them: Llama, GPT, Smol."""
 
 
 def supported_architectures() -> tuple[str, ...]:
@@ -41,11 +43,17 @@ def short_names() -> str:
 
 
 def _nearest(architecture: Any) -> str | None:
-    """Returns the architecture whose name begins most like another, of whatever task; None when none is like it."""
+    """Returns the architecture whose name is most like another, of whatever task, among those of the same first word;
+    None when none is like it."""
     if not isinstance(architecture, str):
         return None
-    names = {TASK.sub("", family.architecture): family.architecture for family in FAMILIES}
-    close = difflib.get_close_matches(TASK.sub("", architecture), names, n=1)
+    given = TASK.sub("", architecture).casefold()
+    names = {
+        TASK.sub("", name).casefold(): name
+        for name in supported_architectures()
+        if (word := WORD.match(name)) and given.startswith(word[0].casefold())
+    }
+    close = difflib.get_close_matches(given, names, n=1)
     return names[close[0]] if close else None
 
 

@@ -1,8 +1,8 @@
 """openai_gptoss: thinking as gpt-oss writes it, in harmony's channel analysis."""
 
 from tandem.workers.text.output.events import OutputParser
-from tandem.workers.text.output.harmony import ANALYSIS, CHANNEL, ENDS, ContentTo, HarmonyParser, messages
 from tandem.workers.text.output.stepping import SteppedParser
+from tandem.workers.text.output.tools.harmony import ANALYSIS, CHANNEL, ENDS, ContentTo, HarmonyParser, messages
 
 
 class OpenAIGptOss:

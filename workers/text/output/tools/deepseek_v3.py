@@ -73,18 +73,25 @@ def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
         if (yield from one_of(source, (CALLS_BEGIN, BEGIN))) == CALLS_BEGIN:
             yield from spaces(source)
             yield from one_of(source, (BEGIN,))
-        name = yield from _name(source)
-        if name is None:
-            yield from writer.content(source.release())
-        else:
-            read = yield from named_call(source, writer, name, (FENCE, END, CALLS_END))
-            yield from after_call(source, read, FENCE, _BEHIND_CALL)
-            if read.is_call:
-                yield from spaces(source)
-                yield from one_of(source, (END,))
-                yield from spaces(source)
-                yield from one_of(source, (CALLS_END,))
+        while (yield from _call(source, writer)):
+            source.keep()  # the next one's begin may be forgotten
     yield from writer.finish()
+
+
+def _call(source: TextSource, writer: AnswerWriter) -> Steps[bool]:
+    """Reads a call behind its begin mark. Returns whether the next may follow."""
+    name = yield from _name(source)
+    if name is None:
+        yield from writer.content(source.release())
+        return False
+    read = yield from named_call(source, writer, name, (FENCE, END, CALLS_END))
+    yield from after_call(source, read, FENCE, _BEHIND_CALL)
+    if not read.is_call:
+        return False
+    yield from spaces(source)
+    yield from one_of(source, (END,))
+    yield from spaces(source)
+    return (yield from one_of(source, (CALLS_END,))) is None
 
 
 def _name(source: TextSource) -> Steps[str | None]:

@@ -6,7 +6,7 @@ from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.call_ends import OBJECT, SPACE, CallEnds
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, Read, answer_parser, json_call, json_calls
+from tandem.workers.text.output.json_calls import AnswerWriter, Read, answer_parser, json_call, json_calls, next_begins
 from tandem.workers.text.output.json_stream import nowhere
 from tandem.workers.text.output.stepping import (
     Marks,
@@ -63,7 +63,13 @@ def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
 
 def _list(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     yield from spaces(source)
-    one = yield from goes_on_with(source, "{")
-    read = yield from (json_call(source, writer) if one else json_calls(source, writer))
+    read = yield from _calls(source, writer)
+    while read is Read.CALL and (yield from next_begins(source, writer, ("{", "["))):
+        read = yield from _calls(source, writer)
     if read is Read.CLOSED:
         yield from text_until(source, _MARKS, nowhere)
+
+
+def _calls(source: TextSource, writer: AnswerWriter) -> Steps[Read]:
+    one = yield from goes_on_with(source, "{")
+    return (yield from (json_call(source, writer) if one else json_calls(source, writer)))

@@ -6,7 +6,7 @@ from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.call_ends import OBJECT, CallEnds
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, after_call, answer_parser, json_call
+from tandem.workers.text.output.json_calls import AnswerWriter, after_call, answer_parser, json_call, next_begins
 from tandem.workers.text.output.stepping import Marks, Steps, TextSource, one_of, spaces, text_until
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -39,6 +39,9 @@ def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
         source.keep()
         yield from one_of(source, (BEGIN,))
         yield from spaces(source)
-        read = yield from json_call(source, writer)
-        yield from after_call(source, read, END, _BEHIND_CALL)
+        is_next = True
+        while is_next:
+            read = yield from json_call(source, writer)
+            yield from after_call(source, read, END, _BEHIND_CALL)
+            is_next = read.is_call and (yield from next_begins(source, writer))
     yield from writer.finish()

@@ -7,12 +7,21 @@ from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.call_ends import OBJECT, SPACE, CallEnds
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.json_calls import AnswerWriter, CallKeys, Read, answer_parser, behind_call, json_call
+from tandem.workers.text.output.json_calls import (
+    AnswerWriter,
+    CallKeys,
+    Read,
+    answer_parser,
+    behind_call,
+    json_call,
+    next_begins,
+)
 from tandem.workers.text.output.json_stream import nowhere
 from tandem.workers.text.output.stepping import (
     Marks,
     Steps,
     TextSource,
+    begins_with,
     goes_on_with,
     one_of,
     spaces,
@@ -58,20 +67,20 @@ def _calls(source: TextSource, writer: AnswerWriter) -> Steps[None]:
     yield from spaces(source)
     yield from one_of(source, (TAG,))
     yield from spaces(source)
-    while (yield from goes_on_with(source, "{")):
+    is_next = yield from goes_on_with(source, "{")
+    if not is_next:
+        yield from writer.content(source.release())
+    while is_next:
         read = yield from json_call(source, writer, _KEYS)
         if read is Read.BROKEN:
             return
         if read.is_call:
             yield from behind_call(source, writer)
-        source.keep()
-        yield from spaces(source)
-        if (yield from one_of(source, (";",))) is not None:
+        if read is Read.CLOSED:
+            source.keep()
             yield from spaces(source)
-        elif read is Read.CLOSED:
-            source.release()
-            yield from text_until(source, _MARKS, nowhere)
-            return
-        else:
-            break
-    yield from writer.content(source.release())
+            if (yield from begins_with(source, (";",))) is None:
+                source.release()
+                yield from text_until(source, _MARKS, nowhere)
+                return
+        is_next = yield from next_begins(source, writer)

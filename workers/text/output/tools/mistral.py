@@ -15,12 +15,14 @@ from tandem.workers.text.output.json_calls import (
     json_call,
     json_calls,
     named_call,
+    next_begins,
 )
 from tandem.workers.text.output.json_stream import nowhere
 from tandem.workers.text.output.stepping import (
     Marks,
     Steps,
     TextSource,
+    begins_with,
     goes_on_with,
     one_of,
     run_of,
@@ -70,17 +72,26 @@ def _steps(source: TextSource, writer: AnswerWriter) -> Steps[None]:
         source.keep()
         yield from one_of(source, (BEGIN,))
         yield from spaces(source)
-        if (yield from goes_on_with(source, "[")):
-            read = yield from json_calls(source, writer)
-        elif (yield from goes_on_with(source, "{")):
-            read = yield from json_call(source, writer)
-        else:
-            read = yield from _named(source, writer)
+        read = yield from _calls(source, writer)
+        while read is Read.CALL:
+            yield from behind_call(source, writer)
+            if not (yield from next_begins(source, writer, ("{", "["))):
+                source.keep()
+            elif (yield from begins_with(source, (BEGIN,))) is not None:
+                yield from writer.content(source.release())
+                break
+            read = yield from _calls(source, writer)
         if read is Read.CLOSED:
             yield from text_until(source, _MARKS, nowhere)
-        elif read is Read.CALL:
-            yield from behind_call(source, writer)
     yield from writer.finish()
+
+
+def _calls(source: TextSource, writer: AnswerWriter) -> Steps[Read]:
+    if (yield from goes_on_with(source, "[")):
+        return (yield from json_calls(source, writer))
+    if (yield from goes_on_with(source, "{")):
+        return (yield from json_call(source, writer))
+    return (yield from _named(source, writer))
 
 
 def _named(source: TextSource, writer: AnswerWriter) -> Steps[Read]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from tandem.workers.text.output import grammar_text
 from tandem.workers.text.output.events import OutputParser
 from tandem.workers.text.output.formats import Tool
-from tandem.workers.text.output.harmony import CHANNEL, CONSTRAIN, MESSAGE, START, HarmonyParser
+from tandem.workers.text.output.tools.harmony import CHANNEL, CONSTRAIN, MESSAGE, START, HarmonyParser
 
 
 class OpenAIFunctions:

@@ -11,9 +11,10 @@ from tandem.workers.text.output.call_ends import SPACE, CallEnds
 from tandem.workers.text.output.events import OutputEvent, OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter, Read
-from tandem.workers.text.output.json_stream import nowhere
+from tandem.workers.text.output.json_stream import nowhere, scanned
 from tandem.workers.text.output.schema_types import Argument, plain_arguments
 from tandem.workers.text.output.stepping import (
+    Emit,
     Marks,
     SteppedParser,
     Steps,
@@ -25,13 +26,15 @@ from tandem.workers.text.output.stepping import (
     spaces,
     text_until,
 )
+from tandem.workers.text.output.tools.python_arguments import PythonArguments
 
 START, END = "<|python_start|>", "<|python_end|>"
-_MARKS, _BEHIND_CALLS, _CALL_END = Marks(START), Marks(START, END), Marks(")", START, END)
+_MARKS, _BEHIND_CALLS, _CALL_END, _LINE_END = Marks(START), Marks(START, END), Marks(")", START, END), Marks("\n")
 _ENDS = CallEnds(
     ends=(END,), begins={START: (SPACE, r"\[")}, separators={",": (SPACE, r"[\w.-]{1,256}", r"\(")}, closers=")"
 )
-_NAME = re.compile(r"[\w.-]*")
+_NOTHING_READ = PythonArguments(_ENDS)
+_NAME, _COMMAS = re.compile(r"[\w.-]*"), re.compile(",*")
 _WRITES_CALLS = re.compile(r"""\[func_name|name\s*[+~]\s*['"]\(""")
 
 
@@ -87,15 +90,16 @@ class _PythonicAnswer:
         self._source, self._writer = source, writer
         self._name = ""
         self._ours = self._began = False
+        self._scanner = _NOTHING_READ
 
     def read(self) -> Steps[None]:
         source, writer = self._source, self._writer
-        yield from self._calls()
-        while (yield from text_until(source, _MARKS, writer.content)) is not None:
-            yield from self._calls()
+        while (yield from self._calls()) or (yield from text_until(source, _MARKS, writer.content)) is not None:
+            pass
         yield from writer.finish()
 
-    def _calls(self) -> Steps[None]:
+    def _calls(self) -> Steps[bool]:
+        """Reads a list of calls. Returns whether there was one, behind which the next may stand."""
         source, writer = self._source, self._writer
         source.keep()
         yield from spaces(source)
@@ -104,17 +108,19 @@ class _PythonicAnswer:
         separator = yield from one_of(source, ("[",))
         read = Read.CONTENT
         while separator in ("[", ","):
-            yield from spaces(source)
+            yield from spaces(source) if separator == "[" else _gap(source)
             read = yield from self._call()
             if not read.is_call:
                 yield from writer.content(source.release())
             if read is Read.BROKEN:
-                return
+                return False
             if read is Read.CLOSED:
                 yield from self._rest_of_call()
             source.keep()
-            yield from spaces(source)
+            yield from _gap(source)
             separator = yield from one_of(source, (",", "]"))
+            if separator is None and read is Read.CALL and (yield from _is_name(source)):
+                separator = ","  # it was forgotten
         text = source.release()
         if read is Read.CLOSED and separator is None:
             yield from text_until(source, _BEHIND_CALLS, nowhere)
@@ -123,6 +129,7 @@ class _PythonicAnswer:
         if read.is_call:
             yield from spaces(source) if separator is not None else ()
             yield from one_of(source, (END,))
+        return read.is_call and separator is not None
 
     def _call(self) -> Steps[Read]:
         source = self._source
@@ -130,14 +137,13 @@ class _PythonicAnswer:
         self._ours, self._began = self._name in self._writer.names, False
         if not self._name or (yield from one_of(source, ("(",))) is None:
             return Read.BROKEN
-        yield from spaces(source)
+        yield from _gap(source)
         if (yield from one_of(source, (")",))) is not None:
             if (yield from begins_with(source, ("](",))):  # the words of a link of Markdown
                 return Read.BROKEN
             yield from self._say("{}")
             return self._read()
-        whole = yield from (self._mapping() if (yield from goes_on_with(source, "*")) else self._named())
-        if whole:
+        if (yield from self._arguments()):
             return self._read()
         if source.exhausted and not self._began:
             yield from self._say("" if source.cut else "{}")
@@ -152,36 +158,56 @@ class _PythonicAnswer:
             yield from text_until(self._source, _CALL_END, nowhere)
             yield from one_of(self._source, (")",))
 
-    def _mapping(self) -> Steps[bool]:
-        source = self._source
-        if (yield from one_of(source, ("**",))) is None or not (yield from goes_on_with(source, "{")):
-            return False
-        if not (yield from argument_value(source, self._say, _ENDS)):
-            return False
-        yield from spaces(source)
-        return (yield from one_of(source, (")",))) is not None
-
-    def _named(self) -> Steps[bool]:
-        """Reads arguments with names, and says them as an object, which is whole also where they break."""
+    def _arguments(self) -> Steps[bool]:
+        """Reads arguments, and says them as an object, which is whole also where they break. One without a name is
+        dropped, but the first one, which says that this may be no call."""
         source, before = self._source, "{"
         while True:
+            self._scanner = _NOTHING_READ
             name = yield from run_of(source, _NAME, limit=256)
-            yield from spaces(source)
-            if not name or (yield from one_of(source, ("=",))) is None:
+            yield from _gap(source)
+            if name and (yield from one_of(source, ("=",))) is not None:
+                yield from _gap(source)
+                yield from self._say(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
+                yield from self._argument(self._say)
+                before = ", "
+            elif not name and (yield from one_of(source, ("**",))) and (yield from goes_on_with(source, "{")):
+                before = yield from self._entries(before)
+            elif source.exhausted or not self._began:
                 return (yield from self._broken())
-            yield from spaces(source)
-            yield from self._say(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
-            if not (yield from argument_value(source, self._say, _ENDS)):
-                return (yield from self._broken())
-            yield from spaces(source)
-            if (yield from one_of(source, (",",))) is not None:
-                yield from spaces(source)
+            yield from _gap(source)
+            if (yield from begins_with(source, (",", ")"))) is None:
+                yield from scanned(source, self._scanner.rest(name), nowhere)
+                yield from _gap(source)
+            if (yield from run_of(source, _COMMAS)):
+                yield from _gap(source)
             elif not source.exhausted and not (yield from goes_on_with(source, ")")):
                 return (yield from self._broken())
             if (yield from one_of(source, (")",))) is not None:
-                yield from self._say("}")
+                yield from self._say("{}" if before == "{" else "}")
                 return True
-            before = ", "
+
+    def _argument(self, emit: Emit) -> Steps[None]:
+        self._scanner = PythonArguments(_ENDS)
+        yield from argument_value(self._source, emit, self._scanner)
+
+    def _entries(self, before: str) -> Steps[str]:
+        """Reads a mapping and says its entries. Returns what stands before the next argument."""
+        held, said = "", False
+
+        def emit(text: str) -> Iterator[OutputEvent]:
+            nonlocal held, said
+            held += text
+            entries = held.removesuffix("}")
+            rest = held[len(entries) :]
+            if not said:
+                entries = entries.lstrip()[1:].lstrip()
+            if entries:
+                yield from self._say(entries if said else before + entries)
+                held, said = rest, True
+
+        yield from self._argument(emit)
+        return ", " if said else before
 
     def _broken(self) -> Steps[bool]:
         if self._began and not (self._source.cut and self._source.exhausted):
@@ -197,3 +223,18 @@ class _PythonicAnswer:
             self._source.release()
             yield from self._writer.begin(self._name)
         yield from self._writer.arguments(text)
+
+
+def _is_name(source: TextSource) -> Steps[bool]:
+    """Returns whether a word comes next, which stays unread."""
+    while source.at == len(source.text) and not source.ended:
+        yield None
+    return source.text[source.at : source.at + 1].isalpha()
+
+
+def _gap(source: TextSource) -> Steps[None]:
+    """Reads white space and comments."""
+    yield from spaces(source)
+    while (yield from one_of(source, ("#",))) is not None:
+        yield from text_until(source, _LINE_END, nowhere)
+        yield from spaces(source)

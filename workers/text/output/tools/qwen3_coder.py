@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tandem.workers.text.output import grammar_text
-from tandem.workers.text.output.argument_stream import mended
-from tandem.workers.text.output.call_ends import SPACE, CallEnds, CallScanner
+from tandem.workers.text.output.argument_stream import ArgumentScanner
+from tandem.workers.text.output.call_ends import FAR, SPACE, CallEnds, CallScanner
 from tandem.workers.text.output.events import OutputEvent, OutputParser
 from tandem.workers.text.output.formats import Tool
 from tandem.workers.text.output.json_calls import AnswerWriter
 from tandem.workers.text.output.json_schemas import asserting
-from tandem.workers.text.output.json_stream import nowhere, scanned
-from tandem.workers.text.output.python_stream import to_json
+from tandem.workers.text.output.json_stream import ValueText, nowhere, scanned
+from tandem.workers.text.output.python_stream import PythonScanner
 from tandem.workers.text.output.schema_types import (
     Argument,
     as_typed,
@@ -44,6 +44,7 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _MARKS, _FUNCTION_END = Marks(BEGIN, FUNCTION), Marks(FUNCTION_END)
 _PARAMETER = Marks(PARAMETER, "\n" + PARAMETER_END, PARAMETER_END)
+_PARAMETER_LINE = Marks("\n" + PARAMETER, "\n" + PARAMETER_END, PARAMETER_END)
 _PARAMETERS_END = Marks(PARAMETER, FUNCTION_END, END, BEGIN, FUNCTION)
 _VALUE_END = Marks(
     *(before + mark for mark in (PARAMETER_END, PARAMETER, FUNCTION_END, END, BEGIN) for before in ("\n", ""))
@@ -51,8 +52,6 @@ _VALUE_END = Marks(
 _ENDS = CallEnds(ends=(PARAMETER_END, FUNCTION_END, END), begins={PARAMETER: (), BEGIN: (SPACE, *FUNCTION)})
 _AHEAD = 60
 """Characters from the begin of a mark on that say whether it can end a value."""
-_FAR = 64 * 1024
-"""Characters behind such a mark within which the value's own end tag is looked for."""
 _CALL_ENDS = re.compile(
     r"\s*(</function>\s*)?(</tool_call>\s*)?(\Z|<tool_call>\s*<function=|<function=)|\s*</function>\s*</tool_call>"
 )
@@ -131,7 +130,6 @@ class _CoderAnswer:
     def __init__(self, source: TextSource, tools: Sequence[Tool]) -> None:
         self._source, self._writer = source, AnswerWriter(tools)
         self._schemas = {tool.name: asserting(tool.parameters) for tool in tools}
-        self._held: list[str] = []
 
     def read(self) -> Steps[None]:
         source, writer = self._source, self._writer
@@ -169,11 +167,11 @@ class _CoderAnswer:
                 name = name.strip()
             if (yield from one_of(source, (">",))) is None:
                 continue
-            yield from one_of(source, ("\n",))
+            on_lines = (yield from one_of(source, ("\n",))) is not None
             yield from writer.arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
             before = ", "
             given.add(name)
-            yield from self._value(name, schema, _Unread(schema, given))
+            yield from self._value(name, schema, _Unread(schema, given, on_lines=on_lines))
         if not (source.cut and source.exhausted):
             yield from writer.arguments("{}" if before == "{" else "}")
         yield from one_of(source, (FUNCTION_END,))
@@ -188,23 +186,11 @@ class _CoderAnswer:
             yield from other.text_of_value(source, self._text)
             yield from writer.arguments("" if source.cut and source.exhausted else '"')
         else:
-            self._held = []
-            yield from self._literal(other)
-            text = "".join(self._held).strip()
+            value = _Typed(types_of(one, schema))
+            yield from value.read(source, other)
             if not (source.cut and source.exhausted):
-                yield from writer.arguments(_typed(text, types_of(one, schema)))
+                yield from writer.arguments(value.json())
         yield from one_of(source, ("\n" + PARAMETER_END, PARAMETER_END))
-
-    def _literal(self, other: "_Unread") -> Steps[None]:
-        """Holds the text of a value. Marks inside its strings do not end it."""
-        self._held.append((yield from spaces(self._source)))
-        if (yield from begins_with(self._source, ('"', "{", "["))) is not None:
-            yield from scanned(self._source, CallScanner(_ENDS, strict=True), self._hold, as_written=True)
-        yield from other.text_of_value(self._source, self._hold)
-
-    def _hold(self, text: str) -> Iterator[OutputEvent]:
-        self._held.append(text)
-        return iter(())
 
     def _text(self, text: str) -> Iterator[OutputEvent]:
         return self._writer.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
@@ -213,11 +199,12 @@ class _CoderAnswer:
 class _Unread:
     """Says where a value ends whose end tag may be forgotten. Another tag that stands in it is text where the value has
     its end tag after all, in front of the next parameter; else it ends the value where nothing but the call's end, or a
-    parameter that was not given, can begin. given: the parameters so far."""
+    parameter that was not given, can begin; where the end tag follows, such a parameter begins a line, if the value has
+    lines of its own. given: the parameters so far; on_lines: the value has such lines."""
 
-    def __init__(self, schema: Mapping[str, Any], given: set[str]) -> None:
+    def __init__(self, schema: Mapping[str, Any], given: set[str], *, on_lines: bool) -> None:
         properties = _properties(schema).keys()
-        self._left = properties - given
+        self._left, self._on_lines = properties - given, on_lines
         self._takes_any = not properties
 
     def text_of_value(self, source: TextSource, emit: Emit) -> Steps[None]:
@@ -226,10 +213,18 @@ class _Unread:
                 return
             text = len(mark)
             if (yield from self._can_end(mark, source)):
-                text = 0 if mark.endswith(PARAMETER) else (yield from _before_end_tag(source, len(mark)))
+                text = yield from self._goes_on(mark, source)
             if not text:
                 return
             yield from emit(source.take(source.at + text))
+
+    def _goes_on(self, mark: str, source: TextSource) -> Steps[int]:
+        """Returns how many characters from a mark on, which could end the value, belong to it after all."""
+        if not mark.endswith(PARAMETER):
+            return (yield from _before_end_tag(source, len(mark), _PARAMETER))
+        if mark == PARAMETER and self._on_lines:
+            return (yield from _before_end_tag(source, len(mark), _PARAMETER_LINE))
+        return 0
 
     def _can_end(self, mark: str, source: TextSource) -> Steps[bool]:
         """Returns whether what stands behind the mark could follow a value without an end tag."""
@@ -243,13 +238,13 @@ class _Unread:
         return name in self._left or (self._takes_any and mark.startswith("\n"))
 
 
-def _before_end_tag(source: TextSource, behind: int) -> Steps[int]:
+def _before_end_tag(source: TextSource, behind: int, tags: Marks) -> Steps[int]:
     """Returns how many characters stand in front of the next end tag; 0 if a parameter, the end of the text or too much
-    text comes first. behind: characters that are known to hold neither."""
+    text comes first. behind: characters that are known to hold neither; tags: the end tags, and those of parameters."""
     while True:
-        found = _PARAMETER.first(source.text, source.at + behind)
+        found = tags.first(source.text, source.at + behind)
         before = len(source.text) - len("\n" + PARAMETER_END) if found is None else found.start()
-        if before - source.at > _FAR:
+        if before - source.at > FAR:
             return 0
         if found is not None:
             return before - source.at if found.group().endswith(PARAMETER_END) else 0
@@ -259,13 +254,34 @@ def _before_end_tag(source: TextSource, behind: int) -> Steps[int]:
         yield None
 
 
-def _typed(text: str, types: frozenset[str] | None) -> str:
-    """Returns the JSON of an argument that was written as `text`: a broken list or object is mended if no string is
-    allowed."""
-    converted = to_json(text)
-    if converted is None and types is not None and "string" not in types and text[:1] in ("{", "["):
-        converted = mended(text)
-    return as_typed(text, converted, types)
+class _Typed:
+    """Reads a value that is no text: a broken list or object is mended if no string is allowed."""
+
+    def __init__(self, types: frozenset[str] | None) -> None:
+        self._types = types
+        self._held: list[str] = []
+        self._literal, self._mender = ValueText(PythonScanner()), ArgumentScanner()
+        self._mended = None if types is None or "string" in types else ValueText(self._mender)
+
+    def read(self, source: TextSource, other: "_Unread") -> Steps[None]:
+        """Marks inside strings do not end the value."""
+        yield from spaces(source)
+        if (yield from begins_with(source, ('"', "{", "["))) is not None:
+            yield from scanned(source, CallScanner(_ENDS, strict=True), self._hold, as_written=True)
+        yield from other.text_of_value(source, self._hold)
+
+    def _hold(self, text: str) -> Iterator[OutputEvent]:
+        self._held.append(text)
+        self._literal.push(text)
+        if self._mended is not None:
+            self._mended.push(text)
+        return iter(())
+
+    def json(self) -> str:
+        text, converted = "".join(self._held).strip(), self._literal.finish()
+        if converted is None and self._mended is not None and text[:1] in ("{", "["):
+            converted = self._mended.mend(self._mender.close).strip()
+        return as_typed(text, converted, self._types)
 
 
 def _schema_of(name: str, schema: Mapping[str, Any]) -> Any:

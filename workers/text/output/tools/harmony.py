@@ -33,7 +33,7 @@ _CALL_ENDS = CallEnds(ends=ENDS, begins={START: tuple("assistant")})
 _HEADER = Marks(START, CHANNEL, MESSAGE)
 _IN_HEADER = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 _WORDS = re.compile(r"[^<\n]*")
-_BODY_END = Marks(*ENDS, START)
+_BODY_END, _CALL_END = Marks(*ENDS, START), Marks(*ENDS, START, CHANNEL)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([\w.-]+)")
 
@@ -126,7 +126,7 @@ def _call(source: TextSource, name: str, writer: AnswerWriter) -> Steps[None]:
     source.keep()
     yield from spaces(source)
     read = yield from named_call(source, writer, name, ENDS)
-    yield from text_until(source, _BODY_END, nowhere if read.is_call else writer.content)
+    yield from text_until(source, _CALL_END, nowhere if read.is_call else writer.content)
     yield from one_of(source, ENDS)
 
 

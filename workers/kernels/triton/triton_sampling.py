@@ -1,0 +1,151 @@
+"""SamplingOps for GPUs in Triton: a draw reads each row's logits once, with the noise made in registers.
+
+Definitions as in sampling_ops.py, whose TorchSampling is the twin and does the rest here too: the best tokens, and the
+bounds of rows with top-k or top-p. Noise as in gumbel_noise.py, to the last bit: no operation is fused. A row is cut
+into parts, so that few rows fill a device too, and a second kernel compares the parts. Grids depend on shapes alone.
+Imported only where Triton is installed. S rows of a step, R of them random, V vocabulary, P parts.
+"""
+
+# Triton's own types are no annotations.
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-calls
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from tandem.workers.kernels import gumbel_noise
+from tandem.workers.kernels.sampling_ops import RandomRows, TorchSampling
+
+ROUNDS: Final = tl.constexpr(gumbel_noise.ROUNDS)
+BELOW_ONE: Final = tl.constexpr(gumbel_noise.BELOW_ONE)
+LEAST_BITS: Final = tl.constexpr(gumbel_noise.LEAST_BITS)
+LN2: Final = tl.constexpr(gumbel_noise.LN2)
+COUNTERS: Final = 256
+"""Counters of a step of a program, which are four times as many ids."""
+PROGRAMS: Final = 512
+"""Programs that keep a device busy: rows are cut into parts until there are as many."""
+MOST_PARTS: Final = 64
+NO_ID: Final = tl.constexpr(2**31 - 1)
+CHANGING: Final = ["stride", "vocab", "steps", "parts"]
+"""Integers that differ between models and steps. Triton would compile a kernel anew for each 1 and multiple of 16."""
+UNALIGNED: Final = ["logits", "best", "at", "factor", "lowest", "seeds", "choices", "positions", "ids"]
+"""Pointers into other tensors, for which it would do the same by their alignment."""
+
+
+@triton.jit
+def _log(power, f):
+    """ln(2^power * (1 + f)) for f in [-1/4, 1/2)."""
+    ratio = f * 0.08561437 + -0.16933757
+    ratio = ratio * f + 0.20627064
+    ratio = ratio * f + -0.25044364
+    ratio = ratio * f + 0.33318055
+    ratio = ratio * f + -0.49999198
+    ratio = ratio * f + 1.0
+    return power * LN2 + ratio * f
+
+
+@triton.jit
+def _power(y):
+    """The power of two of a positive y, beside which it is a number in [3/4, 3/2)."""
+    return (y.to(tl.int32, bitcast=True) - LEAST_BITS) >> 23
+
+
+@triton.jit
+def _rest(y, power):
+    """The rest of it beside that power of two, less 1."""
+    return (y.to(tl.int32, bitcast=True) - (power << 23)).to(tl.float32, bitcast=True) - 1.0
+
+
+@triton.jit
+def _noise(word):
+    """The noise that a 32-bit word means."""
+    v = tl.minimum((word.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), BELOW_ONE)
+    power = _power(1.0 - v)
+    waited = -_log(power.to(tl.float32), tl.where(power == 0, -v, _rest(1.0 - v, power)))
+    power = _power(waited)
+    return -_log(power.to(tl.float32), _rest(waited, power))
+
+
+@triton.jit
+def _better(word, which, row, first, vocab, best, factor, lowest, top, top_id):
+    """The better of what each lane has and the id that one of the four words is of."""
+    id = first + 16 * which
+    seen = id < vocab
+    exponent = (tl.load(row + id, mask=seen, other=-float("inf")) - best) * factor
+    score = tl.where(seen & (exponent >= lowest), exponent + _noise(word), -float("inf"))
+    wins = score > top  # ids of a lane ascend
+    return tl.where(wins, score, top), tl.where(wins, id, top_id)
+
+
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=UNALIGNED)
+def draw_parts(
+    logits, stride, vocab, best, at, factor, lowest, seeds, choices, positions, scores, ids, steps,
+    COUNTERS: tl.constexpr,
+):  # fmt: skip
+    """scores, ids: [R, P], the greatest sum of exponent and noise in `steps` times 4 * COUNTERS ids, and its first
+    id."""
+    r, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.load(at + r)
+    row, its_best = logits + place * stride, tl.load(best + place)
+    its_factor, its_lowest = tl.load(factor + r), tl.load(lowest + r)
+    seed, choice, position = tl.load(seeds + r), tl.load(choices + r), tl.load(positions + place)
+    lane = tl.arange(0, COUNTERS)
+    none = lane * 0
+    top = tl.full((COUNTERS,), -float("inf"), tl.float32)
+    top_id = tl.full((COUNTERS,), NO_ID, tl.int32)
+    for step in range(part * steps, (part + 1) * steps):
+        counter = step * COUNTERS + lane
+        first = 64 * (counter // 16) + counter % 16
+        w0, w1, w2, w3 = tl.philox(
+            seed, none + position.to(tl.int32), none + choice.to(tl.int32), counter, none, ROUNDS
+        )
+        top, top_id = _better(w0, 0, row, first, vocab, its_best, its_factor, its_lowest, top, top_id)
+        top, top_id = _better(w1, 1, row, first, vocab, its_best, its_factor, its_lowest, top, top_id)
+        top, top_id = _better(w2, 2, row, first, vocab, its_best, its_factor, its_lowest, top, top_id)
+        top, top_id = _better(w3, 3, row, first, vocab, its_best, its_factor, its_lowest, top, top_id)
+    greatest = tl.max(top, axis=0)
+    out = r * tl.num_programs(1) + part
+    tl.store(scores + out, greatest)
+    tl.store(ids + out, tl.min(tl.where(top == greatest, top_id, NO_ID), axis=0))
+
+
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=UNALIGNED)
+def choose_part(scores, part_ids, parts, at, ids, vocab, PARTS: tl.constexpr):
+    """ids[at[r]] = the first id of the greatest score of row r; some id of the vocabulary where it has none."""
+    r = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    seen = part < parts
+    score = tl.load(scores + r * parts + part, mask=seen, other=-float("inf"))
+    id = tl.load(part_ids + r * parts + part, mask=seen, other=NO_ID)
+    chosen = tl.min(tl.where(score == tl.max(score, axis=0), id, NO_ID), axis=0)
+    tl.store(ids + tl.load(at + r), tl.minimum(chosen, vocab - 1).to(tl.int64))
+
+
+class TritonSampling(TorchSampling):
+    """The kernels, on float32 logits of a GPU."""
+
+    def choose(
+        self,
+        logits_SV: torch.Tensor,
+        best_S: torch.Tensor,
+        ids_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        rows: RandomRows,
+        lowest_R: torch.Tensor,
+    ) -> None:
+        at_R, vocab = rows.at(), logits_SV.shape[1]
+        assert logits_SV.dtype is torch.float32 and logits_SV.stride(1) == 1
+        whole = triton.cdiv(vocab, 4 * COUNTERS)
+        steps = triton.cdiv(whole, min(MOST_PARTS, whole, triton.cdiv(PROGRAMS, len(at_R))))
+        parts = triton.cdiv(whole, steps)
+        scores_RP = torch.empty(len(at_R), parts, dtype=torch.float32, device=logits_SV.device)
+        ids_RP = torch.empty(len(at_R), parts, dtype=torch.int32, device=logits_SV.device)
+        draw_parts[(len(at_R), parts)](
+            logits_SV, logits_SV.stride(0), vocab, best_S, at_R, rows.factor(), lowest_R, rows.seed(), rows.choice(),
+            positions_S, scores_RP, ids_RP, steps, COUNTERS=COUNTERS, enable_fp_fusion=False,
+        )  # fmt: skip
+        choose_part[(len(at_R),)](
+            scores_RP, ids_RP, parts, at_R, ids_S, vocab, PARTS=MOST_PARTS, num_warps=1, enable_fp_fusion=False
+        )
