@@ -18,7 +18,7 @@ _STRUCTURED: Final = "structured_outputs_config"
 
 _ALIKE: Final[Mapping[str, str]] = {
     "steps are recorded and replayed where the device can, with the same results": (
-        "enforce_eager max_seq_len_to_capture compilation_config optimization_level cuda_graph_sizes "
+        "max_seq_len_to_capture compilation_config optimization_level cuda_graph_sizes "
         "cudagraph_capture_sizes max_cudagraph_capture_size"
     ),
     "prompts are always computed in chunks, beside running requests; --max-num-batched-tokens bounds a step": (
@@ -116,7 +116,7 @@ FOREIGN: Final[Mapping[str, str]] = {name: why for why, names in _ALIKE.items() 
 """Flags without an effect, with underscores, and why. A value that is none of NEUTRAL is refused."""
 
 SWITCHES: Final[Set[str]] = frozenset({
-    "enforce_eager", "enable_chunked_prefill", "disable_chunked_mm_input", "disable_log_stats", "disable_log_requests",
+    "enable_chunked_prefill", "disable_chunked_mm_input", "disable_log_stats", "disable_log_requests",
     "enable_log_requests", "enable_log_deltas", "log_error_stack", "disable_uvicorn_access_log",
     "aggregate_engine_logging", "enable_logging_iteration_details", "worker_use_ray", "engine_use_ray",
     "use_tqdm_on_load", "disable_custom_all_reduce", "disable_cascade_attn", "enable_dbo", "enable_eplb",

@@ -110,6 +110,8 @@ OPTIONS: tuple[Option, ...] = (
            "Compute every token alike, whatever is computed beside it: logits depend on no batch mates, chunks, "
            "prefix hits or preemptions, to the last bit. Slower. "
            f"{invariant_words()} only."),
+    Option("enforce_eager", "engine.model.enforce_eager", bool, MODEL,
+           "Run every step eagerly: none is captured and replayed. Slower, with the same results."),
     Option("max_model_len", "engine.model.max_model_len", int, MODEL,
            "Context length: prompt and output in tokens. Default: the model's.", at_least(1), "at least 1", size=True),
     Option("load_format", "engine.model.load_format", Literal["safetensors", "dummy"], MODEL,

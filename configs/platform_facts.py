@@ -142,7 +142,9 @@ CUDA: Final = PlatformFacts(
         "LoRA ops": {"Triton": Implementation(_TRITON), "torch": Implementation(_NO_TRITON)},
         "sampling": {"Triton": Implementation(_TRITON), "torch": Implementation(_NO_TRITON)},
         "collectives": {"nccl": Implementation("between GPUs")},
-        "graphs": {"CUDA graphs": Implementation("of decode steps with TP 1, padded; other steps run eagerly")},
+        "graphs": {
+            "CUDA graphs": Implementation("of decode steps, padded, made at the start; other steps run eagerly")
+        },
     },
     refused={
         "--cpu-threads": "is for ranks on CPU",

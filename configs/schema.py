@@ -46,6 +46,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dtype: DType = "auto"
     quantization: Quantization | None = None  # how linear layers hold their weights and multiply; None: in `dtype`
     batch_invariant: bool = False  # logits of a sequence have the same bits whatever else is computed with it
+    enforce_eager: bool = False  # no step is captured and replayed
     max_model_len: int | None = None
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     chat_template: str | None = None

@@ -49,7 +49,9 @@ all these runs norms, rotations, activations and writes to the cache were torch 
 layer with the rest. [Three Triton kernels](decisions/070-fused-gpu-kernels.md) have made them 10 since: these are **not
 measured**. {now} tests passed on that GPU with the attention kernel: texts of all families, and adapters, drafts, KV
 offload and grammars with the demo model. {before} more, before there was the kernel, with torch's SDPA: drafts, offload
-and streamed layers of every family, and `tandem serve` with a killed rank. More than one GPU has not been tried."""
+and streamed layers of every family, and `tandem serve` with a killed rank. Nothing is
+measured on more than one GPU; that their ranks replay captured steps too, and that captures are made at the start, is
+younger than these runs ([decision 071](decisions/071-tp-replays.md))."""
 
 
 def _h100() -> str:

@@ -110,7 +110,7 @@ def replays(executor: Executor, allowed: bool) -> int:
 def step_times(
     engine: Engine, sink: TimelineSink, options: argparse.Namespace, rows: int, spec: ArchSpec
 ) -> dict[str, list[float]]:
-    """Milliseconds of replayed and of eager steps, in turns; the first turn, which captures, is not counted."""
+    """Milliseconds of replayed and of eager steps, in turns; the first turn, which compiles, is not counted."""
     found: dict[str, list[float]] = {"replayed": [], "eager": []}
     for pair in range(options.pairs + 1):
         for kind, times_ms in found.items():

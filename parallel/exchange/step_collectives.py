@@ -3,11 +3,13 @@ rest of them.
 
 Layers call all_reduce and all_gather. The first step of a rank is recorded: every step of a model makes the same calls,
 and only their first dim differs. Behind them the last one, the head's gather, may come again for other rows (log
-probabilities of prompts). T tokens of a step, S rows that sample.
+probabilities of prompts). A replay carries out some of them as one, on all ranks or on none: NCCL demands it. T tokens
+of a step, S rows that sample.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,17 +25,31 @@ class Exchange(NamedTuple):
     device: torch.device
 
 
+class PaddedReplay(Protocol):
+    """A captured part of a step, as a rank launches it that cannot compute: on padding alone."""
+
+    @property
+    def exchanges(self) -> range:
+        """Its collectives, among those of a step."""
+        ...
+
+    def launch(self) -> None:
+        """Replays it through StepCollectives.replay. Needs no memory."""
+        ...
+
+
 class StepCollectives:
     """Collectives of the `size` ranks of a stage; a step's calls stand between begin() and end(), of whatever comes
     before and after them nothing is noted."""
 
     def __init__(self, group: Collectives, size: int) -> None:
         self.group = group
-        self._size = size
+        self.size = size
         self._exchanges: list[Exchange] | None = [] if size == 1 else None
         self._recording: list[Exchange] | None = None
         self._rows = (0, 0)
         self._more: Sequence[int] = ()
+        self._padded: PaddedReplay | None = None
         self._num_done = 0
         self._is_inside = False
 
@@ -41,6 +57,16 @@ class StepCollectives:
     def num_exchanges(self) -> int | None:
         """The collectives of a step; None before the first step has ended."""
         return None if self._exchanges is None else len(self._exchanges)
+
+    @property
+    def padded(self) -> PaddedReplay | None:
+        """The capture that all ranks replay in this step."""
+        return self._padded
+
+    @property
+    def num_done(self) -> int:
+        """The collectives of the step that are over."""
+        return self._num_done
 
     # ---- layers ----
 
@@ -54,13 +80,23 @@ class StepCollectives:
         self._note(tensor, is_gather=True)
         return self._exchange(lambda: self.group.all_gather(parts_R, tensor))
 
+    def replay(self, replay: Callable[[], object], count: int) -> None:
+        """Replays a capture that holds `count` of the step's collectives, the next ones."""
+        self._is_inside = True
+        replay()
+        self._is_inside = False
+        self._num_done += count
+
     # ---- steps ----
 
-    def begin(self, num_tokens: int, num_samples: int, more_gathers: Sequence[int] = ()) -> None:
+    def begin(
+        self, num_tokens: int, num_samples: int, more_gathers: Sequence[int] = (), padded: PaddedReplay | None = None
+    ) -> None:
         """Starts a step of T tokens and S rows that sample. more_gathers: the rows of each gather that follows that of
-        the S rows."""
+        the S rows. padded: the capture that all ranks replay in it; None: all run it eagerly."""
         self._rows = (num_tokens, num_samples)
-        self._more = more_gathers if self._size > 1 else ()
+        self._more = more_gathers if self.size > 1 else ()
+        self._padded = padded
         self._num_done = 0
         self._is_inside = False
         self._recording = [] if self._exchanges is None else None
@@ -75,23 +111,51 @@ class StepCollectives:
         assert expected == self._num_done, f"{self._num_done} collectives, not {expected}"
 
     def make_up(self) -> None:
-        """Carries out the step's collectives that are left, with zeros. RuntimeError when it is not known which."""
-        if self._is_inside or self._exchanges is None:
-            raise RuntimeError("a collective was interrupted" if self._is_inside else "the first step did not end")
+        """Carries out the step's collectives that are left, with zeros, or as a replay on padding. RuntimeError when it
+        is not known which."""
+        if self._exchanges is None:
+            raise RuntimeError("the first step did not end")
         calls = [(exchange, self._rows[exchange.is_gather]) for exchange in self._exchanges]
         calls += [(self._exchanges[-1], num_rows) for num_rows in self._more]
-        for exchange, num_rows in calls[self._num_done :]:
-            zeros = torch.zeros((num_rows, *exchange.shape), dtype=exchange.dtype, device=exchange.device)
-            if exchange.is_gather:
-                self.all_gather(zeros.new_empty(self._size, *zeros.shape), zeros)
-            else:
-                self.all_reduce(zeros)
+        self._make_up(calls)
+
+    @contextmanager
+    def apart(self, num_tokens: int, exchanges: range) -> Iterator[None]:
+        """Runs some of a step's collectives by themselves, sums of T tokens. A rank that runs out of memory makes up
+        the rest, and raises."""
+        self.begin(num_tokens, 0)
+        self._num_done = exchanges.start
+        try:
+            yield
+            assert self._num_done == exchanges.stop, f"{exchanges} in a step, here up to {self._num_done}"
+            return
+        except torch.OutOfMemoryError as error:
+            failure = error.with_traceback(None)  # which keeps the memory of what was computed
+        assert self._exchanges is not None, "before the first step has ended"
+        self._make_up([(exchange, num_tokens) for exchange in self._exchanges[: exchanges.stop]])
+        raise failure
 
     def close(self) -> None:
         """Releases the group's resources; no call may follow."""
         self.group.close()
 
     # ---- inside ----
+
+    def _make_up(self, calls: Sequence[tuple[Exchange, int]]) -> None:
+        """Carries out those of `calls`, each with its rows, that are not done."""
+        if self._is_inside:
+            raise RuntimeError("a collective was interrupted")
+        while self._num_done < len(calls):
+            if self._padded is not None and self._num_done == self._padded.exchanges.start:
+                padded, self._padded = self._padded, None
+                padded.launch()
+                continue
+            exchange, num_rows = calls[self._num_done]
+            zeros = torch.zeros((num_rows, *exchange.shape), dtype=exchange.dtype, device=exchange.device)
+            if exchange.is_gather:
+                self.all_gather(zeros.new_empty(self.size, *zeros.shape), zeros)
+            else:
+                self.all_reduce(zeros)
 
     def _note(self, tensor: torch.Tensor, is_gather: bool) -> None:
         if self._recording is not None:

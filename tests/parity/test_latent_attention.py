@@ -11,7 +11,6 @@ from tandem.workers.attention.chunks import Gatherer, SdpaChunks
 from tandem.workers.attention.latents import latent_chunks
 from tandem.workers.attention.latents.latent_chunks import LatentChunks, absorbs
 from tandem.workers.attention.latents.torch_latents import PaddedLatents, TorchLatents
-from tandem.workers.attention.padded_decode import padded_blocks
 from tandem.workers.attention.row_layout import Chunk
 from tandem.workers.kernels.kv_store import TorchKVStore
 from tandem.workers.models.decoder import Decoder
@@ -132,7 +131,7 @@ def test_padded_decodes_equal_the_definition(tiny_folder: TinyFolder, make_decod
         def prepare(self, batch):  # type: ignore[no-untyped-def]
             if max(batch.query_lens_list) > 3:
                 return super().prepare(batch)
-            return PaddedLatents(batch, batch.num_tokens, padded_blocks(batch), 0, TorchKVStore())
+            return PaddedLatents(batch, batch.num_tokens, 0, TorchKVStore())
 
     folder = tiny_folder("deepseek_v3")
     found, truth = (steps(make_decoder(folder, attention=each)) for each in (Padded(), ReferenceAttention()))

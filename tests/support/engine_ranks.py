@@ -30,13 +30,15 @@ from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.messages.request import Ended, GenerationRequest, TokenDelta, TokenLogprobs, Usage
 from tandem.workers.messages.step import StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import CpuPlatform
+from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.loading import load_rank
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
 from tests.support.engine_invariants import check_invariants
-from tests.support.platforms import replaced
-from tests.support.traced_accelerator import TracedAccelerator, is_view, traced_platform
+from tests.support.platforms import GpuOnHost, replaced
+from tests.support.recorded_graph import RecordedCollectives, recorded
+from tests.support.slot_lora import SlotLora
+from tests.support.traced_accelerator import TracedAccelerator, is_view
 
 Share = Callable[[Any], list[Any]]
 MOST_STEPS = 2000
@@ -83,7 +85,8 @@ class Fault:
 @dataclass(frozen=True)
 class EngineCase:
     """One history. drafts: of a row in a step, at most. is_hybrid: layers with a window give KV blocks back.
-    late: a step's outcome is on the device until somebody waits for it, as on a GPU."""
+    late: a step's outcome is on the device until somebody waits for it, as on a GPU; prompt_ranks: those that learn it
+    at once all the same. replays: captures are made at the start, by the recorded-graph twin, as on a GPU."""
 
     folder: Path
     tp_size: int
@@ -96,10 +99,12 @@ class EngineCase:
     most_rows: int = 4
     drafts: int = 0
     is_hybrid: bool = True
+    replays: bool = False
+    prompt_ranks: tuple[int, ...] = ()
 
     def settings(self) -> EngineSettings:
         return EngineSettings(
-            model=ModelSettings(model=str(self.folder), dtype="float32"),
+            model=ModelSettings(model=str(self.folder), dtype="float32", enforce_eager=self.late and not self.replays),
             parallel=ParallelSettings(tensor_parallel_size=self.tp_size, pipeline_parallel_size=self.pp_size),
             cache=CacheSettings(
                 block_size=4, num_blocks=self.num_blocks, disable_hybrid_kv_cache_manager=not self.is_hybrid
@@ -132,6 +137,7 @@ class Told:
     num_alone: int = 0
     num_struck: int = 0
     num_preempted: int = 0
+    num_replays: int = 0
 
     def deltas(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
@@ -205,7 +211,11 @@ class FaultyRank:
 
     def _fail(self, fault: Fault, plan: StepPlan, drafts: Drafts | None) -> Any:
         tp = self._runner._context.tp
-        with RunsOut(fault.operations, lambda: tp._num_done >= fault.collectives and not self._is_settling) as mode:
+        # a replay has its memory
+        with RunsOut(
+            fault.operations,
+            lambda: tp._num_done >= fault.collectives and not tp._is_inside and not self._is_settling,
+        ) as mode:
             try:
                 return self._compute(plan, drafts)
             finally:
@@ -245,8 +255,12 @@ class FaultyRank:
 def run_engine(case: EngineCase, context: ParallelContext, share: Share | None = None) -> Told:
     """Serves the case's requests on this rank. share: None in a process of its own."""
     share = share or partial(_share_between_processes, context.world_size)
-    accelerator = TracedAccelerator() if case.late else None
-    platform = CpuPlatform() if accelerator is None else replaced(traced_platform(accelerator), memory=lambda: None)
+    accelerator = TracedAccelerator() if case.late and context.rank not in case.prompt_ranks else None
+    platform: Platform = CpuPlatform()
+    if accelerator is not None or case.replays:
+        on_host = GpuOnHost(accelerator or HostAccelerator(), recorded if case.replays else None)
+        platform = replaced(on_host, memory=lambda: None, lora_ops=lambda dtype: SlotLora())
+        context.tp.group = RecordedCollectives(context.tp.group, context.tp_size)
     if accelerator is None:
         return _serve(case, context, platform, share)
     with accelerator.tracing():
@@ -278,7 +292,7 @@ def _serve(case: EngineCase, context: ParallelContext, platform: Platform, share
         check_invariants(engine)
     assert not engine.has_work(), "it is stuck"
     assert engine.stats().used_blocks == 0
-    told.num_preempted = engine.stats().preemptions
+    told.num_preempted, told.num_replays = engine.stats().preemptions, loaded.decoder.graphs.num_replays
     runner.close()
     return told
 

@@ -7,6 +7,7 @@ import torch
 
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.decoder import Decoder
 
@@ -21,6 +22,10 @@ class FaultyModel:
     model: Decoder
     faults: dict[int, Fault] = field(default_factory=dict)
     calls: int = 0
+
+    @property
+    def graphs(self) -> GraphRunner:
+        return self.model.graphs
 
     def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
         fault = self._begin()

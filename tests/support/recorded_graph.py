@@ -3,9 +3,11 @@
 As in a graph, every result keeps its memory: replay() writes new results into the recorded ones, so inputs change only
 by copies into the tensors that the body was captured with, and what Python decided or read stays as it was. A capture
 refuses what a graph cannot hold: values read on the host, sizes that depend on data, tensors made from Python's or
-numpy's values, blocking copies between devices, and compiled kernels, which no dispatch mode sees.
+numpy's values, blocking copies between devices, and compiled kernels, which no dispatch mode sees. Collectives that are
+given to it are not carried out in a capture, but in each replay. Ranks may be threads.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tandem.parallel.exchange.collectives import Collectives, Pending
+from tandem.workers.graphs.cuda_graphs import Replay
+from tandem.workers.graphs.graph_runner import Outputs
 from tandem.workers.kernels.cpu.cpu_calls import Kernel
 
 _aten = torch.ops.aten
@@ -23,6 +28,16 @@ FRESH = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_stride
 INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
 COPIES = {_aten.copy_.default, _aten._to_copy.default}
 UNSEEN = ((Kernel, "__call__"), (torch, "frombuffer"), (torch.Tensor, "tolist"), (torch.Tensor, "numpy"))
+
+
+class _Here(threading.local):
+    """The graphs that this thread captures, and replays."""
+
+    capture: "RecordedGraph | None" = None
+    replay: "RecordedGraph | None" = None
+
+
+here = _Here()
 
 
 class RefusedError(RuntimeError):
@@ -38,13 +53,21 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[misc]
         self.refused: Counter[str] = Counter()
         self._calls: list[tuple[Any, Sequence[Any], dict[str, Any], Any]] = []
 
+    def hold(self, call: Callable[[], object]) -> None:
+        """Carries out a call in each replay, in its turn."""
+        self._calls.append((call, (), {}, None))
+
     @classmethod
     def capture(cls, body: Callable[[], Any], tolerated: frozenset[str] = frozenset()) -> "RecordedGraph":
         """Runs the body and records it. RefusedError names all refused operators that are not tolerated; a tolerated
         one's result is a constant of the graph."""
         graph = cls()
-        with torch.no_grad(), _watched(graph.refused), graph:
-            graph.outputs = body()
+        with torch.no_grad(), _watched(), graph:
+            here.capture = graph
+            try:
+                graph.outputs = body()
+            finally:
+                here.capture = None
         if unknown := {name: count for name, count in graph.refused.items() if name not in tolerated}:
             raise RefusedError(f"a graph cannot hold {unknown}")
         return graph
@@ -56,11 +79,15 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[misc]
     @torch.no_grad()
     def replay(self) -> Any:
         """Runs the calls again, in order, and returns `outputs`, whose tensors have the new values."""
-        for func, args, kwargs, recorded in self._calls:
-            results = func(*args, **kwargs)
-            if not func._schema.is_mutable:
-                for old, new in zip(_tensors(recorded), _tensors(results), strict=True):
-                    old.copy_(new)
+        here.replay = self
+        try:
+            for func, args, kwargs, recorded in self._calls:
+                results = func(*args, **kwargs)
+                if recorded is not None and not func._schema.is_mutable:
+                    for old, new in zip(_tensors(recorded), _tensors(results), strict=True):
+                        old.copy_(new)
+        finally:
+            here.replay = None
         return self.outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -73,24 +100,91 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[misc]
         return results
 
 
+class RecordedCollectives:
+    """Collectives that a capture holds, as it holds NCCL's. Where they are carried out, all ranks of the group have a
+    replay under way or none has: NCCL demands it, and here it is checked."""
+
+    def __init__(self, group: Collectives, size: int) -> None:
+        self._group = group
+        self._size = size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        def carry_out() -> None:
+            self._check()
+            total = self._group.all_reduce(tensor)
+            if total is not tensor:
+                tensor.copy_(total)
+
+        self._do(carry_out)
+        return tensor
+
+    def all_gather(self, parts_R: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        def carry_out() -> None:
+            self._check()
+            self._group.all_gather(parts_R, tensor)
+
+        self._do(carry_out)
+        return parts_R
+
+    def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
+        return self._group.isend(tensor, peer)
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        return self._group.recv(tensor, peer)
+
+    def close(self) -> None:
+        self._group.close()
+
+    def _do(self, call: Callable[[], None]) -> None:
+        if here.capture is None:
+            call()
+        else:
+            here.capture.hold(call)
+
+    def _check(self) -> None:
+        with torch.utils._python_dispatch._disable_current_modes():
+            mine = 0 if here.replay is None else 1 + len(here.replay.outputs[0])
+            total = int(self._group.all_reduce(torch.tensor([mine])))
+        assert total == self._size * mine, "an operation of a replay has met an eager one, or another replay's"
+
+
+def recorded(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+    """The CaptureGraph of a CudaPlatform."""
+    graph = RecordedGraph.capture(body)
+    return graph.replay, graph.outputs
+
+
+_watching, _watchers = threading.Lock(), [0]
+_patch = pytest.MonkeyPatch()
+
+
 @contextmanager
-def _watched(refused: Counter[str]) -> Iterator[None]:
+def _watched() -> Iterator[None]:
     """Counts calls that a dispatch mode does not see: compiled kernels, views of the host's memory, and on a CPU the
-    tensors' methods that give their values to Python."""
+    tensors' methods that give their values to Python. Those of threads that capture nothing do not count."""
 
     def counting(owner: Any, name: str) -> Callable[..., Any]:
         original = getattr(owner, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            refused[f"{owner.__name__}.{name}"] += 1
+            if here.capture is not None:
+                here.capture.refused[f"{owner.__name__}.{name}"] += 1
             return original(*args, **kwargs)
 
         return counted
 
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in UNSEEN:
-            patch.setattr(owner, name, counting(owner, name))
+    with _watching:
+        _watchers[0] += 1
+        if _watchers[0] == 1:
+            for owner, name in UNSEEN:
+                _patch.setattr(owner, name, counting(owner, name))
+    try:
         yield
+    finally:
+        with _watching:
+            _watchers[0] -= 1
+            if not _watchers[0]:
+                _patch.undo()
 
 
 def _is_refused(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

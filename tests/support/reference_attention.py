@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.workers.attention.backend import AttentionStep, ReplayableStep
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.attention.softmax import attend, seen_through
 from tandem.workers.kernels.kv_store import LayerKV, decode
@@ -25,7 +25,7 @@ class ReferenceAttention:
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
         return _ReferenceStep(batch)
 
-    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+    def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         return None
 
     def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:

@@ -19,6 +19,7 @@ from tandem.parallel.linear import LinearPart
 from tandem.parallel.params import Span
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.graphs.graph_runner import NoGraphs
 from tandem.workers.kernels.lora_ops import AdapterRows, TorchLora
 from tandem.workers.lora.device.host_copy import HostCopy
 from tandem.workers.lora.device.layout import ShardShape, pack
@@ -62,6 +63,7 @@ class SumModel:
     """Writes each token to its slot in every layer; the next token is a sum over what its row reads back. constant: is
     added to it in forward()."""
 
+    graphs = NoGraphs()
     constant = 0
 
     def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:

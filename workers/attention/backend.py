@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import torch
 
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 
@@ -53,9 +53,9 @@ class AttentionStep(Protocol):
 class ReplayableStep(AttentionStep, Protocol):
     """A step whose calls may be captured and replayed (workers/graphs/graph_runner.py)."""
 
-    def set_batch(self, batch: ForwardBatch) -> None:
+    def set_batch(self, batch: ForwardBatch | None) -> None:
         """Points the captured calls at another batch with the same replay_key, of as many tokens as there is room for
-        or, where a device pads, fewer."""
+        or, where a device pads, fewer. None: at padding alone, for which no memory is needed."""
         ...
 
 
@@ -68,11 +68,12 @@ class AttentionBackend(Protocol):
         """Sorts the rows of a step, for all its layers. The batch must stay unchanged until the step has finished."""
         ...
 
-    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+    def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         """Returns what the calls of a decode step depend on beside the number of its tokens; None for a step that may
         not be replayed. kv: the cache of the first layer. dtype: of q."""
         ...
 
     def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
-        """Prepares a step with a replay_key, with room for num_tokens; tokens beyond the batch's read scratch_block."""
+        """Prepares a step with a replay_key, with room for num_tokens and as many blocks as the batch's table; tokens
+        beyond the batch's read scratch_block."""
         ...

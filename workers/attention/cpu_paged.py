@@ -18,7 +18,7 @@ import torch
 from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
 from tandem.workers.attention.chunks import ChunkAttention, Gatherer
 from tandem.workers.attention.cpu_rows import MOST_PARTS, QueryRows, decode_key
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.row_layout import RowLayouts
 from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
@@ -39,12 +39,12 @@ class CpuAttention:
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
         if self._chunk_kernel is None:
             return _HeadQueries(self._kernel, QueryRows(batch, self._kernel, most_parts=MOST_PARTS))
-        if decode_key(batch) is None:
+        if decode_key(max(batch.query_lens_list)) is None:
             return _HeadChunks(batch, self._kernel, self._chunk_kernel, self._gatherer)
         return _HeadQueries(self._kernel, QueryRows(batch, self._kernel))
 
-    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
-        return decode_key(batch)
+    def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+        return decode_key(shape.most_queries)
 
     def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
         assert num_tokens == batch.num_tokens, "a step on CPU is not padded"
@@ -67,7 +67,8 @@ class _HeadQueries:
             self._kernel.attend(q_TND, kv, out_TND, work, table, params)
         return out_TND
 
-    def set_batch(self, batch: ForwardBatch) -> None:
+    def set_batch(self, batch: ForwardBatch | None) -> None:
+        assert batch is not None, "a step on CPU is not padded"
         self._rows.set_batch(batch)
 
 

@@ -27,10 +27,10 @@ MOST_PARTS = 1024
 """Parts of contexts whose sums are held at a time: some 17 MB with 32 heads of 128 elements."""
 
 
-def decode_key(batch: ForwardBatch) -> Hashable | None:
-    """Return the replay_key of a step: the kernels read rows and lengths at each call, so all decodes have one. None
-    for a step with chunks."""
-    return () if max(batch.query_lens_list) <= DECODE_QUERIES else None
+def decode_key(most_queries: int) -> Hashable | None:
+    """Return the replay_key of a step, by the most queries of a row: the kernels read rows and lengths at each call, so
+    all decodes have one. None for a step with chunks."""
+    return () if most_queries <= DECODE_QUERIES else None
 
 
 class QueryRows:

@@ -19,6 +19,17 @@ class GroupTable(NamedTuple):
     block_table_RN: torch.Tensor
 
 
+class StepShape(NamedTuple):
+    """Facts of a step that its plan says on every rank of a stage alike. Nothing else decides whether it is replayed,
+    and as which capture: a replay's collectives meet those of replays."""
+
+    num_tokens: int
+    most_queries: int  # of a row
+    num_blocks: int  # of the longest row's table
+    has_adapters: bool = False
+    is_loaded: bool = True  # no overlapped load is waited for, layer by layer
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step's inputs. Lists mirror the tensors for host-side loops (CPU attention), so that no sync is needed.
@@ -68,3 +79,8 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.input_ids_T.shape[0])
+
+    def shape(self, *, is_loaded: bool) -> StepShape:
+        """Returns the step's shape. is_loaded: as there."""
+        blocks, has_adapters = self.block_table_RN.shape[1], self.adapters is not None
+        return StepShape(self.num_tokens, max(self.query_lens_list), blocks, has_adapters, is_loaded)

@@ -11,30 +11,28 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.backend import DECODE_QUERIES
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.pieces import piece_blocks
 from tandem.workers.attention.softmax import as_mask, attend, seen_through
 from tandem.workers.kernels.kv_store import KVStore, LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
+from tandem.workers.planning.graph_room import table_width
 
 
-def padded_blocks(batch: ForwardBatch) -> int:
-    """Return the least power of two of blocks that holds each row's context."""
-    return 1 << (-(-max(batch.seq_lens_list) // batch.block_size) - 1).bit_length()
-
-
-def padded_width(batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> int | None:
-    """Return padded_blocks; None where that is more than may be gathered at once."""
-    width = padded_blocks(batch)
-    return width if width <= piece_blocks(kv, dtype) else None
+def padded_width(shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> int | None:
+    """Return the width of graph_room.py that holds each row's blocks; None for a step of chunks, and where that
+    is more than may be gathered at once."""
+    width = table_width(shape.num_blocks, kv.keys.shape[1])
+    return width if shape.most_queries <= DECODE_QUERIES and width <= piece_blocks(kv, dtype) else None
 
 
 class PaddedRows:
     """Up to num_tokens tokens of a step: the blocks and lengths of each, in memory that graphs read. Padded tokens
     attend to the first slot of scratch_block."""
 
-    def __init__(self, batch: ForwardBatch, num_tokens: int, width: int, scratch_block: int, store: KVStore) -> None:
-        device = batch.block_table_RN.device
+    def __init__(self, batch: ForwardBatch, num_tokens: int, scratch_block: int, store: KVStore) -> None:
+        device, width = batch.block_table_RN.device, batch.block_table_RN.shape[1]
         self._store = store
         self._scratch_block = scratch_block
         self._tables_TW = [
@@ -46,8 +44,11 @@ class PaddedRows:
         self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
         self.set_batch(batch)
 
-    def set_batch(self, batch: ForwardBatch) -> None:
-        """Read another batch, of as many tokens or fewer."""
+    def set_batch(self, batch: ForwardBatch | None) -> None:
+        """Read another batch, of as many tokens or fewer, or none."""
+        if batch is None:
+            self._pad()
+            return
         count = batch.num_tokens
         row_T = torch.searchsorted(batch.query_starts[1:], self._tokens_T[:count], right=True)
         for group, table_TW in enumerate(self._tables_TW):
@@ -87,6 +88,14 @@ class PaddedRows:
         out_BSKD = torch.empty(shape, dtype=dtype, device=table_RW.device)
         self._store.gather(plane, scales, table_RW.flatten(), out_BSKD)
         return out_BSKD.view(len(table_RW), -1, *plane.shape[2:])
+
+    def _pad(self) -> None:
+        for table_TW in self._tables_TW:
+            table_TW.fill_(self._scratch_block)
+        self._last_T1.zero_()
+        for mask_TJ in self._masks.values():  # the first position is seen, and no other
+            mask_TJ.fill_(False if mask_TJ.dtype == torch.bool else -torch.inf)
+            mask_TJ[:, 0] = 1 if mask_TJ.dtype == torch.bool else 0
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         return as_mask(seen_through(window, self._last_T1 - self._position_J), dtype)

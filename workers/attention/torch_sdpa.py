@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
+from tandem.workers.attention.backend import AttentionStep, ReplayableStep
 from tandem.workers.attention.chunks import Gatherer, SdpaChunks
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.general import GeneralAttention
-from tandem.workers.attention.padded_decode import PaddedDecode, padded_blocks, padded_width
+from tandem.workers.attention.padded_decode import PaddedDecode, padded_width
 from tandem.workers.attention.pieces import attend_in_pieces, context_pieces, heads_that_fit, piece_blocks
 from tandem.workers.attention.row_layout import Chunk, RowLayout, RowLayouts, visible_span
 from tandem.workers.attention.softmax import as_mask, seen_through
@@ -44,13 +44,11 @@ class TorchAttention:
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
         return TorchStep(batch, self._gatherer, self._is_bounded)
 
-    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
-        if not self._replays or max(batch.query_lens_list) > DECODE_QUERIES:
-            return None
-        return padded_width(batch, kv, dtype)
+    def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+        return padded_width(shape, kv, dtype) if self._replays else None
 
     def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
-        return PaddedDecode(batch, num_tokens, padded_blocks(batch), scratch_block, TorchKVStore())
+        return PaddedDecode(batch, num_tokens, scratch_block, TorchKVStore())
 
 
 class DecodeGroup(NamedTuple):

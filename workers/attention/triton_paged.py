@@ -11,11 +11,10 @@ from collections.abc import Hashable
 import torch
 
 from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.kernels.triton.triton_attention import Numbers, Rows, attend, takes
 from tandem.workers.models.spec.arch import AttentionParams
-from tandem.workers.planning.graph_room import table_blocks
 
 __all__ = ["TritonAttention", "takes"]
 
@@ -34,18 +33,12 @@ class TritonAttention:
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
         return _Step(batch, self._numbers)
 
-    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
-        """The blocks that a captured table has room for: the kernel reads what a row has."""
-        if max(batch.query_lens_list) > DECODE_QUERIES:
-            return None
-        return table_blocks(_most_blocks(batch))
+    def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+        """One for all decodes: the kernel reads what a row has of a table that holds any."""
+        return () if shape.most_queries <= DECODE_QUERIES else None
 
     def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
         return _PaddedStep(batch, self._numbers, num_tokens, scratch_block)
-
-
-def _most_blocks(batch: ForwardBatch) -> int:
-    return -(-max(batch.seq_lens_list) // batch.block_size)
 
 
 class _Step:
@@ -77,7 +70,7 @@ class _PaddedStep:
         device = batch.block_table_RN.device
         self._numbers = numbers
         self._scratch_block = scratch_block
-        width = table_blocks(_most_blocks(batch))
+        width = batch.block_table_RN.shape[1]
         self._tables_RW = [
             torch.empty((num_tokens, width), dtype=torch.int32, device=device) for _ in range(batch.num_groups)
         ]
@@ -86,7 +79,13 @@ class _PaddedStep:
         self._place = torch.arange(num_tokens + 1, dtype=torch.int32, device=device)
         self.set_batch(batch)
 
-    def set_batch(self, batch: ForwardBatch) -> None:
+    def set_batch(self, batch: ForwardBatch | None) -> None:
+        if batch is None:
+            for table_RW in self._tables_RW:
+                table_RW.fill_(self._scratch_block)
+            self._positions_T.zero_()
+            self._starts.copy_(self._place)
+            return
         rows, tokens = len(batch.query_lens_list), batch.num_tokens
         for group, table_RW in enumerate(self._tables_RW):
             table_RN = batch.block_table(group)

@@ -50,6 +50,9 @@ def build_engine(
     on_begun(request, cached tokens) is called when a request has got its first row: its prompt is billed from then on.
     """
     manager, waiting, collector = _block_manager(settings, facts, ready), WaitingQueue(), Collector()
+    if ready.captures:
+        collector.captures["made"] = min(one.num_captures for one in ready.captures)
+        collector.captures["failed"] = max(len(one.failures) for one in ready.captures)
     transfers = TransferManager(executor.transfer, ready.num_ranks, clock)
     costs = offload = adapters = experts = step_log = None
     if ready.store is not None:

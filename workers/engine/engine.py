@@ -180,6 +180,7 @@ class Engine:
         self._applying = step
         if result.failure is None:
             outcome = self.results.apply(step, result, now_s)
+            self.collector.launches["replayed" if result.is_replayed else "eager"] += 1
             num_drafts = step.num_computed_drafts(result)
             for observer in self.observers:
                 observer.returned(step, num_drafts, result.device_s)

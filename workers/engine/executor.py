@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from tandem.workers.messages.handshake import CaptureReport
 from tandem.workers.messages.step import ExpertTokens, StepPlan, StepResult
 from tandem.workers.messages.transfer import TransferOp, TransferResult
 
@@ -19,8 +20,9 @@ class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of ranks that are ready. num_blocks: KV blocks that every rank holds (the least of all ranks).
 
     store: the tiers below the device; None: none. tier_notes: startup messages about missing kernels, streamed
-    weights, adapters and the tiers, or why there are no tiers. kv_dtype: element type of the blocks; None: dtype.
-    adapter_pages: device pages for LoRA adapters, the least of all ranks; 0: none.
+    weights, adapters, captures and the tiers, or why there are no tiers. kv_dtype: element type of the blocks; None:
+    dtype. adapter_pages: device pages for LoRA adapters, the least of all ranks; 0: none. captures: of each rank, where
+    they are made at the start.
     """
 
     num_blocks: int
@@ -37,6 +39,7 @@ class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
     tier_notes: tuple[str, ...] = ()
     kv_dtype: str | None = None
     adapter_pages: int = 0
+    captures: tuple[CaptureReport, ...] = ()
 
 
 class Executor(Protocol):

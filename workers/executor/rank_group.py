@@ -40,7 +40,7 @@ from tandem.workers.messages.handshake import (
 from tandem.workers.messages.step import CountExperts, ExpertTokens, StepPlan, StepResult
 from tandem.workers.messages.transfer import TransferOp, TransferResult
 from tandem.workers.planning.budget import available_bytes
-from tandem.workers.planning.start_notes import adapter_notes, kernel_notes, weight_notes
+from tandem.workers.planning.start_notes import adapter_notes, graph_notes, kernel_notes, weight_notes
 
 if TYPE_CHECKING:
     from tandem.workers.executor.tiers import OpenTiers
@@ -115,6 +115,7 @@ class RankGroup:
         self._clock = clock
         self._steps = StepBound(clock)
         self.hellos: tuple[Hello, ...] = ()
+        self._ready: list[RankReady] = []
         self._broken: GroupLost | None = None
         self._reported: str | None = None
         self._reporting = threading.Lock()
@@ -248,7 +249,8 @@ class RankGroup:
             rank_pids=self.rank_pids,
             num_ranks=self.world_size,
             store=None if self._tiers is None else self._tiers.store,
-            tier_notes=(*kernel_notes(loaded), *of_weights, *adapter_notes(loaded), *notes),
+            tier_notes=(*kernel_notes(loaded), *of_weights, *adapter_notes(loaded), *graph_notes(self._ready), *notes),
+            captures=tuple(one.captures for one in self._ready if one.captures is not None),
             kv_dtype=first.kv_dtype,
             adapter_pages=min(message.adapter_pages for message in loaded),
         )
@@ -280,7 +282,8 @@ class RankGroup:
         """Tells every rank to allocate its KV and open its tiers; returns their answers."""
         for rank, own in enumerate(tiers):
             self._send(rank, AllocateKV(num_blocks, own))
-        return self._gather(RankReady, LOAD_TIMEOUT_S, "became ready")
+        self._ready = self._gather(RankReady, LOAD_TIMEOUT_S, "became ready")
+        return self._ready
 
     def _send_setups(self, hellos: list[Hello]) -> None:
         """Sends each rank its setup. The rendezvous is on the machine of rank 0, which chooses the port by binding it:

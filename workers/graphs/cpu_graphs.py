@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tandem.parallel.exchange.step_collectives import PaddedReplay
 from tandem.workers.graphs.graph_runner import Body, Captures, I, Outputs
 from tandem.workers.kernels.cpu.cpu_calls import Arena, Capture, capturing
 
@@ -50,6 +51,9 @@ class CpuGraphs:
         if captured is not None:
             return self._replay(captured, inputs)
         return self._capture(key, inputs, body) if self._captures.is_due(key) else body(inputs)
+
+    def padded(self, key: Hashable | None, num_tokens: int) -> PaddedReplay | None:
+        return None  # ranks of a stage run eagerly
 
     def begin_layer(self) -> None:
         if self._is_capturing:

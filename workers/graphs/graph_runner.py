@@ -5,10 +5,12 @@ cuda_graphs.py CUDA graphs, NoGraphs nothing.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
-from typing import Generic, Protocol, Self, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
+
+from tandem.parallel.exchange.step_collectives import PaddedReplay
 
 Outputs = tuple[torch.Tensor, ...]
 """Tensors whose dim 0 is the token."""
@@ -30,6 +32,10 @@ class StaticInputs(Protocol):
         """Copies another step's values into this memory, of as many tokens or fewer."""
         ...
 
+    def pad(self) -> None:
+        """Makes all tokens of this memory padding. Needs no memory."""
+        ...
+
 
 I = TypeVar("I", bound=StaticInputs)  # noqa: E741
 Body = Callable[[I], Outputs]
@@ -38,7 +44,7 @@ Body = Callable[[I], Outputs]
 class GraphRunner(Protocol):
     """Runs the layers of one rank.
 
-    can_replay: steps may be replayed; set to False when one turned out to hold what cannot be captured, and by those
+    can_replay: steps may be replayed; set to False where one turned out to hold what cannot be captured, and by those
     who want eager steps. num_replays: the number of replayed steps.
     """
 
@@ -53,12 +59,34 @@ class GraphRunner(Protocol):
         """
         ...
 
+    def padded(self, key: Hashable | None, num_tokens: int) -> PaddedReplay | None:
+        """Returns the capture that a run of this key and so many tokens will replay, where its ranks sum in it."""
+        ...
+
     def begin_layer(self) -> None:
         """Says that the body begins a layer: it reads no result from before the last one any more."""
         ...
 
     def close(self) -> None:
         """Drops the captures, which refer to memory that is about to be released. No run may follow."""
+        ...
+
+
+@runtime_checkable
+class StartGraphs(GraphRunner, Protocol):
+    """A GraphRunner whose captures are made at the start, all of them, by the ranks of a stage together."""
+
+    def capture(self, key: Hashable, num_tokens: int, make_inputs: Callable[[], I], body: Body[I]) -> str | None:
+        """Captures steps of a key and up to so many tokens; returns why it could not. make_inputs: makes those of a
+        step of padding. What the body sums, the peers sum, whether it can be captured or not."""
+        ...
+
+    def launch(self, key: Hashable, num_tokens: int) -> None:
+        """Replays a capture on padding."""
+        ...
+
+    def drop(self, keys: Iterable[tuple[Hashable, int]]) -> None:
+        """Forgets captures, by key and number of tokens, if they are there."""
         ...
 
 
@@ -70,6 +98,9 @@ class NoGraphs:
 
     def run(self, key: Hashable | None, inputs: I, body: Body[I]) -> Outputs:
         return body(inputs)
+
+    def padded(self, key: Hashable | None, num_tokens: int) -> PaddedReplay | None:
+        return None
 
     def begin_layer(self) -> None:
         """Does nothing."""

@@ -89,11 +89,23 @@ class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
     tiers: RankTiers | None = None
 
 
+class CaptureReport(msgspec.Struct, frozen=True, array_like=True):
+    """The captures that the ranks of a stage have made together. failures: why steps, named in words, could not be
+    captured and run eagerly. seconds and num_bytes: of this rank."""
+
+    num_captures: int
+    failures: dict[str, str]
+    seconds: float
+    num_bytes: int
+
+
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Answer of a rank that is ready for steps. `tiers_error`: why it could not open the lower tiers, or None."""
+    """Answer of a rank that is ready for steps. `tiers_error`: why it could not open the lower tiers, or None.
+    captures: of a device whose captures are made at the start."""
 
     rank: int
     tiers_error: str | None = None
+    captures: CaptureReport | None = None
 
 
 class RankFailed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="failed"):

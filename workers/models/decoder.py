@@ -4,7 +4,7 @@ Built on each rank by `build_decoder`, run by the model runner under torch.infer
 has no notion of requests, scheduling or sampling. T tokens of a step, S rows that sample, H hidden size, V vocabulary.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,13 +15,15 @@ from tandem.offload.weights.weight_stream import Copier, WeightStream
 from tandem.parallel.checkpoint import DummySource, LoadFormat, OnBytes, ParameterSlot, WeightSource, load
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from tandem.parallel.exchange.step_collectives import PaddedReplay
 from tandem.parallel.linear import AdaptableLinear, LinearPart
 from tandem.parallel.mesh import layer_range
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.workers.attention.backend import AttentionBackend, KVTensors
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.latents.latent_backend import LatentBackend
+from tandem.workers.graphs.graph_runner import StartGraphs
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.arrangements import make_layer
 from tandem.workers.models.layers.entry import Entry
@@ -41,12 +43,19 @@ class DecoderAdapters(Protocol):
     before its first layer."""
 
     name: Hashable
-    """Identifies the calls of the step that has begun: equal names mean the same calls, whatever begin_layers gets."""
+    """Identifies the calls of the step that has begun, if it has adapters: equal names mean the same calls, whatever
+    begin_layers gets."""
+
+    @property
+    def reads_slots(self) -> bool:
+        """True if one capture serves any mix of adapters: then all steps that have some have one name."""
+        ...
 
     def begin(self, batch: ForwardBatch) -> None: ...
 
-    def begin_layers(self, rows: AdapterRows | None) -> None:
-        """Takes the rows' adapters from here, whose values are the batch's."""
+    def begin_layers(self, rows: AdapterRows | None, *, is_captured: bool) -> None:
+        """Takes the rows' adapters from here, whose values are the batch's. is_captured: steps to come may be replays
+        of this one."""
         ...
 
     def begin_head(self, rows: AdapterRows | None) -> None:
@@ -84,6 +93,7 @@ class Decoder:
         self.weight_bytes = 0
         self._mesh = context.mesh
         self._dtype = dtype
+        self._hidden_size = spec.hidden_size
         self._adapters: DecoderAdapters | None = None
         self.stream = stream
         ropes = spec.ropes
@@ -101,7 +111,7 @@ class Decoder:
             for index, layer in enumerate(self.layer_ids)
         ]
         self._attention = attention
-        self.graphs = platform.graphs(stream.invalidate, context.tp_size == 1 and stream.can_replay)
+        self.graphs = platform.graphs(stream.invalidate, stream.can_replay, context.tp)
         self._softcap, self._logit_scale = spec.final_softcap, spec.logit_scale
         self._embedding: VocabParallelEmbedding | None = None
         self._entry: Entry | None = None
@@ -170,27 +180,26 @@ class Decoder:
         if self._embedding is not None and self._entry is not None:
             residual_TH = self._entry(self._embedding(batch.input_ids_T), batch.positions_T)
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
-        angles = tuple(rope.angles(batch.positions_T, residual_TH.dtype) for rope in self._ropes)
-        inputs = LayerInputs(
+        inputs = self._inputs(batch, kv, residual_TH)
+        branch_TH, residual_TH = self.graphs.run(self.replay_key(inputs.shape, kv), inputs, self._walk)
+        return branch_TH, residual_TH
+
+    def _inputs(self, batch: ForwardBatch, kv: KVTensors, residual_TH: torch.Tensor) -> LayerInputs:
+        return LayerInputs(
             batch,
             residual_TH,
             [batch.slot_mapping_T, *(table.slot_mapping_T for table in batch.further_groups)],
-            angles,
+            tuple(rope.angles(batch.positions_T, residual_TH.dtype) for rope in self._ropes),
             batch.adapters,
             self._attention,
             kv,
             batch.num_tokens,
         )
-        key = inputs.graph_key
-        if key is not None:
-            key = (key, None if self._adapters is None else self._adapters.name, id(kv))
-        branch_TH, residual_TH = self.graphs.run(key, inputs, self._walk)
-        return branch_TH, residual_TH
 
     def _walk(self, inputs: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the layers; returns as _run_layers does."""
         if self._adapters is not None:
-            self._adapters.begin_layers(inputs.adapters)
+            self._adapters.begin_layers(inputs.adapters, is_captured=inputs.is_static)
         branch_TH: torch.Tensor | None = None
         for layer, layer_kv in zip(self.stream.in_turn(self._layers), inputs.kv.layers, strict=True):
             self.graphs.begin_layer()
@@ -212,6 +221,41 @@ class Decoder:
         """Returns new hidden states [len(rows), H] after the final norm."""
         assert self._final_norm is not None
         return self._final_norm(branch_TH[rows], residual_TH[rows])
+
+    # ---- captures ----
+
+    def replay_key(self, shape: StepShape, kv: KVTensors) -> Hashable | None:
+        """Returns what tells the calls of a step apart beside the number of its tokens; None where it is not
+        replayed."""
+        if not shape.is_loaded or not isinstance(kv.layers, list):
+            return None
+        key = self._attention.replay_key(shape, kv.layers[0], self._dtype)
+        name = self._adapters.name if shape.has_adapters and self._adapters is not None else None
+        return None if key is None else (key, shape.has_adapters, name, id(kv))
+
+    def padded(self, shape: StepShape, kv: KVTensors) -> PaddedReplay | None:
+        """Returns the capture that a step of this shape replays, on this rank and on its peers."""
+        return self.graphs.padded(self.replay_key(shape, kv), shape.num_tokens)
+
+    def capture(
+        self, graphs: StartGraphs, shape: StepShape, kv: KVTensors, make_batch: Callable[[], ForwardBatch]
+    ) -> str | None:
+        """Captures the layers of a step of this shape, all of it padding; returns why it could not."""
+
+        def make_inputs() -> LayerInputs:
+            batch = make_batch()
+            if self._adapters is not None:
+                self._adapters.begin(batch)
+            shape_TH = (batch.num_tokens, self._hidden_size)
+            residual_TH = torch.zeros(shape_TH, dtype=self._dtype, device=batch.input_ids_T.device)
+            return self._inputs(batch, kv, residual_TH)
+
+        return graphs.capture(self.replay_key(shape, kv), shape.num_tokens, make_inputs, self._walk)
+
+    @property
+    def captures_adapters(self) -> bool:
+        """True if one capture serves any mix of adapters."""
+        return self._adapters is not None and self._adapters.reads_slots
 
     def linears(self) -> Iterator[AdaptableLinear]:
         """Yields the linear layers of this rank, in the order of the model's."""

@@ -60,7 +60,7 @@ class LLM:
     chat_template: path of a Jinja chat template for chat(); None: the model's own, if it has one.
     flags: the flags of `tandem serve` that concern the engine, with underscores and their defaults there, for example
         tensor_parallel_size=2, dtype="float32", kv_offloading_size=4 (GiB), and max_logprobs. Those of vLLM that change
-        nothing here, such as enforce_eager=True, are taken, and a line in the log says why.
+        nothing here, such as swap_space=4, are taken, and a line in the log says why.
 
     Raises SettingsError, which names the flag and its value, if the model cannot be loaded with these arguments, and
     GroupLost if a rank dies. Owns the ranks until close(), which ends what runs; it is a context manager too. Any

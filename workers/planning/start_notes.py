@@ -1,5 +1,5 @@
-"""Notes about a starting group for the launcher and the log: missing kernels, streamed weights, adapters, KV pool,
-what the model's files say in two ways, LongRoPE's factors.
+"""Notes about a starting group for the launcher and the log: missing kernels, streamed weights, adapters, captures, KV
+pool, what the model's files say in two ways, LongRoPE's factors.
 
 Called by workers/executor/ with the messages of loaded ranks, by those that build an engine, by planner.py and by
 the launcher.
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tandem.configs.schema import CacheSettings, EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
-from tandem.workers.messages.handshake import RankLoaded
+from tandem.workers.messages.handshake import RankLoaded, RankReady
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.text.generation_config import generation_of
 
@@ -57,6 +57,21 @@ def adapter_notes(loaded: Sequence[RankLoaded]) -> tuple[str, ...]:
         return ()
     page_bytes = sum(message.adapter_page_bytes for message in loaded)
     return (f"adapters: {num_pages} device pages ({_mib(num_pages * page_bytes)} over {len(loaded)} rank(s))",)
+
+
+def graph_notes(ready: Sequence[RankReady]) -> tuple[str, ...]:
+    """One line about the captures of all ranks, of which each stage has its own: the fewest, the slowest, the bytes of
+    the fullest, and why some failed; none where there are none."""
+    captures = [message.captures for message in ready if message.captures is not None]
+    if not captures:
+        return ()
+    count, seconds = min(one.num_captures for one in captures), max(one.seconds for one in captures)
+    line = f"graphs: {count} in {seconds:.1f} s, {max(one.num_bytes for one in captures) / GIB:.1f} GiB"
+    failures = {words: why for one in captures for words, why in one.failures.items()}
+    if failures:
+        words, why = next(iter(failures.items()))
+        line += f"; {len(failures)} could not be captured, whose steps run eagerly; the first ({words}): {why}"
+    return (line,)
 
 
 def model_notes(settings: EngineSettings, spec: ArchSpec) -> tuple[str, ...]:

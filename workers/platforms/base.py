@@ -15,6 +15,7 @@ from tandem.configs.schema import Device
 from tandem.offload.copies.accelerator import Accelerator
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import LinearMethod, Place, as_given
 from tandem.parallel.params import Param
@@ -102,9 +103,9 @@ class Platform(ABC):
         """Return what leads from logits to tokens."""
 
     @abstractmethod
-    def graphs(self, before_run: Callable[[], None], can_replay: bool) -> GraphRunner:
+    def graphs(self, before_run: Callable[[], None], can_replay: bool, tp: StepCollectives) -> GraphRunner:
         """Return the runner of a stage's layers. before_run: is called before a step that is captured or replayed.
-        can_replay: such steps are allowed."""
+        can_replay: such steps are allowed. tp: what the layers sum with."""
 
     # ---- memory and copies ----
 

@@ -21,6 +21,7 @@ from tandem.configs.platform_facts import CPU as CPU_FACTS
 from tandem.offload.copies.accelerator import DeviceEvent, Stream
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.groups import GLOO
 from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given, can_pack, packed, plain
 from tandem.parallel.params import Param
@@ -211,8 +212,8 @@ class CpuPlatform(Platform):
     def sampling_ops(self) -> SamplingOps:
         return _sampling_ops()
 
-    def graphs(self, before_run: Callable[[], None], can_replay: bool) -> GraphRunner:
-        return CpuGraphs(before_run, can_replay)
+    def graphs(self, before_run: Callable[[], None], can_replay: bool, tp: StepCollectives) -> GraphRunner:
+        return CpuGraphs(before_run, can_replay and tp.size == 1)
 
     # ---- memory and copies ----
 

@@ -17,6 +17,7 @@ from tandem.offload.copies.kv_copies import BlockCopier, StreamCopier
 from tandem.offload.weights.weight_copiers import StreamWeightCopier
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import DenseMethod, LinearMethod, Place, as_given
 from tandem.parallel.params import Param
@@ -179,8 +180,10 @@ class CudaPlatform(Platform):
     def open(cls, device: torch.device) -> Self:
         """Return the platform of one CUDA device; the calling thread is activated.
 
-        cuDNN's attention is off: it plans anew, 55 to 70 ms, for every shape that it has not seen.
+        cuDNN's attention is off: it plans anew, 55 to 70 ms, for every shape that it has not seen. NCCL registers no
+        buffers of captures, unless the environment says so: ranks would wait in it for one that cannot capture.
         """
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         torch.backends.cuda.enable_cudnn_sdp(False)
         accelerator = CudaAccelerator(device)
         accelerator.activate()
@@ -248,8 +251,8 @@ class CudaPlatform(Platform):
 
         return TritonSampling()
 
-    def graphs(self, before_run: Callable[[], None], can_replay: bool) -> GraphRunner:
-        return CudaGraphs(before_run, can_replay, self._capture)
+    def graphs(self, before_run: Callable[[], None], can_replay: bool, tp: StepCollectives) -> GraphRunner:
+        return CudaGraphs(before_run, can_replay, tp, self._capture)
 
     # ---- memory and copies ----
 

@@ -33,6 +33,7 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.row_table import RowTable
+from tandem.workers.rank.start.captures import capture_steps, sizes_of
 from tandem.workers.rank.transfers.grammar_lanes import open_grammar_lanes
 from tandem.workers.rank.transfers.lanes import Lanes
 from tandem.workers.speculation.proposer import make_guess, make_proposer
@@ -64,7 +65,8 @@ class LoadedRank:
     grammars: GrammarStore | None
 
     def build_runner(self, num_blocks: int) -> ModelRunner:
-        """Allocates num_blocks of KV and runs a first small forward, in step with all other ranks."""
+        """Allocates num_blocks of KV, runs a first small forward and makes the captures, in step with all other
+        ranks."""
         block_size = self.settings.cache.block_size
         decoder = self.decoder
         kv = KVCache.allocate(decoder.kv_layouts, num_blocks, block_size, self.kv_dtype, self.platform)
@@ -81,6 +83,8 @@ class LoadedRank:
         guess = make_guess(self.settings.speculative)
         runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer, guess)
         _warm_up(runner, self.max_model_len, block_size, len(windows), relays=context.pp_size > 1)
+        sizes = sizes_of(decoder, kv.tensors, self.settings, self.max_model_len)
+        runner.captures = capture_steps(decoder, kv.tensors, context, self.platform, sizes, len(windows))
         for loads_E in decoder.expert_loads.values():
             loads_E.zero_()
         return runner
@@ -127,6 +131,7 @@ def load_rank(
     memory, packs = platform.memory(), platform.packs(dtype)
     placement = place_weights(settings, spec, context, memory, packs, dtype, max_model_len, ranks_on_node)
     decoder = _build(chosen, placement, on_bytes)
+    decoder.graphs.can_replay &= not settings.model.enforce_eager
     try:
         adapters = _open_adapters(chosen, decoder)
         facts = _facts(chosen, rank, decoder, placement, adapters, started_s)
@@ -292,8 +297,8 @@ def _open_adapters(chosen: _Chosen, decoder: Decoder) -> "RankAdapters | None":
 
 def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_bytes: int) -> int:
     """On a device with memory of its own after profiling steps: what they reserved stays with torch's allocator and
-    counts as used. Steps are captured later, so what that takes is counted (graph_room.py). adapter_bytes: of each
-    rank's slab, which in host memory takes memory only as it fills."""
+    counts as used. Steps are captured behind this, so what that takes is counted (graph_room.py). adapter_bytes: of
+    each rank's slab, which in host memory takes memory only as it fills."""
     cache, platform = chosen.settings.cache, chosen.platform
     if platform.memory() is None:
         free_bytes = max(0, available_bytes() - chosen.ranks_on_node * adapter_bytes)

@@ -18,9 +18,11 @@ import torch
 
 from tandem.offload.copies.accelerator import DeviceEvent
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.step_collectives import PaddedReplay
 from tandem.workers.attention.backend import KVTensors
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.kernels.step_arrays import StepArrays
+from tandem.workers.messages.handshake import CaptureReport
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.platforms.base import Platform
@@ -72,6 +74,7 @@ class _Computed:
     received: tuple[DeviceEvent, DeviceEvent] | None = None
     errors: dict[int, str] = field(default_factory=dict)  # of its rows, by row
     verdict: StepVerdict | None = None  # of all ranks, on the last stage of several
+    is_replayed: bool = False
     pooled: Pooled | None = None  # its embeddings
     scored: Scored | None = None  # the log probabilities of its prompts
 
@@ -135,6 +138,7 @@ class ModelRunner:
         self._context = context
         self.kv = kv
         self.gate: LoadGate | None = None
+        self.captures: CaptureReport | None = None
         self._table = table
         self._samples = context.is_last_stage and context.tp_rank == 0
         self._rows = platform.rows(table, guess, keeps_tokens=self._samples)
@@ -147,6 +151,7 @@ class ModelRunner:
         self._appends = context.pp_size == 1
         self._steps: deque[StepHandle] = deque()  # whose tokens the row table lacks
         self._awaits: list[int] = []
+        self._owed: list[int] = []  # of steps before, which this rank has not computed
         self._failed_step = -1
         self._last_done = self.record()
 
@@ -215,7 +220,8 @@ class ModelRunner:
         """Returns the step's work, or why this rank has not done it."""
         drafts = self._propose(plan)
         num_scored = sum(work.num_scored for work in plan.work) if self._table.scored else 0
-        self._exchanges.begin(plan.work, 0 if drafts is None else drafts.total, self._table.pooled, num_scored)
+        total = 0 if drafts is None else drafts.total
+        self._exchanges.begin(plan.work, total, self._table.pooled, num_scored, self._padded(plan, drafts))
         failure = self._void(plan.step_id, plan.known_failure)
         if failure is None:
             try:
@@ -224,11 +230,31 @@ class ModelRunner:
                 failure = f"{OUT_OF_MEMORY} in step {plan.step_id}: {error}"
             log.warning("%s", failure)
             self._failed_step = plan.step_id
+        self._owed += self._awaits
+        self._awaits.clear()
         try:  # outside of the handler above, whose exception keeps the step's memory
             self._exchanges.make_up()
         except Exception as error:
             raise torch.OutOfMemoryError(f"{failure}; its peers cannot go on: {error}") from error
         return None, failure
+
+    def _padded(self, plan: StepPlan, drafts: Drafts | None) -> PaddedReplay | None:
+        """Returns the capture that the step replays on every rank of a stage of several. Nothing is read that ranks
+        learn of at different times, such as the drafts that were accepted."""
+        if self._context.tp_size == 1 or not self._model.graphs.can_replay:
+            return None
+        table, rows_R = self._table, [work.row for work in plan.work]
+        queries_R = np.fromiter((work.num_tokens for work in plan.work), np.int64, len(rows_R))
+        if drafts is not None:
+            queries_R += drafts.counts_R
+        shape = StepShape(
+            int(queries_R.sum()),
+            int(queries_R.max()),
+            int(table.num_blocks[rows_R].max()),
+            has_adapters=bool((table.adapter_slots[rows_R] >= 0).any()),
+            is_loaded=not self._awaits,
+        )
+        return self._model.padded(shape, self.kv.tensors)
 
     def _propose(self, plan: StepPlan) -> Drafts | None:
         """Returns the step's drafts, which are guessed from all tokens sampled so far. Of a plan that counts for
@@ -272,11 +298,18 @@ class ModelRunner:
         return self._table.sampling.flags[rows]
 
     def _tensors(self) -> KVTensors:
-        """The cache; with an overlapped load, layer by layer as it arrives."""
+        """The cache; with an overlapped load, layer by layer as it arrives. What a failed step should have waited for
+        is waited for here, so that this step is as the peers' is."""
         tensors = self.kv.tensors
-        if not self._awaits:
+        if not self._awaits and not self._owed:
             return tensors
         assert self.gate is not None, "an overlapped load without a memory lane"
+        while self._owed:
+            for page in self.kv.page_of:
+                self.gate.wait(self._owed[-1], page)
+            self._owed.pop()
+        if not self._awaits:
+            return tensors
         return replace(tensors, layers=self.gate.in_turn(tensors.layers, tuple(self._awaits), self.kv.page_of))
 
     def _run(self, plan: StepPlan, batch: StepBatch, drafts: Drafts | None, kv: KVTensors) -> _Computed:
@@ -286,7 +319,9 @@ class ModelRunner:
             before = self.record()
             hidden_TH = self._exchanges.receive()
             received = before, self.record()
+        num_replays = self._model.graphs.num_replays
         output, pooled, scored = self._forward(plan, batch, kv, hidden_TH)
+        is_replayed = self._model.graphs.num_replays > num_replays
         self._exchanges.end_layers()
         if not self._context.is_last_stage:
             self._exchanges.send(output)
@@ -300,7 +335,7 @@ class ModelRunner:
         verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)  # from here on nothing may fail
         tokens = self._tokens(batch, host_drafts_S, drawn, verdict) if self._appends and len(rows_S) else None
         errors = {**self._table.sampling.grammars.errors, **self._table.errors}
-        return _Computed(batch, drafts, drawn, tokens, received, errors, verdict, pooled, scored)
+        return _Computed(batch, drafts, drawn, tokens, received, errors, verdict, is_replayed, pooled, scored)
 
     def _draw(self, sampling: Sampling, forward: ForwardBatch, logits_SV: torch.Tensor) -> Drawn:
         if sampling.prepares_late:
@@ -375,10 +410,10 @@ class ModelRunner:
 
     def _settle_one(self, step: StepHandle) -> None:
         computed, step.computed = step.computed, None
-        received_s, num_unguessed = 0.0, 0
+        received_s, num_unguessed, is_replayed = 0.0, 0, False
         rows: list[RowResult] = []
         if computed is not None:
-            step.failure = self._failure_of(step, computed)
+            step.failure, is_replayed = self._failure_of(step, computed), computed.is_replayed
             if step.failure is None:
                 rows = self._take(computed)
                 if computed.drafts is not None:
@@ -395,6 +430,7 @@ class ModelRunner:
                 rows=rows,
                 failure=step.failure,
                 num_unguessed=num_unguessed,
+                is_replayed=is_replayed,
                 device_s=step.done.seconds_since(step.began) - received_s,
                 wait_s=max(0.0, step.began.seconds_since(self._last_done)) + received_s,
             )

@@ -178,7 +178,7 @@ class RankServer:
         loaded.open_adapter_lanes(self._lanes)
         loaded.open_grammar_lanes(self._lanes, now=self._is_process)
         tiers_error = None if allocate.tiers is None else self._open_tiers(loaded, self._runner, allocate.tiers)
-        return RankReady(self._rank, tiers_error)
+        return RankReady(self._rank, tiers_error, self._runner.captures)
 
     def _open_tiers(self, loaded: LoadedRank, runner: ModelRunner, tiers: RankTiers) -> str | None:
         """Opens the lanes between tiers; returns an error if their memory cannot be allocated."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.workers.messages.step import RowInit, RowWork, StepPlan
+from tandem.workers.planning.graph_room import OVERRUN, most_blocks
 from tandem.workers.platforms.device_rows import PENDING
 from tandem.workers.rank.pooler import PooledRow
 from tandem.workers.sampling.sampling_table import SamplingTable
@@ -17,7 +18,6 @@ from tandem.workers.structured.grammar_store import GrammarStore
 
 Ints = npt.NDArray[np.int64]
 COUNTS = ("num_known", "num_computed", "num_blocks", "num_unread", "num_accepted", "max_accepted")
-OVERRUN = 64  # tokens a row may hold beyond max_model_len: sampled before its end is known
 
 
 class RowTable:
@@ -48,7 +48,7 @@ class RowTable:
         self._groups = len(windows)
         self.vocab_size = vocab_size
         self._max_tokens = max_model_len + OVERRUN
-        self._max_blocks = -(-self._max_tokens // block_size)
+        self._max_blocks = most_blocks(max_model_len, block_size)
         self.sampling = SamplingTable(capacity, vocab_size, grammars=grammars)
         self.token_ids = np.zeros((capacity, self._max_tokens), np.int32)
         self.block_ids = np.zeros((capacity, self._max_blocks * self._groups), np.int32)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.step_collectives import PaddedReplay
 from tandem.workers.messages.step import RowWork
 from tandem.workers.platforms.base import Platform
 from tandem.workers.sampling.prompt_logprobs import pieces_of
@@ -53,16 +54,21 @@ class StepExchanges:
         self._is_over = False
 
     def begin(
-        self, work: Sequence[RowWork], num_drafts: int = 0, pooled: Container[int] = (), num_scored: int = 0
+        self,
+        work: Sequence[RowWork],
+        num_drafts: int = 0,
+        pooled: Container[int] = (),
+        num_scored: int = 0,
+        padded: PaddedReplay | None = None,
     ) -> None:
         """Starts a step, of at least one row. num_drafts, num_scored: of all rows together. pooled: rows for which
-        nothing is sampled."""
+        nothing is sampled. padded: the capture that all ranks of the stage replay in it; None: none does."""
         if self._context.world_size > 1:
             self._num_tokens = sum(row.num_tokens for row in work) + num_drafts
             self._num_samples = sum(row.samples and row.row not in pooled for row in work) + num_drafts
             self._failed_1, self._is_over = None, False
             more = pieces_of(num_scored) if self._context.is_last_stage else []
-            self._context.tp.begin(self._num_tokens, self._num_samples, more)
+            self._context.tp.begin(self._num_tokens, self._num_samples, more, padded)
 
     def receive(self) -> torch.Tensor:
         """Returns the hidden states [T, H] of the stage before."""

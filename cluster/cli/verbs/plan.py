@@ -42,8 +42,8 @@ from tandem.workers.planning.resolve import (
 from tandem.workers.planning.stored_model import open_checkpoint
 
 PLANNED = {
-    "revision", "dtype", "quantization", "batch_invariant", "max_model_len", "hf_overrides", "tensor_parallel_size",
-    "pipeline_parallel_size", "enable_expert_parallel",
+    "revision", "dtype", "quantization", "batch_invariant", "enforce_eager", "max_model_len", "hf_overrides",
+    "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel",
     "gpu_memory_utilization", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size",
     "disable_hybrid_kv_cache_manager",
     "max_num_seqs", "max_num_batched_tokens", "device", "cpu_offload_gb", "enable_lora", "max_loras", "max_lora_rank",

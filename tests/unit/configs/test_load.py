@@ -42,6 +42,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int8", "int8"),
     "batch_invariant": (True, True),
+    "enforce_eager": (True, True),
     "max_model_len": ("2k", 2000),
     "load_format": ("dummy", "dummy"),
     "seed": (7, 7),

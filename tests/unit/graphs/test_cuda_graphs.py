@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tandem.configs.schema import EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
+from tandem.configs.schema import CacheSettings, EngineSettings, LoraSettings, ModelSettings, SchedulerSettings
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.parallel.context import ParallelContext
-from tandem.workers.graphs.cuda_graphs import RUNS_BEFORE_CAPTURE, CudaGraphs, Replay
+from tandem.workers.attention.backend import KVTensors
+from tandem.workers.graphs.cuda_graphs import Replay
 from tandem.workers.graphs.graph_runner import NoGraphs, Outputs
 from tandem.workers.lora.device.rank_adapters import open_adapters
+from tandem.workers.messages.handshake import CaptureReport
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.kv_layout import kv_windows
@@ -23,11 +25,12 @@ from tandem.workers.planning.graph_room import capture_bytes, graph_bytes
 from tandem.workers.platforms.base import DeviceMemory, Platform
 from tandem.workers.platforms.cpu import HostAccelerator
 from tandem.workers.rank.loading import load_rank
+from tandem.workers.rank.start.captures import capture_steps, sizes_of
 from tests.support.adapters import save_random_adapter
 from tests.support.lora_ranks import put_all, with_adapters
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.platforms import GpuOnHost, replaced
-from tests.support.recorded_graph import RecordedGraph
+from tests.support.recorded_graph import recorded
 from tests.support.slot_lora import SlotLora
 from tests.support.tiny_models import BY_NAME, GROUPED, save_tiny_model
 
@@ -35,11 +38,6 @@ CPU, ROWS, MAX_LEN, BLOCK = torch.device("cpu"), 4, 70, 16
 ONE_GROUP = (None,)
 Step = tuple[list[tuple[int, list[int]]], list[int]]
 """Rows with their tokens, and the rows' adapter slots."""
-
-
-def recorded(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
-    graph = RecordedGraph.capture(body)
-    return graph.replay, graph.outputs
 
 
 def eagerly(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
@@ -51,6 +49,25 @@ def eagerly(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
             mine.copy_(its)
 
     return replay, outputs
+
+
+def settings_of(rows: int, *, max_loras: int = 0, block_size: int = BLOCK) -> EngineSettings:
+    """Of a decoder that is captured for so many tokens."""
+    return EngineSettings(
+        model=ModelSettings(model="tiny", dtype="float32"),
+        cache=CacheSettings(block_size=block_size),
+        scheduler=SchedulerSettings(max_num_seqs=rows),
+        lora=LoraSettings(enable_lora=max_loras > 0, max_loras=max(1, max_loras), max_lora_rank=8),
+    )
+
+
+def captured(
+    decoder: Decoder, kv: KVTensors, platform: Platform, settings: EngineSettings, max_len: int, num_groups: int = 1
+) -> CaptureReport | None:
+    """Makes the captures of a start."""
+    with torch.no_grad():
+        sizes = sizes_of(decoder, kv, settings, max_len)
+        return capture_steps(decoder, kv, ParallelContext.single(), platform, sizes, num_groups)
 
 
 def device(capture: Callable[[Callable[[], Outputs]], tuple[Replay, Outputs]]) -> Platform:
@@ -104,7 +121,8 @@ def logits_of(
     windows: tuple[int | None, ...] = ONE_GROUP,
 ) -> tuple[list[torch.Tensor], PagedRows]:
     rows = PagedRows(decoder, ROWS, MAX_LEN, block_size=BLOCK, kv_dtype=kv_dtype, platform=platform, windows=windows)
-    found = []
+    settings, found = settings_of(2 * ROWS, max_loras=2 * decoder.captures_adapters), []
+    captured(decoder, rows.kv, platform, settings, MAX_LEN, len(windows))
     for work, slots in steps:
         batch = rows.batch(work, all_logits=True)
         found.append(decoder.forward(with_adapters(batch, slots), rows.kv, None))
@@ -172,8 +190,11 @@ def test_padded_tokens_write_the_scratch_block_alone(folders: Callable[[str], Pa
     decoder = decoder_on(platform, folders("qwen3"), [])
     rows = PagedRows(decoder, ROWS, MAX_LEN, block_size=BLOCK, platform=platform)
     assert rows.kv.scratch_block == len(rows.kv.layers[0].keys) - 1
+    captured(decoder, rows.kv, platform, settings_of(ROWS), MAX_LEN)
+    for kv in rows.kv.layers:
+        assert (kv.keys[:-1] == 7).all() and (kv.values[:-1] == 7).all(), "captures write nothing else"
     with torch.no_grad():
-        for step in range(RUNS_BEFORE_CAPTURE + 3):
+        for step in range(3):
             before = [(kv.keys.clone(), kv.values.clone()) for kv in rows.kv.layers]
             batch = rows.batch([(row, [step + 3]) for row in range(3)])
             decoder.forward(batch, rows.kv, None)
@@ -184,33 +205,52 @@ def test_padded_tokens_write_the_scratch_block_alone(folders: Callable[[str], Pa
         assert set(changed.nonzero()[:, 0].tolist()) <= written
 
 
-def test_a_step_that_cannot_be_captured_runs_eagerly_from_then_on(
-    folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("error", [RuntimeError("not permitted in a capture"), torch.OutOfMemoryError("no memory")])
+def test_a_capture_that_fails_costs_that_one_alone(
+    folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture, error: RuntimeError
 ) -> None:
-    """As does any step that no bucket holds."""
+    """Its steps run eagerly, as those do that no bucket holds; the others are replayed."""
 
-    def refuses(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
-        raise RuntimeError("operation not permitted when stream is capturing")
+    def fails_at_four(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        if len(body()[0]) == 4:
+            raise error
+        return recorded(body)
 
-    def finds_no_memory(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
-        raise torch.OutOfMemoryError("no memory for a graph")
-
-    steps = steps_of(5, with_slots=False)
-    expected, _ = logits_of(decoder_on(device(recorded), folders("qwen3"), []), device(recorded), steps[:1])
-    found = {}
-    for name, capture, buckets in (
-        ("refused", refuses, (8,)),
-        ("full", finds_no_memory, (8,)),
-        ("small", recorded, ()),
-    ):
+    counts, logits = {}, {}
+    for name, capture in (("failing", fails_at_four), ("whole", recorded)):
         platform = device(capture)
-        platform = replaced(platform, graphs=lambda *more, c=capture, b=buckets: CudaGraphs(*more, c, b))
         decoder = decoder_on(platform, folders("qwen3"), [])
-        found[name], _ = logits_of(decoder, platform, steps)
-        assert decoder.graphs.num_replays == 0 and decoder.graphs.can_replay == (name == "small")
-    assert all(map(torch.equal, found["refused"], found["small"])) and torch.equal(found["small"][0], expected[0])
-    assert all(map(torch.equal, found["full"], found["small"])) and "no memory for a graph" in caplog.text
-    assert "not permitted when stream is capturing" in caplog.text
+        rows = PagedRows(decoder, ROWS, MAX_LEN, block_size=BLOCK, platform=platform)
+        report = captured(decoder, rows.kv, platform, settings_of(ROWS), MAX_LEN)
+        assert report is not None
+        assert (report.num_captures, report.failures) == (
+            (2, {"4 tokens, 9 blocks": str(error)}) if name == "failing" else (3, {})
+        )
+        counts[name], logits[name] = [], []
+        for tokens in (1, 2, 4, 2, 4, 1, 17):
+            before = decoder.graphs.num_replays
+            with torch.no_grad():
+                step = rows.batch([(row, [step_id + 3]) for row, step_id in enumerate(range(min(tokens, ROWS)))])
+                if tokens == 17:
+                    step = rows.batch([(0, prompt_ids(17, 200))])
+                logits[name].append(decoder.forward(step, rows.kv, None))
+            counts[name].append(decoder.graphs.num_replays - before)
+    assert counts == {"failing": [1, 1, 0, 1, 0, 1, 0], "whole": [1, 1, 1, 1, 1, 1, 0]}
+    for ours, theirs in zip(logits["failing"], logits["whole"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert caplog.text.count(str(error)) == 1, "said once"
+
+
+def test_no_step_is_captured_with_enforce_eager(folders: Callable[[str], Path]) -> None:
+    settings = EngineSettings(
+        model=ModelSettings(model=str(folders("qwen3")), dtype="float32", enforce_eager=True),
+        cache=CacheSettings(num_blocks=20),
+    )
+    platform = replaced(device(recorded), memory=lambda: DeviceMemory(700 * MIB, 1024 * MIB))
+    loaded = load_rank(settings, ParallelContext.single(), platform, rank=0, ranks_on_node=1)
+    runner = loaded.build_runner(20)
+    assert runner.captures is None and not loaded.decoder.graphs.can_replay
+    runner.close()
 
 
 def test_one_graph_serves_any_mix_of_adapters(folders: Callable[[str], Path], tmp_path: Path) -> None:
@@ -219,8 +259,35 @@ def test_one_graph_serves_any_mix_of_adapters(folders: Callable[[str], Path], tm
     decoder = decoder_on(platform, folder, adapters)
     mixes = [[0, 1], [1, 1], [0, -1], [-1, 1], [1, 0], [0, 0]]
     logits_of(decoder, platform, [([(0, [step + 3]), (1, [7])], mix) for step, mix in enumerate(mixes)])
-    assert len(decoder.graphs._captures) == 1  # type: ignore[attr-defined]
-    assert decoder.graphs.num_replays == len(mixes) - RUNS_BEFORE_CAPTURE
+    assert decoder.graphs.num_replays == len(mixes)
+    assert len(decoder.graphs._captures) == 8, "four buckets, with adapters and without"  # type: ignore[attr-defined]
+
+
+def test_adapters_that_come_later_are_in_the_captures_of_the_start(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One that changes q and v, then one that changes all: the captures were made before either was there."""
+    folder, logits = folders("qwen3"), {}
+    some = save_random_adapter(folder, tmp_path / "some", rank=4, seed=1, modules=("q_proj", "v_proj"))
+    whole = save_random_adapter(folder, tmp_path / "all", rank=3, seed=2)
+    for kind, capture in (("replayed", recorded), ("padded", eagerly)):
+        platform = device(capture)
+        decoder = decoder_on(platform, folder, [])
+        settings = settings_of(ROWS, max_loras=2)
+        opened = open_adapters(
+            settings.lora, load_spec(folder), folder, decoder, platform, torch.float32, available_bytes=None, pp_size=1
+        )
+        rows = PagedRows(decoder, ROWS, MAX_LEN, block_size=BLOCK, platform=platform)
+        captured(decoder, rows.kv, platform, settings, MAX_LEN)
+        logits[kind] = []
+        with torch.no_grad():
+            for adapters in ([some], [some, whole]):
+                put_all(opened, adapters)
+                batch = rows.batch([(0, [5]), (1, [7])])
+                logits[kind].append(decoder.forward(with_adapters(batch, [0, len(adapters) - 1]), rows.kv, None))
+        assert decoder.graphs.num_replays == 2
+    assert all(map(torch.equal, logits["replayed"], logits["padded"]))
+    assert not torch.equal(*logits["replayed"])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "bloom", "grouped"])
@@ -228,15 +295,16 @@ def test_a_capture_keeps_no_more_than_the_plan_says(folders: Callable[[str], Pat
     platform, spec = device(recorded), load_spec(folders(name))
     groups = KVGroups(BLOCK, kv_windows(spec, MAX_LEN))
     decoder = decoder_on(platform, folders(name), [], windows=groups.windows)
-    logits_of(decoder, platform, steps_of(3, with_slots=False), windows=groups.windows)
-    captures = decoder.graphs._captures._held  # type: ignore[attr-defined]
-    assert len(captures) >= 2
-    for (key, bucket), captured in captures.items():
-        inputs = captured.inputs
+    rows = PagedRows(decoder, ROWS, MAX_LEN, block_size=BLOCK, platform=platform, windows=groups.windows)
+    captured(decoder, rows.kv, platform, settings_of(ROWS), 400, groups.count)
+    captures = decoder.graphs._captures  # type: ignore[attr-defined]
+    assert len(captures) == 6, "tables of 16 blocks and of 29"
+    for (_, bucket), one in captures.items():
+        inputs = one.inputs
         attention = [leaf for leaf in tree_leaves(vars(inputs.attention)) if isinstance(leaf, torch.Tensor)]
-        kept = sum(tensor.nbytes for tensor in (*inputs._tensors(), *captured.outputs, *attention))
-        most = capture_bytes(spec, groups, bucket, key[0], 4)
-        assert most / 2 <= kept <= most, (bucket, key[0])
+        kept = sum(tensor.nbytes for tensor in (*inputs._tensors(), *one.outputs, *attention))
+        most = capture_bytes(spec, groups, bucket, inputs.batch.block_table_RN.shape[1], 4)
+        assert most / 2 <= kept <= most, bucket
 
 
 def test_the_pool_leaves_room_for_captures(folders: Callable[[str], Path]) -> None:

@@ -27,10 +27,11 @@ from tandem.workers.rank.row_table import RowTable
 from tandem.workers.speculation.proposer import make_guess, make_proposer
 from tests.support.adapters import save_random_adapter
 from tests.support.platforms import GpuOnHost, replaced
+from tests.support.recorded_graph import recorded
 from tests.support.slot_lora import SlotLora
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 from tests.support.traced_accelerator import POISON
-from tests.unit.graphs.test_cuda_graphs import decoder_on, eagerly, recorded
+from tests.unit.graphs.test_cuda_graphs import captured, decoder_on, eagerly, settings_of
 
 CPU, BLOCK, BLOCKS, STEPS, DRAFTS = torch.device("cpu"), 32, 4, 18, 3
 PROMPTS = [[5, 6, 7, 8] * 3, [9, 3, 9, 3, 9], [11] * 7]
@@ -120,6 +121,10 @@ class Course:
         runner = ModelRunner(self.model, context, self.kv, table, platform, None, proposer, guess)
         self.num_ahead, self.num_accepted = 0, 0
         self.tokens: list[list[int]] = [[] for _ in PROMPTS]
+        if capture is not None:
+            rows = len(PROMPTS) * (1 + drafts)
+            settings = settings_of(rows, max_loras=len(adapters), block_size=BLOCK)
+            captured(decoder, self.kv.tensors, platform, settings, BLOCK * BLOCKS)
         self._run(runner, bool(adapters), drafts)
         self.num_replays = decoder.graphs.num_replays
 

@@ -6,7 +6,6 @@ As in test_triton_lora.py, the tests run in a process of their own, whose interp
 import dataclasses
 import math
 import random
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.attention.backend import AttentionStep
-from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable
+from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable, StepShape
 from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.models.spec.config.config_reader import load_spec
@@ -209,23 +208,28 @@ def test_heads_of_256_elements() -> None:
 
 
 @computes
-def test_captured_tables_have_room_for_more() -> None:
-    """Keys of steps grow by fours: a context may grow for long before a step is captured anew."""
-    backend, rng = triton_backend(), random.Random(0)
-    keys = [
-        backend.replay_key(on_device(random_batch(rng, 16, [1], [length])), None, torch.float32)
-        for length in (1, 100, 256, 257, 1024, 1025, 5000)
-    ]
-    assert keys == [16, 16, 16, 64, 64, 256, 1024]
-    assert all(before <= after for before, after in pairwise(keys))
-    assert backend.replay_key(on_device(random_batch(rng, 16, [18], [18])), None, torch.float32) is None
+def test_one_capture_serves_tables_of_any_width() -> None:
+    backend = triton_backend()
+    keys = {backend.replay_key(StepShape(3, 1, blocks), None, torch.float32) for blocks in (1, 16, 17, 5000)}
+    assert len(keys) == 1 and None not in keys
+    assert backend.replay_key(StepShape(18, 18, 2), None, torch.float32) is None
+
+
+@computes
+def test_a_captured_step_reads_padding_alone_once_it_is_told_so() -> None:
+    batch = on_device(random_batch(random.Random(0), 16, [1, 3], [40, 20]))
+    step = triton_backend().prepare_replay(batch, 8, SCRATCH)
+    step.set_batch(None)
+    assert all((table == SCRATCH).all() for table in step._tables_RW)
+    assert not step._positions_T.any() and step._starts.tolist() == list(range(9))
 
 
 @computes
 def test_a_captured_step_keeps_no_more_than_the_plan_says() -> None:
     spec = load_spec(ROOT / "configs" / "demo" / "model")
-    for length, blocks in ((100, 16), (3000, 256)):
+    for length in (100, 3000):
         batch = on_device(random_batch(random.Random(0), 16, [1, 1], [length, 2]))
+        blocks = batch.block_table_RN.shape[1]
         step = triton_backend().prepare_replay(batch, 24, SCRATCH)
         kept = sum(leaf.nbytes for leaf in tree_leaves(vars(step)) if isinstance(leaf, torch.Tensor))
         assert 24 * 4 * blocks <= kept <= table_bytes(spec, KVGroups(16), 24, blocks, 4)

@@ -15,7 +15,7 @@ import torch
 from tandem.parallel.context import ParallelContext
 from tandem.workers.attention.backend import AttentionStep, ReplayableStep
 from tandem.workers.attention.chunks import Gatherer
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.general import GeneralAttention
 from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore
 from tandem.workers.models.decoder import Decoder, build_decoder
@@ -37,7 +37,7 @@ class InventedAttention:
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
         return InventedStep(batch, GeneralAttention(batch, Gatherer(TorchKVStore())))
 
-    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+    def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         return None
 
     def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:

@@ -555,7 +555,7 @@ def test_prefix_is_found_again(llm: LLM) -> None:
 
 def test_two_engines_in_one_process(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """The second with arguments of vLLM that change nothing here: a line of the log for each says why."""
-    foreign: dict[str, Any] = {"enforce_eager": True, "swap_space": 4, "disable_log_stats": True}
+    foreign: dict[str, Any] = {"cuda_graph_sizes": 8, "swap_space": 4, "disable_log_stats": True}
     with LLM("demo", dtype="float32", max_num_seqs=2, **foreign) as other:
         assert ask(other, "What is 2 + 3?") == ask(llm, "What is 2 + 3?")
     lines = [record.getMessage() for record in caplog.records if record.name == "tandem.offline"]

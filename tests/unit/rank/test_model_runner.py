@@ -12,6 +12,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.engine.executor import ExecutorReady
+from tandem.workers.graphs.graph_runner import NoGraphs
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan, StepResult
 from tandem.workers.models.spec.kv_layout import KVLayout
 from tandem.workers.platforms.cpu import CpuPlatform
@@ -42,6 +43,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
 class HashDecoder:
     """Writes each token into its KV slot, reads each row's context back from its blocks."""
 
+    graphs = NoGraphs()
     poison: int | None = None
 
     def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:

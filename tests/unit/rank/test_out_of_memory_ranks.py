@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tandem.parallel.context import ParallelContext
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.messages.step import NOT_FINITE
+from tandem.workers.planning import graph_room
 from tandem.workers.rank.model_runner import OUT_OF_MEMORY
 from tests.support.engine_ranks import EngineCase, Fault, Share, Told, run_engine
 from tests.support.thread_ranks import ThreadRanks
@@ -59,10 +60,28 @@ def wanted(folder: Path) -> Told:
 
 
 def serve(
-    folder: Path, tp: int, pp: int, *faults: Fault, late: bool = False, large: int = 13, drafts: int = 0
+    folder: Path,
+    tp: int,
+    pp: int,
+    *faults: Fault,
+    late: bool = False,
+    large: int = 13,
+    drafts: int = 0,
+    replays: bool = False,
+    prompt_ranks: tuple[int, ...] = (),
 ) -> list[Told]:
     torch.set_num_threads(1)
-    case = EngineCase(folder, tp, pp, requests_of(2, 9, large), faults, late, drafts=drafts)
+    case = EngineCase(
+        folder,
+        tp,
+        pp,
+        requests_of(2, 9, large),
+        faults,
+        late,
+        drafts=drafts,
+        replays=replays,
+        prompt_ranks=prompt_ranks,
+    )
     return ThreadRanks().call(run_engine, tp, pp, case)  # type: ignore[no-any-return]
 
 
@@ -178,3 +197,58 @@ def test_so_it_is_where_the_host_learns_of_it_a_step_late(
 ) -> None:
     drafts = data.draw(st.sampled_from([0, 3]), "drafts") if group[1] == 1 else 0
     check(serve(folder, *group, *data.draw(faults_of(group[0] * group[1])), late=True, drafts=drafts), wanted)
+
+
+# ---- ranks that replay ----
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2), (4, 1)], ids=["tp2", "tp2pp2", "tp4"])
+def test_ranks_that_replay_say_the_same(folder: Path, wanted: Told, tp: int, pp: int, drafts: int) -> None:
+    told = serve(folder, tp, pp, drafts=drafts if pp == 1 else 0, replays=True)
+    assert all(one.tokens == wanted.tokens for one in told)
+    assert len({one.num_replays for one in told}) == 1 and told[0].num_replays >= 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_runs_out_in_a_replayed_step_launches_it_on_padding(
+    folder: Path, wanted: Told, place: str, rank: int
+) -> None:
+    """The second step and later ones are replays on its peer; the step after it is right."""
+    fault = PLACES[place]
+    for step in (2, 4):
+        told = serve(folder, 2, 1, Fault(rank, step, min(fault.collectives, 1), fault.operations), replays=True)
+        check(told, wanted)
+        assert told[0].num_replays >= 3
+
+
+@settings(max_examples=20)
+@given(group=st.sampled_from(GROUPS), data=st.data())
+def test_any_rank_that_replays_may_run_out_at_any_operation(
+    folder: Path, wanted: Told, group: tuple[int, int], data: st.DataObject
+) -> None:
+    drafts = data.draw(st.sampled_from([0, 3]), "drafts") if group[1] == 1 else 0
+    check(serve(folder, *group, *data.draw(faults_of(group[0] * group[1])), drafts=drafts, replays=True), wanted)
+
+
+@pytest.mark.parametrize("prompt_ranks", [(0,), (1,)])
+def test_ranks_that_know_different_outcomes_choose_one_capture(
+    folder: Path, wanted: Told, prompt_ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has read which drafts were accepted, the other has not. Tables of 2, 4 and 8 blocks have captures, and the
+    twin's collectives tell a replay from another."""
+    monkeypatch.setattr(graph_room, "NARROWEST_TOKENS", 8)
+    monkeypatch.setattr(graph_room, "MAX_CAPTURES", 15)
+    told = serve(folder, 2, 1, late=True, drafts=3, replays=True, prompt_ranks=prompt_ranks)
+    assert all(one.tokens == wanted.tokens for one in told)
+    assert told[0].num_replays == told[1].num_replays >= 5
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_ranks_that_replay_and_learn_late_stay_in_step(folder: Path, wanted: Told, drafts: int) -> None:
+    """The step behind the one that fails is launched before that is known: on one rank as padding, on the other as it
+    was planned."""
+    told = serve(folder, 2, 1, Fault(1, 3, 0, 5), late=True, drafts=drafts, replays=True)
+    check(told, wanted)
+    assert told[0].num_replays >= 4 and len(told[0].failures) >= 2

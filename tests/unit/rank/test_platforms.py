@@ -16,6 +16,8 @@ from tandem.configs.platform_facts import check_formats
 from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
 from tandem.offload.copies.host_slab import HostSlab
 from tandem.parallel import groups
+from tandem.parallel.exchange.collectives import SingleRank
+from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.linear import LinearPart
 from tandem.parallel.params import Span
 from tandem.workers.attention.latents.torch_latents import TorchLatents
@@ -151,7 +153,9 @@ def test_captured_graphs_share_a_pool_and_let_lanes_copy(cuda: Platform, monkeyp
     made = [capture(lambda: (torch.ones(2),)) for _ in range(2)]
     assert all(replay() == "replayed" and output.tolist() == [1, 1] for replay, (output,) in made)
     assert captures[0] == captures[1] and captures[0][1] == "thread_local"
-    assert cuda.scratch_blocks == 1 and isinstance(cuda.graphs(lambda: None, True), CudaGraphs)
+    assert cuda.scratch_blocks == 1 and isinstance(
+        cuda.graphs(lambda: None, True, StepCollectives(SingleRank(), 1)), CudaGraphs
+    )
 
 
 def test_quantized_weights_are_refused_on_cuda(cuda: Platform) -> None:

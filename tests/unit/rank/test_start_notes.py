@@ -2,8 +2,8 @@
 
 import msgspec
 
-from tandem.workers.messages.handshake import RankLoaded
-from tandem.workers.planning.start_notes import kernel_notes, weight_notes
+from tandem.workers.messages.handshake import CaptureReport, RankLoaded, RankReady
+from tandem.workers.planning.start_notes import graph_notes, kernel_notes, weight_notes
 
 MIB = 2**20
 LOADED = RankLoaded(
@@ -49,3 +49,15 @@ def test_kernels_that_are_missing_everywhere_get_one_line() -> None:
     assert kernel_notes(slow) == ("no compiler",)
     assert kernel_notes([slow[0], msgspec.structs.replace(LOADED, rank=1)]) == ("rank 0: no compiler",)
     assert kernel_notes([LOADED]) == ()
+
+
+def test_captures_have_one_line() -> None:
+    """Of the stage with the fewest, the slowest rank and the fullest; a failure is named by its steps."""
+    whole = CaptureReport(13, {}, 2.04, 2**27)
+    short = CaptureReport(12, {"4 tokens, 9 blocks": "no memory"}, 1.5, 2**26)
+    assert graph_notes([RankReady(0), RankReady(1)]) == ()
+    assert graph_notes([RankReady(0, None, whole)]) == ("graphs: 13 in 2.0 s, 0.1 GiB",)
+    assert graph_notes([RankReady(0, None, whole), RankReady(1, None, short)]) == (
+        "graphs: 12 in 2.0 s, 0.1 GiB; 1 could not be captured, whose steps run eagerly; "
+        "the first (4 tokens, 9 blocks): no memory",
+    )

@@ -12,7 +12,7 @@ import torch
 from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.chunks import Gatherer
 from tandem.workers.attention.cpu_rows import MOST_PARTS, QueryRows, decode_key
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.latents.latent_backend import LatentStep, ReplayableLatentStep
 from tandem.workers.attention.latents.latent_chunks import LatentChunks
 from tandem.workers.attention.latents.latent_heads import LatentHeads
@@ -35,12 +35,12 @@ class CpuLatents:
     def prepare(self, batch: ForwardBatch) -> LatentStep:
         if self._chunks is None:
             return _LatentQueries(self._kernel, QueryRows(batch, self._kernel, most_parts=MOST_PARTS))
-        if decode_key(batch) is None:
+        if decode_key(max(batch.query_lens_list)) is None:
             return _LatentRows(batch, self._kernel, self._chunks)
         return _LatentQueries(self._kernel, QueryRows(batch, self._kernel))
 
-    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
-        return decode_key(batch)
+    def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+        return decode_key(shape.most_queries)
 
     def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableLatentStep:
         assert num_tokens == batch.num_tokens, "a step on CPU is not padded"
@@ -60,7 +60,8 @@ class _LatentQueries:
         works = self._rows.works(params.window, q_TND.shape[1], heads.spec.head_dim)
         return self._kernel.attend(q_TND, kv, works, self._rows.table(kv.group), params, heads.spec, heads.of_heads())
 
-    def set_batch(self, batch: ForwardBatch) -> None:
+    def set_batch(self, batch: ForwardBatch | None) -> None:
+        assert batch is not None, "a step on CPU is not padded"
         self._rows.set_batch(batch)
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
@@ -36,7 +36,7 @@ class LatentStep(Protocol):
 class ReplayableLatentStep(LatentStep, Protocol):
     """A step whose calls may be captured and replayed (workers/graphs/graph_runner.py)."""
 
-    def set_batch(self, batch: ForwardBatch) -> None:
+    def set_batch(self, batch: ForwardBatch | None) -> None:
         """Point the captured calls at another batch, as ReplayableStep does."""
         ...
 
@@ -49,6 +49,6 @@ class LatentBackend(Protocol):
 
     def prepare(self, batch: ForwardBatch) -> LatentStep: ...
 
-    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None: ...
+    def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None: ...
 
     def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableLatentStep: ...

@@ -8,13 +8,12 @@ from collections.abc import Hashable
 
 import torch
 
-from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.chunks import Gatherer, SdpaChunks
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.latents.latent_backend import LatentStep, ReplayableLatentStep
 from tandem.workers.attention.latents.latent_chunks import LatentChunks
 from tandem.workers.attention.latents.latent_heads import LatentHeads
-from tandem.workers.attention.padded_decode import PaddedRows, padded_blocks, padded_width
+from tandem.workers.attention.padded_decode import PaddedRows, padded_width
 from tandem.workers.attention.softmax import attend
 from tandem.workers.attention.torch_sdpa import DecodeGroups
 from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore
@@ -35,13 +34,11 @@ class TorchLatents:
     def prepare(self, batch: ForwardBatch) -> LatentStep:
         return _GroupsStep(batch, self._gatherer, self._is_bounded)
 
-    def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
-        if not self._replays or max(batch.query_lens_list) > DECODE_QUERIES:
-            return None
-        return padded_width(batch, kv, dtype)
+    def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
+        return padded_width(shape, kv, dtype) if self._replays else None
 
     def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableLatentStep:
-        return PaddedLatents(batch, num_tokens, padded_blocks(batch), scratch_block, TorchKVStore())
+        return PaddedLatents(batch, num_tokens, scratch_block, TorchKVStore())
 
 
 class _GroupsStep:

@@ -145,6 +145,16 @@ class EngineCounts:
         int, Metric("counter", "wasted_tokens_total", "Tokens generated that were neither delivered nor billed.")
     ] = 0
     steps: Annotated[int, Metric("counter", "engine_steps_total", "Steps of the engine.")] = 0
+    # of those that succeeded, by whether their layers were a capture's
+    launches: Annotated[
+        dict[str, int],
+        Metric("counter", "step_launches_total", "Steps by launch of their layers: replayed or eager.", "launch"),
+    ] = field(default_factory=lambda: dict.fromkeys(("replayed", "eager"), 0))
+    # of the stage that has the fewest; set at the start, where a device makes all of them
+    captures: Annotated[
+        dict[str, int],
+        Metric("gauge", "step_captures", "Kinds of steps captured at the start: made or failed.", "outcome"),
+    ] = field(default_factory=lambda: dict.fromkeys(("made", "failed"), 0))
     schedule_s: Annotated[
         float, Metric("counter", "step_schedule_seconds_total", "Step time spent planning and applying.")
     ] = 0.0

@@ -18,7 +18,7 @@ from tandem.workers.lora.device.slab import AdapterSlab
 
 class LoraLayers:
     """The Adapters of a decoder. `rows` of the tokens, `sample_rows` of those whose logits are wanted, `slots`: of the
-    step under way; None and nothing where no token has one."""
+    step under way; None and nothing where no token has one. name: of a step that has adapters."""
 
     def __init__(self, slab: AdapterSlab, ops: LoraOps) -> None:
         self._slab = slab
@@ -27,30 +27,32 @@ class LoraLayers:
         self.sample_rows: AdapterRows | None = None
         self.slots: frozenset[int] = frozenset()
         self.name: Hashable = None
+        self._is_whole = False
         self._bounds: list[tuple[int, int]] = []
         self._embeddings: list[EmbeddingLoraHook] = []
         self._chosen: dict[tuple[int, int], list[ProjectionTables]] = {}
         self._chosen_for: tuple[frozenset[int], int] = (self.slots, 0)
 
+    @property
+    def reads_slots(self) -> bool:
+        return self._ops.reads_slots
+
     def begin(self, batch: ForwardBatch) -> None:
         rows = self.rows = batch.adapters
         self.sample_rows = batch.sample_adapters
         self.slots = frozenset() if rows is None else self._slots_of(rows)
-        self.name = None if rows is None else self._name_of(rows)
+        self._is_whole = False
+        if rows is not None and not self.reads_slots:
+            self.name = tuple(rows.segments), self._slab.changes
         if (wanted := (self.slots, self._slab.changes)) != self._chosen_for:
             self._chosen_for = wanted
             self._chosen.clear()
 
-    def begin_layers(self, rows: AdapterRows | None) -> None:
-        """The layers take the rows' slots from here, which a graph may hold."""
+    def begin_layers(self, rows: AdapterRows | None, *, is_captured: bool) -> None:
+        """The layers take the rows' slots from here, which a graph may hold. Where slots are read on the device, one
+        that is captured has all projections, for adapters to come: the tables stay where they are."""
         self.rows = rows
-
-    def _name_of(self, rows: AdapterRows) -> Hashable:
-        """Return what tells a step's calls apart. Where slots are read on the device, calls depend on the projections
-        that some adapter changes, and no more: the tables stay where they are."""
-        if self._ops.reads_slots:
-            return tuple(map(bool, self._slab.slots_of))
-        return tuple(rows.segments), self._slab.changes
+        self._is_whole = is_captured and self.reads_slots
 
     def _slots_of(self, rows: AdapterRows) -> frozenset[int]:
         """The slots whose adapters decide which projections are computed: the step's, or all where calls may not
@@ -86,8 +88,10 @@ class LoraLayers:
         return hook
 
     def projections(self, first: int, last: int) -> list[ProjectionTables]:
-        """Return those of [first, last) that an adapter of the step changes. Kept while the steps' slots and what lies
-        in them stay the same."""
+        """Return those of [first, last) that an adapter of the step changes, or may change in steps to come. Kept while
+        the steps' slots and what lies in them stay the same."""
+        if self._is_whole:
+            return self._slab.tables[first:last]
         chosen = self._chosen.get((first, last))
         if chosen is None:
             slots, slab = self.slots, self._slab

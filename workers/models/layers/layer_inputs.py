@@ -1,13 +1,12 @@
 """The inputs of a step's layers, as one record that a graph can hold. Made by decoder.py. T tokens, H hidden size."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
 from tandem.workers.attention.backend import AttentionBackend, AttentionStep, KVTensors, ReplayableStep
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.latents.latent_backend import LatentBackend, LatentStep, ReplayableLatentStep
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.positions import Angles
@@ -43,12 +42,14 @@ class LayerInputs:
         return cast(LatentStep, self._step)
 
     @property
-    def graph_key(self) -> Hashable | None:
-        """The things that attention may vary by among steps with one graph; None where a step of this batch is its own.
-        An overlapped load is waited for layer by layer, which no graph does."""
-        if not isinstance(self.kv.layers, list):
-            return None
-        return self.backend.replay_key(self.batch, self.kv.layers[0], self.residual_TH.dtype)
+    def shape(self) -> StepShape:
+        """The batch's shape. An overlapped load is waited for layer by layer, which no graph does."""
+        return self.batch.shape(is_loaded=isinstance(self.kv.layers, list))
+
+    @property
+    def is_static(self) -> bool:
+        """True if a capture holds this memory."""
+        return self._replayable is not None
 
     def static(self, num_tokens: int) -> "LayerInputs":
         def room(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,6 +80,11 @@ class LayerInputs:
         for mine, its in zip(self._tensors(), inputs._tensors(), strict=True):
             (mine if count == self.num_tokens else mine[:count]).copy_(its)
         self._replayable.set_batch(inputs.batch)
+
+    def pad(self) -> None:
+        assert self._replayable is not None, "inputs of one step alone"
+        self._pad(0)
+        self._replayable.set_batch(None)
 
     def _tensors(self) -> list[torch.Tensor]:
         tensors = [self.residual_TH, *self.slots_T]

@@ -216,7 +216,7 @@ def test_a_gpu_plan_adds_up(large: Path) -> None:
     for stage in plan.stages:
         used = stage.device_weight_bytes + stage.activation_bytes + stage.graph_bytes + stage.kv_budget_bytes
         assert used == int(0.9 * 80 * GIB)
-        assert stage.graph_bytes == 16 * stage.kv_token_bytes, "the scratch block, and no captures with TP"
+        assert stage.graph_bytes > ATTENTION_BYTES, "of captures, and the scratch block"
         assert not stage.placement.streamed
     assert plan.device_tokens == min(s.kv_budget_bytes // (16 * s.kv_token_bytes) for s in plan.stages) * 16
     assert plan.tiers[0].full_conversations == plan.device_tokens // 32768
@@ -228,7 +228,7 @@ def test_a_gpu_that_replays_steps_keeps_room_for_them(large: Path) -> None:
     (stage,) = plan_group(settings, spec, Memory("cuda", 640 * GIB), "bfloat16", "bfloat16", 32768).stages
     of_graphs = graph_bytes(spec, Mesh(), settings, 2, 32768)
     assert stage.graph_bytes == of_graphs + 16 * stage.kv_token_bytes
-    assert ATTENTION_BYTES + 100 * MIB < of_graphs < 2 * GIB
+    assert ATTENTION_BYTES + 60 * MIB < of_graphs < 2 * GIB
     (stage,) = plan_group(settings, spec, Memory("cpu", 640 * GIB), "bfloat16", "bfloat16", 32768).stages
     assert stage.graph_bytes == 0
 

@@ -119,7 +119,7 @@ def test_a_pasted_command_line_is_taken_and_each_flag_without_effect_named(monke
 
 
 def test_a_start_prints_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = build_settings("demo", {"enforce_eager": True, "device": "cpu"})
+    settings = build_settings("demo", {"disable_log_stats": True, "device": "cpu"})
     said: list[str] = []
 
     class Console(launcher.Console):
@@ -129,7 +129,7 @@ def test_a_start_prints_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "check_port", lambda host, port: (_ for _ in ()).throw(_Caught))
     with pytest.raises(_Caught):
         launcher.Launcher(settings, None, Console(), None)._check()  # type: ignore[arg-type]
-    assert said == list(settings.without_effect) and said[0].startswith("--enforce-eager has no effect: ")
+    assert said == list(settings.without_effect) and said[0].startswith("--disable-log-stats has no effect: ")
 
 
 @pytest.mark.parametrize(
@@ -222,11 +222,11 @@ def test_code_of_others_is_refused_by_name_however_many_it_is(
 def test_files_may_have_them(tmp_path: Any) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text(
-        yaml.safe_dump({"model": "demo", "enforce-eager": True, "swap_space": 4, "enable_sleep_mode": False})
+        yaml.safe_dump({"model": "demo", "disable-log-stats": True, "swap_space": 4, "enable_sleep_mode": False})
     )
     lines = merge_config(str(file), None, {}).without_effect
-    assert [line.partition(" ")[0] for line in lines] == ["--enforce-eager", "--swap-space"]
-    args = {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": {"enforce_eager": True}}
+    assert [line.partition(" ")[0] for line in lines] == ["--disable-log-stats", "--swap-space"]
+    args = {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": {"disable_log_stats": True}}
     assert settings_from_serve_args(args).without_effect == lines[:1]
 
 

@@ -1,0 +1,70 @@
+"""A whole start of a group of one, the GPU's platform over the host's memory: captures are made before it is ready,
+none later, whatever is asked; the start says them, and metrics count replays."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tandem.configs.bundled import DEMO_MODEL
+from tandem.configs.schema import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
+from tandem.workers.build import model_facts
+from tandem.workers.engine.build_engine import build_engine
+from tandem.workers.executor.in_process_ranks import in_process_group
+from tandem.workers.graphs.cuda_graphs import Replay
+from tandem.workers.graphs.graph_runner import Outputs
+from tandem.workers.messages.request import GenerationRequest, SamplingParams
+from tandem.workers.planning.budget import MIB
+from tandem.workers.planning.graph_room import BUCKETS, capture_sizes
+from tandem.workers.platforms.base import DeviceMemory
+from tandem.workers.platforms.cpu import HostAccelerator
+from tests.support.engine_ranks import Told
+from tests.support.platforms import GpuOnHost, replaced
+from tests.support.recorded_graph import recorded
+
+
+def test_nothing_is_captured_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def capture(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        made.append(1)
+        if len(made) == 2:
+            raise RuntimeError("not in a capture")
+        return recorded(body)
+
+    platform = replaced(GpuOnHost(HostAccelerator(), capture), memory=lambda: DeviceMemory(900 * MIB, 1024 * MIB))
+    monkeypatch.setattr("tandem.workers.rank.rank_server.open_platform", lambda *_: platform)
+    settings = EngineSettings(
+        model=ModelSettings(model=str(DEMO_MODEL), dtype="float32", max_model_len=400),
+        cache=CacheSettings(num_blocks=60),
+        scheduler=SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64),
+    )
+    group, told = in_process_group(settings), Told()
+    try:
+        ready = group.start()
+        (line,) = [note for note in ready.tier_notes if note.startswith("graphs: ")]
+        assert line.startswith("graphs: 7 in ") and "; 1 could not be captured" in line and "not in a capture" in line
+        engine, at_start = build_engine(settings, model_facts(settings, ready), group, ready, told), len(made)
+        assert at_start == 8, "1, 2, 4, 8 tokens, by tables of 16 and of 29 blocks"
+        for number, length in enumerate((1, 3, 17, 40, 120, 260, 5, 64)):
+            sampling = SamplingParams(max_tokens=12, ignore_eos=True, temperature=number % 2, seed=number)
+            prompt = [3 + (7 * number + 5 * k) % 700 for k in range(length)]
+            engine.add_request(GenerationRequest(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling))
+        while engine.has_work():
+            engine.turn(0.0)
+        stats = engine.stats()
+        assert stats.captures == {"made": 7, "failed": 1} and len(made) == at_start
+        assert stats.launches["replayed"] >= 8 and stats.launches["eager"] >= 4
+        assert sum(stats.launches.values()) == stats.steps
+        assert all(len(tokens) == 12 for tokens in told.tokens.values()) and len(told.tokens) == 8
+    finally:
+        group.close()
+
+
+def test_what_a_start_captures_covers_decode_steps_of_all_rows() -> None:
+    def sizes(**scheduler: int) -> list[tuple[int, int]]:
+        settings = EngineSettings(model=ModelSettings(model="m"), scheduler=SchedulerSettings(**scheduler))
+        return [one[:2] for one in capture_sizes(settings, 400, lambda blocks: blocks if blocks < 29 else None)]
+
+    assert sizes(max_num_seqs=5) == [(1, 16), (2, 16), (4, 16), (8, 16)]
+    assert sizes(max_num_seqs=5, max_num_batched_tokens=2) == [(1, 16), (2, 16)]
+    assert [tokens for tokens, _ in sizes(max_num_seqs=1000)] == list(BUCKETS)

@@ -1,0 +1,87 @@
+"""Ranks of a stage as gloo processes: they make captures at the start together, and replays equal the same padded steps
+run eagerly, bit for bit, with adapters, drafts and a grammar. What they do without memory, tests/unit/rank has more of.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.configs.bundled import DEMO_MODEL
+from tests.support.adapters import save_random_adapter
+from tests.support.decoder_ranks import RankProcesses
+from tests.support.engine_ranks import EngineCase, Fault, run_engine
+from tests.support.replay_course import CourseCase, Ran, run_awaited, run_course
+from tests.support.thread_ranks import ThreadRanks
+from tests.support.tiny_models import BY_NAME, TinyModel, save_tiny_model
+from tests.unit.rank.test_out_of_memory_ranks import check, requests_of
+
+STEPS = 12
+
+
+def course(ranks: "RankProcesses | ThreadRanks", folder: Path, tp: int, **changes: Any) -> list[Ran]:
+    return ranks.call(run_course, tp, 1, CourseCase(folder, tp, **changes))
+
+
+@pytest.mark.parametrize(
+    ("tp", "drafts", "adapted", "grammar"),
+    [(2, 0, True, True), (2, 3, True, True), (2, 3, False, False), (4, 3, True, False)],
+    ids=["adapters-grammar", "drafts-adapters-grammar", "drafts", "tp4"],
+)
+def test_replays_equal_eager_steps(
+    ranks: RankProcesses, tmp_path: Path, tp: int, drafts: int, adapted: bool, grammar: bool
+) -> None:
+    """Captured with padding, replayed with the crowd. Nothing is captured after the start."""
+    folder = DEMO_MODEL if tp == 2 else save_tiny_model(BY_NAME["llama-mha-tied"], tmp_path)
+    adapters = [save_random_adapter(folder, tmp_path / f"a{n}", rank=4 + n, seed=n) for n in range(2 * adapted)]
+    given: dict[str, Any] = {"adapters": tuple(adapters), "drafts": drafts, "grammar": grammar}
+    replayed, padded = (course(ranks, folder, tp, kind=kind, **given) for kind in ("replayed", "padded"))
+    for mine, its in zip(replayed, padded, strict=True):
+        assert mine.num_replays >= STEPS and mine.num_replays == its.num_replays
+        assert len(mine.logits) == len(its.logits) and all(map(torch.equal, mine.logits, its.logits))
+        assert mine.report is not None and not mine.report.failures
+        assert mine.num_captured == mine.report.num_captures >= 3 and mine.num_captured_late == 0
+    assert replayed[0].tokens == padded[0].tokens and replayed[0].num_said_replayed == replayed[0].num_replays
+    alone = course(ThreadRanks(), folder, 1, **given)[0]
+    assert alone.tokens == replayed[0].tokens, "those of one rank"
+
+
+@pytest.mark.parametrize(("fails", "early"), [(0, False), (1, False), (1, True)])
+def test_a_capture_that_fails_on_one_rank_is_dropped_on_both(ranks: RankProcesses, fails: int, early: bool) -> None:
+    """early: in its eager run, whose sums the peer waits for."""
+    whole, told = course(ranks, DEMO_MODEL, 2), course(ranks, DEMO_MODEL, 2, fails=fails, fails_early=early)
+    why = ["on another rank of the stage"] * 2
+    why[fails] = "Tried to allocate 20.00 GiB" if early else "no memory for a graph"
+    for rank, one in enumerate(told):
+        assert one.report is not None and one.report.failures == {"4 tokens, 10 blocks": why[rank]}
+        assert one.report.num_captures == 2
+        assert 0 < one.num_replays < whole[rank].num_replays, "steps of three rows run eagerly"
+    assert told[0].tokens == whole[0].tokens
+
+
+@pytest.mark.parametrize("refuses", [0, 1])
+def test_ranks_of_which_one_replays_nothing_run_eagerly(ranks: RankProcesses, refuses: int) -> None:
+    told = course(ranks, DEMO_MODEL, 2, refuses=refuses)
+    assert all(one.report is None and one.num_captured == one.num_replays == 0 for one in told)
+    assert told[0].tokens == course(ranks, DEMO_MODEL, 2)[0].tokens
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("collectives", [0, 1])
+def test_a_rank_without_memory_fails_the_step_of_all_and_the_next_is_right(
+    ranks: RankProcesses, tmp_path: Path, tp: int, pp: int, collectives: int
+) -> None:
+    folder = save_tiny_model(TinyModel("of-two", "qwen3", {"num_hidden_layers": 2}), tmp_path)
+    wanted = ranks.call(run_engine, 1, 1, EngineCase(folder, 1, 1, requests_of(2, 9, 13)))[0]
+    case = EngineCase(folder, tp, pp, requests_of(2, 9, 13), (Fault(tp * pp - 1, 3, collectives, 2),), replays=True)
+    told = ranks.call(run_engine, tp, pp, case)
+    check(told, wanted)
+    assert told[0].failures
+    assert told[-1].num_struck == 1 and min(one.num_replays for one in told) >= 3
+
+
+def test_a_rank_that_owes_a_load_replays_with_its_peers() -> None:
+    """Its peer has waited for the load layer by layer, in an eager step; it waits at once, ahead of the replay."""
+    told = ThreadRanks().call(run_awaited, 2, 1, CourseCase(DEMO_MODEL, 2))
+    assert told == [([False, False, True], set()), ([False, False, True], {4})]

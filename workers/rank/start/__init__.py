@@ -1,0 +1,1 @@
+"""Work of a rank between its weights and its first step: captures."""
