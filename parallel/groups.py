@@ -38,9 +38,10 @@ GLOO = Backend("gloo", None, shares_memory=True)
 
 def use_interface(name: str) -> None:
     """Binds the collectives of this process to a network interface; they would otherwise listen where the machine's
-    name leads to, or on the first interface they find. An NCCL_SOCKET_IFNAME of the user's wins."""
+    name leads to, or on the first interface they find. An NCCL_SOCKET_IFNAME of the user's wins; without `=` NCCL takes
+    any interface whose name begins so."""
     os.environ["GLOO_SOCKET_IFNAME"] = name
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def init_parallel(

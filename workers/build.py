@@ -81,11 +81,14 @@ def open_executor(settings: EngineSettings) -> RankGroup:
 
 
 def offline_settings(settings: EngineSettings) -> EngineSettings:
-    """Returns the settings for offline use: no queue limit, and one plan at a time with a rank in this process."""
+    """Returns the settings for offline use: no queue limit, and one plan at a time with a rank in this process that
+    computes on the CPU, as nothing goes on there while the next step is planned."""
+    from tandem.workers.platforms.open_platform import is_on_cpu
+
     scheduler = replace(
         settings.scheduler,
         max_num_queued_reqs=2**62,
         max_num_queued_tokens=None,
-        async_scheduling=settings.parallel.ranks_per_group > 1,
+        async_scheduling=settings.parallel.ranks_per_group > 1 or not is_on_cpu(settings),
     )
     return replace(settings, scheduler=scheduler)

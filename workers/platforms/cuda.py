@@ -4,9 +4,11 @@ import importlib.util
 import logging
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -38,12 +40,19 @@ from tandem.workers.platforms.tensor_rows import TensorRows
 log = logging.getLogger(__name__)
 
 
-def _has_triton() -> bool:
-    """Return whether Triton's kernels can be had here: it compiles its launchers with a C compiler, and bf16 products
-    for GPUs from Ampere on."""
-    has_compiler = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang", "cc")))
-    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
-    return importlib.util.find_spec("triton") is not None and has_compiler and not is_old
+def _triton_obstacle() -> str | None:
+    """Return why Triton's kernels cannot be had here, if they cannot: it compiles its launchers, which include
+    Python.h, with a C compiler, and bf16 products for GPUs from Ampere on."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang", "cc"))):
+        return "there is no C compiler (gcc, clang or cc)"
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").exists():
+        return f"{headers} has no Python.h (Debian: python3-dev)"
+    if torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < (8, 0):
+        return f"the device has compute capability {found[0]}.{found[1]}, and they are for 8.0 and newer"
+    return None
 
 
 class CudaEvent:
@@ -189,8 +198,12 @@ class CudaPlatform(Platform):
         accelerator.activate()
         return cls(device, accelerator, Backend("nccl", device, shares_memory=False))
 
+    def triton_obstacle(self) -> str | None:
+        """Return why Triton's kernels cannot be had here, if they cannot."""
+        return _triton_obstacle()
+
     def has_triton(self) -> bool:
-        return _has_triton()
+        return self.triton_obstacle() is None
 
     # ---- what layers compute with ----
 
@@ -295,3 +308,7 @@ class CudaPlatform(Platform):
 
     def obstacle(self, dtype: torch.dtype) -> str | None:
         return None
+
+    def kernel_notes(self, dtype: torch.dtype, quantization: str | None) -> tuple[str, ...]:
+        reason = self.triton_obstacle()
+        return () if reason is None else (f"torch computes instead of Triton's kernels, slower: {reason}",)

@@ -18,16 +18,19 @@ def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int) -> Pl
 
     Ranks of one node spread over its devices by their number. SettingsError (--device) without the device asked for.
     """
-    available = torch.cuda.is_available()
-    asked = settings.device.device
-    if asked == "cuda" and not available:
+    if settings.device.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("--device cuda, but torch sees no CUDA device here", "--device")
-    if asked == "cpu" or not available:
+    if is_on_cpu(settings):
         return _cpu_platform(settings.model.batch_invariant).open(settings.device.cpu_threads, ranks_on_node)
     from tandem.workers.platforms.cuda import CudaPlatform
 
     torch.set_num_threads(1)
     return CudaPlatform.open(torch.device("cuda", rank % torch.cuda.device_count()))
+
+
+def is_on_cpu(settings: EngineSettings) -> bool:
+    """Return whether a rank of this machine computes on the CPU."""
+    return settings.device.device == "cpu" or not torch.cuda.is_available()
 
 
 def _cpu_platform(batch_invariant: bool) -> "type[CpuPlatform]":

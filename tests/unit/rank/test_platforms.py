@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tandem.configs.errors import SettingsError
+from tandem.configs.load import build_settings
 from tandem.configs.platform_facts import check_formats
 from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
 from tandem.offload.copies.host_slab import HostSlab
@@ -23,6 +24,7 @@ from tandem.parallel.params import Span
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.pieces import WORKSPACE_BYTES
 from tandem.workers.attention.torch_sdpa import TorchAttention
+from tandem.workers.build import offline_settings
 from tandem.workers.graphs.cuda_graphs import CudaGraphs
 from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.lora.device.layout import ShardShape
@@ -31,7 +33,7 @@ from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.planning.budget import ATTENTION_BYTES
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform
-from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, _has_triton
+from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, _triton_obstacle
 from tandem.workers.platforms.open_platform import open_platform
 from tests.support.traced_accelerator import TracedAccelerator
 
@@ -109,7 +111,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(
 
 
 def test_attention_on_cuda_is_a_kernels_or_bounded_and_not_cudnns(cuda: Platform) -> None:
-    has_kernel = _has_triton()
+    has_kernel = _triton_obstacle() is None
     of_kernel: list[tuple[Any, ...]] = [(torch.bfloat16, 128), (torch.float16, 256, torch.int8), (torch.float32, 80)]
     of_torch: list[tuple[Any, ...]] = [
         (torch.float32, 256), (torch.float32, 64, torch.int8), (torch.bfloat16, 512),
@@ -125,17 +127,39 @@ def test_attention_on_cuda_is_a_kernels_or_bounded_and_not_cudnns(cuda: Platform
     assert not cuda.packs(torch.bfloat16) and cuda.backend.name == "nccl" and not cuda.facts.shares_memory
 
 
-@pytest.mark.parametrize("missing", ["a new device", "a compiler"])
-def test_without_what_triton_needs_torch_computes(
-    cuda: Platform, missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("a new device", "the device has compute capability 7.5, and they are for 8.0 and newer"),
+        ("a compiler", "there is no C compiler (gcc, clang or cc)"),
+        ("headers", "/empty has no Python.h (Debian: python3-dev)"),
+        ("triton", "the package triton is not installed"),
+    ],
+)
+def test_without_what_triton_needs_torch_computes_and_a_note_says_why(
+    cuda: Platform, missing: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if missing == "triton" else name)
+    (tmp_path / "Python.h").touch()
+    headers = "/empty" if missing == "headers" else str(tmp_path)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": headers})
+    monkeypatch.setenv("CC", "cc")
     if missing == "a compiler":
-        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.delenv("CC")
         monkeypatch.setenv("PATH", str(tmp_path))
-    else:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    capability = (7, 5) if missing == "a new device" else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert isinstance(cuda.attention(torch.bfloat16, 128), TorchAttention)
     assert isinstance(cuda.lora_ops(torch.bfloat16), TorchLora)
+    assert cuda.kernel_notes(torch.bfloat16, None) == (f"torch computes instead of Triton's kernels, slower: {words}",)
+
+
+@pytest.mark.usefixtures("asked")
+def test_an_llm_plans_ahead_of_a_gpu_and_of_ranks_of_their_own_alone() -> None:
+    def is_ahead(**flags: Any) -> bool:
+        return offline_settings(build_settings("m", flags).engine).scheduler.async_scheduling
+
+    assert is_ahead() and is_ahead(device="cpu", tensor_parallel_size=2) and not is_ahead(device="cpu")
 
 
 def test_captured_graphs_share_a_pool_and_let_lanes_copy(cuda: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +199,7 @@ def test_collectives_are_bound_to_the_ranks_interface(monkeypatch: pytest.Monkey
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "elsewhere")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     groups.use_interface("eth7")
-    assert {groups.os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")} == {"eth7"}
+    assert [groups.os.environ[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL")] == ["eth7", "=eth7"]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "the user's")
     groups.use_interface("eth7")
     assert groups.os.environ["NCCL_SOCKET_IFNAME"] == "the user's"
