@@ -47,7 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     min_p: drops tokens whose probability is below min_p times the best one's, 0 to 1; 0: none. Applied before top_k,
         which is applied before top_p.
     seed: a whole number of 64 bits, signed. Equal seeds give equal tokens for equal logits, whatever else is in the
-        batch (counter-based Philox numbers of seed, choice and position). None: the gateway or LLM draws one.
+        batch (counter-based Philox numbers of seed, choice, position and token). None or -1: the gateway or LLM draws
+        one.
     min_tokens: stop tokens, EOS included, cannot be sampled before so many tokens; 0 to max_tokens.
     ignore_eos: True: the model's end-of-sequence tokens do not end a choice.
     stop: texts that end a choice; none of them is empty. The output ends before the text found. LLM takes one text too.

@@ -16,6 +16,7 @@ from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
 from tandem.workers.messages.sampling_check import checked_sampling
+from tandem.workers.messages.sampling_ranges import NO_SEED
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.offline.inputs import GivenPrompt, as_params, with_bad_word_ids, with_grammar
 from tandem.workers.offline.outputs import Completion, OpenOutput, RequestOutput, refuse_output
@@ -118,7 +119,7 @@ class OfflineText:
         except RequestRefused as error:
             refuse_output(output, str(error))
             return opened, None
-        if params.seed is None:
+        if params.seed is None or params.seed == NO_SEED:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         request = GenerationRequest(
             request_id=name,

@@ -22,6 +22,11 @@ class Completion(msgspec.Struct, kw_only=True):
     error: str | None = None
     stop_reason: int | str | None = None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the tokens' log probabilities, by vLLM's name; None if they were not asked for."""
+        return sum(token.logprob for token in self.logprobs) if self.logprobs else None
+
 
 class RequestOutput(msgspec.Struct, kw_only=True):
     """Result of one prompt: its `n` completions in `outputs`, in order.

@@ -13,6 +13,7 @@ from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.grammar_fields import structured_field
 from tandem.configs.schema import BatchingPolicyName
 from tandem.workers.messages.request import SamplingParams
+from tandem.workers.messages.sampling_ranges import NO_SEED
 from tandem.workers.text.bad_word_ids import bad_word_ids
 from tandem.workers.text.tokenizer import check_token_ids
 
@@ -97,7 +98,7 @@ def _min_tokens(text: TextServices, body: CommonBody, max_tokens: int) -> int:
 
 
 def _seed(text: TextServices, body: CommonBody) -> int:
-    return text.random_seed() if body.seed is None else body.seed
+    return text.random_seed() if body.seed is None or body.seed == NO_SEED else body.seed
 
 
 def bad_words_size(body: CommonBody) -> int:

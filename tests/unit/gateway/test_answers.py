@@ -67,11 +67,13 @@ async def test_defaults_are_those_of_the_contract() -> None:
         assert chat.max_tokens == CONTEXT - len(rig.backend.requests[1].prompt_token_ids)
         assert (chat.temperature, chat.top_k, chat.top_p, chat.repetition_penalty) == (0.6, 40, 0.9, 1.1)
         assert (chat.seed, chat.n, chat.min_p) == (77, 1, 0.0)
-        await rig.complete(temperature=0, top_k=-1, top_p=1, repetition_penalty=1, seed=-1, min_p=0.5)
+        await rig.complete(temperature=0, top_k=-1, top_p=1, repetition_penalty=1, seed=-2, min_p=0.5)
         params = rig.backend.requests[2].sampling
         assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0.0, 0, 1.0, 1.0)
-        assert params.seed == -1, "as LLM takes it: the same text"
+        assert params.seed == -2, "as LLM takes it: the same text"
         assert params.min_p == 0.5
+        await rig.complete(seed=-1)
+        assert rig.backend.requests[3].sampling.seed == 77, "none, as in vLLM"
 
 
 async def test_what_the_model_forbids_and_how_long_it_answers() -> None:

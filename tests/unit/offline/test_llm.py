@@ -21,6 +21,7 @@ from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
 from tandem.workers.messages.sampling_check import RANGES
 from tandem.workers.messages.thinking import ThinkingBudget
+from tandem.workers.offline.outputs import Completion
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0)
 
@@ -562,9 +563,14 @@ def test_two_engines_in_one_process(llm: LLM, caplog: pytest.LogCaptureFixture) 
     assert [any(name.replace("_", "-") in line or name in line for line in lines) for name in foreign] == [True] * 3
 
 
-def test_without_a_seed_equal_prompts_get_different_texts(llm: LLM) -> None:
-    outputs = llm.generate(["Once upon a time"] * 4, SamplingParams(max_tokens=20, temperature=1.0), use_tqdm=False)
+@pytest.mark.parametrize("seed", [None, -1])
+def test_without_a_seed_equal_prompts_get_different_texts(llm: LLM, seed: int | None) -> None:
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, logprobs=0)
+    outputs = llm.generate(["Once upon a time"] * 4, params, use_tqdm=False)
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) > 1
+    one = outputs[0].outputs[0]
+    assert one.cumulative_logprob == sum(token.logprob for token in one.logprobs) < 0
+    assert Completion(index=0).cumulative_logprob is None
 
 
 def test_ctrl_c_leaves_the_engine_usable(llm: LLM) -> None:
