@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent, OutputParser, Reasoning
+from tandem.workers.text.output.stepping import joined
 
 INPUT = "input"
 """The argument of the function that stands for a tool that takes text."""
@@ -55,8 +56,9 @@ class Without:
 
 
 class AsCall:
-    """Makes all content the text of one call of a tool that takes text. behind_thinking: the answer begins inside of
-    it; the new paragraph behind thinking is no part of the text."""
+    """Makes all that is not thinking the text of one call of a tool that takes text. behind_thinking: the answer begins
+    inside of it; the new paragraph behind thinking is no part of the text. The parser reads up to the begin of the
+    text, a character at a time: what looks like a mark in the text is text."""
 
     def __init__(self, parser: OutputParser, name: str, *, behind_thinking: bool = False) -> None:
         self._parser = parser
@@ -65,10 +67,17 @@ class AsCall:
         self._has_begun = False
 
     def push(self, text: str) -> list[OutputEvent]:
-        return self._called(self._parser.push(text))
+        events: list[OutputEvent] = []
+        at = 0
+        while at < len(text) and not self._has_begun:
+            events += self._called(self._parser.push(text[at]))
+            at += 1
+            if self._has_begun:
+                events += self._called(self._parser.finish(cut=True))  # it held the begin of a mark
+        return joined([*events, *self._text(text[at:])])
 
     def finish(self, *, cut: bool = False) -> list[OutputEvent]:
-        events = self._called(self._parser.finish(cut=cut))
+        events = [] if self._has_begun else self._called(self._parser.finish(cut=cut))
         return events if cut else [*events, *self._begin(), CallArguments(0, '"}')]
 
     def _called(self, events: Iterable[OutputEvent]) -> list[OutputEvent]:
@@ -81,10 +90,14 @@ class AsCall:
             text = event.text
             while self._breaks and text.startswith("\n"):
                 text, self._breaks = text[1:], self._breaks - 1
-            if text:
-                self._breaks = 0
-                found += [*self._begin(), CallArguments(0, json.dumps(text, ensure_ascii=False)[1:-1])]
+            found += self._text(text)
         return found
+
+    def _text(self, text: str) -> list[OutputEvent]:
+        if not text:
+            return []
+        self._breaks = 0
+        return [*self._begin(), CallArguments(0, json.dumps(text, ensure_ascii=False)[1:-1])]
 
     def _begin(self) -> list[OutputEvent]:
         if self._has_begun:
