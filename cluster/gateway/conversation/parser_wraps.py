@@ -67,14 +67,16 @@ class AsCall:
         self._has_begun = False
 
     def push(self, text: str) -> list[OutputEvent]:
+        if self._has_begun:
+            return self._text(text)
         events: list[OutputEvent] = []
-        at = 0
-        while at < len(text) and not self._has_begun:
-            events += self._called(self._parser.push(text[at]))
-            at += 1
-            if self._has_begun:
-                events += self._called(self._parser.finish(cut=True))  # it held the begin of a mark
-        return joined([*events, *self._text(text[at:])])
+        for end, char in enumerate(text, start=1):
+            found = self._called(self._parser.push(char))
+            events += found
+            if CallBegin in map(type, found):
+                held = self._called(self._parser.finish(cut=True))  # what may be the begin of a mark
+                return joined([*events, *held, *self._text(text[end:])])
+        return joined(events)
 
     def finish(self, *, cut: bool = False) -> list[OutputEvent]:
         events = [] if self._has_begun else self._called(self._parser.finish(cut=cut))
