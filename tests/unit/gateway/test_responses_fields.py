@@ -313,6 +313,12 @@ async def test_allowed_tools_are_the_ones_that_may_be_called() -> None:
         answer = await ask(rig, tools=[EXEC, WEATHER], tool_choice=allowed)
         assert answer.status_code == 200 and '"exec"' not in prompt_of(rig)
         assert rig.backend.requests[0].sampling.grammar is not None
+        bad = {"type": "function", "name": "bad", "parameters": {"type": "array"}}
+        allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "bad"}]}
+        for tools in ([WEATHER, bad], [{"type": "web_search"}, WEATHER, bad]):
+            refused = await ask(rig, tools=tools, tool_choice=allowed)
+            place = f"tools[{len(tools) - 1}].parameters"
+            assert (refused.status_code, error_of(refused)["param"]) == (400, place), "its number in the body"
 
 
 def turns(count: int, size: int) -> list[dict[str, Any]]:
