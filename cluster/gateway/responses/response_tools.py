@@ -113,8 +113,8 @@ def take_hosted(fields: dict[str, Any], ignored: IgnoredFields) -> None:
 
 
 def chat_tools(tools: list[AnyTool] | None, choice: Choice | None, ignored: IgnoredFields) -> dict[int, dict[str, Any]]:
-    """The tools as chat completions have them, by their numbers; those that `choice` allows. RequestRefused for one that
-    is not there."""
+    """The tools that `choice` allows as chat completions have them, by their numbers. RequestRefused for one that is
+    not there."""
     tools, names = tools or [], {tool.name for tool in tools or ()}
     if isinstance(choice, AllowedTools):
         for i, one in enumerate(choice.tools):

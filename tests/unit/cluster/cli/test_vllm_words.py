@@ -216,8 +216,38 @@ def test_the_object_of_structured_outputs_is_read_key_by_key(monkeypatch: pytest
     ],
 )
 def test_what_is_wrong_in_the_object_of_structured_outputs_is_named(given: Any, said: str) -> None:
-    with pytest.raises(SettingsError, match=re.escape(said)):
-        build_settings("demo", {STRUCTURED: given, "reasoning_parser": "qwen3"})
+    for dash in "_-":
+        with pytest.raises(SettingsError, match=re.escape(said)):
+            build_settings("demo", {STRUCTURED: given, f"reasoning{dash}parser": "qwen3"})
+
+
+def test_flags_win_over_the_object_of_structured_outputs_in_a_file(tmp_path: Any) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(yaml.safe_dump({"structured-outputs-config": {"reasoning_parser": "qwen3", "backend": "xgrammar"}}))
+    by_object = {STRUCTURED: '{"reasoning_parser":"granite"}'}
+    for flags, parser in (({"reasoning_parser": "granite"}, "granite"), (by_object, "granite"), ({}, "qwen3")):
+        settings = merge_config(str(file), "demo", flags)
+        assert settings.gateway.reasoning_parser == parser
+        assert [line.partition(" ")[0] for line in settings.without_effect] == [
+            f"--{STRUCTURED}.backend".replace("_", "-")
+        ]
+    file.write_text(yaml.safe_dump({"reasoning_parser": "qwen3"}))
+    assert merge_config(str(file), "demo", by_object).gateway.reasoning_parser == "granite"
+    file.write_text(yaml.safe_dump({"reasoning_parser": "qwen3", STRUCTURED: {"reasoning_parser": "granite"}}))
+    with pytest.raises(SettingsError, match="'qwen3', and 'granite'"):
+        merge_config(str(file), "demo", {})
+
+
+@pytest.mark.parametrize("preset", ["latency", "throughput"])
+def test_the_line_about_performance_mode_names_presets_that_work(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = flags_of(monkeypatch, f"demo --performance-mode {preset}").without_effect
+    assert f"`--config {preset}`" in line and line.startswith("--performance-mode has no effect: ")
+    sizes = flags_of(monkeypatch, f"demo --config {preset}").engine.scheduler
+    plain = build_settings("demo", {}).engine.scheduler
+    if preset == "latency":
+        assert sizes.max_num_batched_tokens < plain.max_num_batched_tokens
+    else:
+        assert sizes.max_num_batched_tokens > plain.max_num_batched_tokens
 
 
 def test_keys_of_our_own_objects_may_stand_behind_dots(monkeypatch: pytest.MonkeyPatch) -> None:
