@@ -16,8 +16,7 @@ _MESSAGE = re.compile(r"messages\[(\d+)\](.*)", re.DOTALL)
 class FieldNames:
     """The client's names. fields: by chat field. prompt, limit: of the fields with the conversation and the number of
     new tokens. messages: where the chat messages come from, in order; None: from `messages`. parts: what stands for
-    parts of a chat field's path, inside of fields. tools: the client's numbers of the chat body's tools; None: the
-    same."""
+    parts of a chat field's path, inside of fields. tools: the client's numbers of those here; None: the same."""
 
     fields: Mapping[str, str]
     prompt: str

@@ -56,9 +56,9 @@ class Without:
 
 
 class AsCall:
-    """Makes all that is not thinking the text of one call of a tool that takes text. behind_thinking: the answer begins
-    inside of it; the new paragraph behind thinking is no part of the text. The parser reads up to the begin of the
-    text, a character at a time: what looks like a mark in the text is text."""
+    """Makes all behind the thinking the text of one call of a tool that takes text; what looks like a mark in it is
+    text, so the parser reads no further than its begin. behind_thinking: the answer begins inside of thinking; the new
+    paragraph behind that is no part of the text."""
 
     def __init__(self, parser: OutputParser, name: str, *, behind_thinking: bool = False) -> None:
         self._parser = parser
@@ -67,20 +67,17 @@ class AsCall:
         self._has_begun = False
 
     def push(self, text: str) -> list[OutputEvent]:
-        if self._has_begun:
-            return self._text(text)
         events: list[OutputEvent] = []
-        for end, char in enumerate(text, start=1):
-            found = self._called(self._parser.push(char))
-            events += found
-            if CallBegin in map(type, found):
-                held = self._called(self._parser.finish(cut=True))  # what may be the begin of a mark
-                return joined([*events, *held, *self._text(text[end:])])
-        return joined(events)
+        for end, char in enumerate("" if self._has_begun else text, start=1):
+            events += self._called(self._parser.push(char))
+            if self._has_begun:
+                events += self._called(self._parser.finish(cut=True))  # what may be the begin of a mark
+                return joined([*events, *self._argument(text[end:])])
+        return self._argument(text) if self._has_begun else joined(events)
 
     def finish(self, *, cut: bool = False) -> list[OutputEvent]:
         events = [] if self._has_begun else self._called(self._parser.finish(cut=cut))
-        return events if cut else [*events, *self._begin(), CallArguments(0, '"}')]
+        return events if cut else [*events, *self._argument(""), CallArguments(0, '"}')]
 
     def _called(self, events: Iterable[OutputEvent]) -> list[OutputEvent]:
         found: list[OutputEvent] = []
@@ -92,20 +89,14 @@ class AsCall:
             text = event.text
             while self._breaks and text.startswith("\n"):
                 text, self._breaks = text[1:], self._breaks - 1
-            found += self._text(text)
+            found += self._argument(text) if text else ()
         return found
 
-    def _text(self, text: str) -> list[OutputEvent]:
-        if not text:
-            return []
-        self._breaks = 0
-        return [*self._begin(), CallArguments(0, json.dumps(text, ensure_ascii=False)[1:-1])]
-
-    def _begin(self) -> list[OutputEvent]:
-        if self._has_begun:
-            return []
-        self._has_begun = True
-        return [CallBegin(0, self._name), CallArguments(0, f'{{"{INPUT}": "')]
+    def _argument(self, text: str) -> list[OutputEvent]:
+        begin = (CallBegin(0, self._name), CallArguments(0, f'{{"{INPUT}": "'))
+        more = CallArguments(0, json.dumps(text, ensure_ascii=False)[1:-1])
+        has_begun, self._has_begun, self._breaks = self._has_begun, True, 0
+        return [more] if has_begun else [*begin, more]
 
 
 class WithoutSpecialTokens:

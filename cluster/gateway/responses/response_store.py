@@ -159,7 +159,7 @@ class ResponseStore:
         return self._ttl_s, self._max_bytes, self._max_responses
 
     async def packed(self, stored: StoredResponse) -> bytes:
-        """What is kept in Redis for a response."""
+        """The bytes that are kept in Redis for a response."""
         return await asyncio.to_thread(lambda: zlib.compress(self._encode(stored), 1))
 
     async def _put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
