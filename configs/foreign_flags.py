@@ -253,8 +253,9 @@ def unfolded(values: Mapping[str, Any]) -> dict[str, Any]:
         except (ValueError, msgspec.ValidationError) as error:
             raise SettingsError(f"{given!r} is no JSON object", f"--{_STRUCTURED.replace('_', '-')}") from error
         if parser := found.pop("reasoning_parser", None):
-            if (own := kept.setdefault("reasoning_parser", parser)) not in (parser, None):
-                raise SettingsError(f"{own!r}, and {parser!r} in --structured-outputs-config", "--reasoning-parser")
+            for own in [kept.pop(own) for own in values if own.replace("-", "_") == "reasoning_parser"]:
+                if own not in (parser, None):
+                    raise SettingsError(f"{own!r}, and {parser!r} in --structured-outputs-config", "--reasoning-parser")
             kept["reasoning_parser"] = parser
         kept |= {f"{_STRUCTURED}.{key}": value for key, value in found.items()}
     return kept

@@ -150,7 +150,7 @@ def merge_config(path: str | None, model: str | None, flags: Mapping[str, Any]) 
         raise SettingsError("autoscaling_config must be a mapping", "autoscaling_config")
     if autoscaling is not None and "data_parallel_size" in flags:
         raise SettingsError("autoscaling_config chooses the number of groups", "--data-parallel-size")
-    return build_settings(model or str(named), {**values, **flags}, autoscaling)
+    return build_settings(model or str(named), {**unfolded(values), **unfolded(flags)}, autoscaling)
 
 
 def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:

@@ -40,6 +40,10 @@ class RedisUnavailable(Exception):
     lost its data. The service goes on without it."""
 
 
+class RedisRefused(RedisUnavailable):
+    """Redis answers, and refused the command: trying again soon has no use."""
+
+
 class Commands(Protocol):
     """The part of a client that most users of Redis need."""
 
@@ -94,7 +98,7 @@ class RequestClient:
             raise RedisUnavailable(str(error)) from error
         except redis.RedisError as error:
             breaker.record_success()  # an error reply came in time: the server is available
-            raise RedisUnavailable(str(error)) from error
+            raise RedisRefused(str(error)) from error
         breaker.record_success()
         return result
 
@@ -253,7 +257,9 @@ async def _translated(call: Callable[[], Awaitable[T]], limit_s: float) -> T:
         async with asyncio.timeout(limit_s):
             return await call()
     except (redis.RedisError, OSError, TimeoutError) as error:
-        raise RedisUnavailable(str(error) or "no answer in time") from error
+        is_reply = isinstance(error, redis.ResponseError) and not isinstance(error, _CONNECTION_ERRORS)
+        kind = RedisRefused if is_reply else RedisUnavailable
+        raise kind(str(error) or "no answer in time") from error
 
 
 async def _execute(client: "redis_asyncio.Redis", parts: Sequence[Part]) -> Any:

@@ -80,25 +80,46 @@ def _known(name: str, takes_value: Mapping[str, bool]) -> list[str]:
 
 
 def _with_objects(items: Iterable[_Item]) -> list[_Item]:
-    """The items with one JSON object, where its first key was, for all keys of a flag."""
-    objects: dict[str, dict[str, Any]] = {}
-    kept: list[_Item] = []
-    for item in items:
-        if not item.keys or item.flag not in objects:
-            kept.append(item)
-        if not item.keys:
+    """The items with one JSON object for each flag that has keys, where it was first given: all keys, and what was
+    given whole. SettingsError for a whole value beside keys that is no object."""
+    items = list(items)
+    objects: dict[str, dict[str, Any]] = {item.flag: {} for item in items if item.keys}
+    kept: dict[str | int, _Item] = {}
+    for at, item in enumerate(items):
+        if item.flag not in objects or not item.values:
+            kept[at] = item
             continue
-        *outer, last = item.keys
-        at = objects.setdefault(item.flag, {})
-        for key in outer:
-            if not isinstance(at := at.setdefault(key, {}), dict):
-                raise SettingsError(f"{key} is an object and a value", item.flag)
-        try:
-            at[last] = json.loads(item.values[0])
-        except ValueError:
-            at[last] = item.values[0]
+        kept.setdefault(item.flag, item)
+        for value in item.values:
+            _merge(objects[item.flag], _object(item, value), item.flag)
     made = {flag: [json.dumps(found, separators=(",", ":"))] for flag, found in objects.items()}
-    return [item._replace(values=made[item.flag]) if item.keys else item for item in kept]
+    return [item if isinstance(at, int) else item._replace(values=made[at]) for at, item in kept.items()]
+
+
+def _object(item: _Item, text: str) -> dict[str, Any]:
+    """The JSON object that a value is a part of, or is."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = text
+    for key in reversed(item.keys):
+        found = {key: found}
+    if not isinstance(found, dict) or (not item.keys and item.flag in SEVERAL):
+        what = "a value" if item.flag in SEVERAL else "a value that is no JSON object"  # which may be a secret
+        raise SettingsError(f"{what} does not go with keys behind a dot: give it or them", item.flag)
+    return found
+
+
+def _merge(into: dict[str, Any], more: Mapping[str, Any], flag: str) -> None:
+    """Adds what another value of a flag has; a value that both have is the later one's."""
+    for key, value in more.items():
+        before = into.get(key, value)
+        if isinstance(before, dict) != isinstance(value, dict):
+            raise SettingsError(f"{key} is an object and a value", flag)
+        if isinstance(before, dict) and before is not value:
+            _merge(before, value, flag)
+        else:
+            into[key] = value
 
 
 def _with_model(items: list[_Item]) -> list[_Item]:

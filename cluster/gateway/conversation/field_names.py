@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tandem.workers.messages.errors import RequestRefused
 
+_TOOL = re.compile(r"tools\[(\d+)\]")
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)", re.DOTALL)
 
 
@@ -15,13 +16,14 @@ _MESSAGE = re.compile(r"messages\[(\d+)\](.*)", re.DOTALL)
 class FieldNames:
     """The client's names. fields: by chat field. prompt, limit: of the fields with the conversation and the number of
     new tokens. messages: where the chat messages come from, in order; None: from `messages`. parts: what stands for
-    parts of a chat field's path, inside of fields."""
+    parts of a chat field's path, inside of fields. tools: the client's numbers of those here; None: the same."""
 
     fields: Mapping[str, str]
     prompt: str
     limit: str
     messages: Sequence[str] | None = ()
     parts: Sequence[tuple[str, str]] = ((".function", ""), (".json_schema", ""))
+    tools: Sequence[int] | None = None
 
     def of(self, param: str) -> str:
         """The client's name of a chat field, or of a place in one, such as tools[0].function.name."""
@@ -33,6 +35,8 @@ class FieldNames:
         head = re.match(r"\w*", param)
         assert head is not None
         rest = param[head.end() :]
+        if self.tools is not None and (number := _TOOL.match(param)) is not None:
+            rest = f"[{self.tools[int(number[1])]}]{param[number.end() :]}"
         for theirs, own in self.parts:
             rest = rest.replace(theirs, own)
         return self.fields.get(head[0], head[0]) + rest

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content, OutputEvent, OutputParser, Reasoning
+from tandem.workers.text.output.stepping import joined
 
 INPUT = "input"
 """The argument of the function that stands for a tool that takes text."""
@@ -55,8 +56,9 @@ class Without:
 
 
 class AsCall:
-    """Makes all content the text of one call of a tool that takes text. behind_thinking: the answer begins inside of
-    it; the new paragraph behind thinking is no part of the text."""
+    """Makes all behind the thinking the text of one call of a tool that takes text; what looks like a mark in it is
+    text, so the parser reads no further than its begin. behind_thinking: the answer begins inside of thinking; the new
+    paragraph behind that is no part of the text."""
 
     def __init__(self, parser: OutputParser, name: str, *, behind_thinking: bool = False) -> None:
         self._parser = parser
@@ -65,11 +67,17 @@ class AsCall:
         self._has_begun = False
 
     def push(self, text: str) -> list[OutputEvent]:
-        return self._called(self._parser.push(text))
+        events: list[OutputEvent] = []
+        for end, char in enumerate("" if self._has_begun else text, start=1):
+            events += self._called(self._parser.push(char))
+            if self._has_begun:
+                events += self._called(self._parser.finish(cut=True))  # what may be the begin of a mark
+                return joined([*events, *self._argument(text[end:])])
+        return self._argument(text) if self._has_begun else joined(events)
 
     def finish(self, *, cut: bool = False) -> list[OutputEvent]:
-        events = self._called(self._parser.finish(cut=cut))
-        return events if cut else [*events, *self._begin(), CallArguments(0, '"}')]
+        events = [] if self._has_begun else self._called(self._parser.finish(cut=cut))
+        return events if cut else [*events, *self._argument(""), CallArguments(0, '"}')]
 
     def _called(self, events: Iterable[OutputEvent]) -> list[OutputEvent]:
         found: list[OutputEvent] = []
@@ -81,16 +89,14 @@ class AsCall:
             text = event.text
             while self._breaks and text.startswith("\n"):
                 text, self._breaks = text[1:], self._breaks - 1
-            if text:
-                self._breaks = 0
-                found += [*self._begin(), CallArguments(0, json.dumps(text, ensure_ascii=False)[1:-1])]
+            found += self._argument(text) if text else ()
         return found
 
-    def _begin(self) -> list[OutputEvent]:
-        if self._has_begun:
-            return []
-        self._has_begun = True
-        return [CallBegin(0, self._name), CallArguments(0, f'{{"{INPUT}": "')]
+    def _argument(self, text: str) -> list[OutputEvent]:
+        begin = (CallBegin(0, self._name), CallArguments(0, f'{{"{INPUT}": "'))
+        more = CallArguments(0, json.dumps(text, ensure_ascii=False)[1:-1])
+        has_begun, self._has_begun, self._breaks = self._has_begun, True, 0
+        return [more] if has_begun else [*begin, more]
 
 
 class WithoutSpecialTokens:

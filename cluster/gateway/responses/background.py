@@ -42,7 +42,7 @@ from tandem.cluster.gateway.responses.response_store import (
 from tandem.cluster.gateway.responses.responses_answer import ResponsesFormat
 from tandem.cluster.gateway.schemas.reading import invalid
 from tandem.cluster.gateway.serving.answer import json_response
-from tandem.cluster.state.redis_client import RedisUnavailable
+from tandem.cluster.state.redis_client import RedisRefused, RedisUnavailable
 from tandem.workers.messages.errors import RequestRefused
 
 log = logging.getLogger("tandem.gateway")
@@ -51,9 +51,11 @@ MOST = 256
 LEASE_MS = 15_000
 RENEW_S = 1.0
 BEGIN_S = 20.0
-"""Time that the beginning of a response waits for Redis."""
+"""Time that the beginning of a response waits for Redis, all tries together."""
 SETTLE_S = 600.0
 """Time that one which was made waits for Redis."""
+NOT_BEGUN = "The response cannot be stored now, because Redis %s, so it is not made in the background; try again later."
+WAITED = "The response was given up, because its events could not be stored for too long; Redis is away."
 FAILED = {
     "lost": "The gateway that made this response has ended before it.",
     "too_large": "The response takes more bytes than a tenant may store (--response-store-bytes).",
@@ -117,11 +119,15 @@ class BackgroundResponses:
         try:
             stored = msgspec.structs.replace(run.stored_of(run.style.queued()), is_over=False)
             first = None if run.events is None else await batch_of(run.events.first)
-            await _patiently(lambda: self._store.begin(*key, stored, LEASE_MS, first), BEGIN_S)
+            value = await self._store.packed(stored)
+            await _patiently(lambda: self._store.begin(*key, value, LEASE_MS, first), BEGIN_S, refusals=False)
         except BaseException as error:
             del self._runs[key]
             if isinstance(error, RedisUnavailable):
-                raise unavailable() from None
+                log.warning("response %s is not begun: %s", run.response_id, error)
+                raise unavailable(
+                    NOT_BEGUN % ("refuses it" if isinstance(error, RedisRefused) else "is away")
+                ) from None
             raise
 
     def start(self, run: BackgroundRun, delivery: Delivery) -> Response:
@@ -222,7 +228,7 @@ class BackgroundResponses:
                 log.exception("response %s failed", run.response_id)
             run.style.closing(error)
         if run.style.final is None and not run.told_to_end.is_set():
-            run.style.closing(unavailable())  # its events have waited for Redis for too long
+            run.style.closing(unavailable(WAITED))
 
     async def _renew_always(self, run: BackgroundRun) -> None:
         """Renews the lease until the response is over, and at once when there is news."""
@@ -244,23 +250,28 @@ class BackgroundResponses:
 
     async def _settle(self, run: BackgroundRun, final: dict[str, Any]) -> None:
         """Stores what was made."""
-        stored = run.stored_of(final)
+        value = await self._store.packed(run.stored_of(final))
         try:
-            await _patiently(lambda: self._store.settle(run.tenant, run.response_id, stored), SETTLE_S)
+            await _patiently(lambda: self._store.settle(run.tenant, run.response_id, value), SETTLE_S)
         except RedisUnavailable as error:
             log.warning("response %s is not stored: %s", run.response_id, error)
 
 
-async def _patiently(store: Callable[[], Awaitable[None]], patience_s: float) -> None:
-    """Stores something, however long Redis is away within a time; beyond it raises RedisUnavailable."""
-    deadline_s = asyncio.get_running_loop().time() + patience_s
-    while True:
-        try:
-            return await store()
-        except RedisUnavailable:
-            if asyncio.get_running_loop().time() >= deadline_s:
-                raise
-            await asyncio.sleep(RENEW_S)
+async def _patiently(store: Callable[[], Awaitable[None]], patience_s: float, *, refusals: bool = True) -> None:
+    """Stores something, however long Redis is away within a time; beyond it raises RedisUnavailable. refusals: tries
+    again where Redis refuses it, too."""
+    try:
+        async with asyncio.timeout(patience_s) as limit:
+            while True:
+                try:
+                    return await store()
+                except RedisUnavailable as error:
+                    is_final = isinstance(error, RedisRefused) and not refusals
+                    if is_final or limit.expired():  # a cancellation that meets a call to Redis may be lost
+                        raise
+                await asyncio.sleep(RENEW_S)
+    except TimeoutError:
+        raise RedisUnavailable(f"no answer within {patience_s:g} s") from None
 
 
 def _shown(stored: StoredResponse, state: str) -> StoredResponse:

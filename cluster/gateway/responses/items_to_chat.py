@@ -1,6 +1,7 @@
 """Translates items to the chat body that says the same, which read_chat() checks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -62,7 +63,8 @@ def chat_of(
     for place, item in items:
         turns.take(place, item)
     streams = body.stream or body.background  # one of the background is made like a stream
-    names = FieldNames(FIELDS, "input", "max_output_tokens", turns.places)
+    tools = chat_tools(body.tools, body.tool_choice, ignored)
+    names = FieldNames(FIELDS, "input", "max_output_tokens", turns.places, tools=list(tools))
     held = held_text(body.tools, body.tool_choice)
     fields = {
         "messages": turns.messages,
@@ -70,7 +72,7 @@ def chat_of(
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "tools": chat_tools(body.tools, body.tool_choice, ignored) or None,
+        "tools": list(tools.values()) or None,
         "tool_choice": chat_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "user": body.user,
@@ -82,7 +84,7 @@ def chat_of(
     if held is not None:
         fields |= {"tool_choice": "none", "structured_outputs": {"grammar": held.definition}}
         own = {**FIELDS, "structured_outputs": held.place}
-        names = FieldNames(own, names.prompt, names.limit, turns.places, (*names.parts, (".grammar", ".definition")))
+        names = replace(names, fields=own, parts=(*names.parts, (".grammar", ".definition")))
     elif body.text is not None:
         fields["response_format"] = _format(body.text.format)
     if body.reasoning is not None:

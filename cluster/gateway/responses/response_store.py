@@ -106,11 +106,10 @@ class ResponseStore:
             raise not_found(response_id, None)
 
     async def begin(
-        self, tenant: str, response_id: str, stored: StoredResponse, lease_ms: int, first: Batch | None = None
+        self, tenant: str, response_id: str, value: bytes, lease_ms: int, first: Batch | None = None
     ) -> None:
-        """Stores a response that is made from now on. first: of its events; None: they are not kept. RequestRefused
-        where it has no room. Raises RedisUnavailable."""
-        value = await self._packed(stored)
+        """Stores a response that is made from now on. value: of packed(). first: of its events; None: they are not
+        kept. RequestRefused where it has no room. Raises RedisUnavailable."""
         size = len(value) + (0 if first is None else len(first.packed))
         if size > self._max_bytes:
             text = f"The conversation takes {size} bytes of the store, more than a tenant has; it cannot be made in"
@@ -133,10 +132,9 @@ class ResponseStore:
         batches = [Batch(_number(name), packed) for name, packed in zip(more[::2], more[1::2], strict=True)]
         return Seen(state is not None and state.decode() in RUNNING, _number(last), batches)
 
-    async def settle(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
-        """Stores a response of the background that has ended, unless it was cancelled, lost or deleted before. One that
-        has no room ends as "too_large". Raises RedisUnavailable."""
-        value = await self._packed(stored)
+    async def settle(self, tenant: str, response_id: str, value: bytes) -> None:
+        """Stores a response of the background that has ended, unless it was cancelled, lost or deleted before. value:
+        of packed(). One that has no room ends as "too_large". Raises RedisUnavailable."""
         if len(value) > self._max_bytes:
             await self.state(tenant, response_id, "too_large")
             self._count("too_large")
@@ -160,11 +158,12 @@ class ResponseStore:
     def _limits(self) -> tuple[int, int, int]:
         return self._ttl_s, self._max_bytes, self._max_responses
 
-    async def _packed(self, stored: StoredResponse) -> bytes:
+    async def packed(self, stored: StoredResponse) -> bytes:
+        """The bytes that are kept in Redis for a response."""
         return await asyncio.to_thread(lambda: zlib.compress(self._encode(stored), 1))
 
     async def _put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
-        value = await self._packed(stored)
+        value = await self.packed(stored)
         if len(value) > self._max_bytes:
             self._count("too_large")
             log.warning("response %s is not stored: it has %d bytes, above the limit", response_id, len(value))
@@ -212,7 +211,9 @@ def not_found(response_id: str, param: str | None) -> RequestRefused:
     return RequestRefused(message, code=code, status=404, param=param)
 
 
-def unavailable() -> RequestRefused:
+READ = "Stored responses cannot be read now, because Redis is away; try again, or send the whole conversation."
+
+
+def unavailable(message: str = READ) -> RequestRefused:
     """The refusal while Redis is away."""
-    message = "Stored responses cannot be read now, because Redis is away; try again, or send the whole conversation."
     return RequestRefused(message, code="service_unavailable", status=503)

@@ -112,8 +112,9 @@ def take_hosted(fields: dict[str, Any], ignored: IgnoredFields) -> None:
     ignored.take_from(fields, HINTS)
 
 
-def chat_tools(tools: list[AnyTool] | None, choice: Choice | None, ignored: IgnoredFields) -> list[dict[str, Any]]:
-    """The tools as chat completions have them; those that `choice` allows. RequestRefused for one that is not there."""
+def chat_tools(tools: list[AnyTool] | None, choice: Choice | None, ignored: IgnoredFields) -> dict[int, dict[str, Any]]:
+    """The tools that `choice` allows as chat completions have them, by their numbers. RequestRefused for one that is
+    not there."""
     tools, names = tools or [], {tool.name for tool in tools or ()}
     if isinstance(choice, AllowedTools):
         for i, one in enumerate(choice.tools):
@@ -121,7 +122,7 @@ def chat_tools(tools: list[AnyTool] | None, choice: Choice | None, ignored: Igno
                 raise invalid(f"tool_choice.tools[{i}].name", f"No tool of this request has the name {one.name}.")
         names = {one.name for one in choice.tools}
     forced = _forced(tools, choice)
-    return [_chat_tool(tool, f"tools[{i}]", ignored, forced) for i, tool in enumerate(tools) if tool.name in names]
+    return {i: _chat_tool(tool, f"tools[{i}]", ignored, forced) for i, tool in enumerate(tools) if tool.name in names}
 
 
 def held_text(tools: list[AnyTool] | None, choice: Choice | None) -> HeldText | None:

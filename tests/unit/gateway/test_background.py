@@ -7,6 +7,7 @@ import pytest
 
 from tandem.cluster.gateway.responses import background
 from tandem.cluster.gateway.responses.events import event_log
+from tandem.cluster.gateway.responses.response_store import ResponseStore, StoredResponse
 from tandem.cluster.gateway.serving import answer
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
@@ -264,10 +265,56 @@ async def test_without_redis_none_is_begun(monkeypatch: pytest.MonkeyPatch) -> N
         await redis.close()
 
 
+async def test_a_begin_waits_no_longer_than_it_may_and_says_why_it_failed(
+    redis: BackgroundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Answering:
+        """A client of a Redis that never answers, or does."""
+
+        def __init__(self, *, ever: bool) -> None:
+            self._ever = ever
+            self.asked = 0
+
+        async def command(self, *parts: Any) -> object:
+            self.asked += 1
+            if not self._ever:
+                await asyncio.Event().wait()
+            return await redis.command(*parts)
+
+        pipeline = redis.pipeline
+
+    await redis.command("SET", keys.response_sizes("acme"), "of another type")  # every script fails
+    for ever, patience_s, why in ((False, 0.01, "Redis is away"), (True, 3600.0, "Redis refuses it")):
+        monkeypatch.setattr(background, "BEGIN_S", patience_s)
+        client = Answering(ever=ever)
+        async with storing(client) as rig:
+            refused = await asyncio.wait_for(ask(rig, background=True), DEADLINE_S)
+            error = error_of(refused)
+            assert (refused.status_code, error["code"], client.asked) == (503, "service_unavailable", 1)
+            assert f"cannot be stored now, because {why}," in error["message"] and "read" not in error["message"]
+            assert not rig.backend.requests and not rig.context.draining.in_flight
+
+
 async def test_one_that_cannot_be_stored_is_tried_again_until_it_is(
     redis: BackgroundClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "RENEW_S", 0.0)
+    packs: list[StoredResponse] = []
+    packed = ResponseStore.packed
+
+    async def pack(store: ResponseStore, stored: StoredResponse) -> bytes:
+        packs.append(stored)
+        return await packed(store, stored)
+
+    monkeypatch.setattr(ResponseStore, "packed", pack)
+    tries, settled = 0, ResponseStore.settle
+
+    async def settle(store: ResponseStore, tenant: str, response_id: str, value: bytes) -> None:
+        nonlocal tries
+        tries += 1
+        await settled(store, tenant, response_id, value)
+
+    monkeypatch.setattr(ResponseStore, "settle", settle)
     async with storing(redis, saying("yes", manual=True)) as rig:
         queued = await begin(rig)
         await rig.backend.submitted.wait()
@@ -277,8 +324,9 @@ async def test_one_that_cannot_be_stored_is_tried_again_until_it_is(
         await redis.command("SET", sizes, "of another type")  # every script fails
         rig.backend.step(9)
         async with asyncio.timeout(DEADLINE_S):
-            while rig.backend.streams:
+            while tries < 3:
                 await asyncio.sleep(0)
         assert await redis.command("GET", keys.response("acme", queued["id"])) == value
         await redis.command("RESTORE", sizes, 0, held, "REPLACE")
         await until(rig, queued, "completed")
+        assert [stored.is_over for stored in packs] == [False, True], "once, however often it is tried"

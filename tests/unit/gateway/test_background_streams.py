@@ -232,7 +232,7 @@ async def test_room_is_counted_to_the_byte(redis: BackgroundClient) -> None:
     value, whole = (len(zlib.compress(msgspec.msgpack.encode(stored), 1)) for stored in (queued, final))
     for most, outcome in ((value + 100, None), (value + 99, "too_large")):
         store = ResponseStore(redis, tasks, ttl_s=60, max_bytes=most)
-        await store.begin("acme", one, queued, 1000, Batch(2, b"x" * 10))
+        await store.begin("acme", one, await store.packed(queued), 1000, Batch(2, b"x" * 10))
         assert await check_sums(redis) == value + 10
         assert await store.append("acme", one, Batch(3, b"x" * 90)) == outcome
         assert await check_sums(redis) == value + (10 if outcome else 100)
@@ -240,9 +240,9 @@ async def test_room_is_counted_to_the_byte(redis: BackgroundClient) -> None:
         await store.delete("acme", one)
     for most, state in ((whole + 40, None), (whole + 39, "too_large")):
         store = ResponseStore(redis, tasks, ttl_s=60, max_bytes=most)
-        await store.begin("acme", one, queued, 1000, Batch(2, b"x" * 10))
+        await store.begin("acme", one, await store.packed(queued), 1000, Batch(2, b"x" * 10))
         assert await store.append("acme", one, Batch(3, b"x" * 30)) is None
-        await store.settle("acme", one, final)
+        await store.settle("acme", one, await store.packed(final))
         assert await store.state("acme", one, "look") == state
         assert (await store.get("acme", one)).is_over == (state is None)
         assert await check_sums(redis) == 40 + (value if state else whole)

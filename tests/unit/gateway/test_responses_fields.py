@@ -10,6 +10,8 @@ import pytest
 from tandem.cluster.gateway.responses.response_items import opened, sealed
 from tandem.cluster.gateway.responses.response_tools import InputReader, input_of
 from tandem.configs.schema import GatewaySettings
+from tandem.workers.text.output.reasoning.openai_gptoss import OpenAIGptOss
+from tandem.workers.text.output.reasoning.think_tags import Qwen3
 from tests.support.fake_backend import logprob_of
 from tests.unit.gateway.rig import MODEL, error_of, gateway, served
 from tests.unit.gateway.test_held_grammar import allows
@@ -260,6 +262,33 @@ async def test_a_held_text_needs_no_parser_and_may_be_cut_or_empty() -> None:
         assert (call["type"], call["input"]) == ("custom_tool_call", "")
 
 
+MARKED = "+ prompt = '<|channel|>analysis<|message|>hi<|end|>' </think> <|start|>assistant<|ch"
+
+
+@pytest.mark.parametrize(
+    ("form", "before"),
+    [
+        (OpenAIGptOss(), ""),
+        (OpenAIGptOss(), "<|channel|>analysis<|message|>Hm.<|end|>\n"),
+        (OpenAIGptOss(), "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"),
+        (Qwen3(), "<think>Hm.</think>\n\n"),
+    ],
+)
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 1000])
+async def test_marks_in_a_held_text_are_text(form: Any, before: str, tokens_per_step: int) -> None:
+    asked = {"tools": [PATCHING], "tool_choice": "required"}
+    for text in (MARKED, f"<{MARKED}"):
+        backend = saying(before + text, tokens_per_step=tokens_per_step)
+        async with gateway(backend, text={"reasoning_format": form}) as rig:
+            *thought, call = (await ask(rig, **asked)).json()["output"]
+            assert [one["content"][0]["text"] for one in thought] == ["Hm."] * bool(before)
+            assert (call["type"], call["status"], call["input"]) == ("custom_tool_call", "completed", text)
+            streamed = sse((await ask(rig, stream=True, **asked)).text)
+            assert streamed[-1]["response"]["output"][-1]["input"] == text
+            deltas = [event for event in streamed if event["type"].endswith(".delta")]
+            assert len(deltas) <= 2 or tokens_per_step < 1000, "no event of its own for each character"
+
+
 async def test_grammars_that_cannot_hold_a_forced_call_are_refused_by_their_place() -> None:
     def of(syntax: str, definition: str) -> dict[str, Any]:
         return {**EXEC, "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
@@ -284,6 +313,12 @@ async def test_allowed_tools_are_the_ones_that_may_be_called() -> None:
         answer = await ask(rig, tools=[EXEC, WEATHER], tool_choice=allowed)
         assert answer.status_code == 200 and '"exec"' not in prompt_of(rig)
         assert rig.backend.requests[0].sampling.grammar is not None
+        bad = {"type": "function", "name": "bad", "parameters": {"type": "array"}}
+        allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "bad"}]}
+        for tools in ([WEATHER, bad], [{"type": "web_search"}, WEATHER, bad]):
+            refused = await ask(rig, tools=tools, tool_choice=allowed)
+            place = f"tools[{len(tools) - 1}].parameters"
+            assert (refused.status_code, error_of(refused)["param"]) == (400, place), "its number in the body"
 
 
 def turns(count: int, size: int) -> list[dict[str, Any]]:

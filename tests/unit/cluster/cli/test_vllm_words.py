@@ -62,6 +62,11 @@ PASTED = (
         ("demo -O.mode 3 --compilation-config.x.y=z", """demo -O {"mode":3} --compilation-config={"x":{"y":"z"}}"""),
         ("-O.a.b 1 demo -O.a.c=x -O.d true", """-O {"a":{"b":1,"c":"x"},"d":true} demo"""),
         ("demo -O.a", "demo -O"),
+        ("""-O {"a":1} demo -O.b 2""", """-O {"a":1,"b":2} demo"""),
+        ("""-O.b 2 -O={"a":{"c":1}} --port 5 -O.a.d=3""", """-O {"b":2,"a":{"c":1,"d":3}} --port 5"""),
+        ("""-O.a.b 1 -O.a {"b":2,"c":3}""", """-O {"a":{"b":2,"c":3}}"""),
+        ("""-O {"a":1} -O {"b":2}""", """-O {"a":1} -O {"b":2}"""),
+        ("-O.a 1 -O.a 2 -O", """-O {"a":2} -O"""),
         ("--hf-token demo", "--hf-token demo"),
         ("demo --hf-token", "demo"),
         ("--hf_token --port 5 demo", "--port 5 demo"),
@@ -76,9 +81,21 @@ def test_words_are_respelled(words: str, ours: str) -> None:
     assert respelled(words.split(), TAKES_VALUE) == ours.split()
 
 
-def test_a_key_is_not_an_object_and_a_value() -> None:
-    with pytest.raises(SettingsError, match=r"^-O: a is an object and a value"):
-        respelled(["demo", "-O.a", "1", "-O.a.b", "2"], TAKES_VALUE)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-O.a 1 -O.a.b 2", "-O: a is an object and a value"),
+        ("-O.a.b 1 -O.a 2", "-O: a is an object and a value"),
+        ("""-O {"a":{"b":{"c":1}}} -O.a.b x""", "-O: b is an object and a value"),
+        ("-O 3 -O.a 1", "-O: a value that is no JSON object does not go with keys"),
+        ("-O.a 1 -O {", "-O: a value that is no JSON object does not go"),
+        ("--lora-modules.name a --lora-modules b=x c=y", "--lora-modules: a value does not go with keys"),
+        ("""--lora-modules {"name":"a"} --lora-modules.path x""", "--lora-modules: a value does not go"),
+    ],
+)
+def test_values_of_one_flag_that_do_not_go_together_are_refused(words: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{re.escape(said)}"):
+        respelled(["demo", *words.split()], TAKES_VALUE)
 
 
 @pytest.mark.parametrize("words", ["a --model b", "--model a --model b", "--model=b --port 5 a"])
@@ -199,8 +216,38 @@ def test_the_object_of_structured_outputs_is_read_key_by_key(monkeypatch: pytest
     ],
 )
 def test_what_is_wrong_in_the_object_of_structured_outputs_is_named(given: Any, said: str) -> None:
-    with pytest.raises(SettingsError, match=re.escape(said)):
-        build_settings("demo", {STRUCTURED: given, "reasoning_parser": "qwen3"})
+    for dash in "_-":
+        with pytest.raises(SettingsError, match=re.escape(said)):
+            build_settings("demo", {STRUCTURED: given, f"reasoning{dash}parser": "qwen3"})
+
+
+def test_flags_win_over_the_object_of_structured_outputs_in_a_file(tmp_path: Any) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(yaml.safe_dump({"structured-outputs-config": {"reasoning_parser": "qwen3", "backend": "xgrammar"}}))
+    by_object = {STRUCTURED: '{"reasoning_parser":"granite"}'}
+    for flags, parser in (({"reasoning_parser": "granite"}, "granite"), (by_object, "granite"), ({}, "qwen3")):
+        settings = merge_config(str(file), "demo", flags)
+        assert settings.gateway.reasoning_parser == parser
+        assert [line.partition(" ")[0] for line in settings.without_effect] == [
+            f"--{STRUCTURED}.backend".replace("_", "-")
+        ]
+    file.write_text(yaml.safe_dump({"reasoning_parser": "qwen3"}))
+    assert merge_config(str(file), "demo", by_object).gateway.reasoning_parser == "granite"
+    file.write_text(yaml.safe_dump({"reasoning_parser": "qwen3", STRUCTURED: {"reasoning_parser": "granite"}}))
+    with pytest.raises(SettingsError, match="'qwen3', and 'granite'"):
+        merge_config(str(file), "demo", {})
+
+
+@pytest.mark.parametrize("preset", ["latency", "throughput"])
+def test_the_line_about_performance_mode_names_presets_that_work(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = flags_of(monkeypatch, f"demo --performance-mode {preset}").without_effect
+    assert f"`--config {preset}`" in line and line.startswith("--performance-mode has no effect: ")
+    sizes = flags_of(monkeypatch, f"demo --config {preset}").engine.scheduler
+    plain = build_settings("demo", {}).engine.scheduler
+    if preset == "latency":
+        assert sizes.max_num_batched_tokens < plain.max_num_batched_tokens
+    else:
+        assert sizes.max_num_batched_tokens > plain.max_num_batched_tokens
 
 
 def test_keys_of_our_own_objects_may_stand_behind_dots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +255,13 @@ def test_keys_of_our_own_objects_may_stand_behind_dots(monkeypatch: pytest.Monke
     engine = flags_of(monkeypatch, words).engine
     assert (engine.speculative.method, engine.speculative.num_speculative_tokens) == ("ngram", 3)
     assert engine.model.hf_overrides == {"a": {"b": 1}}
+    both = 'demo --hf-overrides {"rope_theta":5000.0} --hf-overrides.rms_norm_eps 0.001'
+    both += (
+        ' --structured-outputs-config {"reasoning_parser":"deepseek_r1"} --structured-outputs-config.backend xgrammar'
+    )
+    settings = flags_of(monkeypatch, both)
+    assert settings.engine.model.hf_overrides == {"rope_theta": 5000.0, "rms_norm_eps": 0.001}
+    assert settings.gateway.reasoning_parser == "deepseek_r1"
 
 
 def test_code_of_others_is_refused_by_name_however_many_it_is(

@@ -24,7 +24,14 @@ from tandem.cluster.fleet.prefix_resets import ResetFollower
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements
-from tandem.cluster.state.redis_client import BackgroundClient, Part, RedisUnavailable, RequestClient, check_reachable
+from tandem.cluster.state.redis_client import (
+    BackgroundClient,
+    Part,
+    RedisRefused,
+    RedisUnavailable,
+    RequestClient,
+    check_reachable,
+)
 
 GET = "return redis.call('GET', KEYS[1])"
 
@@ -217,7 +224,7 @@ async def test_an_error_reply_ends_neither_the_heartbeat_nor_the_fleet(backgroun
     await until(lambda: background.command("EXISTS", key))
     await fleet.refresh()
     await background.command("CONFIG", "SET", "maxmemory", "1")
-    with pytest.raises(RedisUnavailable, match="maxmemory"):
+    with pytest.raises(RedisRefused, match="maxmemory"):
         await heartbeat.send_heartbeat()
     await background.command("DEL", key)  # what its TTL does
     await fleet.refresh()
@@ -237,7 +244,7 @@ async def test_an_error_reply_does_not_open_the_breaker(
 ) -> None:
     await background.command("CONFIG", "SET", "maxmemory", "1")
     for _ in range(5):
-        with pytest.raises(RedisUnavailable, match="maxmemory"):
+        with pytest.raises(RedisRefused, match="maxmemory"):
             await request_client.script("return redis.call('SET', KEYS[1], 'v')", ("k",), ())
     assert request_client.breaker.state == "closed"
 
