@@ -53,6 +53,12 @@ MEANT: list[tuple[str, Any]] = [
     ('{"city": "a" + b, "days": [[1] + [2], "a".upper()]}', {"city": "a", "days": [[1], "a"]}),
     ('{"city": "a", // or, "days": 4\n "days": 3 /* or, */, # 5\n}', {"city": "a", "days": 3}),
     ('{"city": "a" // or\n, "days": ["b" # or\n, 3 // 4\n]}', {"city": "a", "days": ["b", 3]}),
+    ('{"b": 7 // 2, "a": "x", "c": #fff, "d": issue #12, "e": src/*.py, "f": [1, 7 // 2], "g": {"h": 3 # 4}}',
+     {"b": "7 // 2", "a": "x", "c": "#fff", "d": "issue #12", "e": "src/*.py", "f": [1, "7 // 2"],
+      "g": {"h": "3 # 4"}}),
+    ('{"city": 7 // or {x}\n, "days": /* or */ 1 # {}\n, "units": 2 // 3, "x": {"y": 1 # 2}}\n',
+     {"city": 7, "days": 1, "units": "2 // 3", "x": {"y": "1 # 2"}}),
+    ('{"city": 1 // ' + "a" * 200 + '\n, "b": 2}', {"city": "1 // " + "a" * 200, "b": 2}),
     ('{"city": "(a)\\1", "days": ("b"), "units": {"x", "y"}}', {"city": "(a)\\1", "days": "b", "units": {}}),
 ]  # fmt: skip
 NOTHING = ["{}", "null", "None", '""', "''", "[]", '"{}"']

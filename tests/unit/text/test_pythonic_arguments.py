@@ -129,6 +129,11 @@ def test_what_is_no_literal_costs_no_other_argument(written: str, meant: Any) ->
         ("[get_weather(**{})]", [{}]),
         ("[get_weather(**{'city': ['a')]", [{"city": ["a"]}]),
         ("[get_weather(city='a') # )\n, # now(),\n now()]", [{"city": "a"}, {}]),
+        (
+            "[get_weather(city=#fff, days=issue #12, units=[#fff, 7 // 2])]",
+            [{"city": "#fff", "days": "issue #12", "units": ["#fff", "7 // 2"]}],
+        ),
+        ("[get_weather(city=1, #fff, days=2), now()]\n<|python_end|>", [{"city": 1, "days": 2}, {}]),
         ("[get_weather(city=f(, now()]", [{"city": "f(, now()"}]),
         ("[get_weather(city='a', days=f(1", [{"city": "a", "days": "f(1"}]),
         ("[get_weather(city=a<|python_end|>", [{"city": "a"}]),

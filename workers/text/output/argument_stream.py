@@ -33,7 +33,7 @@ _BEFORE_COMMA = "]})<[`"
 _AHEAD = 200
 """Characters behind a quote that say whether it ends a string. So many of white space stand behind a value alone."""
 _COMMENT = re.compile(r"\s*[,;]?\s*#.*")
-_COMPUTES = "_+-*/%.|&^@=!>("
+_COMPUTES = "_+-*/%.|&^@=!>(#"
 """Characters behind a value that begin what is computed with it; letters and digits do too."""
 
 
@@ -140,7 +140,7 @@ class ArgumentScanner(WordScanner):
         is_group = self._in_group()
         if is_group:
             _, begin = self._groups.pop()
-            is_group = bool("".join(self._out[begin + 1 :]).strip())
+            is_group = any(self._out[index].strip() for index in range(begin + 1, len(self._out)))
             self._out[begin] = "" if is_group else "["
         at = super()._close(at)
         if is_group:

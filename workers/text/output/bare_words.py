@@ -60,30 +60,21 @@ class WordScanner(CallScanner):
 
     def _space(self, text: str, at: int) -> int:
         while True:
-            if self._comment:
-                at = self._behind_comment(text, at)
-                if self._comment:
-                    return at
             at = super()._space(text, at)
-            if text.startswith(self.comments, at):
-                self._comment = "*/" if text.startswith("/*", at) else "\n"
-            elif text[at:] == "/" and "//" in self.comments and not self.text_ended:
-                self._comment = "/"  # that is to be seen
+            end = self._comment_end(text, at)
+            self._waiting = end is None
+            if end is None or end == at:
                 return at
-            else:
-                return at
+            at = end
 
-    def _behind_comment(self, text: str, at: int) -> int:
-        """Returns the index behind the comment that is read, as far as the text goes; a mark ends it."""
-        if self._comment == "/":
-            self._comment = ""
+    def _comment_end(self, text: str, at: int) -> int | None:
+        """Returns the index behind the comment that begins there, `at` if none does, None if that cannot be said yet."""
+        if at == len(text) or text[at] not in "#/":
             return at
-        marks = self._ends.inside[self._comment]
-        found = marks.first(text, at)
-        if found is None:
-            return len(text) if self.text_ended else marks.hold(text, at)
-        self._comment = ""
-        return found.end() if found.group() == "*/" else found.start()
+        if text.startswith(self.comments, at):
+            return self._ends.behind_comment(text, at, self._closers(), is_all=self.text_ended)
+        is_begun = text[at] == "/" and at + 1 == len(text) and "//" in self.comments
+        return None if is_begun and not self.text_ended else at
 
     def _begin_word(self, *, drops: bool = False) -> None:
         self._left, self._state, self._drops, self._says, self._nested = "", "word", drops, False, []
@@ -121,7 +112,12 @@ class WordScanner(CallScanner):
         """Returns whether what stands there cannot be said before more text comes."""
         if self.text_ended:
             return False
-        return (text[at] in "</" and at + 1 == len(text)) or self._ends.mark_at(text, at) is None
+        if text[at] in "#/":
+            return self._may_comment() and self._comment_end(text, at) is None
+        return (text[at] == "<" and at + 1 == len(text)) or self._ends.mark_at(text, at) is None
+
+    def _may_comment(self) -> bool:
+        return not self._nested and (not self._left or self._left[-1].isspace())
 
     def _ends_word(self, text: str, at: int) -> bool:
         char = text[at]
@@ -134,7 +130,7 @@ class WordScanner(CallScanner):
         if self._nested:
             return False
         if char in "#/":
-            return text.startswith(self.comments, at) and (not self._left or self._left[-1].isspace())
+            return self._may_comment() and self._comment_end(text, at) != at
         return char == "," or (char == "\n" and self._last() not in _OPERATORS)
 
     def _last(self) -> str:

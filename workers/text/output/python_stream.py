@@ -96,7 +96,7 @@ class PythonScanner(JsonScanner):
         if text.startswith(quotes, at):
             self._quote, self._state = self._quote + quotes, "string"
             return at + 2
-        if text[at:] != self._quote or self.text_ended:
+        if text[at] != self._quote or at + 1 < len(text) or self.text_ended:
             self._state = "string"
         return at
 
