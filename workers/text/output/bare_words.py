@@ -30,10 +30,10 @@ _TRAILER: Final = r"(?:\.\w+|\([^()]*\)|\[[^\[\]]*\])"
 _ATOM: Final = rf"(?:{_TEXT}|\w+|\([^()]*\)){_TRAILER}*"
 _OPERATOR: Final = r"(?:\s*(?:\*\*|//|[-+*/%|&]|[=!<>]=|[<>])\s*|\s+(?:and|or|in|is|if|else|not in|is not)\s+)"
 _COMPUTED: Final = re.compile(
-    rf"(?:\.\w+\([^()]*\){_TRAILER}*|(?={_OPERATOR}))(?:{_OPERATOR}{_ATOM})*\s*"
+    rf"(?:\.\w+\([^()]*\){_TRAILER}*|(?={_OPERATOR}))(?:{_OPERATOR}{_ATOM}){{,8}}\s*"
     rf"(?:,\s*(?:\w+\s*=[^=]|{_TEXT}\s*:)|,?\s*[)\]}}])"
 )
-"""Operations with a text, up to the next argument or the end of them all."""
+"""Operations with a text, eight at most, up to the next argument or the end of them all."""
 _MAY_COMPUTE: Final = re.compile(r"\s*(?:[-+*/%|&<>=!]|\.(?:\w|\Z)|(?:and|or|in|is|if)\s|[a-z]{0,3}\Z)")
 
 
@@ -68,7 +68,7 @@ class WordScanner(CallScanner):
             at = end
 
     def _comment_end(self, text: str, at: int) -> int | None:
-        """Returns the index behind the comment that begins there, `at` if none does, None if that cannot be said yet."""
+        """Returns the index behind the comment that begins there, `at` if none does, None if more text must tell."""
         if at == len(text) or text[at] not in "#/":
             return at
         if text.startswith(self.comments, at):
