@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content
-from tests.unit.text.output_events import TOOLS, arguments_of, cut, tool_events
+from tandem.workers.text.output.formats import Tool
+from tests.unit.text.output_events import TOOLS, arguments_of, cut, read, tool_events
 
 B, E = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 b, sep, e = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -294,6 +295,10 @@ CODER = [
     (f"{F}<parameter=city>\nRome\n</parameter>\n<parameter=city>\nParis\n</parameter>\n</function>",
      {"city": "Paris"}),
     (f"{F}<parameter=city\nRome\n</parameter>\n<parameter=days>\n1\n</parameter>\n</function>", {"days": 1}),
+    (f'{F}<parameter=units>\n"hi"\n</parameter>\n<parameter=city>\n"hi"\n</parameter>\n</function>',
+     {"units": '"hi"', "city": '"hi"'}),
+    (f"{F}<parameter=units>\n null \n</parameter>\n<parameter=city>\nnull\n</parameter>\n</function>",
+     {"units": None, "city": "null"}),
     (f"{F}Here it is:\n<parameter=city>\nRome\n</parameter>\nDone\n</function>\n</tool_call>", {"city": "Rome"}),
 ]  # fmt: skip
 
@@ -301,6 +306,27 @@ CODER = [
 @pytest.mark.parametrize(("text", "meant"), CODER)
 def test_tags_of_qwen3_coder_may_be_forgotten_and_stand_in_values(text: str, meant: Any) -> None:
     check("qwen3_coder", text, ["get_weather"], [meant])
+
+
+@pytest.mark.parametrize("value", ["    return x\n", "x\n\n\n", "", "\n", "\n  ", "[1, 2]\n", " a", "a "])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string"},
+        {"type": ["string", "null"]},
+        {"type": "string", "nullable": True},
+        {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        {"type": "string", "minLength": 1},
+        {"type": "string", "pattern": "x"},
+        {"type": ["string", "integer"]},
+    ],
+)
+def test_a_text_of_qwen3_coder_is_what_stands_between_its_line_ends(schema: Any, value: str) -> None:
+    tool = Tool("write", "", {"type": "object", "properties": {"text": schema}})
+    written = f"<tool_call>\n<function=write>\n<parameter=text>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    for size in (1, 3, 1000):
+        events = read(TOOL_FORMATS["qwen3_coder"].parser([tool]), cut(written, size))
+        assert [json.loads(one) for one in arguments_of(events)] == [{"text": value}], events
 
 
 def test_tags_in_a_value_of_qwen3_coder_are_looked_behind_once() -> None:
