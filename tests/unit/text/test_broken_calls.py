@@ -60,6 +60,9 @@ MEANT: list[tuple[str, Any]] = [
     ('{"city": 7 // or {x}\n, "days": /* or */ 1 # {}\n, "units": 2 // 3, "x": {"y": 1 # 2}}\n',
      {"city": 7, "days": 1, "units": "2 // 3", "x": {"y": "1 # 2"}}),
     ('{"city": 1 // ' + "a" * 200 + '\n, "b": 2}', {"city": "1 // " + "a" * 200, "b": 2}),
+    ('{"city": Paris, France, "days": 1,234, "units": {"a": 1,234,567}, "x": yes, no}',
+     {"city": "Paris, France", "days": "1,234", "units": {"a": "1,234,567"}, "x": "yes, no"}),
+    ('{"city": Paris, days: 1, units: x,}', {"city": "Paris", "days": 1, "units": "x"}),
     ('{"city": "(a)\\1", "days": ("b"), "units": {"x", "y"}}', {"city": "(a)\\1", "days": "b", "units": {}}),
 ]  # fmt: skip
 NOTHING = ["{}", "null", "None", '""', "''", "[]", '"{}"']

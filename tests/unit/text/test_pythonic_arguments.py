@@ -107,7 +107,9 @@ def test_what_is_no_literal_costs_no_other_argument(written: str, meant: Any) ->
         ("", {}),
         ("# one, two\n", {}),
         ("days=1, ", {"days": 1}),
-        ("days=1, 2, *f(3, 4), ", {"days": 1}),
+        ("days=1, 'x', *f(3, 4), ", {"days": 1}),
+        ("days=1,234, ", {"days": "1,234"}),
+        ("days=Paris, France, ", {"days": "Paris, France"}),
     ):
         text = f"[get_weather({begin}city={written}\n, units=None), now()]"
         want = {**others, "city": meant, "units": None}
@@ -133,7 +135,7 @@ def test_what_is_no_literal_costs_no_other_argument(written: str, meant: Any) ->
             "[get_weather(city=#fff, days=issue #12, units=[#fff, 7 // 2])]",
             [{"city": "#fff", "days": "issue #12", "units": ["#fff", "7 // 2"]}],
         ),
-        ("[get_weather(city=1, #fff, days=2), now()]\n<|python_end|>", [{"city": 1, "days": 2}, {}]),
+        ("[get_weather(city='a', #fff, days=2), now()]\n<|python_end|>", [{"city": "a", "days": 2}, {}]),
         ("[get_weather(city=f(, now()]", [{"city": "f(, now()"}]),
         ("[get_weather(city='a', days=f(1", [{"city": "a", "days": "f(1"}]),
         ("[get_weather(city=a<|python_end|>", [{"city": "a"}]),

@@ -23,6 +23,8 @@ _BEFORE_QUOTE: Final = re.compile(
     rf"(?:\A|[{re.escape(_OPERATORS)}]\s{{0,40}})(?:[bB][rR]?|[rR][bB]|[rRuUfF]{{1,2}})?\Z"
 )
 _NEAR: Final = 50
+_GOES_ON: Final = re.compile(r",[ \t]{0,40}(?:[\w$][^:=,\n\"'\[\]{}()<`]{0,100}(?:(?P<end>[,})])|\Z)|\Z)")
+"""A comma inside a word: what stands behind it, up to the next comma or bracket, has no colon and so no value."""
 _COMPARED: Final = " \n=<0123456789"
 """Characters behind a `<` that is no mark."""
 _TEXT: Final = r"""(?:'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
@@ -110,11 +112,21 @@ class WordScanner(CallScanner):
 
     def _waits(self, text: str, at: int) -> bool:
         """Returns whether what stands there cannot be said before more text comes."""
+        if text[at] == ",":
+            return self._goes_on(text, at) is None
         if self.text_ended:
             return False
         if text[at] in "#/":
             return self._may_comment() and self._comment_end(text, at) is None
         return (text[at] == "<" and at + 1 == len(text)) or self._ends.mark_at(text, at) is None
+
+    def _goes_on(self, text: str, at: int) -> bool | None:
+        """Returns whether a word of an object, or an argument, goes on behind a comma, as `1,234` does:
+        what follows is no entry. None if that cannot be said yet."""
+        if self._nested or self._drops or (self._stack and self._stack[-1] in self.lists):
+            return bool(self._nested)
+        found = _GOES_ON.match(text, at)
+        return False if found is None else None if found.group("end") is None else True
 
     def _may_comment(self) -> bool:
         return not self._nested and (not self._left or self._left[-1].isspace())
@@ -131,7 +143,9 @@ class WordScanner(CallScanner):
             return False
         if char in "#/":
             return self._may_comment() and self._comment_end(text, at) != at
-        return char == "," or (char == "\n" and self._last() not in _OPERATORS)
+        if char == ",":
+            return not self._goes_on(text, at)
+        return char == "\n" and self._last() not in _OPERATORS
 
     def _last(self) -> str:
         """Returns the last character that is no white space."""
