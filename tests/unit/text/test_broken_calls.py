@@ -63,6 +63,8 @@ MEANT: list[tuple[str, Any]] = [
     ('{"city": Paris, France, "days": 1,234, "units": {"a": 1,234,567}, "x": yes, no}',
      {"city": "Paris, France", "days": "1,234", "units": {"a": "1,234,567"}, "x": "yes, no"}),
     ('{"city": Paris, days: 1, units: x,}', {"city": "Paris", "days": 1, "units": "x"}),
+    ('{"city": `x, "y", it\'s`, "days": [`a\n\\`b`, ``], "units": `${z}`}',
+     {"city": 'x, "y", it\'s', "days": ["a\n`b", ""], "units": "${z}"}),
     ('{"city": "(a)\\1", "days": ("b"), "units": {"x", "y"}}', {"city": "(a)\\1", "days": "b", "units": {}}),
 ]  # fmt: skip
 NOTHING = ["{}", "null", "None", '""', "''", "[]", '"{}"']

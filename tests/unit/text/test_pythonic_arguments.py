@@ -79,6 +79,7 @@ def test_strings_are_those_that_python_reads(text: str, wrap: str, size: int) ->
         ("names['a, b'][0]", "names['a, b'][0]"),
         ("x if y == 'a, b' else z", "x if y == 'a, b' else z"),
         ("not x", "not x"),
+        ("`x, y`", "x, y"),
         ("1 + 2", "1 + 2"),
         ("1 <\n 2", "1 <\n 2"),
         ("lambda: (1, 2)", "lambda: (1, 2)"),

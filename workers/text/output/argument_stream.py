@@ -157,8 +157,11 @@ class ArgumentScanner(WordScanner):
             return self._missing_value(char, at)
         if is_end or char in "<:;=":
             return self._break(at)
+        template = char == "`" and self._ends.mark_at(text, at)
+        if template is None and not self.text_ended:
+            return at
         self._let_go()
-        if char in self.quotes:
+        if char in self.quotes or (char == "`" and not template):
             return self._open_string(char, at, is_key=False)
         return self._open(char, at) if char in self.openers else self._begin_scalar(char, at)
 

@@ -23,10 +23,11 @@ _LONGEST_COMMENT: Final = 200
 FAR: Final = 16 * 1024
 """Characters behind a mark within which the quote, or the tag, that ends the text is looked for. They are held back,
 so all of them may have to be read at once."""
-_QUOTE_OR_ESCAPE: Final = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
+_QUOTE_OR_ESCAPE: Final = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'`"}
 _TO_QUOTE: Final = {
     '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL),
     "'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*", re.DOTALL),
+    "`": re.compile(r"[^`\\]*(?:\\.[^`\\]*)*", re.DOTALL),
     '"""': re.compile(r'[^"\\]*(?:(?:\\.|"(?!""|"?\Z))[^"\\]*)*', re.DOTALL),
     "'''": re.compile(r"[^'\\]*(?:(?:\\.|'(?!''|'?\Z))[^'\\]*)*", re.DOTALL),
 }

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from tandem.workers.text.output.json_stream import JsonScanner
 
-_PLAIN = {'"': re.compile(r'[^"\\\n]*'), "'": re.compile(r"[^'\\\n]*")}
+_PLAIN = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "\"'`"}
 _WORD = re.compile(r"[\w.+-]*")
 WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v"}
@@ -149,7 +149,7 @@ class PythonScanner(JsonScanner):
             self._left, self._state = "", "character"
         elif char in ESCAPES:
             self._say(ESCAPES[char])
-        elif char in "\\'\"/":
+        elif char in "\\'\"/`":
             self._say(char)
         elif char == "\r":  # of a line end of two characters
             self._state = "escape"
