@@ -27,7 +27,8 @@ from tandem.workers.text.choice_text import TextDelta
 log = logging.getLogger("tandem.gateway")
 TOKEN_BYTES, ENTRY_BYTES = 64, 112
 """A token with its piece of text, and a log probability, in Python's memory."""
-LARGE_ANSWER_BYTES = 2**20
+LARGE_ANSWER_BYTES, LONG_ANSWER_CHARACTERS = 2**20, 8 * 1024
+"""What makes an answer too large, or too long, to be made on the loop: hostile tool calls take 4 us a character."""
 
 
 @dataclass
@@ -208,7 +209,7 @@ class Delivery(Response):
 
     async def _deliver_whole(self, send: Send) -> None:
         gathered: dict[int, Gathered] = {}
-        held = 0
+        held = characters = 0
         async for step in self._generation.steps():
             additions = self._take(step)
             if additions and not gathered:
@@ -216,13 +217,14 @@ class Delivery(Response):
             for index, addition in additions:
                 gathered.setdefault(index, Gathered()).add(addition)
                 held += held_bytes(addition)
+                characters += len(addition.text)
             held += sum(entries_bytes(d.prompt_logprobs.entries) for d in step[1] if d.prompt_logprobs is not None)
             if held > self._context.max_answer_bytes:
                 raise too_long(self._context.max_answer_bytes, is_streamable=self._is_streamable)
         usage = await self._generation.usage()
         chosen = [(part, entry) for part in self._generation.parts for entry in self._best(part, gathered)]
         answers = [self._answer(index, part, entry) for index, (part, entry) in enumerate(chosen)]
-        if held + self._other_bytes > LARGE_ANSWER_BYTES:
+        if held + self._other_bytes > LARGE_ANSWER_BYTES or characters > LONG_ANSWER_CHARACTERS:
             body = await asyncio.to_thread(self._style.whole, answers, usage)
         else:
             body = self._style.whole(answers, usage)

@@ -20,7 +20,7 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.gateway.http.middleware import PIECE_BYTES
 from tandem.configs.schema import GatewaySettings
-from tests.support.fake_backend import FakeBackend
+from tests.support.fake_backend import FakeBackend, fixed_script
 from tests.support.invented_format import InventedToolFormat
 from tests.unit.gateway.rig import CHAT, COMPLETE, DEADLINE_S, EMBED, MODEL, USER, gateway
 
@@ -210,6 +210,18 @@ async def test_no_backlog_of_steps_holds_the_loop(slices: Slices, fields: dict[s
         assert (await asyncio.wait_for(answer, DEADLINE_S)).status_code == 200
         worst = await slices.worst()
         assert worst[0] < SLICE_S, worst
+
+
+async def test_no_call_of_a_long_answer_holds_the_loop(slices: Slices) -> None:
+    text = '<call>f0 {"a": ' + '"+' * 8_000
+    model = {"tool_format": InventedToolFormat(), "max_model_len": 2 * len(text)}
+    backend = FakeBackend(script=fixed_script(list(text.encode())))
+    async with gateway(backend, settings=SETTINGS, template=TEMPLATE, text=model) as rig:
+        await slices.worst()
+        answer = await rig.chat(tools=tools(1, deep(1)), max_tokens=len(text))
+        worst = await slices.worst()
+        assert answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f0"
+        assert worst[0] < SLICE_S / 2, worst  # as one it takes more
 
 
 async def test_no_list_of_adapters_holds_the_loop(slices: Slices) -> None:

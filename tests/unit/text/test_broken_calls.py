@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.output.events import CallArguments, CallBegin, Content
-from tests.unit.text.output_events import TOOLS, arguments_of, cut, tool_events
+from tandem.workers.text.output.formats import Tool
+from tests.unit.text.output_events import TOOLS, arguments_of, cut, read, tool_events
 
 B, E = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 b, sep, e = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -53,6 +54,17 @@ MEANT: list[tuple[str, Any]] = [
     ('{"city": "a" + b, "days": [[1] + [2], "a".upper()]}', {"city": "a", "days": [[1], "a"]}),
     ('{"city": "a", // or, "days": 4\n "days": 3 /* or, */, # 5\n}', {"city": "a", "days": 3}),
     ('{"city": "a" // or\n, "days": ["b" # or\n, 3 // 4\n]}', {"city": "a", "days": ["b", 3]}),
+    ('{"b": 7 // 2, "a": "x", "c": #fff, "d": issue #12, "e": src/*.py, "f": [1, 7 // 2], "g": {"h": 3 # 4}}',
+     {"b": "7 // 2", "a": "x", "c": "#fff", "d": "issue #12", "e": "src/*.py", "f": [1, "7 // 2"],
+      "g": {"h": "3 # 4"}}),
+    ('{"city": 7 // or {x}\n, "days": /* or */ 1 # {}\n, "units": 2 // 3, "x": {"y": 1 # 2}}\n',
+     {"city": 7, "days": 1, "units": "2 // 3", "x": {"y": "1 # 2"}}),
+    ('{"city": 1 // ' + "a" * 200 + '\n, "b": 2}', {"city": "1 // " + "a" * 200, "b": 2}),
+    ('{"city": Paris, France, "days": 1,234, "units": {"a": 1,234,567}, "x": yes, no}',
+     {"city": "Paris, France", "days": "1,234", "units": {"a": "1,234,567"}, "x": "yes, no"}),
+    ('{"city": Paris, days: 1, units: x,}', {"city": "Paris", "days": 1, "units": "x"}),
+    ('{"city": `x, "y", it\'s`, "days": [`a\n\\`b`, ``], "units": `${z}`}',
+     {"city": 'x, "y", it\'s', "days": ["a\n`b", ""], "units": "${z}"}),
     ('{"city": "(a)\\1", "days": ("b"), "units": {"x", "y"}}', {"city": "(a)\\1", "days": "b", "units": {}}),
 ]  # fmt: skip
 NOTHING = ["{}", "null", "None", '""', "''", "[]", '"{}"']
@@ -288,6 +300,10 @@ CODER = [
     (f"{F}<parameter=city>\nRome\n</parameter>\n<parameter=city>\nParis\n</parameter>\n</function>",
      {"city": "Paris"}),
     (f"{F}<parameter=city\nRome\n</parameter>\n<parameter=days>\n1\n</parameter>\n</function>", {"days": 1}),
+    (f'{F}<parameter=units>\n"hi"\n</parameter>\n<parameter=city>\n"hi"\n</parameter>\n</function>',
+     {"units": '"hi"', "city": '"hi"'}),
+    (f"{F}<parameter=units>\n null \n</parameter>\n<parameter=city>\nnull\n</parameter>\n</function>",
+     {"units": None, "city": "null"}),
     (f"{F}Here it is:\n<parameter=city>\nRome\n</parameter>\nDone\n</function>\n</tool_call>", {"city": "Rome"}),
 ]  # fmt: skip
 
@@ -295,6 +311,27 @@ CODER = [
 @pytest.mark.parametrize(("text", "meant"), CODER)
 def test_tags_of_qwen3_coder_may_be_forgotten_and_stand_in_values(text: str, meant: Any) -> None:
     check("qwen3_coder", text, ["get_weather"], [meant])
+
+
+@pytest.mark.parametrize("value", ["    return x\n", "x\n\n\n", "", "\n", "\n  ", "[1, 2]\n", " a", "a "])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string"},
+        {"type": ["string", "null"]},
+        {"type": "string", "nullable": True},
+        {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        {"type": "string", "minLength": 1},
+        {"type": "string", "pattern": "x"},
+        {"type": ["string", "integer"]},
+    ],
+)
+def test_a_text_of_qwen3_coder_is_what_stands_between_its_line_ends(schema: Any, value: str) -> None:
+    tool = Tool("write", "", {"type": "object", "properties": {"text": schema}})
+    written = f"<tool_call>\n<function=write>\n<parameter=text>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    for size in (1, 3, 1000):
+        events = read(TOOL_FORMATS["qwen3_coder"].parser([tool]), cut(written, size))
+        assert [json.loads(one) for one in arguments_of(events)] == [{"text": value}], events
 
 
 def test_tags_in_a_value_of_qwen3_coder_are_looked_behind_once() -> None:

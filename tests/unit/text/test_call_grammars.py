@@ -43,6 +43,8 @@ leaves: st.SearchStrategy[dict[str, Any]] = st.one_of(
             {"type": "boolean"},
             {"type": "null"},
             {"type": ["string", "null"], "maxLength": 3},
+            {"type": ["string", "null"]},
+            {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
             {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "integer", "minimum": 10, "maximum": 99}]},
             {"$ref": "#/$defs/point"},
         ]
@@ -169,7 +171,7 @@ VALUES: list[tuple[dict[str, Any], st.SearchStrategy[Any], bool]] = [
     ({"enum": ["", "\n", "a\n</function>\n</tool_call>", "5"]}, st.sampled_from(["", "\n", "5"]), True),
     ({"type": "string", "minLength": 1, "maxLength": 200}, TEXTS.map("x".__add__), False),
     ({"$ref": "#/$defs/text"}, TEXTS | st.just("a</parameter>b"), False),
-    ({"type": ["string", "null"]}, TEXTS | st.none(), False),
+    ({"type": ["string", "null"]}, TEXTS.filter(lambda text: text.strip() != "null") | st.none(), True),
     ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, TEXTS | st.sampled_from(["7", 7]), False),
     ({"enum": [1, "1", None, "null", [1]]}, st.sampled_from([1, "1", None, "null", [1]]), False),
     ({"type": "array", "items": {"type": "string"}}, st.lists(TEXTS | st.just("</parameter>"), max_size=3), False),
@@ -192,7 +194,7 @@ def test_what_the_grammar_of_qwen3_coder_accepts_is_read_back(data: st.DataObjec
     text, meant = "<tool_call>\n<function=get>\n", {}
     for name, (_, values, is_text) in named:
         meant[name] = value = data.draw(values)
-        written = value if is_text else json.dumps(value, ensure_ascii=False)
+        written = value if is_text and value is not None else json.dumps(value, ensure_ascii=False)
         text += f"<parameter={name}>\n{written}\n</parameter>\n"
     text += "</function>\n</tool_call>"
     parameters = {"properties": properties, "required": list(meant), "$defs": {"text": {"type": "string"}}}

@@ -1,5 +1,5 @@
 """The work of one push is linear in its text, and the text that may be held back is bounded: counted are calls of
-functions, and characters that patterns look at, not time."""
+functions, and characters that patterns look at or slices copy, not time."""
 
 import json
 import re
@@ -18,17 +18,37 @@ from tests.unit.text.test_parser_laws import CALLS
 
 ROOM = "tandem.workers.text.output"
 HOSTILE = [
-    *("[TOOL_CALLS]{", '[TOOL_CALLS]{"', "[TOOL_CALLS]now{", "<tool_call>{", "<tool_call>", "</tool_call>"),
-    *("}}</tool_call>", "<tool_call>{'name':'now','arguments':{'a':'", '{"name": "now", "arguments": {}}'),
-    *("</tool_call>x ", "<|call|>x ", "<｜tool▁call▁end｜>x ", "<|python_end|>x ", "<|tool_call|>x ", "</function>x "),
-    *("<|python_tag|>{", "}; {", "<|start|>assistant", "<|call|>", "<｜tool▁call▁begin｜>", "```<｜tool▁call▁end｜>"),
-    *("<parameter=days> ", "\n</parameter>", "\n<parameter=x>", "<function=now>", "</function>\n</tool_call>"),
-    *("[now(),", ", now(", "<|python_end|>", ",", "a,", '"', "'", '"""', "' 'a", "r'", '" + "', "'.a("),
-    *("\\", '\\"', "\\N{", "(a,", "((", "f(", "[{", '{"a":[', "a ", "} ", ")]"),
-    *("\n", " ", "#", "'#a\n", "/*", "//a\n", "<", "`", "[", "{}", "1 "),
+    *('{"name": "now", "arguments": {}}', ",", "a,", '"', "'", '"""', "' 'a", "r'", '" + "', '"+', "'.a("),
+    *("\\", '\\"', "\\N{", "(a,", "((", "f(", "[{", '{"a":[', "a ", "} ", ")]", "1,"),
+    *("\n", " ", "#", " #,", "'#a\n", "/*", "//a\n", "<", "`", "[", "{}", "1 "),
 ]
+_DEEPSEEK = ["<｜tool▁call▁end｜>x ", "<｜tool▁call▁begin｜>", "```<｜tool▁call▁end｜>"]
+MARKS = {
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "granite": ["<tool_call>[", "<|tool_call|>x "],
+    "hermes": [
+        "<tool_call>{",
+        "</tool_call>",
+        "}}</tool_call>",
+        "<tool_call>{'name':'now','arguments':{'a':'",
+        "</tool_call>x ",
+    ],
+    "llama3_json": ["<|python_tag|>{", "}; {"],
+    "mistral": ["[TOOL_CALLS]{", '[TOOL_CALLS]{"', "[TOOL_CALLS]now{"],
+    "openai": ["<|call|>x ", "<|start|>assistant", "<|call|>"],
+    "pythonic": ["<|python_end|>x ", "[now(),", ", now(", "<|python_end|>"],
+    "qwen3_coder": [
+        *("<parameter=days> ", "\n</parameter>", "\n<parameter=x>", "<function=now>", "</function>\n</tool_call>"),
+        *("</function>x ", "<tool_call>", "<function=now>\n<parameter=where>\n{"),
+    ],
+}
+"""Texts that are repeated: in every format, and with marks of one."""
 MOST_CALLS = MOST_LOOKS = 70
 """Per character of a text. Of 16 KiB, which is the most that is held back, the calls take some 50 ms."""
+
+MOST_COPIED = 220
+"""Characters that are copied per character of a text: 200 tell whether a quote ends one."""
 
 
 class Counted:
@@ -108,17 +128,49 @@ def work(name: str, text: str, before: str = "") -> tuple[int, int]:
 def test_a_push_is_read_in_linear_time(name: str) -> None:
     start = CALLS[name].removesuffix('"')
     for begin in ("", start + '"', start + "'", start + "f(", start + '"x", '):
-        for repeated in HOSTILE:
-            small, large = (begin + repeated * (size // len(repeated)) for size in (200, 800))
+        for repeated in [*HOSTILE, *MARKS[name]]:
+            small, large = (begin + repeated * (size // len(repeated)) for size in (200, 600))
             larger = 1.3 * len(large) / len(small)
             for less, more, most in zip(work(name, small), work(name, large), (MOST_CALLS, MOST_LOOKS), strict=True):
                 assert more < larger * less + 500, (begin, repeated)
                 assert more < most * len(large), (begin, repeated)
 
 
+class Copied(str):
+    """A text that counts the characters of its slices."""
+
+    __slots__ = ()
+    count = 0
+
+    def __getitem__(self, index: Any) -> str:
+        piece = super().__getitem__(index)
+        if not isinstance(index, slice):
+            return piece
+        Copied.count += len(piece)
+        return Copied(piece)
+
+    def __add__(self, other: str) -> str:
+        return Copied(super().__add__(other))
+
+    def __radd__(self, other: str) -> str:
+        return Copied(other + str(self))
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_a_push_copies_no_more_than_what_is_near(name: str) -> None:
+    start = CALLS[name].removesuffix('"')
+    for begin in ("", '"\U0001f600", "c": ['):
+        for repeated in ("1,", "x, ", '"', "'", '"x", ', "a=1, ", " /", " #,", "[", '"+', "`", "<"):
+            parser, Copied.count = TOOL_FORMATS[name].parser(TOOLS), 0
+            text = start + begin + repeated * (MOST_COPIED * 10 // len(repeated))
+            parser.push(Copied(text))
+            parser.finish()
+            assert len(text) / 2 < Copied.count < MOST_COPIED * len(text), (begin, repeated)
+
+
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_no_more_than_16_kib_wait_for_what_ends_a_text(name: str) -> None:
-    for repeated in (one for one in HOSTILE if '"' not in one):
+    for repeated in (one for one in [*HOSTILE, *MARKS[name]] if '"' not in one):
         parser, held = TOOL_FORMATS[name].parser(TOOLS), 0
         assert isinstance(parser, SteppedParser)
         parser.push(CALLS[name])
@@ -128,7 +180,7 @@ def test_no_more_than_16_kib_wait_for_what_ends_a_text(name: str) -> None:
         assert held < FAR + 1000, repeated
 
 
-NUMBERS = [{"a": [number, None, "\U0001f600"]} for number in range(1000)]
+NUMBERS = [{"a": [number, None, "\U0001f600"]} for number in range(400)]
 WHERE = "<function=get_weather>\n<parameter=where>\n"
 LONG = [
     ("hermes", '<tool_call>{"name": "get_weather", "arguments": ' + json.dumps(json.dumps({"where": NUMBERS})), "}"),

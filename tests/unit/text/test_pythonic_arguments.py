@@ -79,6 +79,7 @@ def test_strings_are_those_that_python_reads(text: str, wrap: str, size: int) ->
         ("names['a, b'][0]", "names['a, b'][0]"),
         ("x if y == 'a, b' else z", "x if y == 'a, b' else z"),
         ("not x", "not x"),
+        ("`x, y`", "x, y"),
         ("1 + 2", "1 + 2"),
         ("1 <\n 2", "1 <\n 2"),
         ("lambda: (1, 2)", "lambda: (1, 2)"),
@@ -107,7 +108,9 @@ def test_what_is_no_literal_costs_no_other_argument(written: str, meant: Any) ->
         ("", {}),
         ("# one, two\n", {}),
         ("days=1, ", {"days": 1}),
-        ("days=1, 2, *f(3, 4), ", {"days": 1}),
+        ("days=1, 'x', *f(3, 4), ", {"days": 1}),
+        ("days=1,234, ", {"days": "1,234"}),
+        ("days=Paris, France, ", {"days": "Paris, France"}),
     ):
         text = f"[get_weather({begin}city={written}\n, units=None), now()]"
         want = {**others, "city": meant, "units": None}
@@ -129,6 +132,11 @@ def test_what_is_no_literal_costs_no_other_argument(written: str, meant: Any) ->
         ("[get_weather(**{})]", [{}]),
         ("[get_weather(**{'city': ['a')]", [{"city": ["a"]}]),
         ("[get_weather(city='a') # )\n, # now(),\n now()]", [{"city": "a"}, {}]),
+        (
+            "[get_weather(city=#fff, days=issue #12, units=[#fff, 7 // 2])]",
+            [{"city": "#fff", "days": "issue #12", "units": ["#fff", "7 // 2"]}],
+        ),
+        ("[get_weather(city='a', #fff, days=2), now()]\n<|python_end|>", [{"city": "a", "days": 2}, {}]),
         ("[get_weather(city=f(, now()]", [{"city": "f(, now()"}]),
         ("[get_weather(city='a', days=f(1", [{"city": "a", "days": "f(1"}]),
         ("[get_weather(city=a<|python_end|>", [{"city": "a"}]),

@@ -33,7 +33,7 @@ _BEFORE_COMMA = "]})<[`"
 _AHEAD = 200
 """Characters behind a quote that say whether it ends a string. So many of white space stand behind a value alone."""
 _COMMENT = re.compile(r"\s*[,;]?\s*#.*")
-_COMPUTES = "_+-*/%.|&^@=!>("
+_COMPUTES = "_+-*/%.|&^@=!>(#"
 """Characters behind a value that begin what is computed with it; letters and digits do too."""
 
 
@@ -140,7 +140,7 @@ class ArgumentScanner(WordScanner):
         is_group = self._in_group()
         if is_group:
             _, begin = self._groups.pop()
-            is_group = bool("".join(self._out[begin + 1 :]).strip())
+            is_group = any(self._out[index].strip() for index in range(begin + 1, len(self._out)))
             self._out[begin] = "" if is_group else "["
         at = super()._close(at)
         if is_group:
@@ -157,8 +157,11 @@ class ArgumentScanner(WordScanner):
             return self._missing_value(char, at)
         if is_end or char in "<:;=":
             return self._break(at)
+        template = char == "`" and self._ends.mark_at(text, at)
+        if template is None and not self.text_ended:
+            return at
         self._let_go()
-        if char in self.quotes:
+        if char in self.quotes or (char == "`" and not template):
             return self._open_string(char, at, is_key=False)
         return self._open(char, at) if char in self.openers else self._begin_scalar(char, at)
 

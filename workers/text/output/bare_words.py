@@ -23,6 +23,8 @@ _BEFORE_QUOTE: Final = re.compile(
     rf"(?:\A|[{re.escape(_OPERATORS)}]\s{{0,40}})(?:[bB][rR]?|[rR][bB]|[rRuUfF]{{1,2}})?\Z"
 )
 _NEAR: Final = 50
+_GOES_ON: Final = re.compile(r",[ \t]{0,40}(?:[\w$][^:=,\n\"'\[\]{}()<`]{0,100}(?:(?P<end>[,})])|\Z)|\Z)")
+"""A comma inside a word: what stands behind it, up to the next comma or bracket, has no colon and so no value."""
 _COMPARED: Final = " \n=<0123456789"
 """Characters behind a `<` that is no mark."""
 _TEXT: Final = r"""(?:'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""
@@ -30,10 +32,10 @@ _TRAILER: Final = r"(?:\.\w+|\([^()]*\)|\[[^\[\]]*\])"
 _ATOM: Final = rf"(?:{_TEXT}|\w+|\([^()]*\)){_TRAILER}*"
 _OPERATOR: Final = r"(?:\s*(?:\*\*|//|[-+*/%|&]|[=!<>]=|[<>])\s*|\s+(?:and|or|in|is|if|else|not in|is not)\s+)"
 _COMPUTED: Final = re.compile(
-    rf"(?:\.\w+\([^()]*\){_TRAILER}*|(?={_OPERATOR}))(?:{_OPERATOR}{_ATOM})*\s*"
+    rf"(?:\.\w+\([^()]*\){_TRAILER}*|(?={_OPERATOR}))(?:{_OPERATOR}{_ATOM}){{,8}}\s*"
     rf"(?:,\s*(?:\w+\s*=[^=]|{_TEXT}\s*:)|,?\s*[)\]}}])"
 )
-"""Operations with a text, up to the next argument or the end of them all."""
+"""Operations with a text, eight at most, up to the next argument or the end of them all."""
 _MAY_COMPUTE: Final = re.compile(r"\s*(?:[-+*/%|&<>=!]|\.(?:\w|\Z)|(?:and|or|in|is|if)\s|[a-z]{0,3}\Z)")
 
 
@@ -60,30 +62,21 @@ class WordScanner(CallScanner):
 
     def _space(self, text: str, at: int) -> int:
         while True:
-            if self._comment:
-                at = self._behind_comment(text, at)
-                if self._comment:
-                    return at
             at = super()._space(text, at)
-            if text.startswith(self.comments, at):
-                self._comment = "*/" if text.startswith("/*", at) else "\n"
-            elif text[at:] == "/" and "//" in self.comments and not self.text_ended:
-                self._comment = "/"  # that is to be seen
+            end = self._comment_end(text, at)
+            self._waiting = end is None
+            if end is None or end == at:
                 return at
-            else:
-                return at
+            at = end
 
-    def _behind_comment(self, text: str, at: int) -> int:
-        """Returns the index behind the comment that is read, as far as the text goes; a mark ends it."""
-        if self._comment == "/":
-            self._comment = ""
+    def _comment_end(self, text: str, at: int) -> int | None:
+        """Returns the index behind the comment that begins there, `at` if none does, None if more text must tell."""
+        if at == len(text) or text[at] not in "#/":
             return at
-        marks = self._ends.inside[self._comment]
-        found = marks.first(text, at)
-        if found is None:
-            return len(text) if self.text_ended else marks.hold(text, at)
-        self._comment = ""
-        return found.end() if found.group() == "*/" else found.start()
+        if text.startswith(self.comments, at):
+            return self._ends.behind_comment(text, at, self._closers(), is_all=self.text_ended)
+        is_begun = text[at] == "/" and at + 1 == len(text) and "//" in self.comments
+        return None if is_begun and not self.text_ended else at
 
     def _begin_word(self, *, drops: bool = False) -> None:
         self._left, self._state, self._drops, self._says, self._nested = "", "word", drops, False, []
@@ -119,9 +112,24 @@ class WordScanner(CallScanner):
 
     def _waits(self, text: str, at: int) -> bool:
         """Returns whether what stands there cannot be said before more text comes."""
+        if text[at] == ",":
+            return self._goes_on(text, at) is None
         if self.text_ended:
             return False
-        return (text[at] in "</" and at + 1 == len(text)) or self._ends.mark_at(text, at) is None
+        if text[at] in "#/":
+            return self._may_comment() and self._comment_end(text, at) is None
+        return (text[at] == "<" and at + 1 == len(text)) or self._ends.mark_at(text, at) is None
+
+    def _goes_on(self, text: str, at: int) -> bool | None:
+        """Returns whether a word of an object, or an argument, goes on behind a comma, as `1,234` does:
+        what follows is no entry. None if that cannot be said yet."""
+        if self._nested or self._drops or (self._stack and self._stack[-1] in self.lists):
+            return bool(self._nested)
+        found = _GOES_ON.match(text, at)
+        return False if found is None else None if found.group("end") is None else True
+
+    def _may_comment(self) -> bool:
+        return not self._nested and (not self._left or self._left[-1].isspace())
 
     def _ends_word(self, text: str, at: int) -> bool:
         char = text[at]
@@ -134,8 +142,10 @@ class WordScanner(CallScanner):
         if self._nested:
             return False
         if char in "#/":
-            return text.startswith(self.comments, at) and (not self._left or self._left[-1].isspace())
-        return char == "," or (char == "\n" and self._last() not in _OPERATORS)
+            return self._may_comment() and self._comment_end(text, at) != at
+        if char == ",":
+            return not self._goes_on(text, at)
+        return char == "\n" and self._last() not in _OPERATORS
 
     def _last(self) -> str:
         """Returns the last character that is no white space."""

@@ -12,19 +12,22 @@ from tandem.workers.text.output.python_stream import PythonScanner
 from tandem.workers.text.output.stepping import Marks
 
 SPACE: Final = r"\s{0,40}"
+_SOME_SPACE: Final = re.compile(SPACE)
 OBJECT: Final = (SPACE, r"\{", SPACE, "[\"']")
 """The begin of a call's object, as steps."""
 _RUN: Final = r"[\s}\])]{0,40}"
 """Closing brackets and white space in front of a mark, which belong to the call if its brackets are closed by them."""
 _AHEAD: Final = 200
 """Characters behind a quote that say whether it ends a string."""
+_LONGEST_COMMENT: Final = 200
 FAR: Final = 16 * 1024
 """Characters behind a mark within which the quote, or the tag, that ends the text is looked for. They are held back,
 so all of them may have to be read at once."""
-_QUOTE_OR_ESCAPE: Final = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
+_QUOTE_OR_ESCAPE: Final = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'`"}
 _TO_QUOTE: Final = {
     '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL),
     "'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*", re.DOTALL),
+    "`": re.compile(r"[^`\\]*(?:\\.[^`\\]*)*", re.DOTALL),
     '"""': re.compile(r'[^"\\]*(?:(?:\\.|"(?!""|"?\Z))[^"\\]*)*', re.DOTALL),
     "'''": re.compile(r"[^'\\]*(?:(?:\\.|'(?!''|'?\Z))[^'\\]*)*", re.DOTALL),
 }
@@ -78,6 +81,37 @@ class CallEnds:
         if rest.startswith(self._marks):
             return True
         return None if any(mark.startswith(rest) for mark in self._marks) else False
+
+    def behind_comment(self, text: str, at: int, closers: str = "", *, is_all: bool) -> int | None:
+        """Returns the index behind the comment that begins there, `at` if it is none, None if that cannot be said yet.
+        It is none if the call ends first, or behind its line, or if it is longer than 200 characters. closers: what
+        closes all that is open; is_all: no more text will come."""
+        end = "*/" if text.startswith("/*", at) else "\n"
+        found = text.find(end, at + len(end), at + _LONGEST_COMMENT)
+        if found < 0:
+            return at if is_all or len(text) - at >= _LONGEST_COMMENT else None
+        first = self.inside[end].first(text, at + len(end))
+        if first is None or first.start() < found:
+            return at
+        if end == "*/":
+            return found + len(end)
+        space = _SOME_SPACE.match(text, found)
+        assert space is not None
+        if closers and self._closes_all(text[at:found], closers, text[space.end() : space.end() + 1]):
+            return at
+        mark = False if space.end() == len(text) else self.mark_at(text, space.end())
+        if is_all:
+            return at if mark or space.end() == len(text) else found
+        return None if mark is None or space.end() == len(text) else at if mark else found
+
+    def _closes_all(self, line: str, closers: str, follows: str) -> bool:
+        """Returns whether a line closes the arguments, and what follows it, or the line too, the call."""
+        closed = re.sub(r"[\s,;]", "", line)
+        if closed.count("}") <= closed.count("{"):
+            return False
+        if closed.rstrip("]").endswith(closers + self.closers):
+            return True
+        return closed.endswith(closers) and follows in self.closers
 
     def behind(self, mark: str, text: str, at: int, *, whole: bool) -> bool | None:
         """Returns whether what must follow a mark does; None if the text ends before that is known. whole: all brackets

@@ -41,7 +41,7 @@ class JsonScanner:
     lists = "["
     spaced: ClassVar[Collection[str]] = ("value", "first_item", "first_key", "key", "colon", "comma")
     """States in which white space means nothing."""
-    _comment = ""  # what ends the comment that is read
+    _waiting = False  # what stands behind the white space cannot be said before more text comes
 
     def __init__(self, *, inside_object: bool = False, strict: bool = False) -> None:
         """inside_object: the scanner begins behind the first value of an object."""
@@ -61,7 +61,7 @@ class JsonScanner:
         while at < len(text) and not self.done and not self.broken:
             if self._state in self.spaced:
                 at = self._space(text, at)
-                if at == len(text) or self._comment:
+                if at == len(text) or self._waiting:
                     break
             before = at, self._state
             at = getattr(self, "_in_" + self._state)(text, at)

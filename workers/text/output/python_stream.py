@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from tandem.workers.text.output.json_stream import JsonScanner
 
-_PLAIN = {'"': re.compile(r'[^"\\\n]*'), "'": re.compile(r"[^'\\\n]*")}
+_PLAIN = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "\"'`"}
 _WORD = re.compile(r"[\w.+-]*")
 WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v"}
@@ -96,7 +96,7 @@ class PythonScanner(JsonScanner):
         if text.startswith(quotes, at):
             self._quote, self._state = self._quote + quotes, "string"
             return at + 2
-        if text[at:] != self._quote or self.text_ended:
+        if text[at] != self._quote or at + 1 < len(text) or self.text_ended:
             self._state = "string"
         return at
 
@@ -149,7 +149,7 @@ class PythonScanner(JsonScanner):
             self._left, self._state = "", "character"
         elif char in ESCAPES:
             self._say(ESCAPES[char])
-        elif char in "\\'\"/":
+        elif char in "\\'\"/`":
             self._say(char)
         elif char == "\r":  # of a line end of two characters
             self._state = "escape"

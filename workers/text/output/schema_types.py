@@ -66,6 +66,14 @@ def plain_text(schema: Any) -> bool:
     return all(isinstance(value, str) for value in listed_values(schema) or ())
 
 
+def text_or_null(schema: Any) -> bool:
+    """Returns whether a schema, as asserting() has it, is of any string and of null."""
+    if not isinstance(schema, Mapping) or types_of(schema, {}) != {"string", "null"}:
+        return False
+    parts = schema["anyOf"] if set(schema) == {"anyOf"} else [schema]
+    return all(set(part) == {"type"} for part in parts)
+
+
 def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
     """Returns the values that a schema lists, None if it lists none."""
     if "const" in schema:

@@ -29,7 +29,7 @@ from tandem.workers.text.output.stepping import (
 from tandem.workers.text.output.tools.python_arguments import PythonArguments
 
 START, END = "<|python_start|>", "<|python_end|>"
-_MARKS, _BEHIND_CALLS, _CALL_END, _LINE_END = Marks(START), Marks(START, END), Marks(")", START, END), Marks("\n")
+_MARKS, _BEHIND_CALLS, _CALL_END = Marks(START), Marks(START, END), Marks(")", START, END)
 _ENDS = CallEnds(
     ends=(END,), begins={START: (SPACE, r"\[")}, separators={",": (SPACE, r"[\w.-]{1,256}", r"\(")}, closers=")"
 )
@@ -235,6 +235,10 @@ def _is_name(source: TextSource) -> Steps[bool]:
 def _gap(source: TextSource) -> Steps[None]:
     """Reads white space and comments."""
     yield from spaces(source)
-    while (yield from one_of(source, ("#",))) is not None:
-        yield from text_until(source, _LINE_END, nowhere)
+    while (yield from goes_on_with(source, "#")):
+        while (end := _ENDS.behind_comment(source.text, source.at, is_all=source.ended)) is None:
+            yield None
+        if end == source.at:
+            return
+        source.take(end)
         yield from spaces(source)

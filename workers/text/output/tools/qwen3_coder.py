@@ -24,6 +24,7 @@ from tandem.workers.text.output.schema_types import (
     not_expressible,
     plain_arguments,
     plain_text,
+    text_or_null,
     types_of,
 )
 from tandem.workers.text.output.stepping import (
@@ -112,6 +113,8 @@ def _parameter(tool: Tool, argument: Argument) -> str:
             if mark := next((mark for mark in (PARAMETER_END, PARAMETER) for one in values if mark in one), None):
                 raise not_expressible(tool, f"a value of property {argument.name!r} has {mark!r}.")
             value = f"({' | '.join(grammar_text.quoted(one) for one in values)}) {_quoted_end()}"
+    elif text_or_null(_without_definitions(argument.schema)):
+        value = "TEXT_VALUE"
     text = f"{grammar_text.quoted(f'{PARAMETER}{argument.name}>' + chr(10))} {value}"
     return text if argument.required else f"({text})?"
 
@@ -119,9 +122,13 @@ def _parameter(tool: Tool, argument: Argument) -> str:
 def _is_text(schema: Any) -> bool:
     """Returns whether values are written as they are. Strings that a pattern or another rule limits are read in either
     way and forced as JSON."""
-    if isinstance(schema, Mapping):
-        schema = {key: part for key, part in schema.items() if key not in ("$defs", "definitions")}
-    return plain_text(schema)
+    return plain_text(_without_definitions(schema))
+
+
+def _without_definitions(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    return {key: part for key, part in schema.items() if key not in ("$defs", "definitions")}
 
 
 class _CoderAnswer:
@@ -186,7 +193,7 @@ class _CoderAnswer:
             yield from other.text_of_value(source, self._text)
             yield from writer.arguments("" if source.cut and source.exhausted else '"')
         else:
-            value = _Typed(types_of(one, schema))
+            value = _Typed(types_of(one, schema), is_text=text_or_null(_without_definitions(one)))
             yield from value.read(source, other)
             if not (source.cut and source.exhausted):
                 yield from writer.arguments(value.json())
@@ -255,18 +262,20 @@ def _before_end_tag(source: TextSource, behind: int, tags: Marks) -> Steps[int]:
 
 
 class _Typed:
-    """Reads a value that is no text: a broken list or object is mended if no string is allowed."""
+    """Reads a value that may be no text: a broken list or object is mended if no string is allowed. is_text: what
+    is not null is a text, as it is written."""
 
-    def __init__(self, types: frozenset[str] | None) -> None:
-        self._types = types
+    def __init__(self, types: frozenset[str] | None, *, is_text: bool) -> None:
+        self._types, self._is_text = types, is_text
+        self._space = ""
         self._held: list[str] = []
         self._literal, self._mender = ValueText(PythonScanner()), ArgumentScanner()
         self._mended = None if types is None or "string" in types else ValueText(self._mender)
 
     def read(self, source: TextSource, other: "_Unread") -> Steps[None]:
-        """Marks inside strings do not end the value."""
-        yield from spaces(source)
-        if (yield from begins_with(source, ('"', "{", "["))) is not None:
+        """Marks inside the strings of a literal do not end the value."""
+        self._space = yield from spaces(source)
+        if not self._is_text and (yield from begins_with(source, ('"', "{", "["))) is not None:
             yield from scanned(source, CallScanner(_ENDS, strict=True), self._hold, as_written=True)
         yield from other.text_of_value(source, self._hold)
 
@@ -278,9 +287,15 @@ class _Typed:
         return iter(())
 
     def json(self) -> str:
-        text, converted = "".join(self._held).strip(), self._literal.finish()
+        text, converted = "".join(self._held), self._literal.finish()
+        if self._is_text and converted is not None and converted.strip() != "null":
+            converted = None
         if converted is None and self._mended is not None and text[:1] in ("{", "["):
             converted = self._mended.mend(self._mender.close).strip()
+        if self._mended is not None:
+            text = text.strip()
+        else:
+            text = self._space + text if text else self._space.removesuffix("\n")
         return as_typed(text, converted, self._types)
 
 
