@@ -28,7 +28,7 @@ log = logging.getLogger("tandem.gateway")
 TOKEN_BYTES, ENTRY_BYTES = 64, 112
 """A token with its piece of text, and a log probability, in Python's memory."""
 LARGE_ANSWER_BYTES, LONG_ANSWER_CHARACTERS = 2**20, 8 * 1024
-"""What makes an answer too large, or too long, to be made on the loop: hostile tool calls take 4 us a character."""
+"""Bounds of an answer that is made on the loop. The worst tool calls take 6 us of CPU time a character."""
 
 
 @dataclass

@@ -62,6 +62,7 @@ MEANT: list[tuple[str, Any]] = [
     ('{"city": 1 // ' + "a" * 200 + '\n, "b": 2}', {"city": "1 // " + "a" * 200, "b": 2}),
     ('{"city": Paris, France, "days": 1,234, "units": {"a": 1,234,567}, "x": yes, no}',
      {"city": "Paris, France", "days": "1,234", "units": {"a": "1,234,567"}, "x": "yes, no"}),
+    ('{"city": "a", "days": 1,234\n}', {"city": "a", "days": "1,234"}),
     ('{"city": Paris, days: 1, units: x,}', {"city": "Paris", "days": 1, "units": "x"}),
     ('{"city": `x, "y", it\'s`, "days": [`a\n\\`b`, ``], "units": `${z}`}',
      {"city": 'x, "y", it\'s', "days": ["a\n`b", ""], "units": "${z}"}),

@@ -23,7 +23,7 @@ _BEFORE_QUOTE: Final = re.compile(
     rf"(?:\A|[{re.escape(_OPERATORS)}]\s{{0,40}})(?:[bB][rR]?|[rR][bB]|[rRuUfF]{{1,2}})?\Z"
 )
 _NEAR: Final = 50
-_GOES_ON: Final = re.compile(r",[ \t]{0,40}(?:[\w$][^:=,\n\"'\[\]{}()<`]{0,100}(?:(?P<end>[,})])|\Z)|\Z)")
+_GOES_ON: Final = re.compile(r",[ \t]{0,40}(?:[\w$][^:=,\n\"'\[\]{}()<`]{0,100}\s{0,40}(?:(?P<end>[,})<`])|\Z)|\Z)")
 """A comma inside a word: what stands behind it, up to the next comma or bracket, has no colon and so no value."""
 _COMPARED: Final = " \n=<0123456789"
 """Characters behind a `<` that is no mark."""

@@ -68,7 +68,7 @@ def plain_text(schema: Any) -> bool:
 
 def text_or_null(schema: Any) -> bool:
     """Returns whether a schema, as asserting() has it, is of any string and of null."""
-    if not isinstance(schema, Mapping) or types_of(schema, {}) != {"string", "null"}:
+    if not isinstance(schema, Mapping) or types_of(schema, {}) != frozenset(["string", "null"]):
         return False
     parts = schema["anyOf"] if set(schema) == {"anyOf"} else [schema]
     return all(set(part) == {"type"} for part in parts)
