@@ -92,11 +92,6 @@ def test_a_model_that_is_not_there_is_named(
     assert "json" not in shown and shown.count("\n") == 1
 
 
-def ignore_sigint() -> None:
-    """What a shell script does for commands that it starts with `&`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 @pytest.mark.parametrize("is_ignored", [False, True])
 @pytest.mark.parametrize(
     ("imported", "status"), [("tandem.cluster.cli.main", -signal.SIGINT), ("tandem.cluster.service.launcher", 130)]
@@ -118,8 +113,9 @@ from tandem.cluster.cli.console import main
 main()
 """
     command, pipe = [sys.executable, "-c", slow], subprocess.PIPE
-    before = ignore_sigint if is_ignored else None
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, preexec_fn=before) as process:
+    if is_ignored:
+        command = ["sh", "-c", """trap '' INT; exec "$@\"""", "sh", *command]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)

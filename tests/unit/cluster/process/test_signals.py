@@ -19,17 +19,12 @@ signals.install()
 """
 
 
-def not_under_nohup() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 def run(body: str, number: int | None, begin: str = BEGIN) -> tuple[int, str]:
     """Status and output of a process that gets the signal once it has said "ready"."""
     process = subprocess.Popen(
         [sys.executable, "-c", begin + textwrap.dedent(body)],
         stdout=subprocess.PIPE,
         bufsize=0,  # readline() takes no more than the line: what follows is communicate()'s
-        preexec_fn=not_under_nohup,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"

@@ -49,10 +49,6 @@ def temp() -> Iterator[Path]:
         yield Path(folder)
 
 
-def not_under_nohup() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 class Split:
     """A supervisor, a reaper and a launcher that runs `body`, which prints "ready"."""
 
@@ -66,7 +62,6 @@ class Split:
             stdout=subprocess.PIPE,
             bufsize=0,  # readline() takes no more than the line: what follows is communicate()'s
             env={**os.environ, "TMPDIR": str(temp), "XDG_RUNTIME_DIR": ""},
-            preexec_fn=not_under_nohup,
         )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n"
