@@ -49,10 +49,7 @@ def build_engine(
 
     on_begun(request, cached tokens) is called when a request has got its first row: its prompt is billed from then on.
     """
-    manager, waiting, collector = _block_manager(settings, facts, ready), WaitingQueue(), Collector()
-    if ready.captures:
-        collector.captures["made"] = min(one.num_captures for one in ready.captures)
-        collector.captures["failed"] = max(len(one.failures) for one in ready.captures)
+    manager, waiting, collector = _block_manager(settings, facts, ready), WaitingQueue(), _collector(ready)
     transfers = TransferManager(executor.transfer, ready.num_ranks, clock)
     costs = offload = adapters = experts = step_log = None
     if ready.store is not None:
@@ -151,6 +148,14 @@ def _block_manager(settings: EngineSettings, facts: ModelFacts, ready: ExecutorR
         enable_prefix_caching=settings.cache.enable_prefix_caching,
         groups=facts.kv_groups,
     )
+
+
+def _collector(ready: ExecutorReady) -> Collector:
+    collector = Collector()
+    if ready.captures:
+        collector.captures["made"] = min(one.num_captures for one in ready.captures)
+        collector.captures["failed"] = max(len(one.failures) for one in ready.captures)
+    return collector
 
 
 def _chunk_limiter(settings: EngineSettings) -> ChunkLimiter:
