@@ -19,6 +19,7 @@ class GroupLoads(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: Sequence[str]  # their ids
     outstanding: Sequence[int]  # their tokens to come: prompt + allowed output of requests that have not ended
+    own: Sequence[int]  # those of the request's tenant, as far as this gateway has sent them
     # groups to choose only when there is no other: their record no longer reaches the gateway, they have refused the
     # request, are taken down, or stall
     last: Collection[int] = ()

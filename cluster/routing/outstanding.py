@@ -4,6 +4,7 @@ Groups report those of other gateways, by gateway. A report is seconds old when 
 gateway only removes old calls whose end was never seen. Kept by the Serve router; one per gateway process, one thread.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -18,26 +19,29 @@ class _RoutedCall(msgspec.Struct):
     """One call that has not ended."""
 
     group: str
+    tenant: str
     tokens: int
     began_s: float
     tried: set[str] = set()  # groups that did not take it
 
 
 class Outstanding:
-    """Tokens by group. Unknown groups and unknown calls count as nothing."""
+    """Tokens by group, and by group and tenant. Unknown groups and unknown calls count as nothing."""
 
     def __init__(self) -> None:
         self._calls: dict[str, _RoutedCall] = {}
         self._here: dict[str, int] = {}
+        self._tenants = defaultdict[str, Counter[str]](Counter)
         self._beyond: dict[str, tuple[int, float]] = {}
         """The least, by group, by which the count was above its reports, and since when."""
 
-    def begin(self, call_id: str, group: str, tokens: int, now_s: float) -> None:
+    def begin(self, call_id: str, group: str, tenant: str, tokens: int, now_s: float) -> None:
         """A call goes to a group. A call that is routed again leaves its first group."""
         before = self._remove(call_id)
         tried = (before.tried | {before.group}) - {group} if before is not None else set()
-        self._calls[call_id] = _RoutedCall(group, tokens, now_s, tried)
+        self._calls[call_id] = _RoutedCall(group, tenant, tokens, now_s, tried)
         self._here[group] = self._here.get(group, 0) + tokens
+        self._tenants[tenant][group] += tokens
 
     def end(self, call_id: str, group: str) -> None:
         """Counts the end of a call at a group. The end of an earlier try may come after the next has begun."""
@@ -84,17 +88,27 @@ class Outstanding:
         here = self._here.get
         return [here(group, 0) + tokens for group, tokens in elsewhere]
 
+    def of_tenant(self, tenant: str, groups: Iterable[str]) -> list[int]:
+        """The tokens of a tenant's calls from here, for each group."""
+        here: Mapping[str, int] = self._tenants.get(tenant, {})
+        return [here.get(group, 0) for group in groups]
+
     def keep_only(self, groups: Iterable[str]) -> None:
         """Forgets groups that are gone, and the calls that went to them."""
         alive = set(groups)
-        self._here = {g: n for g, n in self._here.items() if g in alive}
         self._beyond = {g: b for g, b in self._beyond.items() if g in alive}
-        self._calls = {i: call for i, call in self._calls.items() if call.group in alive}
+        for call_id in [i for i, call in self._calls.items() if call.group not in alive]:
+            self._remove(call_id)
+        self._here = {g: n for g, n in self._here.items() if g in alive}
 
     def _remove(self, call_id: str) -> _RoutedCall | None:
         call = self._calls.pop(call_id, None)
         if call is not None:
             self._here[call.group] -= call.tokens
+            here = self._tenants[call.tenant]
+            here[call.group] -= call.tokens
+            if not any(here.values()):
+                del self._tenants[call.tenant]
         return call
 
 

@@ -35,10 +35,12 @@ def adapter_affinity(groups: GroupLoads, request: RouteHint) -> list[float]:
     The cost is the outstanding tokens, and more where a group would have to load the request's adapter. So among groups
     of similar load the request goes where its adapter lies, device before host before none; when those have more to do
     than the others by what a load is worth, one more group gets it: the more popular an adapter, the more groups hold
-    it. Requests without an adapter are routed by tokens alone: a long answer weighs more than many short ones.
+    it. Requests without an adapter are routed by tokens alone: a long answer weighs more than many short ones. Tokens
+    of the request's own tenant count twice: where tenants share rows, a request waits for its own tenant's first, and a
+    tenant whose requests meet in one group has less than its share of all.
     """
     if request.adapter is None:
-        return list(groups.outstanding)
+        return [tokens + own for tokens, own in zip(groups.outstanding, groups.own, strict=True)]
     miss = MISS_TOKENS + MISS_REQUESTS * request.cost_tokens
     costs: list[float] = [tokens + miss for tokens in groups.outstanding]
     for tier, indices in groups.tiers.items():

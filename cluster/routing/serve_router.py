@@ -101,7 +101,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
     def _begin(self, pending_request: PendingRequest, group: str, request: RouteHint) -> None:
         call_id = pending_request.metadata.internal_request_id
         now_s = time.monotonic()
-        self._outstanding.begin(call_id, group, request.cost_tokens, now_s)
+        self._outstanding.begin(call_id, group, request.tenant, request.cost_tokens, now_s)
         if request.adapter is not None:
             self._residency.sent(group, request.adapter, now_s)
 
@@ -113,6 +113,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         return GroupLoads(
             groups=reports.groups,
             outstanding=self._outstanding.added_to(reports.elsewhere),
+            own=self._outstanding.of_tenant(request.tenant, reports.groups),
             last=last,
             tiers={} if request.adapter is None else self._tiers(request.adapter, now_s),
         )

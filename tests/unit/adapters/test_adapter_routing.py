@@ -27,6 +27,7 @@ def order(groups: dict[str, tuple[int, Tier | None]], request: RouteHint = REQUE
     loads = GroupLoads(
         groups=names,
         outstanding=[tokens for tokens, _ in groups.values()],
+        own=[0] * len(names),
         last=[names.index(name) for name in last],
         tiers={tier: [names.index(n) for n, (_, has) in groups.items() if has is tier] for tier in Tier},
     )
@@ -197,7 +198,9 @@ class Outcome:
                 tiers[holders[name]].append(names.index(name))
         if (home := home_of(key, names)) not in holders:
             tiers[Tier.HOME].append(names.index(home))
-        loads = GroupLoads(groups=names, outstanding=[int(group.work) for group in self.groups], tiers=tiers)
+        loads = GroupLoads(
+            groups=names, outstanding=[int(group.work) for group in self.groups], own=[0] * len(names), tiers=tiers
+        )
         request = RouteHint(request_id="r", cost_tokens=200, adapter=key)
         return self.groups[best_few(policy(loads, request), loads, request, self.rng.choice)[0]]
 

@@ -1,5 +1,8 @@
 """Policies on loads, and the count of outstanding tokens behind them."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,16 +16,26 @@ from tandem.workers.messages.request import GenerationRequest, ReplyTo, Sampling
 REQUEST = RouteHint(request_id="r", cost_tokens=10)
 
 
-def order(loads: dict[str, int], last: str = "", pick: int = 0) -> str:
-    """The groups to try, when of equals the one at `pick` is chosen."""
+def order(loads: dict[str, int], last: str = "", pick: int = 0, own: Mapping[str, int] = MappingProxyType({})) -> str:
+    """The groups to try, when of equals the one at `pick` is chosen. own: tokens of the request's tenant."""
     groups = list(loads)
-    given = GroupLoads(groups=groups, outstanding=list(loads.values()), last=[groups.index(name) for name in last])
+    given = GroupLoads(
+        groups=groups,
+        outstanding=list(loads.values()),
+        own=[own.get(name, 0) for name in groups],
+        last=[groups.index(name) for name in last],
+    )
     few = best_few(adapter_affinity(given, REQUEST), given, REQUEST, lambda near: near[pick])
     return "".join(groups[i] for i in few)
 
 
 def test_the_group_with_the_fewest_tokens_to_come_is_first() -> None:
     assert order({"a": 50, "b": 110, "c": 20}) == "cab"
+
+
+def test_a_tenants_requests_do_not_meet_in_one_group() -> None:
+    assert order({"a": 500, "b": 520}, own={"a": 50, "b": 10}) == "ba"
+    assert order({"a": 500, "b": 600}, own={"a": 50, "b": 10}) == "ab", "the load of all counts too"
 
 
 def test_of_equal_groups_any_may_be_first() -> None:
@@ -64,10 +77,11 @@ def test_a_gateway_is_known_by_its_life() -> None:
 
 def test_groups_that_are_gone_are_forgotten() -> None:
     outstanding = Outstanding()
-    outstanding.begin("c1", "g", 5, 0.0)
-    outstanding.begin("c2", "h", 7, 0.0)
+    outstanding.begin("c1", "g", "t", 5, 0.0)
+    outstanding.begin("c2", "h", "t", 7, 0.0)
     outstanding.keep_only(["h"])
     assert (outstanding.here("g"), outstanding.here("h")) == (0, 7)
+    assert outstanding.of_tenant("t", ["g", "h"]) == [0, 7] and outstanding.of_tenant("other", ["h"]) == [0]
     outstanding.end("c1", "g")
     assert outstanding.here("g") == 0
 
@@ -76,18 +90,19 @@ def test_groups_that_are_gone_are_forgotten() -> None:
 def test_counts_return_to_nothing(calls: list[tuple[int, str, int, bool]]) -> None:
     outstanding = Outstanding()
     for call, group, tokens, ends in calls:
-        outstanding.end(str(call), group) if ends else outstanding.begin(str(call), group, tokens, 0.0)
+        outstanding.end(str(call), group) if ends else outstanding.begin(str(call), group, "t", tokens, 0.0)
         assert all(outstanding.here(g) >= 0 for g in "abc")
+        assert outstanding.of_tenant("t", "abc") == [outstanding.here(g) for g in "abc"]
     for call in range(6):
-        outstanding.begin(str(call), "a", 1, 0.0)
+        outstanding.begin(str(call), "a", "t", 1, 0.0)
         outstanding.end(str(call), "a")
     assert [outstanding.here(g) for g in "abc"] == [0, 0, 0]
 
 
 def test_the_late_end_of_a_try_that_failed_does_not_end_the_next() -> None:
     outstanding = Outstanding()
-    outstanding.begin("c", "a", 100, 0.0)
-    outstanding.begin("c", "b", 100, 0.1)
+    outstanding.begin("c", "a", "t", 100, 0.0)
+    outstanding.begin("c", "b", "t", 100, 0.1)
     outstanding.end("c", "a")
     assert (outstanding.here("a"), outstanding.here("b")) == (0, 100)
     outstanding.end("c", "b")
@@ -97,15 +112,15 @@ def test_the_late_end_of_a_try_that_failed_does_not_end_the_next() -> None:
 def test_an_end_at_a_group_that_was_not_the_first_choice_counts() -> None:
     """Serve tries the ranks of an answer in order, and may tell of the end before it tells who took the call."""
     outstanding = Outstanding()
-    outstanding.begin("c", "a", 100, 0.0)
+    outstanding.begin("c", "a", "t", 100, 0.0)
     outstanding.end("c", "b")
     assert outstanding.here("a") == 0 and not outstanding.holds("c")
 
 
 def test_a_call_whose_end_is_lost_counts_until_the_groups_report_lacks_it() -> None:
     outstanding = Outstanding()
-    outstanding.begin("lost", "g", 100, 0.0)
-    outstanding.begin("long", "g", 40, 1.0)
+    outstanding.begin("lost", "g", "t", 100, 0.0)
+    outstanding.begin("long", "g", "t", 40, 1.0)
     for now_s in range(2, 61, 2):
         outstanding.reconcile({"g": 40}, float(now_s))
     assert outstanding.here("g") == 140, "a report may be older than a call"
@@ -125,7 +140,7 @@ def test_lost_calls_are_removed_under_steady_load_and_no_others() -> None:
         return call < 300 and call % 10 == 0
 
     for second in range(600):
-        outstanding.begin(str(second), "g", 100, float(second))
+        outstanding.begin(str(second), "g", "t", 100, float(second))
         if second >= 20 and not is_lost(second - 20):
             outstanding.end(str(second - 20), "g")
         running = [call for call in range(max(0, second - 19), second + 1) if not is_lost(call)]
