@@ -151,9 +151,16 @@ def _assemble(
         if present < target.shape[param.shard.dim]:
             target.zero_()
         if share is not None:
-            target.narrow(share.dim, 0, present).copy_(found.share(place))
+            copy_share(found.share(place), target.narrow(share.dim, 0, present))
             place += 1
     return tensor
+
+
+def copy_share(share: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies a tensor into another of its shape. On its way to a device it is converted and turned around there, where
+    copy_() would do both on the host."""
+    is_plain = share.dtype == target.dtype and share.is_contiguous() and target.is_contiguous()
+    target.copy_(share if is_plain else share.to(target.device))
 
 
 def _others(share: Share) -> int:

@@ -7,11 +7,11 @@ which saves the kernel from clearing new pages for each parameter; so few bytes 
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -19,18 +19,28 @@ from tandem.configs.errors import SettingsError
 from tandem.parallel.stored.fresh_pages import provide_pages
 from tandem.parallel.stored.slices import Slice, TensorBlock
 
-THREADS: Final = 4
 PART_BYTES: Final = 16 * 2**20
 """Bytes that a thread reads at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+def plain_memory(num_bytes: int) -> torch.Tensor:
+    """Returns new memory of the host, uint8."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+class Bounds(NamedTuple):
     """Bytes of the groups that are held at once: the one that the caller has, and those read ahead of it. many: of any
-    number of them. pair: of the caller's and the next one. A group that is larger is read alone."""
+    number of them. pair: of the caller's and the next one. A group that is larger is read alone. threads: that read.
+    memory: makes what they read into."""
 
     many: int = 64 * 2**20
     pair: int = 2**30
+    threads: int = 4
+    memory: Callable[[int], torch.Tensor] = plain_memory
+
+
+BESIDE_COPIES: Final = Bounds(many=512 * 2**20, threads=8)
+"""Bounds where a device copies what was read: its link takes 30 to 60 GB/s, a thread reads 5 to 10 of cached files."""
 
 
 @dataclass(slots=True)
@@ -55,10 +65,9 @@ class ReadAhead:
     """Reads groups of slices, those of one tensor each. most_bytes: the most that were held at once, those kept for
     reuse among them. SettingsError, with file and tensor, where bytes cannot be read."""
 
-    def __init__(self, groups: Sequence[tuple[Slice, ...]], bounds: Bounds = Bounds(), threads: int = THREADS) -> None:
+    def __init__(self, groups: Sequence[tuple[Slice, ...]], bounds: Bounds = Bounds()) -> None:
         self._coming = deque(groups)
         self._bounds = bounds
-        self._threads = threads
         self._files: dict[Path, int] = {}
         self._spare: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._spare_bytes = 0
@@ -67,7 +76,7 @@ class ReadAhead:
 
     def __iter__(self) -> Iterator[ReadSlices]:
         """Yields each group when it has been read; the caller is done with it when it asks for the next."""
-        pool = ThreadPoolExecutor(self._threads, "read ahead")
+        pool = ThreadPoolExecutor(self._bounds.threads, "read ahead")
         reading: deque[tuple[ReadSlices, list[Future[None]]]] = deque()
         try:
             while self._coming or reading:
@@ -112,7 +121,7 @@ class ReadAhead:
             self._spare.clear()
             self._spare_bytes = 0
         self.most_bytes = max(self.most_bytes, self._ahead_bytes + self._spare_bytes)
-        return torch.empty(size, dtype=torch.uint8)
+        return self._bounds.memory(size)
 
     def _release(self, found: ReadSlices) -> None:
         """Takes note that the caller is done with a group."""

@@ -379,7 +379,7 @@ def build_decoder(
     if load_format == "dummy":
         source = DummySource(seed, dtype, platform.device)
     else:
-        source = SafetensorsSource(open_checkpoint(folder, spec, overrides))
+        source = SafetensorsSource(open_checkpoint(folder, spec, overrides), platform.read_ahead)
     decoder.load(
         source, dtype=dtype, device=platform.device, progress=progress and context.rank == 0, on_bytes=on_bytes
     )

@@ -19,6 +19,7 @@ from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import LinearMethod, Place, as_given
 from tandem.parallel.params import Param
+from tandem.parallel.stored.read_ahead import Bounds
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.graphs.graph_runner import GraphRunner
@@ -54,6 +55,8 @@ class Platform(ABC):
     """Bytes move while the rank computes without taking from it."""
     scratch_blocks: int = 0
     """KV blocks beside those of sequences, for padded tokens."""
+    read_ahead = Bounds()
+    """Bounds of what is read of a checkpoint ahead of what is converted, packed or copied to the device."""
 
     @property
     def facts(self) -> PlatformFacts:

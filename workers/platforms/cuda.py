@@ -23,6 +23,7 @@ from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import DenseMethod, LinearMethod, Place, as_given
 from tandem.parallel.params import Param
+from tandem.parallel.stored.read_ahead import BESIDE_COPIES
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.attention.latents.torch_latents import TorchLatents
@@ -182,6 +183,7 @@ class CudaPlatform(Platform):
     ) -> None:
         self.device = device
         self.accelerator = accelerator
+        self.read_ahead = BESIDE_COPIES._replace(memory=accelerator.pinned_memory)
         self.backend = backend
         self._capture = CudaCapture() if capture is None else capture
 

@@ -4,13 +4,14 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tandem.configs.errors import SettingsError
-from tandem.parallel.checkpoint import ParameterSlot, load
+from tandem.parallel.checkpoint import ParameterSlot, copy_share, load
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import WHOLE, Param, Shard, Source
 from tandem.parallel.stored import read_ahead
@@ -178,3 +179,41 @@ def test_the_files_that_are_read(tmp_path: Path) -> None:
     (tmp_path / "part-1.safetensors").rename(tmp_path / "model.safetensors")
     save_file({"other": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
     assert [file.name for file in StoredCheckpoint(tmp_path, [param]).files] == ["model.safetensors"]
+
+
+def test_few_buffers_are_asked_for(folder: Path) -> None:
+    """On a GPU they are pinned, which takes longer than to fill them."""
+    buffers: list[int] = []
+
+    def pinned(num_bytes: int) -> torch.Tensor:
+        buffers.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    params, checkpoint = stored(folder)
+    taken: list[torch.Tensor] = []
+    slots = [ParameterSlot((param,), taken.append) for param in params[:8]]
+    source = SafetensorsSource(checkpoint, Bounds(many=3 * SIZE, threads=2, memory=pinned))
+    load(slots, source, dtype=torch.bfloat16, device=CPU, progress=False)
+    assert sum(buffers) <= 3 * SIZE and [tensor[0, 0].item() for tensor in taken] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share_is_contiguous", "target_is_contiguous"),
+    [(torch.bfloat16, True, True), (torch.float32, False, True), (torch.float32, True, False)],
+)
+def test_what_goes_to_a_device_is_converted_and_turned_around_there(
+    dtype: torch.dtype, share_is_contiguous: bool, target_is_contiguous: bool
+) -> None:
+    """torch's copy_() does both on the host, on one thread, and copies from memory that is not pinned then."""
+    share, target = MagicMock(torch.Tensor, dtype=dtype), MagicMock(torch.Tensor, dtype=torch.float32)
+    share.is_contiguous.return_value, target.is_contiguous.return_value = share_is_contiguous, target_is_contiguous
+    copy_share(share, target)
+    share.to.assert_called_once_with(target.device)
+    target.copy_.assert_called_once_with(share.to.return_value)
+
+
+def test_what_goes_to_a_device_as_it_is_is_copied_once() -> None:
+    share, target = MagicMock(torch.Tensor, dtype=torch.bfloat16), MagicMock(torch.Tensor, dtype=torch.bfloat16)
+    copy_share(share, target)
+    share.to.assert_not_called()
+    target.copy_.assert_called_once_with(share)
