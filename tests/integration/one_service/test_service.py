@@ -573,6 +573,7 @@ async def test_a_gateway_that_is_told_to_end_finishes_its_streams(service: Servi
     service.wait_ready()
 
 
+@pytest.mark.chaos
 async def test_both_groups_lost_one_after_the_other_cost_no_request(
     service: Service, longest_answers: list[str]
 ) -> None:

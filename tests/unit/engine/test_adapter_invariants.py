@@ -32,6 +32,7 @@ def assert_caught(defect: type[AdapterCache], because: str, **parts: Any) -> Non
         run_state_machine_as_test(machine(defect, **parts), settings=HUNT)
 
 
+@pytest.mark.chaos
 def test_pages_reused_under_a_plan_in_flight_are_caught():
     class Hasty(AdapterMemory):
         def give_back(self, place: Allocation, last_step: int) -> None:
@@ -45,6 +46,7 @@ def test_pages_reused_under_a_plan_in_flight_are_caught():
     assert_caught(Defect, "under a plan in flight|while its pages are being written|while it is being placed")
 
 
+@pytest.mark.chaos
 def test_a_slot_whose_last_plan_is_forgotten_is_caught():
     class Defect(AdapterCache):
         def unbound(self, seq: Sequence) -> None:
