@@ -90,6 +90,7 @@ chaos: $(DEV) ## long histories of faults and thrash, not part of test
 
 parity: $(DEV) ## every model family through offload, streaming, drafts and half precision, not part of test
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests -m parity -n 2
+	OMP_WAIT_POLICY=passive TANDEM_SHARED_MEMORY=0 $(BIN)/python -m pytest tests/distributed -n 2
 
 fuzz: $(DEV) ## property and stateful tests with new random examples, ROUNDS (10) times
 	for i in $$(seq $(ROUNDS)); do $(BIN)/python -m pytest tests/unit -m "hypothesis and not chaos" --hypothesis-profile=fuzz -n 2 || exit; done

@@ -20,6 +20,8 @@ API_KEY = "TANDEM_API_KEY"
 CPU_ISA = "TANDEM_CPU_ISA"
 """The older CPU that this process and those that it starts imitate: a word of CpuIsa. Tests set it; services leave it
 unset and use what the CPU has."""
+SHARED_MEMORY = "TANDEM_SHARED_MEMORY"
+"""0: CPU ranks of one machine exchange over gloo, as those of several machines do. Tests set it."""
 
 
 GRPC_PROXY: Final = "grpc_proxy"
@@ -59,6 +61,11 @@ def imitate_cpu() -> None:
     isa = cpu_isa()
     if isa is not None:
         os.environ.update(LIBRARY_ISA[isa])
+
+
+def may_share_memory() -> bool:
+    """Return whether ranks of one machine may exchange through memory that they share."""
+    return os.environ.get(SHARED_MEMORY) != "0"
 
 
 def keep_off_proxies() -> None:

@@ -72,7 +72,8 @@ class TorchCollectives:
         return tensor
 
     def all_gather(self, parts_R: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        dist.all_gather_into_tensor(parts_R, tensor, group=self._group)
+        # flat: gloo takes parts behind one another along the first dimension, not in one of their own
+        dist.all_gather_into_tensor(parts_R.view(-1), tensor.view(-1), group=self._group)
         return parts_R
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:

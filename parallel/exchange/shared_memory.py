@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
+from tandem.configs.environment import may_share_memory
 from tandem.parallel.exchange.collectives import Collectives, Pending, TorchCollectives
 
 SLOT_BYTES = 2**20
@@ -31,6 +32,11 @@ def segment_bytes(size: int) -> int:
     return LINE_BYTES * (1 + size) + 2 * size * SLOT_BYTES
 
 
+def can_share_memory() -> bool:
+    """Returns whether ranks exchange through shared memory where they run on this machine alone."""
+    return may_share_memory() and sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+
+
 def open_segment(group: TorchCollectives, rank: int, size: int) -> mmap.mmap | None:
     """Returns a segment mapped by every rank of `group`, or None on all when any rank cannot map it (other node, other
     CPU).
@@ -38,7 +44,7 @@ def open_segment(group: TorchCollectives, rank: int, size: int) -> mmap.mmap | N
     Rank 0 makes it and broadcasts (pid, descriptor, random token); the others map it through /proc and compare the
     token.
     """
-    able = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+    able = can_share_memory()
     total = segment_bytes(size)
     announced = torch.zeros(3, dtype=torch.int64)
     mine: mmap.mmap | None = None

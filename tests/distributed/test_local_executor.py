@@ -17,6 +17,7 @@ import msgspec
 import psutil
 import pytest
 
+from tandem.configs.environment import SHARED_MEMORY
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.configs.schema import (
     CacheSettings,
@@ -122,6 +123,17 @@ def test_tp_and_pp_equal_one_rank(
         logprobs = [entry for result in jobs[2].results for entry in result.logprobs or []]
         assert [entry.token_id for entry in logprobs] == wanted[2]
         assert all(len(entry.top) == 3 and entry.logprob <= 0 for entry in logprobs)
+
+
+def test_ranks_that_share_no_memory_equal_one_rank(
+    one_rank: ExecutorDriver, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on several machines, in containers, and on CPUs that are not x86. `make parity` runs this whole folder so."""
+    monkeypatch.setenv(SHARED_MEMORY, "0")
+    wanted = one_rank.generate(jobs_for("mixed"))
+    with contextlib.closing(local_group(settings_for(model_folder, 2, 1), name="g8")) as executor:
+        ready = executor.start()
+        assert ExecutorDriver(executor, ready, BLOCK_SIZE).generate(jobs_for("mixed"), depth=2, ahead=True) == wanted
 
 
 @dataclass

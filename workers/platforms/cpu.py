@@ -5,12 +5,10 @@ Work is done when its call returns, so events and streams hold up nobody, and de
 
 import ctypes
 import mmap
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from platform import machine
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -21,6 +19,7 @@ from tandem.configs.platform_facts import CPU as CPU_FACTS
 from tandem.offload.copies.accelerator import DeviceEvent, Stream
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.shared_memory import can_share_memory
 from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.groups import GLOO
 from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given, can_pack, packed, plain
@@ -256,7 +255,6 @@ class CpuPlatform(Platform):
         has_experts = isinstance(experts, CpuExperts) and experts.has_products
         has_gemm = skinny_gemm(dtype) is not None or multiplies_by_row(dtype)
         replays = attention.name == "cpu-paged" and has_fused and has_gemm
-        shares = self.backend.shares_memory and sys.platform == "linux" and machine() in ("x86_64", "AMD64")
         return {
             "attention": attention.name,
             "fused ops": "compiled" if has_fused else "torch",
@@ -264,7 +262,7 @@ class CpuPlatform(Platform):
             "experts": "grouped products" if has_experts else "torch, expert by expert",
             "LoRA ops": "torch" if type(self.lora_ops(dtype)) is TorchLora else "compiled",
             "sampling": "compiled" if isinstance(self.sampling_ops(), CpuSampling) else "torch",
-            "collectives": "shared memory" if shares else self.backend.name,
+            "collectives": "shared memory" if self.backend.shares_memory and can_share_memory() else self.backend.name,
             "graphs": "replayed steps" if replays else "none",
         }
 

@@ -14,12 +14,18 @@ def part(rank: int, shape: tuple[int, ...], dtype: torch.dtype, round_: int = 0)
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * round_ + rank)).to(dtype)
 
 
-def collect(shape: tuple[int, ...], dtype: torch.dtype, context: ParallelContext) -> tuple[bool, list[torch.Tensor]]:
-    """On a rank: every collective once."""
+def collect(shape: tuple[int, ...], dtype: torch.dtype, context: ParallelContext) -> list[torch.Tensor]:
+    """On a rank: every collective once, through shared memory and over gloo, which groups of several machines have."""
     mine = part(context.tp_rank, shape, dtype)
-    parts_R = mine.new_empty(context.tp_size, *shape)
-    results = [context.tp.all_reduce(mine.clone()), context.tp.all_gather(parts_R, mine)]
-    return isinstance(context.tp.group, SharedMemoryCollectives), results
+    shared = context.tp.group
+    assert isinstance(shared, SharedMemoryCollectives)
+    results = [
+        context.tp.all_reduce(mine.clone()),
+        context.tp.all_gather(mine.new_empty(context.tp_size, *shape), mine),
+    ]
+    gloo = shared._others
+    results += [gloo.all_reduce(mine.clone()), gloo.all_gather(mine.new_empty(context.tp_size, *shape), mine)]
+    return results
 
 
 def hammer(rounds: int, context: ParallelContext) -> float:
@@ -39,10 +45,12 @@ def test_collectives_equal_their_definition(ranks: RankProcesses, tp_size: int, 
         parts = [part(rank, shape, dtype) for rank in range(tp_size)]
         wide = torch.float32 if dtype.is_floating_point else dtype
         total = sum(p.to(wide) for p in parts).to(dtype)  # type: ignore[union-attr]
-        for shared, (reduced, gathered) in ranks.call(collect, tp_size, 1, shape, dtype):
-            assert shared
+        for reduced, gathered, by_gloo, gathered_by_gloo in ranks.call(collect, tp_size, 1, shape, dtype):
             assert torch.equal(reduced, total)
-            assert torch.equal(gathered, torch.stack(parts))
+            assert torch.equal(gathered, torch.stack(parts)) and torch.equal(gathered_by_gloo, torch.stack(parts))
+            # gloo adds in an order of its own, and rounds each sum of half precision
+            loose = 8 * torch.finfo(dtype).eps if dtype.is_floating_point else 0
+            torch.testing.assert_close(by_gloo, total, rtol=loose, atol=loose)
 
 
 def test_no_slot_is_reused_too_early(ranks: RankProcesses) -> None:
