@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from tandem.configs.cores import available_cores
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.collectives import Collectives, SingleRank, TorchCollectives
 from tandem.parallel.exchange.step_collectives import StepCollectives
@@ -125,6 +126,6 @@ def _stage_group(mesh: Mesh, backend: Backend, ranks_on_node: int) -> Collective
 
         segment = open_segment(mine, mesh.tp_rank, mesh.tp_size)
         if segment is not None:
-            spins = ranks_on_node <= len(os.sched_getaffinity(0))
+            spins = ranks_on_node <= available_cores()
             return SharedMemoryCollectives(segment, mesh.tp_rank, mesh.tp_size, mine, spins)
     return mine

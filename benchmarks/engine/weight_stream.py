@@ -23,6 +23,7 @@ from benchmarks.engine.decode_step import build, make_batch, make_kv, roofline_s
 from benchmarks.machine import QUIET, OtherCpu, best_seconds, measure_machine
 from benchmarks.models import SHAPES
 from benchmarks.record import RESULTS, write_record
+from tandem.configs.cores import available_cores
 from tandem.offload.weights.layer_placement import LayerPlacement, place_layers
 from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
 from tandem.workers.attention.backend import KVTensors
@@ -30,7 +31,6 @@ from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.family_rows.families import parameters_of
-from tandem.workers.planning.budget import available_cores
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25)
 STEPS_A_TURN = 3

@@ -5,13 +5,13 @@ ranks of the node. CUDA: gpu_memory_utilization of the device less weights and t
 --num-gpu-blocks-override replaces either.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import psutil
 
+from tandem.configs.cores import CGROUP
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import CacheSettings
 from tandem.offload.kv.kv_groups import KVGroups
@@ -23,7 +23,6 @@ GATHER_BYTES: Final = 16 * MIB
 """Keys and values that attention gathers at once, where it gathers them."""
 ATTENTION_BYTES: Final = 224 * MIB
 """The most that attention takes on a device with memory of its own, whatever the context (attention/pieces.py)."""
-CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +159,3 @@ def _at_least_one_context(size_bytes: int, needs: KVNeeds, source: str, flag: st
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / MIB:.1f} MiB"
-
-
-def available_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

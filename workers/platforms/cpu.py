@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import torch
 
+from tandem.configs.cores import available_cores
 from tandem.configs.environment import imitate_cpu
 from tandem.configs.platform_facts import CPU as CPU_FACTS
 from tandem.offload.copies.accelerator import DeviceEvent, Stream
@@ -47,7 +48,6 @@ from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import row_methods
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
-from tandem.workers.planning.budget import available_cores
 from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess, HostRows
 

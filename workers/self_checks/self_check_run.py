@@ -14,8 +14,8 @@ import time
 import torch
 
 from tandem.configs.bundled import DEMO_MODEL
+from tandem.configs.cores import available_cores
 from tandem.configs.schema import EngineSettings, ModelSettings
-from tandem.workers.planning.budget import available_cores
 from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.platforms.platform_choices import choices
 from tandem.workers.self_checks.kernel_checks import kernel_checks
