@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tandem.configs.cores import available_cores
+from tandem.configs.limits import available_cores
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.collectives import Collectives, SingleRank, TorchCollectives
 from tandem.parallel.exchange.step_collectives import StepCollectives

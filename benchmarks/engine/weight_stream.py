@@ -23,7 +23,7 @@ from benchmarks.engine.decode_step import build, make_batch, make_kv, roofline_s
 from benchmarks.machine import QUIET, OtherCpu, best_seconds, measure_machine
 from benchmarks.models import SHAPES
 from benchmarks.record import RESULTS, write_record
-from tandem.configs.cores import available_cores
+from tandem.configs.limits import available_cores
 from tandem.offload.weights.layer_placement import LayerPlacement, place_layers
 from tandem.offload.weights.weight_copiers import InlineCopier, ThreadCopier
 from tandem.workers.attention.backend import KVTensors

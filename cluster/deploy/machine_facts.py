@@ -17,9 +17,9 @@ from typing import Final
 
 from tandem.cluster.deploy import devices
 from tandem.cluster.process.redis_server import find_binary
-from tandem.configs.cores import available_cores
 from tandem.configs.environment import proxies
 from tandem.configs.errors import SettingsError
+from tandem.configs.limits import available_cores
 from tandem.configs.secrets import without_password
 from tandem.workers.planning.budget import available_bytes, machine_bytes
 

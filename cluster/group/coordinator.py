@@ -45,6 +45,7 @@ from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log
 from tandem.cluster.wire.token_channel import TokenSender
 from tandem.cluster.wire.version import OtherVersion, with_version, without_version
 from tandem.configs.errors import SettingsError
+from tandem.configs.limits import allow_many_open_files
 from tandem.configs.schema import EngineSettings
 from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.engine.thread.engine_thread import EngineThread
@@ -94,6 +95,7 @@ class Coordinator:
     ) -> None:
         check_node(facts)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        allow_many_open_files()
         self._loop = asyncio.get_running_loop()
         context = serve.get_replica_context()
         self._group = context.replica_id.unique_id

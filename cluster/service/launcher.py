@@ -41,8 +41,8 @@ from tandem.cluster.ray_private.local_node import node_runs
 from tandem.cluster.service import ray_node
 from tandem.cluster.service.group_event_log import GroupEventLog
 from tandem.cluster.wire.service_facts import ServiceFacts, groups_per_node, new_identity
-from tandem.configs.cores import available_cores
 from tandem.configs.errors import SettingsError
+from tandem.configs.limits import available_cores
 from tandem.configs.schema import ServiceSettings
 from tandem.offload.host.host_process import HostProcess
 from tandem.workers.planning.start_notes import model_notes

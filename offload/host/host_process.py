@@ -16,9 +16,10 @@ import setproctitle
 
 import tandem
 from tandem.configs.errors import SettingsError
+from tandem.configs.limits import allow_many_open_files
 from tandem.offload.host.host_client import RegionLease, SlabAttachment, attach, lease, status
 from tandem.offload.host.host_messages import HostStatus, HostTierError
-from tandem.offload.host.host_server import HostServer, allow_many_descriptors
+from tandem.offload.host.host_server import HostServer
 
 __all__ = [
     "HostProcess",
@@ -126,7 +127,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the launcher blocks it in its threads
-    allow_many_descriptors()
+    allow_many_open_files()
     server = HostServer(arguments.socket, arguments.budget_bytes)
     try:
         server.run()

@@ -5,7 +5,6 @@ reserve memory for many seconds, is made on a separate thread; the loop then sen
 """
 
 import os
-import resource
 import selectors
 import socket
 import struct
@@ -173,12 +172,3 @@ class HostServer:
 
 def _refused(error: Exception) -> Refused:
     return Refused(str(error)[:MAX_REASON_CHARACTERS])
-
-
-def allow_many_descriptors() -> None:
-    """Raises the soft limit of open files to 65,536, as far as the hard limit allows."""
-    # A connection and a slab cost one each; the usual soft limit of 1024 is for programs that use select().
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -11,7 +11,7 @@ import torch
 
 from tandem import LLM, SamplingParams
 from tandem.configs.bundled import DEMO_MODEL
-from tandem.configs.cores import available_cores
+from tandem.configs.limits import available_cores
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.planning.budget import GIB
 from tests.support.in_process import runner_of

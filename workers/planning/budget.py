@@ -11,8 +11,8 @@ from typing import Final
 
 import psutil
 
-from tandem.configs.cores import CGROUP
 from tandem.configs.errors import SettingsError
+from tandem.configs.limits import CGROUP
 from tandem.configs.schema import CacheSettings
 from tandem.offload.kv.kv_groups import KVGroups
 

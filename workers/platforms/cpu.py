@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import torch
 
-from tandem.configs.cores import available_cores
 from tandem.configs.environment import imitate_cpu
+from tandem.configs.limits import available_cores
 from tandem.configs.platform_facts import CPU as CPU_FACTS
 from tandem.offload.copies.accelerator import DeviceEvent, Stream
 from tandem.offload.weights.weight_stream import Copier

@@ -14,7 +14,7 @@ import time
 import torch
 
 from tandem.configs.bundled import DEMO_MODEL
-from tandem.configs.cores import available_cores
+from tandem.configs.limits import available_cores
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.platforms.platform_choices import choices

@@ -35,7 +35,7 @@ from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S, shutting_down
 from tandem.cluster.gateway.http.gateway_metrics import Together
-from tandem.cluster.gateway.http.http_server import QuietServer, make_server
+from tandem.cluster.gateway.http.http_server import HttpLimits, QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
 from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.process.exit_watch import ExitWatch
@@ -51,6 +51,7 @@ from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
 from tandem.configs.environment import short_temp_folder
 from tandem.configs.errors import SettingsError
+from tandem.configs.limits import allow_many_open_files
 from tandem.configs.schema import ServiceSettings
 
 log = logging.getLogger("tandem.gateway")
@@ -337,7 +338,8 @@ class Gateway:
         gateway = self._settings.gateway
         tls = server_context(gateway)  # may fail: before there is a socket
         listener = listen(gateway.host, gateway.port, shared=gateway.num_gateways > 1)
-        self._server = make_server(app, shutdown_timeout_s=self._settings.shutdown_timeout_s, tls=tls)
+        limits = HttpLimits().within(allow_many_open_files())
+        self._server = make_server(app, shutdown_timeout_s=self._settings.shutdown_timeout_s, limits=limits, tls=tls)
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[listener]), name="http server"
         )

@@ -12,7 +12,7 @@ import socket
 import ssl
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -21,6 +21,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from tandem.cluster.gateway.http.error_answers import error_json
 from tandem.cluster.gateway.http.middleware import MAX_HEADER_BYTES, headers_too_large
 from tandem.workers.messages.errors import RequestRefused
+
+OTHER_FILES = 512
+"""Files that a gateway has open beside its clients' connections: links to groups and to Redis, Ray's, logs."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class HttpLimits:
     linger_s: float = 2.0
     linger_bytes: int = 2**20
     connections: int = 8192
+
+    def within(self, open_files: int) -> "HttpLimits":
+        """Return limits whose connections leave room for what else a gateway opens. open_files: the process's limit."""
+        return replace(self, connections=max(1, min(self.connections, open_files - OTHER_FILES)))
 
 
 class QuietServer(uvicorn.Server):

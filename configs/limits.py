@@ -1,10 +1,12 @@
-"""The cores that a process may use, which are not those of its machine. Torch-free."""
+"""Limits of what a process may use of its machine: cores, files that are open at once."""
 
 import os
+import resource
 from pathlib import Path
 from typing import Final
 
 CGROUP: Final = Path("/sys/fs/cgroup")
+MANY_FILES: Final = 65_536
 
 
 def available_cores(cgroup: Path = CGROUP) -> int:
@@ -26,3 +28,16 @@ def _cpu_limit(cgroup: Path) -> float | None:
             continue
         return limit if limit > 0 else None  # -1: no limit, of version 1
     return None
+
+
+def allow_many_open_files() -> int:
+    """Raise the soft limit of open files to 65,536, as far as the hard limit allows; return the soft limit then.
+
+    A connection costs one. The usual soft limit, 1,024, is for programs that use select(), which ours do not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MANY_FILES
+    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(soft, wanted)
