@@ -68,10 +68,11 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 KEPT = Path(__file__).resolve().parents[1] / "out" / "tests" / "cache"
 """What is compiled stays for the next run, under names that are digests of sources, flags, compiler and CPU
 (kernel_cache.py): two CPU minutes. `make clean` removes it."""
-WAITING = ("tests/integration/", "tests/distributed/")
+WAITING = ("tests/integration/", "tests/distributed/", "tests/lab/")
 """Tests that start services or ranks, and often wait for them."""
 SHARING = {
     "one service": ("integration/one_service/test_service", "integration/one_service/test_official_clients"),
+    "lab": ("lab/test_lab", "lab/test_ranks_of_two_nodes"),
     "four ranks": (
         "distributed/test_memory_faults", "parity/test_decoder_parallel", "parity/test_kv_quant_logits",
         "parity/test_lora_logits", "parity/test_quantized_logits", "parity/test_sinks", "parity/test_streamed_layers",

@@ -66,10 +66,24 @@ def bind_router(context: zmq.Context[Any], secret: str, host: str = "127.0.0.1")
     return socket, f"tcp://{host}:{port}"
 
 
-def connect_dealer(context: zmq.Context[Any], secret: str, endpoint: str, identity: bytes) -> zmq.Socket[Any]:
-    """Returns a DEALER that connects, and reconnects, to a router of the same secret under the name `identity`."""
+HEARTBEAT_S = 2
+SILENT_AFTER_S = 10
+"""Seconds without an answer to a heartbeat after which a connection counts as lost."""
+
+
+def connect_dealer(
+    context: zmq.Context[Any], secret: str, endpoint: str, identity: bytes, *, heeds_silence: bool = False
+) -> zmq.Socket[Any]:
+    """Returns a DEALER that connects, and reconnects, to a router of the same secret under the name `identity`.
+
+    heeds_silence: a connection whose other end has not answered for SILENT_AFTER_S is lost, as it is when the other end
+    closes it. Not within one machine, where nothing vanishes and a process may be stopped for as long as one likes.
+    """
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     _common(socket)
+    if heeds_silence and not endpoint.startswith("tcp://127."):
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000 * HEARTBEAT_S)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000 * SILENT_AFTER_S)
     server_public, _ = _key_pair(secret, "server")
     public, private = _key_pair(secret, "client")
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)

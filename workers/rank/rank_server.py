@@ -257,7 +257,7 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
     setproctitle.setproctitle(f"tandem rank {group} {rank} starting")
     log.info("rank %d of group %s starts in process %d", rank, group, os.getpid())
     context = ChannelContext()
-    socket = connect_dealer(context, secret, endpoint, str(rank).encode())
+    socket = connect_dealer(context, secret, endpoint, str(rank).encode(), heeds_silence=True)
     parent_watch = ParentWatch(socket)
     encoder = msgspec.msgpack.Encoder()
 

@@ -27,7 +27,8 @@ EXIT_STATUS = 1
 
 class ParentWatch:
     """Watches `socket`'s connection from now until stop(); ends the process CONNECT_S after the start without a first
-    handshake, or RECONNECT_S after a loss without a reconnect."""
+    handshake, or RECONNECT_S after a loss without a reconnect. A coordinator on another machine is lost as well when it
+    is silent (channel.py)."""
 
     def __init__(self, socket: zmq.Socket[Any]) -> None:
         self._socket = socket
