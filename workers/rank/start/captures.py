@@ -18,7 +18,7 @@ from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable, StepShape
 from tandem.workers.graphs.graph_runner import StartGraphs
 from tandem.workers.kernels.lora_ops import AdapterRows
-from tandem.workers.messages.handshake import CaptureReport
+from tandem.workers.messages.handshake import ELSEWHERE, CaptureReport
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.planning.graph_room import CaptureSize, capture_sizes
 from tandem.workers.platforms.base import Platform
@@ -90,9 +90,7 @@ def _agreed(own: list[str | None], context: ParallelContext, device: torch.devic
         return own
     failed = torch.tensor([int(why is not None) for why in own], device=device)
     anywhere = context.tp.all_reduce(failed).tolist()
-    return [
-        why or ("on another rank of the stage" if count else None) for why, count in zip(own, anywhere, strict=True)
-    ]
+    return [why or (ELSEWHERE if count else None) for why, count in zip(own, anywhere, strict=True)]
 
 
 def _have_all(number: int, context: ParallelContext, device: torch.device) -> bool:
