@@ -54,11 +54,6 @@ class StepCollectives:
         self._is_inside = False
 
     @property
-    def num_exchanges(self) -> int | None:
-        """The collectives of a step; None before the first step has ended."""
-        return None if self._exchanges is None else len(self._exchanges)
-
-    @property
     def padded(self) -> PaddedReplay | None:
         """The capture that all ranks replay in this step and that is not replayed yet."""
         return self._padded
@@ -81,8 +76,7 @@ class StepCollectives:
         return self._exchange(lambda: self.group.all_gather(parts_R, tensor))
 
     def replay(self, replay: Callable[[], object], count: int) -> None:
-        """Replays a capture that holds `count` of the step's collectives, the next ones. From then on none is kept
-        here, as a communicator of NCCL's ends behind the last graph that has its operations."""
+        """Replays a capture of the next `count` of the step's collectives. None is kept here, or NCCL could not end."""
         self._is_inside = True
         replay()
         self._is_inside = False
@@ -123,8 +117,8 @@ class StepCollectives:
 
     @contextmanager
     def apart(self, num_tokens: int, exchanges: range) -> Iterator[None]:
-        """Runs some of a step's collectives by themselves, sums of T tokens. A rank that runs out of memory makes up
-        the rest, and raises torch.OutOfMemoryError; RuntimeError where it cannot: its peers would wait for ever."""
+        """Surrounds layers of T tokens that all ranks run outside of a step; exchanges: their sums, among a step's. A
+        rank without memory makes up the rest and raises torch.OutOfMemoryError; RuntimeError where it cannot."""
         self.begin(num_tokens, 0)
         self._num_done = exchanges.start
         try:

@@ -92,7 +92,7 @@ class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
 
 
 ELSEWHERE: Final = "on another rank of the stage"
-"""Why a rank has no capture that it could have made; the other rank says more."""
+"""Failure of a capture on a rank that could have made it; the other rank says why."""
 
 
 class CaptureReport(msgspec.Struct, frozen=True, array_like=True):

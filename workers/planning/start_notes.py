@@ -67,8 +67,7 @@ def graph_notes(ready: Sequence[RankReady]) -> tuple[str, ...]:
         return ()
     count, seconds = min(one.num_captures for one in captures), max(one.seconds for one in captures)
     line = f"graphs: {count} in {seconds:.1f} s, {max(one.num_bytes for one in captures) / GIB:.1f} GiB"
-    told = [failure for one in captures for failure in one.failures.items()]
-    failures = dict(sorted(told, key=lambda failure: failure[1] != ELSEWHERE))  # the last one of some words counts
+    failures = {words: why for one in captures for words, why in one.failures.items() if why != ELSEWHERE}
     if failures:
         words, why = next(iter(failures.items()))
         line += f"; {len(failures)} could not be captured, whose steps run eagerly; the first ({words}): {why}"
