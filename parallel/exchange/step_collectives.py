@@ -54,13 +54,8 @@ class StepCollectives:
         self._is_inside = False
 
     @property
-    def num_exchanges(self) -> int | None:
-        """The collectives of a step; None before the first step has ended."""
-        return None if self._exchanges is None else len(self._exchanges)
-
-    @property
     def padded(self) -> PaddedReplay | None:
-        """The capture that all ranks replay in this step."""
+        """The capture that all ranks replay in this step and that is not replayed yet."""
         return self._padded
 
     @property
@@ -81,11 +76,12 @@ class StepCollectives:
         return self._exchange(lambda: self.group.all_gather(parts_R, tensor))
 
     def replay(self, replay: Callable[[], object], count: int) -> None:
-        """Replays a capture that holds `count` of the step's collectives, the next ones."""
+        """Replays a capture of the next `count` of the step's collectives. None is kept here, or NCCL could not end."""
         self._is_inside = True
         replay()
         self._is_inside = False
         self._num_done += count
+        self._padded = None
 
     # ---- steps ----
 
@@ -121,8 +117,8 @@ class StepCollectives:
 
     @contextmanager
     def apart(self, num_tokens: int, exchanges: range) -> Iterator[None]:
-        """Runs some of a step's collectives by themselves, sums of T tokens. A rank that runs out of memory makes up
-        the rest, and raises."""
+        """Surrounds layers of T tokens that all ranks run outside of a step; exchanges: their sums, among a step's. A
+        rank without memory makes up the rest and raises torch.OutOfMemoryError; RuntimeError where it cannot."""
         self.begin(num_tokens, 0)
         self._num_done = exchanges.start
         try:
@@ -132,7 +128,10 @@ class StepCollectives:
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # which keeps the memory of what was computed
         assert self._exchanges is not None, "before the first step has ended"
-        self._make_up([(exchange, num_tokens) for exchange in self._exchanges[: exchanges.stop]])
+        try:
+            self._make_up([(exchange, num_tokens) for exchange in self._exchanges[: exchanges.stop]])
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(f"{failure}; its peers cannot go on: {error}") from error
         raise failure
 
     def close(self) -> None:
@@ -147,8 +146,7 @@ class StepCollectives:
             raise RuntimeError("a collective was interrupted")
         while self._num_done < len(calls):
             if self._padded is not None and self._num_done == self._padded.exchanges.start:
-                padded, self._padded = self._padded, None
-                padded.launch()
+                self._padded.launch()
                 continue
             exchange, num_rows = calls[self._num_done]
             zeros = torch.zeros((num_rows, *exchange.shape), dtype=exchange.dtype, device=exchange.device)

@@ -3,6 +3,8 @@
 Encoded as in request.py. workers/executor/rank_group.py has their order.
 """
 
+from typing import Final
+
 import msgspec
 
 from tandem.workers.messages.step import CountExperts, ExpertTokens, StepPlan, StepResult
@@ -87,6 +89,10 @@ class AllocateKV(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
 
     num_blocks: int
     tiers: RankTiers | None = None
+
+
+ELSEWHERE: Final = "on another rank of the stage"
+"""Failure of a capture on a rank that could have made it; the other rank says why."""
 
 
 class CaptureReport(msgspec.Struct, frozen=True, array_like=True):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tandem.configs.schema import CacheSettings, EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
-from tandem.workers.messages.handshake import RankLoaded, RankReady
+from tandem.workers.messages.handshake import ELSEWHERE, RankLoaded, RankReady
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.text.generation_config import generation_of
 
@@ -67,7 +67,7 @@ def graph_notes(ready: Sequence[RankReady]) -> tuple[str, ...]:
         return ()
     count, seconds = min(one.num_captures for one in captures), max(one.seconds for one in captures)
     line = f"graphs: {count} in {seconds:.1f} s, {max(one.num_bytes for one in captures) / GIB:.1f} GiB"
-    failures = {words: why for one in captures for words, why in one.failures.items()}
+    failures = {words: why for one in captures for words, why in one.failures.items() if why != ELSEWHERE}
     if failures:
         words, why = next(iter(failures.items()))
         line += f"; {len(failures)} could not be captured, whose steps run eagerly; the first ({words}): {why}"

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tandem.workers.messages.handshake import CaptureReport, RankLoaded, RankReady
+from tandem.workers.messages.handshake import ELSEWHERE, CaptureReport, RankLoaded, RankReady
 from tandem.workers.planning.start_notes import graph_notes, kernel_notes, weight_notes
 
 MIB = 2**20
@@ -61,3 +61,7 @@ def test_captures_have_one_line() -> None:
         "graphs: 12 in 2.0 s, 0.1 GiB; 1 could not be captured, whose steps run eagerly; "
         "the first (4 tokens, 9 blocks): no memory",
     )
+    dropped = CaptureReport(12, {"4 tokens, 9 blocks": ELSEWHERE}, 1.5, 2**26)
+    for both in ((short, dropped), (dropped, short)):
+        (line,) = graph_notes([RankReady(rank, None, report) for rank, report in enumerate(both)])
+        assert line.endswith("(4 tokens, 9 blocks): no memory"), "as the rank says that it was"

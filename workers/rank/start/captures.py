@@ -18,7 +18,7 @@ from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable, StepShape
 from tandem.workers.graphs.graph_runner import StartGraphs
 from tandem.workers.kernels.lora_ops import AdapterRows
-from tandem.workers.messages.handshake import CaptureReport
+from tandem.workers.messages.handshake import ELSEWHERE, CaptureReport
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.planning.graph_room import CaptureSize, capture_sizes
 from tandem.workers.platforms.base import Platform
@@ -56,7 +56,7 @@ def capture_steps(
         log.warning("no step is captured: ranks of this stage differ in what they can replay")
     if not sizes or not graphs.can_replay:
         return None
-    log.info("capturing %d steps", len(sizes))
+    log.info("capturing %d kinds of decode steps", len(sizes))
     free = platform.memory()
     by_room = sorted(sizes, key=lambda size: size.num_tokens * size.num_blocks, reverse=True)  # then the pool is reused
     own = [_capture(decoder, graphs, kv, size, platform.device, num_groups) for size in by_room]
@@ -71,7 +71,9 @@ def capture_steps(
     num_bytes = 0 if free is None or left is None else max(0, free.free_bytes - left.free_bytes)
     failed = {_words(size): why for size, why in failures.items() if why is not None}
     if failed:
-        log.warning("%d of %d steps could not be captured and run eagerly: %s", len(failed), len(sizes), failed)
+        log.warning(
+            "%d of %d kinds of decode steps have no capture, so they run eagerly: %s", len(failed), len(sizes), failed
+        )
     return CaptureReport(len(sizes) - len(failed), failed, time.perf_counter() - began_s, num_bytes)
 
 
@@ -90,9 +92,7 @@ def _agreed(own: list[str | None], context: ParallelContext, device: torch.devic
         return own
     failed = torch.tensor([int(why is not None) for why in own], device=device)
     anywhere = context.tp.all_reduce(failed).tolist()
-    return [
-        why or ("on another rank of the stage" if count else None) for why, count in zip(own, anywhere, strict=True)
-    ]
+    return [why or (ELSEWHERE if count else None) for why, count in zip(own, anywhere, strict=True)]
 
 
 def _have_all(number: int, context: ParallelContext, device: torch.device) -> bool:
