@@ -130,8 +130,9 @@ class Scheduler:
         self._probation.switch_steps()
         return self._plan()
 
-    def _plan(self) -> tuple[InFlightStep, StepPlan] | None:
-        """Returns a plan for the running sequences that may share it and for those that wait; None without work."""
+    def _plan(self, tries: int = 2) -> tuple[InFlightStep, StepPlan] | None:
+        """Returns a plan for the running sequences whose turn it is, or if they have no work the others, and for those
+        that wait; None without work."""
         rolled_back = self._roll_back_rows() if self._undone else []
         if not self.rows.free or self._lacks_blocks:
             self._make_way()
@@ -151,7 +152,7 @@ class Scheduler:
         if budget > 0 and self.rows.free and preemptions == self.rows.num_preemptions:
             self._admit_waiting(step, budget)
         if not step.work:
-            return None
+            return self._plan(tries - 1) if leaves_out and tries > 1 else None
         self._next_step += 1
         self._undone.clear()
         return step, step.plan(self.rows.take_freed(), self._known_failure, rolled_back)
