@@ -193,15 +193,17 @@ class RunningRows:
                     break
                 self.preempt(victim, keeps_blocks=self._may_keep(victim))
 
-    def pause(self) -> None:
-        """Preempts the sequences that a rule names, so that others come to what these hold; none if that would cost
-        what they have computed."""
+    def pause(self, *, has_room: bool) -> None:
+        """Preempts the sequences that a rule names, so that others come to what these hold; none that would lose what
+        it has computed. has_room: others find rows and blocks."""
         for rule in self._pausing:
-            paused = rule.giving_way()
-            if paused and all(seq.status is SequenceStatus.RUNNING and self._may_keep(seq) for seq in paused):
+            if paused := rule.giving_way(self._may_pause, has_room=has_room):
                 for seq in paused:
                     self.preempt(seq, keeps_blocks=True)
                 rule.gave_way(paused)
+
+    def _may_pause(self, seq: Sequence) -> bool:
+        return seq.status is SequenceStatus.RUNNING and self._may_keep(seq)
 
     def free_blocks(self, first: Sequence) -> None:
         """Preempts sequences of tenants that have more blocks than their share, for the first in the queue, until it

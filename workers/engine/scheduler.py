@@ -134,11 +134,12 @@ class Scheduler:
         """Returns a plan for the running sequences whose turn it is, or if they have no work the others, and for those
         that wait; None without work."""
         rolled_back = self._roll_back_rows() if self._undone else []
-        if not self.rows.free or self._lacks_blocks:
+        lacks_blocks = self._lacks_blocks
+        if not self.rows.free or lacks_blocks:
             self._make_way()
-        if self.alone is None:
-            self.rows.pause()
-        leaves_out = self._turns.begin_step(has_room=bool(self.rows.free) and not self._lacks_blocks)
+        if self.admission.joins_running and self.alone is None:
+            self.rows.pause(has_room=bool(self.rows.free) and not lacks_blocks)
+        leaves_out = self._turns.begin_step(has_room=bool(self.rows.free))
         leaves_out |= self._limit.is_reduced
         step = InFlightStep(self._next_step)
         preemptions = self.rows.num_preemptions
