@@ -142,6 +142,11 @@ class RunningRows:
         """Returns whether a waiting sequence has left its blocks where they are."""
         return seq in self._kept
 
+    def table_of(self, seq: Sequence) -> BlockTable:
+        """Returns the blocks of a sequence, or those that it has left where they are."""
+        kept = self._kept.get(seq)
+        return seq.table if kept is None else kept.table
+
     def take_kept(self, seq: Sequence) -> bool:
         """Returns whether a sequence that gets a row has its blocks again, with those that all its known tokens need.
         The plans that name it have returned."""

@@ -194,10 +194,11 @@ class Scheduler:
 
     def forget(self, seq: Sequence) -> None:
         """Removes a failed sequence's KV from the index of every tier. finish() follows."""
-        self.rows.clear_kept()
-        self._manager.forget(seq.table)
+        table = self.rows.table_of(seq)
+        self._manager.forget(table)
         if self._tiers is not None:
-            self._tiers.forget(seq.table)
+            self._tiers.forget(table)
+        self.rows.clear_kept()
 
     def finish(self, seq: Sequence) -> None:
         """Removes a sequence in any state and releases all it holds. Its results in flight are discarded."""

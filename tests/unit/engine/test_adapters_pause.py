@@ -167,6 +167,30 @@ def test_who_ends_while_it_pauses_leaves_nothing(how):
     h.run()
 
 
+@pytest.mark.parametrize("tiers", [None, TierPlan(host_slots=64)], ids=["", "tiers"])
+def test_kv_of_a_row_that_fails_while_it_pauses_is_found_no_more(tiers):
+    """Its last sample was in flight when it lost its row, and is an error."""
+
+    def until_it_pauses(*fails_at: tuple[int, int, int]) -> Harness:
+        h = with_adapters(num_blocks=600, num_pages=2, asynchronous=True, tiers=tiers, fail_at=frozenset(fails_at))
+        h.add(bad)
+        step_until(h, "bad", SequenceStatus.RUNNING)
+        h.add(request("new", 5, 4, adapter="e"))
+        while "bad" not in h.sink.ends and h.states("bad") != [Blocker.ADAPTER]:
+            h.step()
+        return h
+
+    bad = request("bad", 20, 200, adapter="x")
+    place = len(until_it_pauses().sink.tokens["bad", 0])
+    h = until_it_pauses((bad.sampling.seed, 0, place - 1))
+    h.run()
+    assert h.sink.ends["bad"].finish_reasons == ["error"]
+    h.add(again := request("again", bad.prompt_token_ids, 4, adapter="x"))
+    h.run()
+    assert h.sink.begun["again"] == 0, "nothing of it is in the cache"
+    assert_as_expected(h, again)
+
+
 # ---- nobody pauses in vain ----
 
 
