@@ -1,12 +1,14 @@
 """Requests that pause, so that a first token of another adapter does not wait for the end of their answers."""
 
+from typing import Any
+
 import pytest
 from builders import Harness, assert_as_expected, request
 from fake_tiers import TierPlan
 from test_adapters_engine import step_until, with_adapters
 from test_engine_outputs import MODES
 
-from tandem.workers.engine.adapters.adapter_cache import SLICE_S
+from tandem.workers.engine.adapters.adapter_cache import SLICE_S, AdapterCache
 from tandem.workers.engine.base.blockers import Blocker
 from tandem.workers.engine.base.sequence import SequenceStatus
 from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest
@@ -279,3 +281,27 @@ def test_who_comes_back_has_a_slice_from_its_row_on():
     assert len(h.sink.tokens["x", 0]) - before >= SLICE
     h.run()
     assert_as_expected(h, *requests)
+
+
+def steps_for_six(slice_s: float) -> int:
+    """Steps of a tenth of a second for six long answers over four places."""
+
+    class Sliced(AdapterCache):
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **{**named, "slice_s": slice_s})
+
+    h = with_adapters(num_blocks=600, asynchronous=True, delay=lambda move, rank: 1, adapter_cache=Sliced)
+    h.step_s = 0.1
+    h.add(*(requests := [request(name, 5, 100, adapter=name) for name in "abcdef"]))
+    steps = 0
+    while h.engine.has_work():
+        h.step()
+        steps += 1
+    h.run()
+    assert_as_expected(h, *requests)
+    return steps
+
+
+def test_where_steps_are_slow_adapters_do_not_come_and_go_all_the_time():
+    """Three steps would be a slice, of which coming and going takes as many."""
+    assert steps_for_six(SLICE_S) <= 1.1 * steps_for_six(float("inf"))

@@ -33,7 +33,7 @@ WAIT_BOUND_S = 1.0
 """Seconds without movement of the line before residents in use drain for the first in it. While it moves, draining
 only takes adapters from the requests that come for them next, which under load costs more than it gains."""
 SLICE_S = 0.25
-"""Seconds on the device after which an adapter in use may give way; as long it then stands behind first tokens."""
+"""Seconds of use after which an adapter may give way; as long it then stands behind first tokens."""
 
 
 class AdapterCache(AdmissionRule):
@@ -110,7 +110,7 @@ class AdapterCache(AdmissionRule):
         assert adapter.is_resident and adapter.allocation is not None, "a row without its adapter"
         adapter.pending.discard(seq)
         if adapter.served_s is None:
-            adapter.served_s = self._waited.clock()
+            adapter.served_s, adapter.served_step = self._waited.clock(), seq.bound_step
         adapter.users.add(seq.state)
         self._known.touch(adapter)
         seq.adapter_slot = adapter.allocation.slot

@@ -43,6 +43,7 @@ class Adapter:
     is_resident: bool = False
     is_draining: bool = False  # it accepts no new users
     served_s: float | None = None  # when the first sequence got a row since it was placed
+    served_step: int = 0  # the plan of that
     last_step: int = 0  # the newest plan that names its slot
     used: int = 0  # its last use, in uses of all adapters
     since_s: float = 0.0  # when the first of those that wait for it began to

@@ -21,6 +21,8 @@ from tandem.workers.engine.base.stats import LOAD_BOUNDS_S, Histogram
 from tandem.workers.messages.transfer import Failure, PlaceAdapter
 
 LOOK_AGAIN_S = 0.05
+SLICE_STEPS = 6
+"""Steps of use, besides SLICE_S, after which an adapter may give way: to come and go takes two or three."""
 
 
 class DevicePlaces:
@@ -150,11 +152,13 @@ class DevicePlaces:
         waiters = self._known.waiters(first)
         if not waiters or self.has_just_paused(first) or self._num_waiting > len(open_ones):
             return []
+        now_step = self.memory.done_step
         served, urgency = self._known.waited.least_served(waiters), min(seq.order[0] for seq in waiters)
         able = [
             adapter
             for adapter in open_ones
-            if now_s - adapter.in_use_s >= self._slice_s and self._may_pause(adapter)
+            if now_s - adapter.in_use_s >= self._slice_s and now_step - adapter.served_step >= SLICE_STEPS
+            if self._may_pause(adapter)
             if all(seq.order[0] >= urgency for seq in adapter.used_by())
             if self._known.waited.least_served(adapter.used_by()) >= served
         ]

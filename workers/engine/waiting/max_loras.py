@@ -2,8 +2,9 @@
 
 Twice as many may have rows: else a new sequence would wait for a whole answer of another adapter. Each step has those
 that had none for longest, and leaves a place for the first in the queue if its adapter has no row yet; so a row has
-every second step, but for those in which another adapter comes. No two steps running leave that place: the first in the
-queue may find no blocks or tokens, and with --max-loras 1 nobody else would have a turn meanwhile.
+every second step, but for those in which another adapter comes. A place that was left in vain, as the first in the
+queue found no blocks or tokens, is not left in the next step; nor, with --max-loras 1, one that was taken: nobody else
+would have a turn meanwhile.
 
 When the next in the queue wants one too many to have a row, the adapter with the fewest rows drains: its new sequences
 are blocked too, until it has no row and the first in the queue takes its place. Meanwhile base-model sequences and
@@ -32,7 +33,7 @@ class MaxLoras(AdmissionRule):
         self._waiting = waiting
         self._rows: dict[str, int] = {}  # the longest without a step first, once not all share each step
         self._in_step: set[str] = set()
-        self._leaves_place = False  # in the step that was planned last
+        self._leaves_place = False  # in the step that was planned last, and is not to do so again
         self._drains_for: Sequence | None = None
         self._draining: str | None = None
         self._has_changed = False
@@ -97,6 +98,7 @@ class MaxLoras(AdmissionRule):
             self._stop_draining()
             self._rows[seq.adapter] = 0
             self._in_step.add(seq.adapter)
+            self._leaves_place = self._leaves_place and self._most_in_step == 1
         self._rows[seq.adapter] += 1
 
     def unbound(self, seq: Sequence) -> None:
