@@ -116,11 +116,12 @@ class RunningRows:
             seq.table = self._manager.new_table_like(seq.table)
         elif self._tiers is not None:
             self._tiers.swap_out(seq.table)
+        self.charge(seq)
+        self._waiting.push(seq)  # while its tenant runs something: it keeps what it is owed
         self._unbind(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_scheduled = seq.num_computed = seq.num_loads = 0
         self.num_preemptions += 1
-        self._waiting.push(seq)
 
     def _unbind(self, seq: Sequence) -> None:
         self.charge(seq)

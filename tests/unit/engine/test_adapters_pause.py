@@ -305,3 +305,21 @@ def steps_for_six(slice_s: float) -> int:
 def test_where_steps_are_slow_adapters_do_not_come_and_go_all_the_time():
     """Three steps would be a slice, of which coming and going takes as many."""
     assert steps_for_six(SLICE_S) <= 1.1 * steps_for_six(float("inf"))
+
+
+def test_who_pauses_keeps_what_its_tenant_is_owed():
+    """Its tenant was served less than one that waits, and runs nothing else."""
+    h = with_adapters(num_blocks=900, num_pages=2, max_num_seqs=4, max_num_batched_tokens=4096)
+    h.add(request("g", 5, 300, tenant="calm"), request("x", 5, 300, adapter="x", tenant="owed"))
+    h.add(*(request(f"q{i}", 400, 60, tenant="loud") for i in range(9)))
+    step_until(h, "x", SequenceStatus.RUNNING)
+    for _ in range(SLICE + 5):
+        h.step()
+    h.add(request("new", 5, 4, adapter="e", tenant="calm"))
+    step_until(h, "x", Blocker.ADAPTER)
+    state = h.engine.requests.get("x")
+    assert state is not None
+    counter = h.engine.scheduler.waiting.tenants.counter(state.sequences[0])
+    charges = h.engine.drain_charges()
+    assert charges["loud"] > 1000 and counter == charges["owed"] < 400
+    h.run()
