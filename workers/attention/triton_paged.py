@@ -1,12 +1,12 @@
 """Paged attention on GPUs by a Triton kernel that reads the cache in place, for steps of any kind.
 
 Chosen by workers/platforms/cuda.py where Triton is installed; torch_sdpa.py is the twin, and computes latents. Rows of
-up to DECODE_QUERIES queries are decodes, whose contexts are split among programs; others are chunks of prompts. The
-kernel computes any AttentionParams and reads everything else on the device, drafts in flight included. Shapes as in
-backend.py.
+up to DECODE_QUERIES queries are decodes, whose contexts are split among programs; others are chunks of prompts, which
+prompts/ takes in large steps. The kernel computes any AttentionParams and reads everything else on the device, drafts
+in flight included. Shapes as in backend.py.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -21,17 +21,21 @@ __all__ = ["TritonAttention", "takes"]
 DECODES = range(1, DECODE_QUERIES + 1)
 CHUNKS = range(DECODE_QUERIES + 1, 2**31)
 
+TakeChunks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LayerKV, AttentionParams], torch.Tensor | None]
+"""Takes what AttentionStep.attend takes; returns an output with a step's chunks, None to leave them to the kernel."""
+
 
 class TritonAttention:
-    """The backend, of heads."""
+    """The backend, of heads. prompts: prepares a step's chunks elsewhere; None: all are the kernel's."""
 
     name = "triton-paged"
 
-    def __init__(self) -> None:
+    def __init__(self, prompts: Callable[[ForwardBatch], TakeChunks] | None = None) -> None:
         self._numbers = Numbers()
+        self._prompts = prompts
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        return _Step(batch, self._numbers)
+        return _Step(batch, self._numbers, None if self._prompts is None else self._prompts(batch))
 
     def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         """One for all decodes: the kernel reads what a row has of a table that holds any."""
@@ -44,9 +48,10 @@ class TritonAttention:
 class _Step:
     """One step."""
 
-    def __init__(self, batch: ForwardBatch, numbers: Numbers) -> None:
+    def __init__(self, batch: ForwardBatch, numbers: Numbers, take_chunks: TakeChunks | None) -> None:
         self._batch = batch
         self._numbers = numbers
+        self._take_chunks = take_chunks
         most, least = max(batch.query_lens_list), min(batch.query_lens_list)
         self._kinds = [kind for kind in (DECODES, CHUNKS) if least < kind.stop and most >= kind.start]
 
@@ -55,8 +60,11 @@ class _Step:
     ) -> torch.Tensor:
         batch = self._batch
         rows = Rows(batch.query_starts, batch.positions_T, batch.block_table(kv.group))
-        out_TNV = q_TND.new_empty((*q_TND.shape[:2], v_TKD.shape[2]))
-        for kind in self._kinds:
+        out_TNV = None if self._take_chunks is None else self._take_chunks(q_TND, k_TKD, v_TKD, kv, params)
+        kinds = self._kinds if out_TNV is None else [kind for kind in self._kinds if kind is not CHUNKS]
+        if out_TNV is None:
+            out_TNV = q_TND.new_empty((*q_TND.shape[:2], v_TKD.shape[2]))
+        for kind in kinds:
             in_parts = self._kinds == [DECODES]
             attend(q_TND, kv, out_TNV, rows, params, self._numbers, queries=kind, in_parts=in_parts)
         return out_TNV
