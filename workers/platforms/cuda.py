@@ -39,8 +39,7 @@ from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
 from tandem.workers.platforms.tensor_rows import TensorRows
 
 if TYPE_CHECKING:
-    from tandem.workers.attention.forward_batch import ForwardBatch
-    from tandem.workers.attention.triton_paged import TakeChunks
+    from tandem.workers.attention.triton_paged import LargeChunks
 
 log = logging.getLogger(__name__)
 
@@ -222,9 +221,7 @@ class CudaPlatform(Platform):
                 return TritonAttention(self._prompts(dtype, head_dim, kv_dtype or dtype))
         return TorchAttention(is_bounded=True, replays=True)
 
-    def _prompts(
-        self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype
-    ) -> "Callable[[ForwardBatch], TakeChunks] | None":
+    def _prompts(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype) -> "LargeChunks | None":
         """Return what takes chunks of large steps: torch's flash kernel, where it computes what Triton's does."""
         from tandem.workers.attention.prompts.flash_probe import flash_obstacle
         from tandem.workers.attention.prompts.flash_prompts import FlashPrompts
@@ -234,7 +231,7 @@ class CudaPlatform(Platform):
             return None
         if asked not in self._flash_obstacles:
             self._flash_obstacles[asked] = flash_obstacle(varlen, self.device, *asked)
-        return FlashPrompts(varlen).prepare if self._flash_obstacles[asked] is None else None
+        return FlashPrompts(varlen) if self._flash_obstacles[asked] is None else None
 
     def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
         return TorchLatents(is_bounded=True, replays=True)

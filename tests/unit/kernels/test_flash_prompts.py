@@ -60,11 +60,11 @@ class Counted(SdpaVarlen):
         return super().attend(q, k, v, rows, params)
 
 
-def backend(varlen: Any, fewest_tokens: int = 0) -> Any:
+def backend(varlen: Any, fewest_queries: int = 18) -> Any:
     from tandem.workers.attention.prompts.flash_prompts import FlashPrompts
     from tandem.workers.attention.triton_paged import TritonAttention
 
-    return TritonAttention(FlashPrompts(varlen, fewest_tokens).prepare)
+    return TritonAttention(FlashPrompts(varlen, 0, fewest_queries))
 
 
 def batch_of(query_lens: list[int], seq_lens: list[int], block_size: int = 16) -> ForwardBatch:
@@ -142,6 +142,13 @@ def test_steps_are_the_references(
 
 
 @computes
+def test_small_chunks_beside_large_ones_are_the_kernels() -> None:
+    varlen = Counted()
+    check(backend(varlen, fewest_queries=20), batch_of(QUERIES, LENGTHS), (4, 2), 16, kv_dtype=torch.int8)
+    assert varlen.calls == [(2, 2), (2, 2)], "30 and 40 queries, 20 and 25; 18 and 19 are left"
+
+
+@computes
 def test_a_step_of_one_piece_is_not_copied() -> None:
     made: list[torch.Tensor] = []
 
@@ -179,8 +186,8 @@ def test_what_the_kernel_computes(
 
     monkeypatch.setattr(f"{PROMPTS}.PIECE_BYTES", 60 * 2 * 8 * 4)
     varlen = Counted(is_half=reason == "a dtype")
-    prompts = FlashPrompts(varlen, fewest_tokens=22)
-    check(TritonAttention(prompts.prepare), batch_of(queries, lengths), (2, 1), 8, **changes)
+    prompts = FlashPrompts(varlen, fewest_tokens=22, fewest_queries=18)
+    check(TritonAttention(prompts), batch_of(queries, lengths), (2, 1), 8, **changes)
     assert varlen.calls == []
     assert (prompts._memory is not None) == (not changes and reason != "a dtype")
 

@@ -168,7 +168,7 @@ def test_prompts_are_the_flash_kernels_where_it_passes_a_look(
 
     monkeypatch.setattr("tandem.workers.attention.prompts.flash_probe.flash_obstacle", look)
     kinds: list[tuple[Any, ...]] = [(torch.bfloat16, 128), (torch.bfloat16, 128, torch.int8), (torch.float32, 80)]
-    found = [cuda.attention(*kind)._prompts is not None for kind in kinds * 2]  # type: ignore[attr-defined]
+    found = [cuda.attention(*kind)._large_chunks is not None for kind in kinds * 2]  # type: ignore[attr-defined]
     assert found == [reason is None, reason is None, False] * 2
     assert looks == [(cuda.device, torch.bfloat16, 128, dtype) for dtype in (torch.bfloat16, torch.int8)]
     words = f"Triton's kernel attends prompts instead of torch's flash attention, slower: {reason}"

@@ -1,5 +1,5 @@
-"""Chunks of prompts by a VarlenAttention in place of triton_attention.py, which is slower for many queries and slower
-still over quantized caches.
+"""Large chunks of prompts by a VarlenAttention in place of triton_attention.py, which is slower for many queries and
+slower still over quantized caches.
 
 Their contexts are gathered from the cache, as numbers, into one piece of memory that all layers use in turn; chunks
 that begin a prompt are attended over the step's own keys and values where the cache stores these unchanged. A piece has
@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.prompts.varlen_attention import Ragged, VarlenAttention
 from tandem.workers.attention.row_layout import spare_len
@@ -30,6 +29,9 @@ and 262,144 of one head. It is part of ATTENTION_BYTES (planning/budget.py)."""
 FEWEST_TOKENS: Final = 1025
 """Tokens of a step from which on it pays to gather. Steps of fewer are where a captured graph saves most, and that may
 hold no call whose arguments are numbers of the host."""
+FEWEST_QUERIES: Final = 128
+"""Queries of a row from which on it pays to gather its context, which is written and read once more than by our kernel:
+by arithmetic the time of some 50 queries there."""
 
 
 class Piece(NamedTuple):
@@ -44,16 +46,18 @@ class Piece(NamedTuple):
 
 
 class FlashPrompts:
-    """The steps of a decoder. fewest_tokens: of steps whose chunks are taken. It keeps memory between steps, so one
-    instance serves one decoder on one thread."""
+    """The steps of a decoder. fewest_tokens: of a step, and fewest_queries: of a row, to be taken. It keeps memory
+    between steps, so one instance serves one decoder on one thread."""
 
-    def __init__(self, varlen: VarlenAttention, fewest_tokens: int = FEWEST_TOKENS) -> None:
+    def __init__(
+        self, varlen: VarlenAttention, fewest_tokens: int = FEWEST_TOKENS, fewest_queries: int = FEWEST_QUERIES
+    ) -> None:
         self.varlen = varlen
         self.fewest_tokens = fewest_tokens
+        self.fewest_queries = fewest_queries
         self._memory: torch.Tensor | None = None
 
     def prepare(self, batch: ForwardBatch) -> TakeChunks:
-        """Return what takes the chunks of a step."""
         return PromptStep(batch, self).attend
 
     def suits(self, q_TND: torch.Tensor, kv: LayerKV, params: AttentionParams) -> bool:
@@ -70,7 +74,7 @@ class FlashPrompts:
 
 
 class PromptStep:
-    """The chunks of one step, cut into pieces once for layers with one window, group of blocks and kind of cache."""
+    """Large chunks of one step, cut into pieces once for layers with one window, group of blocks and kind of cache."""
 
     def __init__(self, batch: ForwardBatch, prompts: FlashPrompts) -> None:
         self._batch = batch
@@ -80,8 +84,8 @@ class PromptStep:
     def attend(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, params: AttentionParams
     ) -> torch.Tensor | None:
-        """Return out_TND with the tokens of all chunks, others undefined; None where triton_attention.py is to compute
-        them."""
+        """Return out_TND with the tokens of all large chunks, others undefined; None where triton_attention.py is to
+        compute them."""
         if not self._prompts.suits(q_TND, kv, params):
             return None
         memory = self._prompts.memory(q_TND.device)
@@ -122,14 +126,14 @@ class PromptStep:
                 yield tokens, own, attend(q_TND[tokens, own], *pair_2JKD, rows, params)
 
     def _cut(self, kv: LayerKV, dtype: torch.dtype, window: int | None) -> list[Piece]:
-        """Return the pieces; none where the step has too few tokens, a chunk's length is not known to the host, or its
-        context is too long for a piece."""
+        """Return the pieces; none where the step has too few tokens, or of a large chunk the host does not know the
+        length, or the context is too long for a piece."""
         batch, (kv_heads, dim) = self._batch.of_group(kv.group), kv.keys.shape[2:]
         if batch.num_tokens < self._prompts.fewest_tokens:
             return []
         most, cuts = PIECE_BYTES // _key_bytes(dim, dtype), list[tuple[range, bool, int]]()
         for row, (queries, length) in enumerate(zip(batch.query_lens_list, batch.seq_lens_list, strict=True)):
-            if queries <= DECODE_QUERIES:
+            if queries < self._prompts.fewest_queries:
                 continue
             is_own = kv.keys.dtype is dtype and queries == length
             num_keys = length if window is None or is_own else min(length, queries + window - 1)
