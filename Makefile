@@ -98,6 +98,7 @@ fuzz: $(DEV) ## property and stateful tests with new random examples, ROUNDS (10
 gpu: $(DEV) ## on a machine with a CUDA device and a CUDA build of torch: tests of what runs there
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/gpu tests/unit/kernels/test_triton_attention.py tests/unit/kernels/test_triton_lora.py \
 	  tests/unit/kernels/test_triton_experts.py tests/unit/kernels/test_triton_sampling.py tests/unit/kernels/test_triton_fused_ops.py \
+	  tests/unit/kernels/test_flash_prompts.py \
 	  tests/unit/kernels/test_kv_quant.py tests/parity/test_families_served.py -m "parity or not parity"
 
 mutate: $(DEV) ## do the unit tests notice small defects? ARGS="block_pool auth": modules of mutants.toml; "--sample 200": an estimate

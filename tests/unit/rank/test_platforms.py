@@ -154,6 +154,27 @@ def test_without_what_triton_needs_torch_computes_and_a_note_says_why(
     assert cuda.kernel_notes(torch.bfloat16, None) == (f"torch computes instead of Triton's kernels, slower: {words}",)
 
 
+@pytest.mark.skipif(_triton_obstacle() is not None, reason="Triton's kernels cannot be had")
+@pytest.mark.parametrize("reason", ["a window: results differ by 0.7", None])
+def test_prompts_are_the_flash_kernels_where_it_passes_a_look(
+    cuda: Platform, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each kind of heads and cache; else a note says why."""
+    looks: list[Any] = []
+
+    def look(varlen: Any, *asked: Any) -> str | None:
+        looks.append(asked)
+        return reason
+
+    monkeypatch.setattr("tandem.workers.attention.prompts.flash_probe.flash_obstacle", look)
+    kinds: list[tuple[Any, ...]] = [(torch.bfloat16, 128), (torch.bfloat16, 128, torch.int8), (torch.float32, 80)]
+    found = [cuda.attention(*kind)._large_chunks is not None for kind in kinds * 2]  # type: ignore[attr-defined]
+    assert found == [reason is None, reason is None, False] * 2
+    assert looks == [(cuda.device, torch.bfloat16, 128, dtype) for dtype in (torch.bfloat16, torch.int8)]
+    words = f"Triton's kernel attends prompts instead of torch's flash attention, slower: {reason}"
+    assert cuda.kernel_notes(torch.bfloat16, None) == (() if reason is None else (words,))
+
+
 @pytest.mark.usefixtures("asked")
 def test_an_llm_plans_ahead_of_a_gpu_and_of_ranks_of_their_own_alone() -> None:
     def is_ahead(**flags: Any) -> bool:
