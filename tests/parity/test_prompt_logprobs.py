@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -41,7 +42,7 @@ def scored(name: str, length: int, wanted: int = 3, seed: int = 0, **more: Any) 
     return GenerationRequest(
         request_id=name,
         prompt_token_ids=prompt_of(length, seed),
-        sampling=SamplingParams(prompt_logprobs=wanted, **params),
+        sampling=msgspec.structs.replace(SamplingParams(prompt_logprobs=wanted), **params),  # max_tokens may be 0
     )
 
 

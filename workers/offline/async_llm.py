@@ -18,10 +18,10 @@ from tandem.workers.messages.request import (
     AdapterRef,
     Ended,
     GenerationRequest,
-    RequestOutputKind,
     SamplingParams,
     TokenDelta,
 )
+from tandem.workers.messages.sampling_ranges import RequestOutputKind
 from tandem.workers.offline.chats import ChatForm, Chats
 from tandem.workers.offline.embed import EmbeddingRequestOutput, PoolingParams
 from tandem.workers.offline.engine_values import EngineValue

@@ -127,6 +127,29 @@ def one_priority_each(given: int | Sequence[int] | None, count: int) -> list[int
     return each
 
 
+def checked_sampling(given: SamplingParams, vocab_size: int, max_logprobs: int) -> SamplingParams:
+    """Returns parameters that a model can take. ValueError for more log probabilities than max_logprobs, for token ids
+    outside the vocabulary, and for values that the constructor refuses and has not seen."""
+    params = given.clone(**msgspec.structs.asdict(given))
+    if params.grammar is not None:
+        raise ValueError("grammar is made from structured_outputs; give that")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := getattr(params, name) or 0) > max_logprobs:
+            raise ValueError(f"{name}={wanted} exceeds the limit of {max_logprobs} (max_logprobs)")
+    thinking = params.thinking_budget
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", [i for i, _ in params.logit_bias]),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("bad_words_token_ids", [i for word in params.bad_words_token_ids for i in word]),
+        ("logprob_token_ids", params.logprob_token_ids or ()),
+        ("thinking_budget", (*thinking.start, *thinking.end) if thinking is not None else ()),
+    ):
+        if bad := [i for i in ids if i >= vocab_size]:
+            raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {vocab_size - 1}")
+    return params
+
+
 def with_bad_word_ids(params: SamplingParams, tokenizer: ModelTokenizer) -> SamplingParams:
     """Returns checked parameters in which the ids of bad_words are among bad_words_token_ids."""
     if not params.bad_words:

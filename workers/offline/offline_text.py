@@ -15,10 +15,9 @@ from tandem.workers.build import model_generation, pair_judge
 from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
-from tandem.workers.messages.sampling_check import checked_sampling
 from tandem.workers.messages.sampling_ranges import NO_SEED
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.offline.inputs import GivenPrompt, as_params, with_bad_word_ids, with_grammar
+from tandem.workers.offline.inputs import GivenPrompt, as_params, checked_sampling, with_bad_word_ids, with_grammar
 from tandem.workers.offline.outputs import Completion, OpenOutput, RequestOutput, refuse_output
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
 from tandem.workers.text.choice_text import ChoiceText

@@ -21,6 +21,8 @@ from tandem.workers.messages.request import FinishReason, SamplingParams, TokenL
 
 MAX_BEAM_WIDTH = 1024
 MAX_LENGTH_PENALTY = 10.0
+NEXT_TOKEN = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
+"""Parameters that the requests of all beams and steps have in common. Copies of it are not checked each time."""
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,9 +107,7 @@ class BeamSearch:
 
     def sampling(self, beam: Beam) -> SamplingParams:
         """Parameters of a request for the next token of a live beam: one more than it has, with its candidates."""
-        return SamplingParams(
-            max_tokens=len(beam.token_ids) + 1, temperature=0.0, seed=0, ignore_eos=True, logprobs=self.num_logprobs
-        )
+        return msgspec.structs.replace(NEXT_TOKEN, max_tokens=len(beam.token_ids) + 1, logprobs=self.num_logprobs)
 
     def advance(self, entries: Sequence[TokenLogprobs]) -> None:
         """Takes a step. entries: for each live beam, in order, its next token's best candidates in `top`."""

@@ -93,7 +93,7 @@ async def test_a_conversation_that_cannot_be_read_says_why(llm: AsyncLLM) -> Non
         (hello, {}, TypeError, "a conversation is a list of messages, not {"),
         ([[hello], [hello]], {}, ValueError, r"AsyncLLM.chat\(\) takes one conversation, not 2"),
         ([hello], {"chat_template_kwargs": {"tools": []}}, ValueError, "has no variable 'tools'"),
-        ([hello], {"params": GREEDY.clone(temperature=9)}, ValueError, "temperature=9"),
+        ([hello], {"params": GREEDY.clone(logprobs=21)}, ValueError, "logprobs=21"),
         ([hello], {"params": {"max_tokns": 5}}, TypeError, "which has no 'max_tokns'"),
     ]
     for messages, more, kind, words in wrong:
@@ -139,7 +139,7 @@ async def test_errors_are_of_their_prompt_or_of_the_call(llm: AsyncLLM) -> None:
     refused = await last(llm, [10**6])
     assert refused.outputs[0].finish_reason == "error" and "1000000" in str(refused.outputs[0].error)
     for prompt, params, error in (
-        ("A", SamplingParams(max_tokens=0), "max_tokens=0"),
+        ("A", SamplingParams(logprobs=21), "logprobs=21 exceeds the limit of 20"),
         (["A", "B"], GREEDY, "takes one prompt, not 2"),
     ):
         with pytest.raises(ValueError, match=error):

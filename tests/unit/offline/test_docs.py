@@ -87,10 +87,11 @@ def test_the_example_with_forbidden_and_allowed_tokens_obeys_them(answers_of: An
 
 
 def test_the_example_with_errors_tells_those_of_prompts_from_those_of_calls(answers_of: Answers) -> None:
-    once, long, cat, call = answers_of(EXAMPLES[3])
+    once, long, cat, construction, call = answers_of(EXAMPLES[3])
     assert (once, cat) == ("ended with length", "ended with length")
     assert long.startswith("failed: ") and "256" in long
-    assert call == "nothing ran: temperature=9: Expected `float` <= 2.0"
+    assert construction == "nothing ran: temperature=9: Expected `float` <= 2.0"
+    assert call == "nothing ran: logprobs=99 exceeds the limit of 20 (max_logprobs)"
 
 
 def test_the_examples_with_threads_and_with_a_loop_say_the_same(answers_of: Answers) -> None:
