@@ -116,8 +116,9 @@ OPTIONS: tuple[Option, ...] = (
            "Context length: prompt and output in tokens. Default: the model's.", at_least(1), "at least 1", size=True),
     Option("load_format", "engine.model.load_format", Literal["safetensors", "dummy"], MODEL,
            "safetensors: weights from the checkpoint. dummy: random weights, for benchmarks without a checkpoint."),
-    Option("seed", "engine.model.seed", int, MODEL, "Seed of the random weights of --load-format dummy.",
-           at_least(0), "at least 0"),
+    Option("seed", "engine.model.seed", int, MODEL,
+           "Seed of the random weights of --load-format dummy, and of the seeds that LLM draws for requests. No "
+           "request of a service becomes repeatable by it: send a `seed` with each.", at_least(0), "at least 0"),
     Option("chat_template", "engine.model.chat_template", str, MODEL,
            "Jinja file with the chat template, or the name of one of the model's. Default: the model's `default`, and "
            "its `tool_use` where there are tools."),

@@ -32,6 +32,7 @@ from tandem.workers.offline.inputs import (
     as_prompts,
     one_for_each,
     one_priority_each,
+    with_seed,
 )
 from tandem.workers.offline.llm import LLM
 from tandem.workers.offline.local_engine import LocalCall, raise_if_lost
@@ -220,14 +221,14 @@ class AsyncLLM:
     async def _stream(self, read: Read, request_id: str | None, how: How) -> AsyncIterator[RequestOutput]:
         """Runs one request, and yields its outputs."""
         local, run = self._llm.local, StreamRun()
-        engine_id = local.new_id()
+        engine_id, seed = local.new_id(), self._llm.text.draw_seed()
         name = engine_id if request_id is None else request_id
         if name in self._runs:
             raise ValueError(f"request_id {name!r:.80} is already running")
         self._runs[name], is_over = (engine_id, run), False
         try:
             with local.call(run, run.say) as call:
-                opened, request = await asyncio.to_thread(self._opened, call, (engine_id, name), read, how)
+                opened, request = await asyncio.to_thread(self._opened, call, (engine_id, name), read, how, seed)
                 if request is None or run.is_aborted:
                     is_over = True
                     yield opened.output if request is None else aborted(opened.output)
@@ -243,7 +244,7 @@ class AsyncLLM:
                 local.abort([engine_id])
 
     def _opened(
-        self, call: LocalCall, names: tuple[str, str], read: Read, how: How
+        self, call: LocalCall, names: tuple[str, str], read: Read, how: How, seed: int
     ) -> tuple[OpenOutput, GenerationRequest | None]:
         """Returns the output and the request of a prompt, as OfflineText does. Work for a thread."""
         sampling_params, lora_request, priority = how
@@ -252,7 +253,8 @@ class AsyncLLM:
         (params,), (adapter,) = self._llm.text.checked(given, 1), one_for_each(lora_request, 1)
         (place,) = one_priority_each(priority, 1)
         engine_id, name = names
-        opened, request = self._llm.text.request(engine_id, prompt, params, adapter, place, call.address)
+        seeded = with_seed(params, seed)
+        opened, request = self._llm.text.request(engine_id, prompt, seeded, adapter, place, call.address)
         opened.output.request_id = name
         return opened, request
 

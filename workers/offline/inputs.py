@@ -18,6 +18,7 @@ from tandem.configs.options import option_named
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import offline_settings
 from tandem.workers.messages.request import AdapterRef, SamplingParams
+from tandem.workers.messages.sampling_ranges import NO_SEED
 from tandem.workers.planning.model_source import resolve_model
 from tandem.workers.text.bad_word_ids import bad_word_ids
 from tandem.workers.text.grammars import GrammarError, checked_grammar
@@ -148,6 +149,11 @@ def checked_sampling(given: SamplingParams, vocab_size: int, max_logprobs: int) 
         if bad := [i for i in ids if i >= vocab_size]:
             raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {vocab_size - 1}")
     return params
+
+
+def with_seed(params: SamplingParams, drawn: int) -> SamplingParams:
+    """Returns parameters that have a seed: their own, else the drawn one."""
+    return msgspec.structs.replace(params, seed=drawn) if params.seed in (None, NO_SEED) else params
 
 
 def with_bad_word_ids(params: SamplingParams, tokenizer: ModelTokenizer) -> SamplingParams:

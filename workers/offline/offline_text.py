@@ -1,21 +1,19 @@
 """OfflineText: what turns prompts and parameters of LLM and AsyncLLM into requests, and tokens into text.
 
-Immutable after loading: calls of several threads share it.
+Immutable after loading, but for the generator of seeds: calls of several threads share it.
 """
 
+import random
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_generation, pair_judge
 from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
-from tandem.workers.messages.sampling_ranges import NO_SEED
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.offline.inputs import GivenPrompt, as_params, checked_sampling, with_bad_word_ids, with_grammar
 from tandem.workers.offline.outputs import Completion, OpenOutput, RequestOutput, refuse_output
@@ -40,6 +38,8 @@ class OfflineText:
         self.judge = pair_judge(settings.model, self.tokenizer, self.template if chat_template else None)
         self._factory = DetokenizerFactory(self.tokenizer)
         self._theirs: PreTrainedTokenizerBase | None = None
+        seed = settings.model.seed
+        self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
         self.max_logprobs = spec.vocab_size if max_logprobs == -1 else max_logprobs
 
     def set_facts(self, facts: ModelFacts) -> None:
@@ -88,6 +88,10 @@ class OfflineText:
             raise ValueError(f"{len(each)} sampling_params for {count} prompts")
         return each
 
+    def draw_seed(self) -> int:
+        """Draws the seed of a request that has none; with LLM's `seed` the same ones in the same order."""
+        return self._random.getrandbits(63)
+
     # ---- requests ----
 
     def request(
@@ -99,8 +103,8 @@ class OfflineText:
         priority: int,
         reply_to: ReplyTo,
     ) -> tuple[OpenOutput, GenerationRequest | None]:
-        """Returns the output of a prompt with checked parameters, and its request; None for what is refused, whose
-        output says why."""
+        """Returns the output of a prompt with checked parameters, a seed among them, and its request; None for what is
+        refused, whose output says why."""
         refusal = prompt if isinstance(prompt, RequestRefused) else None
         text, ids, salt = self.read(GivenPrompt(None, []) if isinstance(prompt, RequestRefused) else prompt)
         output = RequestOutput(
@@ -118,8 +122,6 @@ class OfflineText:
         except RequestRefused as error:
             refuse_output(output, str(error))
             return opened, None
-        if params.seed is None or params.seed == NO_SEED:
-            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         request = GenerationRequest(
             request_id=name,
             prompt_token_ids=ids,

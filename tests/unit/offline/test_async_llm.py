@@ -41,6 +41,16 @@ async def test_many_tasks_have_the_texts_of_one_by_one(llm: AsyncLLM) -> None:
     assert all(alone)
 
 
+async def test_a_seed_of_the_llm_makes_a_script_repeatable() -> None:
+    """Seeds belong to tasks in the order in which they ask, whichever thread reads a prompt first."""
+    params = SamplingParams(max_tokens=20, temperature=2.0, ignore_eos=True)
+    texts = []
+    for _ in range(2):
+        async with AsyncLLM("demo", dtype="float32", max_num_seqs=4, seed=5) as llm:
+            texts.append([one.text for one in await asyncio.gather(*(last(llm, "Once", params) for _ in range(6)))])
+    assert texts[0] == texts[1] and len(set(texts[0])) == 6
+
+
 async def test_an_output_has_all_so_far_or_what_is_new_or_comes_once(llm: AsyncLLM) -> None:
     params = GREEDY.clone(n=2, temperature=1.0, seed=3, logprobs=0)
     kinds = {

@@ -503,6 +503,22 @@ def test_two_engines_in_one_process(llm: LLM, caplog: pytest.LogCaptureFixture) 
     assert [any(name.replace("_", "-") in line or name in line for line in lines) for name in foreign] == [True] * 3
 
 
+def test_a_seed_of_the_llm_makes_a_script_repeatable(caplog: pytest.LogCaptureFixture) -> None:
+    """Each prompt has a seed of its own; a request's own seed moves no other."""
+    params = SamplingParams(max_tokens=20, temperature=2.0, ignore_eos=True)
+
+    def script(seed: int, second: SamplingParams = params) -> list[list[int]]:
+        with LLM("demo", dtype="float32", max_num_seqs=4, seed=seed) as llm:
+            calls = [llm.generate(["Once"] * 2, [params, second], use_tqdm=False) for _ in range(2)]
+        return [output.outputs[0].token_ids for call in calls for output in call]
+
+    first = script(7)
+    assert script(7) == first != script(0) and len({*map(tuple, first)}) == 4
+    own = script(7, params.clone(seed=3))
+    assert own[0::2] == first[0::2] and own[1] == own[3] and own[1] not in first
+    assert not [record for record in caplog.records if "seed" in record.getMessage()]
+
+
 @pytest.mark.parametrize("seed", [None, -1])
 def test_without_a_seed_equal_prompts_get_different_texts(llm: LLM, seed: int | None) -> None:
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, logprobs=0)
