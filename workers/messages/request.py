@@ -191,9 +191,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Natural log probabilities of one position: its token's, and in `top` those of the best tokens, as (token id,
-    logprob), best first. rank: 1 + the number of tokens that are more probable; counted for tokens of a prompt only,
-    else 0.
-    """
+    logprob), best first. rank: 1 + the number of tokens that are more probable; 0 where nobody has counted."""
 
     token_id: int
     logprob: float

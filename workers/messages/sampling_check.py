@@ -1,10 +1,11 @@
 """Checks the values of SamplingParams where they are made, with the ranges that the gateway has for bodies of clients
-(cluster/gateway/schemas/generation_body.py). Torch-free."""
+(cluster/gateway/schemas/generation_body.py); and against a model, for LLM (workers/offline/offline_text.py).
+Torch-free."""
 
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +29,7 @@ from tandem.workers.messages.sampling_ranges import (
 from tandem.workers.messages.structured_outputs import StructuredOutputsParams
 from tandem.workers.messages.thinking import ThinkingBudget
 
+Made = TypeVar("Made", bound=msgspec.Struct)
 Ids = tuple[TokenId, ...]
 SomeIds = Annotated[Ids, Meta(min_length=1)]
 RANGES: Final[Mapping[str, Any]] = {
@@ -112,6 +114,30 @@ def check_together(params: Any) -> None:
     thinking = params.thinking_budget
     if thinking is not None and not (thinking.tokens >= 0 and thinking.start and thinking.end):
         raise ValueError(f"thinking_budget={thinking!r}: at least 0 tokens, and two marks")
+
+
+def checked_sampling(given: Made, vocab_size: int, max_logprobs: int) -> Made:
+    """Returns SamplingParams that a model can take. ValueError for more log probabilities than max_logprobs, for token
+    ids outside the vocabulary, and for values that the constructor refuses and has not seen."""
+    made = type(given)(**msgspec.structs.asdict(given))
+    params: Any = made
+    if params.grammar is not None:
+        raise ValueError("grammar is made from structured_outputs; give that")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := getattr(params, name) or 0) > max_logprobs:
+            raise ValueError(f"{name}={wanted} exceeds the limit of {max_logprobs} (max_logprobs)")
+    thinking = params.thinking_budget
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", [i for i, _ in params.logit_bias]),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("bad_words_token_ids", [i for word in params.bad_words_token_ids for i in word]),
+        ("logprob_token_ids", params.logprob_token_ids or ()),
+        ("thinking_budget", (*thinking.start, *thinking.end) if thinking is not None else ()),
+    ):
+        if bad := [i for i in ids if i >= vocab_size]:
+            raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {vocab_size - 1}")
+    return made
 
 
 def _checked_form(given: Any) -> StructuredOutputsParams | None:

@@ -17,12 +17,8 @@ from tandem.configs.load import build_settings
 from tandem.configs.options import option_named
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import offline_settings
-from tandem.workers.messages.request import AdapterRef, SamplingParams
-from tandem.workers.messages.sampling_ranges import NO_SEED
+from tandem.workers.messages.request import AdapterRef
 from tandem.workers.planning.model_source import resolve_model
-from tandem.workers.text.bad_word_ids import bad_word_ids
-from tandem.workers.text.grammars import GrammarError, checked_grammar
-from tandem.workers.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger("tandem.offline")
 Params = TypeVar("Params", bound=msgspec.Struct)
@@ -126,55 +122,6 @@ def one_priority_each(given: int | Sequence[int] | None, count: int) -> list[int
     if len(each) != count:
         raise ValueError(f"{len(each)} priorities for {count} prompts")
     return each
-
-
-def checked_sampling(given: SamplingParams, vocab_size: int, max_logprobs: int) -> SamplingParams:
-    """Returns parameters that a model can take. ValueError for more log probabilities than max_logprobs, for token ids
-    outside the vocabulary, and for values that the constructor refuses and has not seen."""
-    params = given.clone(**msgspec.structs.asdict(given))
-    if params.grammar is not None:
-        raise ValueError("grammar is made from structured_outputs; give that")
-    for name in ("logprobs", "prompt_logprobs"):
-        if (wanted := getattr(params, name) or 0) > max_logprobs:
-            raise ValueError(f"{name}={wanted} exceeds the limit of {max_logprobs} (max_logprobs)")
-    thinking = params.thinking_budget
-    for name, ids in (
-        ("stop_token_ids", params.stop_token_ids),
-        ("logit_bias", [i for i, _ in params.logit_bias]),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-        ("bad_words_token_ids", [i for word in params.bad_words_token_ids for i in word]),
-        ("logprob_token_ids", params.logprob_token_ids or ()),
-        ("thinking_budget", (*thinking.start, *thinking.end) if thinking is not None else ()),
-    ):
-        if bad := [i for i in ids if i >= vocab_size]:
-            raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {vocab_size - 1}")
-    return params
-
-
-def with_seed(params: SamplingParams, drawn: int) -> SamplingParams:
-    """Returns parameters that have a seed: their own, else the drawn one."""
-    return msgspec.structs.replace(params, seed=drawn) if params.seed in (None, NO_SEED) else params
-
-
-def with_bad_word_ids(params: SamplingParams, tokenizer: ModelTokenizer) -> SamplingParams:
-    """Returns checked parameters in which the ids of bad_words are among bad_words_token_ids."""
-    if not params.bad_words:
-        return params
-    ids = (*params.bad_words_token_ids, *bad_word_ids(tokenizer, params.bad_words))
-    return msgspec.structs.replace(params, bad_words=(), bad_words_token_ids=ids)
-
-
-def with_grammar(params: SamplingParams) -> SamplingParams:
-    """Returns checked parameters with the grammar of structured_outputs. ValueError names what is wrong with it."""
-    form = params.structured_outputs
-    if form is None:
-        return params
-    try:
-        grammar = checked_grammar(form)
-    except GrammarError as error:
-        name = "structured_outputs" if error.field is None else f"structured_outputs.{error.field}"
-        raise ValueError(f"{name}: {error}") from error
-    return msgspec.structs.replace(params, structured_outputs=None, grammar=grammar)
 
 
 def _as_prompt(prompt: Any) -> GivenPrompt:

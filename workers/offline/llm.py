@@ -36,7 +36,6 @@ from tandem.workers.offline.inputs import (
     one_for_each,
     one_priority_each,
     settings_of,
-    with_seed,
 )
 from tandem.workers.offline.local_engine import LocalCall, LocalEngine
 from tandem.workers.offline.offline_text import OfflineText
@@ -46,6 +45,7 @@ from tandem.workers.offline.scores import ScoringRequestOutput, judging, pairs_o
 from tandem.workers.planning.resolve import pooling_facts, read_spec
 from tandem.workers.planning.start_notes import warn_of_model
 from tandem.workers.text.beam_search import BeamSearchParams
+from tandem.workers.text.model_params import with_seed
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
@@ -208,10 +208,10 @@ class LLM:
                 [adapters[number] for number, *_ in wanted],
             )
             ends = [output.outputs[0] for output in outputs]
-            return [Step(end.logprobs[0] if end.logprobs else None, end.error) for end in ends]
+            return [Step(end.logprobs, end.error) for end in ends]
 
         run_searches(searches, ask, params.max_tokens, use_tqdm)
-        return [search.output(self.tokenizer.decode) for search in searches]
+        return [search.output(self.tokenizer.decode, self.text.token_text) for search in searches]
 
     def embed(
         self,

@@ -14,7 +14,7 @@ from tandem.cluster.gateway.serving.grammar_fields import structured_field
 from tandem.configs.schema import BatchingPolicyName
 from tandem.workers.messages.request import SamplingParams
 from tandem.workers.messages.sampling_ranges import NO_SEED
-from tandem.workers.text.bad_word_ids import bad_word_ids
+from tandem.workers.text.model_params import bad_word_ids
 from tandem.workers.text.tokenizer import check_token_ids
 
 GREEDY_BELOW = 1e-5

@@ -78,19 +78,42 @@ def test_stop_string_ends_the_text_before_it_and_bills_no_more(llm: LLM) -> None
     assert len(cut.outputs[0].token_ids) < 40
 
 
-def test_logprobs_are_of_the_chosen_tokens(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=5, temperature=0, logprobs=3)
-    done = llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0]
-    assert [entry.token_id for entry in done.logprobs] == done.token_ids
-    for entry in done.logprobs:
-        assert len(entry.top) == 3 and entry.top[0] == (entry.token_id, pytest.approx(entry.logprob))
+def test_logprobs_are_vllms_dicts_with_the_chosen_token_first(llm: LLM) -> None:
+    plain = llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0]
+    assert (plain.prompt_logprobs, plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob) == (None, None, None)
+    params = SamplingParams(max_tokens=5, temperature=0, logprobs=3, prompt_logprobs=2)
+    output = llm.generate("Once upon a time", params, use_tqdm=False)[0]
+    done = output.outputs[0]
+    assert done.logprobs is not None and [next(iter(one)) for one in done.logprobs] == done.token_ids
+    for one in done.logprobs:
+        assert [each.rank for each in one.values()] == [1, 2, 3]
+        assert [each.logprob for each in one.values()] == sorted((each.logprob for each in one.values()), reverse=True)
+    assert "".join(str(one[token].decoded_token) for one, token in zip(done.logprobs, done.token_ids, strict=True)) == (
+        done.text
+    )
+    first, *others = output.prompt_logprobs or []
+    assert first is None and len(others) == len(output.prompt_token_ids) - 1
+    for shown, token in zip(others, output.prompt_token_ids[1:], strict=True):
+        assert shown is not None and next(iter(shown)) == token and len(shown) in (2, 3)
+        assert isinstance(shown[token].rank, int) and (len(shown) == 2) == (shown[token].rank <= 2)
+
+
+def test_a_chosen_token_that_is_none_of_the_best_has_its_rank(llm: LLM) -> None:
+    best = llm.generate("Once", GREEDY.clone(max_tokens=1, logprobs=20), use_tqdm=False)[0].outputs[0].logprobs[0]
+    seventh = list(best)[6]
+    params = GREEDY.clone(max_tokens=1, logprobs=2, allowed_token_ids=[seventh], detokenize=False)
+    (found,) = llm.generate("Once", params, use_tqdm=False)[0].outputs[0].logprobs
+    assert list(found) == [seventh, *list(best)[:2]]
+    assert [one.rank for one in found.values()] == [7, 1, 2]
+    assert {one.decoded_token for one in found.values()} == {None} != {best[seventh].decoded_token}
+    assert found[seventh].logprob == best[seventh].logprob
 
 
 def test_max_logprobs_is_vllms() -> None:
     with LLM("demo", max_logprobs=-1, max_model_len=64) as all_of_them:
         params = SamplingParams(max_tokens=1, logprobs=all_of_them._facts.vocab_size)
-        (entry,) = all_of_them.generate("Once", params, use_tqdm=False)[0].outputs[0].logprobs
-        assert len(entry.top) == params.logprobs
+        (found,) = all_of_them.generate("Once", params, use_tqdm=False)[0].outputs[0].logprobs
+        assert len(found) == params.logprobs
     with LLM("demo", max_logprobs=3, max_model_len=64) as few:
         with pytest.raises(ValueError, match=r"logprobs=4 exceeds the limit of 3 \(max_logprobs\)"):
             few.generate("Once", SamplingParams(logprobs=4), use_tqdm=False)
@@ -369,9 +392,9 @@ def test_log_probabilities_of_named_tokens(llm: LLM) -> None:
     some = llm.generate("Once", GREEDY.clone(max_tokens=2, logprob_token_ids=named), use_tqdm=False)[0].outputs[0]
     assert some.token_ids == every.token_ids and some.logprobs is not None and every.logprobs is not None
     for found, all_of_them in zip(some.logprobs, every.logprobs, strict=True):
-        shown, top = dict(found.top), dict(all_of_them.top)
-        assert set(shown) == set(named) and found.logprob == all_of_them.logprob
-        assert all(shown[token] == top[token] for token in shown.keys() & top)
+        assert set(found) == set(named) and next(iter(found)) == next(iter(all_of_them))
+        assert [one.rank for one in found.values()] == [1, None, None], "nobody has counted for tokens that are named"
+        assert all(found[token].logprob == all_of_them[token].logprob for token in found.keys() & all_of_them)
 
 
 def test_the_prefix_cache_is_not_read_and_is_reset(llm: LLM) -> None:
@@ -525,7 +548,8 @@ def test_without_a_seed_equal_prompts_get_different_texts(llm: LLM, seed: int | 
     outputs = llm.generate(["Once upon a time"] * 4, params, use_tqdm=False)
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) > 1
     one = outputs[0].outputs[0]
-    assert one.cumulative_logprob == sum(token.logprob for token in one.logprobs) < 0
+    chosen = [shown[token].logprob for shown, token in zip(one.logprobs, one.token_ids, strict=True)]
+    assert one.cumulative_logprob == sum(chosen) < 0
     assert Completion(index=0).cumulative_logprob is None
 
 
