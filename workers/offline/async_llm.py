@@ -288,10 +288,10 @@ async def outputs_of(run: StreamRun, kind: RequestOutputKind) -> AsyncIterator[R
                 raise_if_lost(one)
                 end_output(output, one)
                 continue
-            choice, *added = one
+            choice, added, logprobs, error = one
             whole = output.outputs[choice]
-            grow(whole, *added)
-            grow(new.setdefault(choice, empty(whole)), *added)
+            for each in (whole, new.setdefault(choice, empty(whole))):
+                grow(each, added, logprobs, error)
         if output.finished or kind is not RequestOutputKind.FINAL_ONLY:
             yield delta_of(output, new) if kind is RequestOutputKind.DELTA else copy_of(output)
 
