@@ -18,10 +18,9 @@ from tandem import LLM, SamplingParams, StructuredOutputsParams
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.messages.request import Abort, AdapterRef, Ended, GenerationRequest, TokenDelta
-from tandem.workers.offline.inputs import with_grammar
 from tandem.workers.offline.llm import Completion, RequestOutput
 from tandem.workers.structured.grammar_store import GrammarStore
-from tandem.workers.text.grammars import grammar_of
+from tandem.workers.text.grammars import grammar_of, with_grammar
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo"
 VOCAB = 768
