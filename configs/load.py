@@ -333,13 +333,11 @@ def _refuse_unused(settings: ServiceSettings, given: Collection[str]) -> None:
     """Refuses settings that would have no effect beside the others. given: option names with underscores."""
     engine, without_drafts = settings.engine, settings.engine.speculative is None
     metrics_of_drafts = settings.gateway.per_request_spec_decode_metrics != "none"
-    only_dummies = "leave it out: it seeds dummy weights only; requests have a `seed` of their own"
     for is_unused, why, names in (
         (engine.cache.kv_offloading_gib is None, "needs --kv-offloading-size", ("kv_eviction",)),
         (engine.scheduler.batching_policy != "dynamic", "needs --batching-policy dynamic", ("batching_max_delay_ms",)),
         (without_drafts and metrics_of_drafts, "needs --speculative-config", ("per_request_spec_decode_metrics",)),
         (not engine.lora.enable_lora, "needs --enable-lora", LORA_SIZES),
-        (engine.model.load_format != "dummy", only_dummies, ("seed",)),
     ):
         for name in names:
             if is_unused and name in given:

@@ -55,7 +55,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] = {}
     pooler_config: dict[str, Any] = {}
-    seed: int = 0
+    seed: int | None = None  # of dummy weights (None: 0), and of the requests of an LLM that have none (None: random)
 
 
 class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -271,7 +271,8 @@ class Launcher:
             self._console.print_line(note)
         self._console.print_phases(self._phases)
         self._console.print_url(url, self._run_file.model, min_groups(self._settings), max_groups(self._settings))
-        events = GroupEventLog(facts.redis_url, facts.service_id, self._console.print_line)
+        groups = max_groups(self._settings)
+        events = GroupEventLog(facts.redis_url, facts.service_id, groups, self._console.print_line)
         events.start()
         self._group_events = events
 

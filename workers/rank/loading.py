@@ -268,7 +268,7 @@ def _build(chosen: _Chosen, placement: LayerPlacement, on_bytes: OnBytes | None)
             platform=chosen.platform,
             kv_dtype=chosen.kv_dtype,
             load_format=model.load_format,
-            seed=model.seed,
+            seed=model.seed or 0,
             streamed=placement.streamed,
             quantization=model.quantization,
             windows=chosen.groups.windows,
