@@ -5,6 +5,7 @@ gateway's too (cluster/gateway/app/model_text.py). Torch-free until an in-proces
 executor is made.
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from tandem.workers.text.generation_config import GenerationConfig, generation_o
 from tandem.workers.text.pair_judge import PairJudge
 from tandem.workers.text.tokenizer import ModelTokenizer
 from tandem.workers.text.vocabulary.vocabulary_files import read_json
+
+log = logging.getLogger("tandem.offline")
 
 
 def model_generation(model: ModelSettings, spec: ArchSpec) -> GenerationConfig:
@@ -82,9 +85,13 @@ def open_executor(settings: EngineSettings) -> RankGroup:
 
 def offline_settings(settings: EngineSettings) -> EngineSettings:
     """Returns the settings for offline use: no queue limit, and one plan at a time with a rank in this process that
-    computes on the CPU, as nothing goes on there while the next step is planned."""
-    from tandem.workers.platforms.open_platform import is_on_cpu
+    computes on the CPU, as nothing goes on there while the next step is planned. Sizes of steps that no flag gave are
+    those of this machine's device."""
+    from tandem.workers.platforms.open_platform import is_on_cpu, sized_here
 
+    settings, line = sized_here(settings)
+    if line is not None:
+        log.info("%s", line)
     scheduler = replace(
         settings.scheduler,
         max_num_queued_reqs=2**62,

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tandem.configs.errors import SettingsError
-from tandem.configs.schema import EngineSettings
+from tandem.configs.platform_facts import sized, steps_line
+from tandem.configs.schema import Device, EngineSettings
 from tandem.workers.platforms.base import Platform
 
 if TYPE_CHECKING:
@@ -31,6 +32,15 @@ def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int) -> Pl
 def is_on_cpu(settings: EngineSettings) -> bool:
     """Return whether a rank of this machine computes on the CPU."""
     return settings.device.device == "cpu" or not torch.cuda.is_available()
+
+
+def sized_here(settings: EngineSettings) -> tuple[EngineSettings, str | None]:
+    """Return the settings of an LLM with sizes of steps that this machine's device has memory for, and a line on them
+    where that decides them."""
+    device: Device = "cpu" if is_on_cpu(settings) else "cuda"
+    memory_bytes = None if device == "cpu" else int(torch.cuda.get_device_properties(0).total_memory)
+    chosen = sized(settings, device, memory_bytes, offline=True)
+    return chosen, steps_line(chosen, device)
 
 
 def _cpu_platform(batch_invariant: bool) -> "type[CpuPlatform]":
