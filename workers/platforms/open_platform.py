@@ -1,5 +1,6 @@
 """The choice of a rank's platform, which imports the chosen one alone. Called by workers/rank/rank_server.py."""
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +14,12 @@ if TYPE_CHECKING:
     from tandem.workers.platforms.cpu import CpuPlatform
 
 
-def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int) -> Platform:
+def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int, gpu: str | None = None) -> Platform:
     """Return the platform of a rank, as asked; else CUDA when torch sees a device. The calling thread is activated and
     this process's torch threads are set.
 
-    Ranks of one node spread over its devices by their number. SettingsError (--device) without the device asked for.
+    gpu: the one that the rank was given, as CUDA_VISIBLE_DEVICES names it; None: ranks of one node spread over its
+    devices by their number. SettingsError (--device) without the device asked for.
     """
     if settings.device.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("--device cuda, but torch sees no CUDA device here", "--device")
@@ -26,7 +28,18 @@ def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int) -> Pl
     from tandem.workers.platforms.cuda import CudaPlatform
 
     torch.set_num_threads(1)
-    return CudaPlatform.open(torch.device("cuda", rank % torch.cuda.device_count()))
+    count = torch.cuda.device_count()
+    return CudaPlatform.open(torch.device("cuda", rank % count if gpu is None else _place_of(gpu, count)))
+
+
+def _place_of(gpu: str, count: int) -> int:
+    """Return a GPU's number among the `count` that this process sees: Ray hides the others, unless it is told not to
+    (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES), as for memory that GPUs share."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = [str(number) for number in range(count)] if visible is None else visible.replace(" ", "").split(",")
+    if gpu not in seen[:count]:
+        raise SettingsError(f"Ray gave a rank GPU {gpu}, and its process sees {', '.join(seen[:count])}", "--device")
+    return seen.index(gpu)
 
 
 def is_on_cpu(settings: EngineSettings) -> bool:

@@ -76,6 +76,21 @@ def test_a_rank_on_cuda_activates_its_own_device(asked: Asked, cuda: Platform) -
     assert all(on == device for _, on in asked.calls), "streams are asked for with their device"
 
 
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(("visible", "gpu", "place"), [(None, "1", 1), ("5, 3", "3", 1), ("GPU-a,GPU-b", "GPU-a", 0)])
+def test_a_rank_takes_the_gpu_that_it_was_given(
+    visible: str | None, gpu: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one of its number: the second group's first rank would share a GPU with the first group's."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert open_platform(SETTINGS, rank=0, ranks_on_node=4, gpu=gpu).device == torch.device("cuda", place)
+    with pytest.raises(SettingsError, match="Ray gave a rank GPU 7, and its process sees ") as refused:
+        open_platform(SETTINGS, rank=0, ranks_on_node=4, gpu="7")
+    assert refused.value.flag == "--device"
+
+
 class Runtime:
     """CUDA's runtime that refuses to register memory; the error stays until somebody asks for the last one, as torch
     does after each kernel."""
