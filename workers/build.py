@@ -11,6 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from tandem.configs.platform_facts import sized, steps_line
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.engine.executor import ExecutorReady
@@ -87,10 +88,11 @@ def offline_settings(settings: EngineSettings) -> EngineSettings:
     """Returns the settings for offline use: no queue limit, and one plan at a time with a rank in this process that
     computes on the CPU, as nothing goes on there while the next step is planned. Sizes of steps that no flag gave are
     those of this machine's device."""
-    from tandem.workers.platforms.open_platform import is_on_cpu, sized_here
+    from tandem.workers.platforms.open_platform import device_here, is_on_cpu
 
-    settings, line = sized_here(settings)
-    if line is not None:
+    device, memory_bytes = device_here(settings)
+    settings = sized(settings, device, memory_bytes, offline=True)
+    if (line := steps_line(settings, device)) is not None:
         log.info("%s", line)
     scheduler = replace(
         settings.scheduler,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from tandem.configs.errors import SettingsError
-from tandem.configs.platform_facts import sized, steps_line
 from tandem.configs.schema import Device, EngineSettings
 from tandem.workers.platforms.base import Platform
 
@@ -33,8 +32,7 @@ def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int, gpu: 
 
 
 def _place_of(gpu: str, count: int) -> int:
-    """Return a GPU's number among the `count` that this process sees: Ray hides the others, unless it is told not to
-    (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES), as for memory that GPUs share."""
+    """Return a GPU's number among the `count` that this process sees: one, unless Ray is told to hide none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = [str(number) for number in range(count)] if visible is None else visible.replace(" ", "").split(",")
     if gpu not in seen[:count]:
@@ -47,13 +45,9 @@ def is_on_cpu(settings: EngineSettings) -> bool:
     return settings.device.device == "cpu" or not torch.cuda.is_available()
 
 
-def sized_here(settings: EngineSettings) -> tuple[EngineSettings, str | None]:
-    """Return the settings of an LLM with sizes of steps that this machine's device has memory for, and a line on them
-    where that decides them."""
-    device: Device = "cpu" if is_on_cpu(settings) else "cuda"
-    memory_bytes = None if device == "cpu" else int(torch.cuda.get_device_properties(0).total_memory)
-    chosen = sized(settings, device, memory_bytes, offline=True)
-    return chosen, steps_line(chosen, device)
+def device_here(settings: EngineSettings) -> tuple[Device, int | None]:
+    """Return the device that a rank of this machine computes on, and its memory if it has some of its own."""
+    return ("cpu", None) if is_on_cpu(settings) else ("cuda", torch.cuda.get_device_properties(0).total_memory)
 
 
 def _cpu_platform(batch_invariant: bool) -> "type[CpuPlatform]":
