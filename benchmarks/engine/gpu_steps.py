@@ -40,7 +40,7 @@ from tests.support.in_process import runner_of
 DRAWN: Mapping[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
 LENGTHS: Mapping[str, str] = {
     "uniform": "each of --context tokens",
-    "mixed": "in turn a fifth and eight times of it",
+    "mixed": "in turn four times and a fifth of it",
     "one-long": "one of --long-context, the others of --context",
 }
 TURNS: Mapping[str, tuple[bool, Mapping[str, Any]]] = {
@@ -64,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--sampled", action="store_true", help="drawn tokens too: temperature 0.8, top-p 0.95")
     parser.add_argument("--no-eager", action="store_true", help="leaves eager steps out")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8", "int8"))
+    parser.add_argument("--kv-cache-dtype", nargs="+", default=["auto"], choices=("auto", "fp8", "int8"))
     parser.add_argument("--prompts", type=int, nargs="*", default=[2048], help="lengths of prompts that are timed")
     parser.add_argument("--prompt-tokens", type=int, default=16384, help="of all prompts of a length, at most")
     parser.add_argument("--peer-rows", type=int, nargs="*", default=[1, 32])
@@ -72,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def settings_of(folder: Path, options: argparse.Namespace) -> EngineSettings:
+def settings_of(folder: Path, options: argparse.Namespace, kv_dtype: Any) -> EngineSettings:
     """Rows find their prompts' KV again from the second turn on."""
     longest = max(max(lengths_of(options, kind, 2)) for kind in options.lengths)
     most = 2 * options.steps + 8192 + max([longest, *options.prompts])
@@ -83,9 +83,7 @@ def settings_of(folder: Path, options: argparse.Namespace) -> EngineSettings:
             load_format="dummy",
             max_model_len=min(most, load_spec(folder).max_position_embeddings),
         ),
-        cache=CacheSettings(
-            kv_cache_dtype=options.kv_cache_dtype, kv_cache_memory_bytes=2**28 if options.device == "cpu" else None
-        ),
+        cache=CacheSettings(kv_cache_dtype=kv_dtype, kv_cache_memory_bytes=2**28 if options.device == "cpu" else None),
         scheduler=SchedulerSettings(
             max_num_seqs=max(options.rows), max_num_batched_tokens=8192, max_num_queued_reqs=2**31
         ),
@@ -97,7 +95,7 @@ def lengths_of(options: argparse.Namespace, kind: str, rows: int) -> list[int]:
     """Tokens of each row's prompt."""
     context = options.context
     if kind == "mixed":
-        return [context // 5 if row % 2 else 8 * context for row in range(rows)]
+        return [context // 5 if row % 2 else 4 * context for row in range(rows)]
     return [options.long_context if kind == "one-long" and row == 0 else context for row in range(rows)]
 
 
@@ -227,11 +225,14 @@ def release(device: str) -> None:
 class Roofline:
     """The least time of steps and prompts, by the bytes and products of a model and the rates of the device."""
 
-    def __init__(self, spec: ArchSpec, ready: ExecutorReady, rates: DeviceRates, options: argparse.Namespace) -> None:
+    def __init__(
+        self, spec: ArchSpec, ready: ExecutorReady, rates: DeviceRates, options: argparse.Namespace, kv_dtype: str
+    ) -> None:
+        self.kv_dtype, self.kv_tokens = kv_dtype, ready.num_blocks * CacheSettings().block_size
         self._rates, self._steps = rates, options.steps
         planes = [plane for layout in kv_layouts(spec, Mesh()) for plane in layout.planes]
         elements, heads = sum(plane.heads * plane.dim for plane in planes), sum(plane.heads for plane in planes)
-        self._kv_bytes = 2 * elements if options.kv_cache_dtype == "auto" else elements + 4 * heads  # codes and scales
+        self._kv_bytes = 2 * elements if kv_dtype == "auto" else elements + 4 * heads  # codes and scales
         self._head_bytes = 2 * spec.vocab_size * spec.hidden_size
         self._body_bytes = ready.weight_bytes - self._head_bytes * (1 if spec.tie_word_embeddings else 2)
         self._query_width = sum(layer.attention.num_heads * layer.attention.head_dim for layer in spec.layers)
@@ -252,15 +253,22 @@ def measure_steps(
     found = []
     for kind in options.lengths:
         for rows in options.rows:
+            lengths = lengths_of(options, kind, rows)
+            if sum(lengths) + rows * 3 * options.steps > roofline.kv_tokens:
+                print(
+                    f"{rows:4d} rows {kind}: left out, {roofline.kv_tokens} tokens of KV do not hold them", flush=True
+                )
+                continue
             line: dict[str, Any] = {
                 "rows": rows,
                 "lengths": kind,
-                "roofline_ms": roofline.step_ms(lengths_of(options, kind, rows)),
+                "kv_cache_dtype": roofline.kv_dtype,
+                "roofline_ms": roofline.step_ms(lengths),
                 **step_times(engine, sink, options, kind, rows, spec),
             }
             found.append(line)
             print(described(line), flush=True)
-            note(case="steps", model=options.model, kv_cache_dtype=options.kv_cache_dtype, **line)
+            note(case="steps", model=options.model, **line)
     return found
 
 
@@ -272,20 +280,26 @@ def measure_prompts(
     for length in options.prompts:
         count = max(1, options.prompt_tokens // length)
         times = [prompt_seconds(engine, sink, length, count, spec.vocab_size, turn) for turn in range(3)][1:]
-        line = {"length": length, "count": count, "seconds": times, "roofline_s": count * roofline.prompt_s(length)}
+        line = {
+            "length": length,
+            "count": count,
+            "kv_cache_dtype": roofline.kv_dtype,
+            "seconds": times,
+            "roofline_s": count * roofline.prompt_s(length),
+        }
         found.append(line)
         rate = count * length / min(times)
         share = count * roofline.prompt_s(length) / min(times)
         print(f"{count} prompts of {length}: {rate:.0f} tokens/s, {share:.0%} of the roofline", flush=True)
-        note(case="prompts", model=options.model, kv_cache_dtype=options.kv_cache_dtype, **line)
+        note(case="prompts", model=options.model, **line)
     return found
 
 
 def main() -> None:
     options = parse_arguments()
     folder = config_folder(options.model)
-    spec, settings = load_spec(folder), settings_of(folder, options)
-    platform = open_platform(settings, rank=0, ranks_on_node=1)
+    spec, decode, prompts = load_spec(folder), list[dict[str, Any]](), list[dict[str, Any]]()
+    platform = open_platform(settings_of(folder, options, "auto"), rank=0, ranks_on_node=1)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     small = {} if options.device == "cuda" else {"most_bytes": 2**24, "square": 256}
     rates = device_rates(platform, **small)
@@ -294,18 +308,20 @@ def main() -> None:
         flush=True,
     )
     release(options.device)
-    sink = TimelineSink()
-    began_s = time.perf_counter()
-    with opened_engine(settings, sink) as (engine, ready):
-        print(f"{options.model}: ready after {time.perf_counter() - began_s:.1f} s, {ready}", flush=True)
-        note(case="ready", model=options.model, device=name, seconds=time.perf_counter() - began_s, **rates._asdict())
-        roofline = Roofline(spec, ready, rates, options)
-        decode = measure_steps(engine, sink, options, spec, roofline)
-        prompts = measure_prompts(engine, sink, options, spec, roofline)
-        if options.profile is not None:
-            profiled(engine, sink, options, spec.vocab_size)
-    del engine
-    release(options.device)
+    for kv_dtype in options.kv_cache_dtype:
+        sink = TimelineSink()
+        began_s = time.perf_counter()
+        with opened_engine(settings_of(folder, options, kv_dtype), sink) as (engine, ready):
+            taken_s = time.perf_counter() - began_s
+            print(f"{options.model}, KV {kv_dtype}: ready after {taken_s:.1f} s, {ready}", flush=True)
+            note(case="ready", model=options.model, device=name, seconds=taken_s, **rates._asdict())
+            roofline = Roofline(spec, ready, rates, options, kv_dtype)
+            decode += measure_steps(engine, sink, options, spec, roofline)
+            prompts += measure_prompts(engine, sink, options, spec, roofline)
+            if options.profile is not None:
+                profiled(engine, sink, options, spec.vocab_size)
+        del engine
+        release(options.device)
     peer = {
         rows: peer_step_ms(folder, rows, options.context, options.steps, options.device) for rows in options.peer_rows
     }
