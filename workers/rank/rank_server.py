@@ -53,8 +53,9 @@ log = logging.getLogger(__name__)
 FAILURE_LINGER_MS = 1000
 TOLD_TO_END = 128 + signal.SIGTERM
 """The exit status of a rank that has got ToldToEnd."""
-LOOK_AGAIN_S = 1e-4
-"""Between two looks at the device and at the channel, while a step is computed beside the host."""
+LOOK_AGAIN_S = 2e-5
+"""Between two looks at the device and at the channel, while a step is computed beside the host; Linux adds up to 50 us
+to a sleep. A result is late by as much."""
 LOOPBACK = "127.0.0.1"
 SHARED_DEVICE = "Duplicate GPU detected"
 """NCCL's word for ranks of one group on one device."""
