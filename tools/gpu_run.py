@@ -89,8 +89,12 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage("loading", 45, "benchmarks.engine.loading", "--device cuda --turns 1", "--model tiny --turns 1"),
     Stage(
-        "LLM and HTTP", 100, "benchmarks.service.llm_and_http", "--model llama-8b --jobs 256",
-        f"{TINY} --jobs 4 --scale 0.05 --concurrency 2",
+        "LLM", 45, "benchmarks.service.llm_and_http", "--parts llm --model llama-8b --jobs 512",
+        f"--parts llm {TINY} --jobs 4 --scale 0.05",
+    ),
+    Stage(
+        "HTTP", 70, "benchmarks.service.llm_and_http", "--parts http --model llama-8b --jobs 256",
+        f"--parts http {TINY} --jobs 4 --scale 0.05 --concurrency 2",
     ),
     Stage(
         "tests", 600, "pytest",

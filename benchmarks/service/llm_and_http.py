@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.engine.gpu_steps import DRAWN
+from benchmarks.engine.gpu_steps import DRAWN, release
 from benchmarks.models import SHAPES, config_folder
 from benchmarks.record import RESULTS, note, write_record
 from benchmarks.service.serving import Service, stream_completion
@@ -107,6 +107,7 @@ def main() -> None:
     vocab = int(str(SHAPES[options.model]["vocab_size"]))
     jobs = mixed_workload(vocab, count=options.jobs, scale=options.scale)
     llm = run_llm(options, folder, jobs) if "llm" in options.parts else None
+    release(options.device)  # the service sizes its KV by what is free
     http = run_http(options, folder, jobs) if "http" in options.parts else None
     write_record(RESULTS / f"llm-and-http-{options.model}.json", options, llm=llm, http=http)
 
