@@ -148,7 +148,8 @@ def _cache(here: Here, memory: tuple[int, int, int], dim: int, storage: torch.dt
     """Returns an empty cache of one layer."""
     device = here.platform.device
     planes = [torch.zeros(*memory, dim, dtype=storage, device=device) for _ in range(2)]
-    return LayerKV.of(planes, [torch.zeros(memory, dtype=SCALE_DTYPE, device=device) for _ in range(2)])
+    scales = [torch.zeros(memory, dtype=SCALE_DTYPE, device=device) for _ in range(2 if storage in LARGEST else 0)]
+    return LayerKV.of(planes, scales)
 
 
 def _replayed_steps(platform: Platform) -> str:

@@ -11,6 +11,8 @@ import json
 import os
 import sys
 import time
+import traceback
+from pathlib import Path
 
 import torch
 
@@ -21,7 +23,7 @@ from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.platforms.platform_choices import choices
 from tandem.workers.self_checks.device_checks import SETTINGS, device_checks
 from tandem.workers.self_checks.kernel_checks import kernel_checks
-from tandem.workers.self_checks.outcome import Check, NotHere
+from tandem.workers.self_checks.outcome import Check, CheckFailed, NotHere
 from tandem.workers.self_checks.step_checks import speed_checks, step_checks
 from tandem.workers.self_checks.two_ranks import rank_checks
 
@@ -41,11 +43,14 @@ def outcome(check: Check) -> dict[str, object]:
     except NotHere as reason:
         status, detail = "not here", str(reason)
     except Exception as error:  # whatever a check raises is its outcome, and the others follow
-        status, detail = (
-            "failed",
-            str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}",
-        )
+        status, detail = "failed", str(error) if isinstance(error, CheckFailed) else _words(error)
     return {"name": check.name, "status": status, "detail": detail, "seconds": time.perf_counter() - started_s}
+
+
+def _words(error: Exception) -> str:
+    """Returns what an error says; of an assertion without words its place."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {str(error) or f'{Path(where.filename).name}:{where.lineno}: {where.line}'}"
 
 
 def main() -> None:
