@@ -91,7 +91,7 @@ def _own_choices(facts: "MachineFacts") -> list[Row]:
 
 def check_line(check: Row) -> str:
     """One line of a check's outcome."""
-    return f"{check['status']:<9} {check['name']:<24} {check['detail']} ({check['seconds']:.1f} s)"
+    return f"{check['status']:<9} {check['name']:<32} {check['detail']} ({check['seconds']:.1f} s)"
 
 
 def fact_rows(facts: "MachineFacts") -> list[list[str]]:
