@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from tandem.configs.platform_facts import computed_as_words, invariant_words, only_on
+from tandem.configs.platform_facts import LARGE_STEPS, computed_as_words, invariant_words, only_on
 from tandem.configs.schema import (
     Auth,
     BatchingPolicyName,
@@ -96,6 +96,7 @@ MODEL, PARALLEL, CACHE, STEP, LORA, HTTP, MACHINE, COORDINATION, LOGS = (
     "Logs",
 )
 
+LARGE = f"a GPU of {LARGE_STEPS.least_gib} GiB or more"
 OPTIONS: tuple[Option, ...] = (
     Option("served_model_name", "engine.model.served_model_name", tuple[str, ...], MODEL,
            "Name(s) of the model in requests and answers; repeat for several. Default: MODEL as given."),
@@ -177,10 +178,11 @@ OPTIONS: tuple[Option, ...] = (
     Option("kv_eviction", "engine.cache.kv_eviction", Literal["lru", "cost"], CACHE,
            "Blocks that leave host memory first. lru: the least recently used. cost: those that are seldom used and "
            "cheap to recompute."),
-    Option("max_num_seqs", "engine.scheduler.max_num_seqs", int, STEP, "Maximum number of sequences in one step.",
-           at_least(1), "at least 1"),
+    Option("max_num_seqs", "engine.scheduler.max_num_seqs", int, STEP,
+           f"Most sequences in one step; {LARGE_STEPS.max_num_seqs} on {LARGE}.", at_least(1), "at least 1"),
     Option("max_num_batched_tokens", "engine.scheduler.max_num_batched_tokens", int, STEP,
-           "Maximum number of tokens in one step.", at_least(1), "at least 1", size=True),
+           f"Most tokens in one step; {LARGE_STEPS.max_num_batched_tokens:,} on {LARGE}, "
+           f"{LARGE_STEPS.offline_tokens:,} there for LLM.", at_least(1), "at least 1", size=True),
     Option("max_num_queued_reqs", "engine.scheduler.max_num_queued_reqs", int, STEP,
            "Requests that may wait in a group. Beyond it, tenants that have their share of the queue get 429.",
            at_least(1), "at least 1"),

@@ -93,6 +93,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    by_device: tuple[str, ...] = ()  # the sizes above that no flag gave, until platform_facts.sized() has set them
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int | None = None
     max_itl_ms: float | None = None  # milliseconds of a step, held by sizing prefill chunks

@@ -52,7 +52,19 @@ layer with the rest. [Three Triton kernels](decisions/070-fused-gpu-kernels.md) 
 grammars with the demo model. {before} more, before there was the kernel, with torch's SDPA: drafts, offload
 and streamed layers of every family, and `tandem serve` with a killed rank. Nothing is
 measured on more than one GPU; that their ranks replay captured steps too, and that captures are made at the start, is
-younger than these runs ([decision 071](decisions/071-tp-replays.md))."""
+younger than these runs ([decision 071](decisions/071-tp-replays.md)).
+
+{_compiled()}"""
+
+
+def _compiled() -> str:
+    """Variants that are compiled without a GPU, and how many of them spill."""
+    printed = read_text("compiled-kernels.txt")
+    ((variants, kernels, triton),) = re.findall(r"(\d+) variants of (\d+) kernels, Triton ([\d.]+),", printed)
+    spilled = [int(size) for size in re.findall(r" for sm_\d+ spills (\d+) bytes", printed)]
+    targets = ", ".join(re.findall(r"sm_(\d+), \d+ KiB", printed))
+    return f"""Without a GPU, Triton {triton} compiles {variants} variants of {kernels} kernels for sm_{targets}
+(`make check-kernels ALL=1`); {len(spilled)} of them spill, {min(spilled)} to {max(spilled)} bytes."""
 
 
 def _h100() -> str:

@@ -205,12 +205,8 @@ class CudaPlatform(Platform):
         accelerator.activate()
         return cls(device, accelerator, Backend("nccl", device, shares_memory=False))
 
-    def triton_obstacle(self) -> str | None:
-        """Return why Triton's kernels cannot be had here, if they cannot."""
-        return _triton_obstacle()
-
     def has_triton(self) -> bool:
-        return self.triton_obstacle() is None
+        return _triton_obstacle() is None
 
     # ---- what layers compute with ----
 
@@ -326,10 +322,10 @@ class CudaPlatform(Platform):
         }
 
     def obstacle(self, dtype: torch.dtype) -> str | None:
-        return None
+        return _triton_obstacle()
 
     def kernel_notes(self, dtype: torch.dtype, quantization: str | None) -> tuple[str, ...]:
-        reason = self.triton_obstacle()
+        reason = _triton_obstacle()
         if reason is not None:
             return (f"torch computes instead of Triton's kernels, slower: {reason}",)
         words = "Triton's kernel attends prompts instead of torch's flash attention, slower"
