@@ -102,7 +102,7 @@ class Deployed:
         }  # fmt: skip
         self._write("INFO", batch_invariant=True, device="cpu", max_num_seqs=16, max_loras=2, shutdown_timeout=20)
         env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local", "ROOT": ADMIN, "SCRAPE": METRICS}
-        env |= {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}  # as configs/cluster has it
+        env |= {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}  # as configs/cluster
         env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
         env |= {**DEAD_PROXIES, "no_proxy": "127.0.0.1"}  # which `serve deploy` itself needs
         self.service = Service([str(BIN / "serve"), "run", str(self._file)], port, env=env)
