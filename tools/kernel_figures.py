@@ -46,7 +46,8 @@ Prompts of 2,048 tokens took, on the first of these, {whole(prompts)} tokens/s, 
 products of the weights take at the {run["flop_per_s"] / 1e12:.0f} TFLOP/s of a large product. There are one or two
 runs of each figure, and none beside vLLM; the peer's is the mean of {run["options"]["steps"] // 4} tokens. In
 all these runs norms, rotations, activations and writes to the cache were torch operations of their own, 17 kernels a
-layer with the rest. [Three Triton kernels](decisions/070-fused-gpu-kernels.md) have made them 10 since: these are **not
+layer with the rest. [Three Triton kernels](decisions/070-fused-gpu-kernels.md) have made them 10 since, and
+attention [fetches keys ahead and cuts contexts evenly](decisions/072-decode-attention-by-work-list.md): these are **not
 measured**. {now} tests passed on that GPU with the attention kernel: texts of all families, and adapters, drafts, KV
 offload and grammars with the demo model. {before} more, before there was the kernel, with torch's SDPA: drafts, offload
 and streamed layers of every family, and `tandem serve` with a killed rank. Nothing is

@@ -210,10 +210,14 @@ class CudaPlatform(Platform):
     def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
         """Return the kernel's where it computes such heads, else torch's."""
         if self.has_triton():
-            from tandem.workers.attention.triton_paged import TritonAttention, takes
+            from tandem.workers.attention.triton_paged import Multiprocessors, TritonAttention, takes
 
             if takes(dtype, head_dim, kv_dtype):
-                return TritonAttention()
+                if self.device.type != "cuda":  # the host's memory in its place
+                    return TritonAttention()
+                facts = torch.cuda.get_device_properties(self.device)
+                shared = int(facts.shared_memory_per_multiprocessor)
+                return TritonAttention(Multiprocessors(int(facts.multi_processor_count), shared))
         return TorchAttention(is_bounded=True, replays=True)
 
     def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
