@@ -44,7 +44,7 @@ from tandem.workers.planning.budget import MOST_PARTS
 DECODE: Final[Tiles] = {
     (2, 128, False): Tile(16, 64, 4, 3),
     (2, 256, False): Tile(16, 16, 4, 4),
-    (2, 128, True): Tile(16, 32, 4, 3),
+    (2, 128, True): Tile(16, 32, 4, 4),
     (2, 256, True): Tile(16, 32, 4, 3),
     (4, 128, False): Tile(16, 16, 4, 3),
     (4, 128, True): Tile(16, 16, 4, 3),
@@ -52,7 +52,7 @@ DECODE: Final[Tiles] = {
 LENGTH: Final = 512
 """Positions of a part: a multiple of every tile's."""
 PROGRAMS_OF_ONE: Final = 3
-"""The most programs of a multiprocessor, by registers."""
+"""The most programs of a multiprocessor. Registers may let fewer run at once: others find no item left then."""
 FIELDS: Final = tl.constexpr(8)
 """Numbers of an item of the list."""
 LISTED: Final = tl.constexpr(64)
@@ -68,11 +68,11 @@ def list_parts(
     starts, positions, items, merges, rows, room, fewest, most,
     QUERIES: tl.constexpr, WINDOW: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes items int32 [1 + I, FIELDS], their number first, and merges [R, FIELDS], of rows of `fewest` to `most`
-    queries. An item: row, first token, end of the row's tokens, position of the first token, first part, end of the
-    parts, slot of the first token's sums; a slot of -1: the parts are all that there are, and no slot is needed. A
-    merge: parts, 0 for none to merge; first token, tokens, first slot. Slots of a row are by part, then token. room:
-    slots that there are. ROWS: a power of two, at least `rows`. QUERIES: of a tile. Programs: rows."""
+    """Writes items int32 [1 + I, FIELDS], first their number and how many are taken, and merges [R, FIELDS], of rows of
+    `fewest` to `most` queries. An item: row, first token, end of the row's tokens, position of the first token, first
+    part, end of the parts, slot of the first token's sums; a slot of -1: the parts are all that there are, and no slot
+    is needed. A merge: parts, 0 for none to merge; first token, tokens, first slot. Slots of a row are by part, then
+    token. room: slots that there are. ROWS: a power of two, at least `rows`. QUERIES: of a tile. Programs: rows."""
     r = tl.arange(0, ROWS)
     first = tl.load(starts + r, mask=r < rows, other=0)
     count = tl.load(starts + r + 1, mask=r < rows, other=0) - first
@@ -93,6 +93,7 @@ def list_parts(
     of_uncut, of_whole = tl.sum(uncut, axis=0), tl.sum(whole, axis=0)
     if row == 0:
         tl.store(items, of_uncut + of_whole + tl.sum(last, axis=0))
+        tl.store(items + 1, 0)
     own_tiles, own_parts = tl.sum(tl.where(own, tiles, 0), axis=0), tl.sum(tl.where(own, parts, 0), axis=0)
     own_first, own_count = tl.sum(tl.where(own, first, 0), axis=0), tl.sum(tl.where(own, count, 0), axis=0)
     own_low, own_position = tl.sum(tl.where(own, low, 0), axis=0), tl.sum(tl.where(own, position, 0), axis=0)
@@ -135,13 +136,15 @@ def attend_parts(
     """Writes out [T, N, V] of items whose row has no others; of the rest their sums to part_out [room, N, V], and their
     greatest score and total weight to part_sums [room, N, 2]. Behind these there are two TILEs of rows for each
     program, in which it adds parts for which there were no slots. Other arguments as in attend_tiles. Programs: any
-    number."""
+    number; each takes an item after the other."""
     QUERIES: tl.constexpr = TILE // SHARE
     KV_HEADS: tl.constexpr = HEADS // GROUP
     SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE
     m, steps = tl.arange(0, TILE), tl.arange(0, STEP)
     d, v = tl.arange(0, D_PAD), tl.arange(0, V_PAD)
-    for work in range(tl.program_id(0), tl.load(items) * (KV_HEADS * SHARES), tl.num_programs(0)):
+    works = tl.load(items) * (KV_HEADS * SHARES)
+    work = tl.atomic_add(items + 1, 1)
+    while work < works:
         item = items + (1 + work // (KV_HEADS * SHARES)) * FIELDS
         row, token, stop, position = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
         first_part, stop_part, slot = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
@@ -200,16 +203,20 @@ def attend_parts(
                 tl.store(part_out + at[:, None] * V_DIM + v[None, :], sums, mask=stored)
                 tl.store(part_sums + at * 2, best, mask=here)
                 tl.store(part_sums + at * 2 + 1, total, mask=here)
+        tl.debug_barrier()  # the spare rows are read
+        work = tl.atomic_add(items + 1, 1)
 
 
 @triton.jit
 def merge_parts(
-    part_out, part_sums, merges, sinks, out,
+    part_out, part_sums, items, merges, sinks, out,
     HEADS: tl.constexpr, V_DIM: tl.constexpr, SUNK: tl.constexpr, V_PAD: tl.constexpr,
 ):  # fmt: skip
-    """out = the parts' sums over their total weight, part after part, of the rows that have several. Programs: rows,
-    query heads."""
+    """out = the parts' sums over their total weight, part after part, of the rows that have several. Then no item is
+    taken, for the next layer. Programs: rows, query heads."""
     n, v, p = tl.program_id(1), tl.arange(0, V_PAD), tl.arange(0, 128)
+    if (tl.program_id(0) == 0) & (n == 0):
+        tl.store(items + 1, 0)
     merge = merges + tl.program_id(0) * FIELDS
     parts, token, count, slot = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3)
     if parts > 0:
@@ -298,6 +305,8 @@ def attend_decodes(
     room = min(MOST_PARTS, (most - programs * 2 * tile.rows) // heads)
     work = lists.of(params.window or 0, launch.queries, room)
     parts = (memory, memory[most * v_dim :])
+    if kv.key_scales is not None:
+        launch.arguments["maxnreg"] = 255  # else ptxas spills, so that one program more fits
     attend_parts[(programs,)](
         items=work.items, out=out_TNV, part_out=parts[0], part_sums=parts[1], room=room, LENGTH=LENGTH,
         **launch.arguments,
@@ -305,7 +314,7 @@ def attend_decodes(
     of_merge = {
         name: launch.arguments[name] for name in ("sinks", "HEADS", "V_DIM", "V_PAD", "SUNK", "enable_fp_fusion")
     }
-    merge_parts[(len(work.merges), heads)](*parts, work.merges, out=out_TNV, num_warps=1, **of_merge)
+    merge_parts[(len(work.merges), heads)](*parts, *work, out=out_TNV, num_warps=1, **of_merge)
 
 
 def _programs(launch: Launch, kv: LayerKV, multiprocessors: Multiprocessors) -> int:
