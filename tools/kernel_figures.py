@@ -47,6 +47,7 @@ products of the weights take at the {run["flop_per_s"] / 1e12:.0f} TFLOP/s of a 
 runs of each figure, and none beside vLLM; the peer's is the mean of {run["options"]["steps"] // 4} tokens. In
 all these runs norms, rotations, activations and writes to the cache were torch operations of their own, 17 kernels a
 layer with the rest. [Three Triton kernels](decisions/070-fused-gpu-kernels.md) have made them 10 since, and
+attention [fetches keys ahead and cuts contexts evenly](decisions/072-decode-attention-by-work-list.md), and
 [torch's flash kernel](decisions/074-prompts-by-flash.md) attends prompts of large steps: these are **not measured**.
 {now} tests passed on that GPU with the attention kernel: texts of all families, and adapters, drafts, KV offload and
 grammars with the demo model. {before} more, before there was the kernel, with torch's SDPA: drafts, offload

@@ -13,7 +13,7 @@ from tandem.offload.kv.kv_groups import KVGroups
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import kv_layouts
-from tandem.workers.planning.budget import ATTENTION_BYTES, GATHER_BYTES
+from tandem.workers.planning.budget import ATTENTION_BYTES, GATHER_BYTES, MOST_PARTS
 from tandem.workers.planning.resolve import kv_groups
 from tandem.workers.planning.sizes import activation_bytes
 
@@ -76,7 +76,8 @@ def _table_widths(block_size: int, max_model_len: int) -> list[int]:
 def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_bytes: int, max_model_len: int) -> int:
     """Returns the most bytes that a rank's captures take, whichever attention it has."""
     size, groups = settings.cache.block_size, kv_groups(settings, spec, max_model_len)
-    most_gathered = _most_gathered(spec, mesh, size, element_bytes)
+    plane = kv_layouts(spec, mesh)[0].planes[0]
+    most_gathered = max(1, GATHER_BYTES // (2 * size * plane.heads * plane.dim * element_bytes))
 
     def gathered(num_blocks: int) -> Hashable | None:
         width = table_width(num_blocks, size)
@@ -95,10 +96,12 @@ def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_by
 
 
 def table_bytes(spec: ArchSpec, groups: KVGroups, num_tokens: int, num_blocks: int, element_bytes: int) -> int:
-    """Return the bytes of a capture whose attention reads the cache in place."""
+    """Return the bytes of a capture whose attention reads the cache in place, cut by a list for each kind of layer."""
     stream = 3 * spec.hidden_size * element_bytes
     rotary = len(spec.ropes) * 2 * spec.rope_dim * 4
-    return num_tokens * (stream + rotary + groups.count * (4 * num_blocks + LONG) + 4 * LONG)
+    lists = 4 * LONG * len({(layer.params.window, layer.attention) for layer in spec.layers})
+    of_token = stream + rotary + groups.count * (4 * num_blocks + LONG) + 4 * LONG + 2 * lists
+    return num_tokens * of_token + lists * (1 + MOST_PARTS)
 
 
 def capture_bytes(spec: ArchSpec, groups: KVGroups, num_tokens: int, num_blocks: int, element_bytes: int) -> int:
@@ -109,9 +112,3 @@ def capture_bytes(spec: ArchSpec, groups: KVGroups, num_tokens: int, num_blocks:
     masks = len({layer.params.window for layer in spec.layers}) * positions * 4
     tables = LONG * (groups.count * (num_blocks + 1) + 2)  # with slots; lengths and the tokens' numbers
     return num_tokens * (stream + rotary + masks + tables + LONG) + LONG * positions
-
-
-def _most_gathered(spec: ArchSpec, mesh: Mesh, block_size: int, element_bytes: int) -> int:
-    """The most blocks of a row that attention gathers at once."""
-    first = kv_layouts(spec, mesh)[0].planes[0]
-    return max(1, GATHER_BYTES // (2 * block_size * first.heads * first.dim * element_bytes))

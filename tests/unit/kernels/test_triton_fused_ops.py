@@ -60,7 +60,9 @@ def _poisoned_memory() -> Iterator[None]:
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one program after the other."""
     if INTERPRETED:
-        monkeypatch.setattr("tandem.workers.kernels.triton.triton_attention.PROGRAMS", 1)
+        from tandem.workers.kernels.triton.triton_attention import Multiprocessors
+
+        monkeypatch.setattr("tandem.workers.kernels.triton.triton_attention.H100", Multiprocessors(1, 0))
 
 
 def triton_ops() -> FusedOps:
@@ -369,7 +371,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[misc]
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
 @torch.no_grad()
 def test_a_layer_is_few_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A decode of a dense layer, with a norm of heads too, whose attention is merged."""
+    """A decode of a dense layer, with a norm of heads too. The parts of contexts are listed once for all layers."""
     torch.use_deterministic_algorithms(False)  # filling memory would count
     platform = gpu(has_triton=True)
     decoder = decoder_of(name, tmp_path, platform)
@@ -377,8 +379,8 @@ def test_a_layer_is_few_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     decoder.forward(rows.batch([(0, [5, 6]), (1, [7])]), rows.kv, None)
     kernels, layers = Kernels(), decoder.num_local_layers
     monkeypatch.setattr(decoder, "_walk", kernels.of(decoder._walk))
-    monkeypatch.setattr("tandem.workers.kernels.triton.triton_attention.PROGRAMS", 8)
     decoder.forward(rows.batch([(0, [8]), (1, [9])]), rows.kv, None)
-    ours = {"add_norm": 2, "rotate_store": 1, "activate_rows": 1, "attend_tiles": 1, "merge_parts": 1}
+    ours = {"add_norm": 2, "rotate_store": 1, "activate_rows": 1, "attend_parts": 1, "merge_parts": 1}
     assert {name: kernels.counts[name] for name in ours} == {name: count * layers for name, count in ours.items()}
+    assert kernels.counts.pop("list_parts") == 1
     assert kernels.counts.total() <= MOST_KERNELS * layers, kernels.counts
