@@ -59,11 +59,6 @@ class StepCollectives:
         return None if self._exchanges is None else len(self._exchanges)
 
     @property
-    def padded(self) -> PaddedReplay | None:
-        """The capture that all ranks replay in this step."""
-        return self._padded
-
-    @property
     def num_done(self) -> int:
         """The collectives of the step that are over."""
         return self._num_done
@@ -120,19 +115,16 @@ class StepCollectives:
         self._make_up(calls)
 
     @contextmanager
-    def apart(self, num_tokens: int, exchanges: range) -> Iterator[None]:
-        """Runs some of a step's collectives by themselves, sums of T tokens. A rank that runs out of memory makes up
-        the rest, and raises."""
-        self.begin(num_tokens, 0)
-        self._num_done = exchanges.start
+    def apart(self, num_tokens: int, num_samples: int) -> Iterator[None]:
+        """Runs a step's collectives by themselves. A rank that runs out of memory makes up the rest, and raises."""
+        self.begin(num_tokens, num_samples)
         try:
             yield
-            assert self._num_done == exchanges.stop, f"{exchanges} in a step, here up to {self._num_done}"
+            self.end()
             return
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # which keeps the memory of what was computed
-        assert self._exchanges is not None, "before the first step has ended"
-        self._make_up([(exchange, num_tokens) for exchange in self._exchanges[: exchanges.stop]])
+        self.make_up()
         raise failure
 
     def close(self) -> None:

@@ -2,11 +2,18 @@
 none later, whatever is asked; the start says them, and metrics count replays."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
 from tandem.configs.bundled import DEMO_MODEL
-from tandem.configs.schema import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
+from tandem.configs.schema import (
+    CacheSettings,
+    EngineSettings,
+    ModelSettings,
+    SchedulerSettings,
+    SpeculativeSettings,
+)
 from tandem.workers.build import model_facts
 from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.executor.in_process_ranks import in_process_group
@@ -14,7 +21,7 @@ from tandem.workers.graphs.cuda_graphs import Replay
 from tandem.workers.graphs.graph_runner import Outputs
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.planning.budget import MIB
-from tandem.workers.planning.graph_room import BUCKETS, capture_sizes
+from tandem.workers.planning.graph_room import CHUNK_BUCKETS, DECODE_BUCKETS, capture_sizes
 from tandem.workers.platforms.base import DeviceMemory
 from tandem.workers.platforms.cpu import HostAccelerator
 from tests.support.engine_ranks import Told
@@ -42,9 +49,9 @@ def test_nothing_is_captured_after_the_start(monkeypatch: pytest.MonkeyPatch) ->
     try:
         ready = group.start()
         (line,) = [note for note in ready.tier_notes if note.startswith("graphs: ")]
-        assert line.startswith("graphs: 7 in ") and "; 1 could not be captured" in line and "not in a capture" in line
+        assert line.startswith("graphs: 9 in ") and "; 1 could not be captured" in line and "not in a capture" in line
         engine, at_start = build_engine(settings, model_facts(settings, ready), group, ready, told), len(made)
-        assert at_start == 8, "1, 2, 4, 8 tokens, by tables of 16 and of 29 blocks"
+        assert at_start == 10, "1, 2, 4, 8 tokens, and 64 with chunks, by tables of 16 and of 29 blocks"
         for number, length in enumerate((1, 3, 17, 40, 120, 260, 5, 64)):
             sampling = SamplingParams(max_tokens=12, ignore_eos=True, temperature=number % 2, seed=number)
             prompt = [3 + (7 * number + 5 * k) % 700 for k in range(length)]
@@ -52,19 +59,32 @@ def test_nothing_is_captured_after_the_start(monkeypatch: pytest.MonkeyPatch) ->
         while engine.has_work():
             engine.turn(0.0)
         stats = engine.stats()
-        assert stats.captures == {"made": 7, "failed": 1} and len(made) == at_start
-        assert stats.launches["replayed"] >= 8 and stats.launches["eager"] >= 4
+        assert stats.captures == {"made": 9, "failed": 1} and len(made) == at_start
+        assert stats.launches["replayed"] >= 8
         assert sum(stats.launches.values()) == stats.steps
         assert all(len(tokens) == 12 for tokens in told.tokens.values()) and len(told.tokens) == 8
     finally:
         group.close()
 
 
-def test_what_a_start_captures_covers_decode_steps_of_all_rows() -> None:
-    def sizes(**scheduler: int) -> list[tuple[int, int]]:
-        settings = EngineSettings(model=ModelSettings(model="m"), scheduler=SchedulerSettings(**scheduler))
-        return [one[:2] for one in capture_sizes(settings, 400, lambda blocks: blocks if blocks < 29 else None)]
+def test_what_a_start_captures_covers_decode_steps_of_all_rows_and_small_chunks() -> None:
+    def sizes(drafts: int = 0, *, chunks: bool = False, **scheduler: int) -> list[tuple[int, int]]:
+        settings = EngineSettings(
+            model=ModelSettings(model="m"),
+            scheduler=SchedulerSettings(**scheduler),
+            speculative=SpeculativeSettings(method="ngram", num_speculative_tokens=drafts) if drafts else None,
+        )
+        found = capture_sizes(settings, 400, lambda blocks, chunks: blocks if blocks < 29 else None)
+        assert all(one.num_rows >= min(one.num_tokens, settings.scheduler.max_num_seqs) for one in found)
+        return [one[:2] for one in found if one.has_chunks == chunks]
 
     assert sizes(max_num_seqs=5) == [(1, 16), (2, 16), (4, 16), (8, 16)]
     assert sizes(max_num_seqs=5, max_num_batched_tokens=2) == [(1, 16), (2, 16)]
-    assert [tokens for tokens, _ in sizes(max_num_seqs=1000)] == list(BUCKETS)
+    assert [tokens for tokens, _ in sizes(max_num_seqs=1000)] == list(DECODE_BUCKETS)
+    assert sizes(4, max_num_seqs=52)[-1] == (288, 16), "260 tokens: 52 rows with four drafts each"
+    assert [tokens for tokens, _ in sizes(chunks=True, max_num_seqs=5)] == list(CHUNK_BUCKETS)
+    assert sizes(chunks=True, max_num_seqs=5, max_num_batched_tokens=100) == [(64, 16), (128, 16)]
+
+
+def test_padding_is_at_most_a_third_of_small_steps_and_an_eighth_of_larger_ones() -> None:
+    assert all(after - before <= max(8, after // 8) for before, after in pairwise(DECODE_BUCKETS[:-2]))

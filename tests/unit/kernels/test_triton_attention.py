@@ -8,19 +8,18 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
-from tandem.offload.kv.kv_groups import KVGroups
-from tandem.workers.attention.backend import AttentionStep
+from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep
 from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable, StepShape
 from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.models.spec.arch import AttentionParams
-from tandem.workers.models.spec.config.config_reader import load_spec
-from tandem.workers.planning.graph_room import table_bytes
+from tandem.workers.planning.graph_room import PADDED_QUERIES, CaptureSize
+from tandem.workers.rank.captured.frame import NOTHING, PaddingRows, with_room
 from tests.support.attention_check import QUANTIZED, check, random_batch
-from tests.support.interpreted import DEVICE, INTERPRETED, ROOT, computes, run_in_interpreter, starts
+from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
 from tests.support.reference_attention import ReferenceAttention
 
 HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
@@ -45,32 +44,53 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Padded:
-    """A backend whose steps go through prepare_replay: made for `first`, pointed at each batch that is asked for."""
+    """A backend whose steps are captured ones, with room for num_tokens; padding stands behind a batch's tokens."""
 
     name = "padded"
 
-    def __init__(self, first: ForwardBatch, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, *, has_chunks: bool = False) -> None:
         from tandem.workers.attention.triton_paged import TritonAttention
 
         self.backend = TritonAttention()
-        self._step = self.backend.prepare_replay(first, num_tokens, SCRATCH)
-        self._num_tokens = num_tokens
+        rows = 4 + num_tokens // PADDED_QUERIES if has_chunks else num_tokens
+        self._size = CaptureSize(num_tokens, 20, False, has_chunks, rows, 1)
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        self._step.set_batch(batch)
-        step, room = self._step, self._num_tokens
+        size, count = self._size, len(batch.query_lens_list)
+        copy = NOTHING._replace(
+            ids_T=np.zeros(batch.num_tokens, np.int64),
+            rows_R=np.arange(count),
+            lens_R=np.array(batch.query_lens_list, np.int32),
+            steps_T=batch.positions_T.cpu().numpy(),
+        )
+        padded = with_room(copy, size, PaddingRows(9, 10), None, drafts=False)
+        tables = [torch.full((size.num_rows, 20), SCRATCH, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+        for group, table_RN in enumerate(tables):
+            table_RN[:count, : batch.block_table_RN.shape[1]] = batch.block_table(group)
+        tokens_T = torch.arange(size.num_tokens, device=DEVICE)
+        step = self.backend.prepare(
+            dataclasses.replace(
+                batch,
+                positions_T=torch.from_numpy(padded.steps_T).to(DEVICE),  # type: ignore[arg-type]
+                query_starts=torch.from_numpy(padded.starts).to(DEVICE),  # type: ignore[arg-type]
+                block_table_RN=tables[0],
+                further_groups=(GroupTable(tokens_T, tables[1]),),
+                query_lens_list=[1, DECODE_QUERIES + 1] if size.has_chunks else [1],
+                real_T=tokens_T < batch.num_tokens,
+            )
+        )
 
         class Cut:
             def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: Any, params: Any) -> torch.Tensor:
-                padded = [torch.cat((x, x.new_zeros((room - len(x), *x.shape[1:])))) for x in (q, k, v)]
-                return step.attend(*padded, kv, params)[: len(q)]
+                q = torch.cat((q, q.new_zeros((size.num_tokens - len(q), *q.shape[1:]))))
+                found = step.attend(q, k, v, kv, params)
+                assert found.isfinite().all(), "padding too"
+                return found[: batch.num_tokens]
 
         return Cut()
 
     def replay_key(self, *of_step: Any) -> None:
         raise AssertionError("not asked")
-
-    prepare_replay = replay_key
 
 
 def triton_backend() -> Any:
@@ -122,15 +142,19 @@ def test_decodes_are_split_and_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps without chunks: contexts in parts, a sink in the first of them; the same through a captured step's tables,
     made for another batch, with rows that have no token."""
     monkeypatch.setattr("tandem.workers.kernels.triton.triton_attention.PROGRAMS", 12 * KV_HEADS * 4)
-    longest = batch_of([1], [250])
-    own = GroupTable(longest.slot_mapping_T, longest.block_table_RN)
-    longest = dataclasses.replace(longest, further_groups=(own,))
     batches = [batch_of([1, 3, 1], [170, 150, 1]), batch_of([5, 1], [140, 65]), batch_of([1] * 5, [3, 99, 16, 200, 64])]
     cases = list(zip(batches, (None, None, 100), strict=True))
-    for backend, chosen in ((triton_backend(), cases[:1] if INTERPRETED else cases), (Padded(longest, 12), cases[1:])):
+    for backend, chosen in ((triton_backend(), cases[:1] if INTERPRETED else cases), (Padded(12), cases[1:])):
         for batch, window in chosen:
             sinks = (1.0, -2.0, 3.0, 0.5, 4.0, 2.0)[: 3 * KV_HEADS]
             check(backend, batch, (3 * KV_HEADS, KV_HEADS), 64, window, sinks=sinks)
+
+
+@computes
+def test_chunks_beside_decodes_are_padded() -> None:
+    """Rows of padding have sixteen tokens, the last of them fewer; a captured step takes decodes alone too."""
+    for batch in (batch_of([3, 20, 1], [150, 20, 40]), batch_of([1, 1], [99, 3])):
+        check(Padded(64, has_chunks=True), batch, (2 * KV_HEADS, KV_HEADS), 32)
 
 
 @computes
@@ -208,28 +232,7 @@ def test_heads_of_256_elements() -> None:
 
 
 @computes
-def test_one_capture_serves_tables_of_any_width() -> None:
+def test_one_capture_serves_tables_of_any_width_and_steps_of_any_kind() -> None:
     backend = triton_backend()
-    keys = {backend.replay_key(StepShape(3, 1, blocks), None, torch.float32) for blocks in (1, 16, 17, 5000)}
-    assert len(keys) == 1 and None not in keys
-    assert backend.replay_key(StepShape(18, 18, 2), None, torch.float32) is None
-
-
-@computes
-def test_a_captured_step_reads_padding_alone_once_it_is_told_so() -> None:
-    batch = on_device(random_batch(random.Random(0), 16, [1, 3], [40, 20]))
-    step = triton_backend().prepare_replay(batch, 8, SCRATCH)
-    step.set_batch(None)
-    assert all((table == SCRATCH).all() for table in step._tables_RW)
-    assert not step._positions_T.any() and step._starts.tolist() == list(range(9))
-
-
-@computes
-def test_a_captured_step_keeps_no_more_than_the_plan_says() -> None:
-    spec = load_spec(ROOT / "configs" / "demo" / "model")
-    for length in (100, 3000):
-        batch = on_device(random_batch(random.Random(0), 16, [1, 1], [length, 2]))
-        blocks = batch.block_table_RN.shape[1]
-        step = triton_backend().prepare_replay(batch, 24, SCRATCH)
-        kept = sum(leaf.nbytes for leaf in tree_leaves(vars(step)) if isinstance(leaf, torch.Tensor))
-        assert 24 * 4 * blocks <= kept <= table_bytes(spec, KVGroups(16), 24, blocks, 4)
+    shapes = [StepShape(20, most, blocks) for most in (1, 18) for blocks in (1, 16, 5000)]
+    assert {backend.replay_key(shape, None, torch.float32) for shape in shapes} == {()}
