@@ -32,7 +32,6 @@ class StepShape(NamedTuple):
     num_blocks: int  # of the longest row's table
     has_adapters: bool = False
     is_loaded: bool = True  # no overlapped load is waited for, layer by layer
-    num_samples: int = 1  # tokens whose logits are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,7 @@ class ForwardBatch:
     def shape(self, *, is_loaded: bool) -> StepShape:
         """Returns the step's shape. is_loaded: as there."""
         blocks, has_adapters = self.block_table_RN.shape[1], self.adapters is not None
-        samples = len(self.logits_rows_S)
-        return StepShape(self.num_tokens, max(self.query_lens_list), blocks, has_adapters, is_loaded, samples)
+        return StepShape(self.num_tokens, max(self.query_lens_list), blocks, has_adapters, is_loaded)
 
 
 class StepCopy(NamedTuple, Generic[T]):

@@ -155,6 +155,7 @@ class ModelRunner:
         self._prepare = None if ops is None else preparing(table, ops, is_ahead=self._rows.is_ahead)
         self._appends = context.pp_size == 1
         self._steps: deque[StepHandle] = deque()  # whose tokens the row table lacks
+        self._graphs: StartGraphs | None = None  # once captures are made
         self._replay: StepReplay | None = None  # of the step under way
         self._awaits: list[int] = []
         self._owed: list[int] = []  # of steps before, which this rank has not computed
@@ -175,6 +176,7 @@ class ModelRunner:
         """Captures steps, in step with all ranks of the stage, where the platform does so before the first one."""
         kv, parts = self.kv, (self._context, self._platform, sizes, self._ops, max_drafts)
         self.captures = capture_steps(self._model, kv.tensors, kv.clear_on_device, self._rows, *parts)
+        self._graphs = self._model.graphs if isinstance(self._model.graphs, StartGraphs) else None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -253,8 +255,8 @@ class ModelRunner:
     def _captured(self, plan: StepPlan, drafts: Drafts | None) -> StepReplay | None:
         """Returns the capture that the step replays, on every rank of a stage alike. Nothing is read that ranks learn
         of at different times, such as the drafts that were accepted."""
-        graphs = self._model.graphs
-        if not isinstance(graphs, StartGraphs) or not graphs.can_replay:
+        graphs = self._graphs
+        if graphs is None or not graphs.can_replay:
             return None
         table, rows_R = self._table, [work.row for work in plan.work]
         queries_R = np.fromiter((work.num_tokens for work in plan.work), np.int64, len(rows_R))

@@ -5,10 +5,12 @@ run eagerly, bit for bit, with adapters, drafts and a grammar. What they do with
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tandem.configs.bundled import DEMO_MODEL
+from tandem.workers.messages.request import NO_TOKENS, GenerationRequest, Pool, SamplingParams
 from tests.support.adapters import save_random_adapter
 from tests.support.decoder_ranks import RankProcesses
 from tests.support.engine_ranks import EngineCase, Fault, run_engine
@@ -71,13 +73,14 @@ def test_ranks_of_which_one_replays_nothing_run_eagerly(ranks: RankProcesses, re
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
-@pytest.mark.parametrize("collectives", [0, 1])
+@pytest.mark.parametrize("operations", [0, 1])
 def test_a_rank_without_memory_fails_the_step_of_all_and_the_next_is_right(
-    ranks: RankProcesses, tmp_path: Path, tp: int, pp: int, collectives: int
+    ranks: RankProcesses, tmp_path: Path, tp: int, pp: int, operations: int
 ) -> None:
+    """Ahead of its replay, which needs none."""
     folder = save_tiny_model(TinyModel("of-two", "qwen3", {"num_hidden_layers": 2}), tmp_path)
     wanted = ranks.call(run_engine, 1, 1, EngineCase(folder, 1, 1, requests_of(2, 9, 13)))[0]
-    case = EngineCase(folder, tp, pp, requests_of(2, 9, 13), (Fault(tp * pp - 1, 3, collectives, 2),), replays=True)
+    case = EngineCase(folder, tp, pp, requests_of(2, 9, 13), (Fault(tp * pp - 1, 3, 0, operations),), replays=True)
     told = ranks.call(run_engine, tp, pp, case)
     check(told, wanted)
     assert told[0].failures
@@ -88,3 +91,41 @@ def test_a_rank_that_owes_a_load_replays_with_its_peers() -> None:
     """Its peer has waited for the load layer by layer, in an eager step; it waits at once, ahead of the replay."""
     told = ThreadRanks().call(run_awaited, 2, 1, CourseCase(DEMO_MODEL, 2))
     assert told == [([False, False, True], set()), ([False, False, True], {4})]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_embeddings_and_scored_prompts_are_read_behind_replays(tmp_path: Path, tp: int, pp: int) -> None:
+    """In chunks, beside decodes; what a captured step leaves is what an eager one returns."""
+    folder = save_tiny_model(TinyModel("of-two", "qwen3", {"num_hidden_layers": 2}), tmp_path)
+    requests = (
+        *requests_of(9, 30),
+        *(
+            GenerationRequest(
+                request_id=kind,
+                prompt_token_ids=[3 + k % 50 for k in range(25)],
+                sampling=NO_TOKENS,
+                pool=Pool(kind=kind),
+            )
+            for kind in ("mean", "last")
+        ),
+        GenerationRequest(
+            request_id="scored",
+            prompt_token_ids=[5 + k % 60 for k in range(30)],
+            sampling=SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=2),
+        ),
+    )
+    given: dict[str, Any] = {"max_num_batched_tokens": 40, "is_hybrid": False}
+    eager, replayed = (
+        ThreadRanks().call(run_engine, tp, pp, EngineCase(folder, tp, pp, requests, replays=replays, **given))[0]
+        for replays in (False, True)
+    )
+    assert replayed.num_replays >= 5 and not eager.num_replays
+    assert replayed.tokens == eager.tokens and replayed.embeddings.keys() == eager.embeddings.keys() == {"mean", "last"}
+    for kind, vector in eager.embeddings.items():
+        mine, its = (np.frombuffer(bytes_of, np.float32) for bytes_of in (replayed.embeddings[kind], vector))
+        np.testing.assert_allclose(mine, its, atol=1e-5)
+    (mine_of, its_of) = (told.prompt_logprobs["scored"] for told in (replayed, eager))
+    assert len(mine_of) == len(its_of) == 29
+    for one, other in zip(mine_of, its_of, strict=True):
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)

@@ -151,8 +151,7 @@ def _have_all(number: int, context: ParallelContext, device: torch.device) -> bo
 
 
 def _shape(size: CaptureSize) -> StepShape:
-    most_queries = 1 + DECODE_QUERIES * size.has_chunks
-    return StepShape(size.num_tokens, most_queries, size.num_blocks, size.has_adapters, True, size.num_samples)
+    return StepShape(size.num_tokens, 1 + DECODE_QUERIES * size.has_chunks, size.num_blocks, size.has_adapters)
 
 
 def _words(size: CaptureSize) -> str:
