@@ -53,10 +53,12 @@ class GpuOnHost(CudaPlatform):
         return False
 
     def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
+        if self.has_triton():
+            return super().attention(dtype, head_dim, kv_dtype)
         return AnySteps(is_bounded=True, replays=True)
 
     def sampling_ops(self) -> SamplingOps:
-        return FixedTwin()
+        return super().sampling_ops() if self.has_triton() else FixedTwin()
 
     def memory(self) -> DeviceMemory | None:
         return DeviceMemory(0, 0)

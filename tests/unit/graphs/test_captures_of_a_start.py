@@ -52,7 +52,7 @@ def test_nothing_is_captured_after_the_start(monkeypatch: pytest.MonkeyPatch) ->
         assert line.startswith("graphs: 9 in ") and "; 1 could not be captured" in line and "not in a capture" in line
         engine, at_start = build_engine(settings, model_facts(settings, ready), group, ready, told), len(made)
         assert at_start == 10, "1, 2, 4, 8 tokens, and 64 with chunks, by tables of 16 and of 29 blocks"
-        for number, length in enumerate((1, 3, 17, 40, 120, 260, 5, 64)):
+        for number, length in enumerate((1, 3, 17, 40, 100, 130, 5, 64)):
             sampling = SamplingParams(max_tokens=12, ignore_eos=True, temperature=number % 2, seed=number)
             prompt = [3 + (7 * number + 5 * k) % 700 for k in range(length)]
             engine.add_request(GenerationRequest(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling))

@@ -123,7 +123,7 @@ def test_replays_equal_eager_steps(
     """At the same padding bit for bit, the cache too; the same texts as without padding, and without drafts."""
     folder, windows = folders(name), kv_windows(load_spec(folders(name)), MAX_LEN)
     adapters = [save_random_adapter(folder, tmp_path / f"a{n}", rank=4 + n, seed=n) for n in range(num_adapters)]
-    plans = crowd(7, 40, samplings=samplings, adapters=num_adapters, drafts=drafts, groups=len(windows))
+    plans = crowd(7, 24, samplings=samplings, adapters=num_adapters, drafts=drafts, groups=len(windows))
     given: dict[str, Any] = {"adapters": adapters, "drafts": drafts, "kv_dtype": kv_dtype, "windows": windows}
     replayed, padded, plain = (ran(folder, capture, plans, **given) for capture in (recorded, eagerly, None))
     assert all(replayed.num_replays) and not any(plain.num_replays)
@@ -248,10 +248,10 @@ def test_a_capture_keeps_no_more_than_the_plan_says(folders: Callable[[str], Pat
     platform, spec = device(recorded), load_spec(folders(name))
     groups = KVGroups(16, kv_windows(spec, MAX_LEN))
     decoder = decoder_on(platform, folders(name), windows=groups.windows)
-    settings = settings_of(24, max_loras=2, drafts=3, budget=200)
+    settings = settings_of(20, max_loras=0, drafts=3, budget=70)
     Rank.of(decoder, platform, settings, recorded, vocab_size=spec.vocab_size, windows=groups.windows)
     captures = [one for found in decoder.graphs._captures.values() for one in found.values()]  # type: ignore[attr-defined]
-    assert {one.step.num_tokens for one in captures} >= {1, 8, 64, 96, 256}
+    assert {one.step.num_tokens for one in captures} == {1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 128}
     for one in captures:
         assert isinstance(one.step, FramedStep)
         kept = one.step.frame.nbytes + sum(tensor.nbytes for tensor in tree_leaves(one.outputs))
