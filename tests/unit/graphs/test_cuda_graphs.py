@@ -27,7 +27,7 @@ from tandem.workers.platforms.base import DeviceMemory
 from tandem.workers.platforms.cpu import HostAccelerator
 from tandem.workers.rank.captured.framed_step import FramedStep
 from tandem.workers.rank.loading import load_rank
-from tests.support.adapters import save_random_adapter
+from tests.support.adapters import ALL_LINEARS, save_random_adapter
 from tests.support.crowds import (
     BLOCKS,
     GREEDY,
@@ -122,7 +122,10 @@ def test_replays_equal_eager_steps(
 ) -> None:
     """At the same padding bit for bit, the cache too; the same texts as without padding, and without drafts."""
     folder, windows = folders(name), kv_windows(load_spec(folders(name)), MAX_LEN)
-    adapters = [save_random_adapter(folder, tmp_path / f"a{n}", rank=4 + n, seed=n) for n in range(num_adapters)]
+    adapters = [
+        save_random_adapter(folder, tmp_path / f"a{n}", rank=4 + n, seed=n, modules=modules)
+        for n, modules in zip(range(num_adapters), (ALL_LINEARS, ("embed_tokens", "lm_head", "q_proj")), strict=False)
+    ]
     plans = crowd(7, 24, samplings=samplings, adapters=num_adapters, drafts=drafts, groups=len(windows))
     given: dict[str, Any] = {"adapters": adapters, "drafts": drafts, "kv_dtype": kv_dtype, "windows": windows}
     replayed, padded, plain = (ran(folder, capture, plans, **given) for capture in (recorded, eagerly, None))

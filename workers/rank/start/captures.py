@@ -121,9 +121,10 @@ def _captured(
 ) -> list[str | None]:
     """Captures each size; returns why it could not."""
     own, told_s = [], began_s
-    for size, key in keys.items():
+    steps = [FramedStep(parts, size) for size in keys]  # ahead of what the ranks do together
+    for step, key in zip(steps, keys.values(), strict=True):
         assert key is not None, "a step that is not replayed"
-        own.append(graphs.capture(key, FramedStep(parts, size)))
+        own.append(graphs.capture(key, step))
         if (now_s := time.perf_counter()) - told_s > PROGRESS_S:
             log.info("%d of %d steps captured in %.1f s", len(own), len(keys), now_s - began_s)
             told_s = now_s
