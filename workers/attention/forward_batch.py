@@ -132,6 +132,8 @@ class StepCopy(NamedTuple, Generic[T]):
 
 
 OnDevice = StepCopy[torch.Tensor]
+StepFrame = tuple[torch.Tensor, OnDevice]
+"""Memory of its own for the arrays of a captured step, as bytes and as what they are."""
 CHANGES: Final = frozenset(
     {
         *("count_rows", "counts", "block_places", "blocks", "rows_Q", "most_Q", "told_places", "told"),

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.workers.attention.forward_batch import GroupTable, OnDevice, StepCopy
+from tandem.workers.attention.forward_batch import GroupTable, OnDevice, StepCopy, StepFrame
 from tandem.workers.kernels.step_arrays import Array, StepArrays
 
 Ints = npt.NDArray[np.int64]
@@ -153,9 +153,9 @@ class FramedRows(Protocol):
         ...
 
     def send(
-        self, rows: StepRows, packed: StepCopy[Array], beside: StepArrays, frame: torch.Tensor | None = None
+        self, rows: StepRows, packed: StepCopy[Array], beside: StepArrays, frame: StepFrame | None = None
     ) -> OnDevice:
-        """Brings them to the device, as step() does, and takes the changes there. frame: bytes, gets the first ones."""
+        """Brings them to the device, as step() does, and takes the changes there. frame: gets the others."""
         ...
 
     def derived(self, sent: OnDevice, width: int, *, notes: bool) -> StepTensors:

@@ -28,9 +28,9 @@ class StepBuffer:
         self._read: list[DeviceEvent | None] = []
         self._turn = 0
 
-    def fill(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
-        """Returns the arrays as aligned views of the buffer, by one copy in the order of the stream. They last until
-        the next call."""
+    def fill(self, arrays: Sequence[Array], unseen: int = 0) -> list[torch.Tensor]:
+        """Returns the arrays but for the first ones, `unseen`, as aligned views of the buffer, by one copy in the order
+        of the stream. They last until the next call."""
         starts, size = places_of(arrays)
         host = self._room(size)
         packed = host.numpy()
@@ -38,7 +38,7 @@ class StepBuffer:
             packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._accelerator.upload(host[:size], self.on_device[:size])
         self._read[self._turn] = self._accelerator.event()
-        return views_of(self.on_device, arrays)
+        return views_of(self.on_device, arrays, unseen)
 
     def _room(self, size: int) -> torch.Tensor:
         """Returns the next pinned buffer, which the device has read."""
@@ -64,10 +64,10 @@ def places_of(arrays: Sequence[Array]) -> tuple[list[int], int]:
     return starts, size
 
 
-def views_of(memory: torch.Tensor, arrays: Sequence[Array]) -> list[torch.Tensor]:
-    """Returns the arrays' places in a packed copy, bytes, as tensors of their shapes and dtypes."""
+def views_of(memory: torch.Tensor, arrays: Sequence[Array], unseen: int = 0) -> list[torch.Tensor]:
+    """Returns the arrays' places in a packed copy, bytes, as tensors of their shapes and dtypes. unseen: as in fill."""
     starts, _ = places_of(arrays)
     return [
         memory[start : start + array.nbytes].view(torch.from_numpy(array.reshape(-1)[:0]).dtype).view(array.shape)
-        for array, start in zip(arrays, starts, strict=True)
+        for array, start in zip(arrays[unseen:], starts[unseen:], strict=True)
     ]

@@ -17,7 +17,7 @@ import torch
 
 from tandem.offload.copies.accelerator import Accelerator
 from tandem.offload.kv.kv_groups import UNLIMITED
-from tandem.workers.attention.forward_batch import GroupTable, OnDevice, StepCopy, framed_first
+from tandem.workers.attention.forward_batch import CHANGES, GroupTable, OnDevice, StepCopy, StepFrame, framed_first
 from tandem.workers.kernels.step_arrays import Array, StepArrays
 from tandem.workers.platforms.device_rows import NO_PLACE, Columns, Guess, Ints, StepDrafts, StepRows, StepTensors
 from tandem.workers.platforms.step_buffer import StepBuffer
@@ -146,16 +146,17 @@ class TensorRows:
         return packed
 
     def send(
-        self, rows: StepRows, packed: StepCopy[Array], beside: StepArrays, frame: torch.Tensor | None = None
+        self, rows: StepRows, packed: StepCopy[Array], beside: StepArrays, frame: StepFrame | None = None
     ) -> OnDevice:
         names = framed_first(packed)
+        first = 0 if frame is None else sum(name not in CHANGES for name, _ in names)
         with self._forgetting():
-            tensors = self._buffer.fill([*(array for _, array in names), *beside.arrays])
+            tensors = iter(self._buffer.fill([*(array for _, array in names), *beside.arrays], first))
+            arrays = {name: tensor for (name, _), tensor in zip(names[first:], tensors, strict=False)}
+            beside.arrive([*tensors])
             if frame is not None:
-                frame.copy_(self._buffer.on_device[: len(frame)])
-            beside.arrive(tensors[len(names) :])
-            arrays = {name: tensor for (name, _), tensor in zip(names, tensors, strict=False)}
-            sent = OnDevice(**arrays)
+                frame[0].copy_(self._buffer.on_device[: len(frame[0])])
+            sent = OnDevice(**arrays) if frame is None else frame[1]._replace(**arrays)
             self._take_changes(sent)
             if sent.rows_Q is not None and rows.drafts is not None:
                 self._take_guesses(sent, rows, rows.drafts)

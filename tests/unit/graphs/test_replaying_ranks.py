@@ -13,7 +13,7 @@ from tandem.configs.bundled import DEMO_MODEL
 from tandem.workers.messages.request import NO_TOKENS, GenerationRequest, Pool, SamplingParams
 from tests.support.adapters import save_random_adapter
 from tests.support.decoder_ranks import RankProcesses
-from tests.support.engine_ranks import EngineCase, Fault, run_engine
+from tests.support.engine_ranks import EngineCase, Fault, Told, run_engine
 from tests.support.replay_course import CourseCase, Ran, run_awaited, run_course
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.tiny_models import BY_NAME, TinyModel, save_tiny_model
@@ -129,3 +129,28 @@ def test_embeddings_and_scored_prompts_are_read_behind_replays(tmp_path: Path, t
     for one, other in zip(mine_of, its_of, strict=True):
         assert (one.token_id, one.rank) == (other.token_id, other.rank)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_group_of_one_whose_captures_draw_and_add_may_run_out_around_them(tmp_path: Path, drafts: int) -> None:
+    """Rows that a replay has moved on go back with the step."""
+    folder = save_tiny_model(TinyModel("of-two", "qwen3", {"num_hidden_layers": 2}), tmp_path)
+    requests = tuple(
+        GenerationRequest(
+            request_id=f"r{number}",
+            prompt_token_ids=[3 + (7 * number + 5 * k) % 190 for k in range(9 - number)],
+            sampling=SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.8 * (number % 2), seed=number),
+        )
+        for number in range(3)
+    )
+
+    def served(*faults: Fault, **given: Any) -> Told:
+        case = EngineCase(folder, 1, 1, requests, faults, drafts=drafts, **given)
+        return ThreadRanks().call(run_engine, 1, 1, case)[0]  # type: ignore[no-any-return]
+
+    wanted = served()
+    for operations in (0, 1, 3):
+        told = served(Fault(0, 3, 0, operations), Fault(0, 6, 0, operations), replays=True)
+        check([told], wanted)
+        assert told.num_replays >= 5 and bool(told.failures) == bool(told.num_struck)
+        assert told.failures or operations > 0

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from tandem.workers.attention.forward_batch import CHANGES, StepCopy, framed_first
+from tandem.workers.attention.forward_batch import CHANGES, OnDevice, StepCopy, StepFrame, framed_first
 from tandem.workers.kernels.sampling_ops import Draws
 from tandem.workers.kernels.step_arrays import Array
 from tandem.workers.planning.graph_room import PADDED_QUERIES, CaptureSize
@@ -82,16 +82,15 @@ class Frame:
         named = [(name, array) for name, array in framed_first(padding) if name not in CHANGES]
         arrays = [array for _, array in named]
         views = views_of(memory, arrays)
-        self.bytes = memory[: places_of(arrays)[1]]
-        self.arrays = StepCopy[torch.Tensor](
-            **{
-                **dict.fromkeys(NEEDED, memory[:0]),
-                **{name: view for (name, _), view in zip(named, views, strict=True)},
-            }
-        )
+        held = {**dict.fromkeys(NEEDED, memory[:0]), **dict(zip([name for name, _ in named], views, strict=True))}
+        self.inner: StepFrame = memory[: places_of(arrays)[1]], OnDevice(**held)
         for view, array in zip(views, arrays, strict=True):
             view.copy_(torch.from_numpy(array))
-        self._padding = self.bytes.clone()
+        self._padding = self.inner[0].clone()
+
+    @property
+    def arrays(self) -> OnDevice:
+        return self.inner[1]
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +98,7 @@ class Frame:
 
     def pad(self) -> None:
         """Needs no memory."""
-        self.bytes.copy_(self._padding)
+        self.inner[0].copy_(self._padding)
 
 
 def _room(array: Array | None, count: int, fill: int, dtype: Any = np.int64) -> Any:

@@ -102,7 +102,7 @@ class FramedStep:
             framed = framed._replace(
                 late_rows_B=packed.rows_B, late_first_B=packed.first_B, late_count_B=packed.count_B
             )
-        sent = parts.rows.send(rows, framed, beside, self.frame.bytes)
+        sent = parts.rows.send(rows, framed, beside, self.frame.inner)
         if sent.late_rows_B is not None and sent.late_first_B is not None and sent.late_count_B is not None:
             sent = sent._replace(rows_B=sent.late_rows_B, first_B=sent.late_first_B, count_B=sent.late_count_B)
         self._samples = np.asarray(packed.rows_B, np.int64), sent, int(packed.count_B.max(initial=1)) - 1
