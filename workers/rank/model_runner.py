@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,9 +19,9 @@ import torch
 
 from tandem.offload.copies.accelerator import DeviceEvent
 from tandem.parallel.context import ParallelContext
-from tandem.workers.attention.backend import DECODE_QUERIES, KVTensors
+from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import StepShape
-from tandem.workers.graphs.graph_runner import StartGraphs, StepReplay
+from tandem.workers.graphs.graph_runner import StartGraphs
 from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.messages.handshake import CaptureReport
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
@@ -30,8 +30,8 @@ from tandem.workers.planning.graph_room import CaptureSize
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NOT_FINITE_ID, Guess
 from tandem.workers.rank.batch import StepBatch, build_batch, preparing
-from tandem.workers.rank.captured.framed_step import FramedStep, ReplayOutcome, clean_rejected
-from tandem.workers.rank.captured.sampled_places import SampledPlaces
+from tandem.workers.rank.captured.framed_step import clean_rejected
+from tandem.workers.rank.captured.replays import Replays, SampledPlaces
 from tandem.workers.rank.drafts import Accepted, Drafts, accept, propose
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.pooler import Pooled, Pooler
@@ -155,8 +155,7 @@ class ModelRunner:
         self._prepare = None if ops is None else preparing(table, ops, is_ahead=self._rows.is_ahead)
         self._appends = context.pp_size == 1
         self._steps: deque[StepHandle] = deque()  # whose tokens the row table lacks
-        self._graphs: StartGraphs | None = None  # once captures are made
-        self._replay: StepReplay | None = None  # of the step under way
+        self._replays = Replays(self._samples)
         self._awaits: list[int] = []
         self._owed: list[int] = []  # of steps before, which this rank has not computed
         self._failed_step = -1
@@ -176,7 +175,7 @@ class ModelRunner:
         """Captures steps, in step with all ranks of the stage, where the platform does so before the first one."""
         kv, parts = self.kv, (self._context, self._platform, sizes, self._ops, max_drafts)
         self.captures = capture_steps(self._model, kv.tensors, kv.clear_on_device, self._rows, *parts)
-        self._graphs = self._model.graphs if isinstance(self._model.graphs, StartGraphs) else None
+        self._replays.graphs = self._model.graphs if isinstance(self._model.graphs, StartGraphs) else None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -234,8 +233,9 @@ class ModelRunner:
         drafts = self._propose(plan)
         num_scored = sum(work.num_scored for work in plan.work) if self._table.scored else 0
         total = 0 if drafts is None else drafts.total
-        self._replay = self._captured(plan, drafts)
-        self._exchanges.begin(plan.work, total, self._table.pooled, num_scored, self._replay)
+        key_of = partial(self._model.replay_key, kv=self.kv.tensors)
+        self._replays.choose(partial(self._shape, plan, drafts), key_of)
+        self._exchanges.begin(plan.work, total, self._table.pooled, num_scored, self._replays.now)
         failure = self._void(plan.step_id, plan.known_failure)
         if failure is None:
             try:
@@ -252,28 +252,19 @@ class ModelRunner:
             raise torch.OutOfMemoryError(f"{failure}; its peers cannot go on: {error}") from error
         return None, failure
 
-    def _captured(self, plan: StepPlan, drafts: Drafts | None) -> StepReplay | None:
-        """Returns the capture that the step replays, on every rank of a stage alike. Nothing is read that ranks learn
-        of at different times, such as the drafts that were accepted."""
-        graphs = self._graphs
-        if graphs is None or not graphs.can_replay:
-            return None
+    def _shape(self, plan: StepPlan, drafts: Drafts | None) -> StepShape:
+        """Reads nothing that ranks learn of at different times, such as the drafts that were accepted."""
         table, rows_R = self._table, [work.row for work in plan.work]
         queries_R = np.fromiter((work.num_tokens for work in plan.work), np.int64, len(rows_R))
         if drafts is not None:
             queries_R += drafts.counts_R
-        shape = StepShape(
+        return StepShape(
             int(queries_R.sum()),
             int(queries_R.max()),
             int(table.num_blocks[rows_R].max()),
             has_adapters=bool((table.adapter_slots[rows_R] >= 0).any()),
             is_loaded=not self._awaits,
         )
-        for own in (shape, shape._replace(most_queries=DECODE_QUERIES + 1)):  # what takes chunks takes any step
-            found = graphs.find(self._model.replay_key(own, self.kv.tensors), shape.num_tokens)
-            if found is not None:
-                return found
-        return None
 
     def _propose(self, plan: StepPlan) -> Drafts | None:
         """Returns the step's drafts, which are guessed from all tokens sampled so far. Of a plan that counts for
@@ -299,7 +290,7 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, drafts: Drafts | None) -> _Computed:
         if self._steps and self._samples and self._waits_for_tokens(plan):
             self.settle(self._steps[-1])
-        batch = build_batch(plan, self._table, self._rows, drafts, self._prepare, self._framed)
+        batch = build_batch(plan, self._table, self._rows, drafts, self._prepare, self._replays.step)
         computed = self._run(plan, batch, drafts, self._tensors())
         self._awaits.clear()
         return computed
@@ -343,22 +334,26 @@ class ModelRunner:
         if not self._context.is_last_stage:
             self._exchanges.send(output)
             return _Computed(batch, received=received)
-        places, count = self._places(batch, drafts), len(batch.sample_rows_S)
+        count, has_drafts = len(batch.sample_rows_S), drafts is not None
+        if self._replays.now is None:
+            places = SampledPlaces(batch.drafts_S, batch.forward)
+        else:
+            places = self._replays.places(count, has_drafts=has_drafts)
         drawn, host_drafts_S, to_host = None, None, self._platform.accelerator.to_host
         if self._is_drawn(batch) and places.outcome is not None:
             host_XS = to_host(places.outcome.sampled_XS)
             drawn = Drawn.captured(places.outcome.sampled_XS, host_XS, count)
-            host_drafts_S = None if drafts is None else host_XS[2, :count]
+            host_drafts_S = host_XS[2, :count] if has_drafts else None
         elif batch.sampling is not None:
             drawn = self._draw(batch.sampling, places, output)
-            if drafts is not None:
+            if has_drafts:
                 drawn = drawn.marked(NOT_FINITE_ID, to_host)
         if places.drafts_S is not None and host_drafts_S is None:
             host_drafts_S = to_host(places.drafts_S)
         verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)  # from here on nothing may fail
         tokens = self._tokens(batch, places, host_drafts_S, drawn, verdict) if self._appends and count else None
         errors = {**self._table.sampling.grammars.errors, **self._table.errors}
-        is_replayed = self._replay is not None
+        is_replayed = self._replays.now is not None
         return _Computed(batch, drafts, drawn, tokens, received, errors, verdict, is_replayed, pooled, scored)
 
     def _draw(self, sampling: Sampling, places: SampledPlaces, logits_SV: torch.Tensor) -> Drawn:
@@ -399,48 +394,23 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output of forward() and, for rows_P, what forward_and_pool() adds; by a replay where there is a
         capture."""
-        model, framed = self._model, self._framed
-        if self._replay is None or framed is None:
+        model, step = self._model, self._replays.step
+        if step is None:
             if rows_P is None:
                 return model.forward(batch.forward, kv, hidden_TH), None
             return model.forward_and_pool(batch.forward, kv, hidden_TH, rows_P)
-        if hidden_TH is not None:
-            framed.room.residual_TH[: len(hidden_TH)] = hidden_TH
-        self._replay.replay()
-        model.graphs.num_replays += 1
-        if framed.adds and self._is_drawn(batch):
+        self._replays.run(step, hidden_TH)
+        if step.adds and self._is_drawn(batch):
             self._rows.append(None)
+        residual_TH, branch_TH, logits_SV = step.room
         if not self._context.is_last_stage:
-            return framed.room.branch_TH[: int(batch.starts[-1])], None
-        logits_SV = framed.room.logits_SV[: len(batch.sample_rows_S)]
-        return logits_SV, None if rows_P is None else model.normed(
-            framed.room.branch_TH, framed.room.residual_TH, rows_P
-        )
-
-    # ---- replays ----
-
-    @property
-    def _framed(self) -> FramedStep | None:
-        """The captured step that is replayed."""
-        if self._replay is None:
-            return None
-        assert isinstance(self._replay.step, FramedStep)
-        return self._replay.step
+            return branch_TH[: int(batch.starts[-1])], None
+        hidden_PH = None if rows_P is None else model.normed(branch_TH, residual_TH, rows_P)
+        return logits_SV[: len(batch.sample_rows_S)], hidden_PH
 
     def _is_drawn(self, batch: StepBatch) -> bool:
-        """True if the replay draws the step's tokens."""
-        framed = self._framed
-        is_here = framed is not None and framed.draws and batch.sampling is None
-        return is_here and self._samples and len(batch.sample_rows_S) > 0
-
-    def _places(self, batch: StepBatch, drafts: Drafts | None) -> SampledPlaces:
-        if self._replay is None or self._framed is None:
-            return SampledPlaces(batch.drafts_S, batch.forward)
-        outcome = ReplayOutcome(*self._replay.outputs)
-        places = SampledPlaces.of_replay(outcome, len(batch.sample_rows_S), has_drafts=drafts is not None)
-        if places.drafts_S is not None:
-            self._framed.expect_drafts(places.drafts_S)
-        return places
+        """Returns whether the replay has drawn the step's tokens."""
+        return self._replays.draws(len(batch.sample_rows_S), behind=batch.sampling is not None)
 
     # ---- behind the model ----
 
@@ -460,7 +430,8 @@ class ModelRunner:
         else:
             ids_S, host_ids_S = verdict.ids_S, verdict.host_ids_S
         table, rows, is_clean = self._table, batch.sample_rows_S, True
-        is_added = self._framed is not None and self._framed.adds and self._is_drawn(batch)
+        step = self._replays.step
+        is_added = step is not None and step.adds and self._is_drawn(batch)
         if places.drafts_S is not None:
             rows = rows[np.diff(rows, prepend=-1) != 0]  # once each
             is_clean = is_added or self._clean_rejected(places, ids_S, places.drafts_S)
