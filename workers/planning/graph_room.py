@@ -95,13 +95,13 @@ def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_by
     if not sizes:
         return 0
     groups = kv_groups(settings, spec, max_model_len)
-    most = max(sizes, key=lambda size: size.num_tokens)
-    samples = max(size.num_samples for size in sizes)
-    results = 2 * most.num_tokens * spec.hidden_size * element_bytes + 4 * samples * spec.vocab_size
+    tokens, samples = max(size.num_tokens for size in sizes), max(size.num_samples for size in sizes)
+    logits = samples * spec.vocab_size * (4 + (3 if mesh.tp_size > 1 else 1) * element_bytes)  # gathered, in one piece
+    results = 2 * tokens * spec.hidden_size * element_bytes + logits
     gathers = _gather_bytes(spec, mesh, settings, element_bytes, max_model_len)
     tables = max(TABLE_BYTES * size.num_rows * size.num_blocks * groups.count for size in sizes)
-    shared = activation_bytes(spec, mesh, most.num_tokens, samples, element_bytes) + ATTENTION_BYTES + results
-    return shared + max(tables, gathers) + sum(capture_bytes(size, groups) for size in sizes)
+    results += activation_bytes(spec, mesh, tokens, 0, element_bytes) + ATTENTION_BYTES
+    return results + max(tables, gathers) + sum(capture_bytes(size, groups) for size in sizes)
 
 
 def capture_bytes(size: CaptureSize, groups: KVGroups) -> int:
