@@ -24,12 +24,15 @@ from tandem.workers.planning.budget import MIB
 from tandem.workers.planning.graph_room import CHUNK_BUCKETS, DECODE_BUCKETS, capture_sizes
 from tandem.workers.platforms.base import DeviceMemory
 from tandem.workers.platforms.cpu import HostAccelerator
+from tandem.workers.rank.start import captures
 from tests.support.engine_ranks import Told
 from tests.support.platforms import GpuOnHost, replaced
 from tests.support.recorded_graph import recorded
 
 
-def test_nothing_is_captured_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_captured_after_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(captures, "PROGRESS_S", 0.0)
+    caplog.set_level("INFO", captures.__name__)
     made: list[int] = []
 
     def capture(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
@@ -50,6 +53,7 @@ def test_nothing_is_captured_after_the_start(monkeypatch: pytest.MonkeyPatch) ->
         ready = group.start()
         (line,) = [note for note in ready.tier_notes if note.startswith("graphs: ")]
         assert line.startswith("graphs: 9 in ") and "; 1 could not be captured" in line and "not in a capture" in line
+        assert caplog.text.count(" of 10 steps captured in ") == 10
         engine, at_start = build_engine(settings, model_facts(settings, ready), group, ready, told), len(made)
         assert at_start == 10, "1, 2, 4, 8 tokens, and 64 with chunks, by tables of 16 and of 29 blocks"
         for number, length in enumerate((1, 3, 17, 40, 100, 130, 5, 64)):

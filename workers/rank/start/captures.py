@@ -8,7 +8,7 @@ are replayed.
 
 import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from zlib import crc32
 
 import torch
@@ -69,22 +69,25 @@ def capture_steps(
         return None
     log.info("capturing %d steps", len(sizes))
     free = platform.memory()
+
+    def used_bytes() -> int:
+        left = platform.memory()
+        return 0 if free is None or left is None else max(0, free.free_bytes - left.free_bytes)
+
     by_room = sorted(sizes, key=lambda size: (size.num_tokens, size.num_blocks), reverse=True)  # the pool is reused
     parts = _parts(decoder, kv, clear, rows, context, platform, by_room, ops, max_drafts)
     keys = {size: decoder.replay_key(_shape(size), kv) for size in by_room}
-    own = _captured(graphs, parts, keys, began_s)
+    own = _captured(graphs, parts, keys, began_s, used_bytes)
     failures = dict(zip(by_room, _agreed(own, context, platform.device), strict=True))
     graphs.drop((keys[size], size.num_tokens) for size, why in failures.items() if why is not None)
     for size, why in failures.items():
         if why is None and (captured := graphs.find(keys[size], size.num_tokens)) is not None:
             captured.launch()  # the device gets what the first replay takes there
     platform.accelerator.event().wait()
-    left = platform.memory()
-    num_bytes = 0 if free is None or left is None else max(0, free.free_bytes - left.free_bytes)
     failed = {_words(size): why for size, why in failures.items() if why is not None}
     if failed:
         log.warning("%d of %d steps could not be captured and run eagerly: %s", len(failed), len(sizes), failed)
-    return CaptureReport(len(sizes) - len(failed), failed, time.perf_counter() - began_s, num_bytes)
+    return CaptureReport(len(sizes) - len(failed), failed, time.perf_counter() - began_s, used_bytes())
 
 
 def _parts(
@@ -117,7 +120,11 @@ def _parts(
 
 
 def _captured(
-    graphs: StartGraphs, parts: StepParts, keys: dict[CaptureSize, Hashable | None], began_s: float
+    graphs: StartGraphs,
+    parts: StepParts,
+    keys: dict[CaptureSize, Hashable | None],
+    began_s: float,
+    used_bytes: Callable[[], int],
 ) -> list[str | None]:
     """Captures each size; returns why it could not."""
     own, told_s = [], began_s
@@ -126,7 +133,8 @@ def _captured(
         assert key is not None, "a step that is not replayed"
         own.append(graphs.capture(key, step))
         if (now_s := time.perf_counter()) - told_s > PROGRESS_S:
-            log.info("%d of %d steps captured in %.1f s", len(own), len(keys), now_s - began_s)
+            given = (len(own), len(keys), now_s - began_s, used_bytes() / 2**30)
+            log.info("%d of %d steps captured in %.1f s, %.1f GiB", *given)
             told_s = now_s
     return own
 
