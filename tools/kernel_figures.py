@@ -34,9 +34,9 @@ def gpu_section() -> str:
 
 `make bench-gpu` on one {run["device"]}, torch {run["torch"]}, one rank of the Llama 3.1 8B shape in this process: bf16,
 random weights, {run["options"]["context"]} tokens of context a row. A step is the median gap between a row's tokens
-while all rows decode. Replayed steps are CUDA graphs of the layers. The peer is one `generate` call over as many equal
-rows. The roofline reads the weights once and the rows' KV, at the {run["read_bytes_per_s"] / 1e12:.1f} TB/s measured
-beside it.
+while all rows decode. Replayed steps were CUDA graphs of the layers; graphs of whole steps
+([076](decisions/076-whole-step-graphs.md)) are younger. The peer is one `generate` call over as many equal rows. The
+roofline reads the weights once and the rows' KV, at the {run["read_bytes_per_s"] / 1e12:.1f} TB/s measured beside it.
 
 {table(heads, rows)}
 

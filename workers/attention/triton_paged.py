@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
+from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.kernels.triton.triton_attention import Kept, Multiprocessors, Rows, attend_chunks, takes
@@ -53,11 +53,8 @@ class TritonAttention:
         return _Step(batch, self._kept, self._large_chunks)
 
     def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
-        """One for all decodes: the kernels read what a row has of a table that holds any."""
-        return () if shape.most_queries <= DECODE_QUERIES else None
-
-    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
-        return _PaddedStep(batch, self._kept, num_tokens, scratch_block)
+        """One for all steps: the kernels read what a row has of a table that holds any."""
+        return ()
 
 
 class _Step:
@@ -93,50 +90,3 @@ class _Step:
 def _kinds_in(batch: ForwardBatch, *kinds: range) -> list[range]:
     """Return those kinds of which a batch has rows, by their numbers of queries."""
     return [kind for kind in kinds if any(queries in kind for queries in batch.query_lens_list)]
-
-
-class _PaddedStep:
-    """A ReplayableStep of up to num_tokens tokens in as many rows. Padded tokens are rows of their own, which attend to
-    the first slot of scratch_block."""
-
-    def __init__(self, batch: ForwardBatch, kept: Kept, num_tokens: int, scratch_block: int) -> None:
-        device = batch.block_table_RN.device
-        self._kept = kept
-        self._scratch_block = scratch_block
-        width = batch.block_table_RN.shape[1]
-        self._tables_RW = [
-            torch.empty((num_tokens, width), dtype=torch.int32, device=device) for _ in range(batch.num_groups)
-        ]
-        self._positions_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        self._starts = torch.empty(num_tokens + 1, dtype=torch.int32, device=device)
-        self._place = torch.arange(num_tokens + 1, dtype=torch.int32, device=device)
-        self._lists = WorkLists(self._starts, self._positions_T, DECODES)
-        self.set_batch(batch)
-
-    def set_batch(self, batch: ForwardBatch | None) -> None:
-        if batch is None:
-            for table_RW in self._tables_RW:
-                table_RW.fill_(self._scratch_block)
-            self._positions_T.zero_()
-            self._starts.copy_(self._place)
-            self._lists.refresh()
-            return
-        rows, tokens = len(batch.query_lens_list), batch.num_tokens
-        for group, table_RW in enumerate(self._tables_RW):
-            table_RN = batch.block_table(group)
-            width = min(table_RW.shape[1], table_RN.shape[1])
-            table_RW[rows:].fill_(self._scratch_block)
-            table_RW[:rows, :width] = table_RN[:, :width]
-        self._positions_T[:tokens] = batch.positions_T
-        self._positions_T[tokens:].zero_()
-        self._starts[: rows + 1] = batch.query_starts
-        self._starts[rows + 1 :] = (self._place[rows + 1 :] + (tokens - rows)).clamp_(max=len(self._positions_T))
-        self._lists.refresh()
-
-    def attend(
-        self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, params: AttentionParams
-    ) -> torch.Tensor:
-        rows = Rows(self._starts, self._positions_T, self._tables_RW[kv.group])
-        out_TNV = q_TND.new_empty((*q_TND.shape[:2], v_TKD.shape[2]))
-        attend_decodes(q_TND, kv, out_TNV, rows, params, self._kept, self._lists)
-        return out_TNV

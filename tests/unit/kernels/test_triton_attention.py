@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.models.spec.arch import AttentionParams
 from tests.support.attention_check import QUANTIZED, check, random_batch
 from tests.support.decode_work import small_work
 from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
+from tests.support.padded_steps import Padded
 from tests.support.reference_attention import ReferenceAttention
 
 HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
@@ -80,6 +81,21 @@ def test_random_steps(seed: int, kv_dtype: torch.dtype | None) -> None:
 
 def batch_of(query_lens: list[int], seq_lens: list[int]) -> ForwardBatch:
     return on_device(random_batch(random.Random(0), 16, query_lens, seq_lens))
+
+
+@computes
+def test_captured_decodes_are_padded() -> None:
+    """Through a captured step's tables, made for another batch, with rows that have no token."""
+    for batch, window in ((batch_of([5, 1], [140, 65]), None), (batch_of([1] * 5, [3, 99, 16, 200, 64]), 100)):
+        sinks = (1.0, -2.0, 3.0, 0.5, 4.0, 2.0)[: 3 * KV_HEADS]
+        check(Padded(12), batch, (3 * KV_HEADS, KV_HEADS), 64, window, sinks=sinks)
+
+
+@computes
+def test_chunks_beside_decodes_are_padded() -> None:
+    """Rows of padding have sixteen tokens, the last of them fewer; a captured step takes decodes alone too."""
+    for batch in (batch_of([3, 20, 1], [150, 20, 40]), batch_of([1, 1], [99, 3])):
+        check(Padded(64, has_chunks=True), batch, (2 * KV_HEADS, KV_HEADS), 32)
 
 
 @computes
@@ -154,3 +170,10 @@ def test_soft_caps_slopes_and_sinks() -> None:
 def test_heads_of_256_elements() -> None:
     for dtype in HALVES:
         check(triton_backend(), batch_of([1, 40], [40, 60]), (4, 2), 256, dtype=dtype)
+
+
+@computes
+def test_one_capture_serves_tables_of_any_width_and_steps_of_any_kind() -> None:
+    backend = triton_backend()
+    shapes = [StepShape(20, most, blocks) for most in (1, 18) for blocks in (1, 16, 5000)]
+    assert {backend.replay_key(shape, None, torch.float32) for shape in shapes} == {()}

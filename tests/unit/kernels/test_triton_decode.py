@@ -10,19 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
-from tandem.offload.kv.kv_groups import KVGroups
-from tandem.workers.attention.backend import AttentionStep
-from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable, StepShape
+from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.models.spec.arch import AttentionParams
-from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.budget import MOST_PARTS
-from tandem.workers.planning.graph_room import table_bytes
 from tests.support.attention_check import QUANTIZED, check, random_batch
 from tests.support.decode_work import LENGTH, small_work
-from tests.support.interpreted import DEVICE, INTERPRETED, ROOT, computes, run_in_interpreter, starts
+from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
+from tests.support.padded_steps import Padded
 
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
 SCRATCH = 0
@@ -40,33 +36,6 @@ def test_in_the_interpreter() -> None:
 def _small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with small_work(monkeypatch):
         yield
-
-
-class Padded:
-    """A backend whose steps go through prepare_replay: made for `first`, pointed at each batch that is asked for."""
-
-    name = "padded"
-
-    def __init__(self, first: ForwardBatch, num_tokens: int) -> None:
-        self.backend = triton_backend()
-        self._step = self.backend.prepare_replay(first, num_tokens, SCRATCH)
-        self._num_tokens = num_tokens
-
-    def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        self._step.set_batch(batch)
-        step, room = self._step, self._num_tokens
-
-        class Cut:
-            def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: Any, params: Any) -> torch.Tensor:
-                padded = [torch.cat((x, x.new_zeros((room - len(x), *x.shape[1:])))) for x in (q, k, v)]
-                return step.attend(*padded, kv, params)[: len(q)]
-
-        return Cut()
-
-    def replay_key(self, *of_step: Any) -> None:
-        raise AssertionError("not asked")
-
-    prepare_replay = replay_key
 
 
 def triton_backend() -> Any:
@@ -105,10 +74,7 @@ def test_long_rows_beside_short_ones(dtype: torch.dtype, kv_dtype: torch.dtype |
 @computes
 def test_a_captured_step_serves_other_rows() -> None:
     """Made for one batch, pointed at others, with rows that have no token; windows that end within a part; sinks."""
-    longest = batch_of([1], [250])
-    own = GroupTable(longest.slot_mapping_T, longest.block_table_RN)
-    longest = dataclasses.replace(longest, further_groups=(own,))
-    backend = Padded(longest, 12)
+    backend = Padded(12)
     for batch, window in (
         (batch_of([5, 1], [140, 65]), None),
         (batch_of([1] * 5, [3, 99, 16, 200, 64]), 100),
@@ -196,7 +162,7 @@ class Crowd:
     def padded(self, rows: Sequence[tuple[int, int, int]], num_tokens: int) -> torch.Tensor:
         """The same through a captured step with more room."""
         batch = self.batch(rows)
-        backend = Padded(self.batch([(4, 320, 1)]), num_tokens)
+        backend = Padded(num_tokens)
         q_TND = torch.cat([self._queries_RJND[row, length - count : length] for row, length, count in rows])
         return backend.prepare(batch).attend(q_TND, q_TND[:, :1], q_TND[:, :1], self.kv, self._params)
 
@@ -278,39 +244,6 @@ def test_a_list_has_rows_of_few_queries_alone() -> None:
 
 
 # ---- captured steps ----
-
-
-@computes
-def test_one_capture_serves_tables_of_any_width() -> None:
-    backend = triton_backend()
-    keys = {backend.replay_key(StepShape(3, 1, blocks), None, torch.float32) for blocks in (1, 16, 17, 5000)}
-    assert len(keys) == 1 and None not in keys
-    assert backend.replay_key(StepShape(18, 18, 2), None, torch.float32) is None
-
-
-@computes
-def test_a_captured_step_reads_padding_alone_once_it_is_told_so() -> None:
-    step = triton_backend().prepare_replay(batch_of([1, 3], [40, 200]), 8, SCRATCH)
-    items, merges = step._lists.of(0, 4, MOST_PARTS)
-    assert merges[:2, 0].tolist() == [0, 4]
-    step.set_batch(None)
-    assert all((table == SCRATCH).all() for table in step._tables_RW)
-    assert not step._positions_T.any() and step._starts.tolist() == list(range(9))
-    assert items[0, 0] == 8 and not merges[:, 0].any()
-    assert step._lists.of(0, 4, MOST_PARTS).items is items, "a graph reads this memory"
-
-
-@computes
-def test_a_captured_step_keeps_no_more_than_the_plan_says() -> None:
-    spec = load_spec(ROOT / "configs" / "demo" / "model")
-    for length in (100, 3000):
-        batch = batch_of([1, 1], [length, 2])
-        blocks = batch.block_table_RN.shape[1]
-        step = triton_backend().prepare_replay(batch, 24, SCRATCH)
-        step._lists.of(0, 4, MOST_PARTS)
-        kept = sum(leaf.nbytes for leaf in tree_leaves(vars(step)) if isinstance(leaf, torch.Tensor))
-        kept += step._lists.nbytes
-        assert 24 * 4 * blocks + 32 * MOST_PARTS <= kept <= table_bytes(spec, KVGroups(16), 24, blocks, 4)
 
 
 @computes

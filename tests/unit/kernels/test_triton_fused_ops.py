@@ -14,20 +14,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tandem.workers.graphs.graph_runner import NoGraphs
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.kv_store import LARGEST, SCALE_DTYPE, LayerKV, TorchKVStore, as_indexable, encode
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.arch import Activation
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import HostAccelerator
+from tests.support.crowds import decoder_on
 from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.pairwise import all_pairs
-from tests.support.platforms import GpuOnHost, replaced
+from tests.support.platforms import GpuOnHost, NoGraphs, replaced
 from tests.support.recorded_graph import FRESH
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from tests.unit.graphs.test_cuda_graphs import decoder_on
 
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 TOKENS = [1, 3]

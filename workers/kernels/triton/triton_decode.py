@@ -251,17 +251,13 @@ class WorkList(NamedTuple):
 
 class WorkLists:
     """The lists of a step's decodes: of the rows that have as many queries as `queries` says. A list is made once for
-    all layers that cut alike, and anew by `refresh`, where the rows in this memory become others."""
+    all layers that cut alike; in a captured step with each of its replays."""
 
     def __init__(self, starts: torch.Tensor, positions_T: torch.Tensor, queries: range) -> None:
         self._starts = starts
         self._positions_T = positions_T
         self._queries = queries
         self._made: dict[tuple[int, int, int], WorkList] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for made in self._made.values() for tensor in made)
 
     def of(self, window: int, per_tile: int, room: int) -> WorkList:
         """Returns the list for tiles of so many queries, with slots for `room` parts. window: 0 for none."""
@@ -273,10 +269,6 @@ class WorkLists:
             self._made[key] = WorkList(words[:most], words[most:])
             self._write(key)
         return self._made[key]
-
-    def refresh(self) -> None:
-        for key in self._made:
-            self._write(key)
 
     def _write(self, key: tuple[int, int, int]) -> None:
         window, per_tile, room = key
