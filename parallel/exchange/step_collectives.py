@@ -59,6 +59,11 @@ class StepCollectives:
         return self._padded
 
     @property
+    def num_exchanges(self) -> int | None:
+        """The collectives of a step; None before the first step has ended."""
+        return None if self._exchanges is None else len(self._exchanges)
+
+    @property
     def num_done(self) -> int:
         """The collectives of the step that are over."""
         return self._num_done
