@@ -56,7 +56,7 @@ def test_prompts_are_those_of_our_kernel(
         wanted = TritonAttention().prepare(batch).attend(q_TND, *own, kv, params)
         for piece_bytes in (flash_prompts.PIECE_BYTES, 6000 * 2 * dim * dtype.itemsize):
             monkeypatch.setattr(flash_prompts, "PIECE_BYTES", piece_bytes)
-            backend = TritonAttention(flash_prompts.FlashPrompts(FlashVarlen()))
+            backend = TritonAttention(large_chunks=flash_prompts.FlashPrompts(FlashVarlen()))
             found = backend.prepare(batch).attend(q_TND, *own, kv, params)
             torch.testing.assert_close(found, wanted, rtol=2 * RELATIVE[dtype], atol=2 * TOLERANCE[dtype])
 

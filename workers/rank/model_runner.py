@@ -233,8 +233,9 @@ class ModelRunner:
         drafts = self._propose(plan)
         num_scored = sum(work.num_scored for work in plan.work) if self._table.scored else 0
         total = 0 if drafts is None else drafts.total
-        key_of = partial(self._model.replay_key, kv=self.kv.tensors)
-        self._replays.choose(partial(self._shape, plan, drafts), key_of)
+        self._replays.choose(
+            partial(self._shape, plan, drafts), lambda shape: self._model.replay_key(shape, self.kv.tensors)
+        )
         self._exchanges.begin(plan.work, total, self._table.pooled, num_scored, self._replays.now)
         failure = self._void(plan.step_id, plan.known_failure)
         if failure is None:

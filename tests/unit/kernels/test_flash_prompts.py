@@ -17,6 +17,7 @@ from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore, encode
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.planning.budget import ATTENTION_BYTES
 from tests.support.attention_check import QUANTIZED, check, random_batch
+from tests.support.decode_work import small_work
 from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
 from tests.unit.kernels.test_triton_attention import HALVES, on_device
 
@@ -36,10 +37,9 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one program after the other."""
-    if INTERPRETED:
-        monkeypatch.setattr("tandem.workers.kernels.triton.triton_attention.PROGRAMS", 24)
+def _small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with small_work(monkeypatch):
+        yield
 
 
 class Counted(SdpaVarlen):
@@ -64,7 +64,7 @@ def backend(varlen: Any, fewest_queries: int = 18) -> Any:
     from tandem.workers.attention.prompts.flash_prompts import FlashPrompts
     from tandem.workers.attention.triton_paged import TritonAttention
 
-    return TritonAttention(FlashPrompts(varlen, 0, fewest_queries))
+    return TritonAttention(large_chunks=FlashPrompts(varlen, 0, fewest_queries))
 
 
 def batch_of(query_lens: list[int], seq_lens: list[int], block_size: int = 16) -> ForwardBatch:
@@ -187,7 +187,7 @@ def test_what_the_kernel_computes(
     monkeypatch.setattr(f"{PROMPTS}.PIECE_BYTES", 60 * 2 * 8 * 4)
     varlen = Counted(is_half=reason == "a dtype")
     prompts = FlashPrompts(varlen, fewest_tokens=22, fewest_queries=18)
-    check(TritonAttention(prompts), batch_of(queries, lengths), (2, 1), 8, **changes)
+    check(TritonAttention(large_chunks=prompts), batch_of(queries, lengths), (2, 1), 8, **changes)
     assert varlen.calls == []
     assert (prompts._memory is not None) == (not changes and reason != "a dtype")
 

@@ -25,17 +25,24 @@ class Counted(SingleRank):
 
 
 class Tokens:
-    """The StaticInputs of so many tokens."""
+    """Inputs of so many tokens."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
 
-    def static(self, num_tokens: int) -> "Tokens":
-        return Tokens(num_tokens)
 
-    def take(self, inputs: "Tokens", /) -> None: ...
+class Step:
+    """The StaticStep of four tokens."""
+
+    num_tokens, num_samples = 4, 0
+
+    def __init__(self, body: Callable[[Tokens], Outputs]) -> None:
+        self._body = body
 
     def pad(self) -> None: ...
+
+    def run(self) -> Outputs:
+        return self._body(Tokens(4))
 
 
 class Layers:
@@ -61,7 +68,7 @@ class Layers:
         return (total,)
 
     def capture(self) -> str | None:
-        return self.graphs.capture("decode", 4, lambda: Tokens(4), self.body)
+        return self.graphs.capture("decode", Step(self.body))
 
     @staticmethod
     def _captured(body: Callable[[], Outputs]) -> tuple[Callable[[], object], Outputs]:
@@ -73,7 +80,7 @@ def test_a_rank_without_memory_makes_up_the_sums_of_a_capture(fails_at: int) -> 
     layers = Layers()
     layers.fails_at = fails_at
     assert layers.capture() == "Tried to allocate 20.00 GiB" and layers.group.num_sums == NUM_SUMS
-    assert layers.graphs.padded("decode", 4) is None
+    assert layers.graphs.find("decode", 4) is None
 
 
 def test_without_memory_for_those_either_the_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,12 +101,12 @@ def test_a_step_that_is_over_keeps_no_capture() -> None:
     """It holds the cache; and NCCL's communicator ends only behind the last graph that has its operations."""
     layers = Layers()
     assert layers.capture() is None
-    padded = layers.graphs.padded("decode", 3)
+    padded = layers.graphs.find("decode", 4)
     assert padded is not None and padded.exchanges == range(NUM_SUMS)
     for computes in (True, False):
         layers.tp.begin(3, 0, padded=padded)
         if computes:
-            layers.graphs.run("decode", Tokens(3), layers.body)
+            padded.replay()
             layers.tp.end()
         else:
             layers.tp.make_up()

@@ -78,7 +78,7 @@ def _apart(
     TorchKVStore().write(k_TKD, v_TKD, kv, batch.slot_mapping_T)
     params = AttentionParams(head_dim**-0.5, shape.window)
     ours, theirs = (
-        TritonAttention(prompts).prepare(batch).attend(q_TND, k_TKD, v_TKD, kv, params)
+        TritonAttention(large_chunks=prompts).prepare(batch).attend(q_TND, k_TKD, v_TKD, kv, params)
         for prompts in (None, FlashPrompts(varlen, fewest_tokens=0, fewest_queries=1))
     )
     return float(((ours.float() - theirs.float()).abs() / (1 + ours.float().abs())).max())
