@@ -14,7 +14,7 @@ DEV     := $(VENV)/.dev-installed
 DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check check-kernels format quick test parity gpu chaos fuzz mutate bench clients bench-engine bench-serve \
+.PHONY: install dev serve check check-kernels format quick test parity gpu gpu-run chaos fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-batching bench-fairness bench-multiturn bench-weight-stream \
   bench-lora bench-moe bench-gpu performance model-table docs release clean help
@@ -52,8 +52,8 @@ check: $(DEV) check-kernels ## format, lint, types on the torch-free half, impor
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/architecture
 
-check-kernels: $(DEV) ## compile every Triton kernel for sm_80, sm_90 and sm_100; no GPU is needed
-	$(BIN)/python -m tools.check_kernels
+check-kernels: $(DEV) ## compile every Triton kernel for sm_80, sm_90 and sm_100 (ALL=1: sm_86, 89, 120 too); no GPU is needed. TRITON=FOLDER: another Triton
+	$(BIN)/python -m tools.check_kernels $(if $(ALL),--all) $(if $(TRITON),--triton $(TRITON))
 
 format: $(DEV)
 	$(BIN)/ruff format .
@@ -98,7 +98,11 @@ fuzz: $(DEV) ## property and stateful tests with new random examples, ROUNDS (10
 gpu: $(DEV) ## on a machine with a CUDA device and a CUDA build of torch: tests of what runs there
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/gpu tests/unit/kernels/test_triton_attention.py tests/unit/kernels/test_triton_lora.py \
 	  tests/unit/kernels/test_triton_experts.py tests/unit/kernels/test_triton_sampling.py tests/unit/kernels/test_triton_fused_ops.py \
+	  tests/unit/kernels/test_flash_prompts.py \
 	  tests/unit/kernels/test_kv_quant.py tests/parity/test_families_served.py -m "parity or not parity"
+
+gpu-run: $(DEV) ## all that is worth knowing about one GPU in 9 minutes: checks, ceilings, steps, load, service, tests; out/gpu-run. ARGS="--dry": on a CPU
+	$(BIN)/python tools/gpu_run.py out/gpu-run $(ARGS)
 
 mutate: $(DEV) ## do the unit tests notice small defects? ARGS="block_pool auth": modules of mutants.toml; "--sample 200": an estimate
 	@$(BIN)/python -m tools.mutate $(ARGS)

@@ -41,6 +41,11 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
     },
+    "tiny": {
+        **LLAMA, **COMMON, "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    },
 }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ from tandem.cluster.wire.service_facts import (
 )
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
+from tandem.configs.platform_facts import steps_line
 from tandem.configs.schema import ServiceSettings
 from tandem.configs.secrets import with_secrets
 from tandem.workers.planning.model_source import model_digest
@@ -77,6 +78,8 @@ def build(args: dict[str, Any]) -> Application:
     )
     for line in settings.without_effect:
         log.warning("%s", line)
+    if (steps := steps_line(settings.engine, device)) is not None:
+        log.info("%s", steps)
     return build_app(settings, facts, free_resources())
 
 

@@ -43,6 +43,7 @@ LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_pe
 PORT_KEYS = ("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
 """Settings of a port that gateways listen on themselves; under Serve its proxy does."""
 GATEWAY_KEYS = tuple(o.name for o in OPTIONS if o.path.startswith("gateway.") and o.name not in PORT_KEYS)
+STEP_SIZES = ("max_num_seqs", "max_num_batched_tokens")
 NOT_ENGINE_KEYS = (*PORT_KEYS, "redis_url", "queue_timeout")
 LORA_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes")
 AUTOSCALING_KEYS = (
@@ -79,9 +80,10 @@ def build_settings(
             _place(tree, option.path, _checked(option, value, served))
     if autoscaling_config is not None:
         tree["autoscaling_config"] = _autoscaling(autoscaling_config, values)
+    given = {name.replace("-", "_") for name, value in values.items() if value is not None}
+    _place(tree, "engine.scheduler.by_device", [name for name in STEP_SIZES if name not in given])
     settings = msgspec.convert(tree, ServiceSettings)
     _check_together(settings)
-    given = {name.replace("-", "_") for name, value in values.items() if value is not None}
     _refuse_unused(settings, given)
     if (device := settings.engine.device.device) is None:
         return settings
@@ -199,6 +201,8 @@ def resolved_yaml(settings: ServiceSettings) -> str:
         redis = msgspec.structs.replace(redis, url=without_password(redis.url))
     shown = msgspec.to_builtins(msgspec.structs.replace(settings, gateway=gateway, redis=redis))
     del shown["without_effect"]  # lines about flags that are no settings
+    scheduler = shown["engine"]["scheduler"]
+    scheduler |= dict.fromkeys(scheduler.pop("by_device"))
     return yaml.safe_dump(shown, sort_keys=False)
 
 
@@ -308,7 +312,7 @@ def _autoscaling(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_together(settings: ServiceSettings) -> None:
     """Checks rules between settings. SettingsError names the flag to change."""
     scheduler, engine = settings.engine.scheduler, settings.engine
-    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs and STEP_SIZES[1] not in scheduler.by_device:
         raise SettingsError(
             f"{scheduler.max_num_batched_tokens} is less than --max-num-seqs {scheduler.max_num_seqs}",
             "--max-num-batched-tokens",
@@ -337,13 +341,11 @@ def _refuse_unused(settings: ServiceSettings, given: Collection[str]) -> None:
     """Refuses settings that would have no effect beside the others. given: option names with underscores."""
     engine, without_drafts = settings.engine, settings.engine.speculative is None
     metrics_of_drafts = settings.gateway.per_request_spec_decode_metrics != "none"
-    only_dummies = "leave it out: it seeds dummy weights only; requests have a `seed` of their own"
     for is_unused, why, names in (
         (engine.cache.kv_offloading_gib is None, "needs --kv-offloading-size", ("kv_eviction",)),
         (engine.scheduler.batching_policy != "dynamic", "needs --batching-policy dynamic", ("batching_max_delay_ms",)),
         (without_drafts and metrics_of_drafts, "needs --speculative-config", ("per_request_spec_decode_metrics",)),
         (not engine.lora.enable_lora, "needs --enable-lora", LORA_SIZES),
-        (engine.model.load_format != "dummy", only_dummies, ("seed",)),
     ):
         for name in names:
             if is_unused and name in given:

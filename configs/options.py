@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from tandem.configs.platform_facts import computed_as_words, invariant_words, only_on
+from tandem.configs.platform_facts import LARGE_STEPS, computed_as_words, invariant_words, only_on
 from tandem.configs.schema import (
     Auth,
     BatchingPolicyName,
@@ -24,6 +24,11 @@ from tandem.configs.schema import (
 )
 
 Check = Callable[[Any], bool]
+TOOL_PARSERS = (
+    "hermes (Qwen 2.5 and Qwen3), qwen3_coder (Qwen3-Coder), llama3_json (Llama 3), pythonic (Llama 4), mistral, "
+    "deepseek_v3, deepseek_v31, granite or openai (gpt-oss)"
+)
+"""The values of --tool-call-parser, in words."""
 
 
 class Option(NamedTuple):
@@ -91,6 +96,7 @@ MODEL, PARALLEL, CACHE, STEP, LORA, HTTP, MACHINE, COORDINATION, LOGS = (
     "Logs",
 )
 
+LARGE = f"a GPU of {LARGE_STEPS.least_gib} GiB or more"
 OPTIONS: tuple[Option, ...] = (
     Option("served_model_name", "engine.model.served_model_name", tuple[str, ...], MODEL,
            "Name(s) of the model in requests and answers; repeat for several. Default: MODEL as given."),
@@ -116,8 +122,9 @@ OPTIONS: tuple[Option, ...] = (
            "Context length: prompt and output in tokens. Default: the model's.", at_least(1), "at least 1", size=True),
     Option("load_format", "engine.model.load_format", Literal["safetensors", "dummy"], MODEL,
            "safetensors: weights from the checkpoint. dummy: random weights, for benchmarks without a checkpoint."),
-    Option("seed", "engine.model.seed", int, MODEL, "Seed of the random weights of --load-format dummy.",
-           at_least(0), "at least 0"),
+    Option("seed", "engine.model.seed", int, MODEL,
+           "Seed of the random weights of --load-format dummy, and of the seeds that LLM draws for requests. No "
+           "request of a service becomes repeatable by it: send a `seed` with each.", at_least(0), "at least 0"),
     Option("chat_template", "engine.model.chat_template", str, MODEL,
            "Jinja file with the chat template, or the name of one of the model's. Default: the model's `default`, and "
            "its `tool_use` where there are tools."),
@@ -174,10 +181,11 @@ OPTIONS: tuple[Option, ...] = (
     Option("kv_eviction", "engine.cache.kv_eviction", Literal["lru", "cost"], CACHE,
            "Blocks that leave host memory first. lru: the least recently used. cost: those that are seldom used and "
            "cheap to recompute."),
-    Option("max_num_seqs", "engine.scheduler.max_num_seqs", int, STEP, "Maximum number of sequences in one step.",
-           at_least(1), "at least 1"),
+    Option("max_num_seqs", "engine.scheduler.max_num_seqs", int, STEP,
+           f"Most sequences in one step; {LARGE_STEPS.max_num_seqs} on {LARGE}.", at_least(1), "at least 1"),
     Option("max_num_batched_tokens", "engine.scheduler.max_num_batched_tokens", int, STEP,
-           "Maximum number of tokens in one step.", at_least(1), "at least 1", size=True),
+           f"Most tokens in one step; {LARGE_STEPS.max_num_batched_tokens:,} on {LARGE}, "
+           f"{LARGE_STEPS.offline_tokens:,} there for LLM.", at_least(1), "at least 1", size=True),
     Option("max_num_queued_reqs", "engine.scheduler.max_num_queued_reqs", int, STEP,
            "Requests that may wait in a group. Beyond it, tenants that have their share of the queue get 429.",
            at_least(1), "at least 1"),
@@ -306,13 +314,14 @@ OPTIONS: tuple[Option, ...] = (
            "What an answer with one choice reports of its draft tokens, in metrics.speculative_decoding as in vLLM. "
            "summary: rates and histograms. detailed: each step too. Default: none."),
     Option("enable_auto_tool_choice", "gateway.enable_auto_tool_choice", bool, HTTP,
-           "Serve tool_choice auto: the model decides whether it calls a tool. Needs a chat template that shows tools, "
-           "and --tool-call-parser where the template does not say how calls are written."),
+           "Serve tool_choice auto, which is also what tools without a tool_choice mean: the model decides whether it "
+           "calls one. Add --tool-call-parser NAME beside it, unless the chat template says how calls are written (a "
+           "line of the start tells). The template must show tools."),
     Option("trust_request_chat_template", "gateway.trust_request_chat_template", bool, HTTP,
            "Serve chat_template of a request: Jinja in place of the model's template, in the same sandbox."),
     Option("tool_call_parser", "gateway.tool_call_parser", ToolCallParser, HTTP,
-           "How the model writes tool calls: hermes (Qwen too), qwen3_coder, llama3_json, pythonic (Llama 4), mistral, "
-           "deepseek_v3, deepseek_v31, granite or openai (gpt-oss). Default: as the chat template says."),
+           f"Format in which the model writes tool calls: {TOOL_PARSERS}. Default: as the chat template says, where it "
+           "does. Calls are read with --enable-auto-tool-choice, or where a request forces one."),
     Option("reasoning_parser", "gateway.reasoning_parser", ReasoningParser, HTTP,
            "How the model writes its thinking: deepseek_r1, qwen3, granite or openai_gptoss. Answers then have it "
            "apart, as reasoning. Default: it is part of the content."),

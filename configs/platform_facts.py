@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from msgspec.structs import replace
+
 from tandem.configs.errors import SettingsError
-from tandem.configs.schema import CacheSettings, Device, EngineSettings
+from tandem.configs.schema import CacheSettings, Device, EngineSettings, SchedulerSettings
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
 KV_DTYPES: Final = ("bfloat16", "fp8", "fp8_e4m3", "int8")
@@ -46,6 +48,20 @@ class Implementation(NamedTuple):
         return self.without_kernels.format(missing=missing)
 
 
+class StepSizes(NamedTuple):
+    """Sizes of a step where no flag gives them, on a device with at least so many GiB."""
+
+    least_gib: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    offline_tokens: int  # of an `LLM`, where nobody waits for the next one
+
+
+SMALL_STEPS: Final = StepSizes(0, SchedulerSettings().max_num_seqs, *[SchedulerSettings().max_num_batched_tokens] * 2)
+# Not for more rows: steps of more than are captured (workers/planning/graph_room.py) run eagerly.
+LARGE_STEPS: Final = StepSizes(60, 256, 8192, 16384)
+
+
 @dataclass(frozen=True, slots=True)
 class PlatformFacts:
     """Facts of one device that hold on every machine with it."""
@@ -77,6 +93,8 @@ class PlatformFacts:
     """Dtypes that weights and activations may have."""
     kv_dtypes: tuple[str, ...] = KV_DTYPES
     """Values of --kv-cache-dtype, beside auto, that its KV cache may have."""
+    step_sizes: tuple[StepSizes, ...] = (SMALL_STEPS,)
+    """The largest that a device has memory for is taken."""
 
     def refusal(self, flag: str) -> SettingsError:
         """Return the error for a flag that is refused."""
@@ -158,6 +176,7 @@ CUDA: Final = PlatformFacts(
     computed_as={},
     ray_resources={"GPU": 1.0, "CPU": 1.0},
     why_dtype="GPUs multiply all of them",
+    step_sizes=(SMALL_STEPS, LARGE_STEPS),
 )
 
 PLATFORM_FACTS: Final[Mapping[Device, PlatformFacts]] = {facts.name: facts for facts in (CPU, CUDA)}
@@ -185,6 +204,29 @@ def computed_as_words() -> str:
         for facts in PLATFORM_FACTS.values()
         for stored, dtype in facts.computed_as.items()
     )
+
+
+def sized(settings: EngineSettings, device: Device, memory_bytes: int | None, offline: bool = False) -> EngineSettings:
+    """Return settings with the sizes of steps that no flag gave: those of the device, as far as given ones allow.
+    memory_bytes: of one device, None where it is not known. offline: for an `LLM`."""
+    scheduler, memory_gib = settings.scheduler, (memory_bytes or 0) / 2**30
+    sizes = [one for one in PLATFORM_FACTS[device].step_sizes if one.least_gib <= memory_gib][-1]
+    seqs, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    if "max_num_batched_tokens" in scheduler.by_device:
+        tokens = max(sizes.offline_tokens if offline else sizes.max_num_batched_tokens, seqs)
+    if "max_num_seqs" in scheduler.by_device:
+        seqs = min(sizes.max_num_seqs, tokens)
+    return replace(
+        settings, scheduler=replace(scheduler, max_num_seqs=seqs, max_num_batched_tokens=tokens, by_device=())
+    )
+
+
+def steps_line(settings: EngineSettings, device: Device) -> str | None:
+    """Return a line on the sizes of steps where a device's memory decides them, for its start."""
+    if len(PLATFORM_FACTS[device].step_sizes) == 1:
+        return None
+    seqs, tokens = settings.scheduler.max_num_seqs, settings.scheduler.max_num_batched_tokens
+    return f"steps: up to {seqs:,} sequences and {tokens:,} tokens (--max-num-seqs, --max-num-batched-tokens)"
 
 
 def check_device(settings: EngineSettings, device: Device) -> None:

@@ -55,7 +55,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] = {}
     pooler_config: dict[str, Any] = {}
-    seed: int = 0
+    seed: int | None = None  # of dummy weights (None: 0), and of the requests of an LLM that have none (None: random)
 
 
 class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,6 +94,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    by_device: tuple[str, ...] = ()  # the sizes above that no flag gave, until platform_facts.sized() has set them
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int | None = None
     max_itl_ms: float | None = None  # milliseconds of a step, held by sizing prefill chunks

@@ -8,7 +8,8 @@ The links beside this file serve tools and checkouts that are not installed; bui
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tandem.workers.messages.request import RequestOutputKind, SamplingParams
+    from tandem.workers.messages.request import SamplingParams
+    from tandem.workers.messages.sampling_ranges import RequestOutputKind
     from tandem.workers.messages.structured_outputs import StructuredOutputsParams
     from tandem.workers.offline.async_llm import AsyncLLM
     from tandem.workers.offline.embed import PoolingParams
@@ -22,7 +23,7 @@ PUBLIC = {
     "LLM": "tandem.workers.offline.llm",
     "BeamSearchParams": "tandem.workers.text.beam_search",
     "PoolingParams": "tandem.workers.offline.embed",
-    "RequestOutputKind": "tandem.workers.messages.request",
+    "RequestOutputKind": "tandem.workers.messages.sampling_ranges",
     "SamplingParams": "tandem.workers.messages.request",
     "StructuredOutputsParams": "tandem.workers.messages.structured_outputs",
 }

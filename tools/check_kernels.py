@@ -1,13 +1,15 @@
 """Compiles every Triton kernel of the tree for GPUs, without one, and prints registers, spills and shared memory.
 
-    python -m tools.check_kernels
+    python -m tools.check_kernels [--all] [--triton FOLDER]
 
 The launching code itself runs, on CPU tensors, with a driver that has no device: Triton specializes and compiles the
-variants that those launches choose, for each of TARGETS with its own ptxas, and launches nothing. The exit status is 1
-for a compile error, a spill, more shared memory than the target has, and for a @triton.jit function that no launch in
-LAUNCHES (tools/kernel_launches.py) reaches.
+variants that those launches choose, for each of TARGETS (--all: OTHERS too) with its own ptxas, and launches nothing.
+--triton: a folder with another Triton, made by `pip install --target FOLDER --no-deps triton==3.6.0`. The exit status
+is 1 for a compile error, a spill, more shared memory than the target has, and for a @triton.jit function that no launch
+in LAUNCHES (tools/kernel_launches.py) reaches.
 """
 
+import argparse
 import ast
 import contextlib
 import io
@@ -19,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,6 +33,9 @@ from tools.sources import TOPS
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS: Mapping[int, int] = {80: 163, 90: 227, 100: 227}
 """Compute capability (A100, H100, B200) and KiB of shared memory that one block may have."""
+OTHERS: Mapping[int, int] = {86: 99, 89: 99, 120: 99}
+"""Those with `--all` (RTX 30, RTX 40 and L40S, RTX 50)."""
+ROOMS: Mapping[int, int] = {**TARGETS, **OTHERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +203,7 @@ def faults(found: Sequence[Compiled]) -> list[str]:
     """A line for each variant that does not compile, spills, or takes more shared memory than its target has."""
     lines = []
     for one in found:
-        where, limit = f"{one.kernel} for sm_{one.capability}", TARGETS[one.capability] * 1024
+        where, limit = f"{one.kernel} for sm_{one.capability}", ROOMS[one.capability] * 1024
         if one.error:
             lines.append(f"{where} does not compile: {one.error}")
         if one.spilled:
@@ -216,20 +222,40 @@ def table(found: Sequence[Compiled]) -> list[str]:
             cells.setdefault((one.kernel, one.variant), {})[one.capability] = cell
     width = max((len(variant) for _, variant in cells), default=0)
     name = max((len(kernel) for kernel, _ in cells), default=0)
-    targets = "".join(f"   sm_{capability}, {limit} KiB".ljust(20) for capability, limit in TARGETS.items())
-    head = "".join("   regs spill    KiB" for _ in TARGETS)
-    lines = [f"{'':<{name}}  {'':<{width}}{targets}".rstrip(), f"{'kernel':<{name}}  {'variant':<{width}}{head}"]
+    targets = [capability for capability in ROOMS if any(one.capability == capability for one in found)]
+    names = "".join(f"   sm_{capability}, {ROOMS[capability]} KiB".ljust(20) for capability in targets)
+    head = "".join("   regs spill    KiB" for _ in targets)
+    lines = [f"{'':<{name}}  {'':<{width}}{names}".rstrip(), f"{'kernel':<{name}}  {'variant':<{width}}{head}"]
     for (kernel, variant), of in sorted(cells.items()):
-        values = "".join(f"   {of.get(capability, '-'):<17}" for capability in TARGETS)
+        values = "".join(f"   {of.get(capability, '-'):<17}" for capability in targets)
         lines.append(f"{kernel:<{name}}  {variant:<{width}}{values}".rstrip())
     return lines
 
 
+def use_triton(folder: Path) -> None:
+    """Has the processes of this one import the Triton in a folder."""
+    if not (folder / "triton" / "__init__.py").exists():
+        raise SystemExit(f"--triton {folder}: there is no triton in it; see the head of tools/check_kernels.py")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder.absolute()), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+
+
+def version(folder: Path | None) -> str:
+    """The version of the installed Triton, or of the one in a folder."""
+    found = distributions(name="triton", **({} if folder is None else {"path": [str(folder)]}))
+    return next((one.version for one in found), "of unknown version")
+
+
 def main() -> int:
     """Compiles in one process per core; prints the table, then what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="for sm_86, sm_89 and sm_120 too")
+    parser.add_argument("--triton", type=Path, metavar="FOLDER", help="of another Triton than the installed one")
+    options = parser.parse_args()
     started_s = time.perf_counter()
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
-    jobs = list(product(LAUNCHES, TARGETS))
+    if options.triton is not None:
+        use_triton(options.triton)
+    jobs = list(product(LAUNCHES, ROOMS if options.all else TARGETS))
     workers = min(len(jobs), len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         results = [pool.submit(compile_launches, *job) for job in jobs]
@@ -237,8 +263,8 @@ def main() -> int:
     print("\n".join(table(found)))
     wrong = [*faults(found), *forgotten(kernel_sources([ROOT / top for top in TOPS]), {one.kernel for one in found})]
     print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
-    took_s = time.perf_counter() - started_s
-    print(f"{len(found)} variants of {len({one.kernel for one in found})} kernels, {took_s:.0f} s")
+    kernels, took_s = {one.kernel for one in found}, time.perf_counter() - started_s
+    print(f"{len(found)} variants of {len(kernels)} kernels, Triton {version(options.triton)}, {took_s:.0f} s")
     return 1 if wrong else 0
 
 

@@ -46,12 +46,25 @@ Prompts of 2,048 tokens took, on the first of these, {whole(prompts)} tokens/s, 
 products of the weights take at the {run["flop_per_s"] / 1e12:.0f} TFLOP/s of a large product. There are one or two
 runs of each figure, and none beside vLLM; the peer's is the mean of {run["options"]["steps"] // 4} tokens. In
 all these runs norms, rotations, activations and writes to the cache were torch operations of their own, 17 kernels a
-layer with the rest. [Three Triton kernels](decisions/070-fused-gpu-kernels.md) have made them 10 since: these are **not
-measured**. {now} tests passed on that GPU with the attention kernel: texts of all families, and adapters, drafts, KV
-offload and grammars with the demo model. {before} more, before there was the kernel, with torch's SDPA: drafts, offload
+layer with the rest. [Three Triton kernels](decisions/070-fused-gpu-kernels.md) have made them 10 since, and
+[torch's flash kernel](decisions/074-prompts-by-flash.md) attends prompts of large steps: these are **not measured**.
+{now} tests passed on that GPU with the attention kernel: texts of all families, and adapters, drafts, KV offload and
+grammars with the demo model. {before} more, before there was the kernel, with torch's SDPA: drafts, offload
 and streamed layers of every family, and `tandem serve` with a killed rank. Nothing is
 measured on more than one GPU; that their ranks replay captured steps too, and that captures are made at the start, is
-younger than these runs ([decision 071](decisions/071-tp-replays.md))."""
+younger than these runs ([decision 071](decisions/071-tp-replays.md)).
+
+{_compiled()}"""
+
+
+def _compiled() -> str:
+    """Variants that are compiled without a GPU, and how many of them spill."""
+    printed = read_text("compiled-kernels.txt")
+    ((variants, kernels, triton),) = re.findall(r"(\d+) variants of (\d+) kernels, Triton ([\d.]+),", printed)
+    spilled = [int(size) for size in re.findall(r" for sm_\d+ spills (\d+) bytes", printed)]
+    targets = ", ".join(re.findall(r"sm_(\d+), \d+ KiB", printed))
+    return f"""Without a GPU, Triton {triton} compiles {variants} variants of {kernels} kernels for sm_{targets}
+(`make check-kernels ALL=1`); {len(spilled)} of them spill, {min(spilled)} to {max(spilled)} bytes."""
 
 
 def _h100() -> str:

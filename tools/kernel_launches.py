@@ -144,6 +144,42 @@ def launch_attention(shape: AttentionShape) -> None:
         attend(q_TND, kv, torch.empty_like(q_TND), rows, params, Numbers(), queries=queries, in_parts=True)
 
 
+class GatherShape(NamedTuple):
+    """A gather of contexts: dtypes of queries and cache, elements of a head."""
+
+    dtype: str
+    kv_dtype: str
+    dim: int
+
+
+GATHER_SHAPES = (
+    GatherShape("bfloat16", "bfloat16", 128),
+    GatherShape("bfloat16", "float8_e4m3fn", 128),
+    GatherShape("bfloat16", "int8", 256),
+    GatherShape("float16", "float16", 80),
+    GatherShape("float16", "int8", 64),
+    GatherShape("float16", "float8_e4m3fn", 8),
+    GatherShape("bfloat16", "float32", 72),
+)
+"""Each dtype of queries and of caches, as far as the flash kernel takes them; the smallest and the widest heads."""
+
+
+def launch_gather(shape: GatherShape) -> None:
+    """Gathers as prompts do: all heads, and one of them."""
+    import torch
+
+    from tandem.workers.kernels.kv_store import LayerKV
+    from tandem.workers.kernels.triton.triton_gather import gather
+
+    kv_dtype = getattr(torch, shape.kv_dtype)
+    plane = torch.zeros(4, 16, 2, shape.dim, dtype=kv_dtype)
+    scales = None if shape.kv_dtype not in ("int8", "float8_e4m3fn") else torch.zeros(4, 16, 2)
+    kv, rows = LayerKV(plane, plane, scales, scales), torch.zeros(3, dtype=torch.int32)
+    for heads in (2, 1):
+        out = torch.empty(2, 100, heads, shape.dim, dtype=getattr(torch, shape.dtype))
+        gather(kv, rows, rows[1:], torch.zeros(2, 16, dtype=torch.int32), out, 2 - heads)
+
+
 def launch_sampling() -> None:
     """Draws as a step does, with one row and with many."""
     import numpy as np
@@ -235,6 +271,7 @@ LAUNCHES: Mapping[str, Callable[[], None]] = {
     **{f"lora {number}": partial(launch_lora, shape) for number, shape in enumerate(LORA_SHAPES)},
     **{f"attention {number}": partial(launch_attention, shape) for number, shape in enumerate(ATTENTION_SHAPES)},
     **{f"experts {number}": partial(launch_experts, shape) for number, shape in enumerate(EXPERT_SHAPES)},
+    **{f"gather {number}": partial(launch_gather, shape) for number, shape in enumerate(GATHER_SHAPES)},
     "sampling": launch_sampling,
     **{f"fused {number}": partial(launch_fused, shape) for number, shape in enumerate(FUSED_SHAPES)},
 }

@@ -5,11 +5,13 @@ gateway's too (cluster/gateway/app/model_text.py). Torch-free until an in-proces
 executor is made.
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from tandem.configs.platform_facts import sized, steps_line
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.engine.executor import ExecutorReady
@@ -23,6 +25,8 @@ from tandem.workers.text.generation_config import GenerationConfig, generation_o
 from tandem.workers.text.pair_judge import PairJudge
 from tandem.workers.text.tokenizer import ModelTokenizer
 from tandem.workers.text.vocabulary.vocabulary_files import read_json
+
+log = logging.getLogger("tandem.offline")
 
 
 def model_generation(model: ModelSettings, spec: ArchSpec) -> GenerationConfig:
@@ -82,9 +86,14 @@ def open_executor(settings: EngineSettings) -> RankGroup:
 
 def offline_settings(settings: EngineSettings) -> EngineSettings:
     """Returns the settings for offline use: no queue limit, and one plan at a time with a rank in this process that
-    computes on the CPU, as nothing goes on there while the next step is planned."""
-    from tandem.workers.platforms.open_platform import is_on_cpu
+    computes on the CPU, as nothing goes on there while the next step is planned. Sizes of steps that no flag gave are
+    those of this machine's device."""
+    from tandem.workers.platforms.open_platform import device_here, is_on_cpu
 
+    device, memory_bytes = device_here(settings)
+    settings = sized(settings, device, memory_bytes, offline=True)
+    if (line := steps_line(settings, device)) is not None:
+        log.info("%s", line)
     scheduler = replace(
         settings.scheduler,
         max_num_queued_reqs=2**62,

@@ -4,10 +4,11 @@ Loads torch. Times are seconds of perf_counter.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.workload import Job, Timeline
 from tandem.configs.schema import (
@@ -85,9 +86,12 @@ def opened_engine(
         executor.close()
 
 
-def greedy_request(request_id: str, job: Job, adapter: AdapterRef | None = None) -> GenerationRequest:
-    """A request that ends after exactly the job's output tokens."""
-    sampling = SamplingParams(max_tokens=job.output_len, temperature=0.0, ignore_eos=True)
+def greedy_request(
+    request_id: str, job: Job, adapter: AdapterRef | None = None, fields: Mapping[str, Any] = {}
+) -> GenerationRequest:
+    """A request that ends after exactly the job's output tokens; greedy, unless fields of SamplingParams say
+    otherwise."""
+    sampling = SamplingParams(**{"temperature": 0.0, **fields, "max_tokens": job.output_len, "ignore_eos": True})
     return GenerationRequest(request_id=request_id, prompt_token_ids=job.prompt, sampling=sampling, adapter=adapter)
 
 
@@ -99,14 +103,16 @@ def run_jobs(
     tag: str,
     adapters: Sequence[AdapterRef | None] = (None,),
     watch: Callable[[], None] = lambda: None,
+    fields: Mapping[str, Any] = {},
 ) -> list[Timeline]:
     """Runs all jobs, at most `concurrency` at once, each with the next of `adapters` in turn.
 
     All count as submitted at the start. `tag` begins the ids of their requests. `watch` is called after each turn.
+    fields: as of greedy_request.
     """
     start = time.perf_counter()
     requests = [
-        greedy_request(f"{tag}-{place}", job, adapters[place % len(adapters)]) for place, job in enumerate(jobs)
+        greedy_request(f"{tag}-{place}", job, adapters[place % len(adapters)], fields) for place, job in enumerate(jobs)
     ]
     sink.timelines.update({request.request_id: Timeline(start) for request in requests})
     waiting = iter(requests)

@@ -1,6 +1,6 @@
 """Loading a checkpoint over merely reading its file: with the file outside the page cache (cold) and in it (warm).
 
-    python -m benchmarks.engine.loading [--model qwen3-0.6b] [--turns 5] [--threads N]
+    python -m benchmarks.engine.loading [--model qwen3-0.6b] [--turns 5] [--threads N] [--device cuda]
 
 Random bf16 weights of a known shape in a temporary folder. In turns: the file is read into one buffer of 16 MiB by one
 thread; as many bytes are written into new memory by one thread; a rank's decoder is loaded, slices read ahead; and
@@ -22,7 +22,8 @@ import torch
 
 from benchmarks.machine import OtherCpu
 from benchmarks.models import SHAPES, model_folder
-from benchmarks.record import RESULTS, write_record
+from benchmarks.record import RESULTS, note, write_record
+from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
 from tandem.offload.weights.weight_stream import WeightStream
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.stored.read_ahead import Bounds
@@ -30,7 +31,8 @@ from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.workers.models.decoder import Decoder, attention_of
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.stored_model import open_checkpoint
-from tandem.workers.platforms.cpu import CpuPlatform
+from tandem.workers.platforms.base import Platform
+from tandem.workers.platforms.open_platform import open_platform
 
 BUFFER_BYTES = 16 * 2**20
 BF16 = torch.bfloat16
@@ -59,9 +61,9 @@ def drop_pages(file: Path) -> None:
         os.close(descriptor)
 
 
-def load_once(folder: Path, bounds: Bounds) -> None:
+def load_once(folder: Path, bounds: Bounds, platform: Platform) -> None:
     """Loads a decoder as a rank alone does, and drops it."""
-    spec, platform = load_spec(folder), CpuPlatform()
+    spec = load_spec(folder)
     attention, stream = (
         attention_of(spec, platform, BF16),
         WeightStream((), platform.weight_copier(0)),
@@ -69,6 +71,7 @@ def load_once(folder: Path, bounds: Bounds) -> None:
     decoder = Decoder(spec, ParallelContext.single(), attention, platform, BF16, stream)
     source = SafetensorsSource(open_checkpoint(folder, spec), bounds)
     decoder.load(source, dtype=BF16, device=platform.device, progress=False)
+    platform.accelerator.synchronize()
     decoder.close()
 
 
@@ -79,13 +82,15 @@ def timed(work: Callable[[], None]) -> tuple[float, float]:
     return time.perf_counter() - began_s, time.process_time() - cpu_s
 
 
-def measure(folder: Path, file: Path, turns: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
+def measure(
+    folder: Path, file: Path, turns: int, platform: Platform
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Returns (seconds, CPU seconds) of each turn by state and kind of work; prints each turn."""
     works: dict[str, Callable[[], None]] = {
         "read": lambda: read_file(file),
         "write": lambda: write_new(file.stat().st_size),
-        "load": lambda: load_once(folder, Bounds()),
-        "not ahead": lambda: load_once(folder, Bounds(0, 0)),
+        "load": lambda: load_once(folder, Bounds(), platform),
+        "not ahead": lambda: load_once(folder, Bounds(0, 0), platform),
     }
     found: dict[str, dict[str, list[tuple[float, float]]]] = {
         state: {name: [] for name in works} for state in ("cold", "warm")
@@ -96,6 +101,7 @@ def measure(folder: Path, file: Path, turns: int) -> dict[str, dict[str, list[tu
                 if state == "cold":
                     drop_pages(file)
                 times[name].append(timed(work))
+                note(case="loading", state=state, work=name, seconds=times[name][-1][0], file_bytes=file.stat().st_size)
             words = ", ".join(f"{name} {times[name][-1][0]:.2f} s ({times[name][-1][1]:.2f} CPU)" for name in works)
             print(f"turn {turn + 1} of {turns}, {state}: {words}", flush=True)
     return found
@@ -121,19 +127,22 @@ def main() -> None:
     """Measures, prints and records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(SHAPES))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made; its disk is what is measured")
     options = parser.parse_args()
+    device = DeviceSettings(device=options.device)
+    platform = open_platform(EngineSettings(model=ModelSettings(model=""), device=device), rank=0, ranks_on_node=1)
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         print("making random weights ...", flush=True)
         folder = model_folder(options.model, BF16, Path(place))
         file = folder / "model.safetensors"
         size = file.stat().st_size
-        load_once(folder, Bounds())  # compiles kernels, if there are none
+        load_once(folder, Bounds(), platform)  # compiles kernels, if there are none
         with OtherCpu() as other:
-            found = measure(folder, file, options.turns)
+            found = measure(folder, file, options.turns, platform)
     figures = {state: summary(times) for state, times in found.items()}
     for state, of in figures.items():
         print(
@@ -145,7 +154,12 @@ def main() -> None:
     print(f"other processes took {other.share:.0%} of the machine")
     options.folder = None
     write_record(
-        RESULTS / "loading.json", options, file_bytes=size, figures=figures, turns=found, other_cpu=other.share
+        RESULTS / ("loading.json" if options.device == "cpu" else "gpu-loading.json"),
+        options,
+        file_bytes=size,
+        figures=figures,
+        turns=found,
+        other_cpu=other.share,
     )
 
 

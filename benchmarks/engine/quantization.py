@@ -89,7 +89,8 @@ def perplexity(options: argparse.Namespace, quantization: str | None) -> tuple[f
         ids = llm.tokenizer.encode(text, add_special_tokens=False)
         windows = [ids[first : first + options.window] for first in range(0, len(ids), options.window)]
         outputs = llm.generate([window for window in windows if len(window) > 1], greedy, use_tqdm=False)
-    logprobs = [token.logprob for output in outputs for token in output.prompt_logprobs or () if token is not None]
+    shown = [found for output in outputs for found in output.prompt_logprobs or () if found is not None]
+    logprobs = [next(iter(found.values())).logprob for found in shown]
     return math.exp(-statistics.fmean(logprobs)), len(logprobs)
 
 

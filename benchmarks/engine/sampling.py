@@ -3,28 +3,33 @@
     python -m benchmarks.engine.sampling
     python -m benchmarks.engine.sampling --batch 1 32 --threads 1 --cpu-time    # on a machine that others use
     python -m benchmarks.engine.sampling --torch    # the twin without kernels too
+    python -m benchmarks.engine.sampling --device cuda --batch 1 32 256 --vocab 128256
 
 A case is one sample() of a step: logits processors, truncation and draw for every row. Cases alternate call by call
 (A-B-A-B), each on a fresh copy of the same random logits, with rows whose output grows by a token each time. Printed
 are the best time of each case, what it adds to greedy, and that as a share of --step-ms, a decode step of the same
-batch (benchmarks.engine.decode_step). The roofline is the bytes of the logits, read once, over --bandwidth-gb-s.
+batch (benchmarks.engine.decode_step). The roofline is the bytes of the logits, read once, over --bandwidth-gb-s; on a
+GPU the bandwidth is measured, and a case takes what its host and its device take one after the other.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from copy import copy
 
 import numpy as np
 import torch
 
 from benchmarks.machine import OtherCpu
-from benchmarks.record import RESULTS, write_record
-from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
+from benchmarks.record import RESULTS, note, write_record
+from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
+from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.messages.step import RowInit, RowSampling, StepPlan
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.cpu import CpuPlatform
+from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.sampling.sampler import sample
+from tandem.workers.self_checks.device_checks import device_rates
 
 FIELDS: dict[str, dict[str, object]] = {
     "temperature": {"temperature": 0.8, "seed": 7},
@@ -68,6 +73,7 @@ class Case:
         positions = table.num_known[self._rows].copy()
         begin = clock()
         drawn = sample(logits, self._rows, positions, table.sampling, table.history, self._platform)
+        self._platform.accelerator.synchronize()
         sampled = drawn.collect()
         self.best_ms = min(self.best_ms, (clock() - begin) * 1e3)
         assert not any(sampled.failed)
@@ -75,14 +81,16 @@ class Case:
         table.fill(self._rows, sampled.token_ids)
 
 
-class _InTorch(CpuPlatform):
-    def sampling_ops(self) -> SamplingOps:
-        return TorchSampling()
+def in_torch(platform: Platform) -> Platform:
+    """The same platform with the twin without kernels."""
+    twin = copy(platform)
+    twin.sampling_ops = TorchSampling  # type: ignore[method-assign]
+    return twin
 
 
 def cases_of(options: argparse.Namespace, rows: int) -> list[Case]:
     """Greedy, all fields, all but one, one alone; with --torch also all fields by the twin."""
-    platform = CpuPlatform()
+    platform = open_platform(settings_of(options), rank=0, ranks_on_node=1)
 
     def case(name: str, fields: list[str], where: Platform = platform) -> Case:
         merged = {key: value for field in fields for key, value in FIELDS[field].items()}
@@ -93,16 +101,23 @@ def cases_of(options: argparse.Namespace, rows: int) -> list[Case]:
     found += [case(f"all but {field}", [f for f in among if f != field]) for field in among]
     found += [case(field, ["temperature", field] if field in TRUNCATION else [field]) for field in FIELDS]
     if options.torch:
-        twin = _InTorch()
+        twin = in_torch(platform)
         found += [case("greedy, torch twin", [], twin), case("all, torch twin", among, twin)]
     return found
+
+
+def settings_of(options: argparse.Namespace) -> EngineSettings:
+    threads = options.threads if options.device == "cpu" else None
+    device = DeviceSettings(device=options.device, cpu_threads=threads)
+    return EngineSettings(model=ModelSettings(model=""), device=device)
 
 
 def report(options: argparse.Namespace, rows: int) -> dict[str, float]:
     """Prints a line per case; returns the best times in milliseconds."""
     clock = time.process_time if options.cpu_time else time.perf_counter
     cases = [case for case in cases_of(options, rows) if not options.cases or case.name in ("greedy", *options.cases)]
-    base = torch.randn(rows, options.vocab, generator=torch.Generator().manual_seed(0)) * options.spread
+    host = torch.randn(rows, options.vocab, generator=torch.Generator().manual_seed(0)) * options.spread
+    base = host.to(options.device)
     logits = torch.empty_like(base)
     with OtherCpu() as other, torch.inference_mode():
         for _ in range(options.repeats):
@@ -121,11 +136,15 @@ def report(options: argparse.Namespace, rows: int) -> dict[str, float]:
             f"  {case.name:28s} {case.best_ms:7.2f} ms  {added:+7.2f} ms to greedy, {added / options.step_ms:+6.1%} of "
             f"a step of {options.step_ms:g} ms, {case.best_ms / roofline:5.1f}x the roofline"
         )
+        note(
+            case="sampling", rows=rows, vocab=options.vocab, name=case.name, best_ms=case.best_ms, roofline_ms=roofline
+        )
     return {case.name: case.best_ms for case in cases}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--batch", type=int, nargs="+", default=[32])
     parser.add_argument("--vocab", type=int, default=151_936, help="tokens; default: Qwen3's")
     parser.add_argument("--prompt", type=int, default=600, help="tokens a row has, half of them output")
@@ -135,12 +154,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--cpu-time", action="store_true", help="CPU time of all threads, for a machine that is busy")
     parser.add_argument("--step-ms", type=float, default=100.0, help="a decode step without sampling")
-    parser.add_argument("--bandwidth-gb-s", type=float, default=78.6, help="best read rate of the machine")
+    parser.add_argument("--bandwidth-gb-s", type=float, default=78.6, help="best read rate of the CPU's memory")
     parser.add_argument("--torch", action="store_true", help="times the torch twin too")
     options = parser.parse_args()
+    if options.device == "cuda":
+        platform = open_platform(settings_of(options), rank=0, ranks_on_node=1)
+        options.bandwidth_gb_s = device_rates(platform).memory_bytes_per_s / 1e9
     torch.set_num_threads(options.threads)
     found = {str(rows): report(options, rows) for rows in options.batch}
-    write_record(RESULTS / "sampling.json", options, best_ms=found)
+    name = "sampling" if options.device == "cpu" else "gpu-sampling"
+    write_record(RESULTS / f"{name}.json", options, best_ms=found)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import aiohttp
 
 from benchmarks.workload import Job, Timeline
 
-TANDEM = Path(sys.executable).parent / "tandem"
+INSTALLED = Path(sys.executable).parent / "tandem"
+TANDEM = [str(INSTALLED)] if INSTALLED.exists() else [sys.executable, "-m", "tandem.cluster.cli.main"]
 START_DEADLINE_S = 180.0
 
 
@@ -36,7 +38,7 @@ class Service:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        self.command = [str(TANDEM), "serve", model, "--port", str(self.port), *arguments]
+        self.command = [*TANDEM, "serve", model, "--port", str(self.port), *arguments]
 
     def __enter__(self) -> "Service":
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -77,8 +79,11 @@ class Service:
             raise
 
 
-async def stream_completion(session: aiohttp.ClientSession, service: Service, job: Job, timeline: Timeline) -> Any:
-    """Streams one completion of exactly the job's tokens into the timeline; the `usage` of the answer.
+async def stream_completion(
+    session: aiohttp.ClientSession, service: Service, job: Job, timeline: Timeline, fields: Mapping[str, Any] = {}
+) -> Any:
+    """Streams one completion of exactly the job's tokens into the timeline; the `usage` of the answer. fields: of the
+    body, beside those.
 
     The tokens of a chunk arrive together, and are counted by the token ids that it returns.
     """
@@ -91,6 +96,7 @@ async def stream_completion(session: aiohttp.ClientSession, service: Service, jo
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
+        **fields,
     }
     usage = None
     async with session.post(f"{service.url}/v1/completions", json=body) as response:

@@ -67,7 +67,7 @@ def read_facts() -> MachineFacts:
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     name = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
     return MachineFacts(
-        tandem=version("tandem-serve"),
+        tandem=_installed("tandem-serve") or "not installed",
         python=platform.python_version(),
         torch=torch,
         torch_cuda=torch_cuda,

@@ -16,7 +16,7 @@ from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant import Tenant
 from tandem.configs.errors import SettingsError
-from tandem.configs.platform_facts import CPU, PLATFORM_FACTS, check_device, idle_flags
+from tandem.configs.platform_facts import CPU, PLATFORM_FACTS, check_device, idle_flags, sized
 from tandem.configs.schema import Device, ParallelSettings, Quantization, ServiceSettings
 from tandem.configs.secrets import without_password
 from tandem.parallel.mesh import Mesh
@@ -50,12 +50,13 @@ def choose_device(settings: ServiceSettings) -> ServiceSettings:
 
 
 def with_device(settings: ServiceSettings, chosen: Device) -> ServiceSettings:
-    """Sets the device to `chosen`, and notes the flags that mean nothing on it. Raises SettingsError for a setting that
-    asks for what it has not."""
+    """Sets the device to `chosen`, with the sizes of steps that this machine's has memory for, and notes the flags that
+    mean nothing on it. Raises SettingsError for a setting that asks for what it has not."""
     check_device(settings.engine, chosen)
     device = replace(settings.engine.device, device=chosen)
     noted = dict.fromkeys([*settings.without_effect, *idle_flags(settings.engine, chosen)])
-    return replace(settings, engine=replace(settings.engine, device=device), without_effect=tuple(noted))
+    engine = sized(replace(settings.engine, device=device), chosen, devices.device_memory(chosen)[1])
+    return replace(settings, engine=engine, without_effect=tuple(noted))
 
 
 def check_model(settings: ServiceSettings) -> ArchSpec:

@@ -11,6 +11,11 @@ from tandem.cluster.adapters.sources import resolved as resolved_adapters
 from tandem.configs.schema import EngineSettings, ServiceSettings
 from tandem.workers.planning.model_source import resolve_model
 
+SEEDS_NOTHING = (
+    "--seed {} has no effect: it makes no request repeatable, as requests are drawn for at the same time, by several "
+    "gateways in a service; send a `seed` with each request that is to be written the same way again"
+)
+
 
 def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
     """Resolves settings: every path is absolute (model, tokenizer, template, logs, disk, state, certificates,
@@ -31,8 +36,10 @@ def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
         ssl_ca_certs=_absolute(settings.gateway.ssl_ca_certs),
     )
     logs = replace(settings.logs, dir=_absolute(settings.logs.dir))
-    adapters = resolved_adapters(settings.adapters)
-    return replace(settings, engine=engine, gateway=gateway, adapters=adapters, logs=logs)
+    adapters, lines = resolved_adapters(settings.adapters), settings.without_effect
+    if model.seed is not None and model.load_format != "dummy":
+        lines = tuple(dict.fromkeys([*lines, SEEDS_NOTHING.format(model.seed)]))
+    return replace(settings, engine=engine, gateway=gateway, adapters=adapters, logs=logs, without_effect=lines)
 
 
 def _absolute(path: str | None) -> str | None:

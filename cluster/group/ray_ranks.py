@@ -45,7 +45,7 @@ class RankActor:
 
         host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         signal.signal(signal.SIGTERM, end)
-        return run_rank(rank, endpoint, secret, group=group, host=host) == TOLD_TO_END
+        return run_rank(rank, endpoint, secret, group=group, host=host, gpu=_given_gpu()) == TOLD_TO_END
 
 
 def ray_group(
@@ -186,6 +186,12 @@ class RayRanks:
                 return how
             time.sleep(EXIT_POLL_S)  # until its parent has heard of it
         return "has died"
+
+
+def _given_gpu() -> str | None:
+    """Returns the GPU that Ray has given to this actor, if any. Ray also hides the others, unless it is told not to."""
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return str(gpus[0]) if gpus else None
 
 
 def _how_it_ended(run: Any) -> tuple[bool, str | None]:

@@ -33,7 +33,7 @@ class Outstanding:
         self._here: dict[str, int] = {}
         self._tenants = defaultdict[str, Counter[str]](Counter)
         self._beyond: dict[str, tuple[int, float]] = {}
-        """The least, by group, by which the count was above its reports, and since when."""
+        """Tokens, by group, that are counted here and that no report since a moment had, and that moment."""
 
     def begin(self, call_id: str, group: str, tenant: str, tokens: int, now_s: float) -> None:
         """A call goes to a group. A call that is routed again leaves its first group."""
@@ -107,7 +107,9 @@ class Outstanding:
             self._here[call.group] -= call.tokens
             here = self._tenants[call.tenant]
             here[call.group] -= call.tokens
-            if not any(here.values()):
+            if not here[call.group]:
+                del here[call.group]
+            if not here:
                 del self._tenants[call.tenant]
         return call
 

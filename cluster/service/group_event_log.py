@@ -23,10 +23,13 @@ MOST_ENDED = 1000
 
 
 class Lines:
-    """Turns events into lines: one for each end of a group, whichever process reported it first."""
+    """Turns events into lines: one for each end of a group, whichever process reported it first. most_groups: so many
+    serve at the same time at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_groups: int) -> None:
         self._ended: dict[str, None] = {}
+        new = "the new one that Serve starts"
+        self._next = f"wait for {new}" if most_groups == 1 else f"go on with another that serves, or with {new}"
 
     def of(self, event: GroupEvent) -> str | None:
         """The event's line; None for one that repeats."""
@@ -45,17 +48,17 @@ class Lines:
             return f"group {event.group} did not start: {event.reason}; Serve tries another"
         why = event.reason or "it was killed or hangs"
         what = f"is lost: {event.reason}" if event.kind == "lost" else f"is missing: {why}"
-        return f"group {event.group} {what}; its requests continue on another, Serve starts a new one"
+        return f"group {event.group} {what}; its requests {self._next}"
 
 
 class GroupEventLog:
-    """The thread. print_line is called on it, between start() and stop()."""
+    """The thread. most_groups: as of Lines. print_line is called on it, between start() and stop()."""
 
-    def __init__(self, redis_url: str, service: str, print_line: Callable[[str], None]) -> None:
+    def __init__(self, redis_url: str, service: str, most_groups: int, print_line: Callable[[str], None]) -> None:
         self._url = redis_url
         self._service = service
         self._print_line = print_line
-        self._lines = Lines()
+        self._lines = Lines(most_groups)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="tandem-group-events", daemon=True)
 

@@ -43,6 +43,7 @@ from tandem.cluster.service.group_event_log import GroupEventLog
 from tandem.cluster.wire.service_facts import ServiceFacts, groups_per_node, new_identity
 from tandem.configs.errors import SettingsError
 from tandem.configs.limits import available_cores
+from tandem.configs.platform_facts import steps_line
 from tandem.configs.schema import ServiceSettings
 from tandem.offload.host.host_process import HostProcess
 from tandem.workers.planning.start_notes import model_notes
@@ -155,6 +156,7 @@ class Launcher:
         settings = self._settings = choose_device(self._settings)
         for line in settings.without_effect:
             self._console.print_line(line)
+        self._print_if(steps_line(settings.engine, settings.engine.device.chosen))
         check_port(settings.gateway.host, settings.gateway.port)
         server_context(settings.gateway)
         spec = check_model(settings)
@@ -271,7 +273,8 @@ class Launcher:
             self._console.print_line(note)
         self._console.print_phases(self._phases)
         self._console.print_url(url, self._run_file.model, min_groups(self._settings), max_groups(self._settings))
-        events = GroupEventLog(facts.redis_url, facts.service_id, self._console.print_line)
+        groups = max_groups(self._settings)
+        events = GroupEventLog(facts.redis_url, facts.service_id, groups, self._console.print_line)
         events.start()
         self._group_events = events
 

@@ -158,7 +158,7 @@ def engine_tokens(
     engine = build_engine(settings, model_facts(settings, ready), executor, ready, sink)
     for i in range(6):
         sampling = SamplingParams(
-            max_tokens=14, ignore_eos=True, seed=i, n=1 + i % 2, temperature=0.5 * i, top_p=0.9, presence_penalty=0.2
+            max_tokens=14, ignore_eos=True, seed=i, n=1 + i % 2, temperature=0.4 * i, top_p=0.9, presence_penalty=0.2
         )
         prompt = [3 + (7 * i + 5 * k) % 190 for k in range(1 + 15 * i)]
         engine.add_request(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling))

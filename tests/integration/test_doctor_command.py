@@ -51,7 +51,7 @@ def test_the_commands_of_the_guide(command: str) -> None:
         misfits = len(re.findall(r"^  - ", done.stdout, re.MULTILINE))
         rows = done.stdout.partition("Chosen here without flags\n")[2].partition("\n\n")[0].splitlines()
         chosen = [re.split(r"  +", row.strip())[0] for row in rows]
-    assert len(statuses) == 21 and "failed" not in statuses.values(), done.stdout
+    assert len(statuses) == 22 and "failed" not in statuses.values(), done.stdout
     assert statuses["KV store and load"] == statuses["all-reduce of two ranks"] == "ok"
     assert chosen == CHOSEN
     assert done.returncode == (1 if misfits else 0), done.stdout + done.stderr

@@ -102,6 +102,7 @@ class Deployed:
         }  # fmt: skip
         self._write("INFO", batch_invariant=True, device="cpu", max_num_seqs=16, max_loras=2, shutdown_timeout=20)
         env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local", "ROOT": ADMIN, "SCRAPE": METRICS}
+        env |= {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}  # as configs/cluster
         env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
         env |= {**DEAD_PROXIES, "no_proxy": "127.0.0.1"}  # which `serve deploy` itself needs
         self.service = Service([str(BIN / "serve"), "run", str(self._file)], port, env=env)
@@ -250,6 +251,9 @@ def test_adapters_are_served_and_a_lost_redis_costs_neither_them_nor_the_group(d
     with plain_http.stream("POST", place, json=asked, headers=bearer(API), timeout=60) as response:
         lines = [line for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
+    several = {"model": "demo", "prompt": ["Once", "The", "A"], "n": 2, "max_tokens": 4}
+    answer = service.post("/v1/completions", several, headers=bearer(API))
+    assert len(answer.json()["choices"]) == 6, "calls of one request that came through the proxy"
 
     def listed() -> set[str]:
         return {model["id"] for model in service.get("/v1/models", headers=bearer(API)).json()["data"]}

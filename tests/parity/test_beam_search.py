@@ -91,8 +91,9 @@ def test_tokens_and_scores_are_those_of_transformers(
         for one in output.sequences:
             ended = not ignore_eos and one.tokens[-1] in llm._facts.eos_token_ids
             assert one.finish_reason == ("stop" if ended else "length")
-            assert sum(entry.logprob for entry in one.logprobs) == pytest.approx(one.cum_logprob)
-            assert [entry.token_id for entry in one.logprobs] == one.tokens[len(prompt) :]
+            assert [next(iter(shown)) for shown in one.logprobs] == one.tokens[len(prompt) :]
+            chosen = [next(iter(shown.values())).logprob for shown in one.logprobs]
+            assert sum(chosen) == pytest.approx(one.cum_logprob)
 
 
 def test_some_beams_end_early_and_some_do_not(llm: LLM) -> None:

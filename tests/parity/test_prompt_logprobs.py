@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -41,7 +42,7 @@ def scored(name: str, length: int, wanted: int = 3, seed: int = 0, **more: Any) 
     return GenerationRequest(
         request_id=name,
         prompt_token_ids=prompt_of(length, seed),
-        sampling=SamplingParams(prompt_logprobs=wanted, **params),
+        sampling=msgspec.structs.replace(SamplingParams(prompt_logprobs=wanted), **params),  # max_tokens may be 0
     )
 
 
@@ -192,5 +193,5 @@ def test_rows_with_adapters_on_all_linears_and_both_tables(tmp_path: Path) -> No
         with torch.inference_mode():
             logprobs_TV = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
         for of_V, token, entry in zip(logprobs_TV, ids[1:], entries, strict=False):
-            assert entry is not None and len(entry.top) == 2
-            assert entry.logprob == pytest.approx(float(of_V[token]), abs=NEAR)
+            assert entry is not None and len(entry) in (2, 3)
+            assert entry[token].logprob == pytest.approx(float(of_V[token]), abs=NEAR)

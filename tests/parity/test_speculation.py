@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from tandem import LLM, SamplingParams
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
-from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest, ReplyTo, TokenDelta, TokenLogprobs
+from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest, ReplyTo, TokenDelta
 from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.offline.inputs import as_prompts
 from tandem.workers.offline.llm import RequestOutput
-from tandem.workers.offline.outputs import OfflineRun, OpenOutput, end_output
+from tandem.workers.offline.outputs import Logprob, OfflineRun, OpenOutput, end_output
 from tests.support.adapters import save_random_adapter
 from tests.support.paged_rows import prompt_ids
 
@@ -137,21 +137,17 @@ def assert_same(case: str, one: list[RequestOutput], other: list[RequestOutput])
             assert_near(a.logprobs, b.logprobs, near)
 
 
-Logprobs = list[TokenLogprobs] | list[TokenLogprobs | None] | None
-
-
-def assert_near(one: Logprobs, other: Logprobs, near: float) -> None:
+def assert_near(one: Any, other: Any, near: float) -> None:
     ids, values = zip(*map(split, (one, other)), strict=True)
     assert ids[0] == ids[1]
     assert values[0] == pytest.approx(values[1], rel=0, abs=near)
 
 
-def split(entries: Logprobs) -> tuple[Any, list[float]]:
+def split(places: list[dict[int, Logprob] | None] | None) -> tuple[Any, list[float]]:
     """(all ids and ranks, all log probabilities)."""
-    given = [entry for entry in entries or [] if entry is not None]
-    ids = [(entry.token_id, entry.rank, [token for token, _ in entry.top]) for entry in given]
-    values = [value for entry in given for value in (entry.logprob, *(value for _, value in entry.top))]
-    return (entries is None, ids), values
+    given = [place for place in places or [] if place is not None]
+    ids = [[(token, one.rank) for token, one in place.items()] for place in given]
+    return (places is None, ids), [one.logprob for place in given for one in place.values()]
 
 
 @given(batch=st.lists(st.tuples(PROMPTS, PARAMS, st.booleans()), min_size=3, max_size=6))

@@ -34,7 +34,13 @@ has_expired = torch.UntypedStorage._expired
 MAIN = 0
 POISON = -7
 READS_ON_HOST = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
-INDEXED = {aten.index_select.default, aten.index_copy_.default, aten.index_fill_.int_Scalar, aten.index.Tensor}
+INDEXED = {
+    aten.index_select.default,
+    aten.index_select.out,
+    aten.index_copy_.default,
+    aten.index_fill_.int_Scalar,
+    aten.index.Tensor,
+}
 
 
 class Race(AssertionError):

@@ -200,7 +200,7 @@ class LiveRequests:
         return bool(complete or expired)
 
     def refuse(self, state: RequestState, refusal: RequestRefused, cause: str) -> None:
-        """Ends an accepted request that never ran. cause: the word for metrics."""
+        """Ends an accepted request that cannot run, or after a pause not again. cause: the word for metrics."""
         self.collector.rejected[cause] += 1
         self._refuse(state, (refusal.status, refusal.code, refusal.param, str(refusal)))
 

@@ -116,11 +116,12 @@ class RunningRows:
             seq.table = self._manager.new_table_like(seq.table)
         elif self._tiers is not None:
             self._tiers.swap_out(seq.table)
+        self.charge(seq)
+        self._waiting.push(seq)  # while its tenant runs something: it keeps what it is owed
         self._unbind(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_scheduled = seq.num_computed = seq.num_loads = 0
         self.num_preemptions += 1
-        self._waiting.push(seq)
 
     def _unbind(self, seq: Sequence) -> None:
         self.charge(seq)
@@ -141,6 +142,11 @@ class RunningRows:
     def has_kept(self, seq: Sequence) -> bool:
         """Returns whether a waiting sequence has left its blocks where they are."""
         return seq in self._kept
+
+    def table_of(self, seq: Sequence) -> BlockTable:
+        """Returns the blocks of a sequence, or those that it has left where they are."""
+        kept = self._kept.get(seq)
+        return seq.table if kept is None else kept.table
 
     def take_kept(self, seq: Sequence) -> bool:
         """Returns whether a sequence that gets a row has its blocks again, with those that all its known tokens need.
@@ -193,15 +199,17 @@ class RunningRows:
                     break
                 self.preempt(victim, keeps_blocks=self._may_keep(victim))
 
-    def pause(self) -> None:
-        """Preempts the sequences that a rule names, so that others come to what these hold; none if that would cost
-        what they have computed."""
+    def pause(self, *, has_room: bool) -> None:
+        """Preempts the sequences that a rule names, so that others come to what these hold; none that would lose what
+        it has computed. has_room: others find rows and blocks."""
         for rule in self._pausing:
-            paused = rule.giving_way()
-            if paused and all(seq.status is SequenceStatus.RUNNING and self._may_keep(seq) for seq in paused):
+            if paused := rule.giving_way(self._may_pause, has_room=has_room):
                 for seq in paused:
                     self.preempt(seq, keeps_blocks=True)
                 rule.gave_way(paused)
+
+    def _may_pause(self, seq: Sequence) -> bool:
+        return seq.status is SequenceStatus.RUNNING and self._may_keep(seq)
 
     def free_blocks(self, first: Sequence) -> None:
         """Preempts sequences of tenants that have more blocks than their share, for the first in the queue, until it

@@ -130,14 +130,16 @@ class Scheduler:
         self._probation.switch_steps()
         return self._plan()
 
-    def _plan(self) -> tuple[InFlightStep, StepPlan] | None:
-        """Returns a plan for the running sequences that may share it and for those that wait; None without work."""
+    def _plan(self, tries: int = 2) -> tuple[InFlightStep, StepPlan] | None:
+        """Returns a plan for the running sequences whose turn it is, or if they have no work the others, and for those
+        that wait; None without work."""
         rolled_back = self._roll_back_rows() if self._undone else []
-        if not self.rows.free or self._lacks_blocks:
+        lacks_blocks = self._lacks_blocks
+        if not self.rows.free or lacks_blocks:
             self._make_way()
-        if self.alone is None:
-            self.rows.pause()
-        leaves_out = self._turns.begin_step(has_room=bool(self.rows.free) and not self._lacks_blocks)
+        if self.admission.joins_running and self.alone is None:
+            self.rows.pause(has_room=bool(self.rows.free) and not lacks_blocks)
+        leaves_out = self._turns.begin_step(has_room=bool(self.rows.free))
         leaves_out |= self._limit.is_reduced
         step = InFlightStep(self._next_step)
         preemptions = self.rows.num_preemptions
@@ -151,7 +153,7 @@ class Scheduler:
         if budget > 0 and self.rows.free and preemptions == self.rows.num_preemptions:
             self._admit_waiting(step, budget)
         if not step.work:
-            return None
+            return self._plan(tries - 1) if leaves_out and tries > 1 else None
         self._next_step += 1
         self._undone.clear()
         return step, step.plan(self.rows.take_freed(), self._known_failure, rolled_back)
@@ -192,10 +194,11 @@ class Scheduler:
 
     def forget(self, seq: Sequence) -> None:
         """Removes a failed sequence's KV from the index of every tier. finish() follows."""
-        self.rows.clear_kept()
-        self._manager.forget(seq.table)
+        table = self.rows.table_of(seq)
+        self._manager.forget(table)
         if self._tiers is not None:
-            self._tiers.forget(seq.table)
+            self._tiers.forget(table)
+        self.rows.clear_kept()
 
     def finish(self, seq: Sequence) -> None:
         """Removes a sequence in any state and releases all it holds. Its results in flight are discarded."""

@@ -5,11 +5,12 @@ result has the id of what it answers. Structs with many instances have gc=False,
 ints; positions count a sequence's tokens from 0, output positions count its generated tokens from 0. Torch-free.
 """
 
-from enum import IntEnum
 from typing import Any, Final, Literal
 
 import msgspec
 
+from tandem.workers.messages.sampling_check import CheckedCalls, check_together, plain_values
+from tandem.workers.messages.sampling_ranges import RequestOutputKind
 from tandem.workers.messages.structured_outputs import StructuredOutputsParams
 from tandem.workers.messages.thinking import ThinkingBudget
 
@@ -22,20 +23,11 @@ but no row is to blame alone (memory ran out, or a transfer failed).
 """
 
 
-class RequestOutputKind(IntEnum):
-    """Kinds of outputs that AsyncLLM.generate() yields of a request: with all text and tokens so far, with those since
-    the last output, or one at its end. The names and numbers are vLLM's."""
-
-    CUMULATIVE = 0
-    DELTA = 1
-    FINAL_ONLY = 2
-
-
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class SamplingParams(msgspec.Struct, metaclass=CheckedCalls, frozen=True, array_like=True, kw_only=True):
     """Sampling parameters of one request, for LLM.generate() and in every GenerationRequest.
 
-    The names, defaults and order of application are vLLM's. The constructor checks nothing: LLM.generate() raises
-    ValueError for a value outside its range, naming the parameter.
+    The names, defaults and order of application are vLLM's. The constructor and clone() raise ValueError for a value
+    outside its range, naming the parameter; LLM.generate() does where only the model has the range.
 
     max_tokens: most tokens to generate for each choice, at least 1; 0 in the service only, for a prompt that is
         computed and not continued. A choice also ends with finish_reason "length" at
@@ -116,8 +108,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logprob_token_ids: tuple[int, ...] | None = None
 
     def clone(self, **changes: Any) -> "SamplingParams":
-        """Returns a copy. changes: fields that it has other values of, since parameters cannot be changed in place."""
-        return msgspec.structs.replace(self, **changes)
+        """Returns a copy. changes: fields that it has other values of, since parameters cannot be changed in place;
+        checked as by the constructor."""
+        changed = msgspec.structs.replace(self, **plain_values(changes))
+        check_together(changed)
+        return changed
 
 
 class Pool(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -132,7 +127,7 @@ class Pool(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     dimensions: int | None = None
 
 
-NO_TOKENS: Final = SamplingParams(max_tokens=0, temperature=0.0)
+NO_TOKENS: Final = msgspec.structs.replace(SamplingParams(temperature=0.0), max_tokens=0)
 """The sampling parameters of a request with a Pool: it has one choice, of no tokens."""
 
 
@@ -196,9 +191,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Natural log probabilities of one position: its token's, and in `top` those of the best tokens, as (token id,
-    logprob), best first. rank: 1 + the number of tokens that are more probable; counted for tokens of a prompt only,
-    else 0.
-    """
+    logprob), best first. rank: 1 + the number of tokens that are more probable; 0 where nobody has counted."""
 
     token_id: int
     logprob: float

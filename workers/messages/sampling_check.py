@@ -1,15 +1,15 @@
-"""Checks SamplingParams that a caller of LLM built (workers/offline/offline_text.py), with the ranges that the gateway
-has for bodies of clients (cluster/gateway/schemas/generation_body.py). Torch-free."""
+"""Checks the values of SamplingParams where they are made, with the ranges that the gateway has for bodies of clients
+(cluster/gateway/schemas/generation_body.py); and against a model, for LLM (workers/offline/offline_text.py).
+Torch-free."""
 
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from tandem.workers.messages.request import RequestOutputKind, SamplingParams
 from tandem.workers.messages.sampling_ranges import (
     LEAST_BIAS,
     MOST_BIAS,
@@ -17,6 +17,7 @@ from tandem.workers.messages.sampling_ranges import (
     MinP,
     Penalty,
     RepetitionPenalty,
+    RequestOutputKind,
     Seed,
     Temperature,
     Text,
@@ -28,6 +29,7 @@ from tandem.workers.messages.sampling_ranges import (
 from tandem.workers.messages.structured_outputs import StructuredOutputsParams
 from tandem.workers.messages.thinking import ThinkingBudget
 
+Made = TypeVar("Made", bound=msgspec.Struct)
 Ids = tuple[TokenId, ...]
 SomeIds = Annotated[Ids, Meta(min_length=1)]
 RANGES: Final[Mapping[str, Any]] = {
@@ -73,26 +75,35 @@ NONE_MEANS_EMPTY: Final = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 """Parameters whose default is None in vLLM."""
 
 
-def checked_sampling(given: SamplingParams, vocab_size: int, max_logprobs: int) -> SamplingParams:
-    """Returns `given` with plain numbers and tuples; numbers and sequences of numpy and other libraries are converted.
-    So is what vLLM takes too: one text for `stop`, a mapping for `logit_bias`, None for what may be empty.
+class CheckedCalls(msgspec.StructMeta):
+    """Metaclass of SamplingParams: its constructor checks. Decoded messages and msgspec.structs.replace() do not come
+    through here, as msgspec makes them in C: they cost nothing more, and are never refused."""
 
-    Raises ValueError with the parameter's name, its value and its range, for more log probabilities than max_logprobs,
-    and for token ids outside the vocabulary.
-    """
-    plain = {}
-    for name, kind in RANGES.items():
-        value = getattr(given, name)
-        try:
-            plain[name] = msgspec.convert(_plain(_as_tuple(name, value)), kind)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{name}={value!r:.80}: {error}") from error
-    if given.grammar is not None:
-        raise ValueError("grammar is made from structured_outputs; give that")
-    params = msgspec.structs.replace(given, **plain, structured_outputs=_checked_form(given.structured_outputs))
-    for name in ("logprobs", "prompt_logprobs"):
-        if (wanted := getattr(params, name) or 0) > max_logprobs:
-            raise ValueError(f"{name}={wanted} exceeds the limit of {max_logprobs} (max_logprobs)")
+    def __call__(cls, **given: Any) -> Any:
+        """Makes one, with plain numbers and tuples. ValueError as plain_values() and check_together() raise it."""
+        made = super().__call__(**plain_values(given))
+        check_together(made)
+        return made
+
+
+def plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns parameters by name as plain numbers and tuples; numbers and sequences of numpy and other libraries are
+    converted. So is what vLLM takes too: one text for `stop`, a mapping for `logit_bias`, None for what may be empty.
+    ValueError has a parameter's name, its value and its range. Names that are no parameters stay as they are."""
+    plain = dict(given)
+    for name, value in given.items():
+        if name == "structured_outputs":
+            plain[name] = _checked_form(value)
+        elif (kind := RANGES.get(name)) is not None:
+            try:
+                plain[name] = msgspec.convert(_plain(_as_tuple(name, value)), kind)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{name}={value!r:.80}: {error}") from error
+    return plain
+
+
+def check_together(params: Any) -> None:
+    """Checks plain SamplingParams. ValueError for one that another one excludes, and for what no type says."""
     for token_id, bias in params.logit_bias:
         if -math.inf < bias < LEAST_BIAS:
             raise ValueError(f"logit_bias: {bias} of token id {token_id} must be -inf or at least {LEAST_BIAS}")
@@ -103,6 +114,19 @@ def checked_sampling(given: SamplingParams, vocab_size: int, max_logprobs: int) 
     thinking = params.thinking_budget
     if thinking is not None and not (thinking.tokens >= 0 and thinking.start and thinking.end):
         raise ValueError(f"thinking_budget={thinking!r}: at least 0 tokens, and two marks")
+
+
+def checked_sampling(given: Made, vocab_size: int, max_logprobs: int) -> Made:
+    """Returns SamplingParams that a model can take. ValueError for more log probabilities than max_logprobs, for token
+    ids outside the vocabulary, and for values that the constructor refuses and has not seen."""
+    made = type(given)(**msgspec.structs.asdict(given))
+    params: Any = made
+    if params.grammar is not None:
+        raise ValueError("grammar is made from structured_outputs; give that")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := getattr(params, name) or 0) > max_logprobs:
+            raise ValueError(f"{name}={wanted} exceeds the limit of {max_logprobs} (max_logprobs)")
+    thinking = params.thinking_budget
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", [i for i, _ in params.logit_bias]),
@@ -113,7 +137,7 @@ def checked_sampling(given: SamplingParams, vocab_size: int, max_logprobs: int) 
     ):
         if bad := [i for i in ids if i >= vocab_size]:
             raise ValueError(f"{name}: token id {bad[0]} is outside the vocabulary, 0 to {vocab_size - 1}")
-    return params
+    return made
 
 
 def _checked_form(given: Any) -> StructuredOutputsParams | None:

@@ -6,6 +6,7 @@ How many log probabilities may be asked for is --max-logprobs, of both. What pro
 as the most choices, is the gateway's alone.
 """
 
+from enum import IntEnum
 from typing import Annotated, Final
 
 from msgspec import Meta
@@ -26,3 +27,12 @@ LEAST_BIAS: Final = -100.0
 MOST_BIAS: Final = 100.0
 Bias = Annotated[float, Meta(ge=LEAST_BIAS, le=MOST_BIAS)]
 Text = Annotated[str, Meta(min_length=1)]
+
+
+class RequestOutputKind(IntEnum):
+    """Kinds of outputs that AsyncLLM.generate() yields of a request: with all text and tokens so far, with those since
+    the last output, or one at its end. The names and numbers are vLLM's."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2

@@ -18,10 +18,10 @@ from tandem.workers.messages.request import (
     AdapterRef,
     Ended,
     GenerationRequest,
-    RequestOutputKind,
     SamplingParams,
     TokenDelta,
 )
+from tandem.workers.messages.sampling_ranges import RequestOutputKind
 from tandem.workers.offline.chats import ChatForm, Chats
 from tandem.workers.offline.embed import EmbeddingRequestOutput, PoolingParams
 from tandem.workers.offline.engine_values import EngineValue
@@ -35,11 +35,22 @@ from tandem.workers.offline.inputs import (
 )
 from tandem.workers.offline.llm import LLM
 from tandem.workers.offline.local_engine import LocalCall, raise_if_lost
-from tandem.workers.offline.outputs import Completion, OpenOutput, RequestOutput, abort_after, end_output, grow
+from tandem.workers.offline.outputs import (
+    Completion,
+    Logprobs,
+    OpenOutput,
+    RequestOutput,
+    abort_after,
+    empty,
+    end_all,
+    end_output,
+    grow,
+)
 from tandem.workers.text.choice_text import TextDelta
+from tandem.workers.text.model_params import with_seed
 
 T = TypeVar("T")
-Grown = tuple[int, TextDelta, str | None]
+Grown = tuple[int, TextDelta, list[Logprobs], str | None]
 Read = Callable[[], GivenPrompt | RequestRefused]
 """Makes the prompt of a request, or says why there is none. Work for a thread."""
 How = tuple[SamplingParams | None, AdapterRef | None, int]
@@ -64,7 +75,7 @@ class StreamRun:
         aborts: list[Abort] = []
         for delta in deltas:
             if (added := self.opened.read(delta)) is not None:
-                self._grown.append((delta.choice, added, delta.error))
+                self._grown.append((delta.choice, added, self.opened.shown(added), delta.error))
                 aborts += abort_after(delta, added)
         self._tell()
         return aborts
@@ -220,17 +231,17 @@ class AsyncLLM:
     async def _stream(self, read: Read, request_id: str | None, how: How) -> AsyncIterator[RequestOutput]:
         """Runs one request, and yields its outputs."""
         local, run = self._llm.local, StreamRun()
-        engine_id = local.new_id()
+        engine_id, seed = local.new_id(), self._llm.text.draw_seed()
         name = engine_id if request_id is None else request_id
         if name in self._runs:
             raise ValueError(f"request_id {name!r:.80} is already running")
         self._runs[name], is_over = (engine_id, run), False
         try:
             with local.call(run, run.say) as call:
-                opened, request = await asyncio.to_thread(self._opened, call, (engine_id, name), read, how)
+                opened, request = await asyncio.to_thread(self._opened, call, (engine_id, name), read, how, seed)
                 if request is None or run.is_aborted:
                     is_over = True
-                    yield opened.output if request is None else aborted(opened.output)
+                    yield opened.output if request is None else end_all(opened.output, "abort")
                     return
                 run.opened = opened
                 local.submit([request], run.say)
@@ -243,7 +254,7 @@ class AsyncLLM:
                 local.abort([engine_id])
 
     def _opened(
-        self, call: LocalCall, names: tuple[str, str], read: Read, how: How
+        self, call: LocalCall, names: tuple[str, str], read: Read, how: How, seed: int
     ) -> tuple[OpenOutput, GenerationRequest | None]:
         """Returns the output and the request of a prompt, as OfflineText does. Work for a thread."""
         sampling_params, lora_request, priority = how
@@ -252,7 +263,8 @@ class AsyncLLM:
         (params,), (adapter,) = self._llm.text.checked(given, 1), one_for_each(lora_request, 1)
         (place,) = one_priority_each(priority, 1)
         engine_id, name = names
-        opened, request = self._llm.text.request(engine_id, prompt, params, adapter, place, call.address)
+        seeded = with_seed(params, seed)
+        opened, request = self._llm.text.request(engine_id, prompt, seeded, adapter, place, call.address)
         opened.output.request_id = name
         return opened, request
 
@@ -276,9 +288,10 @@ async def outputs_of(run: StreamRun, kind: RequestOutputKind) -> AsyncIterator[R
                 raise_if_lost(one)
                 end_output(output, one)
                 continue
-            choice, added, error = one
-            grow(output.outputs[choice], added, error)
-            grow(new.setdefault(choice, Completion(index=choice)), added, error)
+            choice, added, logprobs, error = one
+            whole = output.outputs[choice]
+            for each in (whole, new.setdefault(choice, empty(whole))):
+                grow(each, added, logprobs, error)
         if output.finished or kind is not RequestOutputKind.FINAL_ONLY:
             yield delta_of(output, new) if kind is RequestOutputKind.DELTA else copy_of(output)
 
@@ -290,21 +303,14 @@ def copy_of(output: RequestOutput) -> RequestOutput:
 
 def copied(one: Completion) -> Completion:
     """Returns a completion that does not grow any more."""
-    return msgspec.structs.replace(one, token_ids=list(one.token_ids), logprobs=list(one.logprobs))
+    logprobs = None if one.logprobs is None else list(one.logprobs)
+    return msgspec.structs.replace(one, token_ids=list(one.token_ids), logprobs=logprobs)
 
 
 def delta_of(output: RequestOutput, new: dict[int, Completion]) -> RequestOutput:
     """Returns an output of what is new; at its end all choices have their finish_reason."""
     if output.finished:
         for one in output.outputs:
-            last = new.setdefault(one.index, Completion(index=one.index))
+            last = new.setdefault(one.index, empty(one))
             last.finish_reason, last.error, last.stop_reason = one.finish_reason, one.error, one.stop_reason
     return msgspec.structs.replace(output, outputs=[new[index] for index in sorted(new)])
-
-
-def aborted(output: RequestOutput) -> RequestOutput:
-    """Returns the output of a request that was aborted before it ran."""
-    output.finished = True
-    for one in output.outputs:
-        one.finish_reason = "abort"
-    return output

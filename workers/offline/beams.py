@@ -10,6 +10,7 @@ import msgspec
 from tqdm import tqdm
 
 from tandem.workers.messages.request import FinishReason, SamplingParams, TokenLogprobs
+from tandem.workers.offline.outputs import Logprobs, TokenText, logprobs_of
 from tandem.workers.text.beam_search import Beam, BeamSearch, BeamSearchParams
 
 
@@ -17,14 +18,14 @@ class BeamSearchSequence(msgspec.Struct, kw_only=True):
     """One beam of a prompt, with vLLM's names.
 
     tokens: those of the prompt and of the output. text: theirs, without special tokens. cum_logprob: the sum of the
-    output tokens' log probabilities. logprobs: an entry for each output token. finish_reason: "stop" after an
+    output tokens' log probabilities. logprobs: for each output token, as a Completion's. finish_reason: "stop" after an
     end-of-sequence token, which is in tokens, or "length".
     """
 
     tokens: list[int]
     text: str
     cum_logprob: float
-    logprobs: list[TokenLogprobs] = []
+    logprobs: list[Logprobs] = []
     finish_reason: FinishReason | None = None
 
 
@@ -38,8 +39,13 @@ class BeamSearchOutput(msgspec.Struct, kw_only=True):
 class Step(msgspec.Struct):
     """Answer to a request for one token: its candidates, or an error."""
 
-    entry: TokenLogprobs | None
+    found: list[Logprobs] | None
     error: str | None = None
+
+    def entry(self) -> TokenLogprobs:
+        """Returns the candidates, best first; the chosen one is the best."""
+        (one,) = self.found or [{}]
+        return TokenLogprobs(0, 0.0, [(token_id, each.logprob) for token_id, each in one.items()])
 
 
 Ask = Callable[[list[tuple[int, list[int], SamplingParams]]], list[Step]]
@@ -69,21 +75,21 @@ class PromptSearch:
         """Takes the answers to requests()."""
         self.error = next((step.error for step in steps if step.error is not None), None)
         if self.error is None:
-            self.search.advance([step.entry for step in steps if step.entry is not None])
+            self.search.advance([step.entry() for step in steps])
 
-    def output(self, text_of: Callable[[list[int]], str]) -> BeamSearchOutput:
-        """The result. text_of: the text of token ids."""
+    def output(self, text_of: Callable[[list[int]], str], token_text: TokenText) -> BeamSearchOutput:
+        """The result. text_of: the text of token ids; token_text: of one by itself."""
         if self.error is not None:
             return BeamSearchOutput(sequences=[], error=self.error)
-        return BeamSearchOutput(sequences=[self._sequence(beam, text_of) for beam in self.search.best()])
+        return BeamSearchOutput(sequences=[self._sequence(beam, text_of, token_text) for beam in self.search.best()])
 
-    def _sequence(self, beam: Beam, text_of: Callable[[list[int]], str]) -> BeamSearchSequence:
+    def _sequence(self, beam: Beam, text_of: Callable[[list[int]], str], token_text: TokenText) -> BeamSearchSequence:
         tokens = [*self.token_ids, *beam.token_ids]
         return BeamSearchSequence(
             tokens=tokens,
             text=text_of(tokens),
             cum_logprob=beam.cum_logprob,
-            logprobs=beam.logprobs,
+            logprobs=[logprobs_of(entry, token_text) for entry in beam.logprobs],
             finish_reason=beam.finish_reason,
         )
 

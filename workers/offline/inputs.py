@@ -17,11 +17,8 @@ from tandem.configs.load import build_settings
 from tandem.configs.options import option_named
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import offline_settings
-from tandem.workers.messages.request import AdapterRef, SamplingParams
+from tandem.workers.messages.request import AdapterRef
 from tandem.workers.planning.model_source import resolve_model
-from tandem.workers.text.bad_word_ids import bad_word_ids
-from tandem.workers.text.grammars import GrammarError, checked_grammar
-from tandem.workers.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger("tandem.offline")
 Params = TypeVar("Params", bound=msgspec.Struct)
@@ -125,27 +122,6 @@ def one_priority_each(given: int | Sequence[int] | None, count: int) -> list[int
     if len(each) != count:
         raise ValueError(f"{len(each)} priorities for {count} prompts")
     return each
-
-
-def with_bad_word_ids(params: SamplingParams, tokenizer: ModelTokenizer) -> SamplingParams:
-    """Returns checked parameters in which the ids of bad_words are among bad_words_token_ids."""
-    if not params.bad_words:
-        return params
-    ids = (*params.bad_words_token_ids, *bad_word_ids(tokenizer, params.bad_words))
-    return msgspec.structs.replace(params, bad_words=(), bad_words_token_ids=ids)
-
-
-def with_grammar(params: SamplingParams) -> SamplingParams:
-    """Returns checked parameters with the grammar of structured_outputs. ValueError names what is wrong with it."""
-    form = params.structured_outputs
-    if form is None:
-        return params
-    try:
-        grammar = checked_grammar(form)
-    except GrammarError as error:
-        name = "structured_outputs" if error.field is None else f"structured_outputs.{error.field}"
-        raise ValueError(f"{name}: {error}") from error
-    return msgspec.structs.replace(params, structured_outputs=None, grammar=grammar)
 
 
 def _as_prompt(prompt: Any) -> GivenPrompt:

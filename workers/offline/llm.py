@@ -45,6 +45,7 @@ from tandem.workers.offline.scores import ScoringRequestOutput, judging, pairs_o
 from tandem.workers.planning.resolve import pooling_facts, read_spec
 from tandem.workers.planning.start_notes import warn_of_model
 from tandem.workers.text.beam_search import BeamSearchParams
+from tandem.workers.text.model_params import with_seed
 
 __all__ = ["LLM", "Completion", "RequestOutput", "SamplingParams"]
 
@@ -59,7 +60,9 @@ class LLM:
         (revision="..." chooses one), or "demo" for the bundled model. A Path is always a folder.
     chat_template: path of a Jinja chat template for chat(); None: the model's own, if it has one.
     flags: the flags of `tandem serve` that concern the engine, with underscores and their defaults there, for example
-        tensor_parallel_size=2, dtype="float32", kv_offloading_size=4 (GiB), and max_logprobs. Those of vLLM that change
+        tensor_parallel_size=2, dtype="float32", kv_offloading_size=4 (GiB), and max_logprobs. With seed=0 a script
+        writes the same texts each time: seeds of requests that have none are drawn from it, in the order of calls and
+        prompts; without it they are random. Those of vLLM that change
         nothing here, such as swap_space=4, are taken, and a line in the log says why.
 
     Raises SettingsError, which names the flag and its value, if the model cannot be loaded with these arguments, and
@@ -98,7 +101,7 @@ class LLM:
         prompts: a text, a list or array of token ids, vLLM's {"prompt": text} or {"prompt_token_ids": ids}, or a
             sequence of these. A mapping may have a "cache_salt" too.
         sampling_params: one for all prompts, or one for each; None: those of get_default_sampling_params(). A seed of
-            None is drawn anew for each prompt.
+            None is drawn anew for each prompt, from LLM's `seed` if it has one.
         use_tqdm: shows a progress bar on standard error; a function makes another bar, with tqdm's arguments.
         lora_request: an adapter from load_adapter() for all prompts, one (or None) for each, or None: the base model.
         priority: of all prompts or of each: the smaller, the earlier it gets a row, beside other calls too.
@@ -127,7 +130,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Returns one output for each prompt; a RequestRefused in place of a prompt becomes its error."""
         self.local.check()
-        params = self.text.checked(sampling_params, len(many))
+        params = [with_seed(one, self.text.draw_seed()) for one in self.text.checked(sampling_params, len(many))]
         adapters, priorities = one_for_each(lora_request, len(many)), one_priority_each(priority, len(many))
         run = OfflineRun()
         with Progress(use_tqdm, len(many), "generating") as progress, self.local.call(run) as call:
@@ -205,10 +208,10 @@ class LLM:
                 [adapters[number] for number, *_ in wanted],
             )
             ends = [output.outputs[0] for output in outputs]
-            return [Step(end.logprobs[0] if end.logprobs else None, end.error) for end in ends]
+            return [Step(end.logprobs, end.error) for end in ends]
 
         run_searches(searches, ask, params.max_tokens, use_tqdm)
-        return [search.output(self.tokenizer.decode) for search in searches]
+        return [search.output(self.tokenizer.decode, self.text.token_text) for search in searches]
 
     def embed(
         self,

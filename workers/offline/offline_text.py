@@ -1,14 +1,13 @@
 """OfflineText: what turns prompts and parameters of LLM and AsyncLLM into requests, and tokens into text.
 
-Immutable after loading: calls of several threads share it.
+Immutable after loading, but for the generator of seeds: calls of several threads share it.
 """
 
+import random
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_generation, pair_judge
@@ -16,13 +15,14 @@ from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
 from tandem.workers.messages.sampling_check import checked_sampling
-from tandem.workers.messages.sampling_ranges import NO_SEED
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.offline.inputs import GivenPrompt, as_params, with_bad_word_ids, with_grammar
-from tandem.workers.offline.outputs import Completion, OpenOutput, RequestOutput, refuse_output
+from tandem.workers.offline.inputs import GivenPrompt, as_params
+from tandem.workers.offline.outputs import Completion, OpenOutput, RequestOutput, end_all
 from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
 from tandem.workers.text.choice_text import ChoiceText
 from tandem.workers.text.detokenizer import Detokenizer, DetokenizerFactory, NoText
+from tandem.workers.text.grammars import with_grammar
+from tandem.workers.text.model_params import with_bad_word_ids
 from tandem.workers.text.tokenizer import check_text_ids, check_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ class OfflineText:
         self.template: ChatTemplate | None = find_chat_template(self._folder, chat_template, self.tokenizer)
         self.judge = pair_judge(settings.model, self.tokenizer, self.template if chat_template else None)
         self._factory = DetokenizerFactory(self.tokenizer)
+        self.token_text = self._factory.token_text
         self._theirs: PreTrainedTokenizerBase | None = None
+        seed = settings.model.seed
+        self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
         self.max_logprobs = spec.vocab_size if max_logprobs == -1 else max_logprobs
 
     def set_facts(self, facts: ModelFacts) -> None:
@@ -89,6 +92,10 @@ class OfflineText:
             raise ValueError(f"{len(each)} sampling_params for {count} prompts")
         return each
 
+    def draw_seed(self) -> int:
+        """Draws the seed of a request that has none; with LLM's `seed` the same ones in the same order."""
+        return self._random.getrandbits(63)
+
     # ---- requests ----
 
     def request(
@@ -100,27 +107,28 @@ class OfflineText:
         priority: int,
         reply_to: ReplyTo,
     ) -> tuple[OpenOutput, GenerationRequest | None]:
-        """Returns the output of a prompt with checked parameters, and its request; None for what is refused, whose
-        output says why."""
+        """Returns the output of a prompt with checked parameters, a seed among them, and its request; None for what is
+        refused, whose output says why."""
         refusal = prompt if isinstance(prompt, RequestRefused) else None
         text, ids, salt = self.read(GivenPrompt(None, []) if isinstance(prompt, RequestRefused) else prompt)
+        asked = params.logprobs is not None or params.logprob_token_ids is not None
         output = RequestOutput(
             request_id=name,
             prompt=text,
             prompt_token_ids=ids,
-            outputs=[Completion(index=index) for index in range(params.n)],
+            outputs=[Completion(index=index, logprobs=[] if asked else None) for index in range(params.n)],
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
-        opened = OpenOutput(output, [self._choice_text(ids, params) for _ in output.outputs])
+        token_text = self.token_text if params.detokenize else None
+        texts = [self._choice_text(ids, params) for _ in output.outputs]
+        opened = OpenOutput(output, texts, token_text, is_ranked=params.logprob_token_ids is None)
         try:
             if refusal is not None:
                 raise refusal
             self.check_ids(text, ids)
         except RequestRefused as error:
-            refuse_output(output, str(error))
+            end_all(output, "error", str(error))
             return opened, None
-        if params.seed is None or params.seed == NO_SEED:
-            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         request = GenerationRequest(
             request_id=name,
             prompt_token_ids=ids,

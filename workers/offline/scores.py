@@ -85,7 +85,8 @@ class Judging:
         (end,) = output.outputs
         told = ScoringOutput(error=end.error)
         if end.logprobs:
-            told.score = self.judge.score(end.logprobs[0], is_raw=self.is_raw)
+            behind = {token_id: one.logprob for token_id, one in end.logprobs[0].items()}
+            told.score = self.judge.score(behind, is_raw=self.is_raw)
         elif told.error is None:
             told.error = f"The prompt ended ({end.finish_reason}) without a score."
         return ScoringRequestOutput(

@@ -22,7 +22,7 @@ GIB = 2**30
 GATHER_BYTES: Final = 16 * MIB
 """Keys and values that attention gathers at once, where it gathers them."""
 ATTENTION_BYTES: Final = 224 * MIB
-"""The most that attention takes on a device with memory of its own, whatever the context (attention/pieces.py)."""
+"""The most that attention takes on a device with memory of its own, whatever the context: pieces.py, prompts/ there."""
 
 
 @dataclass(frozen=True, slots=True)

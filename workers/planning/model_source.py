@@ -78,7 +78,7 @@ def model_digest(model: ModelSettings) -> str:
     that change what is computed; the weights are not read, so others that took their place in the folder are not seen.
     """
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
-    dummy = model.seed if model.load_format == "dummy" else None
+    dummy = (model.seed or 0) if model.load_format == "dummy" else None
     ends = json.dumps((model.generation_config, model.override_generation_config), sort_keys=True)
     chosen = (model.model, model.revision, overrides, dummy, model.quantization, model.batch_invariant, ends)
     digest = blake2b(repr(chosen).encode(), digest_size=8)

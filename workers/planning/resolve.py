@@ -121,7 +121,7 @@ def fingerprint(folder: Path, settings: EngineSettings) -> str:
     model = settings.model
     digest = hashlib.blake2b(digest_size=16)
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
-    dummy = model.seed if model.load_format == "dummy" else None
+    dummy = (model.seed or 0) if model.load_format == "dummy" else None
     digest.update(f"{model.revision}|{overrides}|{dummy}|{model.quantization or ''}".encode())
     if model.batch_invariant:  # KV of the other mode has other bits
         digest.update(b"batch-invariant")

@@ -5,11 +5,11 @@ import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -27,6 +27,7 @@ from tandem.parallel.stored.read_ahead import BESIDE_COPIES
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.latents.latent_backend import LatentBackend
 from tandem.workers.attention.latents.torch_latents import TorchLatents
+from tandem.workers.attention.prompts.varlen_attention import FlashVarlen
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import CaptureGraph, CudaGraphs, Replay
 from tandem.workers.graphs.graph_runner import GraphRunner, Outputs
@@ -37,6 +38,9 @@ from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
 from tandem.workers.platforms.tensor_rows import TensorRows
+
+if TYPE_CHECKING:
+    from tandem.workers.attention.triton_paged import LargeChunks
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +190,7 @@ class CudaPlatform(Platform):
         self.read_ahead = BESIDE_COPIES._replace(memory=accelerator.pinned_memory)
         self.backend = backend
         self._capture = CudaCapture() if capture is None else capture
+        self._flash_obstacles: dict[Hashable, str | None] = {}
 
     @classmethod
     def open(cls, device: torch.device) -> Self:
@@ -200,12 +205,8 @@ class CudaPlatform(Platform):
         accelerator.activate()
         return cls(device, accelerator, Backend("nccl", device, shares_memory=False))
 
-    def triton_obstacle(self) -> str | None:
-        """Return why Triton's kernels cannot be had here, if they cannot."""
-        return _triton_obstacle()
-
     def has_triton(self) -> bool:
-        return self.triton_obstacle() is None
+        return _triton_obstacle() is None
 
     # ---- what layers compute with ----
 
@@ -215,8 +216,20 @@ class CudaPlatform(Platform):
             from tandem.workers.attention.triton_paged import TritonAttention, takes
 
             if takes(dtype, head_dim, kv_dtype):
-                return TritonAttention()
+                return TritonAttention(self._prompts(dtype, head_dim, kv_dtype or dtype))
         return TorchAttention(is_bounded=True, replays=True)
+
+    def _prompts(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype) -> "LargeChunks | None":
+        """Return what takes chunks of large steps: torch's flash kernel, where it computes what Triton's does."""
+        from tandem.workers.attention.prompts.flash_probe import flash_obstacle
+        from tandem.workers.attention.prompts.flash_prompts import FlashPrompts
+
+        varlen, asked = FlashVarlen(), (dtype, head_dim, kv_dtype)
+        if not varlen.takes(dtype, head_dim):
+            return None
+        if asked not in self._flash_obstacles:
+            self._flash_obstacles[asked] = flash_obstacle(varlen, self.device, *asked)
+        return FlashPrompts(varlen) if self._flash_obstacles[asked] is None else None
 
     def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
         return TorchLatents(is_bounded=True, replays=True)
@@ -309,8 +322,11 @@ class CudaPlatform(Platform):
         }
 
     def obstacle(self, dtype: torch.dtype) -> str | None:
-        return None
+        return _triton_obstacle()
 
     def kernel_notes(self, dtype: torch.dtype, quantization: str | None) -> tuple[str, ...]:
-        reason = self.triton_obstacle()
-        return () if reason is None else (f"torch computes instead of Triton's kernels, slower: {reason}",)
+        reason = _triton_obstacle()
+        if reason is not None:
+            return (f"torch computes instead of Triton's kernels, slower: {reason}",)
+        words = "Triton's kernel attends prompts instead of torch's flash attention, slower"
+        return tuple(f"{words}: {why}" for why in dict.fromkeys(self._flash_obstacles.values()) if why is not None)

@@ -39,13 +39,14 @@ class Guess(Protocol):
 class Columns(Protocol):
     """The host's columns of rows, as of workers/rank/row_table.py, which explains them. token_ids int32 [rows, tokens],
     block_ids int32 [rows, blocks x groups], counts int64 [rows]. windows: of each group of layers, None where a token
-    sees all."""
+    sees all. told_blocks: how many of a row's first block ids are as the device was last told."""
 
     block_size: int
     token_ids: npt.NDArray[np.int32]
     block_ids: npt.NDArray[np.int32]
     num_known: Ints
     num_blocks: Ints
+    told_blocks: Ints
     windows: tuple[int | None, ...]
     num_unread: Ints
     num_accepted: Ints

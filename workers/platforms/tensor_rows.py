@@ -2,9 +2,9 @@
 
 The copy holds the step's rows, the tokens that the host knows, and what changed in the columns since the device last
 saw these rows; ids, positions and slots are derived on the device. A copy of the columns on the host says what the
-device has, so that no change can be missed, whatever made it. Drafts are guessed and accepted here too, so that the
-host may be behind by as many tokens as are in flight. T tokens, R rows of a step, S tokens that are sampled by B rows,
-Q rows with drafts, D drafts of a row, N blocks and L tokens of the longest row, G groups of layers.
+device has (of block tables, from told_blocks on). Drafts are guessed and accepted here too, so that the host may be
+behind by as many tokens as are in flight. T tokens, R rows of a step, S tokens that are sampled by B rows, Q rows with
+drafts, D drafts of a row, N blocks and L tokens of the longest row, G groups of layers.
 """
 
 from collections.abc import Sequence
@@ -168,6 +168,7 @@ class TensorRows:
         self._lives.fill(UNKNOWN)
         self._told.fill(UNKNOWN)
         self._blocks.fill(UNKNOWN)
+        self._columns.told_blocks.fill(0)
 
     def _changed_counts(self, rows_R: Ints) -> Ints:
         """Notes the rows whose tokens the host has changed, but for drafts that were accepted here first; returns
@@ -180,10 +181,14 @@ class TensorRows:
 
     def _changed_blocks(self, rows_R: Ints, width: int) -> Ints:
         """Notes the rows' block ids that the host has changed; returns their places in the flat table."""
-        now_RN = self._columns.block_ids[rows_R, :width]
-        place_R, column = np.nonzero(now_RN != self._blocks[rows_R, :width])
-        self._blocks[rows_R, :width] = now_RN
-        return np.asarray(rows_R[place_R] * self._blocks.shape[1] + column)
+        columns, told, groups = self._columns, self._columns.told_blocks, len(self._columns.windows)
+        rows_C = rows_R[told[rows_R] < columns.num_blocks[rows_R] * groups]
+        first = int(told[rows_C].min(initial=width))
+        now_CN = columns.block_ids[rows_C, first:width]
+        place_C, column = np.nonzero(now_CN != self._blocks[rows_C, first:width])
+        self._blocks[rows_C, first:width] = now_CN
+        told[rows_C] = columns.num_blocks[rows_C] * groups
+        return np.asarray(rows_C[place_C] * self._blocks.shape[1] + first + column)
 
     def _with_untold(self, packed: "_StepCopy[Array]", rows: StepRows) -> "_StepCopy[Array]":
         """Notes that the device gets the tokens of rows that are read here or have drafts that are guessed here; adds

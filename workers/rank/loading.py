@@ -268,7 +268,7 @@ def _build(chosen: _Chosen, placement: LayerPlacement, on_bytes: OnBytes | None)
             platform=chosen.platform,
             kv_dtype=chosen.kv_dtype,
             load_format=model.load_format,
-            seed=model.seed,
+            seed=model.seed or 0,
             streamed=placement.streamed,
             quantization=model.quantization,
             windows=chosen.groups.windows,
@@ -306,6 +306,7 @@ def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_byt
     from tandem.workers.planning.graph_room import graph_bytes
     from tandem.workers.rank.profiling import run_fullest_steps
 
+    open_links(chosen.context, platform.device)
     profiled_kv_bytes = run_fullest_steps(
         decoder,
         chosen.context,
@@ -327,6 +328,16 @@ def _count_blocks(chosen: _Chosen, decoder: Decoder, needs: KVNeeds, adapter_byt
         mesh, size = chosen.context.mesh, chosen.dtype.itemsize
         free_bytes -= graph_bytes(chosen.spec, mesh, chosen.settings, size, needs.max_model_len)
     return cuda_blocks(cache, needs, total_bytes, free_bytes, total_bytes - free_bytes)
+
+
+def open_links(context: ParallelContext, device: torch.device) -> None:
+    """Passes an element from stage to stage: NCCL gives two ranks memory of their own when they first exchange, which
+    must count as used."""
+    one = torch.zeros(1, device=device)
+    if not context.is_first_stage:
+        context.world.recv(one, context.rank - context.tp_size)
+    if context.pp_rank < context.pp_size - 1:
+        context.world.isend(one, context.rank + context.tp_size).wait()
 
 
 def _warm_up(runner: ModelRunner, max_model_len: int, block_size: int, num_groups: int, *, relays: bool) -> None:

@@ -53,8 +53,9 @@ log = logging.getLogger(__name__)
 FAILURE_LINGER_MS = 1000
 TOLD_TO_END = 128 + signal.SIGTERM
 """The exit status of a rank that has got ToldToEnd."""
-LOOK_AGAIN_S = 1e-4
-"""Between two looks at the device and at the channel, while a step is computed beside the host."""
+LOOK_AGAIN_S = 2e-5
+"""Between two looks at the device and at the channel, while a step is computed beside the host; Linux adds up to 50 us
+to a sleep. A result is late by as much."""
 LOOPBACK = "127.0.0.1"
 SHARED_DEVICE = "Duplicate GPU detected"
 """NCCL's word for ranks of one group on one device."""
@@ -71,8 +72,9 @@ class RankServer:
 
     on_loading, on_transferred: called with messages that no call of take() waits for: progress while weights are read,
     and results of transfers, on a lane's thread. on_placed: called with the rank's place, such as "tp0 pp1", once it is
-    known. host: this machine's address as other ranks reach it; ranks with equal hosts share a machine. is_process: it
-    is a process of its own, whose coordinator would miss a thread that stands still (rank_watch.py).
+    known. host: this machine's address as other ranks reach it; ranks with equal hosts share a machine. gpu: the GPU
+    that was given to it alone (open_platform). is_process: it is a process of its own, whose coordinator would miss a
+    thread that stands still (rank_watch.py).
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class RankServer:
         on_transferred: Callable[[TransferResult], None],
         *,
         host: str = LOOPBACK,
+        gpu: str | None = None,
         on_placed: Callable[[str], None] = _stay_unnamed,
         is_process: bool = False,
     ) -> None:
@@ -89,6 +92,7 @@ class RankServer:
         self.hello = Hello(rank, os.getpid(), host)
         self._rank = rank
         self._host = host
+        self._gpu = gpu
         self._on_loading = on_loading
         self._on_placed = on_placed
         self._lanes = Lanes(rank, on_transferred)
@@ -126,7 +130,7 @@ class RankServer:
         settings = msgspec.msgpack.decode(setup.settings, type=EngineSettings)
         read_spec(settings)  # refused settings are found before ranks wait for each other
         on_bytes = LoadReports(self._rank, self._on_loading).take
-        platform = open_platform(settings, self._rank, setup.ranks_on_node)
+        platform = open_platform(settings, self._rank, setup.ranks_on_node, self._gpu)
         context = ParallelContext.single()
         if setup.world_size > 1:
             context = yield from self._meet(setup, settings, platform.backend)
@@ -247,10 +251,12 @@ class ToldToEnd(BaseException):
     """Raised in a rank's main thread by the signal handler of whoever runs it."""
 
 
-def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", host: str = LOOPBACK) -> int:
+def run_rank(
+    rank: int, endpoint: str, secret: str, *, group: str = "local", host: str = LOOPBACK, gpu: str | None = None
+) -> int:
     """Runs a rank process until Shutdown; returns the exit status: 0 after Shutdown, 1 after a failure, TOLD_TO_END.
 
-    host: this machine's address as other ranks reach it. Ends the process by itself when the coordinator is gone.
+    host, gpu: as of a RankServer. Ends the process by itself when the coordinator is gone.
     """
     from tandem.workers.rank.transfers.lane_channel import LaneChannel
 
@@ -270,6 +276,7 @@ def run_rank(rank: int, endpoint: str, secret: str, *, group: str = "local", hos
         send,
         lane_channel.send,
         host=host,
+        gpu=gpu,
         is_process=True,
         on_placed=lambda place: setproctitle.setproctitle(f"tandem rank {group} {place}"),
     )

@@ -17,7 +17,7 @@ from tandem.workers.sampling.sampling_table import SamplingTable
 from tandem.workers.structured.grammar_store import GrammarStore
 
 Ints = npt.NDArray[np.int64]
-COUNTS = ("num_known", "num_computed", "num_blocks", "num_unread", "num_accepted", "max_accepted")
+COUNTS = ("num_known", "num_computed", "num_blocks", "told_blocks", "num_unread", "num_accepted", "max_accepted")
 
 
 class RowTable:
@@ -26,6 +26,7 @@ class RowTable:
     windows: of the groups, None where a token sees all before it.
 
     adapter_slots: int64 [rows], -1 without an adapter; num_adapted: rows with one.
+    told_blocks: block ids of a row, from its first on, that have not changed since the device was told them.
     lives: int64 [rows], counts how often a row was bound, freed or rolled back, so that a late token finds its own.
     num_unread: tokens counted in num_known whose values the host has not read. num_accepted: accepted drafts among the
     known tokens since the row was bound. max_accepted: the most that the steps in flight may add to num_known and
@@ -55,6 +56,7 @@ class RowTable:
         self.num_known = np.zeros(capacity, np.int64)
         self.num_computed = np.zeros(capacity, np.int64)
         self.num_blocks = np.zeros(capacity, np.int64)
+        self.told_blocks = np.zeros(capacity, np.int64)
         self.num_unread = np.zeros(capacity, np.int64)
         self.num_accepted = np.zeros(capacity, np.int64)
         self.max_accepted = np.zeros(capacity, np.int64)
@@ -143,7 +145,7 @@ class RowTable:
     def _clear(self, row: int) -> None:
         if row < len(self.num_known):
             self.block_ids[row, : self.num_blocks[row] * self._groups] = 0
-            self.num_known[row] = self.num_computed[row] = self.num_blocks[row] = 0
+            self.num_known[row] = self.num_computed[row] = self.num_blocks[row] = self.told_blocks[row] = 0
             self.num_unread[row] = self.max_accepted[row] = self.num_accepted[row] = 0
             self.lives[row] += 1
             self.num_adapted -= int(self.adapter_slots[row] >= 0)
@@ -182,6 +184,7 @@ class RowTable:
         for index, block_id in work.replaced_blocks:
             assert index < self.num_blocks[row] * self._groups, f"row {row} has no block {index}"
             self.block_ids[row, index] = block_id
+            self.told_blocks[row] = min(self.told_blocks[row], index)
 
     def _append_tokens(self, row: int, token_ids: list[int]) -> None:
         tokens = np.asarray(token_ids, np.int64)

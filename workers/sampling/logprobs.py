@@ -37,9 +37,16 @@ class RawLogprobs:
         most = min(max(self.wanted, default=0), self.logprobs_LV.shape[1])
         chosen_L1 = self.logprobs_LV.gather(1, chosen_L[:, None])
         top_LM, top_ids_LM = _best(self.logprobs_LV, most) if most else (chosen_L1[:, :0], chosen_L[:, None][:, :0])
+        better_L = (self.logprobs_LV > chosen_L1).sum(dim=1, dtype=torch.int32)
+        ranked_2L = torch.stack((chosen_L, 1 + better_L))  # of one type, for one copy
         named = None if named_LN is None else NamedLogprobs(named_ids, to_host(self.logprobs_LV.gather(1, named_LN)))
         return ChosenLogprobs(
-            to_host(chosen_L), to_host(chosen_L1), to_host(top_ids_LM), to_host(top_LM), self.wanted, named
+            to_host(ranked_2L),
+            to_host(chosen_L1),
+            to_host(top_ids_LM),
+            to_host(top_LM),
+            self.wanted,
+            named,
         )
 
 
@@ -77,10 +84,10 @@ class NamedLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ChosenLogprobs:
-    """Host tensors with the chosen ids and their log probabilities, and the best ids and theirs, in descending
-    order; and those that rows name in their place."""
+    """Host tensors with the chosen ids and their ranks, their log probabilities, and the best ids and theirs, in
+    descending order; and those that rows name in their place."""
 
-    chosen_L: torch.Tensor
+    ranked_2L: torch.Tensor
     logprobs_L1: torch.Tensor
     top_ids_LM: torch.Tensor
     top_LM: torch.Tensor
@@ -89,11 +96,11 @@ class ChosenLogprobs:
 
     def entries(self) -> list[TokenLogprobs]:
         """One TokenLogprobs per row; `top` in descending order, or as named."""
-        columns = (self.chosen_L, self.logprobs_L1[:, 0], self.top_ids_LM, self.top_LM)
+        columns = (*self.ranked_2L, self.logprobs_L1[:, 0], self.top_ids_LM, self.top_LM)
         rows = zip(*(column.tolist() for column in columns), self.wanted, strict=True)
         found = [
-            TokenLogprobs(token_id=token, logprob=logprob, top=list(zip(ids[:count], values[:count], strict=True)))
-            for token, logprob, ids, values, count in rows
+            TokenLogprobs(token, logprob, list(zip(ids[:count], values[:count], strict=True)), rank)
+            for token, rank, logprob, ids, values, count in rows
         ]
         if self.named is None:
             return found

@@ -69,19 +69,15 @@ class ScoreStep:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The log probabilities of a step, piece by piece, where they arrive on the host, and the ranks of the tokens."""
+    """The log probabilities of a step, piece by piece, where they arrive on the host."""
 
     step: ScoreStep
-    pieces: list[tuple[ChosenLogprobs, torch.Tensor]]
+    pieces: list[ChosenLogprobs]
 
     def merged(self, others: Sequence[RowResult]) -> list[RowResult]:
         """Returns the results of all rows in the plan's order. An event recorded after the step must be done. others:
         of the rows that sample or are pooled."""
-        entries = [
-            TokenLogprobs(entry.token_id, entry.logprob, entry.top, rank)
-            for chosen, ranks_N in self.pieces
-            for entry, rank in zip(chosen.entries(), ranks_N.tolist(), strict=True)
-        ]
+        entries = [entry for chosen in self.pieces for entry in chosen.entries()]
         by_row = {result.row: result for result in others}
         for part in self.step.parts:
             by_row[part.row] = _with_scores(by_row.get(part.row), part, entries[part.first : part.last])
@@ -118,7 +114,7 @@ class PromptScorer:
 
     def score(self, step: ScoreStep, hidden_PH: torch.Tensor, head: Head) -> Scored | None:
         """Computes the log probabilities from the hidden states after the final norm; None where they are not read."""
-        pieces: list[tuple[ChosenLogprobs, torch.Tensor]] = []
+        pieces: list[ChosenLogprobs] = []
         first = 0
         for size in pieces_of(len(hidden_PH)):
             own = slice(first, first + size)
@@ -128,12 +124,9 @@ class PromptScorer:
             first += size
         return Scored(step, pieces) if self._reads else None
 
-    def _piece(self, logits_NV: torch.Tensor, next_N: Ints, wanted_N: list[int]) -> tuple[ChosenLogprobs, torch.Tensor]:
-        to_host = self._accelerator.to_host
+    def _piece(self, logits_NV: torch.Tensor, next_N: Ints, wanted_N: list[int]) -> ChosenLogprobs:
         ids_N = self._accelerator.to_device(torch.from_numpy(next_N))
-        raw = RawLogprobs.of(logits_NV, wanted_N)
-        better_NV = raw.logprobs_LV > raw.logprobs_LV.gather(1, ids_N[:, None])
-        return raw.of_tokens(ids_N, to_host), to_host(1 + better_NV.sum(dim=1))
+        return RawLogprobs.of(logits_NV, wanted_N).of_tokens(ids_N, self._accelerator.to_host)
 
     def _adapters(self, slots_N: Ints) -> AdapterRows | None:
         """The adapters of a piece; None when none of its rows has one."""

@@ -1,6 +1,6 @@
 """Checks the collectives between two ranks on this machine: this process is rank 0, a child is rank 1.
 
-python -m tandem.workers.self_checks.two_ranks PORT
+python -m tandem.workers.self_checks.two_ranks PORT [DEVICE]
 """
 
 import subprocess
@@ -11,10 +11,13 @@ from contextlib import contextmanager
 
 import torch
 
+from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.shared_memory import SharedMemoryCollectives
 from tandem.parallel.groups import init_parallel, listen
+from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform
+from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.self_checks.outcome import Check, require
 
 HOST = "127.0.0.1"
@@ -23,12 +26,12 @@ CHILD_END_S = 10.0
 
 
 def rank_checks() -> list[Check]:
-    return [Check("all-reduce of two ranks", _all_reduce)]
+    return [Check("all-reduce of two ranks", lambda: sum_of_two(CpuPlatform()))]
 
 
 @contextmanager
-def _joined(rank: int, port: int, **more: object) -> Iterator[ParallelContext]:
-    context = init_parallel(rank, 2, 2, 1, HOST, port, CpuPlatform().backend, **more)  # type: ignore[arg-type]
+def _joined(rank: int, port: int, platform: Platform, **more: object) -> Iterator[ParallelContext]:
+    context = init_parallel(rank, 2, 2, 1, HOST, port, platform.backend, **more)  # type: ignore[arg-type]
     try:
         yield context
     finally:
@@ -36,38 +39,44 @@ def _joined(rank: int, port: int, **more: object) -> Iterator[ParallelContext]:
         context.shut_down()
 
 
-def _run(context: ParallelContext) -> tuple[torch.Tensor, float]:
+def _run(context: ParallelContext, platform: Platform) -> tuple[torch.Tensor, float]:
     """Returns the sum of all rounds and the seconds of the fastest round."""
-    total, best_s = torch.zeros(WIDTH), float("inf")
+    total, best_s = platform.zeros((WIDTH,), torch.float32), float("inf")
     for turn in range(ROUNDS):
-        mine = torch.arange(WIDTH, dtype=torch.float32) * (context.rank + 1) + turn
+        mine = torch.arange(WIDTH, dtype=torch.float32, device=platform.device) * (context.rank + 1) + turn
+        platform.accelerator.synchronize()
         started_s = time.perf_counter()
         total += context.tp.all_reduce(mine)
+        platform.accelerator.synchronize()
         best_s = min(best_s, time.perf_counter() - started_s)
     return total, best_s
 
 
-def _all_reduce() -> str:
+def sum_of_two(platform: Platform) -> str:
+    """Returns what two ranks on that kind of device found, which have a device each where these are not shared."""
     listener = listen(HOST)
     port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "tandem.workers.self_checks.two_ranks", str(port)]
+    command = [sys.executable, "-m", "tandem.workers.self_checks.two_ranks", str(port), platform.name]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
-        with _joined(0, port, listener=listener) as context:
-            total, best_s = _run(context)
+        with _joined(0, port, platform, listener=listener) as context:
+            total, best_s = _run(context, platform)
             uses_memory = isinstance(context.tp.group, SharedMemoryCollectives)
             expected = ROUNDS * 3 * torch.arange(WIDTH, dtype=torch.float32) + ROUNDS * (ROUNDS - 1)
-            require(torch.equal(total, expected), "two ranks got a wrong sum")
+            require(torch.equal(total.cpu(), expected), "two ranks got a wrong sum")
             status = child.wait(CHILD_END_S)  # in here: the store of the rendezvous is this process's
     finally:
         child.kill()
         child.wait()
     require(status == 0, f"the second rank ended with exit status {status}")
-    way = "shared memory" if uses_memory else "gloo over TCP"
+    way = "shared memory" if uses_memory else platform.backend.name
     return f"through {way}, {best_s * 1e6:.0f} us for {WIDTH * 4 // 1024} KiB"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with _joined(1, int(sys.argv[1])) as joined:
-        _run(joined)
+    _, given_port, kind = sys.argv
+    settings = EngineSettings(model=ModelSettings(model=""), device=DeviceSettings(device=kind, cpu_threads=1))  # type: ignore[arg-type]
+    own = open_platform(settings, rank=1, ranks_on_node=2)
+    with _joined(1, int(given_port), own) as joined:
+        _run(joined, own)

@@ -21,6 +21,8 @@ from tandem.workers.messages.request import FinishReason, SamplingParams, TokenL
 
 MAX_BEAM_WIDTH = 1024
 MAX_LENGTH_PENALTY = 10.0
+NEXT_TOKEN = SamplingParams(temperature=0.0, seed=0, ignore_eos=True, detokenize=False)
+"""Parameters that the requests of all beams and steps have in common. Copies of it are not checked each time."""
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,27 +107,25 @@ class BeamSearch:
 
     def sampling(self, beam: Beam) -> SamplingParams:
         """Parameters of a request for the next token of a live beam: one more than it has, with its candidates."""
-        return SamplingParams(
-            max_tokens=len(beam.token_ids) + 1, temperature=0.0, seed=0, ignore_eos=True, logprobs=self.num_logprobs
-        )
+        return msgspec.structs.replace(NEXT_TOKEN, max_tokens=len(beam.token_ids) + 1, logprobs=self.num_logprobs)
 
     def advance(self, entries: Sequence[TokenLogprobs]) -> None:
         """Takes a step. entries: for each live beam, in order, its next token's best candidates in `top`."""
         many = [
-            (beam.cum_logprob + logprob, place, token_id, logprob)
+            (beam.cum_logprob + logprob, place, token_id, logprob, rank)
             for place, (beam, entry) in enumerate(zip(self.live, entries, strict=True))
-            for token_id, logprob in entry.top
+            for rank, (token_id, logprob) in enumerate(entry.top, 1)
         ]
         chosen = heapq.nlargest(self.num_logprobs, many, key=lambda candidate: candidate[0])
         going_on: list[Beam] = []
-        for rank, (total, place, token_id, logprob) in enumerate(chosen):
+        for number, (total, place, token_id, logprob, rank) in enumerate(chosen):
             before = self.live[place]
             ends = token_id in self._eos
-            if (ends or len(before.token_ids) + 1 >= self._max_tokens) and rank >= self._width:
+            if (ends or len(before.token_ids) + 1 >= self._max_tokens) and number >= self._width:
                 continue  # it only stands by
             if not ends and len(going_on) == self._width:
                 continue
-            entry = TokenLogprobs(token_id, logprob, entries[place].top[: self._num_top])
+            entry = TokenLogprobs(token_id, logprob, entries[place].top[: self._num_top], rank)
             grown = Beam([*before.token_ids, token_id], total, [*before.logprobs, entry])
             if ends:
                 self._finish(grown, "stop")

@@ -191,6 +191,10 @@ class DetokenizerFactory:
             return self._table.token_bytes(token_id)
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode("utf-8", "replace")
 
+    def token_text(self, token_id: int) -> str:
+        """Returns the text of one token by itself; bytes that are no whole character become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
 
 def decoder_kind(decoder: dict[str, Any] | None) -> str | None:
     """Returns how a tokenizer.json decoder spells tokens: byte_level, byte_fallback (Llama's), byte_fallback_spaced

@@ -10,9 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
 from llguidance import LLMatcher, LLTokenizer, StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
+from tandem.workers.messages.request import SamplingParams
 from tandem.workers.messages.structured_outputs import StructuredOutputsParams
 from tandem.workers.text.output.json_schemas import asserting, fault
 
@@ -65,6 +67,19 @@ def checked_grammar(params: StructuredOutputsParams) -> str:
         kind = kind_of(params)
         raise GrammarError(_fault_of(params, kind) or str(error), kind) from error
     return grammar
+
+
+def with_grammar(params: SamplingParams) -> SamplingParams:
+    """Returns checked parameters with the grammar of structured_outputs. ValueError names what is wrong with it."""
+    form = params.structured_outputs
+    if form is None:
+        return params
+    try:
+        grammar = checked_grammar(form)
+    except GrammarError as error:
+        name = "structured_outputs" if error.field is None else f"structured_outputs.{error.field}"
+        raise ValueError(f"{name}: {error}") from error
+    return msgspec.structs.replace(params, structured_outputs=None, grammar=grammar)
 
 
 def _fault_of(params: StructuredOutputsParams, kind: str) -> str:

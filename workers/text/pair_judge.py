@@ -5,9 +5,10 @@ it. workers/build.py makes one of a checkpoint, for the gateway (POST /v1/score)
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tandem.workers.messages.request import SamplingParams, TokenLogprobs
+from tandem.workers.messages.request import SamplingParams
 from tandem.workers.text.chat_template import ChatTemplate
 
 
@@ -32,11 +33,10 @@ class PairJudge:
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         return self.template.render(messages, add_generation_prompt=False)
 
-    def score(self, behind: TokenLogprobs, *, is_raw: bool) -> float:
-        """Returns the score of a pair. behind: what the model says of the token behind its prompt. is_raw: the
+    def score(self, behind: Mapping[int, float], *, is_raw: bool) -> float:
+        """Returns the score of a pair. behind: log probabilities of both tokens behind its prompt. is_raw: the
         difference of both logits, in place of the probability that it stands for."""
-        found = dict(behind.top)
-        logit = found[self.yes_id] - found[self.no_id]
+        logit = behind[self.yes_id] - behind[self.no_id]
         return logit if is_raw else _logistic(logit)
 
 

@@ -15,6 +15,7 @@ def report(found: dict[str, Any]) -> str:
         f"{found['num_parameters'] / 1e6:,.1f} M parameters, weights in {weights}, KV in {found['kv_dtype']}",
         _checkpoint_line(found["checkpoint"]),
         _memory_line(found["memory"], plan),
+        f"steps of up to {found['max_num_seqs']:,} sequences and {found['max_num_batched_tokens']:,} tokens",
         "",
         *table(_rank_rows(plan, found["lora"]["max_lora_rank"])),
         "",

@@ -28,8 +28,8 @@ def doctor(
 
     Prints versions and limits, what does not fit together, what is chosen and why, and the outcome of checks. They
     compare each CPU kernel with torch, replayed with eager steps of the demo model, and KV before and after a copy, run
-    an all-reduce between two processes, and measure speeds. The exit status is 1 when a check fails or something does
-    not fit.
+    an all-reduce between two processes, and measure speeds; on a GPU all of that for its kernels, steps and copies too,
+    and what two GPUs exchange. The exit status is 1 when a check fails or something does not fit.
     """
     from tandem.cluster.deploy.machine_facts import read_facts
     from tandem.cluster.deploy.misfits import misfits
@@ -91,7 +91,7 @@ def _own_choices(facts: "MachineFacts") -> list[Row]:
 
 def check_line(check: Row) -> str:
     """One line of a check's outcome."""
-    return f"{check['status']:<9} {check['name']:<24} {check['detail']} ({check['seconds']:.1f} s)"
+    return f"{check['status']:<9} {check['name']:<32} {check['detail']} ({check['seconds']:.1f} s)"
 
 
 def fact_rows(facts: "MachineFacts") -> list[list[str]]:

@@ -22,7 +22,7 @@ from tandem.cluster.cli.base.terminal import say
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.configs.options import OPTIONS
-from tandem.configs.platform_facts import check_formats, idle_flags
+from tandem.configs.platform_facts import check_formats, idle_flags, sized
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.stored.headers import INDEX, find_weights, has_other_weights, no_weights
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
@@ -140,6 +140,7 @@ def _model(name: str, settings: EngineSettings, asked: _Asked) -> _PlannedModel:
     settings = replace(settings, model=replace(settings.model, model=str(folder)))
     spec, memory = read_spec(settings), _memory(settings, asked)
     check_formats(settings, memory.device)
+    settings = sized(settings, memory.device, memory.device_bytes)
     check_batch_invariant(settings, spec, memory.device)
     dtype = resolve_dtype(settings, spec, memory.device)
     kv_dtype = resolve_kv_dtype(settings, dtype)
@@ -166,6 +167,8 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
         "lora": msgspec.structs.asdict(model.settings.lora),
         "checkpoint": None if stored is None else _checkpoint(stored, parameters_of(spec).num_elements),
         "memory": asdict(model.memory),
+        "max_num_seqs": model.settings.scheduler.max_num_seqs,
+        "max_num_batched_tokens": model.settings.scheduler.max_num_batched_tokens,
         "plan": _plain(model.plan(given.tensor_parallel_size, given.pipeline_parallel_size)),
         "num_ranks": num_ranks,
         "cuts": [_plain(candidate) for candidate in candidates],

@@ -142,6 +142,10 @@ ANTHROPICS = re.compile(
     r"(bash|code_execution|computer|memory|text_editor|tool_search_tool_(?:bm25|regex)|web_fetch|web_search)(_[0-9]{8})?"
 )
 """Kinds of tools that only Anthropic's models know, whoever runs them, each with the date of its version."""
+SERVERS = re.compile(
+    r"(server|mcp)_tool_use|(mcp|web_search|web_fetch|tool_search|((bash|text_editor)_)?code_execution)_tool_result"
+)
+"""Kinds of blocks about what Anthropic's servers did for an earlier answer, which clients echo."""
 BLOCK_KINDS = ("text", "thinking", "tool_use", "tool_result")
 
 
@@ -196,9 +200,8 @@ def _check(body: CountTokensBody) -> None:
     if choice is not None and (choice.type == "tool") != (choice.name is not None):
         raise invalid("tool_choice.name", "tool_choice.name belongs to tool_choice.type tool, and only there.")
     if thinking is not None and (thinking.type == "enabled") != (thinking.budget_tokens is not None):
-        raise invalid(
-            "thinking.budget_tokens", "thinking.budget_tokens belongs to thinking.type enabled, and only there."
-        )
+        name = "thinking.budget_tokens"
+        raise invalid(name, f"{name} belongs to thinking.type enabled, and only there.")
 
 
 def _plain(fields: dict[str, Any], ignored: IgnoredFields) -> dict[str, Any]:
@@ -209,13 +212,15 @@ def _plain(fields: dict[str, Any], ignored: IgnoredFields) -> dict[str, Any]:
     if isinstance(system := kept.get("system"), list):
         kept["system"] = list(_blocks(system, "system", ("text",)))
     if isinstance(messages := kept.get("messages"), list):
-        kept["messages"] = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        kept["messages"] = [_plain_message(message, f"messages[{i}]", ignored) for i, message in enumerate(messages)]
     return kept
 
 
-def _plain_message(message: Any, place: str) -> Any:
+def _plain_message(message: Any, place: str, ignored: IgnoredFields) -> Any:
     if not isinstance(message, dict) or not isinstance(content := message.get("content"), list):
         return message
+    if message.get("role") == "assistant":
+        content = [ignored.without(block, SERVERS, f"{place}.content[{j}]") for j, block in enumerate(content)]
     return {**message, "content": list(_blocks(content, f"{place}.content", BLOCK_KINDS))}
 
 

@@ -127,11 +127,7 @@ def _check_results(messages: Sequence[InputMessage]) -> None:
 
 def _check_none_waits(waiting: Mapping[str, str]) -> None:
     for call, place in waiting.items():
-        raise invalid(
-            place,
-            f"{place}: the tool_use block {printable(call)} has no tool_result block in the next message, as each "
-            "tool_use block must have.",
-        )
+        raise invalid(place, f"{place}: the tool_use block {printable(call)} has no tool_result in the next message.")
 
 
 def _turns(message: InputMessage, place: str) -> list[dict[str, Any]]:
@@ -162,7 +158,7 @@ def _assistant(content: Sequence[Any], place: str) -> dict[str, Any]:
     calls = [block for block in content if isinstance(block, ToolUseBlock)]
     if len(texts) + len(thoughts) + len(calls) < len(content):
         raise invalid(f"{place}.content", "A message of role assistant cannot have a block of type tool_result.")
-    if texts or not calls:
+    if any(block.text for block in texts) or not calls:
         message["content"] = _text(texts)
     if thoughts:
         message["reasoning"] = "".join(thoughts)
@@ -181,7 +177,7 @@ def _result(block: ToolResultBlock) -> dict[str, Any]:
 
 
 def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+    return content if isinstance(content, str) else "\n".join(block.text for block in content if block.text)
 
 
 def _tool(tool: CustomTool) -> dict[str, Any]:

@@ -1,11 +1,9 @@
-"""ChosenFormats: how a service's model writes tool calls and thinking, by the flags or by the chat template.
-
-Torch-free.
-"""
+"""ChosenFormats: how a service's model writes calls and thinking, by flags or by the chat template. Torch-free."""
 
 from typing import NamedTuple
 
 from tandem.configs.errors import SettingsError
+from tandem.configs.options import TOOL_PARSERS
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.text.format_list import REASONING_FORMATS, TOOL_FORMATS, tool_format_of
 from tandem.workers.text.output.formats import ReasoningFormat, ToolFormat
@@ -39,8 +37,8 @@ def choose_formats(settings: GatewaySettings, template: str | None) -> ChosenFor
     named = settings.tool_call_parser
     name = named if named is not None or template is None else tool_format_of(template)
     if settings.enable_auto_tool_choice and name is None:
-        why = "the model has no chat template" if template is None else "the chat template does not say how calls look"
-        one_of = f"one of {', '.join(TOOL_FORMATS)}"
-        raise SettingsError(f"needs --tool-call-parser, {one_of}: {why}", "--enable-auto-tool-choice")
+        why = "the model has no chat template to say" if template is None else "the chat template does not say"
+        what = f"add --tool-call-parser NAME, the format in which the model writes tool calls, as {why}"
+        raise SettingsError(f"{what}. NAME is {TOOL_PARSERS}", "--enable-auto-tool-choice")
     by_template = settings.enable_auto_tool_choice and named is None
     return ChosenFormats(name, settings.reasoning_parser, by_template=by_template)

@@ -52,9 +52,10 @@ class Failover:
         if code in (GROUP_ENDED, GROUP_UNUSABLE):
             return True
         if status in (429, 503) and ended.group and len(self.avoid) <= MOST_REFUSALS and has_group(self.avoid):
-            # Attempts above 0 pass the queue's limits (is_resumed), so that the first is sent as it is. A later one
-            # passes them anyway; made anew, it says which choices a stop string has ended meanwhile.
-            return part.request.attempt > 0
+            # Attempts above 0 pass the queue's limits (is_resumed), so that one that never had a row is sent as it is.
+            # A later one passes them anyway, and one that has run may; made anew, it says what was delivered, and which
+            # choices a stop string has ended.
+            return part.request.attempt > 0 or part.is_begun
         raise RequestRefused(message, code=code, status=status, param=param)
 
     def _note_loss(self, part: RequestPart, ended: Ended) -> None:

@@ -19,6 +19,7 @@ from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, channel_name
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.tasks import Aside
+from tandem.cluster.ray_private.separate_calls import call_separately
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.routing.unreached_groups import UnreachedGroups
 from tandem.cluster.state.redis_client import RedisUnavailable
@@ -94,7 +95,7 @@ class ServeDispatch:
         hint = msgspec.structs.replace(hint, gateway=reply_to.nonce, avoid=tuple(sorted(avoid)))
         payload = self._encode(request)
         method = self._by_value if len(payload) <= MOST_BY_VALUE else self._by_reference
-        part.call = method.remote(with_version(payload, model=self._model), hint=hint)
+        part.call = call_separately(lambda: method.remote(with_version(payload, model=self._model), hint=hint))
         part.answer = Aside(self._answer(part), part.news.set)
         self._parts[request.request_id] = part
 

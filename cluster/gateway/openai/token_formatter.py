@@ -19,15 +19,12 @@ class TokenFormatter:
 
     def __init__(self, detokenizers: DetokenizerFactory, *, by_id: bool = False) -> None:
         self._bytes = detokenizers.token_bytes
+        self.text = detokenizers.token_text
         self._by_id = by_id
 
     def name(self, token_id: int) -> str:
         """A token's name in log probabilities: its text, or its id."""
         return f"token_id:{token_id}" if self._by_id else self.text(token_id)
-
-    def text(self, token_id: int) -> str:
-        """A token's text; bytes that are no whole character become U+FFFD."""
-        return self._bytes(token_id).decode("utf-8", "replace")
 
     def chat(self, entry: TokenLogprobs) -> dict[str, Any]:
         """One item of logprobs.content."""

@@ -48,6 +48,15 @@ class IgnoredFields:
         self.note(f"tools[{at}].{name}", f"tools[{at}]: the type {kind} is not supported.")
         self.left_out.append(at)
 
+    def without(self, block: Any, kinds: re.Pattern[str], place: str) -> Any:
+        """Returns a block of a message; empty text, so that others keep their numbers, in place of one of these kinds,
+        which is noted."""
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str) or kinds.fullmatch(kind) is None:
+            return block
+        self.note(f"{place}.{kind}", f"{place}: the type {kind} is not supported.")
+        return {"type": "text", "text": ""}
+
     def note(self, param: str, message: str | None = None, *, is_usual: bool = False) -> None:
         """Notes a field that is ignored, by its place in the body. With --strict-fields RequestRefused, in these words;
         is_usual: not for this one."""

@@ -114,7 +114,7 @@ class JudgeScorer:
         (choice,) = part.choices
         if not isinstance(choice, JudgedChoice) or choice.entry is None:
             raise RequestRefused("The request ended without a score.", code="internal_error", status=500)
-        return self.judge.score(choice.entry, is_raw=self.is_raw)
+        return self.judge.score(dict(choice.entry.top), is_raw=self.is_raw)
 
 
 def _cut(text: TextServices, body: ScoringBody, pairs: TextPairs) -> tuple[list[str], list[str]]:

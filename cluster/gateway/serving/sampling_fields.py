@@ -3,7 +3,7 @@ may stand beside use_beam_search. There `n` is the number of beams and of answer
 model's own log probabilities, so fields that change those, or sample, are refused by name."""
 
 import math
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -14,7 +14,7 @@ from tandem.cluster.gateway.serving.grammar_fields import structured_field
 from tandem.configs.schema import BatchingPolicyName
 from tandem.workers.messages.request import SamplingParams
 from tandem.workers.messages.sampling_ranges import NO_SEED
-from tandem.workers.text.bad_word_ids import bad_word_ids
+from tandem.workers.text.model_params import bad_word_ids
 from tandem.workers.text.tokenizer import check_token_ids
 
 GREEDY_BELOW = 1e-5
@@ -36,6 +36,8 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
 }
 """Fields that beam search does not honour, and the values that ask for nothing."""
+PLAIN: Final = SamplingParams()
+"""Copies of it are not checked, as constructed ones are: the values of a body have been, by their types."""
 
 
 def sampling_params(
@@ -58,7 +60,8 @@ def sampling_params(
     ignore_eos = bool(body.ignore_eos)
     if not ignore_eos:
         stop_ids += [i for i in text.extra_stop_token_ids if i not in stop_ids]
-    return SamplingParams(
+    return msgspec.structs.replace(
+        PLAIN,
         max_tokens=max_tokens,
         n=n,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,

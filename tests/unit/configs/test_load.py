@@ -152,7 +152,6 @@ NEEDED: dict[str, dict[str, Any]] = {
     "kv_eviction": {"kv_offloading_size": 1},
     "batching_max_delay_ms": {"batching_policy": "dynamic"},
     "per_request_spec_decode_metrics": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    "seed": {"load_format": "dummy"},
     "kv_disk_path": {"kv_offloading_size": 1, "kv_disk_size": 1},
     "kv_disk_size": {"kv_offloading_size": 1, "kv_disk_path": "kv"},
     "ssl_keyfile": {"ssl_certfile": "c.pem"},
@@ -372,7 +371,6 @@ def test_an_unknown_setting_is_refused(spelled: str) -> None:
             "--per-request-spec-decode-metrics",
             "needs --speculative-config",
         ),
-        ({"seed": 0}, "--seed", "leave it out: it seeds dummy weights only"),
         ({"cpu_threads": 2, "device": "cuda"}, "--cpu-threads", "on CPU"),
     ],
 )

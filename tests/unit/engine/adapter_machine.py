@@ -1,13 +1,15 @@
 """A state machine over a whole engine with adapters on fake ranks: requests come, go, are given up, while ranks fetch,
-place and drop when they please and sometimes refuse. The fakes notice a wrong slot, a page rewritten under a plan, a
-row without its adapter; the engine's own invariants are asserted after each step, and at the end everybody has an end.
+place and drop when they please, sometimes refuse, and lack memory for a step. The fakes notice a wrong slot, a page
+rewritten under a plan, a row without its adapter; the engine's own invariants are asserted after each step, and at the
+end everybody has an end.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from builders import Harness, assert_as_expected, harness, request
+from builders import Harness, assert_as_expected, assert_embedded, embedding, harness, request
 from fake_adapters import AdapterOp, AdapterPlan
 from fake_tiers import TierPlan
 from hypothesis import strategies as st
@@ -59,6 +61,8 @@ def machine(
             host_slots=st.sampled_from([0, 0, 6, 40]),
             budget=st.sampled_from([3, 6, 32]),
             cache=st.sampled_from([adapter_cache, Hurried]),
+            policy=st.sampled_from(["continuous"] * 4 + ["static", "dynamic"]),
+            windows=st.sampled_from([(None,), (None,), (None, 5)]),
         )
         def build(
             self,
@@ -69,16 +73,22 @@ def machine(
             host_slots: int,
             budget: int,
             cache: type[AdapterCache],
+            policy: str,
+            windows: tuple[int | None, ...],
             **plan: int,
         ) -> None:
             self.slow: dict[tuple[int, int], int] = {}
             self.held: set[str] = set()
             self.broken: set[str] = set()
             self.ever_broken: set[str] = set()
+            self.room = math.inf
             pages = {digest: 1 + i % 2 for i, digest in enumerate(DIGESTS)} | {BIG: num_pages}
             self.h = harness(
                 **mode,
-                num_blocks=num_blocks,
+                num_blocks=num_blocks * len(windows),
+                windows=windows,
+                batching_policy=policy,
+                room=lambda step: self.room,
                 max_num_seqs=rows,
                 max_num_batched_tokens=budget,
                 patience=LONG_ENOUGH,
@@ -125,11 +135,16 @@ def machine(
             priority=st.sampled_from([0, 0, 1]),
             stops=st.sampled_from([(), tuple(range(2, 40))]),
             deadline_s=st.sampled_from([None, None, 0.05]),
+            suspect=st.sampled_from([False] * 5 + [True]),
+            is_embedded=st.sampled_from([False] * 5 + [True]),
         )
-        def arrive(self, adapter: str | None, prompt_len: int, max_tokens: int, stops: tuple[int, ...], **more: Any):
-            name = f"r{len(self.requests)}"
+        def arrive(self, prompt_len: int, max_tokens: int, n: int, stops: Any, is_embedded: bool, **more: Any) -> None:
+            name, adapter = f"r{len(self.requests)}", more["adapter"]
             prompt = [2 + 7 * i % 90 for i in range(prompt_len)]
-            req = request(name, prompt, max_tokens, adapter=adapter, stop_token_ids=stops, **more)
+            if is_embedded:
+                req = embedding(name, prompt, **more)
+            else:
+                req = request(name, prompt, max_tokens, n=n, stop_token_ids=stops, **more)
             with self.noting_failure():
                 try:
                     self.h.add(req)
@@ -176,6 +191,10 @@ def machine(
             self.broken ^= {digest}
             self.ever_broken |= self.broken
 
+        @rule(room=st.sampled_from([2, 9, math.inf, math.inf]))
+        def have_memory_for(self, room: float) -> None:
+            self.room = room
+
         # ---- the end ----
 
         def teardown(self) -> None:
@@ -184,6 +203,7 @@ def machine(
                 return
             self.held.clear()
             self.slow.clear()
+            self.room = math.inf
             self.h.run()
             assert not self.live, "a request without an end"
             for name, req in self.requests.items():
@@ -191,6 +211,7 @@ def machine(
                 if ended.refused is not None:
                     assert ended.refused[0] == (503 if "waited" in ended.refused[3] else 400)
                 elif "abort" not in ended.finish_reasons:
-                    assert_as_expected(self.h, req)
+                    check = assert_as_expected if req.pool is None else assert_embedded
+                    check(self.h, req)
 
     return AdapterMachine

@@ -284,7 +284,7 @@ def request(
         request_id=name,
         attempt=attempt,
         prompt_token_ids=tokens,
-        sampling=SamplingParams(max_tokens=max_tokens, **params),
+        sampling=msgspec.structs.replace(SamplingParams(), max_tokens=max_tokens, **params),
         tenant=tenant,
         priority=priority,
         cache_salt=salt,

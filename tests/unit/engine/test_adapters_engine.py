@@ -389,11 +389,11 @@ def test_the_base_model_overtakes_a_sequence_blocked_by_max_loras():
     h.add(request("before", 4, 2, adapter="c"))
     h.run()
     h.sink.ends.clear()
-    h.add(request("a", 4, 60, adapter="a"), request("b", 4, 90, adapter="b"))
-    step_until(h, "b", SequenceStatus.RUNNING)
+    h.add(request("a", 4, 60, adapter="a"), *(request(name, 4, 90, adapter="b") for name in ("b", "b2")))
+    step_until(h, "b2", SequenceStatus.RUNNING)
     h.add(request("c", 4, 4, adapter="c"), request("base", 4, 4), request("a2", 4, 4, adapter="a"))
     h.run()
-    assert list(h.sink.ends) == ["base", "a", "c", "a2", "b"]
+    assert list(h.sink.ends) == ["base", "a", "c", "a2", "b", "b2"], "the adapter with the fewest rows drains"
 
 
 # ---- refusals ----

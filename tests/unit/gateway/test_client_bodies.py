@@ -173,6 +173,57 @@ async def test_tools_that_only_anthropics_models_know_are_left_out_and_named() -
             assert answer.status_code == 400 and f"tools[0]: the type {tool['type']}" in refusal_of(answer)["message"]
 
 
+SEARCHED: list[dict[str, Any]] = [
+    {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "weather"}},
+    {
+        "type": "web_search_tool_result",
+        "tool_use_id": "srvtoolu_1",
+        "content": [{"type": "web_search_result", "url": "https://x", "title": "x", "encrypted_content": "x"}],
+        "caller": {"type": "direct"},
+    },
+    {"type": "mcp_tool_use", "id": "m", "name": "f", "server_name": "s", "input": {}},
+    {"type": "mcp_tool_result", "tool_use_id": "m", "is_error": False, "content": [{"type": "text", "text": "x"}]},
+    {"type": "code_execution_tool_result", "tool_use_id": "c", "content": {"type": "code_execution_result"}},
+    {"type": "bash_code_execution_tool_result", "tool_use_id": "b", "content": {}},
+    {"type": "text_editor_code_execution_tool_result", "tool_use_id": "t", "content": {}},
+    {"type": "web_fetch_tool_result", "tool_use_id": "w", "content": {}},
+    {"type": "tool_search_tool_result", "tool_use_id": "s", "content": {}},
+]
+"""Blocks of an answer of Anthropic's API, which a client echoes to whichever model goes on."""
+
+
+@pytest.mark.parametrize("path", [PATH, COUNT])
+async def test_what_anthropics_servers_did_before_is_left_out_and_named(path: str) -> None:
+    """As if it were not there, also where an answer had nothing else, ended with it, or calls a tool behind it."""
+    limit = {"max_tokens": 9} if path == PATH else {}
+    names = {f"messages[].content[].{block['type']}" for block in SEARCHED}
+    said = [{"type": "text", "text": "I look."}, {"type": "text", "text": "It is sunny."}]
+    call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "sun"}
+    cases: list[tuple[list[dict[str, Any]], list[dict[str, Any]], list[Any]]] = [
+        ([said[0], *SEARCHED, said[1]], said, [USER]),
+        ([said[0], *SEARCHED], said[:1], []),
+        ([*SEARCHED, call], [call], [[{"role": "user", "content": [result]}]]),
+        (SEARCHED, [{"type": "text", "text": ""}], [USER]),
+    ]
+    async with gateway(saying("ok")) as rig:
+        for echoed, plain, behind in cases:
+            counts = []
+            for content in (echoed, plain):
+                messages = [*USER, {"role": "assistant", "content": content}, *(behind[0] if behind else [])]
+                answer = await rig.client.post(path, json={**limit, "messages": messages})
+                assert answer.status_code == 200, answer.text
+                assert named(answer) == (names if content is echoed else set())
+                counts.append(answer.json().get("input_tokens"))
+            assert counts[0] == counts[1]
+            if path == PATH:
+                ours, theirs = (request.prompt_token_ids for request in rig.backend.requests[-2:])
+                assert ours == theirs
+        late = [*USER, {"role": "assistant", "content": [*SEARCHED[:2], call]}, *USER]
+        refused = await rig.client.post(path, json={**limit, "messages": late})
+        assert refused.status_code == 400 and "messages[1].content[2]: the tool_use" in refusal_of(refused)["message"]
+
+
 async def test_a_choice_among_tools_that_are_left_out_is_refused() -> None:
     async with gateway(saying("ok")) as rig:
         for path, limit in ((PATH, {"max_tokens": 9}), (COUNT, {})):

@@ -1,5 +1,6 @@
 """Which formats of calls and thinking a service takes, by its flags and its chat template."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -37,9 +38,10 @@ def test_auto_tool_choice_needs_to_know_how_calls_look() -> None:
     settings = GatewaySettings(enable_auto_tool_choice=True)
     for template in (None, "{{ messages }}"):
         assert choose_formats(GatewaySettings(), template).tool is None
-        with pytest.raises(SettingsError, match="needs --tool-call-parser") as error:
+        with pytest.raises(SettingsError, match=r"^--enable-auto-tool-choice: add --tool-call-parser NAME, ") as error:
             choose_formats(settings, template)
         assert error.value.flag == "--enable-auto-tool-choice"
+        assert all(re.search(rf"NAME is .*\b{name}\b", str(error.value)) for name in TOOL_FORMATS)
     assert choose_formats(settings, HERMES).tool_name == "hermes"
 
 
@@ -64,6 +66,6 @@ def test_the_launcher_and_check_config_check_the_choice(tmp_path: Path) -> None:
     template.write_text("{{ messages }}")
     auto = {"enable_auto_tool_choice": True}
     assert check_text(build_settings(str(DEMO), auto)) == ("tool calls are parsed as hermes, by the chat template",)
-    with pytest.raises(SettingsError, match="the chat template does not say how calls look"):
+    with pytest.raises(SettingsError, match=r"as the chat template does not say\. NAME is hermes"):
         check_text(build_settings(str(DEMO), {**auto, "chat_template": str(template)}))
     assert check_text(build_settings(str(DEMO), {"chat_template": str(template)})) == ()

@@ -66,6 +66,15 @@ def test_a_revision_is_of_the_hub_and_found_once(cached: Path) -> None:
     assert resolve_settings(found) == found and Path(found.engine.model.model) == cached.resolve()
 
 
+def test_a_seed_of_a_service_is_taken_and_said_to_make_nothing_repeatable() -> None:
+    """Only of real weights; dummy ones are made of it."""
+    real = resolve_settings(build_settings("demo", {"seed": 7}))
+    assert [line.startswith("--seed 7 has no effect") for line in real.without_effect] == [True]
+    assert resolve_settings(real) == real, "it is said once"
+    for flags in ({"seed": 7, "load_format": "dummy"}, {}):
+        assert not resolve_settings(build_settings("demo", flags)).without_effect
+
+
 def test_the_tokenizer_may_have_a_revision_of_its_own(cached: Path) -> None:
     other = "f" * 40
     shutil.copytree(cached, cached.parent / other)

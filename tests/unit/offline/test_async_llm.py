@@ -41,6 +41,16 @@ async def test_many_tasks_have_the_texts_of_one_by_one(llm: AsyncLLM) -> None:
     assert all(alone)
 
 
+async def test_a_seed_of_the_llm_makes_a_script_repeatable() -> None:
+    """Seeds belong to tasks in the order in which they ask, whichever thread reads a prompt first."""
+    params = SamplingParams(max_tokens=20, temperature=2.0, ignore_eos=True)
+    texts = []
+    for _ in range(2):
+        async with AsyncLLM("demo", dtype="float32", max_num_seqs=4, seed=5) as llm:
+            texts.append([one.text for one in await asyncio.gather(*(last(llm, "Once", params) for _ in range(6)))])
+    assert texts[0] == texts[1] and len(set(texts[0])) == 6
+
+
 async def test_an_output_has_all_so_far_or_what_is_new_or_comes_once(llm: AsyncLLM) -> None:
     params = GREEDY.clone(n=2, temperature=1.0, seed=3, logprobs=0)
     kinds = {
@@ -93,7 +103,7 @@ async def test_a_conversation_that_cannot_be_read_says_why(llm: AsyncLLM) -> Non
         (hello, {}, TypeError, "a conversation is a list of messages, not {"),
         ([[hello], [hello]], {}, ValueError, r"AsyncLLM.chat\(\) takes one conversation, not 2"),
         ([hello], {"chat_template_kwargs": {"tools": []}}, ValueError, "has no variable 'tools'"),
-        ([hello], {"params": GREEDY.clone(temperature=9)}, ValueError, "temperature=9"),
+        ([hello], {"params": GREEDY.clone(logprobs=21)}, ValueError, "logprobs=21"),
         ([hello], {"params": {"max_tokns": 5}}, TypeError, "which has no 'max_tokns'"),
     ]
     for messages, more, kind, words in wrong:
@@ -139,7 +149,7 @@ async def test_errors_are_of_their_prompt_or_of_the_call(llm: AsyncLLM) -> None:
     refused = await last(llm, [10**6])
     assert refused.outputs[0].finish_reason == "error" and "1000000" in str(refused.outputs[0].error)
     for prompt, params, error in (
-        ("A", SamplingParams(max_tokens=0), "max_tokens=0"),
+        ("A", SamplingParams(logprobs=21), "logprobs=21 exceeds the limit of 20"),
         (["A", "B"], GREEDY, "takes one prompt, not 2"),
     ):
         with pytest.raises(ValueError, match=error):

@@ -69,7 +69,7 @@ def run_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunBatch:
 
 
 def test_the_page_holds_what_is_run_here() -> None:
-    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (11, 3, 2)
+    assert (len(EXAMPLES), len(LINES), len(COMMANDS)) == (12, 3, 2)
 
 
 def test_the_python_example_answers(tmp_path: Path) -> None:
@@ -86,20 +86,26 @@ def test_the_example_with_forbidden_and_allowed_tokens_obeys_them(answers_of: An
     assert only and set(only) <= set("123")
 
 
+def test_the_example_with_log_probabilities_shows_the_best_tokens(answers_of: Answers) -> None:
+    lines = answers_of(EXAMPLES[3])
+    assert len(lines) == 4 and all(" is number 1 of " in line and line.count(", ") >= 1 for line in lines)
+
+
 def test_the_example_with_errors_tells_those_of_prompts_from_those_of_calls(answers_of: Answers) -> None:
-    once, long, cat, call = answers_of(EXAMPLES[3])
+    once, long, cat, construction, call = answers_of(EXAMPLES[4])
     assert (once, cat) == ("ended with length", "ended with length")
     assert long.startswith("failed: ") and "256" in long
-    assert call == "nothing ran: temperature=9: Expected `float` <= 2.0"
+    assert construction == "nothing ran: temperature=9: Expected `float` <= 2.0"
+    assert call == "nothing ran: logprobs=99 exceeds the limit of 20 (max_logprobs)"
 
 
 def test_the_examples_with_threads_and_with_a_loop_say_the_same(answers_of: Answers) -> None:
-    threads, loop = answers_of(EXAMPLES[4]), answers_of(EXAMPLES[5])
+    threads, loop = answers_of(EXAMPLES[5]), answers_of(EXAMPLES[6])
     assert len(threads) == 4 and len(loop) == 2 and loop[1].strip() == "2 + 3 = 5"
 
 
 def test_the_example_of_structured_output_prints_texts_of_its_forms(answers_of: Answers) -> None:
-    person, colour = answers_of(EXAMPLES[6])
+    person, colour = answers_of(EXAMPLES[7])
     assert json.loads(person).keys() == {"name", "age"} and colour in ("red", "green")
 
 
@@ -109,7 +115,7 @@ def test_the_three_ways_to_write_a_prompt_are_one(answers_of: Answers) -> None:
 
 
 def test_the_example_of_beam_search_prints_the_beams_best_first(answers_of: Answers) -> None:
-    lines = answers_of(EXAMPLES[9])
+    lines = answers_of(EXAMPLES[10])
     beams = [(score, text[1:]) for score, text in (line.split(" ", 1) for line in lines)]
     assert [text.startswith("Once upon a time") for _, text in beams] == [True] * 3 + [False] * 3
     assert [text.startswith("The cat") for _, text in beams] == [False] * 3 + [True] * 3
@@ -121,9 +127,9 @@ def test_the_batch_command_and_line_work(run_batch: RunBatch) -> None:
 
 
 def test_the_examples_with_embeddings_and_scores_find_the_question_that_is_nearer(answers_of: Answers) -> None:
-    near, far = map(float, answers_of(EXAMPLES[7]))
+    near, far = map(float, answers_of(EXAMPLES[8]))
     assert far + 0.1 < near < 1
-    assert list(map(float, answers_of(EXAMPLES[8]))) == pytest.approx([near, far], abs=0.011), "the same pairs"
+    assert list(map(float, answers_of(EXAMPLES[9]))) == pytest.approx([near, far], abs=0.011), "the same pairs"
 
 
 def test_the_batch_line_with_embeddings_works(run_batch: RunBatch) -> None:
@@ -132,7 +138,7 @@ def test_the_batch_line_with_embeddings_works(run_batch: RunBatch) -> None:
 
 
 def test_the_example_with_adapters_answers_three_times(answers_of: Answers) -> None:
-    plain, pirate, shout = answers_of(EXAMPLES[10])
+    plain, pirate, shout = answers_of(EXAMPLES[11])
     assert not plain.startswith("Arr!") and pirate.startswith("Arr!") and shout == shout.upper()
 
 

@@ -39,7 +39,10 @@ def test_scores_fall_and_are_the_sums_of_the_tokens(llm: LLM) -> None:
         scores = [one.cum_logprob / len(one.logprobs) for one in output.sequences]
         assert scores == sorted(scores, reverse=True)
         for one in output.sequences:
-            assert one.cum_logprob == pytest.approx(sum(entry.logprob for entry in one.logprobs))
+            chosen = [next(iter(shown.values())) for shown in one.logprobs]
+            assert one.cum_logprob == pytest.approx(sum(each.logprob for each in chosen))
+            assert one.text.endswith("".join(str(each.decoded_token) for each in chosen[-3:]))
+            assert all(1 <= each.rank <= len(shown) for each, shown in zip(chosen, one.logprobs, strict=True))
 
 
 def test_a_prompt_that_does_not_fit_fails_alone(llm: LLM) -> None:

@@ -42,8 +42,8 @@ def logits(llm: LLM, *pair: Any, **more: Any) -> list[float]:
 def difference(llm: LLM, prompt: Any, **more: Any) -> float:
     """Of the two tokens' logits behind a prompt, by generate()."""
     params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=(NO, YES))
-    found = dict(llm.generate(prompt, params, use_tqdm=False, **more)[0].outputs[0].logprobs[0].top)
-    return found[YES] - found[NO]
+    (found,) = llm.generate(prompt, params, use_tqdm=False, **more)[0].outputs[0].logprobs
+    return found[YES].logprob - found[NO].logprob
 
 
 def test_a_pair_is_one_prompt(judge: LLM) -> None:

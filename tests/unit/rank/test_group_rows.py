@@ -1,5 +1,8 @@
 """Ranks whose layers have groups: block tables of each group on both kinds of devices, and the memory they share."""
 
+from typing import Any
+
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,6 +76,55 @@ def test_each_group_has_its_table_and_no_block_that_a_window_has_passed(
                 seen = blocks[one.row][group][first:used]
                 assert ids[first:used] == seen and NO_BLOCK not in seen
                 assert {*ids} <= {*seen}, "a block that the row does not see any more, or another's"
+
+
+class Compared(np.ndarray[Any, Any]):
+    """Block ids that count how many are compared with others."""
+
+    count = 0
+
+    def __ne__(self, other: object) -> Any:
+        Compared.count += self.size
+        return super().__ne__(other)
+
+
+def test_only_changes_of_block_tables_are_looked_for() -> None:
+    """Rows of 4,000 blocks whose steps bring few: a row's tables are compared from its first change on."""
+    size, blocks, windows = 4, 4000, (None, 5)
+    table = RowTable(3, blocks * size, size, 50, windows=windows)
+    table.block_ids = table.block_ids.view(Compared)
+    rows = TensorRows(table, HostAccelerator(), CPU)
+    ids = {row: list(range(10_000 * row, 10_000 * row + 2 * blocks)) for row in range(3)}
+
+    def compared(works: list[RowWork], **more: Any) -> int:
+        Compared.count = 0
+        table.apply(StepPlan(step_id=1, work=works, **more))
+        batch = build_batch(StepPlan(step_id=1, work=works), table, rows).forward
+        for place, work in enumerate(works):
+            count = int(table.num_blocks[work.row])
+            assert batch.of_group(0).block_table_RN[place, :count].tolist() == ids[work.row][: 2 * count : 2]
+        return Compared.count
+
+    def work(row: int, **more: Any) -> RowWork:
+        return RowWork(row=row, num_tokens=1, samples=False, **more)
+
+    inits = [
+        RowInit(row=row, token_ids=[1] * (16_000 - 9), prompt_len=9, num_computed=15_940, sampling=GREEDY)
+        for row in range(3)
+    ]
+    first = 2 * (blocks - 9)
+    bound = [work(row, new_block_ids=ids[row][:first]) for row in range(3)]
+    assert compared(bound, new_rows=inits) == 3 * first
+    assert compared([work(row) for row in range(3)]) == 0
+    assert compared([work(0), work(1, new_block_ids=ids[1][first : first + 2]), work(2)]) == 2
+    ids[2][first - 6] = 77_777
+    assert compared([work(0), work(2, replaced_blocks=[(first - 6, 77_777)])]) == 6
+    ids[0] = ids[0][:6] + [0] * (len(ids[0]) - 6)
+    again = RowInit(row=0, token_ids=[1] * 12, prompt_len=9, num_computed=0, sampling=GREEDY)
+    assert compared([work(0, new_block_ids=ids[0][:6])], freed_rows=[0], new_rows=[again]) == 6
+    assert compared([work(0), work(1), work(2)]) == 0
+    rows._forget()
+    assert compared([work(1)]) == first + 2
 
 
 def test_layers_of_different_groups_share_memory_and_others_do_not() -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, SchedulerSettings
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.mesh import Mesh
 from tandem.workers.engine.executor import Executor
 from tandem.workers.executor.in_process_ranks import in_process_group
 from tandem.workers.executor.local_ranks import LocalRanks
@@ -23,7 +25,7 @@ from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.platforms.open_platform import open_platform
-from tandem.workers.rank.loading import LoadedRank, choose_dtype
+from tandem.workers.rank.loading import LoadedRank, choose_dtype, open_links
 from tandem.workers.rank.profiling import fullest_plan, run_fullest_steps
 from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.in_process import runner_of
@@ -47,6 +49,34 @@ def settings_for(folder: Path, **model: str | int) -> EngineSettings:
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> LoadedRank:
     return load_single(settings_for(folder, dtype="float32"))
+
+
+class Chain:
+    """The ends of links between stages; notes who exchanges with whom."""
+
+    def __init__(self, rank: int, log: list[tuple[str, int, int]]) -> None:
+        self._rank, self._log = rank, log
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> None:
+        self._log.append(("from", self._rank, peer))
+
+    def isend(self, tensor: torch.Tensor, peer: int) -> "Chain":
+        self._log.append(("to", self._rank, peer))
+        return self
+
+    def wait(self) -> None:
+        self._log.append(("sent", self._rank, self._rank))
+
+
+def test_links_between_stages_are_opened_with_each_neighbour() -> None:
+    """Three stages of two ranks: each receives before it sends, so that no stage waits for a later one."""
+    log: list[tuple[str, int, int]] = []
+    for rank in range(6):
+        context: Any = ParallelContext(Mesh(2, 3, rank), world=Chain(rank, log))  # type: ignore[arg-type]
+        open_links(context, torch.device("cpu"))
+    assert [one for one in log if one[0] == "to"] == [("to", 0, 2), ("to", 1, 3), ("to", 2, 4), ("to", 3, 5)]
+    assert [one for one in log if one[1] == 3] == [("from", 3, 1), ("to", 3, 5), ("sent", 3, 3)]
+    assert [one for one in log if one[1] == 4] == [("from", 4, 2)]
 
 
 def test_blocks_are_sized_for_full_contexts(loaded: LoadedRank) -> None:

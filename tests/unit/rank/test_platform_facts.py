@@ -6,6 +6,8 @@ from typing import get_args
 import pytest
 import torch
 
+from tandem.cluster.deploy import devices
+from tandem.cluster.deploy.preflight import with_device
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.configs.options import OPTIONS
@@ -18,6 +20,8 @@ from tandem.configs.platform_facts import (
     PlatformFacts,
     check_device,
     check_formats,
+    sized,
+    steps_line,
 )
 from tandem.configs.schema import (
     CacheSettings,
@@ -124,8 +128,43 @@ def test_formats_that_a_device_lacks_are_refused(monkeypatch: pytest.MonkeyPatch
     assert refused.value.flag == "--kv-cache-dtype"
 
 
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "flags", "expected"),
+    [
+        ("cpu", 900 * GIB, {}, (64, 2048)),
+        ("cuda", None, {}, (64, 2048)),
+        ("cuda", 60 * GIB - 1, {}, (64, 2048)),
+        ("cuda", 60 * GIB, {}, (256, 8192)),
+        ("cuda", 139 * GIB, {"max_num_seqs": 64}, (64, 8192)),
+        ("cuda", 139 * GIB, {"max_num_seqs": 64, "max_num_batched_tokens": 2048}, (64, 2048)),
+        ("cuda", 139 * GIB, {"max_num_batched_tokens": 128}, (128, 128)),
+        ("cuda", 139 * GIB, {"max_num_seqs": 10_000}, (10_000, 10_000)),
+        ("cpu", 900 * GIB, {"max_num_seqs": 3000}, (3000, 3000)),
+    ],
+)
+def test_sizes_of_steps_that_no_flag_gives_are_the_devices(
+    device: Device,
+    memory: int | None,
+    flags: dict[str, int],
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "cuda_memory_bytes", lambda: memory)
+    settings = build_settings("demo", flags)
+    service = with_device(settings, device).engine
+    for engine in (service, sized(service, "cuda", 200 * GIB), sized(settings.engine, device, memory)):
+        assert (engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens) == expected
+    line = steps_line(service, device)
+    assert line is None if device == "cpu" else f"{expected[0]:,} sequences and {expected[1]:,} tokens" in str(line)
+
+
 def test_help_says_what_it_said() -> None:
     words = {option.name: option.help for option in OPTIONS}
+    assert words["max_num_seqs"].endswith("in one step; 256 on a GPU of 60 GiB or more.")
+    assert words["max_num_batched_tokens"].endswith("; 8,192 on a GPU of 60 GiB or more, 16,384 there for LLM.")
     assert "faster in large steps. CPU only. Default: neither." in words["quantization"]
     assert words["batch_invariant"].endswith("Slower. CPU, bfloat16 and float32 only.")
     assert words["gpu_memory_utilization"].endswith("KV cache (GPU only).")

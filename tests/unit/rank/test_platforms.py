@@ -48,6 +48,7 @@ class Asked:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=79 * 2**30))
         for name in ("set_device", "Stream", "current_stream", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, lambda device, name=name: self.calls.append((name, device)))
 
@@ -73,6 +74,21 @@ def test_a_rank_on_cuda_activates_its_own_device(asked: Asked, cuda: Platform) -
     cuda.accelerator.stream(), cuda.accelerator.current_stream(), cuda.accelerator.synchronize()
     assert [name for name, _ in asked.calls] == ["set_device", "Stream", "current_stream", "synchronize"]
     assert all(on == device for _, on in asked.calls), "streams are asked for with their device"
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(("visible", "gpu", "place"), [(None, "1", 1), ("5, 3", "3", 1), ("GPU-a,GPU-b", "GPU-a", 0)])
+def test_a_rank_takes_the_gpu_that_it_was_given(
+    visible: str | None, gpu: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one of its number: the second group's first rank would share a GPU with the first group's."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert open_platform(SETTINGS, rank=0, ranks_on_node=4, gpu=gpu).device == torch.device("cuda", place)
+    with pytest.raises(SettingsError, match="Ray gave a rank GPU 7, and its process sees ") as refused:
+        open_platform(SETTINGS, rank=0, ranks_on_node=4, gpu="7")
+    assert refused.value.flag == "--device"
 
 
 class Runtime:
@@ -154,12 +170,45 @@ def test_without_what_triton_needs_torch_computes_and_a_note_says_why(
     assert cuda.kernel_notes(torch.bfloat16, None) == (f"torch computes instead of Triton's kernels, slower: {words}",)
 
 
+@pytest.mark.skipif(_triton_obstacle() is not None, reason="Triton's kernels cannot be had")
+@pytest.mark.parametrize("reason", ["a window: results differ by 0.7", None])
+def test_prompts_are_the_flash_kernels_where_it_passes_a_look(
+    cuda: Platform, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each kind of heads and cache; else a note says why."""
+    looks: list[Any] = []
+
+    def look(varlen: Any, *asked: Any) -> str | None:
+        looks.append(asked)
+        return reason
+
+    monkeypatch.setattr("tandem.workers.attention.prompts.flash_probe.flash_obstacle", look)
+    kinds: list[tuple[Any, ...]] = [(torch.bfloat16, 128), (torch.bfloat16, 128, torch.int8), (torch.float32, 80)]
+    found = [cuda.attention(*kind)._large_chunks is not None for kind in kinds * 2]  # type: ignore[attr-defined]
+    assert found == [reason is None, reason is None, False] * 2
+    assert looks == [(cuda.device, torch.bfloat16, 128, dtype) for dtype in (torch.bfloat16, torch.int8)]
+    words = f"Triton's kernel attends prompts instead of torch's flash attention, slower: {reason}"
+    assert cuda.kernel_notes(torch.bfloat16, None) == (() if reason is None else (words,))
+
+
 @pytest.mark.usefixtures("asked")
 def test_an_llm_plans_ahead_of_a_gpu_and_of_ranks_of_their_own_alone() -> None:
     def is_ahead(**flags: Any) -> bool:
         return offline_settings(build_settings("m", flags).engine).scheduler.async_scheduling
 
     assert is_ahead() and is_ahead(device="cpu", tensor_parallel_size=2) and not is_ahead(device="cpu")
+
+
+@pytest.mark.usefixtures("asked")
+def test_an_llm_on_a_large_gpu_has_large_steps(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tandem.offline")
+
+    def steps(**flags: Any) -> tuple[int, int]:
+        scheduler = offline_settings(build_settings("m", flags).engine).scheduler
+        return scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+
+    assert steps() == (256, 16384) and "up to 256 sequences and 16,384 tokens" in caplog.text
+    assert steps(max_num_seqs=7) == (7, 16384) and steps(device="cpu") == (64, 2048)
 
 
 def test_captured_graphs_share_a_pool_and_let_lanes_copy(cuda: Platform, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,7 @@ def test_logprobs_come_from_the_raw_logits() -> None:
     assert first.logprob == pytest.approx(raw[0, 9].item(), abs=1e-5)
     assert [i for i, _ in first.top] == raw[0].topk(4).indices.tolist()
     assert [v for _, v in first.top] == pytest.approx(raw[0].topk(4).values.tolist(), abs=1e-5)
+    assert first.rank == 1 + (raw[0] > raw[0, 9]).sum().item() > 4 and third.rank == 1
     assert third.top == []
     assert third.logprob == pytest.approx(raw[2].max().item(), abs=1e-5)
 

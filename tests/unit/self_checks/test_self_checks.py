@@ -142,6 +142,11 @@ def test_an_error_in_a_check_is_its_outcome_and_nan_is_wrong() -> None:
         raise OSError("no memory")
 
     assert outcome(Check("x", broken))["detail"] == "OSError: no memory"
+
+    def contradicted() -> str:
+        raise AssertionError
+
+    assert str(outcome(Check("x", contradicted))["detail"]).endswith(": raise AssertionError")
     with pytest.raises(CheckFailed, match="nan"):
         kernel_checks._worst([0.0, relative_error(torch.tensor([float("nan"), 1.0]), torch.ones(2)), 0.0])
     require(True, "holds")

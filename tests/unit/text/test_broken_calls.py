@@ -323,6 +323,7 @@ def test_tags_of_qwen3_coder_may_be_forgotten_and_stand_in_values(text: str, mea
         {"type": "string", "nullable": True},
         {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
         {"type": "string", "minLength": 1},
+        {"type": "string", "minLength": 1, "maxLength": 100},
         {"type": "string", "pattern": "x"},
         {"type": ["string", "integer"]},
     ],
@@ -333,6 +334,14 @@ def test_a_text_of_qwen3_coder_is_what_stands_between_its_line_ends(schema: Any,
     for size in (1, 3, 1000):
         events = read(TOOL_FORMATS["qwen3_coder"].parser([tool]), cut(written, size))
         assert [json.loads(one) for one in arguments_of(events)] == [{"text": value}], events
+
+
+@pytest.mark.parametrize("schema", [{}, {"minLength": 1}, {"maxLength": 9}, {"minLength": 0, "maxLength": 9}])
+def test_a_text_of_qwen3_coder_keeps_its_double_quotes_whatever_its_length_may_be(schema: Any) -> None:
+    tool = Tool("write", "", {"properties": {"text": {"type": "string", **schema}}})
+    written = '<tool_call>\n<function=write>\n<parameter=text>\n"hi"\n</parameter>\n</function>\n</tool_call>'
+    (arguments,) = arguments_of(read(TOOL_FORMATS["qwen3_coder"].parser([tool]), [written]))
+    assert json.loads(arguments) == {"text": '"hi"'}
 
 
 def test_tags_in_a_value_of_qwen3_coder_are_looked_behind_once() -> None:

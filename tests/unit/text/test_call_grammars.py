@@ -163,15 +163,19 @@ TEXTS = st.lists(
     ),
     max_size=6,
 ).map("".join)
+WRITTEN = TEXTS.filter(lambda text: "<parameter=" not in text)
+"""Texts that may be written as they are: none has the begin of a parameter."""
 ANY = TEXTS | st.sampled_from([0, -7, 0.5, 1e30, True, None, [], {}, [["</parameter>"]], {"<parameter=a>": "\n"}, "1"])
 VALUES: list[tuple[dict[str, Any], st.SearchStrategy[Any], bool]] = [
-    ({"type": "string"}, TEXTS, True),
-    ({"type": ["string"], "description": "x"}, TEXTS, True),
-    ({"type": "string", "format": "path"}, TEXTS, True),
+    ({"type": "string"}, WRITTEN, True),
+    ({"type": ["string"], "description": "x"}, WRITTEN, True),
+    ({"type": "string", "format": "path"}, WRITTEN, True),
     ({"enum": ["", "\n", "a\n</function>\n</tool_call>", "5"]}, st.sampled_from(["", "\n", "5"]), True),
-    ({"type": "string", "minLength": 1, "maxLength": 200}, TEXTS.map("x".__add__), False),
+    ({"type": "string", "minLength": 1, "maxLength": 200}, WRITTEN.map("x".__add__), True),
+    ({"type": "string", "minLength": 1}, WRITTEN.map("x".__add__), True),
+    ({"type": "string", "pattern": "^x"}, TEXTS.map("x".__add__), False),
     ({"$ref": "#/$defs/text"}, TEXTS | st.just("a</parameter>b"), False),
-    ({"type": ["string", "null"]}, TEXTS.filter(lambda text: text.strip() != "null") | st.none(), True),
+    ({"type": ["string", "null"]}, WRITTEN.filter(lambda text: text.strip() != "null") | st.none(), True),
     ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, TEXTS | st.sampled_from(["7", 7]), False),
     ({"enum": [1, "1", None, "null", [1]]}, st.sampled_from([1, "1", None, "null", [1]]), False),
     ({"type": "array", "items": {"type": "string"}}, st.lists(TEXTS | st.just("</parameter>"), max_size=3), False),

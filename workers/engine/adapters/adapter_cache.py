@@ -33,7 +33,7 @@ WAIT_BOUND_S = 1.0
 """Seconds without movement of the line before residents in use drain for the first in it. While it moves, draining
 only takes adapters from the requests that come for them next, which under load costs more than it gains."""
 SLICE_S = 0.25
-"""Seconds on the device after which an adapter in use may give way; as long it then stands behind first tokens."""
+"""Seconds of use after which an adapter may give way; as long it then stands behind first tokens."""
 
 
 class AdapterCache(AdmissionRule):
@@ -109,7 +109,8 @@ class AdapterCache(AdmissionRule):
         adapter = self._known.of(seq)
         assert adapter.is_resident and adapter.allocation is not None, "a row without its adapter"
         adapter.pending.discard(seq)
-        adapter.has_served = True
+        if adapter.served_s is None:
+            adapter.served_s, adapter.served_step = self._waited.clock(), seq.bound_step
         adapter.users.add(seq.state)
         self._known.touch(adapter)
         seq.adapter_slot = adapter.allocation.slot
@@ -128,17 +129,16 @@ class AdapterCache(AdmissionRule):
             adapter.pending.discard(seq)
             self._waited.has_changed |= self._is_lacking
 
-    def giving_way(self) -> list[Sequence]:
-        """Implements AdmissionRule: the sequences of the resident that is to give way to the first in line."""
-        adapter = self._places.giving_way()
-        return [] if adapter is None else [seq for state in adapter.users for seq in state.sequences]
+    def giving_way(self, may_pause: Callable[[Sequence], bool], *, has_room: bool) -> list[Sequence]:
+        """Implements AdmissionRule: the sequences of the residents that are to give way to the first in line."""
+        return [seq for adapter in self._places.giving_way(may_pause, has_room=has_room) for seq in adapter.used_by()]
 
     def gave_way(self, paused: list[Sequence]) -> None:
-        """Implements AdmissionRule: the sequences stand in line again, and their adapter leaves the device."""
-        adapter = self._known.of(paused[0])
+        """Implements AdmissionRule: the sequences stand in line again, and their adapters leave the device."""
+        adapters = dict.fromkeys(map(self._known.of, paused))
         for seq in paused:
-            self._waited.waiting.block(seq, Blocker.ADAPTER, adapter.digest)
-        self._places.give_way(adapter, self._waited.clock())
+            self._waited.waiting.block(seq, Blocker.ADAPTER, seq.adapter)
+        self._places.give_way(adapters, self._waited.clock())
         self._waited.has_changed = True
 
     # ---- the engine's side: WaitedCache ----

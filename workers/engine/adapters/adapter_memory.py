@@ -26,7 +26,7 @@ class AdapterMemory:
         self._free_pages = list(range(num_pages - 1, -1, -1))
         self._free_slots = list(range(num_pages))
         self._pending: deque[tuple[int, Allocation]] = deque()
-        self._done_step = 0
+        self.done_step = 0
 
     # ---- queries ----
 
@@ -52,14 +52,14 @@ class AdapterMemory:
 
     def give_back(self, allocation: Allocation, last_step: int) -> None:
         """Frees the pages of an adapter that is evicted; last_step is the newest plan that names the slot."""
-        if last_step <= self._done_step:
+        if last_step <= self.done_step:
             self._free(allocation)
         else:
             self._pending.append((last_step, allocation))
 
     def retire(self, done_step: int) -> bool:
         """Notes that plans up to done_step have returned from every rank; returns whether that has freed anything."""
-        self._done_step = done_step
+        self.done_step = done_step
         if not self._pending:
             return False
         due = [allocation for step, allocation in self._pending if step <= done_step]

@@ -42,7 +42,8 @@ class Adapter:
     allocation: Allocation | None = None  # device memory that it has or is being copied to
     is_resident: bool = False
     is_draining: bool = False  # it accepts no new users
-    has_served: bool = False  # some sequence has run since it was placed
+    served_s: float | None = None  # when the first sequence got a row since it was placed
+    served_step: int = 0  # the plan of that
     last_step: int = 0  # the newest plan that names its slot
     used: int = 0  # its last use, in uses of all adapters
     since_s: float = 0.0  # when the first of those that wait for it began to
@@ -55,6 +56,15 @@ class Adapter:
     def digest(self) -> str:
         """The name of its content."""
         return self.ref.digest
+
+    @property
+    def in_use_s(self) -> float:
+        """The moment from which its present slice counts."""
+        return self.placed_s if self.served_s is None else self.served_s
+
+    def used_by(self) -> list[Sequence]:
+        """Returns the sequences of the requests that use it."""
+        return [seq for state in self.users for seq in state.sequences]
 
 
 class Refusal(NamedTuple):

@@ -1,22 +1,28 @@
 """DevicePlaces: which adapters are on the device: room for the next in line, who is evicted or drains for it.
 
-Room comes from idle residents, least recently used first. If there is none, and the line is short, the resident that
-has been in use for longest gives way: its requests pause, with their KV, and stand in line, for a slice of time behind
-those without a first token. So no first token waits for a whole answer. In a line longer than what is on the device
-everybody would only wait longer for the end.
+Room comes from idle residents, least recently used first. If that is not enough, and the line is short, the residents
+that have been in use for longest give way: their requests pause, with their KV, and stand in line, for a slice of time
+behind those without a first token. So no first token waits for a whole answer. In a line longer than what is on the
+device everybody would only wait longer for the end. Nobody pauses in vain: the room must be enough, and who comes must
+find a row.
 
 When the line has not moved for longer than a bound, residents in use drain: sequences that were only queued for them
 wait in line again, and requests that have run keep them until they end. So the line moves at least once in the bound
 plus the longest answer. An adapter serves sequences that waited for it before it drains or gives way.
 """
 
+from collections.abc import Callable, Iterable
+
 from tandem.workers.engine.adapters.adapter_memory import AdapterMemory
 from tandem.workers.engine.adapters.adapter_state import Adapter
 from tandem.workers.engine.adapters.known_adapters import KnownAdapters
+from tandem.workers.engine.base.sequence import Sequence
 from tandem.workers.engine.base.stats import LOAD_BOUNDS_S, Histogram
 from tandem.workers.messages.transfer import Failure, PlaceAdapter
 
 LOOK_AGAIN_S = 0.05
+SLICE_STEPS = 6
+"""Steps of use, besides SLICE_S, after which an adapter may give way: to come and go takes two or three."""
 
 
 class DevicePlaces:
@@ -32,13 +38,14 @@ class DevicePlaces:
         self._slice_s = slice_s
         self._still_since_s: float | None = None
         self._num_waiting = 0
-        self._next_to_pause: Adapter | None = None
+        self._able_to_pause: list[Adapter] = []  # the longest in use first
+        self._pausing_for: tuple[Adapter, int] | None = None  # the first in line, and how many pages it lacks
 
     # ---- placing ----
 
     def place_all(self, line: list[Adapter], pinned: list[Adapter], now_s: float) -> None:
         """Makes room for adapters on the host, in order; none overtakes the first that lacks room."""
-        self._num_waiting, self._next_to_pause = len(line), None
+        self._num_waiting, self._able_to_pause, self._pausing_for = len(line), [], None
         for adapter in line:
             if adapter.is_resident:  # it was draining, and is first in line before it was evicted
                 self._admit_waiters(adapter, now_s)
@@ -82,7 +89,7 @@ class DevicePlaces:
     def _admit_waiters(self, adapter: Adapter, now_s: float) -> None:
         """Admits its waiters, which are pending until they have run."""
         adapter.is_resident, adapter.is_draining = True, False
-        adapter.has_served, adapter.placed_s = False, now_s
+        adapter.served_s, adapter.placed_s = None, now_s
         adapter.pending = set(self._known.waited.admit(adapter.digest))
         self._known.touch(adapter)
 
@@ -95,13 +102,15 @@ class DevicePlaces:
         open_ones = [a for a in residents if not a.is_draining]
         idle = [a for a in open_ones if known.is_idle(a) and not known.is_pinned(a)]
         coming = memory.num_free + memory.num_pending + sum(a.num_pages for a in residents if a.is_draining)
-        if coming + sum(a.num_pages for a in idle) >= need:
+        lacking = need - coming - sum(a.num_pages for a in idle)
+        if lacking <= 0:
             victims = idle
         elif self._still_since_s is not None and now_s - self._still_since_s >= self._wait_bound_s:
             victims = sorted((a for a in open_ones if not self._is_guarded(a, now_s)), key=self._staying_power)
         else:
             victims = []
-            self._next_to_pause = self._choose_to_pause(adapter, open_ones, now_s)
+            self._pausing_for = adapter, lacking
+            self._able_to_pause = self._choose_to_pause(adapter, open_ones, now_s)
         for victim in victims:
             if coming >= need:
                 break
@@ -112,38 +121,55 @@ class DevicePlaces:
                 self._evict(draining)
         return memory.num_free >= need
 
-    def giving_way(self) -> Adapter | None:
-        """Returns the adapter whose requests should pause for the first in line, if they still may."""
-        adapter = self._next_to_pause
-        return adapter if adapter is not None and self._may_pause(adapter) else None
+    def giving_way(self, may_pause: Callable[[Sequence], bool], *, has_room: bool) -> list[Adapter]:
+        """Returns the adapters whose requests should pause for the first in line: no more than make room for it, none
+        if they do not, or if it would then wait for a row. See AdmissionRule.giving_way."""
+        if not self._able_to_pause or self._pausing_for is None:
+            return []
+        (first, lacking), chosen = self._pausing_for, list[Adapter]()
+        for adapter in self._able_to_pause:
+            if lacking > 0 and self._may_pause(adapter) and all(map(may_pause, adapter.used_by())):
+                chosen.append(adapter)
+                lacking -= adapter.num_pages
+        return chosen if lacking <= 0 and (has_room or self._is_before_queue(first)) else []
 
-    def give_way(self, adapter: Adapter, now_s: float) -> None:
-        """Takes its place from an adapter whose requests have paused and wait for it."""
-        self._next_to_pause = None
-        adapter.users.clear()
-        adapter.since_s = now_s
-        self._evict(adapter)
+    def give_way(self, adapters: Iterable[Adapter], now_s: float) -> None:
+        """Takes their places from adapters whose requests have paused and wait for them."""
+        self._able_to_pause = []
+        for adapter in adapters:
+            adapter.users.clear()
+            adapter.since_s = now_s
+            self._evict(adapter)
 
     def has_just_paused(self, adapter: Adapter) -> bool:
         """Returns whether all that wait for it have paused for others, less than a slice ago: first tokens go first."""
         is_recent = self._known.waited.clock() - adapter.since_s < self._slice_s
         return is_recent and all(seq.bound_step for seq in self._known.waiters(adapter))
 
-    def _choose_to_pause(self, first: Adapter, open_ones: list[Adapter], now_s: float) -> Adapter | None:
-        """Returns the resident in use that has been there for longest, at least a slice, and whose tenants were served
-        no less, and asked for nothing more urgent, than those of the first in line."""
+    def _choose_to_pause(self, first: Adapter, open_ones: list[Adapter], now_s: float) -> list[Adapter]:
+        """Returns the residents that have been in use for a slice at least, the longest first, and whose tenants were
+        served no less, and asked for nothing more urgent, than those of the first in line."""
         waiters = self._known.waiters(first)
         if not waiters or self.has_just_paused(first) or self._num_waiting > len(open_ones):
-            return None
+            return []
+        now_step = self.memory.done_step
         served, urgency = self._known.waited.least_served(waiters), min(seq.order[0] for seq in waiters)
         able = [
             adapter
             for adapter in open_ones
-            if now_s - adapter.placed_s >= self._slice_s and self._may_pause(adapter)
-            if all(seq.order[0] >= urgency for state in adapter.users for seq in state.sequences)
-            if self._known.waited.least_served(seq for state in adapter.users for seq in state.sequences) >= served
+            if now_s - adapter.in_use_s >= self._slice_s and now_step - adapter.served_step >= SLICE_STEPS
+            if self._may_pause(adapter)
+            if all(seq.order[0] >= urgency for seq in adapter.used_by())
+            if self._known.waited.least_served(adapter.used_by()) >= served
         ]
-        return min(able, key=lambda adapter: adapter.placed_s, default=None)
+        return sorted(able, key=lambda adapter: adapter.in_use_s)
+
+    def _is_before_queue(self, first: Adapter) -> bool:
+        """Returns whether a sequence that waits for this adapter goes before all that wait for a row."""
+        waiting = self._known.waited.waiting
+        queued, counter = waiting.peek(), waiting.tenants.counter
+        waiters = self._known.waiters(first)
+        return queued is None or any((counter(s), s.order) < (counter(queued), queued.order) for s in waiters)
 
     def _may_pause(self, adapter: Adapter) -> bool:
         """Returns whether nothing but requests that have run holds an adapter, which can come back from the host."""
@@ -157,7 +183,7 @@ class DevicePlaces:
     def _is_guarded(self, adapter: Adapter, now_s: float) -> bool:
         """Returns whether sequences that waited for it must run before it drains: one in any case, all of them within
         the bound."""
-        return bool(adapter.pending) and (not adapter.has_served or now_s - adapter.placed_s < self._wait_bound_s)
+        return bool(adapter.pending) and (adapter.served_s is None or now_s - adapter.placed_s < self._wait_bound_s)
 
     def _start_draining(self, adapter: Adapter, now_s: float) -> None:
         """Refuses new users; sequences that were only queued wait in line again."""

@@ -137,7 +137,12 @@ class EngineCounts:
     ] = 0
     # 0 in a Collector: the scheduler counts them
     preemptions: Annotated[
-        int, Metric("counter", "num_preemptions_total", "Sequences that lost their blocks to others.")
+        int,
+        Metric(
+            "counter",
+            "num_preemptions_total",
+            "Sequences that lost their row to others; those that pause keep their blocks.",
+        ),
     ] = 0
     prompt_tokens: Annotated[int, Metric("counter", "prompt_tokens_total", "Prompt tokens processed.")] = 0
     generation_tokens: Annotated[int, Metric("counter", "generation_tokens_total", "Tokens generated.")] = 0

@@ -36,6 +36,10 @@ class KeptTables:
     def __iter__(self) -> Iterator[KeptTable]:
         return iter(self._kept.values())
 
+    def get(self, owner: Hashable) -> KeptTable | None:
+        """Returns the blocks that a sequence has left, if any."""
+        return self._kept.get(owner)
+
     def keep(self, owner: Hashable, kept: KeptTable) -> None:
         """Keeps the blocks of a sequence, which has another table from now on."""
         self._kept[owner] = kept

@@ -5,7 +5,7 @@ before the first in the queue gets a row. A rule that forbids it names what the 
 that it has come. The order of the queue itself is that of tenants, priorities and arrival (fairness.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tandem.workers.engine.base.blockers import Awaited
 from tandem.workers.engine.base.sequence import Sequence
@@ -31,8 +31,10 @@ class AdmissionRule:
         """Returns what has come since the last call, of what before_row() has named. Asked before rows are given."""
         return ()
 
-    def giving_way(self) -> list[Sequence]:
-        """Returns sequences that should lose their rows, all or none, for others that wait for this rule."""
+    def giving_way(self, may_pause: Callable[[Sequence], bool], *, has_room: bool) -> list[Sequence]:
+        """Returns sequences that should lose their rows, all or none, for others that wait for this rule. may_pause: of
+        a sequence, whether it runs and would keep what it has computed. has_room: others find a row and blocks even if
+        they are the last in the queue."""
         return []
 
     def gave_way(self, paused: list[Sequence]) -> None:

@@ -2,7 +2,9 @@
 
 Twice as many may have rows: else a new sequence would wait for a whole answer of another adapter. Each step has those
 that had none for longest, and leaves a place for the first in the queue if its adapter has no row yet; so a row has
-every second step, but for those in which another adapter comes.
+every second step, but for those in which another adapter comes. A place that was left in vain, as the first in the
+queue found no blocks or tokens, is not left in the next step; nor, with --max-loras 1, one that was taken: nobody else
+would have a turn meanwhile.
 
 When the next in the queue wants one too many to have a row, the adapter with the fewest rows drains: its new sequences
 are blocked too, until it has no row and the first in the queue takes its place. Meanwhile base-model sequences and
@@ -31,6 +33,7 @@ class MaxLoras(AdmissionRule):
         self._waiting = waiting
         self._rows: dict[str, int] = {}  # the longest without a step first, once not all share each step
         self._in_step: set[str] = set()
+        self._leaves_place = False  # in the step that was planned last, and is not to do so again
         self._drains_for: Sequence | None = None
         self._draining: str | None = None
         self._has_changed = False
@@ -41,7 +44,9 @@ class MaxLoras(AdmissionRule):
         """Chooses the adapters of the step that is planned next. first: who may get a row in it; None: nobody. Returns
         whether some adapter that has rows is left out."""
         rows, most = self._rows, self._most_in_step
-        comes = int(first is not None and first.adapter is not None and first.adapter not in rows)
+        is_new = first is not None and first.adapter is not None and first.adapter not in rows
+        comes = is_new and not self._leaves_place
+        self._leaves_place = comes and len(rows) >= most
         if len(rows) + comes <= most:
             self._in_step = set(rows)
             return False
@@ -93,6 +98,7 @@ class MaxLoras(AdmissionRule):
             self._stop_draining()
             self._rows[seq.adapter] = 0
             self._in_step.add(seq.adapter)
+            self._leaves_place = self._leaves_place and self._most_in_step == 1
         self._rows[seq.adapter] += 1
 
     def unbound(self, seq: Sequence) -> None:

@@ -1,8 +1,8 @@
 """Probation: requests that may have ended a group run again one at a time, each at first alone in its steps.
 
 So a request that ends its group again has done it by itself. Others are served in every second step meanwhile. A
-request is cleared once each of its choices is a few tokens past where the group was lost. It leaves its turn to the
-next while none of it can run: all it has waits for its adapter, its adapter's place in the step, its grammar or KV.
+request is cleared once each of its choices is a few tokens past where the group was lost. If none of its choices can
+run now, as they wait for an adapter, a grammar or KV, it leaves the turn to the next suspect and gets another later.
 Called by the scheduler, as the rule that makes other suspects wait, and to share out the steps.
 """
 

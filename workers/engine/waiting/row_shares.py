@@ -1,12 +1,14 @@
 """RowShares: the rows that tenants have, and their shares by weight.
 
-A tenant's share are the rows of the group by its weight over the weights of all that run or are queued, rounded down,
-and at least one. A tenant that asks for no more than that gets its rows at once, in whatever rhythm it asks: it goes
-before tenants that ask for more, and takes rows that one has beyond its share. So the prompt and the adapter that it
-has just been charged for do not hold up its next request, as long as it was not served CREDIT_STEPS full steps of
-prompts more than those it goes before: that is served at once and counts later. A tenant that asks for more is given
-rows as they come free, by what each was served (fairness.py), and takes one only if it is owed what the group does in
-PATIENCE_STEPS steps: to give rows to and fro costs work, and between such tenants no wait depends on it.
+A tenant's share is the group's rows times its weight over the weights of all tenants that run or are queued, rounded
+down, and at least one. With 16 rows and two tenants of equal weight it is 8.
+
+- A tenant that asks for no more than its share gets these rows at once: it goes before tenants that ask for more, and
+  takes a row from one that has more than its share. Its token counter may be ahead of theirs by what CREDIT_STEPS steps
+  full of prompts cost: a prompt is charged before it is computed, and must not hold up the tenant's next request.
+- A tenant that asks for more is given rows as they come free, the one that was served least first (fairness.py). It
+  takes a row from another only if it is behind by what the group does in PATIENCE_STEPS steps: a row that changes hands
+  costs work, and no request of such tenants comes sooner on the whole.
 
 Called by FairQueue, which owns the tenants.
 """

@@ -27,11 +27,12 @@ SPLITS: Final = 8
 RANK_BLOCK: Final = 16
 TILE: Final = 32
 INPUT_BLOCK: Final = 128
-TILE_INPUT_BYTES: Final = 128
-"""Bytes of a token's inputs in one piece: 64 of them, 32 in fp32, where 64 spill registers."""
+TILE_INPUTS: Final = {2: 64, 4: 16}
+"""A token's inputs in one piece, by the bytes of one: in fp32 32 spill registers on sm_86 and sm_89."""
 OUTPUT_BLOCK: Final = 128
 """Outputs of a block: with 256, fp16 on sm_80 spills registers."""
-TILE_OUTPUT_BLOCK: Final = 128
+TILE_OUTPUTS: Final = {2: 128, 4: 64}
+"""Outputs of a block of a tile: in fp32 128 spill on sm_120."""
 CHANGING: Final = [
     "tokens", "x_stride", "y_stride", "projections",
     "start_0", "outputs_0", "start_1", "outputs_1", "start_2", "outputs_2",
@@ -314,11 +315,11 @@ def _add_tiles(
     shrunk = torch.empty((num_tokens, count, room), dtype=torch.float32, device=x_TI.device)
     shrink_tiles[(tiles, triton.cdiv(room, RANK_BLOCK), count)](
         x_TI, x_TI.stride(0), slab, slots_T, num_tokens, shrunk, room, count, *_shrink_tables(projections),
-        INPUTS=inputs, RANKS=RANK_BLOCK, BLOCK=TILE_INPUT_BYTES // x_TI.element_size(), TILE=TILE,
+        INPUTS=inputs, RANKS=RANK_BLOCK, BLOCK=TILE_INPUTS[x_TI.element_size()], TILE=TILE,
         enable_fp_fusion=FP_FUSION,
     )  # fmt: skip
-    widest = max(projection.outputs for projection in projections)
-    expand_tiles[(tiles, triton.cdiv(widest, TILE_OUTPUT_BLOCK), count)](
+    widest, block = max(projection.outputs for projection in projections), TILE_OUTPUTS[y_TO.element_size()]
+    expand_tiles[(tiles, triton.cdiv(widest, block), count)](
         y_TO, y_TO.stride(0), slab, slots_T, num_tokens, shrunk, room, count, *_expand_tables(projections),
-        RANKS=RANK_BLOCK, BLOCK=TILE_OUTPUT_BLOCK, TILE=TILE, enable_fp_fusion=FP_FUSION,
+        RANKS=RANK_BLOCK, BLOCK=block, TILE=TILE, enable_fp_fusion=FP_FUSION,
     )  # fmt: skip

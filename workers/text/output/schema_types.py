@@ -57,10 +57,12 @@ def _stated_types(schema: Mapping[str, Any]) -> set[str] | None:
 
 
 def plain_text(schema: Any) -> bool:
-    """Returns whether a schema, as asserting() has it, is of strings, any or listed ones, which a format may write
-    as they are."""
+    """Returns whether a schema, as asserting() has it, is of strings, any, of some length, or listed ones, which a
+    format may write as they are."""
     if not isinstance(schema, Mapping) or types_of(schema, {}) != frozenset(["string"]):
         return False
+    if lengths := {"minLength", "maxLength"} & set(schema):
+        return set(schema) == {"type", *lengths} and all(type(schema[name]) is int for name in lengths)
     if not set(schema) <= {"type", "enum", "const"} or not isinstance(schema.get("enum", []), list):
         return False
     return all(isinstance(value, str) for value in listed_values(schema) or ())

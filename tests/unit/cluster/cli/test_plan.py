@@ -412,6 +412,7 @@ def test_the_command_says_what_adapters_take(large: Path) -> None:
     flags = ("--device", "cuda", "--device-memory", "80", "-tp", "4", "--enable-lora", "--max-lora-rank", "64")
     shown = run(str(large), *flags, "--max-cpu-loras", "100")
     assert shown.returncode == 0, shown.stderr
+    assert "steps of up to 256 sequences and 8,192 tokens\n" in shown.stdout
     [title, numbers] = [line for line in shown.stdout.splitlines() if "adapters, to r64" in line or "stage 0" in line]
     assert "100 copies in host" in title
     [stage] = json.loads(run(str(large), *flags, "--json").stdout)["plan"]["stages"]

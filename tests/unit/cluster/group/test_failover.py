@@ -248,6 +248,19 @@ async def test_a_stream_that_moves_to_a_full_group_is_let_in() -> None:
         await stream.aclose()
 
 
+async def test_a_stream_that_its_group_can_no_longer_serve_goes_on_where_it_was(told: Told) -> None:
+    """Its request paused, and its adapter could not be brought to the device again."""
+    stream = await told.client.submit(asked("r"))
+    await told.attempt(0)
+    told.say((0, 0, [1, 2]), begun=True)
+    told.end(503, "service_unavailable", None, "adapter 'a' cannot be served", group="g0", positions=[2])
+    second = await told.attempt(1)
+    assert (second.attempt, second.begun, second.resume_token_ids) == (1, True, [[1, 2]])
+    told.say((0, 2, [3]), end="length")
+    assert await read(stream) == [1, 2, 3]
+    await stream.aclose()
+
+
 # ---- aborts across a move ----
 
 

@@ -5,6 +5,7 @@ read in its source instead.
 """
 
 import ast
+import contextvars
 import inspect
 import subprocess
 from types import CodeType
@@ -18,10 +19,13 @@ from ray._private import node as ray_nodes
 from ray._private import parameter, services, state
 from ray._private import worker as ray_worker
 from ray.serve import context as serve_context
+from ray.serve._private import default_impl
 from ray.serve._private import replica as serve_replica
+from ray.serve._private.handle_options import DynamicHandleOptions, InitHandleOptions
 
 from tandem.cluster.ray_private import local_node
 from tandem.cluster.ray_private.replica_end import DRAINING_NAME, EXIT_NAME
+from tandem.cluster.ray_private.separate_calls import call_separately
 
 
 def source(of: Any) -> str:
@@ -135,6 +139,24 @@ def test_serves_own_client() -> None:
     why = "serve.context._get_global_client: an open service needs a proxy on loopback (wire/serve_proxy.py)"
     assert "raise_if_no_controller_running" in inspect.signature(serve_context._get_global_client).parameters, why
     assert isinstance(serve_context.ServeControllerClient.http_config, property), why
+
+
+def test_calls_of_one_request_have_numbers_of_their_own() -> None:
+    """A router that has two calls of one number at once forgets one of them: a request of two prompts hung behind
+    Serve's proxy."""
+    why = "serve.context: calls of one request are told apart by their routers (separate_calls.py)"
+    handle = InitHandleOptions.create()
+
+    def number() -> str:
+        return str(default_impl.get_request_metadata(handle, DynamicHandleOptions()).internal_request_id)
+
+    def answer() -> None:
+        serve_context._set_request_context(_internal_request_id="of the request")
+        assert number() == number() == "of the request", why
+        assert len({"of the request", call_separately(number), call_separately(number)}) == 3, why
+        assert number() == "of the request", "what Serve does with it afterwards is not disturbed"
+
+    contextvars.copy_context().run(answer)
 
 
 def test_an_application_is_deleted_without_waiting() -> None:

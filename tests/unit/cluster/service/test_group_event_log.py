@@ -15,10 +15,11 @@ DEADLINE_S = 20.0
 
 
 def test_a_groups_end_is_said_once_whoever_tells_of_it() -> None:
-    lines = Lines()
+    lines = Lines(2)
     lost = lines.of(GroupEvent("lost", "a", "rank 0 of group a has died"))
     assert lost == (
-        "group a is lost: rank 0 of group a has died; its requests continue on another, Serve starts a new one"
+        "group a is lost: rank 0 of group a has died; its requests go on with another that serves, or with the new one "
+        "that Serve starts"
     )
     assert [lines.of(GroupEvent(kind, "a")) for kind in ("missing", "left", "missing")] == [None] * 3
     assert "is missing: it was killed or hangs;" in str(lines.of(GroupEvent("missing", "b")))
@@ -29,8 +30,13 @@ def test_a_groups_end_is_said_once_whoever_tells_of_it() -> None:
     assert lines.of(GroupEvent("failed", "e", "no memory")) == "group e did not start: no memory; Serve tries another"
 
 
+def test_the_requests_of_the_only_group_are_not_said_to_go_on_with_another() -> None:
+    lost = Lines(1).of(GroupEvent("lost", "a", "rank 0 of group a has died"))
+    assert lost == ("group a is lost: rank 0 of group a has died; its requests wait for the new one that Serve starts")
+
+
 def test_a_group_that_comes_back_may_go_missing_again() -> None:
-    lines = Lines()
+    lines = Lines(2)
     assert lines.of(GroupEvent("returned", "a")) is None, "nobody said that it had gone"
     assert "is missing" in str(lines.of(GroupEvent("missing", "a")))
     assert [lines.of(GroupEvent("returned", "a")) for _ in range(2)] == ["group a is back", None], "two gateways say so"
@@ -50,7 +56,7 @@ async def test_events_are_taken_once_in_order_and_are_few(redis: BackgroundClien
 async def test_the_launcher_says_what_comes_after_the_start(server: RedisServer, redis: BackgroundClient) -> None:
     await write_event(redis, "s", GroupEvent("serving", "of the start"))
     said: queue.Queue[str] = queue.Queue()
-    news = GroupEventLog(server.url, "s", said.put)
+    news = GroupEventLog(server.url, "s", 2, said.put)
     news.start()
     async with asyncio.timeout(DEADLINE_S):
         while await redis.command("EXISTS", keys.events("s")):  # until those of the start are taken
@@ -69,7 +75,7 @@ async def test_the_launcher_says_what_comes_after_the_start(server: RedisServer,
 async def test_without_redis_the_launcher_hears_again_when_it_is_back(server: RedisServer) -> None:
     server.stop()
     said: queue.Queue[str] = queue.Queue()
-    news = GroupEventLog(server.url, "s", said.put)
+    news = GroupEventLog(server.url, "s", 2, said.put)
     news.start()
     await asyncio.sleep(0.3)  # it may find nobody several times
     assert news._thread.is_alive()
@@ -89,13 +95,13 @@ async def test_without_redis_the_launcher_hears_again_when_it_is_back(server: Re
 def test_a_thread_that_never_began_or_has_died_can_be_stopped(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    GroupEventLog(server.url, "s", lambda line: None).stop()
+    GroupEventLog(server.url, "s", 2, lambda line: None).stop()
 
     async def broken(self: GroupEventLog) -> None:
         raise ValueError("broken")
 
     monkeypatch.setattr(GroupEventLog, "_follow", broken)
-    news = GroupEventLog(server.url, "s", lambda line: None)
+    news = GroupEventLog(server.url, "s", 2, lambda line: None)
     news.start()
     news._thread.join(DEADLINE_S)
     news.stop()

@@ -74,17 +74,15 @@ class Qwen3Coder:
         self, tools: Sequence[Tool], *, parallel: bool, special_tokens: Mapping[str, int] = grammar_text.NO_TOKENS
     ) -> str:
         begin, end = (grammar_text.mark(text, special_tokens) for text in (BEGIN, END))
+        texts: dict[str, str] = {}
 
         def call(tool: Tool) -> str:
             head = grammar_text.quoted(f"\n{FUNCTION}{tool.name}>\n")
-            values = " ".join(_parameter(tool, argument) for argument in _arguments(tool))
+            values = " ".join(_parameter(tool, argument, texts) for argument in _arguments(tool))
             return f'{begin} {head} {values} "{FUNCTION_END}\\n" {end}'
 
         rules = grammar_text.calls(tools, call, parallel=parallel, between='"\\n"')
-        return (
-            rules
-            + f"TEXT: /(?s:.*)/ & ~/(?s:.*)<(\\/parameter>|parameter=)(?s:.*)/\nTEXT_VALUE: TEXT {_quoted_end()}\n"
-        )
+        return rules + "".join(f"{name}: {text}\n" for name, text in texts.items())
 
 
 def _quoted_end() -> str:
@@ -103,25 +101,35 @@ def _arguments(tool: Tool) -> list[Argument]:
     return arguments
 
 
-def _parameter(tool: Tool, argument: Argument) -> str:
-    """Returns the Lark text of one argument."""
+def _text(schema: Mapping[str, Any], texts: dict[str, str]) -> str:
+    """Returns the name of what a text of this length may be, up to its end tag; `texts` then has the definitions."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    name = f"TEXT_{least}_{most}"
+    texts[name] = f"/(?s:.{{{least},{most}}})/ & ~/(?s:.*)<(\\/parameter>|parameter=)(?s:.*)/"
+    texts[f"{name}_VALUE"] = f"{name} {_quoted_end()}"
+    return f"{name}_VALUE"
+
+
+def _parameter(tool: Tool, argument: Argument, texts: dict[str, str]) -> str:
+    """Returns the Lark text of one argument. texts: as of _text()."""
     value = f"{grammar_text.json_value(argument.schema)} {_quoted_end()}"
     if _is_text(argument.schema):
         values = listed_values(argument.schema)
-        value = "TEXT_VALUE"
-        if values is not None:
+        if values is None:
+            value = _text(argument.schema, texts)
+        else:
             if mark := next((mark for mark in (PARAMETER_END, PARAMETER) for one in values if mark in one), None):
                 raise not_expressible(tool, f"a value of property {argument.name!r} has {mark!r}.")
             value = f"({' | '.join(grammar_text.quoted(one) for one in values)}) {_quoted_end()}"
     elif text_or_null(_without_definitions(argument.schema)):
-        value = "TEXT_VALUE"
+        value = _text(argument.schema, texts)
     text = f"{grammar_text.quoted(f'{PARAMETER}{argument.name}>' + chr(10))} {value}"
     return text if argument.required else f"({text})?"
 
 
 def _is_text(schema: Any) -> bool:
-    """Returns whether values are written as they are. Strings that a pattern or another rule limits are read in either
-    way and forced as JSON."""
+    """Returns whether values are written as they are. Strings that a pattern or another rule limits, if it is not of
+    their length, are read in either way and forced as JSON."""
     return plain_text(_without_definitions(schema))
 
 

@@ -1,0 +1,1 @@
+"""Attention of prompts on GPUs by torch's flash kernel."""
