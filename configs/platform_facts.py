@@ -164,7 +164,9 @@ CUDA: Final = PlatformFacts(
         "sampling": {"Triton": Implementation(_TRITON), "torch": Implementation(_NO_TRITON)},
         "collectives": {"nccl": Implementation("between GPUs")},
         "graphs": {
-            "CUDA graphs": Implementation("of decode steps, padded, made at the start; other steps run eagerly")
+            "CUDA graphs": Implementation(
+                "of whole steps of up to 1024 tokens, padded, made at the start; other steps run eagerly"
+            )
         },
     },
     refused={

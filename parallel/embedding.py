@@ -64,14 +64,16 @@ class VocabParallelHead:
         self._outputs = param.span(0, context.mesh)
         self.lora_hook: LoraHook | None = None
 
-    def __call__(self, hidden_SH: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden_SH: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
+        """out_SV: float32, takes the logits; None: new memory does."""
         part_SV = self._method.apply(hidden_SH)
         if self.lora_hook is not None:
             self.lora_hook(part_SV, hidden_SH)
         if self._context.tp_size > 1:
             parts_RSV = part_SV.new_empty(self._context.tp_size, *part_SV.shape)
             part_SV = torch.cat(self._context.tp.all_gather(parts_RSV, part_SV.contiguous()).unbind(), dim=-1)
-        return part_SV[:, : self._outputs.total].float()
+        part_SV = part_SV[:, : self._outputs.total]
+        return part_SV.float() if out_SV is None else out_SV.copy_(part_SV)
 
     def part(self, name: str) -> LinearPart:
         """Returns the table as a layer of hidden -> vocabulary with sharded outputs; adapters refer to it by `name`."""

@@ -5,8 +5,9 @@
 The launching code itself runs, on CPU tensors, with a driver that has no device: Triton specializes and compiles the
 variants that those launches choose, for each of TARGETS (--all: OTHERS too) with its own ptxas, and launches nothing.
 --triton: a folder with another Triton, made by `pip install --target FOLDER --no-deps triton==3.6.0`. The exit status
-is 1 for a compile error, a spill, more shared memory than the target has, and for a @triton.jit function that no launch
-in LAUNCHES (tools/kernel_launches.py) reaches.
+is 1 for a compile error, a spill, more shared memory than the target has, attention whose inner loop fetches nothing
+ahead (tools/kernel_pipelines.py), and for a @triton.jit function that no launch in LAUNCHES (tools/kernel_launches.py)
+reaches.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.kernel_launches import LAUNCHES
+from tools.kernel_pipelines import Loop, loops_of
 from tools.sources import TOPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,10 +39,13 @@ OTHERS: Mapping[int, int] = {86: 99, 89: 99, 120: 99}
 """Those with `--all` (RTX 30, RTX 40 and L40S, RTX 50)."""
 ROOMS: Mapping[int, int] = {**TARGETS, **OTHERS}
 
+FETCHING: Mapping[str, int] = {"triton_attention.attend_tiles": 90, "triton_decode.attend_parts": 90}
+"""Kernels whose inner loops must fetch ahead, and the target for which it is read: newer ones have other products."""
+
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A variant of a kernel for one target. spilled: bytes. error: empty when it compiled."""
+    """A variant of a kernel for one target. spilled: bytes. error: empty when it compiled. loops: with products."""
 
     kernel: str
     variant: str
@@ -49,6 +54,7 @@ class Compiled:
     spilled: int = 0
     shared: int = 0
     error: str = ""
+    loops: tuple[Loop, ...] = ()
 
 
 # ---- compilation ----
@@ -126,6 +132,7 @@ def _measured(compiled: Any, capability: int, log: str) -> Compiled:
         int(registers.group(1)),
         sum(map(int, spills)),
         int(compiled.metadata.shared),
+        loops=loops_of(compiled.asm["ttgir"]),
     )
 
 
@@ -200,7 +207,8 @@ def forgotten(sources: Sequence[KernelSource], launched: set[str]) -> list[str]:
 
 
 def faults(found: Sequence[Compiled]) -> list[str]:
-    """A line for each variant that does not compile, spills, or takes more shared memory than its target has."""
+    """A line for each variant that does not compile, spills, takes more shared memory than its target has, or should
+    fetch ahead and does not."""
     lines = []
     for one in found:
         where, limit = f"{one.kernel} for sm_{one.capability}", ROOMS[one.capability] * 1024
@@ -210,6 +218,9 @@ def faults(found: Sequence[Compiled]) -> list[str]:
             lines.append(f"{where} spills {one.spilled} bytes ({one.variant})")
         if one.shared > limit:
             lines.append(f"{where} takes {one.shared} bytes of shared memory of {limit} ({one.variant})")
+        if FETCHING.get(one.kernel) == one.capability and not one.error:
+            stalls = [loop.fault for loop in one.loops if loop.fault] or ["has no loop with a product"][: not one.loops]
+            lines += [f"{where} {stall} ({one.variant})" for stall in stalls]
     return list(dict.fromkeys(lines))
 
 

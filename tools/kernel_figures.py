@@ -34,9 +34,9 @@ def gpu_section() -> str:
 
 `make bench-gpu` on one {run["device"]}, torch {run["torch"]}, one rank of the Llama 3.1 8B shape in this process: bf16,
 random weights, {run["options"]["context"]} tokens of context a row. A step is the median gap between a row's tokens
-while all rows decode. Replayed steps are CUDA graphs of the layers. The peer is one `generate` call over as many equal
-rows. The roofline reads the weights once and the rows' KV, at the {run["read_bytes_per_s"] / 1e12:.1f} TB/s measured
-beside it.
+while all rows decode. Replayed steps were CUDA graphs of the layers; graphs of whole steps
+([076](decisions/076-whole-step-graphs.md)) are younger. The peer is one `generate` call over as many equal rows. The
+roofline reads the weights once and the rows' KV, at the {run["read_bytes_per_s"] / 1e12:.1f} TB/s measured beside it.
 
 {table(heads, rows)}
 
@@ -47,6 +47,7 @@ products of the weights take at the {run["flop_per_s"] / 1e12:.0f} TFLOP/s of a 
 runs of each figure, and none beside vLLM; the peer's is the mean of {run["options"]["steps"] // 4} tokens. In
 all these runs norms, rotations, activations and writes to the cache were torch operations of their own, 17 kernels a
 layer with the rest. [Three Triton kernels](decisions/070-fused-gpu-kernels.md) have made them 10 since, and
+attention [fetches keys ahead and cuts contexts evenly](decisions/072-decode-attention-by-work-list.md), and
 [torch's flash kernel](decisions/074-prompts-by-flash.md) attends prompts of large steps: these are **not measured**.
 {now} tests passed on that GPU with the attention kernel: texts of all families, and adapters, drafts, KV offload and
 grammars with the demo model. {before} more, before there was the kernel, with torch's SDPA: drafts, offload

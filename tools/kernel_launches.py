@@ -122,12 +122,13 @@ ATTENTION_SHAPES = (
 
 
 def launch_attention(shape: AttentionShape) -> None:
-    """Attends as a layer does: decodes of few rows and of many, whose contexts are split and are not, and chunks."""
+    """Attends as a layer does: decodes of few rows and of many, and chunks."""
     import torch
 
     from tandem.workers.attention.triton_paged import CHUNKS, DECODES
     from tandem.workers.kernels.kv_store import LayerKV
-    from tandem.workers.kernels.triton.triton_attention import PROGRAMS, Numbers, Rows, attend
+    from tandem.workers.kernels.triton.triton_attention import FEWEST_ROWS, Kept, Rows, attend_chunks
+    from tandem.workers.kernels.triton.triton_decode import WorkLists, attend_decodes
     from tandem.workers.models.spec.arch import AttentionParams
 
     dtype, kv_dtype, heads = getattr(torch, shape.dtype), getattr(torch, shape.kv_dtype), 2 * shape.group
@@ -136,12 +137,16 @@ def launch_attention(shape: AttentionShape) -> None:
     kv = LayerKV(plane, plane, scales, scales)
     each = (1.0,) * heads
     params = AttentionParams(1.0) if shape.is_plain else AttentionParams(1.0, 100, 5.0, each, each)
-    for num_rows, queries in ((1, DECODES), (PROGRAMS, DECODES), (2, CHUNKS)):
+    for num_rows, queries in ((1, DECODES), (FEWEST_ROWS + 1, DECODES), (2, CHUNKS)):
         tokens = num_rows * queries.start
         q_TND = torch.empty(tokens, heads, shape.dim, dtype=dtype)
         table = torch.zeros(num_rows, 16, dtype=torch.int32)
         rows = Rows(torch.zeros(num_rows + 1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64), table)
-        attend(q_TND, kv, torch.empty_like(q_TND), rows, params, Numbers(), queries=queries, in_parts=True)
+        if queries is CHUNKS:
+            attend_chunks(q_TND, kv, torch.empty_like(q_TND), rows, params, Kept(), queries)
+        else:
+            lists = WorkLists(rows.starts, rows.positions_T, queries)
+            attend_decodes(q_TND, kv, torch.empty_like(q_TND), rows, params, Kept(), lists)
 
 
 class GatherShape(NamedTuple):

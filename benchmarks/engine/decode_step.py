@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -23,7 +24,7 @@ from benchmarks.models import SHAPES
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.mesh import Mesh
-from tandem.workers.attention.backend import AttentionBackend, AttentionStep, ReplayableStep
+from tandem.workers.attention.backend import AttentionBackend, AttentionStep, ListsBackend, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
@@ -55,8 +56,8 @@ class Switch:
     def replay_key(self, batch: ForwardBatch, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         return self._backends[self.kv_dtype].replay_key(batch, kv, dtype)
 
-    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
-        return self._backends[self.kv_dtype].prepare_replay(batch, num_tokens, scratch_block)
+    def prepare_replay(self, batch: ForwardBatch) -> ReplayableStep:
+        return cast(ListsBackend, self._backends[self.kv_dtype]).prepare_replay(batch)
 
 
 def build(

@@ -59,6 +59,11 @@ class StepCollectives:
         return self._padded
 
     @property
+    def num_exchanges(self) -> int | None:
+        """The collectives of a step; None before the first step has ended."""
+        return None if self._exchanges is None else len(self._exchanges)
+
+    @property
     def num_done(self) -> int:
         """The collectives of the step that are over."""
         return self._num_done
@@ -116,20 +121,18 @@ class StepCollectives:
         self._make_up(calls)
 
     @contextmanager
-    def apart(self, num_tokens: int, exchanges: range) -> Iterator[None]:
-        """Surrounds layers of T tokens that all ranks run outside of a step; exchanges: their sums, among a step's. A
-        rank without memory makes up the rest and raises torch.OutOfMemoryError; RuntimeError where it cannot."""
-        self.begin(num_tokens, 0)
-        self._num_done = exchanges.start
+    def apart(self, num_tokens: int, num_samples: int) -> Iterator[None]:
+        """Surrounds a step's collectives that all ranks run outside of a step. A rank without memory makes up the rest
+        and raises torch.OutOfMemoryError; RuntimeError where it cannot."""
+        self.begin(num_tokens, num_samples)
         try:
             yield
-            assert self._num_done == exchanges.stop, f"{exchanges} in a step, here up to {self._num_done}"
+            self.end()
             return
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # which keeps the memory of what was computed
-        assert self._exchanges is not None, "before the first step has ended"
         try:
-            self._make_up([(exchange, num_tokens) for exchange in self._exchanges[: exchanges.stop]])
+            self.make_up()
         except torch.OutOfMemoryError as error:
             raise RuntimeError(f"{failure}; its peers cannot go on: {error}") from error
         raise failure

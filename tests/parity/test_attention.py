@@ -16,13 +16,14 @@ from tandem.workers.attention.backend import AttentionBackend, AttentionStep
 from tandem.workers.attention.chunks import Gatherer
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.padded_decode import PaddedDecode
 from tandem.workers.attention.pieces import attend_in_pieces
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu.attention.cpu_chunk_attention import CpuChunkAttention
 from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.fused_ops import TorchFusedOps
-from tandem.workers.kernels.kv_store import LayerKV, encode
+from tandem.workers.kernels.kv_store import LayerKV, TorchKVStore, encode
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support.attention_check import QUANTIZED, check, random_batch
@@ -153,7 +154,7 @@ class PaddedAttention(TorchAttention):
     """Decode steps as a graph holds them."""
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        return self.prepare_replay(batch, batch.num_tokens, scratch_block=0)
+        return PaddedDecode(batch, TorchKVStore())
 
 
 @pytest.mark.parametrize("kv_dtype", [None, QUANTIZED[0]], ids=str)

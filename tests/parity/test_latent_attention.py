@@ -131,7 +131,7 @@ def test_padded_decodes_equal_the_definition(tiny_folder: TinyFolder, make_decod
         def prepare(self, batch):  # type: ignore[no-untyped-def]
             if max(batch.query_lens_list) > 3:
                 return super().prepare(batch)
-            return PaddedLatents(batch, batch.num_tokens, 0, TorchKVStore())
+            return PaddedLatents(batch, TorchKVStore())
 
     folder = tiny_folder("deepseek_v3")
     found, truth = (steps(make_decoder(folder, attention=each)) for each in (Padded(), ReferenceAttention()))

@@ -27,6 +27,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.build import model_facts
 from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.executor import ExecutorReady
+from tandem.workers.kernels.sampling_ops import TorchSampling
 from tandem.workers.messages.request import Ended, GenerationRequest, TokenDelta, TokenLogprobs, Usage
 from tandem.workers.messages.step import StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
@@ -260,6 +261,8 @@ def run_engine(case: EngineCase, context: ParallelContext, share: Share | None =
     if accelerator is not None or case.replays:
         on_host = GpuOnHost(accelerator or HostAccelerator(), recorded if case.replays else None)
         platform = replaced(on_host, memory=lambda: None, lora_ops=lambda dtype: SlotLora())
+        if accelerator is not None:  # each operation of a capture is traced: without those that draw tokens
+            platform = replaced(platform, sampling_ops=TorchSampling)
         context.tp.group = RecordedCollectives(context.tp.group, context.tp_size)
     if accelerator is None:
         return _serve(case, context, platform, share)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.workers.attention.backend import AttentionStep, ReplayableStep
+from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.attention.softmax import attend, seen_through
@@ -27,9 +27,6 @@ class ReferenceAttention:
 
     def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         return None
-
-    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
-        raise NotImplementedError("the reference has no replay_key")
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,14 +36,16 @@ from tests.support.recorded_graph import RecordedCollectives, recorded
 from tests.support.slot_lora import SlotLora
 
 BLOCK, BLOCKS = 16, 6
+BEHIND = RowSampling(temperature=0.7, top_k=5, seed=4, frequency_penalty=0.1)
 PROMPTS = [[5, 6, 7, 8] * 5, [9, 30, 9, 30, 9], [110] * 7]
 
 
 @dataclass(frozen=True)
 class CourseCase:
     """One course. kind: steps are replayed, or run again eagerly at the same padding. fails: the rank that cannot
-    capture steps of `fails_at` tokens; fails_early: nor run them eagerly; refuses:
-    the rank that replays nothing, as one with streamed layers."""
+    capture steps of `fails_at` tokens and more; fails_early: nor run them eagerly; refuses:
+    the rank that replays nothing, as one with streamed layers. budget: tokens of a step; of more than 16, steps with
+    chunks are captured too. plain: captures draw the tokens."""
 
     folder: Path
     tp_size: int
@@ -56,6 +58,8 @@ class CourseCase:
     fails_at: int = 4
     fails_early: bool = False
     refuses: int | None = None
+    budget: int = 16
+    plain: bool = False
 
 
 @dataclass
@@ -103,8 +107,8 @@ def run_course(case: CourseCase, context: ParallelContext, share: object = None)
         put_all(loaded.adapters, list(case.adapters))
     if loaded.grammars is not None and case.grammar:
         loaded.grammars.compile("form", regex("[a-z ,.]*"))
-    forward = loaded.decoder.forward
-    loaded.decoder.forward = lambda *step: _noted(ran, forward(*step))  # type: ignore[method-assign]
+    forward = runner._forward
+    runner._forward = lambda *step: _noted(ran, forward(*step))  # type: ignore[method-assign]
     _run(case, runner, ran)
     ran.num_captured_late = ran.num_captured - at_start
     ran.num_replays = loaded.decoder.graphs.num_replays
@@ -112,21 +116,24 @@ def run_course(case: CourseCase, context: ParallelContext, share: object = None)
     return ran
 
 
-def _noted(ran: Ran, logits_SV: torch.Tensor) -> torch.Tensor:
-    ran.logits.append(logits_SV.clone())
-    return logits_SV
+def _noted(ran: Ran, found: Any) -> Any:
+    ran.logits.append(found[0].clone())
+    return found
 
 
 def _starve(case: CourseCase, graphs: Any, context: ParallelContext) -> None:
     """Lets the memory of a capture's eager run end in the middle of its layers."""
     capture, tp = graphs.capture, context.tp
 
-    def starved(key: Any, num_tokens: int, make_inputs: Any, body: Callable[[Any], Outputs]) -> Any:
-        def run(inputs: Any) -> Outputs:
-            with RunsOut(60, lambda: not tp._is_inside):
-                return body(inputs)
+    def starved(key: Any, step: Any) -> Any:
+        body = step.run
 
-        return capture(key, num_tokens, make_inputs, run if num_tokens == case.fails_at else body)
+        def run() -> Outputs:
+            with RunsOut(60, lambda: not tp._is_inside):
+                return body()
+
+        step.run = run if step.num_tokens >= case.fails_at else body
+        return capture(key, step)
 
     graphs.capture = starved
 
@@ -137,7 +144,7 @@ def _platform(case: CourseCase, context: ParallelContext, ran: Ran) -> Platform:
     def capture(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
         ran.num_captured += 1
         replay, outputs = chosen(body)
-        if not case.fails_early and case.fails == context.rank and len(outputs[0]) == case.fails_at:
+        if not case.fails_early and case.fails == context.rank and len(outputs[0]) >= case.fails_at:
             raise torch.OutOfMemoryError("no memory for a graph")
         return replay, outputs
 
@@ -153,7 +160,7 @@ def _settings(case: CourseCase) -> EngineSettings:
         model=ModelSettings(model=str(case.folder), dtype="float32", max_model_len=BLOCK * BLOCKS),
         parallel=ParallelSettings(tensor_parallel_size=case.tp_size),
         cache=CacheSettings(block_size=BLOCK, num_blocks=BLOCKS * len(PROMPTS)),
-        scheduler=SchedulerSettings(max_num_seqs=len(PROMPTS), max_num_batched_tokens=64),
+        scheduler=SchedulerSettings(max_num_seqs=len(PROMPTS), max_num_batched_tokens=case.budget),
         lora=LoraSettings(enable_lora=bool(case.adapters), max_loras=2, max_lora_rank=8),
         speculative=speculative if case.drafts else None,
     )
@@ -162,7 +169,7 @@ def _settings(case: CourseCase) -> EngineSettings:
 def _run(case: CourseCase, runner: ModelRunner, ran: Ran) -> None:
     samplings = [
         RowSampling(temperature=0.0),
-        RowSampling(temperature=0.7, top_k=5, seed=4, frequency_penalty=0.1),
+        RowSampling(temperature=0.7, seed=4) if case.plain else BEHIND,
         RowSampling(temperature=0.0, grammar="form" if case.grammar else None),
     ]
     slots = [0, None, 1] if case.adapters else [None] * len(PROMPTS)

@@ -19,7 +19,6 @@ from tandem.parallel.linear import LinearPart
 from tandem.parallel.params import Span
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.graphs.graph_runner import NoGraphs
 from tandem.workers.kernels.lora_ops import AdapterRows, TorchLora
 from tandem.workers.lora.device.host_copy import HostCopy
 from tandem.workers.lora.device.layout import ShardShape, pack
@@ -35,6 +34,7 @@ from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.transfers.adapter_lanes import PlaceLane
 from tandem.workers.rank.transfers.kv_lanes import MemoryLane
 from tandem.workers.rank.transfers.load_gate import LoadGate
+from tests.support.platforms import NoGraphs
 from tests.support.traced_accelerator import TracedAccelerator, traced_platform
 from tests.unit.sampling.naive_twin import choose
 

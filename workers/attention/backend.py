@@ -50,12 +50,11 @@ class AttentionStep(Protocol):
         ...
 
 
-class ReplayableStep(AttentionStep, Protocol):
-    """A step whose calls may be captured and replayed (workers/graphs/graph_runner.py)."""
+class ReplayableStep(Protocol):
+    """A step, of heads or latents, whose calls are replayed with other lists (workers/graphs/cpu_graphs.py)."""
 
-    def set_batch(self, batch: ForwardBatch | None) -> None:
-        """Points the captured calls at another batch with the same replay_key, of as many tokens as there is room for
-        or, where a device pads, fewer. None: at padding alone, for which no memory is needed."""
+    def set_batch(self, batch: ForwardBatch) -> None:
+        """Points the captured calls at another batch with the same replay_key, of as many tokens."""
         ...
 
 
@@ -65,15 +64,19 @@ class AttentionBackend(Protocol):
     name: str
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        """Sorts the rows of a step, for all its layers. The batch must stay unchanged until the step has finished."""
+        """Sorts the rows of a step, for all its layers. The batch must stay unchanged until the step has finished. Of a
+        batch with real_T the calls depend on shapes and on whether rows are decodes, chunks or both."""
         ...
 
     def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
-        """Returns what the calls of a decode step depend on beside the number of its tokens; None for a step that may
-        not be replayed. kv: the cache of the first layer. dtype: of q."""
+        """Returns what the calls of a step depend on beside the number of its tokens and whether there are chunks; None
+        for a step that may not be replayed. kv: the cache of the first layer. dtype: of q."""
         ...
 
-    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
-        """Prepares a step with a replay_key, with room for num_tokens and as many blocks as the batch's table; tokens
-        beyond the batch's read scratch_block."""
+
+class ListsBackend(Protocol):
+    """A backend, of heads or latents, whose replayed calls read the batch's lists."""
+
+    def prepare_replay(self, batch: ForwardBatch) -> ReplayableStep:
+        """Prepares a step with a replay_key."""
         ...

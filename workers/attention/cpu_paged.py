@@ -15,7 +15,7 @@ from collections.abc import Hashable
 
 import torch
 
-from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep, ReplayableStep
+from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep
 from tandem.workers.attention.chunks import ChunkAttention, Gatherer
 from tandem.workers.attention.cpu_rows import MOST_PARTS, QueryRows, decode_key
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
@@ -46,8 +46,7 @@ class CpuAttention:
     def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         return decode_key(shape.most_queries)
 
-    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
-        assert num_tokens == batch.num_tokens, "a step on CPU is not padded"
+    def prepare_replay(self, batch: ForwardBatch) -> "_HeadQueries":
         return _HeadQueries(self._kernel, QueryRows(batch, self._kernel))
 
 
@@ -67,8 +66,7 @@ class _HeadQueries:
             self._kernel.attend(q_TND, kv, out_TND, work, table, params)
         return out_TND
 
-    def set_batch(self, batch: ForwardBatch | None) -> None:
-        assert batch is not None, "a step on CPU is not padded"
+    def set_batch(self, batch: ForwardBatch) -> None:
         self._rows.set_batch(batch)
 
 

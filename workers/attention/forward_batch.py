@@ -1,15 +1,19 @@
-"""ForwardBatch: the tensors of one step, as the decoder and the attention backends read them.
+"""ForwardBatch: the tensors of one step, as the decoder and the attention backends read them; StepCopy: the arrays that
+one copy takes to a device, where they are derived (workers/platforms/tensor_rows.py).
 
 Built by workers/rank/batch.py from a StepPlan and the rank's own row tables; read, and never changed, by workers/models
 and workers/attention. T tokens of the step, R rows, S rows that sample, N blocks of the longest row.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import torch
 
 from tandem.workers.kernels.lora_ops import AdapterRows
+from tandem.workers.kernels.step_arrays import Array
+
+T = TypeVar("T")
 
 
 class GroupTable(NamedTuple):
@@ -43,6 +47,9 @@ class ForwardBatch:
     any; sample_adapters: the same for the rows S. spare_lens_list: drafts in flight may be rejected, so seq_lens_list
     says the most, and seq_lens may be less by so many at most; None: they are equal. A row's number of queries is
     always what the list says.
+
+    real_T: bool, the tokens of a captured step that are no padding; None: of another step, which has none. A captured
+    step's tensors change from replay to replay, and its lists say the fewest and the most queries of a row alone.
     """
 
     input_ids_T: torch.Tensor
@@ -59,6 +66,7 @@ class ForwardBatch:
     sample_adapters: AdapterRows | None = None
     spare_lens_list: list[int] | None = None
     further_groups: tuple[GroupTable, ...] = ()
+    real_T: torch.Tensor | None = None
 
     @property
     def num_groups(self) -> int:
@@ -84,3 +92,58 @@ class ForwardBatch:
         """Returns the step's shape. is_loaded: as there."""
         blocks, has_adapters = self.block_table_RN.shape[1], self.adapters is not None
         return StepShape(self.num_tokens, max(self.query_lens_list), blocks, has_adapters, is_loaded)
+
+
+class StepCopy(NamedTuple, Generic[T]):
+    """The arrays: on the host, and as tensors on the device. B rows that sample, Q rows with drafts, D drafts of a
+    row."""
+
+    ids_T: T  # the tokens that the host knows, negative for others
+    place_T: T  # each token's row of the step
+    rows_R: T
+    back_R: T  # known tokens from the first that is computed on
+    num_blocks_R: T
+    logits_rows_S: T
+    starts: T
+    steps_T: T  # each token's place in its row
+    lens_R: T
+    count_rows: T  # rows with another count of known tokens than the device has
+    counts: T
+    block_places: T  # places of the flat table of blocks with another id than the device has
+    blocks: T
+    rows_B: T  # the rows that sample
+    first_B: T  # the place of each one's first token among those sampled
+    count_B: T  # how many it has
+    slots_T: T | None = None  # adapters of the tokens
+    slots_S: T | None = None  # adapters of those sampled
+    behind_S: T | None = None  # the place of the draft behind each token that samples, -1 for none
+    draft_T: T | None = None  # each token's place among the guesses [Q, D], -1 for one that is no draft
+    factor_S: T | None = None  # of a draw, as in Draws; 0 where the best token is taken
+    lowest_S: T | None = None
+    seed_S: T | None = None
+    choice_S: T | None = None
+    rows_Q: T | None = None  # where the device guesses, the rows with drafts
+    most_Q: T | None = None  # how many they have
+    told_places: T | None = None  # places of the flat table of tokens that the device lacks
+    told: T | None = None
+    late_rows_B: T | None = None  # rows_B of a captured step that samples behind the capture, and so on
+    late_first_B: T | None = None
+    late_count_B: T | None = None
+
+
+OnDevice = StepCopy[torch.Tensor]
+StepFrame = tuple[torch.Tensor, OnDevice]
+"""Memory of its own for the arrays of a captured step, as bytes and as what they are."""
+CHANGES: Final = frozenset(
+    {
+        *("count_rows", "counts", "block_places", "blocks", "rows_Q", "most_Q", "told_places", "told"),
+        *("late_rows_B", "late_first_B", "late_count_B"),
+    }
+)
+"""Arrays as long as what has changed. The others have a place of their own in a captured step."""
+
+
+def framed_first(copy: StepCopy[Array]) -> list[tuple[str, Array]]:
+    """Returns the arrays that there are, by name, in the order of the copy: the changes come last."""
+    named = [(name, array) for name, array in copy._asdict().items() if array is not None]
+    return sorted(named, key=lambda one: one[0] in CHANGES)

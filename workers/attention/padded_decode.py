@@ -28,38 +28,17 @@ def padded_width(shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> int | Non
 
 
 class PaddedRows:
-    """Up to num_tokens tokens of a step: the blocks and lengths of each, in memory that graphs read. Padded tokens
-    attend to the first slot of scratch_block."""
+    """The tokens of a step: the blocks and the length of each, made of a batch's tensors alone."""
 
-    def __init__(self, batch: ForwardBatch, num_tokens: int, scratch_block: int, store: KVStore) -> None:
+    def __init__(self, batch: ForwardBatch, store: KVStore) -> None:
         device, width = batch.block_table_RN.device, batch.block_table_RN.shape[1]
         self._store = store
-        self._scratch_block = scratch_block
-        self._tables_TW = [
-            torch.empty((num_tokens, width), dtype=torch.int64, device=device) for _ in range(batch.num_groups)
-        ]
-        self._last_T1 = torch.empty((num_tokens, 1), dtype=torch.int64, device=device)
+        tokens_T = torch.arange(batch.num_tokens, dtype=torch.int32, device=device)
+        row_T = torch.searchsorted(batch.query_starts[1:], tokens_T, right=True)
+        self._tables_TW = [batch.block_table(group)[row_T].long() for group in range(batch.num_groups)]
+        self._last_T1 = batch.positions_T[:, None]
         self._position_J = torch.arange(width * batch.block_size, device=device)
-        self._tokens_T = torch.arange(num_tokens, dtype=torch.int32, device=device)
         self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
-        self.set_batch(batch)
-
-    def set_batch(self, batch: ForwardBatch | None) -> None:
-        """Read another batch, of as many tokens or fewer, or none."""
-        if batch is None:
-            self._pad()
-            return
-        count = batch.num_tokens
-        row_T = torch.searchsorted(batch.query_starts[1:], self._tokens_T[:count], right=True)
-        for group, table_TW in enumerate(self._tables_TW):
-            table_RN = batch.block_table(group)
-            width = min(table_TW.shape[1], table_RN.shape[1])
-            table_TW.fill_(self._scratch_block)
-            table_TW[:count, :width] = table_RN[row_T, :width]
-        self._last_T1.zero_()
-        self._last_T1[:count, 0] = batch.positions_T
-        for (window, dtype), mask_TJ in self._masks.items():
-            mask_TJ.copy_(self._mask(window, dtype))
 
     def at_once(self, kv: LayerKV, dtype: torch.dtype) -> Iterator[slice]:
         """Yield the tokens in order, as many at a time as may be gathered."""
@@ -68,10 +47,9 @@ class PaddedRows:
         return (slice(start, start + rows) for start in range(0, num_tokens, rows))
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return as_mask of where tokens attend, [T, J]. It is kept, as the layers with one window share it and a graph
-        reads it."""
+        """Return as_mask of where tokens attend, [T, J], which the layers with one window share."""
         if (window, dtype) not in self._masks:
-            self._masks[window, dtype] = self._mask(window, dtype)
+            self._masks[window, dtype] = as_mask(seen_through(window, self._last_T1 - self._position_J), dtype)
         return self._masks[window, dtype]
 
     def back(self, own: slice) -> torch.Tensor:
@@ -89,20 +67,9 @@ class PaddedRows:
         self._store.gather(plane, scales, table_RW.flatten(), out_BSKD)
         return out_BSKD.view(len(table_RW), -1, *plane.shape[2:])
 
-    def _pad(self) -> None:
-        for table_TW in self._tables_TW:
-            table_TW.fill_(self._scratch_block)
-        self._last_T1.zero_()
-        for mask_TJ in self._masks.values():  # the first position is seen, and no other
-            mask_TJ.fill_(False if mask_TJ.dtype == torch.bool else -torch.inf)
-            mask_TJ[:, 0] = 1 if mask_TJ.dtype == torch.bool else 0
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        return as_mask(seen_through(window, self._last_T1 - self._position_J), dtype)
-
 
 class PaddedDecode(PaddedRows):
-    """A ReplayableStep."""
+    """An AttentionStep that a graph may hold."""
 
     def attend(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, params: AttentionParams

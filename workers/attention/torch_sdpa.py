@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tandem.workers.attention.backend import AttentionStep, ReplayableStep
+from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.attention.chunks import Gatherer, SdpaChunks
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.general import GeneralAttention
@@ -42,13 +42,12 @@ class TorchAttention:
         self._gatherer = Gatherer(TorchKVStore())
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:
+        if batch.real_T is not None:
+            return PaddedDecode(batch, TorchKVStore())
         return TorchStep(batch, self._gatherer, self._is_bounded)
 
     def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         return padded_width(shape, kv, dtype) if self._replays else None
-
-    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
-        return PaddedDecode(batch, num_tokens, scratch_block, TorchKVStore())
 
 
 class DecodeGroup(NamedTuple):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tandem.parallel.exchange.step_collectives import PaddedReplay
 from tandem.workers.graphs.graph_runner import Body, Captures, I, Outputs
 from tandem.workers.kernels.cpu.cpu_calls import Arena, Capture, capturing
 
@@ -52,9 +51,6 @@ class CpuGraphs:
             return self._replay(captured, inputs)
         return self._capture(key, inputs, body) if self._captures.is_due(key) else body(inputs)
 
-    def padded(self, key: Hashable | None, num_tokens: int) -> PaddedReplay | None:
-        return None  # ranks of a stage run eagerly
-
     def begin_layer(self) -> None:
         if self._is_capturing:
             self._arena.turn()
@@ -63,7 +59,7 @@ class CpuGraphs:
         self._captures.clear()
 
     def _capture(self, key: Hashable, inputs: I, body: Body[I]) -> Outputs:
-        static: Any = inputs.static(inputs.num_tokens)
+        static: Any = inputs.static()
         self._before_run()
         self._is_capturing = True
         try:

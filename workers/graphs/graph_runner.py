@@ -1,16 +1,17 @@
-"""The Protocol of graphs: a step's layers as one body over static inputs, run eagerly or as a replay of an earlier run.
+"""The Protocol of graphs: a step, or its layers, over static inputs, run eagerly or as a replay of an earlier run.
 
-The decoder asks for nothing but `run`; a platform chooses the runner. cpu_graphs.py replays captured kernel calls,
-cuda_graphs.py CUDA graphs, NoGraphs nothing.
+The decoder asks for nothing but `run`; a platform chooses the runner. cpu_graphs.py replays captured kernel calls of
+the layers, cuda_graphs.py CUDA graphs of whole steps, which the model runner asks for.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 
-from tandem.parallel.exchange.step_collectives import PaddedReplay
+from tandem.parallel.exchange.step_collectives import StepCollectives
 
 Outputs = tuple[torch.Tensor, ...]
 """Tensors whose dim 0 is the token."""
@@ -23,17 +24,12 @@ class StaticInputs(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
-    def static(self, num_tokens: int) -> Self:
-        """Returns the same values in memory of its own, with room for num_tokens; the rest is padding, which reaches
-        no other token and writes a scratch block at most."""
+    def static(self) -> Self:
+        """Returns the same values in memory of its own."""
         ...
 
     def take(self, inputs: Self, /) -> None:
-        """Copies another step's values into this memory, of as many tokens or fewer."""
-        ...
-
-    def pad(self) -> None:
-        """Makes all tokens of this memory padding. Needs no memory."""
+        """Copies another step's values into this memory, of as many tokens."""
         ...
 
 
@@ -59,10 +55,6 @@ class GraphRunner(Protocol):
         """
         ...
 
-    def padded(self, key: Hashable | None, num_tokens: int) -> PaddedReplay | None:
-        """Returns the capture that a run of this key and so many tokens will replay, where its ranks sum in it."""
-        ...
-
     def begin_layer(self) -> None:
         """Says that the body begins a layer: it reads no result from before the last one any more."""
         ...
@@ -72,41 +64,64 @@ class GraphRunner(Protocol):
         ...
 
 
-@runtime_checkable
-class StartGraphs(GraphRunner, Protocol):
-    """A GraphRunner whose captures are made at the start, all of them, by the ranks of a stage together."""
+class StaticStep(Protocol):
+    """A step that is captured whole. It has room for num_tokens, of which num_samples are sampled, in memory of its
+    own; run() reads its inputs nowhere else."""
 
-    def capture(self, key: Hashable, num_tokens: int, make_inputs: Callable[[], I], body: Body[I]) -> str | None:
-        """Captures steps of a key and up to so many tokens; returns why it could not. make_inputs: makes those of a
-        step of padding. What the body sums, the peers sum, whether it can be captured or not."""
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_samples(self) -> int: ...
+
+    def run(self) -> Outputs:
+        """Gives the device the step's work. The first output has num_tokens elements."""
         ...
 
-    def launch(self, key: Hashable, num_tokens: int) -> None:
-        """Replays a capture on padding."""
+    def pad(self) -> None:
+        """Makes all of it padding, which changes nothing that a row has. Needs no memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepReplay:
+    """A PaddedReplay of a whole step, which holds those of a step's collectives that are in `exchanges`. outputs: what
+    step.run() has returned, with each replay's values."""
+
+    graph: Callable[[], object]
+    step: StaticStep
+    outputs: Outputs
+    exchanges: range
+    tp: StepCollectives
+    before_run: Callable[[], None]
+
+    def replay(self) -> None:
+        """Runs the step on the inputs of now."""
+        self.before_run()
+        self.tp.replay(self.graph, len(self.exchanges))
+
+    def launch(self) -> None:
+        self.step.pad()
+        self.replay()
+
+
+@runtime_checkable
+class StartGraphs(GraphRunner, Protocol):
+    """A GraphRunner that runs layers eagerly: whole steps are captured, all of them at the start, by the ranks of a
+    stage together."""
+
+    def capture(self, key: Hashable, step: StaticStep) -> str | None:
+        """Captures a step of a key; returns why it could not. What it sums, the peers sum, whether it can be captured
+        or not."""
+        ...
+
+    def find(self, key: Hashable | None, num_tokens: int) -> StepReplay | None:
+        """Returns the least capture of a key that has room for so many tokens."""
         ...
 
     def drop(self, keys: Iterable[tuple[Hashable, int]]) -> None:
         """Forgets captures, by key and number of tokens, if they are there."""
         ...
-
-
-class NoGraphs:
-    """Runs every step eagerly."""
-
-    can_replay = False
-    num_replays = 0
-
-    def run(self, key: Hashable | None, inputs: I, body: Body[I]) -> Outputs:
-        return body(inputs)
-
-    def padded(self, key: Hashable | None, num_tokens: int) -> PaddedReplay | None:
-        return None
-
-    def begin_layer(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 class Captures(Generic[C]):

@@ -16,7 +16,7 @@ rows of a step, R of them random, V vocabulary, B buckets.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ class Draws:
     """The draws of a step, on the host: numpy arrays [R], contiguous."""
 
     places: npt.NDArray[np.int64]  # distinct rows of the logits
-    factor: npt.NDArray[np.float32]  # 1 / temperature
+    factor: npt.NDArray[np.float32]  # 1 / temperature; 0 for choose_all(), where the best token is taken
     lowest: npt.NDArray[np.float32]  # the logarithm of min_p; -inf: off
     top_k: npt.NDArray[np.int64]  # 0: off
     top_p: npt.NDArray[np.float64]  # 1: off
@@ -58,7 +58,6 @@ class Draws:
     def of(
         cls,
         places: npt.NDArray[np.int64],
-        *,
         temperature: npt.NDArray[np.float64],
         top_k: npt.NDArray[np.int64],
         top_p: npt.NDArray[np.float64],
@@ -91,6 +90,25 @@ class SamplingOps(Protocol):
         ...
 
 
+@runtime_checkable
+class FixedSampling(SamplingOps, Protocol):
+    """SamplingOps that draw for any mix of rows without top-k and top-p by one sequence of calls, which a graph may
+    hold."""
+
+    def choose_all(
+        self,
+        logits_SV: torch.Tensor,
+        best_S: torch.Tensor,
+        ids_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        rows: "RandomRows",
+        lowest_S: torch.Tensor,
+    ) -> None:
+        """Overwrites ids_S of rows whose factor is not 0, given the least exponent that each keeps. rows: all of them,
+        in order."""
+        ...
+
+
 class TorchSampling:
     """The twin, for any device."""
 
@@ -117,13 +135,13 @@ class TorchSampling:
         rows: "RandomRows",
         lowest_R: torch.Tensor,
     ) -> None:
-        """Overwrites ids_S of the rows, given the least exponent that each keeps."""
+        """Overwrites ids_S of the rows whose factor is not 0, given the least exponent that each keeps."""
         columns = (rows.at(), rows.factor(), lowest_R, rows.seed(), rows.choice())
         for at, factor, lowest, seed, choice in _in_parts(columns, logits_SV.shape[1]):
             scores = exponents(logits_SV, best_S, at, factor)
             scores.masked_fill_(scores < lowest[:, None], float("-inf"))
             scores += gumbel_noise(seed, choice, positions_S[at], logits_SV.shape[1])
-            ids_S[at] = scores.argmax(1)
+            ids_S[at] = torch.where(factor == 0, ids_S[at], scores.argmax(1))
 
     def prepare_keep(self, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32], send: Send) -> Change:
         at, words = send(places_P), send(bits_PW.view(np.int32))

@@ -4,7 +4,7 @@ Built on each rank by `build_decoder`, run by the model runner under torch.infer
 has no notion of requests, scheduling or sampling. T tokens of a step, S rows that sample, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,15 +15,13 @@ from tandem.offload.weights.weight_stream import Copier, WeightStream
 from tandem.parallel.checkpoint import DummySource, LoadFormat, OnBytes, ParameterSlot, WeightSource, load
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from tandem.parallel.exchange.step_collectives import PaddedReplay
 from tandem.parallel.linear import AdaptableLinear, LinearPart
 from tandem.parallel.mesh import layer_range
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.parallel.stored.safetensors_source import SafetensorsSource
-from tandem.workers.attention.backend import AttentionBackend, KVTensors
+from tandem.workers.attention.backend import DECODE_QUERIES, AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.latents.latent_backend import LatentBackend
-from tandem.workers.graphs.graph_runner import StartGraphs
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.arrangements import make_layer
 from tandem.workers.models.layers.entry import Entry
@@ -39,8 +37,8 @@ from tandem.workers.platforms.base import Platform
 
 
 class DecoderAdapters(Protocol):
-    """The LoRA adapters of the layers (workers/lora/device/lora_layers.py). `begin` runs before a step, `begin_layers`
-    before its first layer."""
+    """The LoRA adapters of the layers (workers/lora/device/lora_layers.py). `begin` runs before a step, which may be
+    captured (batch.real_T), `begin_layers` before its first layer."""
 
     name: Hashable
     """Identifies the calls of the step that has begun, if it has adapters: equal names mean the same calls, whatever
@@ -54,13 +52,20 @@ class DecoderAdapters(Protocol):
     def begin(self, batch: ForwardBatch) -> None: ...
 
     def begin_layers(self, rows: AdapterRows | None, *, is_captured: bool) -> None:
-        """Takes the rows' adapters from here, whose values are the batch's. is_captured: steps to come may be replays
-        of this one."""
+        """Takes the rows' adapters from here, the batch's values. is_captured: steps to come may be replays of it."""
         ...
 
     def begin_head(self, rows: AdapterRows | None) -> None:
         """Runs before the head computes further rows of the step."""
         ...
+
+
+class StepRoom(NamedTuple):
+    """Memory of captured steps: the residual stream, what the last layer adds (on earlier stages their sum), logits."""
+
+    residual_TH: torch.Tensor
+    branch_TH: torch.Tensor
+    logits_SV: torch.Tensor
 
 
 class Table(NamedTuple):
@@ -93,7 +98,7 @@ class Decoder:
         self.weight_bytes = 0
         self._mesh = context.mesh
         self._dtype = dtype
-        self._hidden_size = spec.hidden_size
+        self._hidden_size, self._vocab_size = spec.hidden_size, spec.vocab_size
         self._adapters: DecoderAdapters | None = None
         self.stream = stream
         ropes = spec.ropes
@@ -148,7 +153,7 @@ class Decoder:
         branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
         if self._head is None:
             return residual_TH + branch_TH
-        return self._logits(self._normed(branch_TH, residual_TH, batch.logits_rows_S))
+        return self._logits(self.normed(branch_TH, residual_TH, batch.logits_rows_S))
 
     def forward_and_pool(
         self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor
@@ -158,8 +163,26 @@ class Decoder:
         rank."""
         assert self._head is not None, "only the last stage has the hidden states after all layers"
         branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
-        hidden_PH = self._normed(branch_TH, residual_TH, rows_P)
-        return self._logits(self._normed(branch_TH, residual_TH, batch.logits_rows_S)), hidden_PH
+        hidden_PH = self.normed(branch_TH, residual_TH, rows_P)
+        return self._logits(self.normed(branch_TH, residual_TH, batch.logits_rows_S)), hidden_PH
+
+    def forward_into(self, batch: ForwardBatch, kv: KVTensors, room: StepRoom) -> None:
+        """Runs one step as forward() does, for a graph: its hidden_TH is in the room, its results will be there."""
+        tokens = slice(batch.num_tokens)
+        room = StepRoom(room[0][tokens], room[1][tokens], room.logits_SV[: len(batch.logits_rows_S)])
+        embedded_TH = self._embedded(batch)
+        if embedded_TH is not None:
+            room.residual_TH.copy_(embedded_TH)
+        branch_TH, residual_TH = self._walk(self._inputs(batch, kv, room.residual_TH))
+        room.branch_TH.copy_(branch_TH if self._head is not None else residual_TH + branch_TH)
+        if self._head is not None:
+            self._logits(self.normed(branch_TH, residual_TH, batch.logits_rows_S), room.logits_SV)
+
+    def room(self, num_tokens: int, num_samples: int, device: torch.device) -> StepRoom:
+        """Returns memory for captured steps of up to so many tokens."""
+        residual_TH = torch.zeros((num_tokens, self._hidden_size), dtype=self._dtype, device=device)
+        logits_SV = torch.zeros((num_samples * (self._head is not None), self._vocab_size), device=device)
+        return StepRoom(residual_TH, residual_TH.clone(), logits_SV)
 
     def logits(self, hidden_PH: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         """Returns the logits [P, V], float32, whole on every tp rank, of hidden states that forward_and_pool() has
@@ -174,15 +197,20 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (the last layer's MLP output, the residual to add it to), both [T, H]; the next step may overwrite
         both."""
-        if self._adapters is not None:
-            self._adapters.begin(batch)
-        residual_TH = hidden_TH
-        if self._embedding is not None and self._entry is not None:
-            residual_TH = self._entry(self._embedding(batch.input_ids_T), batch.positions_T)
+        embedded_TH = self._embedded(batch)
+        residual_TH = hidden_TH if embedded_TH is None else embedded_TH
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
         inputs = self._inputs(batch, kv, residual_TH)
         branch_TH, residual_TH = self.graphs.run(self.replay_key(inputs.shape, kv), inputs, self._walk)
         return branch_TH, residual_TH
+
+    def _embedded(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Begins a step; returns its residual stream on the first stage."""
+        if self._adapters is not None:
+            self._adapters.begin(batch)
+        if self._embedding is None or self._entry is None:
+            return None
+        return self._entry(self._embedding(batch.input_ids_T), batch.positions_T)
 
     def _inputs(self, batch: ForwardBatch, kv: KVTensors, residual_TH: torch.Tensor) -> LayerInputs:
         return LayerInputs(
@@ -207,17 +235,17 @@ class Decoder:
         assert branch_TH is not None, "a stage without layers"
         return branch_TH, inputs.residual_TH
 
-    def _logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden_SH: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the logits [S, V] of hidden states after the final norm."""
         assert self._head is not None
-        logits_SV = self._head(hidden_SH)
+        logits_SV = self._head(hidden_SH, out_SV)
         if self._logit_scale != 1.0:
             logits_SV.mul_(self._logit_scale)
         if self._softcap is None:
             return logits_SV
         return logits_SV.div_(self._softcap).tanh_().mul_(self._softcap)
 
-    def _normed(self, branch_TH: torch.Tensor, residual_TH: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def normed(self, branch_TH: torch.Tensor, residual_TH: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns new hidden states [len(rows), H] after the final norm."""
         assert self._final_norm is not None
         return self._final_norm(branch_TH[rows], residual_TH[rows])
@@ -231,26 +259,7 @@ class Decoder:
             return None
         key = self._attention.replay_key(shape, kv.layers[0], self._dtype)
         name = self._adapters.name if shape.has_adapters and self._adapters is not None else None
-        return None if key is None else (key, shape.has_adapters, name, id(kv))
-
-    def padded(self, shape: StepShape, kv: KVTensors) -> PaddedReplay | None:
-        """Returns the capture that a step of this shape replays, on this rank and on its peers."""
-        return self.graphs.padded(self.replay_key(shape, kv), shape.num_tokens)
-
-    def capture(
-        self, graphs: StartGraphs, shape: StepShape, kv: KVTensors, make_batch: Callable[[], ForwardBatch]
-    ) -> str | None:
-        """Captures the layers of a step of this shape, all of it padding; returns why it could not."""
-
-        def make_inputs() -> LayerInputs:
-            batch = make_batch()
-            if self._adapters is not None:
-                self._adapters.begin(batch)
-            shape_TH = (batch.num_tokens, self._hidden_size)
-            residual_TH = torch.zeros(shape_TH, dtype=self._dtype, device=batch.input_ids_T.device)
-            return self._inputs(batch, kv, residual_TH)
-
-        return graphs.capture(self.replay_key(shape, kv), shape.num_tokens, make_inputs, self._walk)
+        return None if key is None else (key, shape.most_queries > DECODE_QUERIES, shape.has_adapters, name, id(kv))
 
     @property
     def captures_adapters(self) -> bool:

@@ -23,6 +23,8 @@ GATHER_BYTES: Final = 16 * MIB
 """Keys and values that attention gathers at once, where it gathers them."""
 ATTENTION_BYTES: Final = 224 * MIB
 """The most that attention takes on a device with memory of its own, whatever the context: pieces.py, prompts/ there."""
+MOST_PARTS: Final = 4096
+"""Parts of a step's contexts, times queries, that attention computes beside each other where its kernels cut them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
 """The memory of captured steps on a device that replays them: which captures a start makes, and the bytes they keep.
 
 Torch-free; read by `tandem plan`, by what sizes the KV pool, and by rank/start/captures.py, which makes them. All
-captures share one pool for what a step computes, and each keeps its static inputs, its outputs and what its attention
-looks up.
+captures share one pool for what a step computes, and the memory of its results; each keeps its arrays and what is
+derived for those who come behind it.
 """
 
 from collections.abc import Callable, Hashable
+from itertools import product
 from typing import Final, NamedTuple
 
 from tandem.configs.schema import EngineSettings
@@ -13,44 +14,61 @@ from tandem.offload.kv.kv_groups import KVGroups
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import kv_layouts
-from tandem.workers.planning.budget import ATTENTION_BYTES, GATHER_BYTES
+from tandem.workers.planning.budget import ATTENTION_BYTES, GATHER_BYTES, MOST_PARTS
 from tandem.workers.planning.resolve import kv_groups
 from tandem.workers.planning.sizes import activation_bytes
 
-BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Tokens of captured steps."""
+DECODE_BUCKETS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), 768, 1024)
+"""Tokens of captured steps without chunks of prompts."""
+CHUNK_BUCKETS: Final = (64, 128, 192, 256, 384, 512, 768, 1024)
+"""Tokens of those with some. Steps of more tokens keep a device busy for longer than the host needs for them."""
+PADDED_QUERIES: Final = 16
+"""Tokens of a row of padding beside chunks; without them it has one."""
 MAX_CAPTURES: Final = 128
 OVERRUN: Final = 64
 """Tokens that a row may hold beyond --max-model-len: sampled before its end is known."""
 NARROWEST_TOKENS: Final = 256
 """The context that the narrowest table of a captured step holds, where attention gathers all that the table has."""
-LONG = 8
-"""Bytes of an id, a slot or a length."""
+ARRAY_BYTES: Final = 192
+"""Bytes of a token in a step's arrays and its padding's, at most, and in what is derived."""
+LIST_BYTES: Final = 32
+"""Bytes of an item of the list by which attention is cut."""
+TABLE_BYTES: Final = 24
+"""Bytes of an entry of block tables, while they are made."""
 
 
 class CaptureSize(NamedTuple):
-    """A capture: of so many tokens, that attend to so many blocks each."""
+    """A capture: the tokens that it has room for, the blocks of a row, the rows, and the tokens that are sampled."""
 
     num_tokens: int
     num_blocks: int
-    has_adapters: bool = False
+    has_adapters: bool
+    has_chunks: bool
+    num_rows: int
+    num_samples: int
 
 
 def capture_sizes(
-    settings: EngineSettings, max_model_len: int, key_of: Callable[[int], Hashable | None]
+    settings: EngineSettings, max_model_len: int, key_of: Callable[[int, bool], Hashable | None]
 ) -> list[CaptureSize]:
     """Returns the captures that a start makes, the hot ones first: those of decode steps of all rows with their drafts,
-    for short contexts and for longer ones. key_of: what tells the calls of attention apart whose block tables have so
-    many blocks, each key getting its widest table; None where they are not captured."""
+    then those with chunks of prompts; for short contexts, then for longer ones. key_of: what tells the calls of
+    attention apart whose block tables have so many blocks, with chunks or without, each key getting its widest table;
+    None where they are not captured."""
     if settings.model.enforce_eager:
         return []
-    most = min(BUCKETS[-1], settings.most_samples)
-    buckets = [bucket for place, bucket in enumerate(BUCKETS) if not place or BUCKETS[place - 1] < most]
-    widths = {key_of(width): width for width in _table_widths(settings.cache.block_size, max_model_len)}
-    widths.pop(None, None)
-    adapted = (False, True) if settings.lora.enable_lora else (False,)
-    sizes = [CaptureSize(bucket, width, own) for width in widths.values() for own in adapted for bucket in buckets]
-    return sizes[:MAX_CAPTURES]
+    scheduler, samples, sizes = settings.scheduler, settings.most_samples, []
+    most_tokens, adapted = scheduler.max_num_batched_tokens, (False, True) if settings.lora.enable_lora else (False,)
+    for has_chunks, buckets, most in ((False, DECODE_BUCKETS, samples), (True, CHUNK_BUCKETS, most_tokens)):
+        keys = {key_of(width, has_chunks): width for width in _table_widths(settings.cache.block_size, max_model_len)}
+        keys.pop(None, None)
+        own = [bucket for place, bucket in enumerate(buckets) if not place or buckets[place - 1] < most]
+        if has_chunks and most <= PADDED_QUERIES:
+            continue  # there are none
+        for (place, width), has_adapters, tokens in product(enumerate(keys.values()), adapted, own):
+            rows = min(tokens, scheduler.max_num_seqs) + tokens // PADDED_QUERIES if has_chunks else tokens
+            sizes.append((place, CaptureSize(tokens, width, has_adapters, has_chunks, rows, min(tokens, samples))))
+    return [size for _, size in sorted(sizes, key=lambda one: one[0])][:MAX_CAPTURES]
 
 
 def most_blocks(max_model_len: int, block_size: int) -> int:
@@ -75,43 +93,29 @@ def _table_widths(block_size: int, max_model_len: int) -> list[int]:
 
 def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_bytes: int, max_model_len: int) -> int:
     """Returns the most bytes that a rank's captures take, whichever attention it has."""
-    size, groups = settings.cache.block_size, kv_groups(settings, spec, max_model_len)
-    most_gathered = _most_gathered(spec, mesh, size, element_bytes)
-
-    def gathered(num_blocks: int) -> Hashable | None:
-        width = table_width(num_blocks, size)
-        return width if width <= most_gathered else None
-
-    kept = [
-        capture_bytes(spec, groups, one.num_tokens, one.num_blocks, element_bytes)
-        for one in capture_sizes(settings, max_model_len, gathered)
-    ]
-    in_place = capture_sizes(settings, max_model_len, lambda num_blocks: ())
-    tables = [table_bytes(spec, groups, one.num_tokens, one.num_blocks, element_bytes) for one in in_place]
-    if not in_place:
+    sizes = capture_sizes(settings, max_model_len, lambda num_blocks, has_chunks: has_chunks)
+    if not sizes:
         return 0
-    shared = activation_bytes(spec, mesh, max(one.num_tokens for one in in_place), 0, element_bytes) + ATTENTION_BYTES
-    return shared + max(sum(kept), sum(tables))
+    groups = kv_groups(settings, spec, max_model_len)
+    tokens, samples = max(size.num_tokens for size in sizes), max(size.num_samples for size in sizes)
+    logits = samples * spec.vocab_size * (4 + (3 if mesh.tp_size > 1 else 1) * element_bytes)  # gathered, in one piece
+    results = 2 * tokens * spec.hidden_size * element_bytes + logits
+    gathers = _gather_bytes(spec, mesh, settings, element_bytes, max_model_len)
+    tables = max(TABLE_BYTES * size.num_rows * size.num_blocks * groups.count for size in sizes)
+    lists = LIST_BYTES * len({(layer.params.window, layer.attention) for layer in spec.layers})
+    results += activation_bytes(spec, mesh, tokens, 0, element_bytes) + ATTENTION_BYTES
+    results += lists * (1 + MOST_PARTS + 2 * tokens)  # where attention reads in place, cut by a list a kind of layer
+    return results + max(tables, gathers) + sum(capture_bytes(size, groups) for size in sizes)
 
 
-def table_bytes(spec: ArchSpec, groups: KVGroups, num_tokens: int, num_blocks: int, element_bytes: int) -> int:
-    """Return the bytes of a capture whose attention reads the cache in place."""
-    stream = 3 * spec.hidden_size * element_bytes
-    rotary = len(spec.ropes) * 2 * spec.rope_dim * 4
-    return num_tokens * (stream + rotary + groups.count * (4 * num_blocks + LONG) + 4 * LONG)
+def capture_bytes(size: CaptureSize, groups: KVGroups) -> int:
+    """Returns the most bytes that one capture keeps for itself."""
+    return size.num_tokens * (ARRAY_BYTES + 8 * groups.count) + 512
 
 
-def capture_bytes(spec: ArchSpec, groups: KVGroups, num_tokens: int, num_blocks: int, element_bytes: int) -> int:
-    """Returns the most bytes that one capture keeps: of so many tokens that attend to so many blocks each."""
-    stream = 3 * spec.hidden_size * element_bytes  # an input and two outputs
-    rotary = len(spec.ropes) * 2 * spec.rope_dim * 4
-    positions = num_blocks * groups.block_size
-    masks = len({layer.params.window for layer in spec.layers}) * positions * 4
-    tables = LONG * (groups.count * (num_blocks + 1) + 2)  # with slots; lengths and the tokens' numbers
-    return num_tokens * (stream + rotary + masks + tables + LONG) + LONG * positions
-
-
-def _most_gathered(spec: ArchSpec, mesh: Mesh, block_size: int, element_bytes: int) -> int:
-    """The most blocks of a row that attention gathers at once."""
-    first = kv_layouts(spec, mesh)[0].planes[0]
-    return max(1, GATHER_BYTES // (2 * block_size * first.heads * first.dim * element_bytes))
+def _gather_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_bytes: int, max_model_len: int) -> int:
+    """Returns the bytes of tables and masks of decodes where attention gathers what they name."""
+    size, first = settings.cache.block_size, kv_layouts(spec, mesh)[0].planes[0]
+    most = max(1, GATHER_BYTES // (2 * size * first.heads * first.dim * element_bytes))
+    blocks, windows = min(most_blocks(max_model_len, size), most), {layer.params.window for layer in spec.layers}
+    return min(DECODE_BUCKETS[-1], settings.most_samples) * blocks * len(windows) * (TABLE_BYTES + 5 * size)

@@ -213,10 +213,15 @@ class CudaPlatform(Platform):
     def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
         """Return the kernel's where it computes such heads, else torch's."""
         if self.has_triton():
-            from tandem.workers.attention.triton_paged import TritonAttention, takes
+            from tandem.workers.attention.triton_paged import Multiprocessors, TritonAttention, takes
 
             if takes(dtype, head_dim, kv_dtype):
-                return TritonAttention(self._prompts(dtype, head_dim, kv_dtype or dtype))
+                prompts = self._prompts(dtype, head_dim, kv_dtype or dtype)
+                if self.device.type != "cuda":  # the host's memory in its place
+                    return TritonAttention(large_chunks=prompts)
+                facts = torch.cuda.get_device_properties(self.device)
+                shared = int(facts.shared_memory_per_multiprocessor)
+                return TritonAttention(Multiprocessors(int(facts.multi_processor_count), shared), prompts)
         return TorchAttention(is_bounded=True, replays=True)
 
     def _prompts(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype) -> "LargeChunks | None":

@@ -6,14 +6,14 @@ T tokens, R rows of a step, S tokens that are sampled, N blocks of the longest r
 """
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.workers.attention.forward_batch import GroupTable
-from tandem.workers.kernels.step_arrays import StepArrays
+from tandem.workers.attention.forward_batch import GroupTable, OnDevice, StepCopy, StepFrame
+from tandem.workers.kernels.step_arrays import Array, StepArrays
 
 Ints = npt.NDArray[np.int64]
 PENDING: Final = -1
@@ -22,6 +22,9 @@ NO_DRAFT: Final = -2
 """Stands for a draft where nothing was guessed. No sampled token equals it."""
 NO_PLACE: Final = -3
 """The same behind the last token of a row, where there is no place for a draft."""
+
+NOT_FINITE_ID: Final = -1
+"""Stands for a sampled token when the logits were not finite. No draft equals it."""
 
 
 class Guess(Protocol):
@@ -129,11 +132,43 @@ class DeviceRows(Protocol):
         call."""
         ...
 
-    def append(self, ids_S: torch.Tensor) -> bool:
+    def append(self, ids_S: torch.Tensor | None) -> bool:
         """Adds the tokens that the last step sampled to its rows, int64 [S] on the device: one each, and with drafts
-        those up to the first that is not the draft in its place. The host counts one for each row at once, and learns
-        the rest later. Returns False, and raises nothing, if there is no memory for that: then the host must have
-        entered them before the next step is made."""
+        those up to the first that is not the draft in its place; None: a capture has added them. The host counts one
+        for each row at once, and learns the rest later. Returns False, and raises nothing, if there is no memory for
+        that: then the host must have entered them before the next step is made."""
+        ...
+
+
+@runtime_checkable
+class FramedRows(Protocol):
+    """DeviceRows whose step has parts: what comes behind its copy may be in a capture, which finds it in a frame."""
+
+    def hold(self, scratch_block: int, most_guesses: int) -> tuple[int, int]:
+        """Keeps the rows where they are from now on. Returns two rows of padding: one without known tokens, all of
+        whose blocks are scratch_block, and one that may be written. most_guesses: of a step's drafts."""
+        ...
+
+    def pack(self, rows: StepRows) -> StepCopy[Array]:
+        """Returns a step's arrays. Their changes of the columns count as brought to the device."""
+        ...
+
+    def send(
+        self, rows: StepRows, packed: StepCopy[Array], beside: StepArrays, frame: StepFrame | None = None
+    ) -> OnDevice:
+        """Brings them to the device, as step() does, and takes the changes there. frame: gets the others."""
+        ...
+
+    def derived(self, sent: OnDevice, width: int, *, notes: bool) -> StepTensors:
+        """Returns the step's tensors. width: of block tables. notes: drafts are noted for those who read tokens."""
+        ...
+
+    def expect(self, numbers: Ints, sent: OnDevice, most: int, drafts_S: torch.Tensor | None) -> None:
+        """Says what append() is about: numbers: rows_B on the host; most: drafts of a row; drafts_S: as derived."""
+        ...
+
+    def add(self, sent: OnDevice, most: int, drafts_S: torch.Tensor | None, ids_S: torch.Tensor) -> None:
+        """Notes every sampled token behind its row's known ones, and counts those that are accepted, on the device."""
         ...
 
 
@@ -183,7 +218,7 @@ class HostRows:
         if arrays.arrays:
             arrays.arrive([torch.from_numpy(array) for array in arrays.arrays])
 
-    def append(self, ids_S: torch.Tensor) -> bool:
+    def append(self, ids_S: torch.Tensor | None) -> bool:
         """The host enters them."""
         return True
 

@@ -3,33 +3,27 @@
 The copy holds the step's rows, the tokens that the host knows, and what changed in the columns since the device last
 saw these rows; ids, positions and slots are derived on the device. A copy of the columns on the host says what the
 device has (of block tables, from told_blocks on). Drafts are guessed and accepted here too, so that the host may be
-behind by as many tokens as are in flight. T tokens, R rows of a step, S tokens that are sampled by B rows, Q rows with
-drafts, D drafts of a row, N blocks and L tokens of the longest row, G groups of layers.
+behind by as many tokens as are in flight. A captured step (rank/captured) derives and adds in its graph. T tokens, R
+rows of a step, S tokens that are sampled by B rows, Q rows with drafts, D drafts of a row, N blocks and L tokens of the
+longest row, G groups of layers.
 """
 
-from collections.abc import Sequence
-from typing import Final, Generic, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
 
 import numpy as np
 import torch
 
 from tandem.offload.copies.accelerator import Accelerator
 from tandem.offload.kv.kv_groups import UNLIMITED
-from tandem.workers.attention.forward_batch import GroupTable
+from tandem.workers.attention.forward_batch import CHANGES, GroupTable, OnDevice, StepCopy, StepFrame, framed_first
 from tandem.workers.kernels.step_arrays import Array, StepArrays
-from tandem.workers.platforms.device_rows import (
-    NO_PLACE,
-    Columns,
-    Guess,
-    Ints,
-    StepDrafts,
-    StepRows,
-    StepTensors,
-)
+from tandem.workers.platforms.device_rows import NO_PLACE, Columns, Guess, Ints, StepDrafts, StepRows, StepTensors
 from tandem.workers.platforms.step_buffer import StepBuffer
 
-T = TypeVar("T")
-
+SPARE_ROWS: Final = 2
+"""Rows of padding: the first is read by captured steps, the second written."""
 UNKNOWN: Final = -1
 """Stands for a count or a block id on the device."""
 
@@ -39,7 +33,7 @@ class TensorRows:
 
     _base, _lives, _blocks: what the device's tensors hold or will when the work given so far has run: known tokens
     without accepted drafts, of which life of the row, and block ids. _told, _told_base: the life of which the device
-    has the first tokens, and how many, but for accepted drafts.
+    has the first tokens, and how many, but for accepted drafts. _guessed: the guesses of the step.
     """
 
     is_ahead = True
@@ -63,14 +57,16 @@ class TensorRows:
         self._told = np.full_like(self._base, UNKNOWN)
         self._told_base = np.zeros_like(self._base)
         self._blocks = np.zeros_like(columns.block_ids)
-        self._last_token = torch.zeros(len(self._base), dtype=torch.int64, device=device)
+        self._last_token = torch.zeros(len(self._base) + SPARE_ROWS, dtype=torch.int64, device=device)
         self._num_known = torch.zeros_like(self._last_token)
-        self._block_ids = torch.zeros(self._blocks.shape, dtype=torch.int32, device=device)
+        self._block_ids = self._last_token.new_zeros((len(self._last_token), *self._blocks.shape[1:])).int()
         self._keeps_tokens = keeps_tokens or guess is not None
-        shape = (len(self._base), columns.token_ids.shape[1] if self._keeps_tokens else 0)
+        shape = (len(self._last_token), columns.token_ids.shape[1] if self._keeps_tokens else 0)
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
         self._reach_G11 = torch.tensor(_reaches(columns.windows), device=device)[:, None, None]
-        self._sampled: _Sampled | None = None
+        self._sampled: tuple[Ints, OnDevice, int, torch.Tensor | None] | None = None
+        self._guessed = self._last_token[:0]
+        self._is_held = False
 
     @property
     def guesses(self) -> bool:
@@ -82,53 +78,48 @@ class TensorRows:
         return self._tokens
 
     def step(self, rows: StepRows, beside: StepArrays) -> StepTensors:
-        try:
-            return self._step(rows, beside)
-        except torch.OutOfMemoryError:
-            self._forget()
-            raise
+        width = int(self._columns.num_blocks[rows.rows_R].max())  # as the plan says, on every rank alike
+        packed = self.pack(rows)
+        sent = self.send(rows, packed, beside)
+        with self._forgetting():
+            tensors = self.derived(sent, width, notes=rows.read_rows is not None)
+        self.expect(np.asarray(packed.rows_B, np.int64), sent, int(packed.count_B.max(initial=1)) - 1, tensors.drafts_S)
+        return tensors
 
     def send_late(self, arrays: StepArrays) -> None:
         arrays.arrive(self._late.fill(arrays.arrays))
 
-    def append(self, ids_S: torch.Tensor) -> bool:
+    def append(self, ids_S: torch.Tensor | None) -> bool:
         assert self._sampled is not None, "no step has sampled"
-        sampled = self._sampled
-        try:
-            self._append(sampled, ids_S)
-        except torch.OutOfMemoryError:
-            self._forget()
-            return False
-        self._base[sampled.numbers] += 1
-        self._told_base[sampled.numbers] += 1
+        numbers, sent, most, drafts_S = self._sampled
+        if ids_S is not None:
+            try:
+                with self._forgetting():
+                    self.add(sent, most, drafts_S, ids_S)
+            except torch.OutOfMemoryError:
+                return False
+        self._base[numbers] += 1
+        self._told_base[numbers] += 1
         return True
 
-    def _step(self, rows: StepRows, beside: StepArrays) -> StepTensors:
+    # ---- parts of a step, which may be in a capture ----
+
+    def hold(self, scratch_block: int, most_guesses: int) -> tuple[int, int]:
+        self._is_held = True
+        self._block_ids[-SPARE_ROWS] = scratch_block
+        self._guessed = self._last_token.new_zeros(most_guesses)
+        return len(self._base), len(self._base) + 1
+
+    def pack(self, rows: StepRows) -> StepCopy[Array]:
         if len(self._columns.num_known) > len(self._base):
             self._grow()
-        width = int(self._columns.num_blocks[rows.rows_R].max())  # as the plan says, on every rank alike
-        host = self._packed(rows, width)
-        tensors = self._buffer.fill([*(array for array in host if array is not None), *beside.arrays])
-        arrived = iter(tensors)
-        sent = _StepCopy[torch.Tensor](*(None if array is None else next(arrived) for array in host))
-        beside.arrive(list(arrived))
-        self._take_changes(sent)
-        derived = self._derived(sent, rows, width)
-        most = int(host.count_B.max(initial=1)) - 1
-        self._sampled = _Sampled(
-            np.asarray(host.rows_B, np.int64), sent.rows_B, sent.first_B, sent.count_B, most, derived.drafts_S
-        )
-        return derived
-
-    def _packed(self, rows: StepRows, width: int) -> "_StepCopy[Array]":
-        """Returns what the step's copy takes to the device. width: blocks of the longest row."""
-        columns = self._columns
+        columns, width = self._columns, int(self._columns.num_blocks[rows.rows_R].max())
         counts = self._changed_counts(rows.rows_R)
         blocks = self._changed_blocks(rows.rows_R, width * len(columns.windows))
         place_T = np.repeat(np.arange(len(rows.rows_R)), rows.lens_R)
         steps_T = np.arange(rows.starts[-1]) - rows.starts[:-1][place_T]
         numbers, first_B, count_B = _runs(rows.sample_rows_S)
-        packed = _StepCopy[Array](
+        packed = StepCopy[Array](
             ids_T=columns.token_ids[rows.rows_R[place_T], rows.begin_R[place_T] + steps_T].astype(np.int64),
             place_T=place_T,
             rows_R=rows.rows_R,
@@ -154,7 +145,29 @@ class TensorRows:
             packed = self._with_untold(packed, rows)
         return packed
 
-    def _take_changes(self, sent: "_StepCopy[torch.Tensor]") -> None:
+    def send(
+        self, rows: StepRows, packed: StepCopy[Array], beside: StepArrays, frame: StepFrame | None = None
+    ) -> OnDevice:
+        names = framed_first(packed)
+        first = 0 if frame is None else sum(name not in CHANGES for name, _ in names)
+        with self._forgetting():
+            tensors = iter(self._buffer.fill([*(array for _, array in names), *beside.arrays], first))
+            arrays = {name: tensor for (name, _), tensor in zip(names[first:], tensors, strict=False)}
+            beside.arrive([*tensors])
+            if frame is not None:
+                frame[0].copy_(self._buffer.on_device[: len(frame[0])])
+            sent = OnDevice(**arrays) if frame is None else frame[1]._replace(**arrays)
+            self._take_changes(sent)
+            if sent.rows_Q is not None and rows.drafts is not None:
+                self._take_guesses(sent, rows, rows.drafts)
+        return sent
+
+    def expect(self, numbers: Ints, sent: OnDevice, most: int, drafts_S: torch.Tensor | None) -> None:
+        self._sampled = numbers, sent, most, drafts_S
+
+    # ---- inside ----
+
+    def _take_changes(self, sent: OnDevice) -> None:
         """Brings the device's rows up to what the host has changed."""
         if len(sent.counts):
             self._num_known.index_copy_(0, sent.count_rows, sent.counts)
@@ -163,12 +176,17 @@ class TensorRows:
         if sent.told is not None and len(sent.told):
             self._tokens.view(-1).index_copy_(0, sent.told_places, sent.told)
 
-    def _forget(self) -> None:
-        """The device has run out of memory in the middle: nobody knows which changes it has got."""
-        self._lives.fill(UNKNOWN)
-        self._told.fill(UNKNOWN)
-        self._blocks.fill(UNKNOWN)
-        self._columns.told_blocks.fill(0)
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """Forgets what the device has where it runs out of memory: nobody knows which changes it has got."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self._lives.fill(UNKNOWN)
+            self._told.fill(UNKNOWN)
+            self._blocks.fill(UNKNOWN)
+            self._columns.told_blocks.fill(0)
+            raise
 
     def _changed_counts(self, rows_R: Ints) -> Ints:
         """Notes the rows whose tokens the host has changed, but for drafts that were accepted here first; returns
@@ -190,7 +208,7 @@ class TensorRows:
         told[rows_C] = columns.num_blocks[rows_C] * groups
         return np.asarray(rows_C[place_C] * self._blocks.shape[1] + first + column)
 
-    def _with_untold(self, packed: "_StepCopy[Array]", rows: StepRows) -> "_StepCopy[Array]":
+    def _with_untold(self, packed: StepCopy[Array], rows: StepRows) -> StepCopy[Array]:
         """Notes that the device gets the tokens of rows that are read here or have drafts that are guessed here; adds
         those that the host has read and the device lacks. What was sampled since a row was bound, the device has
         noted."""
@@ -209,17 +227,18 @@ class TensorRows:
         places = np.concatenate([np.empty(0, np.int64), *spans])
         return packed._replace(told_places=places, told=columns.token_ids.reshape(-1)[places])
 
-    def _derived(self, sent: "_StepCopy[torch.Tensor]", rows: StepRows, width: int) -> StepTensors:
+    def derived(self, sent: OnDevice, width: int, *, notes: bool) -> StepTensors:
         rows_R, place_T, size = sent.rows_R, sent.place_T, self._columns.block_size
         begin_R = self._num_known[rows_R] - sent.back_R
         positions_T = begin_R[place_T] + sent.steps_T
         ids_T = torch.where(sent.ids_T < 0, self._last_token[rows_R][place_T], sent.ids_T)
         drafts_S = None
-        if rows.drafts is not None and sent.behind_S is not None:
-            ids_T = self._with_guesses(sent, ids_T, rows, rows.drafts)
+        if sent.behind_S is not None:
+            if sent.draft_T is not None:
+                ids_T = torch.where(sent.draft_T >= 0, self._guessed[sent.draft_T.clamp(min=0)], ids_T)
             drafts_S = torch.where(sent.behind_S >= 0, ids_T[sent.behind_S.clamp(min=0)], NO_PLACE)
             ids_T = ids_T.clamp(min=0)
-            if rows.read_rows is not None:  # behind the known tokens, until the sampled ones take their places
+            if notes:  # behind the known tokens, until the sampled ones take their places
                 columns_T = positions_T.clamp(max=self._tokens.shape[1] - 1)
                 self._tokens[rows_R[place_T], columns_T] = ids_T.int()
         tables_GRN = self._own_blocks(sent, begin_R, width)
@@ -239,7 +258,7 @@ class TensorRows:
             tuple(groups[1:]),
         )
 
-    def _own_blocks(self, sent: "_StepCopy[torch.Tensor]", begin_R: torch.Tensor, width: int) -> torch.Tensor:
+    def _own_blocks(self, sent: OnDevice, begin_R: torch.Tensor, width: int) -> torch.Tensor:
         """Returns what own_blocks() of device_rows.py does, for all groups [G, R, N]."""
         num_groups = len(self._columns.windows)
         table_RNG = self._block_ids[sent.rows_R, : width * num_groups].unflatten(1, (width, num_groups))
@@ -249,35 +268,33 @@ class TensorRows:
         seen_GRN = (place_N < sent.num_blocks_R[:, None]) & (place_N >= first_GR1)
         return torch.where(seen_GRN, tables_GRN, tables_GRN.gather(2, first_GR1))
 
-    def _with_guesses(
-        self, sent: "_StepCopy[torch.Tensor]", ids_T: torch.Tensor, rows: StepRows, drafts: StepDrafts
-    ) -> torch.Tensor:
-        """Returns the ids with guesses, where there are any, in the drafts' places."""
-        if sent.draft_T is None:
-            return ids_T
-        assert self._guess is not None, "nothing guesses here"
+    def _take_guesses(self, sent: OnDevice, rows: StepRows, drafts: StepDrafts) -> None:
+        """Guesses the step's drafts."""
+        assert self._guess is not None and sent.rows_Q is not None and sent.most_Q is not None, "nothing guesses here"
         tokens_QL = self._tokens[:, : int(rows.most_R.max())][sent.rows_Q]
         guesses_QD = self._guess(tokens_QL, self._num_known[sent.rows_Q], sent.most_Q, int(drafts.most_R.max()))
-        return torch.where(sent.draft_T >= 0, guesses_QD.flatten()[sent.draft_T.clamp(min=0)], ids_T)
+        if self._is_held:
+            self._guessed[: guesses_QD.numel()] = guesses_QD.flatten()
+        else:
+            self._guessed = guesses_QD.flatten()
 
-    def _append(self, sampled: "_Sampled", ids_S: torch.Tensor) -> None:
-        """Notes every sampled token behind its row's known ones, and counts those that are accepted."""
-        rows_B, known_B = sampled.rows_B, self._num_known[sampled.rows_B]
-        place_D = torch.arange(sampled.most + 1, device=self._device)
-        at_BD = sampled.first_B[:, None] + torch.minimum(place_D, sampled.count_B[:, None] - 1)
+    def add(self, sent: OnDevice, most: int, drafts_S: torch.Tensor | None, ids_S: torch.Tensor) -> None:
+        known_B, place_D = self._num_known[sent.rows_B], torch.arange(most + 1, device=self._device)
+        at_BD = sent.first_B[:, None] + torch.minimum(place_D, sent.count_B[:, None] - 1)
         ids_BD = ids_S.clamp(min=0)[at_BD]
         accepted_B1 = torch.zeros_like(known_B)[:, None]
-        if sampled.drafts_S is not None:
-            same_BD = (ids_S == sampled.drafts_S)[at_BD] & (place_D < sampled.count_B[:, None] - 1)
+        if drafts_S is not None:
+            same_BD = (ids_S == drafts_S)[at_BD] & (place_D < sent.count_B[:, None] - 1)
             accepted_B1 = same_BD.long().cumprod(1).sum(1, keepdim=True)
         if self._keeps_tokens:
             column_BD = (known_B[:, None] + place_D).clamp(max=self._tokens.shape[1] - 1)
-            self._tokens[rows_B[:, None], column_BD] = ids_BD.int()
-        self._last_token.index_copy_(0, rows_B, ids_BD.gather(1, accepted_B1)[:, 0])
-        self._num_known.index_copy_(0, rows_B, known_B + 1 + accepted_B1[:, 0])
+            self._tokens[sent.rows_B[:, None], column_BD] = ids_BD.int()
+        self._last_token.index_copy_(0, sent.rows_B, ids_BD.gather(1, accepted_B1)[:, 0])
+        self._num_known.index_copy_(0, sent.rows_B, known_B + 1 + accepted_B1[:, 0])
 
     def _grow(self) -> None:
         """Follows columns that have grown: rows beyond the settings' are rare."""
+        assert not self._is_held, "a row beyond --max-num-seqs"
         more = len(self._columns.num_known) - len(self._base)
         self._last_token, self._num_known, self._block_ids, self._tokens = (
             torch.cat((held, held.new_zeros((more, *held.shape[1:]))))
@@ -290,47 +307,7 @@ class TensorRows:
         self._blocks = np.append(self._blocks, np.zeros((more, self._blocks.shape[1]), np.int32), axis=0)
 
 
-class _StepCopy(NamedTuple, Generic[T]):
-    """The arrays of a step's one copy: as arrays on the host, and as tensors on the device."""
-
-    ids_T: T  # the tokens that the host knows, negative for others
-    place_T: T  # each token's row of the step
-    rows_R: T
-    back_R: T  # known tokens from the first that is computed on
-    num_blocks_R: T
-    logits_rows_S: T
-    starts: T
-    steps_T: T  # each token's place in its row
-    lens_R: T
-    count_rows: T  # rows with another count of known tokens than the device has
-    counts: T
-    block_places: T  # places of the flat table of blocks with another id than the device has
-    blocks: T
-    rows_B: T  # the rows that sample
-    first_B: T  # the place of each one's first token among those sampled
-    count_B: T  # how many it has
-    slots_T: T | None = None  # adapters of the tokens
-    slots_S: T | None = None  # adapters of those sampled
-    behind_S: T | None = None  # the place of the draft behind each token that samples, -1 for none
-    rows_Q: T | None = None  # where the device guesses, the rows with drafts
-    most_Q: T | None = None  # how many they have
-    draft_T: T | None = None  # each token's place among their drafts [Q, D], -1 for one that is no draft
-    told_places: T | None = None  # places of the flat table of tokens that the device lacks
-    told: T | None = None
-
-
-class _Sampled(NamedTuple):
-    """The B rows that the last step samples, as in _StepCopy."""
-
-    numbers: Ints  # rows_B on the host
-    rows_B: torch.Tensor
-    first_B: torch.Tensor
-    count_B: torch.Tensor
-    most: int  # drafts of a row, at most
-    drafts_S: torch.Tensor | None  # as in StepTensors
-
-
-def _with_drafts(packed: _StepCopy[Array], rows: StepRows, drafts: StepDrafts) -> _StepCopy[Array]:
+def _with_drafts(packed: StepCopy[Array], rows: StepRows, drafts: StepDrafts) -> StepCopy[Array]:
     packed = packed._replace(behind_S=np.where(drafts.behind_S, rows.logits_rows_S + 1, -1))
     if not drafts.guessed:
         return packed

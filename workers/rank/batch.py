@@ -17,6 +17,7 @@ from tandem.workers.kernels.sampling_ops import SamplingOps
 from tandem.workers.kernels.step_arrays import Send, StepArrays
 from tandem.workers.messages.step import StepPlan
 from tandem.workers.platforms.device_rows import DeviceRows, Ints, StepDrafts, StepRows, StepTensors
+from tandem.workers.rank.captured.framed_step import FramedStep
 from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens
@@ -37,16 +38,21 @@ class StepAdapters:
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """The model's inputs and what sampling needs, int64 [S]. A row with drafts is there once for its last token and
-    once for each draft."""
+    once for each draft. inputs: None where a captured step has them."""
 
-    forward: ForwardBatch
+    inputs: ForwardBatch | None
     rows_R: Ints  # the rows of the step
     begin_R: Ints  # the positions of their first tokens
     starts: Ints  # the places of these among all tokens
     sample_rows_S: Ints  # rows of the table
     sample_positions_S: Ints  # positions of the tokens to choose
-    sampling: Sampling | None  # on the rank that samples
-    drafts_S: torch.Tensor | None  # as in StepTensors
+    sampling: Sampling | None  # on the rank that samples, but for tokens that a captured step draws
+    drafts_S: torch.Tensor | None  # as in StepTensors; of a captured step None
+
+    @property
+    def forward(self) -> ForwardBatch:
+        assert self.inputs is not None, "a captured step has them"
+        return self.inputs
 
 
 Prepare = Callable[[Ints, Ints, Ints, Send], Sampling]
@@ -73,10 +79,11 @@ def build_batch(
     device_rows: DeviceRows,
     drafts: Drafts | None = None,
     prepare: Prepare | None = None,
+    framed: FramedStep | None = None,
 ) -> StepBatch:
     """The batch of a plan that has work; the table has applied the plan and holds the drafts that the host has
     proposed. Advances the rows' computed counts. device_rows: of this table. prepare: on the rank that samples; what it
-    sends goes with the rows."""
+    sends goes with the rows. framed: the captured step that this one becomes."""
     count = len(plan.work)
     rows_R = np.fromiter((w.row for w in plan.work), np.int64, count)
     lens_R = np.fromiter((w.num_tokens for w in plan.work), np.int64, count)
@@ -104,7 +111,8 @@ def build_batch(
     places = None if drafts is None else StepDrafts(drafts_R, back_S > 1, drafts.ids is None)
     logits_rows_S = starts[1:][row_S] - back_S
     positions_S, beside, sampling, read_rows = end_R[row_S] + 1 - back_S, StepArrays(), None, None
-    if prepare is not None and len(row_S):
+    draws = table.sampling.fixed(sample_rows_S) if prepare is not None and framed is not None and framed.draws else None
+    if prepare is not None and len(row_S) and draws is None:
         most_S = positions_S if spare_R is None else positions_S + spare_R[row_S]
         sampling = prepare(sample_rows_S, positions_S, most_S, beside.send)
         read_rows = sampling.read_rows
@@ -122,6 +130,9 @@ def build_batch(
         places,
         read_rows,
     )
+    if framed is not None:
+        framed.fill(rows, draws, beside)
+        return StepBatch(None, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, None)
     tensors = device_rows.step(rows, beside)
     forward = _forward(tensors, rows, adapters, table.block_size)
     return StepBatch(forward, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, tensors.drafts_S)

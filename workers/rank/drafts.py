@@ -19,8 +19,6 @@ from tandem.workers.rank.row_table import RowTable
 from tandem.workers.speculation.proposer import ProposalRow, Proposer
 
 Ints = npt.NDArray[np.int64]
-NOT_FINITE_ID = -1
-"""Stands for a sampled token when the logits were not finite. No draft equals it."""
 
 
 @dataclass(frozen=True, slots=True)

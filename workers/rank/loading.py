@@ -33,7 +33,7 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.row_table import RowTable
-from tandem.workers.rank.start.captures import capture_steps, sizes_of
+from tandem.workers.rank.start.captures import sizes_of
 from tandem.workers.rank.transfers.grammar_lanes import open_grammar_lanes
 from tandem.workers.rank.transfers.lanes import Lanes
 from tandem.workers.speculation.proposer import make_guess, make_proposer
@@ -84,7 +84,7 @@ class LoadedRank:
         runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer, guess)
         _warm_up(runner, self.max_model_len, block_size, len(windows), relays=context.pp_size > 1)
         sizes = sizes_of(decoder, kv.tensors, self.settings, self.max_model_len)
-        runner.captures = capture_steps(decoder, kv.tensors, context, self.platform, sizes, len(windows))
+        runner.make_captures(sizes, self.settings.max_drafts)
         for loads_E in decoder.expert_loads.values():
             loads_E.zero_()
         return runner

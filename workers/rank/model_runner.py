@@ -8,8 +8,9 @@ tokens, V vocabulary.
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,21 +19,25 @@ import torch
 
 from tandem.offload.copies.accelerator import DeviceEvent
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.exchange.step_collectives import PaddedReplay
 from tandem.workers.attention.backend import KVTensors
-from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
+from tandem.workers.attention.forward_batch import StepShape
+from tandem.workers.graphs.graph_runner import StartGraphs
 from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.messages.handshake import CaptureReport
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
 from tandem.workers.models.decoder import Decoder
+from tandem.workers.planning.graph_room import CaptureSize
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.device_rows import NO_PLACE, Guess
+from tandem.workers.platforms.device_rows import NOT_FINITE_ID, Guess
 from tandem.workers.rank.batch import StepBatch, build_batch, preparing
-from tandem.workers.rank.drafts import NOT_FINITE_ID, Accepted, Drafts, accept, propose
+from tandem.workers.rank.captured.framed_step import clean_rejected
+from tandem.workers.rank.captured.replays import Replays, SampledPlaces
+from tandem.workers.rank.drafts import Accepted, Drafts, accept, propose
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.pooler import Pooled, Pooler
 from tandem.workers.rank.row_results import row_results
 from tandem.workers.rank.row_table import RowTable
+from tandem.workers.rank.start.captures import capture_steps
 from tandem.workers.rank.step_exchanges import StepExchanges, StepVerdict
 from tandem.workers.sampling.prompt_logprobs import PromptScorer, Scored, ScoredRows
 from tandem.workers.sampling.sampler import Drawn, Sampling
@@ -146,10 +151,11 @@ class ModelRunner:
         self._platform = platform
         self._proposer = proposer
         self._exchanges = StepExchanges(context, link, platform)
-        ops = platform.sampling_ops() if self._samples else None  # compiled now, not in the first step
+        ops = self._ops = platform.sampling_ops() if self._samples else None  # compiled now, not in the first step
         self._prepare = None if ops is None else preparing(table, ops, is_ahead=self._rows.is_ahead)
         self._appends = context.pp_size == 1
         self._steps: deque[StepHandle] = deque()  # whose tokens the row table lacks
+        self._replays = Replays(self._samples)
         self._awaits: list[int] = []
         self._owed: list[int] = []  # of steps before, which this rank has not computed
         self._failed_step = -1
@@ -164,6 +170,12 @@ class ModelRunner:
     def _scorer(self) -> PromptScorer:
         """Made for the first prompt that is scored."""
         return PromptScorer(self._platform.accelerator, reads=self._samples)
+
+    def make_captures(self, sizes: Sequence[CaptureSize], max_drafts: int) -> None:
+        """Captures steps, in step with all ranks of the stage, where the platform does so before the first one."""
+        kv, parts = self.kv, (self._context, self._platform, sizes, self._ops, max_drafts)
+        self.captures = capture_steps(self._model, kv.tensors, kv.clear_on_device, self._rows, *parts)
+        self._replays.graphs = self._model.graphs if isinstance(self._model.graphs, StartGraphs) else None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -221,7 +233,9 @@ class ModelRunner:
         drafts = self._propose(plan)
         num_scored = sum(work.num_scored for work in plan.work) if self._table.scored else 0
         total = 0 if drafts is None else drafts.total
-        self._exchanges.begin(plan.work, total, self._table.pooled, num_scored, self._padded(plan, drafts))
+        key_of = partial(self._model.replay_key, kv=self.kv.tensors)
+        self._replays.choose(partial(self._shape, plan, drafts), key_of)
+        self._exchanges.begin(plan.work, total, self._table.pooled, num_scored, self._replays.now)
         failure = self._void(plan.step_id, plan.known_failure)
         if failure is None:
             try:
@@ -238,23 +252,19 @@ class ModelRunner:
             raise torch.OutOfMemoryError(f"{failure}; its peers cannot go on: {error}") from error
         return None, failure
 
-    def _padded(self, plan: StepPlan, drafts: Drafts | None) -> PaddedReplay | None:
-        """Returns the capture that the step replays on every rank of a stage of several. Nothing is read that ranks
-        learn of at different times, such as the drafts that were accepted."""
-        if self._context.tp_size == 1 or not self._model.graphs.can_replay:
-            return None
+    def _shape(self, plan: StepPlan, drafts: Drafts | None) -> StepShape:
+        """Reads nothing that ranks learn of at different times, such as the drafts that were accepted."""
         table, rows_R = self._table, [work.row for work in plan.work]
         queries_R = np.fromiter((work.num_tokens for work in plan.work), np.int64, len(rows_R))
         if drafts is not None:
             queries_R += drafts.counts_R
-        shape = StepShape(
+        return StepShape(
             int(queries_R.sum()),
             int(queries_R.max()),
             int(table.num_blocks[rows_R].max()),
             has_adapters=bool((table.adapter_slots[rows_R] >= 0).any()),
             is_loaded=not self._awaits,
         )
-        return self._model.padded(shape, self.kv.tensors)
 
     def _propose(self, plan: StepPlan) -> Drafts | None:
         """Returns the step's drafts, which are guessed from all tokens sampled so far. Of a plan that counts for
@@ -280,7 +290,7 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, drafts: Drafts | None) -> _Computed:
         if self._steps and self._samples and self._waits_for_tokens(plan):
             self.settle(self._steps[-1])
-        batch = build_batch(plan, self._table, self._rows, drafts, self._prepare)
+        batch = build_batch(plan, self._table, self._rows, drafts, self._prepare, self._replays.step)
         computed = self._run(plan, batch, drafts, self._tensors())
         self._awaits.clear()
         return computed
@@ -319,25 +329,34 @@ class ModelRunner:
             before = self.record()
             hidden_TH = self._exchanges.receive()
             received = before, self.record()
-        num_replays = self._model.graphs.num_replays
         output, pooled, scored = self._forward(plan, batch, kv, hidden_TH)
-        is_replayed = self._model.graphs.num_replays > num_replays
         self._exchanges.end_layers()
         if not self._context.is_last_stage:
             self._exchanges.send(output)
             return _Computed(batch, received=received)
-        drawn, rows_S = None, batch.sample_rows_S
-        if batch.sampling is not None:
-            drawn = self._draw(batch.sampling, batch.forward, output)
-            if drafts is not None:
-                drawn = drawn.marked(NOT_FINITE_ID, self._platform.accelerator.to_host)
-        host_drafts_S = None if batch.drafts_S is None else self._platform.accelerator.to_host(batch.drafts_S)
+        count, has_drafts = len(batch.sample_rows_S), drafts is not None
+        if self._replays.now is None:
+            places = SampledPlaces(batch.drafts_S, batch.forward)
+        else:
+            places = self._replays.places(count, has_drafts=has_drafts)
+        drawn, host_drafts_S, to_host = None, None, self._platform.accelerator.to_host
+        if self._is_drawn(batch) and places.outcome is not None:
+            host_XS = to_host(places.outcome.sampled_XS)
+            drawn = Drawn.captured(places.outcome.sampled_XS, host_XS, count)
+            host_drafts_S = host_XS[2, :count] if has_drafts else None
+        elif batch.sampling is not None:
+            drawn = self._draw(batch.sampling, places, output)
+            if has_drafts:
+                drawn = drawn.marked(NOT_FINITE_ID, to_host)
+        if places.drafts_S is not None and host_drafts_S is None:
+            host_drafts_S = to_host(places.drafts_S)
         verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)  # from here on nothing may fail
-        tokens = self._tokens(batch, host_drafts_S, drawn, verdict) if self._appends and len(rows_S) else None
+        tokens = self._tokens(batch, places, host_drafts_S, drawn, verdict) if self._appends and count else None
         errors = {**self._table.sampling.grammars.errors, **self._table.errors}
+        is_replayed = self._replays.now is not None
         return _Computed(batch, drafts, drawn, tokens, received, errors, verdict, is_replayed, pooled, scored)
 
-    def _draw(self, sampling: Sampling, forward: ForwardBatch, logits_SV: torch.Tensor) -> Drawn:
+    def _draw(self, sampling: Sampling, places: SampledPlaces, logits_SV: torch.Tensor) -> Drawn:
         if sampling.prepares_late:
             if self._steps:
                 self.settle(self._steps[-1])
@@ -346,7 +365,7 @@ class ModelRunner:
             self._rows.send_late(arrays)
         positions_S = tokens_NL = None
         if sampling.reads_positions and self._rows.is_ahead:
-            positions_S = forward.positions_T[forward.logits_rows_S] + 1
+            positions_S = places.positions_S()
             tokens_NL = None if sampling.read_rows is None else self._rows.tokens
         return sampling.draw(logits_SV, self._platform.accelerator, positions_S, tokens_NL)
 
@@ -361,17 +380,47 @@ class ModelRunner:
             rows = ScoredRows(batch.begin_R, batch.starts, table.token_ids, table.adapter_slots, table.sampling.of)
             scored = self._scorer.begin(plan.work, rows)
         wanted = [each.rows_P for each in (step, scored) if each is not None]
-        if not wanted:
-            return self._model.forward(batch.forward, kv, hidden_TH), None, None
-        output, hidden_PH = self._model.forward_and_pool(batch.forward, kv, hidden_TH, torch.cat(wanted))
+        output, hidden_PH = self._modelled(batch, kv, hidden_TH, torch.cat(wanted) if wanted else None)
+        if hidden_PH is None:
+            return output, None, None
         num_pooled = 0 if step is None else len(step.rows_P)
         pooled = None if step is None else self._pooler.pool(step, hidden_PH[:num_pooled])
         if scored is None:
             return output, pooled, None
         return output, pooled, self._scorer.score(scored, hidden_PH[num_pooled:], self._model.logits)
 
+    def _modelled(
+        self, batch: StepBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output of forward() and, for rows_P, what forward_and_pool() adds; by a replay where there is a
+        capture."""
+        model, step = self._model, self._replays.step
+        if step is None:
+            if rows_P is None:
+                return model.forward(batch.forward, kv, hidden_TH), None
+            return model.forward_and_pool(batch.forward, kv, hidden_TH, rows_P)
+        self._replays.run(step, hidden_TH)
+        if step.adds and self._is_drawn(batch):
+            self._rows.append(None)
+        residual_TH, branch_TH, logits_SV = step.room
+        if not self._context.is_last_stage:
+            return branch_TH[: int(batch.starts[-1])], None
+        hidden_PH = None if rows_P is None else model.normed(branch_TH, residual_TH, rows_P)
+        return logits_SV[: len(batch.sample_rows_S)], hidden_PH
+
+    def _is_drawn(self, batch: StepBatch) -> bool:
+        """Returns whether the replay has drawn the step's tokens."""
+        return self._replays.draws(len(batch.sample_rows_S), behind=batch.sampling is not None)
+
+    # ---- behind the model ----
+
     def _tokens(
-        self, batch: StepBatch, host_drafts_S: torch.Tensor | None, drawn: Drawn | None, verdict: StepVerdict | None
+        self,
+        batch: StepBatch,
+        places: SampledPlaces,
+        host_drafts_S: torch.Tensor | None,
+        drawn: Drawn | None,
+        verdict: StepVerdict | None,
     ) -> _Tokens:
         """One stage: every TP rank appends what tp0 sampled. A failed row gets some token too, so that a plan made
         before its failure was known still finds what it counts on."""
@@ -381,27 +430,22 @@ class ModelRunner:
         else:
             ids_S, host_ids_S = verdict.ids_S, verdict.host_ids_S
         table, rows, is_clean = self._table, batch.sample_rows_S, True
-        if batch.drafts_S is not None:
+        step = self._replays.step
+        is_added = step is not None and step.adds and self._is_drawn(batch)
+        if places.drafts_S is not None:
             rows = rows[np.diff(rows, prepend=-1) != 0]  # once each
-            is_clean = self._clean_rejected(batch.forward, ids_S, batch.drafts_S)
-        self._on_device = is_clean and self._rows.append(ids_S)
+            is_clean = is_added or self._clean_rejected(places, ids_S, places.drafts_S)
+        self._on_device = is_added or (is_clean and self._rows.append(ids_S))
         table.reserve(rows)
         return _Tokens(rows, table.lives[rows], ids_S, host_ids_S, host_drafts_S, is_clean)
 
-    def _clean_rejected(self, forward: ForwardBatch, ids_S: torch.Tensor, drafts_S: torch.Tensor) -> bool:
-        """Zeroes the KV of drafts whose logits are not finite, on a device: attention may read what it then weighs with
-        0. A row that has accepted such a draft ends. Returns False where the host has to do it, before any later
+    def _clean_rejected(self, places: SampledPlaces, ids_S: torch.Tensor, drafts_S: torch.Tensor) -> bool:
+        """Zeroes what rejected drafts may have left. Returns False where the host has to do it, before any later
         step."""
-        scratch = self.kv.tensors.scratch_block
-        if scratch < 0:
+        if self.kv.tensors.scratch_block < 0:
             return False
         try:
-            is_bad_S = ids_S == NOT_FINITE_ID
-            is_bad_S[1:] &= drafts_S[:-1] != NO_PLACE
-            is_bad_S[:1] = False  # as all those behind NO_PLACE: a known token
-            for group in range(forward.num_groups):
-                slots_S = forward.of_group(group).slot_mapping_T[forward.logits_rows_S]
-                self.kv.clear_on_device(torch.where(is_bad_S, slots_S, scratch * forward.block_size))
+            clean_rejected(self.kv.clear_on_device, places.slots_GS(), ids_S, drafts_S, self.kv.tensors)
         except torch.OutOfMemoryError:
             return False
         return True
@@ -460,7 +504,7 @@ class ModelRunner:
 
     def _fill(self, tokens: _Tokens) -> None:
         """Enters a step's tokens, but for rows that meanwhile belong to other sequences."""
-        ids = tokens.host_ids_S.numpy()
+        ids = np.maximum(tokens.host_ids_S.numpy(), 0)  # of a failed row -1 in a capture with drafts
         live = np.flatnonzero(self._table.lives[tokens.rows] == tokens.lives)
         self._table.fill(tokens.rows[live], ids[live])
 

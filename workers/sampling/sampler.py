@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tandem.offload.copies.accelerator import Accelerator
-from tandem.workers.kernels.sampling_ops import Change, Draws, DrawTokens, SamplingOps
+from tandem.workers.kernels.sampling_ops import Change, DrawTokens, SamplingOps
 from tandem.workers.kernels.step_arrays import Send, Sent, sending_with
 from tandem.workers.messages.request import TokenLogprobs
 from tandem.workers.messages.step import NOT_FINITE, NOTHING_LEFT
@@ -57,6 +57,13 @@ class Drawn:
         """Returns the same with `mark` in place of the ids of logits that are not finite."""
         ids_S = self.ids_S.where(torch.isfinite(self.device_best_S), mark)
         return replace(self, ids_S=ids_S, host_ids_S=to_host(ids_S))
+
+    @classmethod
+    def captured(cls, sampled_XS: torch.Tensor, host_XS: torch.Tensor, count: int) -> "Drawn":
+        """Returns what a captured step has drawn, from one copy to the host: int64, the ids, and the bits of the
+        greatest logits in the first half of a row."""
+        best_S, edited_S = host_XS[1].view(torch.float32)[:count], np.zeros(count, np.bool_)
+        return cls(sampled_XS[0, :count], best_S, host_XS[0, :count], best_S, edited_S, None, [])
 
     def collect(self) -> Sampled:
         """Reads the outcome; an event recorded after `sample` must be done."""
@@ -172,18 +179,8 @@ class Sampling:
         return _Logged(places.tolist(), wanted, send(places), named_ids, send(ids_LN) if most else None)
 
     def _random_of(self, send: Send) -> DrawTokens:
-        places, table = np.flatnonzero(self._flags_S & RANDOM), self._table
-        rows = self._rows_S[places]
-        draws = Draws.of(
-            places,
-            temperature=table.temperature[rows],
-            top_k=table.top_k[rows],
-            top_p=table.top_p[rows],
-            min_p=table.min_p[rows],
-            seed=table.seed[rows],
-            choice=table.choice[rows],
-        )
-        return self._ops.prepare_draw(draws, send)
+        places = np.flatnonzero(self._flags_S & RANDOM)
+        return self._ops.prepare_draw(self._table.draws(places, self._rows_S[places]), send)
 
 
 @dataclass(frozen=True, slots=True)

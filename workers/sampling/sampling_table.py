@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
+from tandem.workers.kernels.sampling_ops import Draws
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.chain import ProcessorChain, all_processors
 from tandem.workers.sampling.processors.grammar import GrammarMask
 from tandem.workers.sampling.processors.logits_processor import LogitsProcessor, Reads
 from tandem.workers.structured.grammar_store import GrammarStore
 
+Ints = npt.NDArray[np.int64]
 RANDOM: Final = 1  # temperature above 0
 EDITS: Final = 2  # some logits processor changes the logits before the choice
 LOGPROBS: Final = 4
@@ -86,6 +89,23 @@ class SamplingTable:
     def free(self, row: int) -> None:
         """Forgets what the row held; its columns stay until it is bound again."""
         self.chain.free(row)
+
+    def fixed(self, rows_S: Ints) -> Draws | None:
+        """Returns the draws of a step of these rows, where one sequence of calls serves them all, as a capture has it:
+        no logits processor changes their logits, and none of them has log probabilities, top-k or top-p. None for
+        others: they sample behind the capture."""
+        flags_S, top_k_S, top_p_S = self.flags[rows_S], self.top_k[rows_S], self.top_p[rows_S]
+        is_random_S = flags_S & RANDOM > 0
+        if (flags_S & (EDITS | LOGPROBS)).any() or (((top_k_S > 0) | (top_p_S < 1)) & is_random_S).any():
+            return None
+        draws = self.draws(np.arange(len(rows_S)), rows_S)
+        draws.factor[~is_random_S] = 0
+        return draws
+
+    def draws(self, places: Ints, rows: Ints) -> Draws:
+        """Returns what draws tokens of these rows, at these places of a step."""
+        with np.errstate(divide="ignore"):  # of rows that are greedy
+            return Draws.of(places, *(getattr(self, name)[rows] for name in COLUMNS[1:]))
 
     def of(self, row: int) -> RowSampling:
         """The parameters of a bound row."""

@@ -2,11 +2,18 @@
 none later, whatever is asked; the start says them, and metrics count replays."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
 from tandem.configs.bundled import DEMO_MODEL
-from tandem.configs.schema import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
+from tandem.configs.schema import (
+    CacheSettings,
+    EngineSettings,
+    ModelSettings,
+    SchedulerSettings,
+    SpeculativeSettings,
+)
 from tandem.workers.build import model_facts
 from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.executor.in_process_ranks import in_process_group
@@ -14,15 +21,18 @@ from tandem.workers.graphs.cuda_graphs import Replay
 from tandem.workers.graphs.graph_runner import Outputs
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.planning.budget import MIB
-from tandem.workers.planning.graph_room import BUCKETS, capture_sizes
+from tandem.workers.planning.graph_room import CHUNK_BUCKETS, DECODE_BUCKETS, capture_sizes
 from tandem.workers.platforms.base import DeviceMemory
 from tandem.workers.platforms.cpu import HostAccelerator
+from tandem.workers.rank.start import captures
 from tests.support.engine_ranks import Told
 from tests.support.platforms import GpuOnHost, replaced
 from tests.support.recorded_graph import recorded
 
 
-def test_nothing_is_captured_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_captured_after_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(captures, "PROGRESS_S", 0.0)
+    caplog.set_level("INFO", captures.__name__)
     made: list[int] = []
 
     def capture(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
@@ -42,29 +52,43 @@ def test_nothing_is_captured_after_the_start(monkeypatch: pytest.MonkeyPatch) ->
     try:
         ready = group.start()
         (line,) = [note for note in ready.tier_notes if note.startswith("graphs: ")]
-        assert line.startswith("graphs: 7 in ") and "; 1 could not be captured" in line and "not in a capture" in line
+        assert line.startswith("graphs: 9 in ") and "; 1 could not be captured" in line and "not in a capture" in line
+        assert caplog.text.count(" of 10 steps captured in ") == 10
         engine, at_start = build_engine(settings, model_facts(settings, ready), group, ready, told), len(made)
-        assert at_start == 8, "1, 2, 4, 8 tokens, by tables of 16 and of 29 blocks"
-        for number, length in enumerate((1, 3, 17, 40, 120, 260, 5, 64)):
+        assert at_start == 10, "1, 2, 4, 8 tokens, and 64 with chunks, by tables of 16 and of 29 blocks"
+        for number, length in enumerate((1, 3, 17, 40, 100, 130, 5, 64)):
             sampling = SamplingParams(max_tokens=12, ignore_eos=True, temperature=number % 2, seed=number)
             prompt = [3 + (7 * number + 5 * k) % 700 for k in range(length)]
             engine.add_request(GenerationRequest(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling))
         while engine.has_work():
             engine.turn(0.0)
         stats = engine.stats()
-        assert stats.captures == {"made": 7, "failed": 1} and len(made) == at_start
-        assert stats.launches["replayed"] >= 8 and stats.launches["eager"] >= 4
+        assert stats.captures == {"made": 9, "failed": 1} and len(made) == at_start
+        assert stats.launches["replayed"] >= 8
         assert sum(stats.launches.values()) == stats.steps
         assert all(len(tokens) == 12 for tokens in told.tokens.values()) and len(told.tokens) == 8
     finally:
         group.close()
 
 
-def test_what_a_start_captures_covers_decode_steps_of_all_rows() -> None:
-    def sizes(**scheduler: int) -> list[tuple[int, int]]:
-        settings = EngineSettings(model=ModelSettings(model="m"), scheduler=SchedulerSettings(**scheduler))
-        return [one[:2] for one in capture_sizes(settings, 400, lambda blocks: blocks if blocks < 29 else None)]
+def test_what_a_start_captures_covers_decode_steps_of_all_rows_and_small_chunks() -> None:
+    def sizes(drafts: int = 0, *, chunks: bool = False, **scheduler: int) -> list[tuple[int, int]]:
+        settings = EngineSettings(
+            model=ModelSettings(model="m"),
+            scheduler=SchedulerSettings(**scheduler),
+            speculative=SpeculativeSettings(method="ngram", num_speculative_tokens=drafts) if drafts else None,
+        )
+        found = capture_sizes(settings, 400, lambda blocks, chunks: blocks if blocks < 29 else None)
+        assert all(one.num_rows >= min(one.num_tokens, settings.scheduler.max_num_seqs) for one in found)
+        return [one[:2] for one in found if one.has_chunks == chunks]
 
     assert sizes(max_num_seqs=5) == [(1, 16), (2, 16), (4, 16), (8, 16)]
     assert sizes(max_num_seqs=5, max_num_batched_tokens=2) == [(1, 16), (2, 16)]
-    assert [tokens for tokens, _ in sizes(max_num_seqs=1000)] == list(BUCKETS)
+    assert [tokens for tokens, _ in sizes(max_num_seqs=1000)] == list(DECODE_BUCKETS)
+    assert sizes(4, max_num_seqs=52)[-1] == (288, 16), "260 tokens: 52 rows with four drafts each"
+    assert [tokens for tokens, _ in sizes(chunks=True, max_num_seqs=5)] == list(CHUNK_BUCKETS)
+    assert sizes(chunks=True, max_num_seqs=5, max_num_batched_tokens=100) == [(64, 16), (128, 16)]
+
+
+def test_padding_is_less_than_eight_tokens_or_a_fifth_of_a_decode_step() -> None:
+    assert all(after - before <= max(8, after // 5) for before, after in pairwise(DECODE_BUCKETS[:-2]))

@@ -211,9 +211,9 @@ def test_rows_whose_lengths_the_host_does_not_know_are_the_kernels() -> None:
 @computes
 def test_a_piece_and_the_parts_of_decodes_are_within_what_is_planned() -> None:
     from tandem.workers.attention.prompts.flash_prompts import PIECE_BYTES
-    from tandem.workers.kernels.triton.triton_attention import PART_BYTES
+    from tandem.workers.kernels.triton.triton_attention import PARTS_BYTES
 
-    assert PIECE_BYTES + PART_BYTES <= ATTENTION_BYTES
+    assert PIECE_BYTES + PARTS_BYTES <= ATTENTION_BYTES
 
 
 # ---- the flash kernel ----

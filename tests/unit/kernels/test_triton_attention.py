@@ -1,34 +1,30 @@
 """Triton's paged attention against the reference: in its interpreter, and on a CUDA device where one is.
 
-As in test_triton_lora.py, the tests run in a process of their own, whose interpreter multiplies no bf16.
+As in test_triton_lora.py, the tests run in a process of their own, whose interpreter multiplies no bf16. New memory is
+full of NaN. Decodes' own tests are in test_triton_decode.py.
 """
 
 import dataclasses
 import math
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
-from tandem.offload.kv.kv_groups import KVGroups
-from tandem.workers.attention.backend import AttentionStep
-from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable, StepShape
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.models.spec.arch import AttentionParams
-from tandem.workers.models.spec.config.config_reader import load_spec
-from tandem.workers.planning.graph_room import table_bytes
 from tests.support.attention_check import QUANTIZED, check, random_batch
-from tests.support.interpreted import DEVICE, INTERPRETED, ROOT, computes, run_in_interpreter, starts
+from tests.support.decode_work import small_work
+from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
+from tests.support.padded_steps import Padded
 from tests.support.reference_attention import ReferenceAttention
 
 HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 KV_HEADS = 1 if INTERPRETED else 2
 """Of three heads each, where another test has other numbers: the interpreter takes twice as long for twice of them."""
-SCRATCH = 0
-"""The block that belongs to nobody."""
-
 pytest.importorskip("triton")
 
 
@@ -38,39 +34,9 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one program after the other."""
-    if INTERPRETED:
-        monkeypatch.setattr("tandem.workers.kernels.triton.triton_attention.PROGRAMS", 24)
-
-
-class Padded:
-    """A backend whose steps go through prepare_replay: made for `first`, pointed at each batch that is asked for."""
-
-    name = "padded"
-
-    def __init__(self, first: ForwardBatch, num_tokens: int) -> None:
-        from tandem.workers.attention.triton_paged import TritonAttention
-
-        self.backend = TritonAttention()
-        self._step = self.backend.prepare_replay(first, num_tokens, SCRATCH)
-        self._num_tokens = num_tokens
-
-    def prepare(self, batch: ForwardBatch) -> AttentionStep:
-        self._step.set_batch(batch)
-        step, room = self._step, self._num_tokens
-
-        class Cut:
-            def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: Any, params: Any) -> torch.Tensor:
-                padded = [torch.cat((x, x.new_zeros((room - len(x), *x.shape[1:])))) for x in (q, k, v)]
-                return step.attend(*padded, kv, params)[: len(q)]
-
-        return Cut()
-
-    def replay_key(self, *of_step: Any) -> None:
-        raise AssertionError("not asked")
-
-    prepare_replay = replay_key
+def _small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with small_work(monkeypatch):
+        yield
 
 
 def triton_backend() -> Any:
@@ -118,19 +84,18 @@ def batch_of(query_lens: list[int], seq_lens: list[int]) -> ForwardBatch:
 
 
 @computes
-def test_decodes_are_split_and_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps without chunks: contexts in parts, a sink in the first of them; the same through a captured step's tables,
-    made for another batch, with rows that have no token."""
-    monkeypatch.setattr("tandem.workers.kernels.triton.triton_attention.PROGRAMS", 12 * KV_HEADS * 4)
-    longest = batch_of([1], [250])
-    own = GroupTable(longest.slot_mapping_T, longest.block_table_RN)
-    longest = dataclasses.replace(longest, further_groups=(own,))
-    batches = [batch_of([1, 3, 1], [170, 150, 1]), batch_of([5, 1], [140, 65]), batch_of([1] * 5, [3, 99, 16, 200, 64])]
-    cases = list(zip(batches, (None, None, 100), strict=True))
-    for backend, chosen in ((triton_backend(), cases[:1] if INTERPRETED else cases), (Padded(longest, 12), cases[1:])):
-        for batch, window in chosen:
-            sinks = (1.0, -2.0, 3.0, 0.5, 4.0, 2.0)[: 3 * KV_HEADS]
-            check(backend, batch, (3 * KV_HEADS, KV_HEADS), 64, window, sinks=sinks)
+def test_captured_decodes_are_padded() -> None:
+    """Through a captured step's tables, made for another batch, with rows that have no token."""
+    for batch, window in ((batch_of([5, 1], [140, 65]), None), (batch_of([1] * 5, [3, 99, 16, 200, 64]), 100)):
+        sinks = (1.0, -2.0, 3.0, 0.5, 4.0, 2.0)[: 3 * KV_HEADS]
+        check(Padded(12), batch, (3 * KV_HEADS, KV_HEADS), 64, window, sinks=sinks)
+
+
+@computes
+def test_chunks_beside_decodes_are_padded() -> None:
+    """Rows of padding have sixteen tokens, the last of them fewer; a captured step takes decodes alone too."""
+    for batch in (batch_of([3, 20, 1], [150, 20, 40]), batch_of([1, 1], [99, 3])):
+        check(Padded(64, has_chunks=True), batch, (2 * KV_HEADS, KV_HEADS), 32)
 
 
 @computes
@@ -208,28 +173,7 @@ def test_heads_of_256_elements() -> None:
 
 
 @computes
-def test_one_capture_serves_tables_of_any_width() -> None:
+def test_one_capture_serves_tables_of_any_width_and_steps_of_any_kind() -> None:
     backend = triton_backend()
-    keys = {backend.replay_key(StepShape(3, 1, blocks), None, torch.float32) for blocks in (1, 16, 17, 5000)}
-    assert len(keys) == 1 and None not in keys
-    assert backend.replay_key(StepShape(18, 18, 2), None, torch.float32) is None
-
-
-@computes
-def test_a_captured_step_reads_padding_alone_once_it_is_told_so() -> None:
-    batch = on_device(random_batch(random.Random(0), 16, [1, 3], [40, 20]))
-    step = triton_backend().prepare_replay(batch, 8, SCRATCH)
-    step.set_batch(None)
-    assert all((table == SCRATCH).all() for table in step._tables_RW)
-    assert not step._positions_T.any() and step._starts.tolist() == list(range(9))
-
-
-@computes
-def test_a_captured_step_keeps_no_more_than_the_plan_says() -> None:
-    spec = load_spec(ROOT / "configs" / "demo" / "model")
-    for length in (100, 3000):
-        batch = on_device(random_batch(random.Random(0), 16, [1, 1], [length, 2]))
-        blocks = batch.block_table_RN.shape[1]
-        step = triton_backend().prepare_replay(batch, 24, SCRATCH)
-        kept = sum(leaf.nbytes for leaf in tree_leaves(vars(step)) if isinstance(leaf, torch.Tensor))
-        assert 24 * 4 * blocks <= kept <= table_bytes(spec, KVGroups(16), 24, blocks, 4)
+    shapes = [StepShape(20, most, blocks) for most in (1, 18) for blocks in (1, 16, 5000)]
+    assert {backend.replay_key(shape, None, torch.float32) for shape in shapes} == {()}

@@ -14,20 +14,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tandem.workers.graphs.graph_runner import NoGraphs
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.kv_store import LARGEST, SCALE_DTYPE, LayerKV, TorchKVStore, as_indexable, encode
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.arch import Activation
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import HostAccelerator
+from tests.support.crowds import decoder_on
 from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.pairwise import all_pairs
-from tests.support.platforms import GpuOnHost, replaced
+from tests.support.platforms import GpuOnHost, NoGraphs, replaced
 from tests.support.recorded_graph import FRESH
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from tests.unit.graphs.test_cuda_graphs import decoder_on
 
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 TOKENS = [1, 3]
@@ -60,7 +59,9 @@ def _poisoned_memory() -> Iterator[None]:
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one program after the other."""
     if INTERPRETED:
-        monkeypatch.setattr("tandem.workers.kernels.triton.triton_attention.PROGRAMS", 1)
+        from tandem.workers.kernels.triton.triton_attention import Multiprocessors
+
+        monkeypatch.setattr("tandem.workers.kernels.triton.triton_attention.H100", Multiprocessors(1, 0))
 
 
 def triton_ops() -> FusedOps:
@@ -369,7 +370,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[misc]
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
 @torch.no_grad()
 def test_a_layer_is_few_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A decode of a dense layer, with a norm of heads too, whose attention is merged."""
+    """A decode of a dense layer, with a norm of heads too. The parts of contexts are listed once for all layers."""
     torch.use_deterministic_algorithms(False)  # filling memory would count
     platform = gpu(has_triton=True)
     decoder = decoder_of(name, tmp_path, platform)
@@ -377,8 +378,8 @@ def test_a_layer_is_few_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     decoder.forward(rows.batch([(0, [5, 6]), (1, [7])]), rows.kv, None)
     kernels, layers = Kernels(), decoder.num_local_layers
     monkeypatch.setattr(decoder, "_walk", kernels.of(decoder._walk))
-    monkeypatch.setattr("tandem.workers.kernels.triton.triton_attention.PROGRAMS", 8)
     decoder.forward(rows.batch([(0, [8]), (1, [9])]), rows.kv, None)
-    ours = {"add_norm": 2, "rotate_store": 1, "activate_rows": 1, "attend_tiles": 1, "merge_parts": 1}
+    ours = {"add_norm": 2, "rotate_store": 1, "activate_rows": 1, "attend_parts": 1, "merge_parts": 1}
     assert {name: kernels.counts[name] for name in ours} == {name: count * layers for name, count in ours.items()}
+    assert kernels.counts.pop("list_parts") == 1
     assert kernels.counts.total() <= MOST_KERNELS * layers, kernels.counts

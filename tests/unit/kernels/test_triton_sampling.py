@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
-from tandem.workers.kernels.step_arrays import sending_with
+from tandem.workers.kernels.sampling_ops import RandomRows, SamplingOps, TorchSampling
+from tandem.workers.kernels.step_arrays import arrived, sending_with
 from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
 from tests.unit.sampling import numpy_twin
 from tests.unit.sampling.sampling_kinds import draws_of
@@ -101,14 +101,34 @@ def test_a_row_in_parts_of_qwens_vocabulary() -> None:
 
 @computes
 def test_of_equal_scores_the_lower_id_wins() -> None:
-    """Of parts of a row; a row without any gets the last id."""
+    """Of parts of a row; a row without any gets the last id, one with a factor of 0 keeps its own."""
     from tandem.workers.kernels.triton.triton_sampling import choose_part
 
-    scores = torch.tensor([[1.0, 3.0, 3.0, 2.0], [float("-inf")] * 4], device=DEVICE)
-    part_ids = torch.tensor([[5, 900, 300, 1], [2**31 - 1] * 4], dtype=torch.int32, device=DEVICE)
-    ids, at = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.tensor([2, 0], device=DEVICE)
-    choose_part[(2,)](scores, part_ids, 4, at, ids, 1000, PARTS=64, num_warps=1)
-    assert ids.tolist() == [999, 0, 300]
+    scores = torch.tensor([[1.0, 3.0, 3.0, 2.0], [float("-inf")] * 4, [1.0] * 4], device=DEVICE)
+    part_ids = torch.tensor([[5, 900, 300, 1], [2**31 - 1] * 4, [4] * 4], dtype=torch.int32, device=DEVICE)
+    ids, at = torch.full((4,), 7, device=DEVICE), torch.tensor([2, 0, 1], device=DEVICE)
+    factor = torch.tensor([0.5, 1.0, 0.0], device=DEVICE)
+    choose_part[(3,)](scores, part_ids, 4, at, factor, ids, 1000, PARTS=64, num_warps=1)
+    assert ids.tolist() == [999, 7, 300, 7]
+
+
+@computes
+def test_one_sequence_of_calls_serves_any_mix_of_rows() -> None:
+    """Those with a factor of 0 keep their best token; the twin's bits."""
+    ops: Any = kernels()
+    rows = 5
+    logits = torch.randn(rows, 1500, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    factor = torch.tensor([0.0, 1.0, 2.5, 0.0, 0.5], device=DEVICE)
+    lowest = torch.tensor([-1.0, float("-inf"), -2.0, float("-inf"), -0.5], device=DEVICE)
+    columns = [torch.arange(rows, device=DEVICE), factor, *(torch.arange(rows, device=DEVICE) + add for add in (3, 0))]
+    found = []
+    for each in (ops.choose_all, TorchSampling().choose):
+        best, ids = ops.best(logits)
+        each(logits, best, ids, torch.arange(rows, device=DEVICE) * 9, RandomRows(*map(arrived, columns)), lowest)
+        found.append(ids.tolist())
+    greedy = logits.argmax(1).tolist()
+    assert found[0] == found[1] and [found[0][row] for row in (0, 3)] == [greedy[row] for row in (0, 3)]
+    assert found[0] != greedy
 
 
 @computes

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tandem.parallel.context import ParallelContext
-from tandem.workers.attention.backend import AttentionStep, ReplayableStep
+from tandem.workers.attention.backend import AttentionStep
 from tandem.workers.attention.chunks import Gatherer
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.attention.general import GeneralAttention
@@ -39,9 +39,6 @@ class InventedAttention:
 
     def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         return None
-
-    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableStep:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,16 @@
 """What a decode step on a device costs the host, counted under the traced accelerator. These bounds may only fall:
 kernels and graphs bring them to 10 operators a layer. All that a step needs comes in one copy."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tandem.configs.schema import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
 from tandem.parallel.context import ParallelContext
+from tandem.workers.graphs.cuda_graphs import Replay
+from tandem.workers.graphs.graph_runner import Outputs
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.models.decoder import build_decoder
@@ -14,8 +18,11 @@ from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.row_table import RowTable
+from tandem.workers.rank.start.captures import sizes_of
+from tests.support.platforms import GpuOnHost
+from tests.support.recorded_graph import recorded
 from tests.support.tiny_models import TinyModel, save_tiny_model
-from tests.support.traced_accelerator import TracedAccelerator, traced_platform
+from tests.support.traced_accelerator import TracedAccelerator
 
 ROWS, PROMPT = 4, 9
 GREEDY = RowSampling(temperature=0.0)
@@ -37,21 +44,44 @@ ALL_FIELDS = RowSampling(
     bad_words_token_ids=((5,), (6, 7)),
     thinking_budget=ThinkingBudget(tokens=1, start=(40,), end=(41, 42), inside=True),
 )
+RANDOM = RowSampling(temperature=0.9, min_p=0.01, seed=7)
 OPERATORS_PER_LAYER = 20
+OPERATORS_BESIDE_A_REPLAY = 1
+"""The step's arrays go from the buffer of the copy to where the capture reads them."""
 DOWNLOADS = {"greedy": 2, "all fields": 6}
 """Ids and greatest logits; log probabilities are four tensors more."""
 
 
-def decode_counts(folder: Path, num_layers: int, sampling: RowSampling) -> dict[str, int]:
-    """Counts of launching the third decode step while the two before are in flight, and of waiting for it ("waits")."""
+def decode_counts(folder: Path, num_layers: int, sampling: RowSampling, *, captured: bool = False) -> dict[str, int]:
+    """Counts of launching the third decode step while the two before are in flight, and of waiting for it ("waits").
+    captured: steps are replayed, whose operators do not count."""
     model = save_tiny_model(TinyModel(f"of-{num_layers}", "qwen3", {"num_hidden_layers": num_layers}), folder)
     spec, accelerator = load_spec(model), TracedAccelerator()
-    platform = traced_platform(accelerator)
+
+    def capture(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        replay, outputs = recorded(body)
+
+        def counted() -> None:
+            before = accelerator.counts["operators"]
+            replay()
+            accelerator.counts["operators"] = before
+            accelerator.counts["replays"] += 1
+
+        return counted, outputs
+
+    platform = GpuOnHost(accelerator, capture)
     with accelerator.tracing():
         decoder = build_decoder(spec, ParallelContext.single(), folder=model, dtype=torch.float32, platform=platform)
         kv = KVCache.allocate(decoder.kv_layouts, 8, 16, torch.float32, platform)
+        settings = EngineSettings(
+            model=ModelSettings(model="m"),
+            cache=CacheSettings(block_size=16),
+            scheduler=SchedulerSettings(max_num_seqs=ROWS, max_num_batched_tokens=ROWS),
+        )
         table = RowTable(ROWS, 64, 16, spec.vocab_size)
         runner = ModelRunner(decoder, ParallelContext.single(), kv, table, platform)
+        if captured:
+            runner.make_captures(sizes_of(decoder, kv.tensors, settings, 64), 0)
         inits = [
             RowInit(row=row, token_ids=[5] * PROMPT, prompt_len=PROMPT, num_computed=0, sampling=sampling)
             for row in range(ROWS)
@@ -85,3 +115,15 @@ def test_a_decode_step_stays_within_its_budget(tmp_path: Path, name: str, sampli
         "reads on the host": 0,
         "waits": 1,
     }, "one copy brings all of it; launching never waits for the device; its result waits once"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_a_captured_step_is_one_upload_one_replay_and_one_download(tmp_path: Path, sampling: RowSampling) -> None:
+    found = decode_counts(tmp_path, 2, sampling, captured=True)
+    assert found.pop("operators") <= OPERATORS_BESIDE_A_REPLAY
+    assert {key: count for key, count in found.items() if count} == {
+        "uploads": 1,
+        "downloads": 1,
+        "replays": 1,
+        "waits": 1,
+    }

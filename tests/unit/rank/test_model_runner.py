@@ -12,7 +12,6 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.engine.executor import ExecutorReady
-from tandem.workers.graphs.graph_runner import NoGraphs
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan, StepResult
 from tandem.workers.models.spec.kv_layout import KVLayout
 from tandem.workers.platforms.cpu import CpuPlatform
@@ -20,6 +19,7 @@ from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.row_table import RowTable
 from tests.support.executor_driver import ExecutorDriver, Job
+from tests.support.platforms import NoGraphs
 
 VOCAB = 97
 CPU = torch.device("cpu")

@@ -48,7 +48,10 @@ class Asked:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=79 * 2**30))
+        facts = SimpleNamespace(
+            total_memory=79 * 2**30, multi_processor_count=114, shared_memory_per_multiprocessor=100 * 1024
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
         for name in ("set_device", "Stream", "current_stream", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, lambda device, name=name: self.calls.append((name, device)))
 
@@ -133,6 +136,8 @@ def test_attention_on_cuda_is_a_kernels_or_bounded_and_not_cudnns(cuda: Platform
         (torch.float32, 256), (torch.float32, 64, torch.int8), (torch.bfloat16, 512),
     ]  # fmt: skip
     assert [cuda.attention(*asked).name for asked in of_kernel] == ["triton-paged" if has_kernel else "torch-sdpa"] * 3
+    if has_kernel:
+        assert cuda.attention(torch.bfloat16, 128)._kept.multiprocessors == (114, 100 * 1024)  # type: ignore[attr-defined]
     for asked in of_torch:
         backend = cuda.attention(*asked)
         assert isinstance(backend, TorchAttention) and backend._is_bounded

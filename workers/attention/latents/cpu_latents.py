@@ -13,7 +13,7 @@ from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.chunks import Gatherer
 from tandem.workers.attention.cpu_rows import MOST_PARTS, QueryRows, decode_key
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
-from tandem.workers.attention.latents.latent_backend import LatentStep, ReplayableLatentStep
+from tandem.workers.attention.latents.latent_backend import LatentStep
 from tandem.workers.attention.latents.latent_chunks import LatentChunks
 from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.attention.row_layout import RowLayouts
@@ -42,8 +42,7 @@ class CpuLatents:
     def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         return decode_key(shape.most_queries)
 
-    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableLatentStep:
-        assert num_tokens == batch.num_tokens, "a step on CPU is not padded"
+    def prepare_replay(self, batch: ForwardBatch) -> "_LatentQueries":
         return _LatentQueries(self._kernel, QueryRows(batch, self._kernel))
 
 
@@ -60,8 +59,7 @@ class _LatentQueries:
         works = self._rows.works(params.window, q_TND.shape[1], heads.spec.head_dim)
         return self._kernel.attend(q_TND, kv, works, self._rows.table(kv.group), params, heads.spec, heads.of_heads())
 
-    def set_batch(self, batch: ForwardBatch | None) -> None:
-        assert batch is not None, "a step on CPU is not padded"
+    def set_batch(self, batch: ForwardBatch) -> None:
         self._rows.set_batch(batch)
 
 

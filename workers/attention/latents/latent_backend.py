@@ -33,14 +33,6 @@ class LatentStep(Protocol):
         ...
 
 
-class ReplayableLatentStep(LatentStep, Protocol):
-    """A step whose calls may be captured and replayed (workers/graphs/graph_runner.py)."""
-
-    def set_batch(self, batch: ForwardBatch | None) -> None:
-        """Point the captured calls at another batch, as ReplayableStep does."""
-        ...
-
-
 class LatentBackend(Protocol):
     """One way to compute attention over latents on a device. Its members are those of AttentionBackend, but for what
     the steps attend to."""
@@ -50,5 +42,3 @@ class LatentBackend(Protocol):
     def prepare(self, batch: ForwardBatch) -> LatentStep: ...
 
     def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None: ...
-
-    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableLatentStep: ...

@@ -10,7 +10,7 @@ import torch
 
 from tandem.workers.attention.chunks import Gatherer, SdpaChunks
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
-from tandem.workers.attention.latents.latent_backend import LatentStep, ReplayableLatentStep
+from tandem.workers.attention.latents.latent_backend import LatentStep
 from tandem.workers.attention.latents.latent_chunks import LatentChunks
 from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.attention.padded_decode import PaddedRows, padded_width
@@ -32,13 +32,12 @@ class TorchLatents:
         self._gatherer = Gatherer(TorchKVStore())
 
     def prepare(self, batch: ForwardBatch) -> LatentStep:
+        if batch.real_T is not None:
+            return PaddedLatents(batch, TorchKVStore())
         return _GroupsStep(batch, self._gatherer, self._is_bounded)
 
     def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         return padded_width(shape, kv, dtype) if self._replays else None
-
-    def prepare_replay(self, batch: ForwardBatch, num_tokens: int, scratch_block: int) -> ReplayableLatentStep:
-        return PaddedLatents(batch, num_tokens, scratch_block, TorchKVStore())
 
 
 class _GroupsStep:
@@ -66,7 +65,7 @@ class _GroupsStep:
 
 
 class PaddedLatents(PaddedRows):
-    """A ReplayableLatentStep."""
+    """A LatentStep that a graph may hold."""
 
     def attend_latent(
         self, q_TND: torch.Tensor, latents_T1E: torch.Tensor, kv: LayerKV, params: AttentionParams, heads: LatentHeads

@@ -95,7 +95,8 @@ def draw_parts(
     none = lane * 0
     top = tl.full((COUNTERS,), -float("inf"), tl.float32)
     top_id = tl.full((COUNTERS,), NO_ID, tl.int32)
-    for step in range(part * steps, (part + 1) * steps):
+    first_step = part * steps
+    for step in range(first_step, tl.where(its_factor == 0.0, first_step, first_step + steps)):
         counter = step * COUNTERS + lane
         first = 64 * (counter // 16) + counter % 16
         w0, w1, w2, w3 = tl.philox(
@@ -112,15 +113,16 @@ def draw_parts(
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=UNALIGNED)
-def choose_part(scores, part_ids, parts, at, ids, vocab, PARTS: tl.constexpr):
-    """ids[at[r]] = the first id of the greatest score of row r; some id of the vocabulary where it has none."""
+def choose_part(scores, part_ids, parts, at, factor, ids, vocab, PARTS: tl.constexpr):
+    """ids[at[r]] = the first id of the greatest score of row r; some id of the vocabulary where it has none. Rows with
+    a factor of 0 stay as they are."""
     r = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     seen = part < parts
     score = tl.load(scores + r * parts + part, mask=seen, other=-float("inf"))
     id = tl.load(part_ids + r * parts + part, mask=seen, other=NO_ID)
     chosen = tl.min(tl.where(score == tl.max(score, axis=0), id, NO_ID), axis=0)
-    tl.store(ids + tl.load(at + r), tl.minimum(chosen, vocab - 1).to(tl.int64))
+    tl.store(ids + tl.load(at + r), tl.minimum(chosen, vocab - 1).to(tl.int64), mask=tl.load(factor + r) != 0.0)
 
 
 class TritonSampling(TorchSampling):
@@ -147,5 +149,8 @@ class TritonSampling(TorchSampling):
             positions_S, scores_RP, ids_RP, steps, COUNTERS=COUNTERS, enable_fp_fusion=False,
         )  # fmt: skip
         choose_part[(len(at_R),)](
-            scores_RP, ids_RP, parts, at_R, ids_S, vocab, PARTS=MOST_PARTS, num_warps=1, enable_fp_fusion=False
-        )
+            scores_RP, ids_RP, parts, at_R, rows.factor(), ids_S, vocab,
+            PARTS=MOST_PARTS, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    choose_all = choose

@@ -18,7 +18,8 @@ from tandem.workers.lora.device.slab import AdapterSlab
 
 class LoraLayers:
     """The Adapters of a decoder. `rows` of the tokens, `sample_rows` of those whose logits are wanted, `slots`: of the
-    step under way; None and nothing where no token has one. name: of a step that has adapters."""
+    step under way; None and nothing where no token has one. name: of a step that has adapters.
+    is_whole: the calls are captured, with those of adapters to come."""
 
     def __init__(self, slab: AdapterSlab, ops: LoraOps) -> None:
         self._slab = slab
@@ -27,7 +28,7 @@ class LoraLayers:
         self.sample_rows: AdapterRows | None = None
         self.slots: frozenset[int] = frozenset()
         self.name: Hashable = None
-        self._is_whole = False
+        self.is_whole = False
         self._bounds: list[tuple[int, int]] = []
         self._embeddings: list[EmbeddingLoraHook] = []
         self._chosen: dict[tuple[int, int], list[ProjectionTables]] = {}
@@ -41,7 +42,7 @@ class LoraLayers:
         rows = self.rows = batch.adapters
         self.sample_rows = batch.sample_adapters
         self.slots = frozenset() if rows is None else self._slots_of(rows)
-        self._is_whole = False
+        self.is_whole = batch.real_T is not None and self.reads_slots
         if rows is not None and not self.reads_slots:
             self.name = tuple(rows.segments), self._slab.changes
         if (wanted := (self.slots, self._slab.changes)) != self._chosen_for:
@@ -52,7 +53,7 @@ class LoraLayers:
         """The layers take the rows' slots from here, which a graph may hold. Where slots are read on the device, one
         that is captured has all projections, for adapters to come: the tables stay where they are."""
         self.rows = rows
-        self._is_whole = is_captured and self.reads_slots
+        self.is_whole = is_captured and self.reads_slots
 
     def _slots_of(self, rows: AdapterRows) -> frozenset[int]:
         """The slots whose adapters decide which projections are computed: the step's, or all where calls may not
@@ -90,7 +91,7 @@ class LoraLayers:
     def projections(self, first: int, last: int) -> list[ProjectionTables]:
         """Return those of [first, last) that an adapter of the step changes, or may change in steps to come. Kept while
         the steps' slots and what lies in them stay the same."""
-        if self._is_whole:
+        if self.is_whole:
             return self._slab.tables[first:last]
         chosen = self._chosen.get((first, last))
         if chosen is None:
@@ -146,7 +147,7 @@ class HeadLoraHook:
 
     def __call__(self, y_SV: torch.Tensor, x_SH: torch.Tensor) -> None:
         rows = self._layers.sample_rows
-        if rows is None or not rows.segments:
+        if rows is None or not (rows.segments or self._layers.is_whole):
             return
         projections = self._layers.projections(self._first, self._last)
         if projections:

@@ -28,7 +28,7 @@ class ScaledLayer(DecoderLayer):
     ) -> torch.Tensor:
         residual_TH = inputs.residual_TH
         x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), inputs, kv).mul_(self.scale)
-        return self._mlp(self._mlp_norm(x_TH, residual_TH)).mul_(self.scale)
+        return self._feed(self._mlp_norm(x_TH, residual_TH), inputs).mul_(self.scale)
 
 
 class PostNormLayer(DecoderLayer):
@@ -46,7 +46,7 @@ class PostNormLayer(DecoderLayer):
         if branch_TH is not None:
             residual_TH.add_(branch_TH)
         residual_TH.add_(behind_attention.alone(self._attention(residual_TH, inputs, kv)))
-        return behind_mlp.alone(self._mlp(residual_TH))
+        return behind_mlp.alone(self._feed(residual_TH, inputs))
 
 
 class PostSumLayer(DecoderLayer):
@@ -62,7 +62,7 @@ class PostSumLayer(DecoderLayer):
         if branch_TH is not None:
             residual_TH.add_(branch_TH)
         middle_TH = self._attention_norm(self._attention(residual_TH, inputs, kv), residual_TH)
-        stream_TH = self._mlp_norm(self._mlp(middle_TH), middle_TH)
+        stream_TH = self._mlp_norm(self._feed(middle_TH, inputs), middle_TH)
         residual_TH.zero_()
         return stream_TH
 
@@ -81,7 +81,7 @@ class ParallelLayer(DecoderLayer):
         residual_TH = inputs.residual_TH
         normed_TH = self._attention_norm(branch_TH, residual_TH)
         x_TH = self._attention(normed_TH, inputs, kv)
-        return x_TH.add_(self._mlp(self._mlp_norm.alone(residual_TH) if self.has_two_norms else normed_TH))
+        return x_TH.add_(self._feed(self._mlp_norm.alone(residual_TH) if self.has_two_norms else normed_TH, inputs))
 
 
 class ParallelTwoNormsLayer(ParallelLayer):

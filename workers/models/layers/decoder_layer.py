@@ -68,9 +68,13 @@ class DecoderLayer:
         residual_TH = inputs.residual_TH
         x_TH = self._attention(self._attention_norm(branch_TH, residual_TH), inputs, kv)
         if self._post_norms is None:
-            return self._mlp(self._mlp_norm(x_TH, residual_TH))
+            return self._feed(self._mlp_norm(x_TH, residual_TH), inputs)
         behind_attention, behind_mlp = self._post_norms
-        return behind_mlp.alone(self._mlp(self._mlp_norm(behind_attention.alone(x_TH), residual_TH)))
+        return behind_mlp.alone(self._feed(self._mlp_norm(behind_attention.alone(x_TH), residual_TH), inputs))
+
+    def _feed(self, x_TH: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+        """Returns the MLP's output, [T, H]. Experts get no padding."""
+        return self._mlp(x_TH) if isinstance(self._mlp, MLP) else self._mlp(x_TH, inputs.batch.real_T)
 
     @property
     def expert_loads_E(self) -> torch.Tensor | None:

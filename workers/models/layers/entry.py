@@ -19,6 +19,7 @@ class Entry:
 
     def __init__(self, spec: ArchSpec, table: ParameterTable, ops: FusedOps) -> None:
         self._scale = spec.embedding_scale
+        self._scale_1: torch.Tensor | None = None
         self._positions = table.positions
         self._offset = 0 if spec.positions is None else spec.positions.offset
         self._positions_CH: torch.Tensor | None = None
@@ -29,7 +30,9 @@ class Entry:
     def __call__(self, x_TH: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Returns [T, H]. x: the embeddings, which may be overwritten; positions_T: of the tokens in their rows."""
         if self._scale != 1.0:
-            x_TH = x_TH * torch.tensor(self._scale, dtype=x_TH.dtype, device=x_TH.device)
+            if self._scale_1 is None:  # once: a graph reads it
+                self._scale_1 = torch.tensor(self._scale, dtype=x_TH.dtype, device=x_TH.device)
+            x_TH = x_TH * self._scale_1
         if self._positions_CH is not None:
             last = len(self._positions_CH) - 1  # what is beyond is discarded
             x_TH = x_TH + self._positions_CH[(positions_T + self._offset).clamp(max=last)]

@@ -5,9 +5,9 @@ from typing import cast
 
 import torch
 
-from tandem.workers.attention.backend import AttentionBackend, AttentionStep, KVTensors, ReplayableStep
+from tandem.workers.attention.backend import AttentionBackend, AttentionStep, KVTensors, ListsBackend, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
-from tandem.workers.attention.latents.latent_backend import LatentBackend, LatentStep, ReplayableLatentStep
+from tandem.workers.attention.latents.latent_backend import LatentBackend, LatentStep
 from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.models.layers.positions import Angles
 
@@ -25,7 +25,7 @@ class LayerInputs:
     kv: KVTensors  # the cache, the same for all steps of a graph
     num_tokens: int
     _step: AttentionStep | LatentStep | None = None
-    _replayable: ReplayableStep | ReplayableLatentStep | None = None
+    _replayable: ReplayableStep | None = None
 
     @property
     def attention(self) -> AttentionStep:
@@ -49,24 +49,20 @@ class LayerInputs:
     @property
     def is_static(self) -> bool:
         """True if a capture holds this memory."""
-        return self._replayable is not None
+        return self._replayable is not None or self.batch.real_T is not None
 
-    def static(self, num_tokens: int) -> "LayerInputs":
-        def room(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.new_empty((num_tokens, *tensor.shape[1:]))
-
-        adapters = self.adapters
-        step = self.backend.prepare_replay(self.batch, num_tokens, self.kv.scratch_block)
+    def static(self) -> "LayerInputs":
+        step = cast(ListsBackend, self.backend).prepare_replay(self.batch)
         static = LayerInputs(
             self.batch,
-            room(self.residual_TH),
-            [room(slots_T) for slots_T in self.slots_T],
-            tuple(Angles(room(angles.cos_T1D), room(angles.sin_T1D)) for angles in self.angles),
-            None if adapters is None else AdapterRows(room(adapters.slots_T), adapters.segments),
+            torch.empty_like(self.residual_TH),
+            [torch.empty_like(slots_T) for slots_T in self.slots_T],
+            tuple(Angles(torch.empty_like(one.cos_T1D), torch.empty_like(one.sin_T1D)) for one in self.angles),
+            self.adapters and AdapterRows(torch.empty_like(self.adapters.slots_T), self.adapters.segments),
             self.backend,
             self.kv,
-            num_tokens,
-            step,
+            self.num_tokens,
+            cast(AttentionStep | LatentStep, step),
             step,
         )
         static.take(self)
@@ -74,17 +70,9 @@ class LayerInputs:
 
     def take(self, inputs: "LayerInputs", /) -> None:
         assert self._replayable is not None, "inputs of one step alone"
-        count = inputs.num_tokens
-        if count < self.num_tokens:
-            self._pad(count)
         for mine, its in zip(self._tensors(), inputs._tensors(), strict=True):
-            (mine if count == self.num_tokens else mine[:count]).copy_(its)
+            mine.copy_(its)
         self._replayable.set_batch(inputs.batch)
-
-    def pad(self) -> None:
-        assert self._replayable is not None, "inputs of one step alone"
-        self._pad(0)
-        self._replayable.set_batch(None)
 
     def _tensors(self) -> list[torch.Tensor]:
         tensors = [self.residual_TH, *self.slots_T]
@@ -93,12 +81,3 @@ class LayerInputs:
         if self.adapters is not None:
             tensors.append(self.adapters.slots_T)
         return tensors
-
-    def _pad(self, count: int) -> None:
-        """Fills what is behind `count` tokens: zeros that are written to the scratch block, without an adapter."""
-        for tensor in self._tensors():
-            tensor[count:].zero_()
-        for slots_T in self.slots_T:
-            slots_T[count:].fill_(self.kv.scratch_block * self.kv.block_size)
-        if self.adapters is not None:
-            self.adapters.slots_T[count:].fill_(-1)

@@ -78,14 +78,18 @@ class MixtureOfExperts:
         self._middle = gating(spec.activation, ops) if swiglu is None else partial(experts.clamped_swiglu, swiglu)
         self._up = experts.method([ExpertParams(*each.merged("up")) for each in own], context)
         self._down = experts.method([ExpertParams(*each.merged("down")) for each in own], context)
-        self.loads_E = experts.loads(spec.num_experts)
+        self._loads = experts.loads(spec.num_experts + 1)  # the last one counts padding
+        self.loads_E = self._loads[:-1]
         self._shared: _SharedExpert | None = None
         if params.shared is not None:
             self._shared = _SharedExpert(spec, params, params.shared, context, ops, make)
 
-    def __call__(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TH: torch.Tensor, real_T: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns [T, H]. real_T: bool, the tokens that are no padding, which is computed by no expert; None: all."""
         weight_TK, expert_TK = self._router(x_TH)
-        groups = self._ops.group(expert_TK, self._here, self.loads_E)
+        if real_T is not None:
+            expert_TK = torch.where(real_T[:, None], expert_TK, len(self.loads_E))
+        groups = self._ops.group(expert_TK, self._here, self._loads)
         hidden_PM = self._middle(self._up.apply(x_TH, groups, gathers=True))
         y_PH = self._down.apply(hidden_PM, groups, gathers=False)
         base_TH, gate_T1 = (None, None) if self._shared is None else self._shared(x_TH)

@@ -1,36 +1,44 @@
-"""Captures of decode steps, all made before a rank is ready, by the ranks of a stage together.
+"""Captures of whole steps, all made before a rank is ready, by the ranks of a stage together.
 
 Called by loading.py behind the first steps. Which captures there are, workers/planning/graph_room.py lists; each is of
-a step of padding, which writes the scratch block alone. A capture that fails on one rank is dropped on all of its
-stage: an operation in a graph meets its like on the peers. Steps of its kind run eagerly, and the others are replayed.
+a step of padding, which writes the scratch block and rows of padding alone. A capture that fails on one rank is dropped
+on all of its stage: an operation in a graph meets its like on the peers. Steps of its kind run eagerly, and the others
+are replayed.
 """
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from zlib import crc32
 
 import torch
 
 from tandem.configs.schema import EngineSettings
 from tandem.parallel.context import ParallelContext
-from tandem.workers.attention.backend import KVTensors
-from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable, StepShape
+from tandem.workers.attention.backend import DECODE_QUERIES, KVTensors
+from tandem.workers.attention.forward_batch import StepShape
 from tandem.workers.graphs.graph_runner import StartGraphs
-from tandem.workers.kernels.lora_ops import AdapterRows
+from tandem.workers.kernels.sampling_ops import FixedSampling, SamplingOps
 from tandem.workers.messages.handshake import ELSEWHERE, CaptureReport
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.planning.graph_room import CaptureSize, capture_sizes
 from tandem.workers.platforms.base import Platform
+from tandem.workers.platforms.device_rows import DeviceRows, FramedRows
+from tandem.workers.rank.captured.frame import PaddingRows
+from tandem.workers.rank.captured.framed_step import Clear, FramedStep, StepParts
 
 log = logging.getLogger(__name__)
+PROGRESS_S = 5.0
+"""Between two lines about captures."""
+FRAME_BYTES = 256
+"""Bytes of a token in the arrays of a step, with what aligns them."""
 
 
 def sizes_of(decoder: Decoder, kv: KVTensors, settings: EngineSettings, max_model_len: int) -> list[CaptureSize]:
     """Returns what a start captures of this decoder, the hot ones first."""
 
-    def key_of(num_blocks: int) -> object:
-        return decoder.replay_key(StepShape(1, 1, num_blocks), kv)
+    def key_of(num_blocks: int, has_chunks: bool) -> object:
+        return decoder.replay_key(StepShape(1, 1 + DECODE_QUERIES * has_chunks, num_blocks), kv)
 
     sizes = capture_sizes(settings, max_model_len, key_of)
     return [size for size in sizes if decoder.captures_adapters or not size.has_adapters]
@@ -40,15 +48,18 @@ def sizes_of(decoder: Decoder, kv: KVTensors, settings: EngineSettings, max_mode
 def capture_steps(
     decoder: Decoder,
     kv: KVTensors,
+    clear: Clear,
+    rows: DeviceRows,
     context: ParallelContext,
     platform: Platform,
     sizes: Sequence[CaptureSize],
-    num_groups: int = 1,
+    ops: SamplingOps | None = None,
+    max_drafts: int = 0,
 ) -> CaptureReport | None:
     """Makes the captures, in step with all ranks of the stage, and replays each once. None where captures are made as
-    steps come. num_groups: of layers with block tables of their own."""
+    steps come. ops: on the rank that samples."""
     graphs, began_s = decoder.graphs, time.perf_counter()
-    if not isinstance(graphs, StartGraphs):
+    if not isinstance(graphs, StartGraphs) or not isinstance(rows, FramedRows):
         return None
     own_number = crc32(repr(sizes).encode()) if graphs.can_replay else 0
     if not _have_all(own_number, context, platform.device):
@@ -56,34 +67,76 @@ def capture_steps(
         log.warning("no step is captured: ranks of this stage differ in what they can replay")
     if not sizes or not graphs.can_replay:
         return None
-    log.info("capturing %d kinds of decode steps", len(sizes))
+    log.info("capturing %d kinds of steps", len(sizes))
     free = platform.memory()
-    by_room = sorted(sizes, key=lambda size: size.num_tokens * size.num_blocks, reverse=True)  # then the pool is reused
-    own = [_capture(decoder, graphs, kv, size, platform.device, num_groups) for size in by_room]
+
+    def used_bytes() -> int:
+        left = platform.memory()
+        return 0 if free is None or left is None else max(0, free.free_bytes - left.free_bytes)
+
+    by_room = sorted(sizes, key=lambda size: (size.num_tokens, size.num_blocks), reverse=True)  # the pool is reused
+    parts = _parts(decoder, kv, clear, rows, context, platform, by_room, ops, max_drafts)
+    keys = {size: decoder.replay_key(_shape(size), kv) for size in by_room}
+    own = _captured(graphs, parts, keys, began_s, used_bytes)
     failures = dict(zip(by_room, _agreed(own, context, platform.device), strict=True))
-    keys = {size: (decoder.replay_key(_shape(size), kv), size.num_tokens) for size in by_room}
-    graphs.drop(keys[size] for size, why in failures.items() if why is not None)
+    graphs.drop((keys[size], size.num_tokens) for size, why in failures.items() if why is not None)
     for size, why in failures.items():
-        if why is None:
-            graphs.launch(*keys[size])  # the device gets what the first replay takes there
+        if why is None and (captured := graphs.find(keys[size], size.num_tokens)) is not None:
+            captured.launch()  # the device gets what the first replay takes there
     platform.accelerator.event().wait()
-    left = platform.memory()
-    num_bytes = 0 if free is None or left is None else max(0, free.free_bytes - left.free_bytes)
     failed = {_words(size): why for size, why in failures.items() if why is not None}
     if failed:
-        log.warning(
-            "%d of %d kinds of decode steps have no capture, so they run eagerly: %s", len(failed), len(sizes), failed
-        )
-    return CaptureReport(len(sizes) - len(failed), failed, time.perf_counter() - began_s, num_bytes)
+        log.warning("%d of %d kinds of steps have no capture, so they run eagerly: %s", len(failed), len(sizes), failed)
+    return CaptureReport(len(sizes) - len(failed), failed, time.perf_counter() - began_s, used_bytes())
 
 
-def _capture(
-    decoder: Decoder, graphs: StartGraphs, kv: KVTensors, size: CaptureSize, device: torch.device, num_groups: int
-) -> str | None:
-    def make_batch() -> ForwardBatch:
-        return padding_batch(size, kv, device, num_groups)
+def _parts(
+    decoder: Decoder,
+    kv: KVTensors,
+    clear: Clear,
+    rows: FramedRows,
+    context: ParallelContext,
+    platform: Platform,
+    sizes: Sequence[CaptureSize],
+    ops: SamplingOps | None,
+    max_drafts: int,
+) -> StepParts:
+    """Allocates what the captures share."""
+    most_tokens, most_samples = (max(getattr(size, of) for size in sizes) for of in ("num_tokens", "num_samples"))
+    spare = PaddingRows(*rows.hold(kv.scratch_block, most_samples * max_drafts))
+    return StepParts(
+        decoder=decoder,
+        kv=kv,
+        clear=clear,
+        rows=rows,
+        spare=spare,
+        room=decoder.room(most_tokens, most_samples, platform.device),
+        memory=platform.zeros((FRAME_BYTES * (most_tokens + 16),), torch.uint8),
+        ops=ops if isinstance(ops, FixedSampling) else None,
+        samples=ops is not None,
+        adds=context.world_size == 1,
+        max_drafts=max_drafts,
+    )
 
-    return decoder.capture(graphs, _shape(size), kv, make_batch)
+
+def _captured(
+    graphs: StartGraphs,
+    parts: StepParts,
+    keys: dict[CaptureSize, Hashable | None],
+    began_s: float,
+    used_bytes: Callable[[], int],
+) -> list[str | None]:
+    """Captures each size; returns why it could not."""
+    own, told_s = [], began_s
+    steps = [FramedStep(parts, size) for size in keys]  # ahead of what the ranks do together
+    for step, key in zip(steps, keys.values(), strict=True):
+        assert key is not None, "a step that is not replayed"
+        own.append(graphs.capture(key, step))
+        if (now_s := time.perf_counter()) - told_s > PROGRESS_S:
+            given = (len(own), len(keys), now_s - began_s, used_bytes() / 2**30)
+            log.info("%d of %d steps captured in %.1f s, %.1f GiB", *given)
+            told_s = now_s
+    return own
 
 
 def _agreed(own: list[str | None], context: ParallelContext, device: torch.device) -> list[str | None]:
@@ -105,34 +158,9 @@ def _have_all(number: int, context: ParallelContext, device: torch.device) -> bo
 
 
 def _shape(size: CaptureSize) -> StepShape:
-    return StepShape(size.num_tokens, 1, size.num_blocks, size.has_adapters)
+    return StepShape(size.num_tokens, 1 + DECODE_QUERIES * size.has_chunks, size.num_blocks, size.has_adapters)
 
 
 def _words(size: CaptureSize) -> str:
-    beside = ", adapters" if size.has_adapters else ""
+    beside = ", chunks" * size.has_chunks + ", adapters" * size.has_adapters
     return f"{size.num_tokens} tokens, {size.num_blocks} blocks{beside}"
-
-
-def padding_batch(size: CaptureSize, kv: KVTensors, device: torch.device, num_groups: int = 1) -> ForwardBatch:
-    """Returns a step of rows of one token, all of them padding."""
-    count = size.num_tokens
-    zeros_T = torch.zeros(count, dtype=torch.int64, device=device)
-    table_RN = torch.full((count, size.num_blocks), kv.scratch_block, dtype=torch.int32, device=device)
-    group = GroupTable(torch.full_like(zeros_T, kv.scratch_block * kv.block_size), table_RN)
-    adapters = None
-    if size.has_adapters:
-        adapters = AdapterRows(torch.full((count,), -1, dtype=torch.int32, device=device), [])
-    return ForwardBatch(
-        input_ids_T=zeros_T,
-        positions_T=zeros_T,
-        slot_mapping_T=group.slot_mapping_T,
-        query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
-        seq_lens=torch.ones(count, dtype=torch.int32, device=device),
-        block_table_RN=table_RN,
-        logits_rows_S=zeros_T[:0],
-        query_lens_list=[1] * count,
-        seq_lens_list=[1] * count,
-        block_size=kv.block_size,
-        adapters=adapters,
-        further_groups=(group,) * (num_groups - 1),
-    )

@@ -1,0 +1,82 @@
+"""What a captured step is given: a step's arrays with padding behind them, and which of its tokens it draws."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.workers.messages.step import RowSampling
+from tandem.workers.planning.graph_room import PADDED_QUERIES, CaptureSize
+from tandem.workers.rank.captured.frame import NOTHING, Frame, PaddingRows, with_room
+from tandem.workers.sampling.sampling_table import SamplingTable
+
+READ, WRITTEN = 7, 8
+
+
+@given(lens=st.lists(st.integers(1, 40), max_size=7), has_chunks=st.booleans(), more=st.integers(0, 64))
+def test_padding_stands_in_rows_of_its_own_behind_the_steps(lens: list[int], has_chunks: bool, more: int) -> None:
+    if not has_chunks:
+        lens = [min(length, 3) for length in lens]
+    count, rows = sum(lens), len(lens)
+    tokens = count + more or 1
+    size = CaptureSize(tokens, 4, False, has_chunks, rows + -(-tokens // PADDED_QUERIES) if has_chunks else tokens, 9)
+    own = np.arange(rows)
+    step = NOTHING._replace(
+        ids_T=np.arange(100, 100 + count),
+        place_T=np.repeat(own, lens),
+        steps_T=np.concatenate([np.empty(0, np.int64), *(np.arange(length) for length in lens)]).astype(np.int64),
+        rows_R=own,
+        lens_R=np.array(lens, np.int32),
+        rows_B=own,
+        first_B=own,
+        count_B=np.ones(rows, np.int64),
+    )
+    padded = with_room(step, size, PaddingRows(READ, WRITTEN), None, drafts=True)
+    assert padded.ids_T[:count].tolist() == list(range(100, 100 + count)) and not padded.ids_T[count:].any()
+    assert padded.starts[-1] == tokens == padded.lens_R.sum() and padded.lens_R[:rows].tolist() == lens
+    for token in range(tokens):
+        row = padded.place_T[token]
+        assert padded.starts[row] + padded.steps_T[token] == token < padded.starts[row + 1]
+        assert padded.rows_R[row] == (row if token < count else READ)
+        assert token < count or padded.lens_R[row] <= (PADDED_QUERIES if has_chunks else 1)
+    assert set(padded.rows_B.tolist()) == {WRITTEN}, "drawn behind the replay"
+    assert padded.late_rows_B is not None and padded.late_rows_B.tolist() == own.tolist()
+    assert padded.behind_S is not None and (padded.behind_S == -1).all()
+
+
+def test_a_frame_becomes_padding_again() -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    frame = Frame(CaptureSize(4, 2, True, False, 4, 4), PaddingRows(READ, WRITTEN), memory, drafts=False)
+    before = memory.clone()
+    assert frame.arrays.rows_R.tolist() == [READ] * 4 and frame.arrays.rows_B.tolist() == [WRITTEN] * 4
+    assert frame.arrays.slots_T is not None and frame.arrays.slots_T.tolist() == [-1] * 4
+    frame.arrays.rows_R.fill_(1)
+    frame.pad()
+    assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_fixed"),
+    [
+        ({"temperature": 0.0, "top_k": 4, "top_p": 0.5}, True),
+        ({"temperature": 0.9, "min_p": 0.1, "seed": 2**64 - 1, "choice": 3}, True),
+        ({"temperature": 0.9, "top_k": 4}, False),
+        ({"temperature": 0.9, "top_p": 0.99}, False),
+        ({"temperature": 0.0, "logprobs": 0}, False),
+        ({"temperature": 0.0, "logit_bias": ((3, 1.0),)}, False),
+        ({"temperature": 0.0, "grammar": "any"}, False),
+    ],
+)
+def test_a_capture_draws_what_one_sequence_of_calls_serves(sampling: dict[str, object], is_fixed: bool) -> None:
+    """One row that it does not serve is enough."""
+    table = SamplingTable(3, 50)
+    table.bind(0, RowSampling(temperature=0.5, seed=9))
+    table.bind(2, RowSampling(**sampling))  # type: ignore[arg-type]
+    draws = table.fixed(np.array([2, 0]))
+    assert (draws is not None) == is_fixed
+    if draws is not None:
+        greedy = sampling["temperature"] == 0.0
+        assert draws.factor.tolist() == [0.0 if greedy else pytest.approx(1 / 0.9), 2.0]
+        assert draws.seed.tolist() == [sampling.get("seed", 0), 9]
+    assert table.fixed(np.array([0])) is not None
