@@ -47,7 +47,7 @@ class RefusedError(RuntimeError):
 
 class RecordedGraph(TorchDispatchMode):  # type: ignore[misc]
     """A captured body. outputs: what it returned. refused: how often it called each refused operator. number: tells it
-    from captures of other shapes, and is the same on ranks whose shards are alike."""
+    from captures that exchange tensors of other shapes, and is the same on all ranks, though one of them draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,10 +55,12 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[misc]
         self.refused: Counter[str] = Counter()
         self.number = 0
         self._calls: list[tuple[Any, Sequence[Any], dict[str, Any], Any]] = []
+        self._exchanged: list[tuple[int, ...]] = []
 
-    def hold(self, call: Callable[[], object]) -> None:
-        """Carries out a call in each replay, in its turn."""
+    def hold(self, call: Callable[[], object], shape: tuple[int, ...]) -> None:
+        """Carries out an exchange in each replay, in its turn. shape: of what is exchanged."""
         self._calls.append((call, (), {}, None))
+        self._exchanged.append(shape)
 
     @classmethod
     def capture(cls, body: Callable[[], Any], tolerated: frozenset[str] = frozenset()) -> "RecordedGraph":
@@ -73,8 +75,7 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[misc]
                 here.capture = None
         if unknown := {name: count for name, count in graph.refused.items() if name not in tolerated}:
             raise RefusedError(f"a graph cannot hold {unknown}")
-        shapes = [[tuple(tensor.shape) for tensor in _tensors(call[1])] for call in graph._calls]
-        graph.number = 1 + crc32(repr(shapes).encode())
+        graph.number = 1 + crc32(repr(graph._exchanged).encode())
         return graph
 
     @property
@@ -120,7 +121,7 @@ class RecordedCollectives:
             if total is not tensor:
                 tensor.copy_(total)
 
-        self._do(carry_out)
+        self._do(carry_out, tensor)
         return tensor
 
     def all_gather(self, parts_R: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,7 @@ class RecordedCollectives:
             self._check()
             self._group.all_gather(parts_R, tensor)
 
-        self._do(carry_out)
+        self._do(carry_out, tensor)
         return parts_R
 
     def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
@@ -140,11 +141,11 @@ class RecordedCollectives:
     def close(self) -> None:
         self._group.close()
 
-    def _do(self, call: Callable[[], None]) -> None:
+    def _do(self, call: Callable[[], None], exchanged: torch.Tensor) -> None:
         if here.capture is None:
             call()
         else:
-            here.capture.hold(call)
+            here.capture.hold(call, tuple(exchanged.shape))
 
     def _check(self) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
