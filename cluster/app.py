@@ -16,7 +16,7 @@ from ray.serve.config import RequestRouterConfig
 
 from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.nodes import choose_home, cluster_device
-from tandem.cluster.deploy.placement import group_demand, group_options, max_groups, surge_percent
+from tandem.cluster.deploy.placement import group_options, max_groups, surge_percent
 from tandem.cluster.deploy.preflight import check_memory, with_device
 from tandem.cluster.deploy.ray_tokens import check_token
 from tandem.cluster.deploy.resolved_settings import resolve_settings
@@ -25,6 +25,7 @@ from tandem.cluster.gateway.http.draining import LEAVING_S
 from tandem.cluster.group.coordinator import Coordinator
 from tandem.cluster.process.log_files import LogPlace
 from tandem.cluster.ray_private.ray_facts import free_resources, proxy_host
+from tandem.cluster.wire.group_shape import group_shape
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import (
     COORDINATOR,
@@ -86,9 +87,10 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: Sequence[Map
     """Builds the application for resolved settings (the model is a folder). Needs a connection to Ray. free: what each
     node has left, where this version may replace another: as far as there is room, new replicas start first."""
     facts = replace(facts, model_digest=model_digest(settings.engine.model))
-    options = group_options(settings, facts.device, _cluster_gpus(), MAX_ONGOING_REQUESTS)
-    demand = group_demand(settings.engine.parallel.ranks_per_group, facts.device, options["placement_group_strategy"])
-    options["max_surge_percent"] = surge_percent(max_groups(settings), demand, free if _has_memory(settings) else ())
+    shape = group_shape(settings.engine.parallel, facts.device)
+    options = group_options(settings, shape, MAX_ONGOING_REQUESTS)
+    room = free if _has_memory(settings) else ()
+    options["max_surge_percent"] = surge_percent(max_groups(settings), shape.bundles, room)
     coordinator = serve.deployment(name=COORDINATOR, request_router_config=ROUTER, logging_config=QUIET, **options)(
         Coordinator
     )
@@ -96,7 +98,7 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: Sequence[Map
     gateway = serve.deployment(
         name=GATEWAY,
         num_replicas=settings.gateway.num_gateways,
-        max_surge_percent=surge_percent(settings.gateway.num_gateways, {"CPU": CPU_SHARE}, free),
+        max_surge_percent=surge_percent(settings.gateway.num_gateways, [{"CPU": CPU_SHARE}], free),
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options=_gateway_resources(facts),
         health_check_period_s=2.0,

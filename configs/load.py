@@ -324,6 +324,10 @@ def _check_together(settings: ServiceSettings) -> None:
         raise SettingsError("the disk is below host memory: this needs --kv-offloading-size", "--kv-disk-path")
     if (cache.kv_disk_path is None) != (cache.kv_disk_gib is None):
         raise SettingsError("--kv-disk-path and --kv-disk-size go together", "--kv-disk-size")
+    ranks, devices = engine.parallel.tensor_parallel_size, engine.parallel.devices_per_node
+    if devices is not None and ranks > devices and ranks % devices:
+        why = f"{devices} devices of a node do not divide the {ranks} ranks of a stage (--tensor-parallel-size)"
+        raise SettingsError(why, "--devices-per-node")
     if engine.speculative is not None and engine.parallel.pipeline_parallel_size > 1:
         stages = engine.parallel.pipeline_parallel_size
         raise SettingsError(f"does not work with --pipeline-parallel-size {stages} yet", "--speculative-config")

@@ -144,6 +144,9 @@ OPTIONS: tuple[Option, ...] = (
            "Tensor parallelism: ranks that share each layer.", at_least(1), "at least 1", ("-tp",)),
     Option("pipeline_parallel_size", "engine.parallel.pipeline_parallel_size", int, PARALLEL,
            "Pipeline parallelism: stages that the layers are divided into.", at_least(1), "at least 1", ("-pp",)),
+    Option("devices_per_node", "engine.parallel.devices_per_node", int, PARALLEL,
+           "Ranks of a stage that share a node, where --tensor-parallel-size is more than a node has devices. "
+           "Default: all of them.", at_least(1), "at least 1"),
     Option("data_parallel_size", "engine.parallel.data_parallel_size", int, PARALLEL,
            "Data parallelism: number of groups. Each is a copy of the model.", at_least(1), "at least 1", ("-dp",)),
     Option("enable_expert_parallel", "engine.parallel.enable_expert_parallel", bool, PARALLEL,

@@ -87,6 +87,8 @@ class PlatformFacts:
     """Dtypes of checkpoints that --dtype auto computes in another."""
     why_dtype: str
     """The reason for the dtype that --dtype auto takes."""
+    ray_resources: Mapping[str, float]
+    """Resources of Ray that a rank asks for."""
     dtypes: tuple[str, ...] = DTYPES
     """Dtypes that weights and activations may have."""
     kv_dtypes: tuple[str, ...] = KV_DTYPES
@@ -142,6 +144,7 @@ CPU: Final = PlatformFacts(
     },
     # float16 matmul is slow on CPU: 512 x 1024 x 3072 took 61 ms, bfloat16 3.5 ms, on a Zen 5
     computed_as={"float16": "bfloat16"},
+    ray_resources={"CPU": 0.1},  # ranks choose their threads: whole cores would only keep groups from starting
     why_dtype="but bfloat16 for float16, whose products are slow on CPUs",
 )
 
@@ -173,6 +176,7 @@ CUDA: Final = PlatformFacts(
     },
     without_effect={},
     computed_as={},
+    ray_resources={"GPU": 1.0, "CPU": 1.0},
     why_dtype="GPUs multiply all of them",
     step_sizes=(SMALL_STEPS, LARGE_STEPS),
 )

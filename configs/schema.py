@@ -65,6 +65,7 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False  # each rank of a stage holds whole experts
+    devices_per_node: int | None = None  # None: a stage fits a node
 
     @property
     def ranks_per_group(self) -> int:

@@ -72,7 +72,7 @@ WAITING = ("tests/integration/", "tests/distributed/", "tests/lab/")
 """Tests that start services or ranks, and often wait for them."""
 SHARING = {
     "one service": ("integration/one_service/test_service", "integration/one_service/test_official_clients"),
-    "lab": ("lab/test_lab", "lab/test_ranks_of_two_nodes"),
+    "lab": ("lab/test_lab", "lab/test_ranks_of_two_nodes", "lab/test_service_of_two_nodes"),
     "four ranks": (
         "distributed/test_memory_faults", "parity/test_decoder_parallel", "parity/test_kv_quant_logits",
         "parity/test_lora_logits", "parity/test_quantized_logits", "parity/test_sinks", "parity/test_streamed_layers",

@@ -1,4 +1,4 @@
-"""The ranks of a group as Ray actors in the group's placement group; rank i lives in bundle i + 1.
+"""The ranks of a group as Ray actors in the bundles of the group's placement group (wire/group_shape.py).
 
 Each actor runs workers/rank/rank_server.py in one call that never returns; from then on control is ZeroMQ, as with
 local processes (workers/executor/rank_group.py). A watcher thread sees a dead rank within 30 ms, ProbeWatch a
@@ -8,15 +8,16 @@ frozen one within 6 s. Ranks die with this process.
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.ray_private.process_titles import use_rays_titles
+from tandem.cluster.wire.group_shape import group_shape
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
 from tandem.configs.schema import EngineSettings
 from tandem.workers.executor.rank_group import RankGroup
@@ -56,16 +57,19 @@ def ray_group(
     on_lost: Callable[[str], None],
     on_told: Callable[[], None],
 ) -> RankGroup:
-    """Returns an executor over Ray actors, not started. `placement_group` has a bundle per rank, after the
-    coordinator's. on_lost(message) is called once, from a watcher's thread, when a rank has died or is frozen;
-    on_told() before it, when that rank was told to end.
+    """Returns an executor over Ray actors, not started. placement_group: of the group's shape. on_lost(message) is
+    called once, from a watcher's thread, when a rank has died or is frozen; on_told() before it, when that rank was
+    told to end.
     """
+    shape = group_shape(settings.parallel, facts.device)
     num_ranks = settings.parallel.ranks_per_group
+    bundles = shape.bundle_of_rank(nodes_of_bundles(placement_group))
+    placed = RankPlaces(placement_group, bundles, shape.of_rank)
 
     def pids() -> list[int | None]:
         return [hello.pid if hello.host == host else None for hello in made.hellos]
 
-    ranks = RayRanks(num_ranks, facts, group, placement_group, lambda why: made.report(why), on_told, pids)
+    ranks = RayRanks(num_ranks, facts, group, placed, lambda why: made.report(why), on_told, pids)
     made = RankGroup(
         settings,
         ranks,
@@ -79,8 +83,22 @@ def ray_group(
     return made
 
 
+class RankPlaces(NamedTuple):
+    """The bundle of each rank in a placement group, and the resources that a rank asks for."""
+
+    group: Any
+    bundles: Sequence[int]
+    of_rank: Mapping[str, float]
+
+
+def nodes_of_bundles(placement_group: Any) -> list[str]:
+    """Returns the id of the node of each bundle of a placement group that is placed."""
+    placed = ray.util.placement_group_table(placement_group)["bundles_to_node_id"]
+    return [placed[bundle] for bundle in range(len(placed))]
+
+
 class RayRanks:
-    """RankLauncher of num_ranks Ray actors; each asks for all that its bundle holds. on_end(message): called once, from
+    """RankLauncher of num_ranks Ray actors. placed: their bundles. on_end(message): called once, from
     a thread of its own, when the first of them has ended; on_told() before it, when SIGTERM has ended that one. pids:
     process ids by rank, None for another machine's; empty before they are known."""
 
@@ -89,7 +107,7 @@ class RayRanks:
         num_ranks: int,
         facts: ServiceFacts,
         group: str,
-        placement_group: Any,
+        placed: RankPlaces | None,
         on_end: Callable[[str], None],
         on_told: Callable[[], None],
         pids: Callable[[], Sequence[int | None]] = lambda: (),
@@ -97,7 +115,7 @@ class RayRanks:
         self._num_ranks = num_ranks
         self._facts = facts
         self._group = group
-        self._placement_group = placement_group
+        self._placed = placed
         self._on_end = on_end
         self._on_told = on_told
         self._pids = pids
@@ -107,13 +125,14 @@ class RayRanks:
         self._ended: str | None = None
 
     def start(self, rank: int, endpoint: str, secret: str) -> None:
-        bundle = self._placement_group.bundle_specs[rank + 1]
+        placed = self._placed
+        assert placed is not None
         actor_class = ray.remote(RankActor).options(
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
+            num_cpus=placed.of_rank.get("CPU", 0),
+            num_gpus=placed.of_rank.get("GPU", 0),
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._placement_group, placement_group_bundle_index=rank + 1
+                placed.group, placement_group_bundle_index=placed.bundles[rank]
             ),
         )
         actor = actor_class.remote()

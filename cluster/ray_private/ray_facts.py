@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import ray
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private.state import available_resources_per_node
 
 
@@ -12,6 +13,15 @@ def free_resources() -> list[dict[str, float]]:
     Lost without it: a new version that starts before the old one ends where there is room for both.
     """
     return list(available_resources_per_node().values())
+
+
+def head_node_id() -> str:
+    """The id of the cluster's head node; of this one, if none is known as head. Blocks.
+
+    Lost without it: a service's record and its private Redis are on a node that lives as long as the cluster.
+    """
+    heads = [node for node in ray.nodes() if node["Alive"] and HEAD_NODE_RESOURCE_NAME in node["Resources"]]
+    return str(heads[0]["NodeID"] if heads else ray.get_runtime_context().get_node_id())
 
 
 def session_folder() -> Path:

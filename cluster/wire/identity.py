@@ -21,7 +21,7 @@ import ray
 from msgspec.structs import replace
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster.ray_private.ray_facts import session_folder
+from tandem.cluster.ray_private.ray_facts import head_node_id, session_folder
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.wire.private_redis import PrivateRedis
 from tandem.cluster.wire.service_facts import ServiceFacts, new_identity
@@ -165,7 +165,7 @@ def identity_actor(app: str, facts: ServiceFacts, lease_s: float = LEASE_S) -> A
     """The handle of the application's identity. Without one it is made: with the identity of the facts, or, if they
     have none yet, with a new one. Blocks."""
     service_id, secret = (facts.service_id, facts.secret) if facts.service_id else new_identity()
-    node_id = facts.home_node or ray.get_runtime_context().get_node_id()
+    node_id = facts.home_node or head_node_id()
     return (
         ray.remote(ServiceIdentity)
         .options(

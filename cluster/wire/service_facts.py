@@ -11,6 +11,7 @@ import msgspec
 
 from tandem.cluster.process.log_files import LogPlace, hide_messages, open_log
 from tandem.configs.errors import SettingsError
+from tandem.configs.schema import Device
 from tandem.workers.messages.channel import new_secret
 
 log = logging.getLogger("ray.serve.tandem")
@@ -27,7 +28,7 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a service. Replicas of one version get the same at their start."""
 
     single_node: bool  # all processes are on one machine and use loopback
-    device: str
+    device: Device
     # the identity; empty where replicas learn it from the application's identity actor (identity.py)
     service_id: str = ""
     secret: str = ""

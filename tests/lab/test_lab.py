@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.service import is_alive
+from tests.support.service import is_alive, wait_for
 from tools.lab import Lab, LabError, Node
 
 DATA = bytes(2**17)
@@ -64,10 +64,11 @@ def test_links_are_cut_slowed_and_mended(lab: Lab) -> None:
 def test_a_killed_node_takes_all_with_it() -> None:
     with Lab("c") as lab:
         (node,) = lab.nodes.values()
-        with node.start(["sleep", "1000"]) as sleeping:
-            held = [psutil.Process(pid) for pid in node.pids()]
-            assert len(held) > 1
-            node.kill()
-            sleeping.wait(30)
+        alone = node.pids()
+        sleeping = node.start(["sleep", "1000"])
+        wait_for(lambda: node.pids() - alone, 30, "it runs")
+        held = [psutil.Process(pid) for pid in node.pids()]
+        node.kill()
+        sleeping.wait(30)
         assert not any(is_alive(process) for process in held)
     assert not lab.folder.exists()

@@ -56,6 +56,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "cpu_offload_gb": (1.5, 1.5),
     "pipeline_parallel_size": (3, 3),
     "data_parallel_size": (4, 4),
+    "devices_per_node": (8, 8),
     "enable_expert_parallel": (True, True),
     "kv_cache_dtype": ("int8", "int8"),
     "gpu_memory_utilization": (0.5, 0.5),

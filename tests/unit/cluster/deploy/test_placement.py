@@ -6,33 +6,48 @@ import ray
 from tandem.cluster.deploy.placement import (
     declared_cpus,
     declared_gpus,
-    group_bundles,
-    group_demand,
     group_options,
-    group_strategy,
     max_groups,
     min_groups,
     surge_percent,
 )
 from tandem.cluster.service import serve_app
+from tandem.cluster.wire.group_shape import GroupShape, group_shape
 from tandem.cluster.wire.service_facts import APP
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
+from tandem.configs.schema import Device, ParallelSettings
+
+SHAPE = group_shape(ParallelSettings(), "cpu")
 
 
-def test_a_group_is_one_bundle_for_the_coordinator_and_one_for_each_rank() -> None:
-    assert group_bundles(2, "cpu") == [{"CPU": 0.1}] * 3
-    assert group_bundles(2, "cuda") == [{"CPU": 0.1}, {"GPU": 1, "CPU": 1}, {"GPU": 1, "CPU": 1}]
+def shape_of(tp: int, pp: int, device: Device, devices_per_node: int | None = None) -> GroupShape:
+    return group_shape(
+        ParallelSettings(tensor_parallel_size=tp, pipeline_parallel_size=pp, devices_per_node=devices_per_node), device
+    )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "device", "gpus", "strategy"),
-    [(4, "cpu", [], "STRICT_PACK"), (4, "cuda", [2, 8], "STRICT_PACK"), (4, "cuda", [2, 2], "PACK")],
-)
-def test_a_group_stays_on_one_node_when_one_can_hold_it(
-    ranks: int, device: str, gpus: list[float], strategy: str
-) -> None:
-    assert group_strategy(ranks, device, gpus) == strategy
+def test_a_stage_is_one_bundle_and_the_coordinator_is_with_the_first() -> None:
+    """Ray cuts no bundle in two: ranks that sum at each layer stay on one node, whichever nodes there are by then."""
+    assert shape_of(2, 1, "cpu").bundles == ({"CPU": 0.3},)
+    assert shape_of(4, 2, "cuda").bundles == ({"GPU": 4, "CPU": 4.1}, {"GPU": 4, "CPU": 4})
+    assert shape_of(1, 3, "cpu").bundles == ({"CPU": 0.2}, {"CPU": 0.1}, {"CPU": 0.1})
+
+
+def test_a_stage_that_is_larger_than_a_node_is_divided_evenly() -> None:
+    shape = shape_of(8, 2, "cuda", devices_per_node=4)
+    assert shape.bundles == ({"GPU": 4, "CPU": 4.1}, *[{"GPU": 4, "CPU": 4}] * 3)
+    assert shape_of(4, 2, "cuda", devices_per_node=8) == shape_of(4, 2, "cuda")
+    with pytest.raises(SettingsError, match="3 devices of a node do not divide the 8 ranks") as refused:
+        build_settings("m", {"tensor_parallel_size": 8, "devices_per_node": 3})
+    assert refused.value.flag == "--devices-per-node"
+
+
+def test_neighbours_among_the_ranks_of_a_stage_share_a_node() -> None:
+    """Whatever nodes Ray has put the bundles on. Stages stay in their order."""
+    shape = shape_of(4, 2, "cpu", devices_per_node=1)
+    assert shape.bundle_of_rank(["b", "a", "b", "a", "c", "a", "c", "a"]) == [1, 3, 0, 2, 5, 7, 4, 6]
+    assert shape_of(2, 2, "cuda").bundle_of_rank(["b", "a"]) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -48,10 +63,13 @@ def test_a_group_stays_on_one_node_when_one_can_hold_it(
     ],
 )
 def test_new_groups_start_beside_old_ones_as_far_as_there_is_room(free: list[dict[str, float]], percent: int) -> None:
-    demand = group_demand(2, "cuda", "STRICT_PACK")
-    assert demand == {"CPU": 2.1, "GPU": 2}
-    assert surge_percent(4, demand, free) == percent
-    assert surge_percent(4, group_demand(2, "cuda", "PACK"), [{"CPU": 90.0, "GPU": 32.0}]) == 0
+    assert surge_percent(4, shape_of(2, 1, "cuda").bundles, free) == percent
+
+
+def test_stages_may_start_on_several_nodes() -> None:
+    one_each = [{"CPU": 8.0, "GPU": 2.0}] * 2
+    assert surge_percent(2, shape_of(2, 2, "cuda").bundles, one_each) == 50
+    assert surge_percent(2, shape_of(4, 1, "cuda").bundles, one_each) == 0
 
 
 def test_declared_cpus_hold_every_bundle_and_a_replacement() -> None:
@@ -66,8 +84,8 @@ def test_groups_are_fixed_or_follow_the_load() -> None:
     scaled = build_settings("m", {}, {"min_replicas": 1, "max_replicas": 5, "initial_replicas": 2})
     assert (min_groups(fixed), max_groups(fixed)) == (3, 3)
     assert (min_groups(scaled), max_groups(scaled)) == (2, 5)
-    assert group_options(fixed, "cpu", [], 7)["num_replicas"] == 3
-    options = group_options(scaled, "cpu", [], 7)
+    assert group_options(fixed, SHAPE, 7)["num_replicas"] == 3
+    options = group_options(scaled, SHAPE, 7)
     assert "num_replicas" not in options and options["autoscaling_config"]["max_replicas"] == 5
     assert options["max_ongoing_requests"] == 7
 

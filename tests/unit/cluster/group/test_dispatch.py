@@ -431,17 +431,20 @@ def test_a_dead_rank_is_reported_with_what_the_kernel_tells(
     assert said == [f"rank 0 of group g {words}"] and watched == [7] and asked[-1] is None and len(asked) == 3
 
 
-@pytest.mark.parametrize("bundle", [{"CPU": 0.1}, {"GPU": 1.0, "CPU": 1.0}])
-def test_a_rank_asks_ray_for_what_its_bundle_holds(bundle: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("resources", [{"CPU": 0.1}, {"GPU": 1.0, "CPU": 1.0}])
+def test_a_rank_asks_ray_for_its_part_of_its_bundle(
+    resources: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     remote = mock.MagicMock()
     monkeypatch.setattr(ray, "remote", remote)
-    monkeypatch.setattr(ray, "wait", lambda runs, num_returns, **_: (runs, []))
-    monkeypatch.setattr(ray, "get", lambda run: None)
-    placed = types.SimpleNamespace(bundle_specs=[{"CPU": 0.1, "GPU": 0.0}, bundle])
-    ray_ranks.RayRanks(1, None, "g", placed, lambda message: None, lambda: None).start(0, "endpoint", "secret")
-    asked = remote(ray_ranks.RankActor).options.call_args.kwargs
-    assert (asked["num_cpus"], asked["num_gpus"]) == (bundle["CPU"], bundle.get("GPU", 0))
-    assert asked["scheduling_strategy"].placement_group_bundle_index == 1
+    ranks = ray_ranks.RayRanks(
+        3, None, "g", ray_ranks.RankPlaces(None, [4, 2, 2], resources), lambda message: None, lambda: None
+    )
+    for rank, bundle in enumerate([4, 2]):
+        ranks.start(rank, "endpoint", "secret")
+        asked = remote(ray_ranks.RankActor).options.call_args.kwargs
+        assert (asked["num_cpus"], asked["num_gpus"]) == (resources["CPU"], resources.get("GPU", 0))
+        assert asked["scheduling_strategy"].placement_group_bundle_index == bundle
 
 
 def test_a_watch_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,9 +460,10 @@ def test_a_watch_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_frozen_rank_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "wait", lambda runs, num_returns, **_: (runs, []))
     monkeypatch.setattr(ray, "get", lambda run: None)
+    monkeypatch.setattr(ray.util, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "a node"}})
     told: list[str] = []
     settings = EngineSettings(model=ModelSettings(model="m"))
-    facts = types.SimpleNamespace(secret="s", groups_on_node=1, host_socket=None)
+    facts = types.SimpleNamespace(secret="s", groups_on_node=1, host_socket=None, device="cpu")
     group = ray_ranks.ray_group(settings, facts, "g", None, "127.0.0.1", told.append, lambda: None)
     group.report("rank 0 is frozen")
     group.launcher._watch(["run 0"])  # it was killed, and so has ended

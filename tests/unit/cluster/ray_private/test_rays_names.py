@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
+from ray._common import constants
 from ray._private import node as ray_nodes
 from ray._private import parameter, services, state
 from ray._private import worker as ray_worker
@@ -117,6 +118,11 @@ def test_free_resources() -> None:
         "state.available_resources_per_node: a new version starts before the old one ends where there is room (app.py)"
     )
     assert not inspect.signature(state.available_resources_per_node).parameters, why
+
+
+def test_the_head_node_is_known() -> None:
+    why = "constants.HEAD_NODE_RESOURCE_NAME: a service's record is on the head node (wire/identity.py)"
+    assert constants.HEAD_NODE_RESOURCE_NAME == "node:__internal_head__", why
 
 
 def test_the_session_folder_is_known_to_workers() -> None:

@@ -1,0 +1,103 @@
+"""A Ray cluster on the nodes of a lab, and an application deployed there as `serve deploy` does it."""
+
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from tandem.workers.messages.channel import new_secret
+from tests.support.service import BIN, wait_for
+from tools.lab import Lab, LabError, Node
+
+GCS_PORT, REST_PORT, HTTP_PORT = 6399, 8265, 8000
+START_S = 180
+FILL = """
+import ray, sys
+ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+
+@ray.remote(num_cpus=float(sys.argv[1]))
+class Other:
+    def __call__(self): pass
+
+for node in ray.nodes():
+    where = {f"node:{node['NodeManagerAddress']}": 0.001}
+    other = Other.options(name=node["NodeID"], lifetime="detached", resources=where).remote()
+    ray.get(other.__call__.remote())
+"""
+COUNT = """
+import ray
+ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+print(sum(node["Alive"] for node in ray.nodes()), "node")
+"""
+
+
+class RayNodes:
+    """Ray on all nodes of a lab, the first one its head, each with one CPU. The lab ends it."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.head, *others = lab.nodes.values()
+        token = lab.folder / "token"
+        token.write_text(new_secret())
+        token.chmod(0o600)
+        self.environment = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+            "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+            "RAY_raylet_start_wait_time_s": str(START_S),
+            "OMP_WAIT_POLICY": "passive",
+        }
+        self._started: list[subprocess.Popen[Any]] = []
+        gcs = f"{self.head.address}:{GCS_PORT}"
+        self._start(self.head, "--head", f"--port={GCS_PORT}", "--dashboard-host=127.0.0.1")
+        wait_for(lambda: "1 node" in self._nodes(), START_S, self._said)
+        for node in others:
+            self._start(node, f"--address={gcs}")
+        wait_for(lambda: f"{len(lab.nodes)} node" in self._nodes(), START_S, self._said)
+
+    def leave_cpus(self, amount: float) -> None:
+        """Takes all CPUs of every node but so much."""
+        self.head.run(str(BIN / "python"), "-c", FILL, str(1 - amount), timeout_s=START_S, env=self.environment)
+
+    def deploy(self, config: Mapping[str, Any]) -> None:
+        """Deploys a Serve file, and returns when its application runs."""
+        file = self.head.folder / "serve.yaml"
+        file.write_text(yaml.safe_dump(config))
+        self.head.run(str(BIN / "serve"), "deploy", str(file), timeout_s=START_S, env=self.environment)
+        wait_for(self.is_ready, START_S, self._said)
+
+    def is_ready(self) -> bool:
+        """Whether the service answers at the head's proxy."""
+        with self.head.network():
+            try:
+                return httpx.get(f"http://127.0.0.1:{HTTP_PORT}/readyz", timeout=5, trust_env=False).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+    def close(self) -> None:
+        """Ends Ray on all nodes, which live on."""
+        for process in self._started:
+            for child in psutil.Process(process.pid).children():
+                child.kill()
+        for process in self._started:
+            process.wait(60)
+
+    def _start(self, node: Node, *words: str) -> None:
+        log = (node.folder / "ray.log").open("w")
+        place = [f"--node-ip-address={node.address}", f"--temp-dir={node.folder}", "--num-cpus=1"]
+        command = [str(BIN / "ray"), "start", *words, *place, "--object-store-memory=80000000", "--block"]
+        self._started.append(node.start(command, env=self.environment, stdout=log, stderr=subprocess.STDOUT))
+
+    def _nodes(self) -> str:
+        """How many nodes Ray has, in words."""
+        try:
+            return self.head.run(str(BIN / "python"), "-c", COUNT, env=self.environment)
+        except (LabError, subprocess.TimeoutExpired):
+            return ""
+
+    def _said(self) -> str:
+        return "\n".join((node.folder / "ray.log").read_text() for node in [self.head])
