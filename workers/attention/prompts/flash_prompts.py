@@ -123,7 +123,8 @@ class PromptStep:
                 pair_2JKD = memory[: of_head * len(heads)].view(q_TND.dtype).view(2, num_keys, len(heads), dim)
                 gather(kv, rows.k_starts, firsts, table_RN, pair_2JKD, heads.start)
                 own = slice(heads.start * group, heads.stop * group)
-                yield tokens, own, attend(q_TND[tokens, own], *pair_2JKD, rows, params)
+                keys_JKD, values_JKD = pair_2JKD
+                yield tokens, own, attend(q_TND[tokens, own], keys_JKD, values_JKD, rows, params)
 
     def _cut(self, kv: LayerKV, dtype: torch.dtype, window: int | None) -> list[Piece]:
         """Return the pieces; none where the step has too few tokens, or of a large chunk the host does not know the

@@ -241,7 +241,7 @@ class Rows(NamedTuple):
 class Multiprocessors(NamedTuple):
     """A device's multiprocessors: how many there are, and the shared memory of each."""
 
-    count: int
+    number: int
     shared_bytes: int
 
 

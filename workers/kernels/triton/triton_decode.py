@@ -313,4 +313,4 @@ def _programs(launch: Launch, kv: LayerKV, multiprocessors: Multiprocessors) -> 
     """Returns how many programs the device runs at once, by the shared memory that a program's pipeline takes."""
     tile, of_position = launch.tile, (launch.arguments["D_PAD"] + launch.arguments["V_PAD"]) * kv.keys.element_size()
     taken = (tile.stages - 1) * tile.positions * of_position + tile.rows * tile.positions * 4
-    return multiprocessors.count * max(1, min(PROGRAMS_OF_ONE, multiprocessors.shared_bytes // taken))
+    return multiprocessors.number * max(1, min(PROGRAMS_OF_ONE, multiprocessors.shared_bytes // taken))
