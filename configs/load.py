@@ -225,6 +225,8 @@ def _checked(option: Option, value: Any, served: Collection[str]) -> Any:
         converted = msgspec.convert(value, option.kind)
     except msgspec.ValidationError as error:
         raise SettingsError(f"{shown}: {str(error)[0].lower()}{str(error)[1:]}", option.flag) from error
+    if isinstance(converted, int) and not -(2**63) <= converted < 2**63:  # messages to ranks hold no more
+        raise SettingsError(f"{shown} is no whole number of 64 bits", option.flag)
     if option.check is not None and not option.check(converted):
         raise SettingsError(f"{shown} must be {option.rule}", option.flag)
     return converted

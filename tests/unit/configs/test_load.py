@@ -574,3 +574,11 @@ def test_resolved_settings_hide_keys() -> None:
     text = resolved_yaml(build_settings("m", {"api_key": ["secret-key"]}))
     assert "secret-key" not in text
     assert yaml.safe_load(text)["engine"]["model"]["model"] == "m"
+
+
+@pytest.mark.parametrize("name", ["seed", "max_num_seqs", "devices_per_node"])
+def test_numbers_that_no_message_holds_are_refused_by_name(name: str) -> None:
+    """They would end a start that is under way, without a word on the flag."""
+    with pytest.raises(SettingsError, match="1180591620717411303424 is no whole number of 64 bits") as refused:
+        build_settings("m", {name: 2**70})
+    assert refused.value.flag == f"--{name.replace('_', '-')}"
