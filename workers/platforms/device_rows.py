@@ -6,13 +6,13 @@ T tokens, R rows of a step, S tokens that are sampled, N blocks of the longest r
 """
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.workers.attention.forward_batch import GroupTable, OnDevice, StepCopy, StepFrame
+from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable, OnDevice, StepCopy, StepFrame
 from tandem.workers.kernels.step_arrays import Array, StepArrays
 
 Ints = npt.NDArray[np.int64]
@@ -104,6 +104,11 @@ class StepTensors(NamedTuple):
     slots_S: torch.Tensor | None
     drafts_S: torch.Tensor | None = None
     further_groups: tuple[GroupTable, ...] = ()
+
+    def batch(self, query_lens: list[int], seq_lens: list[int], block_size: int, **more: Any) -> ForwardBatch:
+        """Returns them as a step's inputs. query_lens, seq_lens: as its lists. more: its fields that these lack."""
+        lists = (query_lens, seq_lens, block_size)
+        return ForwardBatch(*self[:7], *lists, further_groups=self.further_groups, **more)
 
 
 class DeviceRows(Protocol):

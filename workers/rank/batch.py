@@ -180,22 +180,9 @@ def _forward(tensors: StepTensors, rows: StepRows, adapters: StepAdapters | None
         assert tensors.slots_T is not None and tensors.slots_S is not None
         rows_T = AdapterRows(tensors.slots_T, adapters.segments)
         rows_S = AdapterRows(tensors.slots_S, adapters.sample_segments)
-    return ForwardBatch(
-        input_ids_T=tensors.input_ids_T,
-        positions_T=tensors.positions_T,
-        slot_mapping_T=tensors.slot_mapping_T,
-        query_starts=tensors.query_starts,
-        seq_lens=tensors.seq_lens,
-        block_table_RN=tensors.block_table_RN,
-        logits_rows_S=tensors.logits_rows_S,
-        query_lens_list=rows.lens_R.tolist(),
-        seq_lens_list=rows.most_R.tolist(),
-        block_size=block_size,
-        adapters=rows_T,
-        sample_adapters=rows_S,
-        further_groups=tensors.further_groups,
-        spare_lens_list=None if rows.spare_R is None or not rows.spare_R.any() else rows.spare_R.tolist(),
-    )
+    spare = None if rows.spare_R is None or not rows.spare_R.any() else rows.spare_R.tolist()
+    lists = (rows.lens_R.tolist(), rows.most_R.tolist())
+    return tensors.batch(*lists, block_size, adapters=rows_T, sample_adapters=rows_S, spare_lens_list=spare)
 
 
 def _adapters(slots_R: Ints, lens_R: Ints, starts: Ints, row_S: Ints) -> StepAdapters | None:

@@ -131,22 +131,8 @@ class FramedStep:
         if tensors.slots_T is not None and tensors.slots_S is not None:
             adapters, sample_adapters = AdapterRows(tensors.slots_T, []), AdapterRows(tensors.slots_S, [])
         bounds = [1, DECODE_QUERIES + 1] if self.size.has_chunks else [1]
-        return ForwardBatch(
-            input_ids_T=tensors.input_ids_T,
-            positions_T=tensors.positions_T,
-            slot_mapping_T=tensors.slot_mapping_T,
-            query_starts=tensors.query_starts,
-            seq_lens=tensors.seq_lens,
-            block_table_RN=tensors.block_table_RN,
-            logits_rows_S=tensors.logits_rows_S,
-            query_lens_list=bounds,
-            seq_lens_list=bounds,
-            block_size=self._parts.kv.block_size,
-            adapters=adapters,
-            sample_adapters=sample_adapters,
-            further_groups=tensors.further_groups,
-            real_T=real_T,
-        )
+        size, more = self._parts.kv.block_size, {"adapters": adapters, "sample_adapters": sample_adapters}
+        return tensors.batch(bounds, bounds, size, **more, real_T=real_T)
 
     def _sampled(
         self, ops: FixedSampling, positions_S: torch.Tensor, slots_GS: torch.Tensor, drafts_S: torch.Tensor
