@@ -8,7 +8,6 @@ import dataclasses
 import math
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from tests.support.decode_work import small_work
 from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
 from tests.support.padded_steps import Padded
 from tests.support.reference_attention import ReferenceAttention
+from tests.support.triton_steps import batch_of, on_device, triton_backend
 
 HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 KV_HEADS = 1 if INTERPRETED else 2
@@ -37,21 +37,6 @@ def test_in_the_interpreter() -> None:
 def _small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with small_work(monkeypatch):
         yield
-
-
-def triton_backend() -> Any:
-    from tandem.workers.attention.triton_paged import TritonAttention
-
-    return TritonAttention()
-
-
-def on_device(batch: ForwardBatch) -> ForwardBatch:
-    tensors = {
-        field.name: value.to(DEVICE)
-        for field in dataclasses.fields(batch)
-        if isinstance(value := getattr(batch, field.name), torch.Tensor)
-    }
-    return dataclasses.replace(batch, **tensors)
 
 
 def some_batch(rng: random.Random, block_size: int, *, decodes: bool = False) -> ForwardBatch:
@@ -77,10 +62,6 @@ def test_random_steps(seed: int, kv_dtype: torch.dtype | None) -> None:
     heads = (num_kv_heads * rng.choice((1, 2, 3, 4, 5, 12)), num_kv_heads)
     window, head_dim = rng.choice((None, None, 1, 7, 16, 33, 500)), rng.choice((8, 24, 48, 64, 128))
     check(triton_backend(), some_batch(rng, rng.choice((1, 4, 16))), heads, head_dim, window, kv_dtype=kv_dtype)
-
-
-def batch_of(query_lens: list[int], seq_lens: list[int]) -> ForwardBatch:
-    return on_device(random_batch(random.Random(0), 16, query_lens, seq_lens))
 
 
 @computes

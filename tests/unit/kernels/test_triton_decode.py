@@ -19,6 +19,7 @@ from tests.support.attention_check import QUANTIZED, check, random_batch
 from tests.support.decode_work import LENGTH, small_work
 from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
 from tests.support.padded_steps import Padded
+from tests.support.triton_steps import batch_of, on_device, triton_backend
 
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
 SCRATCH = 0
@@ -36,25 +37,6 @@ def test_in_the_interpreter() -> None:
 def _small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with small_work(monkeypatch):
         yield
-
-
-def triton_backend() -> Any:
-    from tandem.workers.attention.triton_paged import TritonAttention
-
-    return TritonAttention()
-
-
-def on_device(batch: ForwardBatch) -> ForwardBatch:
-    tensors = {
-        field.name: value.to(DEVICE)
-        for field in dataclasses.fields(batch)
-        if isinstance(value := getattr(batch, field.name), torch.Tensor)
-    }
-    return dataclasses.replace(batch, **tensors)
-
-
-def batch_of(query_lens: list[int], seq_lens: list[int]) -> ForwardBatch:
-    return on_device(random_batch(random.Random(0), 16, query_lens, seq_lens))
 
 
 # ---- what is computed ----
