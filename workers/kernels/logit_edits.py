@@ -33,9 +33,9 @@ class LogitEdits(NamedTuple, Generic[T]):
 
 
 FILLS: Final = LogitEdits(1.0, 0.0, 0.0, 0, -1, 0, 0, 0.0)
-"""What stands in the room behind the numbers of a step."""
+"""Numbers that change nothing: they stand in the room behind those of a step."""
 DTYPES: Final = LogitEdits(np.float32, np.float32, np.float32, np.int64, np.int32, np.int32, np.int32, np.float32)
-"""Of the arrays."""
+"""Types of the arrays."""
 NO_EDITS: Final = LogitEdits[Array](*(np.empty(0, dtype) for dtype in DTYPES))
 
 

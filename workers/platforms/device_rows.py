@@ -151,7 +151,7 @@ class FramedRows(Protocol):
 
     @property
     def tokens(self) -> torch.Tensor:
-        """As DeviceRows has them."""
+        """The rows' tokens, as DeviceRows has them."""
         ...
 
     def hold(self, scratch_block: int, most_guesses: int) -> tuple[int, int]:

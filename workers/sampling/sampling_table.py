@@ -43,7 +43,7 @@ def flags_of(sampling: RowSampling) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CapturedSampling:
-    """How a captured step samples: edits of its logits, then its draws, of which a factor of 0 takes the best token.
+    """The sampling of a captured step: edits of its logits, then draws, of which a factor of 0 takes the best token.
     read_rows: rows whose tokens that reads on the device; None for none."""
 
     draws: Draws

@@ -27,7 +27,7 @@ PROGRAMS: Final = 1024
 """Programs over all places."""
 CHANGING: Final = ["stride", "vocab", "width", "count"]
 UNALIGNED: Final = ["logits", "tokens", "rows", "positions", "prompts", "repetition", "frequency", "presence"]
-"""As in triton_sampling.py."""
+"""Numbers and pointers as in triton_sampling.py."""
 
 
 @triton.jit(do_not_specialize=CHANGING)

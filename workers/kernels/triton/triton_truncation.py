@@ -48,7 +48,7 @@ SUMS: Final = tl.constexpr(4)
 and of what is better."""
 CHANGING: Final = ["stride", "vocab", "steps"]
 UNALIGNED: Final = ["logits", "best", "at", "factor", "lowest", "top_k", "top_p", "edges"]
-"""As in triton_sampling.py."""
+"""Numbers and pointers as in triton_sampling.py."""
 
 
 @triton.jit
@@ -85,14 +85,14 @@ def _bin_of(distance, BINS: tl.constexpr):
 
 
 @triton.jit
-def _end_of(octaves):
-    """The exponent's distance at which a bin begins, counted from the best one."""
-    return ((octaves + FIRST) << SHIFT).to(tl.float32, bitcast=True)
+def _begin_of(number):
+    """The distance at which a bin begins, if the best one is number 0."""
+    return ((number + FIRST) << SHIFT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _cuts(top_k, top_p, factor, vocab):
-    """Whether a row has a draw that is cut by top-k, or by either of both."""
+    """Returns whether a row's draw is cut by top-k, and whether by it or by top-p."""
     is_limited = (factor != 0.0) & (top_k > 0) & (top_k < vocab)
     return is_limited, is_limited | ((factor != 0.0) & (top_p < 1.0))
 
@@ -138,10 +138,10 @@ def _bracket(own_bins, total, factor, top_k, is_limited, top_p, BINS: tl.constex
             greatest = worst
             better = whole - tl.sum(tl.where(bin == worst, ends, 0), axis=0)
     else:
-        octaves = BINS - 1 - bin
-        near = tl.where(octaves == 0, 0.0, -_end_of(octaves) * factor)
+        number = BINS - 1 - bin
+        near = tl.where(number == 0, 0.0, -_begin_of(number) * factor)
         most = tl.where(near < NEGLIGIBLE, 0.0, _weight(near) * 1.001 + 2.0 / UNITS)
-        least = tl.where(octaves == BINS - 1, 0.0, _weight(-_end_of(octaves + 1) * factor) * 0.999)
+        least = tl.where(number == BINS - 1, 0.0, _weight(-_begin_of(number + 1) * factor) * 0.999)
         slack = (total.to(tl.float64) * (1.0 - top_p) / UNITS).to(tl.float32)
         held = counts.to(tl.float32)
         worst = tl.sum((tl.cumsum(held * most, 0) <= slack * 0.999).to(tl.int32), axis=0) - 1

@@ -19,7 +19,7 @@ MOST_ENTRIES: Final = 64
 
 
 class TokenEdit(NamedTuple):
-    """Of one token of the vocabulary. added: to its logit; least_output: it is forbidden while fewer tokens are out."""
+    """The change of one logit. added: to it; least_output: the token is forbidden while fewer tokens are out."""
 
     added: float = 0.0
     least_output: int = 0
