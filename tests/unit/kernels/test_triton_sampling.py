@@ -18,6 +18,7 @@ from tests.unit.sampling.sampling_kinds import draws_of
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 _noise = pytest.importorskip("tandem.workers.kernels.triton.triton_sampling")._noise
+once = pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
 SEND = sending_with(lambda host: host.to(DEVICE))
 
 
@@ -60,7 +61,7 @@ def test_words_become_noise() -> None:
 
 
 @computes
-@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1024, 5_000])
+@pytest.mark.parametrize("vocab", [1, 64, 65, 5_000])
 def test_the_token_is_numpys_and_the_twins(vocab: int) -> None:
     """Rows of all limits, flat and steep, some with one token left, beside others that draw nothing."""
     rows = 8
@@ -185,6 +186,7 @@ def test_rows_are_cut_where_a_sort_says(vocab: int, room: int, monkeypatch: pyte
         assert ((of_V >= least) == (of_V >= wanted)).all(), (own, temperature, least, wanted)
 
 
+@once
 def test_neighbours_of_a_bins_border_have_weights_in_their_order() -> None:
     """Which a cut by bins relies on, with a bin to spare: polynomials meet where a weight may fall by a rounding."""
     distances = np.geomspace(2.0**-8, 26, 400_000).astype(np.float32)
@@ -245,6 +247,7 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
 
+@once
 def test_edits_and_draws_of_any_mix_are_eleven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same ones, whatever rows ask."""
     from tandem.workers.kernels.triton import triton_edits, triton_sampling, triton_truncation
