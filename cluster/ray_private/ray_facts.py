@@ -1,18 +1,24 @@
 """Facts that Ray and Serve tell only themselves, for processes of Ray and connected drivers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import ray
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private.state import available_resources_per_node
+from ray._raylet import node_labels_match_selector
 
 
-def free_resources() -> list[dict[str, float]]:
-    """The resources that each node of the cluster has left.
+def free_resources(labels: Mapping[str, str]) -> list[dict[str, float]]:
+    """The resources that each node of the cluster has left which a selector of labels takes; an empty one takes all.
 
     Lost without it: a new version that starts before the old one ends where there is room for both.
     """
-    return list(available_resources_per_node().values())
+    labels_of = {node["NodeID"]: node.get("Labels", {}) for node in ray.nodes() if node["Alive"]}
+    left = available_resources_per_node()
+    return [
+        left[node] for node in left.keys() & labels_of.keys() if node_labels_match_selector(labels_of[node], labels)
+    ]
 
 
 def head_node_id() -> str:

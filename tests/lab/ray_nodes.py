@@ -35,9 +35,10 @@ print(sum(node["Alive"] for node in ray.nodes()), "node")
 
 
 class RayNodes:
-    """Ray on all nodes of a lab, the first one its head, each with one CPU. The lab ends it."""
+    """Ray on all nodes of a lab, the first one its head, each with one CPU and a label `node`, its name.
+    environment: more for its processes. The lab ends it."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, environment: Mapping[str, str] = {}) -> None:
         self.head, *others = lab.nodes.values()
         token = lab.folder / "token"
         token.write_text(new_secret())
@@ -50,6 +51,7 @@ class RayNodes:
             "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
             "RAY_raylet_start_wait_time_s": str(START_S),
             "OMP_WAIT_POLICY": "passive",
+            **environment,
         }
         self._started: list[subprocess.Popen[Any]] = []
         gcs = f"{self.head.address}:{GCS_PORT}"
@@ -89,6 +91,7 @@ class RayNodes:
     def _start(self, node: Node, *words: str) -> None:
         log = (node.folder / "ray.log").open("w")
         place = [f"--node-ip-address={node.address}", f"--temp-dir={node.folder}", "--num-cpus=1"]
+        place.append(f"--labels=node={node.name}")
         command = [str(BIN / "ray"), "start", *words, *place, "--object-store-memory=80000000", "--block"]
         self._started.append(node.start(command, env=self.environment, stdout=log, stderr=subprocess.STDOUT))
 

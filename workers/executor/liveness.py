@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from tandem.configs.ports import ANY, Ports
 from tandem.workers.engine.base.running_clock import RunningClock
 from tandem.workers.messages.channel import bind_router
 from tandem.workers.messages.step import StepPlan
@@ -58,9 +59,15 @@ class ProbeWatch:
     """
 
     def __init__(
-        self, context: "zmq.Context[Any]", secret: str, host: str, on_silent: OnSilent, after_s: float = FROZEN_AFTER_S
+        self,
+        context: "zmq.Context[Any]",
+        secret: str,
+        host: str,
+        on_silent: OnSilent,
+        after_s: float = FROZEN_AFTER_S,
+        ports: Ports = ANY,
     ) -> None:
-        self._socket, self.endpoint = bind_router(context, secret, host)
+        self._socket, self.endpoint = bind_router(context, secret, host, ports)
         self._on_silent = on_silent
         self._after_s = after_s
         self._silence = ProbeSilence()

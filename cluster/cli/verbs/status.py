@@ -57,6 +57,8 @@ def status(
                 f"KV {record.kv_used:.0%}  outstanding tokens {record.outstanding_tokens}  "
                 f"pid {record.pid}  ranks {' '.join(map(str, pids)) or '-'}"
             )
+            if record.fetching:
+                typer.echo(f"    the model is downloaded: {record.fetching}")
             if report is not None and (reason := _disk_disabled(report)) is not None:
                 typer.echo(f"    --kv-disk-path was switched off: {reason}")
         if now.adapters:

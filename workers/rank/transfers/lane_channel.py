@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from tandem.workers.messages.channel import connect_dealer, lanes_name
-from tandem.workers.messages.handshake import RankFailed, RankReady
+from tandem.workers.messages.handshake import RankFailed, RankFetching, RankReady
 from tandem.workers.messages.transfer import TransferOp, TransferResult
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class LaneChannel(threading.Thread):
         self._take = take
         self.start()
 
-    def send(self, message: TransferResult | RankReady) -> None:
+    def send(self, message: TransferResult | RankFetching | RankReady) -> None:
         """Sends a message to the coordinator. From any thread; after the end of the context it does nothing."""
         with self._at_door:
             try:
