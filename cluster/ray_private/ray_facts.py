@@ -2,11 +2,17 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import ray
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private.state import available_resources_per_node
 from ray._raylet import node_labels_match_selector
+
+ON_HEAD: Final = {HEAD_NODE_RESOURCE_NAME: 0.001}
+"""Resources that only the head node has, also one that is started again.
+
+Lost without them: a service's record and its private Redis are on a node that lives as long as the cluster."""
 
 
 def free_resources(labels: Mapping[str, str]) -> list[dict[str, float]]:
@@ -19,15 +25,6 @@ def free_resources(labels: Mapping[str, str]) -> list[dict[str, float]]:
     return [
         left[node] for node in left.keys() & labels_of.keys() if node_labels_match_selector(labels_of[node], labels)
     ]
-
-
-def head_node_id() -> str:
-    """The id of the cluster's head node; of this one, if none is known as head. Blocks.
-
-    Lost without it: a service's record and its private Redis are on a node that lives as long as the cluster.
-    """
-    heads = [node for node in ray.nodes() if node["Alive"] and HEAD_NODE_RESOURCE_NAME in node["Resources"]]
-    return str(heads[0]["NodeID"] if heads else ray.get_runtime_context().get_node_id())
 
 
 def session_folder() -> Path:

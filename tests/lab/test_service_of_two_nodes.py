@@ -56,6 +56,8 @@ def ranks_on(node: Node) -> list[str]:
 def test_a_group_serves_from_both_nodes(ray_nodes: RayNodes, lab: Lab) -> None:
     """Texts are those of one process, asked at the proxy of either node."""
     assert sorted(ranks_on(node) for node in lab.nodes.values()) == [["tp0"], ["tp1"]]
+    on_head = ray_nodes.head.run("ps", "ax", "-o", "args")
+    assert "ray::ServiceIdentity" in on_head and "tandem redis " in on_head, "they live as long as the cluster"
     with LLM("demo", device="cpu", dtype="float32") as llm:
         params = SamplingParams(max_tokens=40, temperature=0)
         wanted = [output.text for output in llm.generate(PROMPTS, params, use_tqdm=False)]
