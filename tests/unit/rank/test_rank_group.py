@@ -51,6 +51,7 @@ def good_rank(rank: int, message: ToRank) -> FromRank | None:
             threads=1,
             load_s=1.0 + rank,
             is_in_host_memory=True,
+            free_host_bytes=2**30,
         )
     if isinstance(message, AllocateKV):
         return RankReady(rank)
@@ -88,6 +89,8 @@ class FakeRank(threading.Thread):
             if self.is_ended and not self.socket.poll(0):
                 break
             message = decoder.decode(self.socket.recv())
+            if not isinstance(message, FindModel):
+                self.heard.append(message)
             if isinstance(message, RankSetup) and message.master_port is None:
                 self.socket.send(msgspec.msgpack.encode(RankListening(self.rank, PORT)))
             answer = self.answer(self.rank, message)
@@ -95,8 +98,6 @@ class FakeRank(threading.Thread):
                 self.socket.send(msgspec.msgpack.encode(said))
             if isinstance(message, FindModel):
                 self.socket.send(msgspec.msgpack.encode(RankFound(self.rank)))
-            else:
-                self.heard.append(message)
         self.socket.close(linger=500)
         self.context.term()
 
