@@ -9,10 +9,12 @@ from typing import Final
 
 from tandem.cluster.deploy.machine_facts import MachineFacts
 from tandem.cluster.deploy.misfits import misfits
+from tandem.cluster.gateway.http.http_server import OTHER_FILES, HttpLimits
 from tandem.configs.limits import MANY_FILES
 from tandem.configs.ports import ANY, Ports
 
 GIB: Final = 2**30
+GATEWAY_FILES: Final = HttpLimits().connections + OTHER_FILES
 SAME: Final[dict[str, Callable[[MachineFacts], str | None]]] = {
     "tandem": lambda facts: facts.tandem,
     "Python": lambda facts: facts.python,
@@ -121,10 +123,10 @@ def _own(node: NodeReport, facts: MachineFacts) -> list[str]:
             f"Ray counts {node.cpus:g} CPUs, and a process may use {facts.cores} core(s): a limit of its container, "
             "say; `ray start --num-cpus` sets the count"
         )
-    if node.open_files is not None and node.open_files < MANY_FILES:
+    if node.open_files is not None and node.open_files < GATEWAY_FILES:
         found.append(
             f"a process may open {node.open_files} files (the hard limit; `ulimit -Hn`), of which each connection of a "
-            f"gateway is one; give it {MANY_FILES}"
+            f"gateway is one; give it {MANY_FILES}, {GATEWAY_FILES} at least"
         )
     used = 1 - facts.available_bytes / max(1, facts.memory_bytes)
     if node.threshold is not None and used >= node.threshold:

@@ -62,10 +62,10 @@ def hub(lab: Lab) -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def ray_nodes(lab: Lab, hub: Hub) -> Iterator[RayNodes]:
-    """Each node has a cache of its own for the hub's files, in its home folder. A node has room for two ranks and a
-    coordinator or a gateway."""
+    """Each node has a cache of its own for the hub's files, in its home folder. A node has room for a stage of two
+    ranks with the coordinator and the gateway, not for two stages."""
     ray_nodes = RayNodes(lab, {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"})
-    ray_nodes.leave_cpus(0.35)
+    ray_nodes.leave_cpus(0.45)
     yield ray_nodes
     ray_nodes.close()
 
@@ -149,7 +149,7 @@ def wanted() -> str:
 def test_each_node_downloads_the_model_once(ray_nodes: RayNodes, lab: Lab, hub: Hub, wanted: str) -> None:
     """A group with two ranks on each node; its processes listen where the file says, and are where labels say."""
     a, b = lab.nodes.values()
-    ray_nodes.deploy(serve_file("in(a,b)", tensor_parallel_size=4, devices_per_node=2))
+    ray_nodes.deploy(serve_file("in(a,b)", tensor_parallel_size=2, pipeline_parallel_size=2))
     assert [len(titled(node, "tandem rank ")) for node in (a, b)] == [2, 2]
     assert hub.downloads.count("model.safetensors") == 2
     for node in (a, b):
