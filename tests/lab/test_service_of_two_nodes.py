@@ -26,6 +26,8 @@ def test_a_group_serves_from_both_nodes(ray_nodes: RayNodes, lab: Lab) -> None:
     """Texts are those of one process, asked at the proxy of either node."""
     places = sorted([place for _, place in ranks_on(node).values()] for node in lab.nodes.values())
     assert places == [["tp0 pp0"], ["tp1 pp0"]]
+    on_head = ray_nodes.head.run("ps", "ax", "-o", "args")
+    assert "ray::ServiceIdentity" in on_head and "tandem redis " in on_head, "they live as long as the cluster"
     with LLM("demo", device="cpu", dtype="float32") as llm:
         params = SamplingParams(max_tokens=40, temperature=0)
         wanted = [output.text for output in llm.generate(PROMPTS, params, use_tqdm=False)]
