@@ -153,7 +153,7 @@ def demo(engine: Mapping[str, object], groups: int = 1) -> dict[str, Any]:
         "model_loading_config": {"model_id": "demo", "model_source": "demo"},
         "engine_kwargs": {**kwargs, **engine},
         "deployment_config": {"num_replicas": groups},
-        "gateway_config": {"auth": "open"},
+        "gateway_config": {"auth": "open", "api_server_count": 1},
     }
     application = {"name": "tandem", "route_prefix": "/", "import_path": "tandem.cluster.app:build", "args": args}
     return {
