@@ -59,6 +59,7 @@ def test_ranks_that_no_longer_reach_each_other(nodes: list[Node], model_folder: 
             two.mend()
 
 
+@pytest.mark.lab
 def test_a_rank_that_stands_still(nodes: list[Node], model_folder: Path) -> None:
     """Both are on one node, and sum through its memory."""
     home, one, _ = nodes

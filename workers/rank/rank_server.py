@@ -100,7 +100,7 @@ class RankServer:
         self._loaded: LoadedRank | None = None
         self._runner: ModelRunner | None = None
         self._steps: deque[StepHandle] = deque()
-        self._activity_of_host = HostActivity()
+        self._activity = HostActivity()
         self._is_launching = False
 
     def take(self, message: ToRank) -> Iterator[FromRank]:
@@ -117,7 +117,7 @@ class RankServer:
         elif isinstance(message, AllocateKV):
             yield self._allocate(message)
         elif isinstance(message, AskActivity):
-            yield self._activity(message)
+            yield self._answer(message)
         elif isinstance(message, Shutdown):
             self.close()
         else:
@@ -222,9 +222,11 @@ class RankServer:
         self._is_launching = False
         yield from self.done_steps()
 
-    def _activity(self, question: AskActivity) -> RankActivity:
+    def _answer(self, question: AskActivity) -> RankActivity:
         """Answers beside the step. Without a step to launch, its process works on none."""
-        computes = self._activity_of_host.computes() and self._is_launching
+        loaded = self._loaded
+        is_exchanging = loaded is not None and loaded.context.tp.is_exchanging
+        computes = self._activity.computes(is_exchanging) and self._is_launching
         return RankActivity(
             rank=self._rank, number=question.number, computes=computes, waits_for_device=self.is_computing
         )
