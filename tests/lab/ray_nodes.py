@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from tools.lab import Lab, LabError, Node
 
 GCS_PORT, REST_PORT, HTTP_PORT = 6399, 8265, 8000
 START_S = 180
+STARTED = "Ray runtime started"
 CONNECT = """
 import json, sys, ray
 ray.init(address="auto", namespace="lab", log_to_driver=False, logging_level="ERROR")
@@ -62,13 +64,11 @@ class RayNodes:
         }
         self._started: list[subprocess.Popen[Any]] = []
         self._start(self.head, "--head", f"--port={GCS_PORT}", "--dashboard-host=127.0.0.1")
-        wait_for(self.ids, START_S, "Ray's head answers")
         for node in others:
             self.join(node)
-        wait_for(lambda: len(self.ids()) == len(lab.nodes), START_S, "all nodes have joined")
 
     def join(self, node: Node) -> None:
-        """Starts Ray on a node, which joins the others soon."""
+        """Starts Ray on a node, which has joined the others then."""
         self._start(node, f"--address={self.head.address}:{GCS_PORT}")
 
     def ids(self) -> dict[str, str]:
@@ -139,10 +139,17 @@ class RayNodes:
         return self.head.run(str(BIN / program), *words, timeout_s=START_S, env=self.environment)
 
     def _start(self, node: Node, *words: str) -> None:
-        log = (node.folder / "ray.log").open("a")
+        """Returns when Ray runs there. One after the other, as a busy machine has more to do for each than for all."""
+        log = (node.folder / f"ray-{len(self._started)}.log").open("w+")
         place = [f"--node-ip-address={node.address}", f"--temp-dir={node.folder}", "--num-cpus=1"]
         command = [str(BIN / "ray"), "start", *words, *place, "--object-store-memory=80000000", "--block"]
-        self._started.append(node.start(command, env=self.environment, stdout=log, stderr=subprocess.STDOUT))
+        process = node.start(command, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
+        self._started.append(process)
+        said = Path(log.name)
+        wait_for(
+            lambda: STARTED in said.read_text() or process.poll() is not None, START_S, f"Ray starts on {node.name}"
+        )
+        assert process.poll() is None, said.read_text()
 
 
 def demo(engine: Mapping[str, object], groups: int = 1) -> dict[str, Any]:
