@@ -127,8 +127,9 @@ class Gateway:
             GroupRouter.unreached,
             self._settings.engine.parallel.ports,
         )
-        self._missing = MissingGroups(self._fleet, ExitWatch())
-        self._hung_groups = HungGroups(self._fleet, CoordinatorActors(app_name))
+        node = ray.get_runtime_context().get_node_id()
+        self._missing = MissingGroups(self._fleet, ExitWatch(), node)
+        self._hung_groups = HungGroups(self._fleet, CoordinatorActors(app_name), node)
         following = self._fleet.run(self._look_after, self._dispatch.has_requests)
         self._following = asyncio.get_running_loop().create_task(following, name="fleet")
 
@@ -333,7 +334,7 @@ class Gateway:
         metrics = self._context.metrics
         return GatewayRecord(
             gateway=self._id,
-            host=socket.gethostname(),
+            host=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
             ready=self._dispatch.ready(),
             in_flight=self._context.draining.in_flight,

@@ -113,7 +113,9 @@ def test_a_context_beyond_the_models_is_refused_in_the_ranks_words(folder: Path)
 
 
 def test_labels_select_among_the_nodes_of_a_cluster() -> None:
-    groups, gateways = (build_settings("m", {name: {"x": "y"}}) for name in ("label_selector", "gateway_label_selector"))
+    groups, gateways = (
+        build_settings("m", {name: {"x": "y"}}) for name in ("label_selector", "gateway_label_selector")
+    )
     check_labels(groups, private=False)
     for settings, private, flag in ((groups, True, "--label-selector"), (gateways, False, "--gateway-label-selector")):
         with pytest.raises(SettingsError) as refused:
