@@ -326,7 +326,7 @@ class Gateway:
         metrics = self._context.metrics
         return GatewayRecord(
             gateway=self._id,
-            host=socket.gethostname(),
+            host=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
             ready=self._dispatch.ready(),
             in_flight=self._context.draining.in_flight,
