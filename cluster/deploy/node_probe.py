@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -30,6 +31,8 @@ RAYS_THRESHOLD, RAYS_REFRESH_MS = "0.95", "250"
 Address = tuple[str, int]
 SOCKETS: Final = 3
 """Listening sockets of each node."""
+AT_A_TIME: Final = 32
+"""Nodes that a node tries to reach at the same time: a firewall that drops packets costs CONNECT_S for each."""
 
 
 class NodeProbe:
@@ -62,19 +65,23 @@ class NodeProbe:
 
     def unreached(self, others: Mapping[str, tuple[str, Sequence[Address]]]) -> dict[str, str]:
         """Returns which of the nodes' sockets cannot be connected to, and why, by node."""
-        found = {}
-        for node, (nonce, addresses) in others.items():
-            for address in addresses:
-                if (why := refusal(address, nonce)) is not None:
-                    found[node] = f"{address[0]}:{address[1]}: {why}"
-                    break
-        return found
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            reasons = dict(zip(others, pool.map(lambda told: first_refusal(*told), others.values()), strict=True))
+        return {node: why for node, why in reasons.items() if why is not None}
 
     def _greet(self, listener: socket.socket) -> None:
         while True:
             connection, _ = listener.accept()
             with connection, suppress(OSError):
                 connection.sendall(self._nonce.encode())
+
+
+def first_refusal(nonce: str, addresses: Sequence[Address]) -> str | None:
+    """Returns the first of a node's addresses that cannot be connected to, and why; None where all can."""
+    for host, port in addresses:
+        if (why := refusal((host, port), nonce)) is not None:
+            return f"{host}:{port}: {why}"
+    return None
 
 
 def refusal(address: Address, nonce: str) -> str | None:
@@ -106,18 +113,23 @@ def ask_nodes(ports: Ports, model: ModelSettings | None = None) -> list[NodeRepo
     reports = [_with_answer(report, told[report.node_id]) for report in reports]
     well = [report.node_id for report in reports if not report.error]
     heard = _answers({node: probes[node].listen.remote(ports) for node in well})
-    deaf = {node: str(error) for node, error in heard.items() if isinstance(error, Exception)}
-    places = {node: place for node, place in heard.items() if node not in deaf}
+    places = {node: place for node, place in heard.items() if not isinstance(place, Exception)}
     missed = _answers(
         {node: probes[node].unreached.remote({k: v for k, v in places.items() if k != node}) for node in well}
     )
     for probe in probes.values():
         ray.kill(probe)
-    found = [
-        replace(report, error=deaf.get(report.node_id, report.error), unreached=_mapping(missed.get(report.node_id)))
-        for report in reports
-    ]
+    found = [with_reach(report, heard.get(report.node_id), missed.get(report.node_id)) for report in reports]
     return sorted(found, key=lambda report: (not report.is_head, report.name, report.address))
+
+
+def with_reach(report: NodeReport, heard: Any, missed: Any) -> NodeReport:
+    """Returns a report with the nodes that it does not reach. heard, missed: results of listen() and unreached(), or
+    their errors; None where they were not called, as the node did not answer before."""
+    for answer in (heard, missed):
+        if isinstance(answer, Exception):
+            return replace(report, error=_first_line(answer))
+    return report if missed is None else replace(report, unreached=missed)
 
 
 def _known(node: Mapping[str, Any]) -> NodeReport:
@@ -153,11 +165,6 @@ def _answers(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_answer(report: NodeReport, answer: Any) -> NodeReport:
     return replace(report, error=_first_line(answer)) if isinstance(answer, Exception) else replace(report, **answer)
-
-
-def _mapping(answer: Any) -> Mapping[str, str]:
-    """What a node did not reach; nothing of one that did not answer, which its error says."""
-    return answer if isinstance(answer, dict) else {}
 
 
 def _first_line(error: Exception) -> str:

@@ -8,7 +8,7 @@ import ray
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
-from ray._raylet import node_labels_match_selector
+from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
 GCS_CALL_S: Final = 5.0
 ON_HEAD: Final = {HEAD_NODE_RESOURCE_NAME: 0.001}

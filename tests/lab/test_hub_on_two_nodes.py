@@ -20,6 +20,7 @@ from tests.support.hub_server import COMMIT, Hub, hub_server
 from tests.support.service import BIN, wait_for
 from tools.lab import Lab, Node
 
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
 HUB_PORT = 8090
 CONVERSATION = [10 + i * 7 % 300 for i in range(400)]
 

@@ -247,9 +247,10 @@ class RankGroup:
         self.hellos = tuple(hellos)
         self._broadcast(FindModel(msgspec.msgpack.encode(self._settings.model)))
         self._gather(RankFound, LOAD_TIMEOUT_S, "found the model")
+        self._fetching = {}
         self._send_setups(hellos)
         loaded = self._gather(RankLoaded, LOAD_TIMEOUT_S, "loaded the model")
-        self._fetching = {}
+        self._fetching = {}  # news of lanes may come late
         num_blocks = min(message.num_blocks for message in loaded)
         notes = self._allocate(loaded, num_blocks)
         of_weights = weight_notes(loaded, self._settings.device.cpu_offload_gib)

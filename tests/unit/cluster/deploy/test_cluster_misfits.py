@@ -15,7 +15,7 @@ import typer.testing
 from tandem.cluster.cli.base import cluster_report
 from tandem.cluster.cli.main import build_app
 from tandem.cluster.deploy.cluster_misfits import NodeReport, cluster_misfits, cluster_notes
-from tandem.cluster.deploy.node_probe import memory_threshold, refusal
+from tandem.cluster.deploy.node_probe import first_refusal, memory_threshold, with_reach
 from tandem.configs.ports import Ports
 from tests.unit.cluster.deploy.test_doctor import CPU_BOX, GPU_BOX
 
@@ -37,11 +37,14 @@ OTHER = replace(HEAD, node_id="b", name="b", address="10.0.0.2", is_head=False)
 
 
 def test_equal_nodes_fit_and_what_ray_kills_is_noted() -> None:
-    nodes = [HEAD, replace(OTHER, facts=replace(CPU_BOX, redis=None))]
+    without_redis = replace(CPU_BOX, redis=None)
+    nodes = [HEAD, replace(OTHER, facts=without_redis)]
     assert not cluster_misfits(nodes) and not cluster_misfits(nodes, RANGE)
     (note,) = cluster_notes(nodes)
     assert "once 95% of its memory are used (a, b)" in note and "RAY_memory_usage_threshold" in note
     assert not cluster_notes([replace(HEAD, threshold=None)])
+    (note,) = cluster_notes([replace(HEAD, threshold=None, facts=without_redis)])
+    assert "on a, the head: `serve run` needs `redis_url`" in note
 
 
 @pytest.mark.parametrize(
@@ -52,6 +55,8 @@ def test_equal_nodes_fit_and_what_ray_kills_is_noted() -> None:
         (replace(OTHER, facts=replace(CPU_BOX, torch="2.9.0")), "has torch 2.9.0, and node a (10.0.0.1) 2.13.0"),
         (replace(OTHER, facts=replace(CPU_BOX, ray="2.59.0")), "has Ray 2.59.0, and node a (10.0.0.1) 2.60.0"),
         (replace(OTHER, facts=None, error="no answer in 60 s"), "does not answer: no answer in 60 s"),
+        (with_reach(OTHER, ("nonce", []), TimeoutError("no answer in 60 s")), ": no answer in 60 s"),
+        (with_reach(OTHER, RuntimeError("Traceback\nOSError: none is free\n"), {}), ": OSError: none is free"),
         (replace(OTHER, unreached={"a": "10.0.0.1:33000: no answer in 3 s"}),
          "does not reach node a (10.0.0.1): 10.0.0.1:33000: no answer in 3 s"),
         (replace(OTHER, facts=replace(CPU_BOX, shm_bytes=64 * 2**20)), ": /dev/shm has 64 MiB, and Ray's object store"),
@@ -98,10 +103,10 @@ def saying(words: bytes) -> Iterator[tuple[str, int]]:
 
 def test_a_connection_is_to_the_process_that_is_meant() -> None:
     with saying(b"abcd") as address:
-        assert refusal(address, "abcd") is None
+        assert first_refusal("abcd", [address]) is None
     with saying(b"HTTP") as address:
-        assert refusal(address, "abcd") == "another process answers"
-    assert refusal(address, "abcd") == "Connection refused"
+        assert first_refusal("abcd", [address]) == f"127.0.0.1:{address[1]}: another process answers"
+    assert first_refusal("abcd", [address]) == f"127.0.0.1:{address[1]}: Connection refused"
 
 
 @pytest.mark.parametrize("as_json", [True, False])
