@@ -149,6 +149,61 @@ def launch_attention(shape: AttentionShape) -> None:
             attend_decodes(q_TND, kv, torch.empty_like(q_TND), rows, params, Kept(), lists)
 
 
+class LatentShape(NamedTuple):
+    """A layer's attention over latents: dtypes of queries and cache, heads, elements of a latent and of a key that
+    rotate."""
+
+    dtype: str
+    kv_dtype: str
+    heads: int
+    rank: int
+    rope: int
+
+
+LATENT_SHAPES = (
+    LatentShape("bfloat16", "bfloat16", 16, 512, 64),
+    LatentShape("bfloat16", "bfloat16", 128, 512, 64),
+    LatentShape("float16", "float16", 5, 512, 64),
+    LatentShape("bfloat16", "float8_e4m3fn", 16, 512, 64),
+    LatentShape("bfloat16", "int8", 128, 512, 64),
+    LatentShape("float16", "int8", 16, 512, 64),
+    LatentShape("float16", "float8_e4m3fn", 16, 512, 64),
+    LatentShape("bfloat16", "bfloat16", 40, 256, 32),
+    LatentShape("float16", "int8", 40, 256, 32),
+    LatentShape("bfloat16", "bfloat16", 7, 100, 20),
+    LatentShape("float16", "float8_e4m3fn", 7, 128, 64),
+    LatentShape("float32", "float32", 3, 96, 24),
+    LatentShape("float32", "float32", 17, 128, 64),
+)
+"""Each dtype of queries and of caches, each size of tiles; fewer heads than a tile has rows, as many, and more."""
+
+
+def launch_latents(shape: LatentShape) -> None:
+    """Attends as a layer does: decodes, and chunks."""
+    import torch
+
+    from tandem.workers.attention.triton_paged import CHUNKS, DECODES
+    from tandem.workers.kernels.kv_store import LayerKV
+    from tandem.workers.kernels.triton.triton_attention import Kept, Rows
+    from tandem.workers.kernels.triton.triton_decode import WorkLists
+    from tandem.workers.kernels.triton.triton_latents import LatentQueries, attend_latent_chunks, attend_latent_decodes
+
+    dtype, kv_dtype = getattr(torch, shape.dtype), getattr(torch, shape.kv_dtype)
+    scales = None if kv_dtype.itemsize > 1 else torch.zeros(4, 16, 1)
+    plane = torch.zeros(4, 16, 1, shape.rank + shape.rope, dtype=kv_dtype)
+    kv, table = LayerKV(plane, plane, scales, scales), torch.zeros(2, 16, dtype=torch.int32)
+    for lengths in (DECODES, CHUNKS):
+        tokens = 2 * lengths.start
+        q_TNL = torch.empty(tokens, shape.heads, shape.rank, dtype=dtype)
+        queries = LatentQueries(q_TNL, torch.empty(tokens, shape.heads, 128 + shape.rope, dtype=dtype), shape.rope, 1.0)
+        rows = Rows(torch.zeros(3, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64), table)
+        if lengths is CHUNKS:
+            attend_latent_chunks(queries, kv, torch.empty_like(q_TNL), rows, lengths)
+        else:
+            lists = WorkLists(rows.starts, rows.positions_T, lengths)
+            attend_latent_decodes(queries, kv, torch.empty_like(q_TNL), rows, Kept(), lists)
+
+
 class GatherShape(NamedTuple):
     """A gather of contexts: dtypes of queries and cache, elements of a head."""
 
@@ -275,6 +330,7 @@ def launch_fused(shape: FusedShape) -> None:
 LAUNCHES: Mapping[str, Callable[[], None]] = {
     **{f"lora {number}": partial(launch_lora, shape) for number, shape in enumerate(LORA_SHAPES)},
     **{f"attention {number}": partial(launch_attention, shape) for number, shape in enumerate(ATTENTION_SHAPES)},
+    **{f"latents {number}": partial(launch_latents, shape) for number, shape in enumerate(LATENT_SHAPES)},
     **{f"experts {number}": partial(launch_experts, shape) for number, shape in enumerate(EXPERT_SHAPES)},
     **{f"gather {number}": partial(launch_gather, shape) for number, shape in enumerate(GATHER_SHAPES)},
     "sampling": launch_sampling,
