@@ -162,7 +162,6 @@ class LatentShape(NamedTuple):
 
 LATENT_SHAPES = (
     LatentShape("bfloat16", "bfloat16", 16, 512, 64),
-    LatentShape("bfloat16", "bfloat16", 128, 512, 64),
     LatentShape("float16", "float16", 5, 512, 64),
     LatentShape("bfloat16", "float8_e4m3fn", 16, 512, 64),
     LatentShape("bfloat16", "int8", 128, 512, 64),
@@ -172,7 +171,6 @@ LATENT_SHAPES = (
     LatentShape("float16", "int8", 40, 256, 32),
     LatentShape("bfloat16", "bfloat16", 7, 100, 20),
     LatentShape("float16", "float8_e4m3fn", 7, 128, 64),
-    LatentShape("float32", "float32", 3, 96, 24),
     LatentShape("float32", "float32", 17, 128, 64),
 )
 """Each dtype of queries and of caches, each size of tiles; fewer heads than a tile has rows, as many, and more."""

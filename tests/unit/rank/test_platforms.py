@@ -30,8 +30,8 @@ from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.lora.device.layout import ShardShape
 from tandem.workers.lora.device.lora_layers import LoraLayers
 from tandem.workers.lora.device.slab import AdapterSlab
-from tandem.workers.planning.budget import ATTENTION_BYTES
 from tandem.workers.models.spec.arch import Mla
+from tandem.workers.planning.budget import ATTENTION_BYTES
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, _triton_obstacle

@@ -116,7 +116,7 @@ class _Step:
             if self._large is not None:
                 chunks = list(_large_rows(batch, self._large, q_TND, kv, spec))
             most = max(1, ABSORBED_BYTES // (2 * q_TND.shape[1] * spec.kv_rank * q_TND.element_size()))
-            self._cuts[key] = [_run(batch, tokens) for tokens in _spans(batch.num_tokens, chunks, most)], chunks
+            self._cuts[key] = [_run(batch, tokens) for tokens in _spans(len(q_TND), chunks, most)], chunks
         return self._cuts[key]
 
 
@@ -145,7 +145,7 @@ def _spans(num_tokens: int, without: list[Chunk], most: int) -> Iterator[range]:
 def _run(batch: ForwardBatch, tokens: range) -> _Run:
     """Return a run of tokens; a row that it cuts has fewer queries there, at the same positions."""
     starts, positions_T = batch.query_starts, batch.positions_T
-    if len(tokens) < batch.num_tokens:
+    if len(tokens) < len(positions_T):
         starts = (starts - tokens.start).clamp_(0, len(tokens))
         positions_T = positions_T[tokens.start : tokens.stop]
     lists = WorkLists(starts, positions_T, DECODES)

@@ -60,13 +60,14 @@ DECODE: Final[Tiles] = {
 PREFILL: Final[Tiles] = {
     (2, 128, False): Tile(64, 32, 4, 3),
     (2, 256, False): Tile(64, 32, 8, 3),
-    (2, 512, False): Tile(64, 32, 8, 2),
+    (2, 512, False): Tile(32, 32, 8, 3),
     (2, 128, True): Tile(32, 32, 4, 3),
     (2, 256, True): Tile(32, 32, 8, 3),
-    (2, 512, True): Tile(32, 32, 8, 2),
+    (2, 512, True): Tile(16, 32, 8, 3),
     (4, 128, False): Tile(16, 16, 4, 3),
     (4, 128, True): Tile(16, 16, 4, 3),
 }
+"""Tiles as in triton_attention.py. The queries of a tile take as many registers as there are elements of a latent."""
 CHANGING: Final = ["rows", "table_stride", "room", "fewest", "most"]
 UNALIGNED: Final = ["positions", "starts", "table"]
 
