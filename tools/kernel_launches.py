@@ -196,7 +196,7 @@ def launch_latents(shape: LatentShape) -> None:
         queries = LatentQueries(q_TNL, torch.empty(tokens, shape.heads, 128 + shape.rope, dtype=dtype), shape.rope, 1.0)
         rows = Rows(torch.zeros(3, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64), table)
         if lengths is CHUNKS:
-            attend_latent_chunks(queries, kv, torch.empty_like(q_TNL), rows, lengths)
+            attend_latent_chunks(queries, kv, torch.empty_like(q_TNL), rows, Kept(), lengths)
         else:
             lists = WorkLists(rows.starts, rows.positions_T, lengths)
             attend_latent_decodes(queries, kv, torch.empty_like(q_TNL), rows, Kept(), lists)
@@ -236,6 +236,32 @@ def launch_gather(shape: GatherShape) -> None:
     for heads in (2, 1):
         out = torch.empty(2, 100, heads, shape.dim, dtype=getattr(torch, shape.dtype))
         gather(kv, rows, rows[1:], torch.zeros(2, 16, dtype=torch.int32), out, 2 - heads)
+
+
+class FewRowsShape(NamedTuple):
+    """A product of a row: outputs and inputs of the weight."""
+
+    dtype: str
+    outputs: int
+    inputs: int
+    biased: bool
+
+
+FEW_ROWS_SHAPES = (FewRowsShape("bfloat16", 1024, 4096, False), FewRowsShape("float16", 1000, 1080, True))
+"""Both dtypes; inputs that tiles divide and ones that they do not; biases added by each of the kernels."""
+
+
+def launch_few_rows(shape: FewRowsShape) -> None:
+    """Multiplies by all plans that a start may measure."""
+    import torch
+
+    from tandem.workers.kernels.triton.triton_few_rows import few_rows_plans, multiply_few_rows
+
+    dtype = getattr(torch, shape.dtype)
+    x_TI, bias = torch.empty(1, shape.inputs, dtype=dtype), torch.empty(shape.outputs, dtype=dtype)
+    for plan in few_rows_plans(shape.outputs, shape.inputs, 132):
+        weight_OI = torch.empty(shape.outputs, shape.inputs, dtype=dtype)
+        multiply_few_rows(x_TI, weight_OI, bias if shape.biased else None, plan)
 
 
 def launch_sampling() -> None:
@@ -331,6 +357,7 @@ LAUNCHES: Mapping[str, Callable[[], None]] = {
     **{f"latents {number}": partial(launch_latents, shape) for number, shape in enumerate(LATENT_SHAPES)},
     **{f"experts {number}": partial(launch_experts, shape) for number, shape in enumerate(EXPERT_SHAPES)},
     **{f"gather {number}": partial(launch_gather, shape) for number, shape in enumerate(GATHER_SHAPES)},
+    **{f"few rows {number}": partial(launch_few_rows, shape) for number, shape in enumerate(FEW_ROWS_SHAPES)},
     "sampling": launch_sampling,
     **{f"fused {number}": partial(launch_fused, shape) for number, shape in enumerate(FUSED_SHAPES)},
 }

@@ -87,6 +87,11 @@ class Platform(ABC):
         """Return the method of one linear layer. weights: those that it merges. quantization: of weights that take the
         model's format, a key of FORMATS (parallel/quantization/weight_formats.py); None: dense."""
 
+    def settle(self) -> tuple[str, ...]:
+        """Choose what depends on measurements, once all weights that linear() was asked for are in memory; return a
+        line on each choice."""
+        return ()
+
     @abstractmethod
     def packs(self, dtype: torch.dtype) -> bool:
         """Return whether linear() holds dense matrices of a dtype in a packed form."""

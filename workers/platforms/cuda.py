@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
@@ -42,8 +42,12 @@ from tandem.workers.platforms.tensor_rows import TensorRows
 
 if TYPE_CHECKING:
     from tandem.workers.kernels.triton.triton_attention import Multiprocessors
+    from tandem.workers.platforms.few_rows import FewRowsChoice
 
 log = logging.getLogger(__name__)
+
+MEASURED: Final = 5
+"""Calls of which a measurement takes the least time."""
 
 
 def _triton_obstacle() -> str | None:
@@ -192,6 +196,7 @@ class CudaPlatform(Platform):
         self.backend = backend
         self._capture = CudaCapture() if capture is None else capture
         self._flash_obstacles: dict[Hashable, str | None] = {}
+        self._few_rows: FewRowsChoice | None = None
 
     @classmethod
     def open(cls, device: torch.device) -> Self:
@@ -261,7 +266,30 @@ class CudaPlatform(Platform):
         quantization: str | None = None,
     ) -> LinearMethod:
         assert quantization is None, "refused before (configs/platform_facts.py)"
-        return DenseMethod(place)
+        if not self.has_triton():
+            return DenseMethod(place)
+        from tandem.workers.kernels.triton.triton_attention import H100
+        from tandem.workers.platforms.few_rows import FewRowsChoice, FewRowsMethod
+
+        if self._few_rows is None:
+            self._few_rows = FewRowsChoice((self._multiprocessors() or H100).number)
+        return FewRowsMethod(self._few_rows.add, place)
+
+    def settle(self) -> tuple[str, ...]:
+        return () if self._few_rows is None else self._few_rows.settle(self._seconds_of)
+
+    def _seconds_of(self, work: Callable[[], Sequence[torch.Tensor]]) -> float:
+        """Return the least time of some calls on the device, without the host's."""
+        work()  # kernels are compiled
+        replay, _ = self._capture(lambda: tuple(work()))
+        times = []
+        for _ in range(2 + MEASURED):
+            begin = self.accelerator.event(timed=True)
+            replay()
+            end = self.accelerator.event(timed=True)
+            end.wait()
+            times.append(end.seconds_since(begin))
+        return min(times[2:])
 
     def packs(self, dtype: torch.dtype) -> bool:
         return False

@@ -32,8 +32,10 @@ MOST_WEIGHTS: Final = 64
 """Weights of a shape that are multiplied in a measurement."""
 MOST_APART: Final = 2**-5
 """By which results may differ, beside the largest number: some roundings of bf16."""
+VECTOR: Final = 8
+"""Inputs are a multiple of it: 16 bytes are fetched at once."""
 
-Seconds = Callable[[Callable[[], object]], float]
+Seconds = Callable[[Callable[[], Sequence[torch.Tensor]]], float]
 """Measures how long a call takes on the device."""
 
 
@@ -48,7 +50,8 @@ class FewRowsMethod(DenseMethod):
     def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         super().take(weight_OI, bias_O)
         weight_OI = self.weight()
-        if self._arrive is None and weight_OI.element_size() == 2 and weight_OI.is_contiguous():
+        suits = weight_OI.element_size() == 2 and weight_OI.is_contiguous() and weight_OI.shape[1] % VECTOR == 0
+        if self._arrive is None and suits:
             self._register(self)
 
     def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
@@ -64,10 +67,24 @@ class Measured(NamedTuple):
     seconds: float
     seconds_of_cublas: float
 
+    def line(self, weight_OI: torch.Tensor, bandwidth: float) -> str:
+        """Returns words on it. bandwidth: bytes a second."""
+        outputs, inputs = weight_OI.shape
+        us, us_of_cublas, us_to_read = (
+            1e6 * s for s in (self.seconds, self.seconds_of_cublas, weight_OI.nbytes / bandwidth)
+        )
+        ours = (
+            ""
+            if self.plan is None
+            else f"{us:.1f} us in tiles of {self.plan.tile.outputs} and {self.plan.spans} spans, "
+        )
+        return (
+            f"products of a row with {outputs} x {inputs}: {ours}cuBLAS {us_of_cublas:.1f} us, {us_to_read:.1f} to read"
+        )
+
 
 class FewRowsChoice:
-    """The methods of a rank's weights, and what is measured for each of their shapes. bandwidth: bytes a second that
-    the device reads."""
+    """The methods of a rank's weights, and what is measured for each of their shapes."""
 
     def __init__(self, multiprocessors: int) -> None:
         self._multiprocessors = multiprocessors
@@ -78,24 +95,21 @@ class FewRowsChoice:
         self._methods.setdefault((weight_OI.shape, weight_OI.dtype), []).append(method)
 
     @torch.inference_mode()
-    def settle(self, seconds_of: Seconds) -> None:
-        """Measures the shapes that were added and gives their methods plans."""
+    def settle(self, seconds_of: Seconds) -> tuple[str, ...]:
+        """Measures the shapes that were added and gives their methods plans; returns a line on each."""
         shapes = [methods for methods in self._methods.values() if sum(one.nbytes for one in methods) >= LEAST_BYTES]
         self._methods = {}
         if not shapes:
-            return
+            return ()
         largest = max((method.weight() for methods in shapes for method in methods), key=lambda weight: weight.nbytes)
-        bandwidth = largest.nbytes / seconds_of(largest.view(torch.int16).max)
+        bandwidth, lines = largest.nbytes / seconds_of(lambda: [largest.view(torch.int32).max()]), []
         for methods in shapes:
             weights = [method.weight() for method in methods[:MOST_WEIGHTS]]
             found = measure(weights, self._multiprocessors, bandwidth, seconds_of)
             for method in methods:
                 method.plan = found.plan
-            log.info(
-                "products of up to %d rows with %d x %d: %s, %.1f us, cuBLAS %.1f us, %.1f us to read it",
-                MOST_ROWS, *weights[0].shape, "cuBLAS" if found.plan is None else found.plan, 1e6 * found.seconds,
-                1e6 * found.seconds_of_cublas, 1e6 * weights[0].nbytes / bandwidth,
-            )  # fmt: skip
+            lines.append(found.line(weights[0], bandwidth))
+        return tuple(lines)
 
 
 def measure(weights: Sequence[torch.Tensor], multiprocessors: int, bandwidth: float, seconds_of: Seconds) -> Measured:

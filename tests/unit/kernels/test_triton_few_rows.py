@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tandem.parallel.linear_methods import as_given
 from tests.support.decode_work import small_work
 from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
 
@@ -71,35 +72,92 @@ def test_plans_keep_a_device_busy() -> None:
 
 # ---- the choice ----
 
-
-class Clock:
-    """Says how long calls take: by the number of kernels that they launch, each at a rate of its own."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, bytes_per_s: dict[str, float]) -> None:
-        self.asked: list[str] = []
-        self._spent = 0.0
-        for name in ("linear", "ours"):
-            owner = (
-                "torch.nn.functional.linear"
-                if name == "linear"
-                else "tandem.workers.platforms.few_rows.multiply_few_rows"
-            )
-            monkeypatch.setattr(owner, self._timed(name, bytes_per_s))
-
-    def _timed(self, name: str, bytes_per_s: dict[str, float]) -> Callable[..., torch.Tensor]:
-        def timed(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, plan: Any = None) -> torch.Tensor:
-            self.asked.append(name)
-            rate = bytes_per_s["linear" if plan is None else f"{plan.tile.outputs} x {plan.spans}"]
-            self._spent += weight.nbytes / rate
-            return (x.float() @ weight.float().T + (1.0 if rate == WRONG else 0.0) * 100).to(x.dtype)
-
-        return timed
-
-    def __call__(self, work: Callable[[], object]) -> float:
-        self._spent = 0.0
-        work()
-        return self._spent or 1.0
-
-
 WRONG = 9e9
-"""The rate of a plan with wrong results."""
+"""The bandwidth of a plan with wrong results."""
+READ = 4e9
+
+
+class Device:
+    """Products by torch that take as long as `rates` says, in bytes a second: of cuBLAS, and of the kernel by its
+    tile's outputs and spans. launched: what was multiplied with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rates: dict[tuple[int, int] | None, float]) -> None:
+        self.launched: list[tuple[int, int] | None] = []
+        self._rates = rates
+        self._spent_s = 0.0
+        product = F.linear
+
+        def timed(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, plan: Any = None) -> torch.Tensor:
+            kind = None if plan is None else (plan.tile.outputs, plan.spans)
+            self.launched.append(kind)
+            if kind not in self._rates:
+                raise RuntimeError("no kernel image")
+            self._spent_s += weight.nbytes / self._rates[kind]
+            return product(x, weight) + (100.0 if self._rates[kind] == WRONG else 0.0)
+
+        monkeypatch.setattr("torch.nn.functional.linear", timed)
+        monkeypatch.setattr("tandem.workers.platforms.few_rows.multiply_few_rows", timed)
+
+    def seconds_of(self, work: Callable[[], Any]) -> float:
+        self._spent_s = 0.0
+        found = work()
+        assert found
+        return self._spent_s or SHAPE[0] * SHAPE[1] * 2 / READ
+
+
+SHAPE = (64, 512)
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, rates: dict[tuple[int, int] | None, float], **change: Any) -> Any:
+    """Returns two methods of one shape behind a choice, the device, and the lines."""
+    from tandem.workers.platforms import few_rows
+
+    device = Device(monkeypatch, rates)
+    monkeypatch.setattr(few_rows, "LEAST_BYTES", change.get("least_bytes", 1))
+    choice = few_rows.FewRowsChoice(6)
+    methods = [few_rows.FewRowsMethod(choice.add) for _ in range(2)]
+    for method in methods:
+        method.take(torch.randn(SHAPE, dtype=torch.float32).to(torch.float16), None)
+    return methods, device, choice.settle(device.seconds_of)
+
+
+@pytest.mark.parametrize(
+    ("rates", "best"),
+    [
+        ({None: 3.5e9, (16, 1): 3.9e9}, None),
+        ({None: 3e9, (16, 1): 3.1e9, (16, 2): 3.1e9}, None),
+        ({None: 3e9, (16, 1): 3.2e9, (32, 2): 3.6e9, (64, 4): 3.5e9}, (32, 2)),
+        ({None: 3e9, (16, 1): WRONG, (64, 1): 3.7e9}, (64, 1)),
+        ({None: 3e9, (16, 1): float("nan")}, None),
+        ({None: 3e9}, None),
+    ],
+    ids=["near the bandwidth", "hardly faster", "the fastest", "a wrong one", "no time", "none runs"],
+)
+def test_measurements_decide(
+    rates: dict[tuple[int, int] | None, float], best: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS keeps what it reads at 85 % of the bandwidth, and where the kernel is not faster by 5 %."""
+    methods, device, (line,) = chosen(monkeypatch, rates)
+    plans = {None if method.plan is None else (method.plan.tile.outputs, method.plan.spans) for method in methods}
+    assert plans == {best} and line.startswith("products of a row with 64 x 512: ")
+    assert (f"in tiles of {best[0]}" in line) if best else line.startswith("products of a row with 64 x 512: cuBLAS ")
+    assert rates[None] < 0.85 * READ or set(device.launched) == {None}, "nothing is compiled for it"
+    for rows, kind in ((1, best), (8, best), (9, None), (0, None)):
+        device.launched.clear()
+        methods[0].apply(torch.zeros(rows, SHAPE[1], dtype=torch.float16))
+        assert device.launched == [kind]
+
+
+def test_what_a_cache_could_hold_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.workers.platforms.few_rows import FewRowsMethod
+
+    methods, device, lines = chosen(monkeypatch, {None: 1e9, (16, 1): 4e9}, least_bytes=2**20)
+    assert not lines and not device.launched and methods[0].plan is None
+    seen: list[Any] = []
+    for dtype, inputs, place in (
+        (torch.float32, 64, as_given),
+        (torch.bfloat16, 63, as_given),
+        (torch.bfloat16, 64, lambda weight: (weight, lambda: None)),
+    ):
+        FewRowsMethod(seen.append, place).take(torch.zeros(16, inputs, dtype=dtype), None)
+    assert not seen, "float32, rows at odd addresses, weights that move"

@@ -99,7 +99,7 @@ def test_captured_steps_are_padded() -> None:
     """Made for one batch, pointed at others, with rows that have no token; beside chunks rows of padding have sixteen
     tokens."""
     spec, of_decodes = mla(3, 40, 24, 16, 20), Padded(12, backend=backend())
-    for batch in (batch_of([5, 1], [140, 65]), batch_of([1] * 5, [3, 99, 16, 130, 64])):
+    for batch in (batch_of([5, 1], [140, 65]), batch_of([1] * 3, [3, 99, 64])):
         check(of_decodes, batch, spec)
     of_all = Padded(64, has_chunks=True, backend=backend())
     for batch in (batch_of([3, 20, 1], [90, 20, 40]), batch_of([1, 1], [99, 3])):
@@ -131,6 +131,7 @@ def test_a_decode_has_the_same_bits_in_any_batch(
     spec = mla(5, 40, 8, 16, 8)
     everything = batch_of([1, 9, 1, 20, 17], [150, 130, 64, 30, 90])
     inputs = Inputs.random(spec, everything, dtype, kv_dtype or dtype)
+    as_indexable(inputs.kv.keys)[SCRATCH] = 0
     identity_products(monkeypatch)
 
     def sums(rows: Sequence[tuple[int, int]], each: Any = None) -> list[torch.Tensor]:

@@ -58,7 +58,7 @@ class TritonLatents:
 
     def prepare(self, batch: ForwardBatch) -> LatentStep:
         self._kept.parts(batch.positions_T.device)  # with the first step of all, behind which memory is measured
-        return _Step(batch, self._kept, self._expanded)
+        return _AbsorbedStep(batch, self._kept, self._expanded)
 
     def replay_key(self, shape: StepShape, kv: LayerKV, dtype: torch.dtype) -> Hashable | None:
         """One for all steps: the kernels read what a row has of a table that holds any."""
@@ -75,7 +75,7 @@ class _Run(NamedTuple):
     lists: WorkLists
 
 
-class _Step:
+class _AbsorbedStep:
     """One step."""
 
     def __init__(self, batch: ForwardBatch, kept: Kept, expanded: LatentChunks | None) -> None:
@@ -100,7 +100,7 @@ class _Step:
                 if kind is DECODES:
                     attend_latent_decodes(queries, kv, sums_TNL, rows, self._kept, run.lists)
                 else:
-                    attend_latent_chunks(queries, kv, sums_TNL, rows, kind)
+                    attend_latent_chunks(queries, kv, sums_TNL, rows, self._kept, kind)
             heads.release(sums_TNL, out_TNV[run.tokens])
         for chunk in chunks:
             assert self._large is not None

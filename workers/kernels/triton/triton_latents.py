@@ -24,6 +24,7 @@ from tandem.workers.kernels.kv_store import LARGEST, LayerKV, as_indexable
 from tandem.workers.kernels.triton import triton_decode
 from tandem.workers.kernels.triton.triton_attention import (
     NOTHING,
+    ROOMY_BYTES,
     Kept,
     Rows,
     Tile,
@@ -250,11 +251,13 @@ def attend_latent_decodes(
 
 
 def attend_latent_chunks(
-    queries: LatentQueries, kv: LayerKV, out_TNL: torch.Tensor, rows: Rows, lengths: range
+    queries: LatentQueries, kv: LayerKV, out_TNL: torch.Tensor, rows: Rows, kept: Kept, lengths: range
 ) -> None:
     """Writes out_TNL, sums of latents, of the tokens of rows that have as many queries as `lengths` says; other tokens
     are left as they are."""
     tile, arguments = _launch_of(PREFILL, queries, kv, rows)
+    if arguments["L_PAD"] == SIZES[-1] and kept.multiprocessors.shared_bytes < ROOMY_BYTES:
+        arguments["num_stages"] = 2
     (tokens, heads, _), num_rows, share = out_TNL.shape, len(rows.starts) - 1, arguments["SHARE"]
     attend_latent_tiles[(tokens // (tile.rows // share) + num_rows, -(-heads // share))](
         positions=rows.positions_T, starts=rows.starts, out=out_TNL, rows=num_rows,
