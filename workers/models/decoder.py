@@ -345,9 +345,8 @@ def attention_of(
     spec: ArchSpec, platform: Platform, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
 ) -> AttentionBackend | LatentBackend:
     """Return the platform's attention for the model's layers, all of which have heads or all latents."""
-    attention = spec.layers[0].attention
-    if isinstance(attention, Mla):
-        return platform.latent_attention(dtype, attention, kv_dtype)
+    if isinstance(latents := spec.layers[0].attention, Mla):
+        return platform.latent_attention(dtype, latents, kv_dtype)
     return platform.attention(dtype, spec.head_dim, kv_dtype)
 
 

@@ -31,7 +31,7 @@ LEAST_BYTES: Final = 2**28
 MOST_WEIGHTS: Final = 64
 """Weights of a shape that are multiplied in a measurement."""
 MOST_APART: Final = 2**-5
-"""By which results may differ, beside the largest number: some roundings of bf16."""
+"""The most by which results may differ, beside the largest number: some roundings of bf16."""
 VECTOR: Final = 8
 """Inputs are a multiple of it: 16 bytes are fetched at once."""
 
@@ -61,7 +61,7 @@ class FewRowsMethod(DenseMethod):
 
 
 class Measured(NamedTuple):
-    """What was found for a shape. plan: None for cuBLAS; seconds: of a product by it, and of cuBLAS's."""
+    """The result for a shape. plan: None for cuBLAS; seconds: of a product by it, and of cuBLAS's."""
 
     plan: FewRowsPlan | None
     seconds: float

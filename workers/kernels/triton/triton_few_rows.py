@@ -43,7 +43,7 @@ PROGRAMS_OF_ONE: Final = 3
 
 
 class FewRowsPlan(NamedTuple):
-    """How a weight of one shape is multiplied."""
+    """The way in which a weight of one shape is multiplied."""
 
     tile: FewRowsTile
     spans: int
