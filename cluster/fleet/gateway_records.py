@@ -5,15 +5,18 @@ its metrics to Redis; the one that is scraped adds the others'. A service with o
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
+from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.state import keys
 from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace, read_live
 from tandem.cluster.state.redis_client import Commands
 
+log = logging.getLogger("tandem.fleet")
 PERIOD_S = 2.0
 
 
@@ -21,8 +24,8 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One gateway at one moment."""
 
     gateway: str
-    host: str
-    pid: int
+    host: str  # the id of its Ray node
+    pid: int  # on that node
     ready: bool  # it would take a request
     in_flight: int  # HTTP requests whose answers are not complete
     metrics: bytes  # its own families as Prometheus text
@@ -40,17 +43,30 @@ class GatewayHeartbeat(Heartbeat[GatewayRecord]):
         self._made: list[GatewayRecord] = []
         self.others: list[GatewayRecord] = []
         """The others as last read; they stay while Redis is unavailable."""
+        self._exits = ExitWatch()
         super().__init__(redis, self._place_of, lambda: self._made[-1], PERIOD_S)
 
     async def send_heartbeat(self) -> None:
         self._made = [await asyncio.to_thread(self._make)]
         await super().send_heartbeat()
         everyone = await read_gateways(self._redis, self._service)
-        self.others = [record for record in everyone if record.gateway != self._made[-1].gateway]
+        others = [record for record in everyone if record.gateway != self._made[-1].gateway]
+        self._tell_of_ends({record.gateway for record in others})
+        self.others = others
+        self._exits.watch_only([record.pid for record in others if record.host == self._made[-1].host])
 
     async def leave(self) -> None:
+        self._exits.close()
         if self._made:
             await super().leave()
+
+    def _tell_of_ends(self, alive: set[str]) -> None:
+        """Writes a line for each gateway without a record now; with its end, where the kernel tells."""
+        for record in self.others:
+            if record.gateway not in alive:
+                how = self._exits.how_it_ended(record.pid) if record.host == self._made[-1].host else None
+                reason = f"its process {how}" if how else "it has ended, or its record was not renewed"
+                log.warning("gateway %s is gone: %s", record.gateway, reason)
 
     def _place_of(self, record: GatewayRecord) -> RecordPlace:
         key = keys.gateway(self._service, record.gateway)

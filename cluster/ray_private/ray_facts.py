@@ -1,10 +1,18 @@
 """Facts that Ray and Serve tell only themselves, for processes of Ray and connected drivers."""
 
 from pathlib import Path
+from typing import Final
 
 import ray
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
+from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
+
+GCS_CALL_S: Final = 5.0
+ON_HEAD: Final = {HEAD_NODE_RESOURCE_NAME: 0.001}
+"""Resources that only the head node has, also one that is started again.
+
+Lost without them: a service's record and its private Redis are on a node that lives as long as the cluster."""
 
 
 def free_resources() -> list[dict[str, float]]:
@@ -13,15 +21,6 @@ def free_resources() -> list[dict[str, float]]:
     Lost without it: a new version that starts before the old one ends where there is room for both.
     """
     return list(available_resources_per_node().values())
-
-
-def head_node_id() -> str:
-    """The id of the cluster's head node; of this one, if none is known as head. Blocks.
-
-    Lost without it: a service's record and its private Redis are on a node that lives as long as the cluster.
-    """
-    heads = [node for node in ray.nodes() if node["Alive"] and HEAD_NODE_RESOURCE_NAME in node["Resources"]]
-    return str(heads[0]["NodeID"] if heads else ray.get_runtime_context().get_node_id())
 
 
 def session_folder() -> Path:
@@ -41,3 +40,11 @@ def proxy_host() -> str | None:
 
     client = _get_global_client(raise_if_no_controller_running=False)
     return None if client is None else client.http_config.host
+
+
+def draining_nodes() -> set[str]:
+    """The ids of the nodes that are to go. Blocks, at most GCS_CALL_S; raises when Ray's head does not answer.
+
+    Lost without it: requests of a group whose ranks are on such a node are moved when it goes, not before.
+    """
+    return set(ray_worker.global_worker.gcs_client.get_draining_nodes(timeout=GCS_CALL_S))

@@ -21,7 +21,7 @@ import ray
 from msgspec.structs import replace
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster.ray_private.ray_facts import head_node_id, session_folder
+from tandem.cluster.ray_private.ray_facts import ON_HEAD, session_folder
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.wire.private_redis import PrivateRedis
 from tandem.cluster.wire.service_facts import ServiceFacts, new_identity
@@ -165,7 +165,7 @@ def identity_actor(app: str, facts: ServiceFacts, lease_s: float = LEASE_S) -> A
     """The handle of the application's identity. Without one it is made: with the identity of the facts, or, if they
     have none yet, with a new one. Blocks."""
     service_id, secret = (facts.service_id, facts.secret) if facts.service_id else new_identity()
-    node_id = facts.home_node or head_node_id()
+    on_head = facts.home_node is None  # by resources: Ray takes soft affinity for a hint where an actor needs none
     return (
         ray.remote(ServiceIdentity)
         .options(
@@ -175,8 +175,9 @@ def identity_actor(app: str, facts: ServiceFacts, lease_s: float = LEASE_S) -> A
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=0,
+            resources=ON_HEAD if on_head else {},
             # not in the placement group of the replica that asks
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=facts.home_node is None),
+            scheduling_strategy="DEFAULT" if on_head else NodeAffinitySchedulingStrategy(facts.home_node, soft=False),
         )
         .remote(service_id, secret, lease_s)
     )

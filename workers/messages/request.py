@@ -30,8 +30,8 @@ class SamplingParams(msgspec.Struct, metaclass=CheckedCalls, frozen=True, array_
     outside its range, naming the parameter; LLM.generate() does where only the model has the range.
 
     max_tokens: most tokens to generate for each choice, at least 1; 0 in the service only, for a prompt that is
-        computed and not continued. A choice also ends with finish_reason "length" at
-        the end of the model's context or of the KV pool.
+        computed and not continued; None: no bound of its own. A choice also ends with finish_reason "length" at the end
+        of the model's context or of the KV pool.
     n: choices for each prompt, at least 1. They share the prompt's KV blocks.
     temperature: divisor of the logits, 0 to 2; 0 (and anything below 1e-5) takes the best token.
     top_k: samples from the k most probable tokens, ties included; 0 or -1: all.

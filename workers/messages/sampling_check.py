@@ -71,6 +71,8 @@ FORM_TYPES: Final[Mapping[str, Any]] = {
     "whitespace_pattern": str | None,
 }
 """Types of the fields of StructuredOutputsParams; json and structural_tag are read by workers/text/grammars.py."""
+UNBOUNDED: Final = 2**31 - 1
+"""The max_tokens of None: the context ends the answer."""
 NONE_MEANS_EMPTY: Final = ("stop", "stop_token_ids", "logit_bias", "bad_words")
 """Parameters whose default is None in vLLM."""
 
@@ -88,17 +90,18 @@ class CheckedCalls(msgspec.StructMeta):
 
 def plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns parameters by name as plain numbers and tuples; numbers and sequences of numpy and other libraries are
-    converted. So is what vLLM takes too: one text for `stop`, a mapping for `logit_bias`, None for what may be empty.
-    ValueError has a parameter's name, its value and its range. Names that are no parameters stay as they are."""
+    converted. So is what vLLM takes too: one text for `stop`, a mapping for `logit_bias`, None for what may be empty
+    and for a max_tokens without bound. ValueError has a parameter's name, its value and its range. Names that are no
+    parameters stay as they are."""
     plain = dict(given)
     for name, value in given.items():
         if name == "structured_outputs":
             plain[name] = _checked_form(value)
         elif (kind := RANGES.get(name)) is not None:
             try:
-                plain[name] = msgspec.convert(_plain(_as_tuple(name, value)), kind)
+                plain[name] = msgspec.convert(_plain(_as_vllm(name, value)), kind)
             except msgspec.ValidationError as error:
-                raise ValueError(f"{name}={value!r:.80}: {error}") from error
+                raise _refused(f"{name}={value!r:.80}", error) from error
     return plain
 
 
@@ -152,14 +155,21 @@ def _checked_form(given: Any) -> StructuredOutputsParams | None:
         try:
             plain[name] = msgspec.convert(_plain(value), kind)
         except msgspec.ValidationError as error:
-            raise ValueError(f"structured_outputs.{name}={value!r:.80}: {error}") from error
+            raise _refused(f"structured_outputs.{name}={value!r:.80}", error) from error
     return msgspec.structs.replace(given, **plain)
 
 
-def _as_tuple(name: str, value: Any) -> Any:
-    """Converts the ways in which vLLM writes a parameter to the tuple that it is here."""
+def _refused(value: str, error: msgspec.ValidationError) -> ValueError:
+    """The refusal of a value, with Python's word for a sequence in place of JSON's."""
+    return ValueError(f"{value}: {error}".replace("`array`", "a list"))
+
+
+def _as_vllm(name: str, value: Any) -> Any:
+    """Converts the ways in which vLLM writes a parameter to what it is here."""
     if value is None and name in NONE_MEANS_EMPTY:
         return ()
+    if value is None and name == "max_tokens":
+        return UNBOUNDED
     if name == "stop" and isinstance(value, str):
         return (value,)
     if name == "logit_bias" and isinstance(value, Mapping):

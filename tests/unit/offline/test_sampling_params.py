@@ -10,7 +10,7 @@ import pytest
 from tandem import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tandem.cluster.gateway.schemas.generation_body import CommonBody
 from tandem.workers.messages.request import GenerationRequest
-from tandem.workers.messages.sampling_check import RANGES
+from tandem.workers.messages.sampling_check import RANGES, UNBOUNDED
 from tandem.workers.messages.thinking import ThinkingBudget
 
 PLAIN = SamplingParams(max_tokens=8)
@@ -35,17 +35,17 @@ PLAIN = SamplingParams(max_tokens=8)
         ({"logit_bias": {5: -101}}, r"logit_bias: -101\.0 of token id 5 must be -inf or at least -100\.0"),
         ({"min_tokens": 9}, "min_tokens=9 exceeds max_tokens=8"),
         ({"stop": ""}, "stop='': Expected `str` of length >= 1"),
-        ({"stop": 5}, "stop=5: Expected `array`, got `int`"),
+        ({"stop": 5}, "stop=5: Expected a list, got `int`"),
         ({"stop": ("",)}, "stop="),
         ({"logit_bias": {"a": 1.0}}, "logit_bias={'a': 1.0}: Expected `int`, got `str`"),
         ({"logit_bias": ((1, math.nan),)}, "logit_bias="),
-        ({"allowed_token_ids": ()}, r"allowed_token_ids=\(\): Expected `array` of length >= 1"),
-        ({"bad_words": "word"}, "bad_words='word': Expected `array`"),
+        ({"allowed_token_ids": ()}, r"allowed_token_ids=\(\): Expected a list of length >= 1"),
+        ({"bad_words": "word"}, "bad_words='word': Expected a list"),
         ({"bad_words": ("",)}, "bad_words="),
         ({"bad_words_token_ids": ((),)}, "bad_words_token_ids="),
         ({"repetition_penalty": 0}, "repetition_penalty=0: "),
         ({"seed": 2**64}, "seed=18446744073709551616: "),
-        ({"stop_token_ids": np.array(5)}, r"stop_token_ids=array\(5\): Expected `array`"),
+        ({"stop_token_ids": np.array(5)}, r"stop_token_ids=array\(5\): Expected a list"),
         ({"max_tokens": np.array([5])}, r"max_tokens=array\(\[5\]\): Expected `int`"),
         ({"structured_outputs": "json"}, "structured_outputs='json' is no StructuredOutputsParams"),
         ({"structured_outputs": StructuredOutputsParams(choice=())}, r"structured_outputs\.choice=\(\): "),
@@ -76,6 +76,7 @@ def test_values_become_plain_where_they_are_given() -> None:
         assert made.stop == ("x",) and made.logit_bias == ((5, 1.0),) and made.bad_words == ()
         assert type(made.temperature) is float and isinstance(made, SamplingParams)
         assert made.output_kind is RequestOutputKind.CUMULATIVE
+    assert SamplingParams(max_tokens=None, min_tokens=9).max_tokens == UNBOUNDED, "as in vLLM: up to the context's end"
 
 
 def test_messages_are_neither_checked_nor_changed() -> None:

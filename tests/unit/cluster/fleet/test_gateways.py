@@ -1,5 +1,8 @@
 """Several gateways: their records in a real Redis, and what one says for all."""
 
+import subprocess
+
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -75,6 +78,22 @@ async def test_one_that_died_is_forgotten_with_its_record(redis: BackgroundClien
     assert await redis.command("SCARD", keys.gateways("s")) == 0
     await heartbeat.send_heartbeat()
     assert [r.gateway for r in await read_gateways(redis, "s")] == ["g"], "it was only slow"
+
+
+async def test_the_others_write_how_a_gateway_ended(redis: BackgroundClient, caplog: pytest.LogCaptureFixture) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        died = msgspec.structs.replace(record("b"), pid=process.pid)
+        await GatewayHeartbeat(redis, "s", lambda: died).send_heartbeat()
+        mine = GatewayHeartbeat(redis, "s", lambda: record("me"))
+        await mine.send_heartbeat()
+        process.kill()
+        process.wait()
+        await redis.command("DEL", keys.gateway("s", "b"))
+        await mine.send_heartbeat()
+        await mine.send_heartbeat()
+    (line,) = [r.getMessage() for r in caplog.records if "gateway b" in r.getMessage()]
+    wanted = ("its process was killed by SIGKILL", "it has ended, or its record was not renewed")  # before Linux 6.15
+    assert line.removeprefix("gateway b is gone: ") in wanted
 
 
 async def test_any_gateway_has_the_counts_of_all(redis: BackgroundClient) -> None:
