@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 
 IDLE_SHARE = 0.02
-"""Of a core: more than a process uses that only waits, with the threads of Ray and ZeroMQ."""
+"""Share of a core: more than a process uses that only waits, with the threads of Ray and ZeroMQ."""
 READY, WAITS_FOR_DISK = "R", "D"
 """States of threads on Linux: running or ready to run; waiting for a disk."""
 
 
 class HostActivity:
-    """What this process did since the last question, or since this was made. Made by the thread that runs the steps."""
+    """Activity of this process since the last question, or since this was made, by the thread that runs the steps."""
 
     def __init__(
         self,
