@@ -1,8 +1,8 @@
-"""What watches over a rank: the parent watch, the answer to probes, progress reports while it loads, and whether it
-computes, for the coordinator's question while a step runs long.
+"""Watch over a rank: the parent watch, the answer to probes, progress reports while it loads, and its activity, which
+the coordinator asks about while a step runs long.
 
-Used by rank_server.py. The parent watch ends a rank whose coordinator is gone, even inside a collective; nothing else in
-a rank calls os._exit before its end. Probes are answered by ZeroMQ's proxy in C, without the interpreter lock.
+Used by rank_server.py. The parent watch ends a rank whose coordinator is gone, even inside a collective; nothing else
+in a rank calls os._exit before its end. Probes are answered by ZeroMQ's proxy in C, without the interpreter lock.
 """
 
 import logging
@@ -121,10 +121,10 @@ READY, WAITS_FOR_DISK = "R", "D"
 class HostActivity:
     """Activity of this process since the last question, or since this was made, by the thread that runs the steps.
 
-    A thread that waits in a collective, or for a lock, sleeps and uses next to no time of a core. One that computes uses
-    some, and one that a busy machine keeps from computing is seen ready to run, or waiting for a disk (Linux). Of other
-    threads than the step's only the time that they use and the disks that they wait for count: those of Ray and ZeroMQ
-    wake now and then, and stand in line for a core like all others.
+    A thread that waits in a collective, or for a lock, sleeps and uses next to no time of a core. One that computes
+    uses some, and one that a busy machine keeps from computing is seen ready to run, or waiting for a disk (Linux). Of
+    other threads than the step's only the time that they use and the disks that they wait for count: those of Ray and
+    ZeroMQ wake now and then, and stand in line for a core like all others.
     """
 
     def __init__(
