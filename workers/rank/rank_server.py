@@ -43,10 +43,9 @@ from tandem.workers.messages.step import AskActivity, CountExperts, ExpertTokens
 from tandem.workers.messages.transfer import TransferResult
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.platforms.open_platform import open_platform
-from tandem.workers.rank.host_activity import HostActivity
 from tandem.workers.rank.loading import LoadedRank, load_rank
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
-from tandem.workers.rank.rank_watch import LoadReports, ParentWatch, start_echo
+from tandem.workers.rank.rank_watch import HostActivity, LoadReports, ParentWatch, start_echo
 from tandem.workers.rank.transfers.lanes import Lanes
 
 log = logging.getLogger(__name__)
