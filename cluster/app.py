@@ -15,7 +15,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from tandem.cluster.deploy import devices
-from tandem.cluster.deploy.nodes import choose_home, cluster_device
+from tandem.cluster.deploy.nodes import choose_home, cluster_device, gateways_for
 from tandem.cluster.deploy.placement import group_options, max_groups, surge_percent
 from tandem.cluster.deploy.preflight import check_memory, with_device
 from tandem.cluster.deploy.ray_tokens import check_token
@@ -59,7 +59,7 @@ def build(args: dict[str, Any]) -> Application:
     find the service's identity by the application's name, whichever version they are of (wire/identity.py). Raises
     SettingsError, which Serve prints.
     """
-    settings = settings_from_serve_args(args)
+    settings = settings_from_serve_args(args, gateways_for(len(_alive_nodes())))
     if not args.get("allow_unauthenticated_ray"):
         gcs_address = ray.get_runtime_context().gcs_address
         check_token("this application", gcs_address, "args", "`allow_unauthenticated_ray: true` in its args")

@@ -155,8 +155,9 @@ def merge_config(path: str | None, model: str | None, flags: Mapping[str, Any]) 
     return build_settings(model or str(named), {**unfolded(values), **unfolded(flags)}, autoscaling)
 
 
-def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
-    """Builds settings from the `args` of a Ray Serve application, in the shape of Ray Serve LLM's LLMConfig.
+def settings_from_serve_args(args: Mapping[str, Any], gateways: int = 1) -> ServiceSettings:
+    """Builds settings from the `args` of a Ray Serve application, in the shape of Ray Serve LLM's LLMConfig. gateways:
+    how many where args do not say.
     `single_node` and `allow_unauthenticated_ray` are only checked here; cluster/app.py reads them. SettingsError for an
     unknown key or a bad value."""
     _refuse_unknown(args, SERVE_KEYS, "args")
@@ -179,6 +180,8 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
         values.setdefault("served_model_name", [loading["model_id"]])
     if deployment.get("num_replicas") is not None:
         values["data_parallel_size"] = deployment["num_replicas"]
+    if "api_server_count" not in {name.replace("-", "_") for name in values}:
+        values["api_server_count"] = gateways
     return build_settings(model, values, deployment.get("autoscaling_config"))
 
 

@@ -1,12 +1,14 @@
-"""Choices of `serve run` by the nodes of a Ray cluster: the device of the ranks, and loopback or not."""
+"""Choices of `serve run` by the nodes of a Ray cluster: the device of the ranks, loopback or not, and gateways."""
 
 import logging
+import math
 from typing import Any
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import Device
 
 log = logging.getLogger("ray.serve.tandem")
+NODES_OF_A_GATEWAY = 4
 
 
 def cluster_device(asked: Device | None, node_gpus: list[float]) -> Device:
@@ -42,3 +44,9 @@ def choose_home(asked: bool | None, device: Device, nodes: list[dict[str, Any]])
         return None
     log.info("one node: talking over loopback; `single_node: false` in args is for a cluster that will have more")
     return str(node["NodeID"])
+
+
+def gateways_for(nodes: int) -> int:
+    """Returns how many gateways serve a cluster that does not say: one on one node; on several at least two, as one may
+    be lost with its node, and one for every NODES_OF_A_GATEWAY, as each is one process with one event loop."""
+    return 1 if nodes <= 1 else max(2, math.ceil(nodes / NODES_OF_A_GATEWAY))

@@ -40,8 +40,8 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     life: int  # wall-clock ms at which its coordinator started: tells it from another of the same id
     model: str
     state: GroupState
-    host: str
-    pid: int
+    host: str  # the id of its Ray node: two containers may have one host name
+    pid: int  # on that node
     waiting: int = 0
     running: int = 0
     outstanding_tokens: int = 0

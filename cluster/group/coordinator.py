@@ -9,7 +9,6 @@ import asyncio
 import gc
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -34,6 +33,8 @@ from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_opener import EngineOpener
 from tandem.cluster.group.group_log import GroupLog
+from tandem.cluster.group.node_drain import next_drained
+from tandem.cluster.group.ray_ranks import nodes_of_bundles
 from tandem.cluster.group.sharing import Sharing
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down
 from tandem.cluster.routing.outstanding import tokens_by_gateway
@@ -102,6 +103,7 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         context = serve.get_replica_context()
         self._group = context.replica_id.unique_id
+        self._node: str = ray.get_runtime_context().get_node_id()
         self._membership = Membership(context.app_name, facts)
         self._facts = facts = await self._membership.join()
         open_log_of(facts, f"group-{self._group}")
@@ -141,11 +143,12 @@ class Coordinator:
         reports = ReportWriter(self._redis, facts.service_id, self._report, self._changes)
         self._reports_task = self._loop.create_task(reports.run(), name="group reports")
         on_taken_down(lambda: self._loop.call_soon_threadsafe(self._leave_fleet))
-        on_sigterm(lambda: self._loop.call_soon_threadsafe(self._end_soon))
+        on_sigterm(lambda: self._loop.call_soon_threadsafe(self._end_soon, "was told to end"))
         self._thread.start_engine(self._opener.open, self._opener.close)
         await self._wait_until_opened()
         self._changes.start()
         self._sharing.start()
+        self._drain_task = self._loop.create_task(self._end_with_nodes(placement_group), name="drain of ranks' nodes")
 
     async def generate(self, payload: bytes, hint: RouteHint) -> bytes:
         """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack below the line of
@@ -283,10 +286,17 @@ class Coordinator:
             self._state = "draining"
             self.heartbeat_now()
 
-    def _end_soon(self) -> None:
-        """SIGTERM: the group ends as planned; Serve replaces a replica whose process is gone."""
+    async def _end_with_nodes(self, placement_group: Any) -> None:
+        """Ends the group when a node of its ranks is drained; Serve itself looks after the coordinator's."""
+        nodes = {*await asyncio.to_thread(nodes_of_bundles, placement_group)}
+        if others := nodes - {self._node}:
+            self._end_soon(f"ends: node {await next_drained(others)}, of its ranks, is drained")
+
+    def _end_soon(self, why: str) -> None:
+        """SIGTERM, or the drain of a node: the group ends as planned; Serve replaces a replica whose process is
+        gone."""
         if not self._stopping:
-            log.warning("group %s was told to end", self._group)
+            log.warning("group %s %s", self._group, why)
             self._stopping = True
             self._exiting = self._loop.create_task(self._end(), name="group ends")
 
@@ -350,7 +360,7 @@ class Coordinator:
             life=self._life,
             model=self._model_name,
             state=self._state,
-            host=socket.gethostname(),
+            host=self._node,
             pid=os.getpid(),
             waiting=stats.waiting if stats is not None else 0,
             running=stats.running if stats is not None else 0,

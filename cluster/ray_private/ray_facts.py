@@ -5,8 +5,10 @@ from typing import Final
 
 import ray
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
+from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
 
+GCS_CALL_S: Final = 5.0
 ON_HEAD: Final = {HEAD_NODE_RESOURCE_NAME: 0.001}
 """Resources that only the head node has, also one that is started again.
 
@@ -38,3 +40,11 @@ def proxy_host() -> str | None:
 
     client = _get_global_client(raise_if_no_controller_running=False)
     return None if client is None else client.http_config.host
+
+
+def draining_nodes() -> set[str]:
+    """The ids of the nodes that are to go. Blocks, at most GCS_CALL_S; raises when Ray's head does not answer.
+
+    Lost without it: requests of a group whose ranks are on such a node are moved when it goes, not before.
+    """
+    return set(ray_worker.global_worker.gcs_client.get_draining_nodes(timeout=GCS_CALL_S))

@@ -3,7 +3,7 @@
 A RankLauncher starts and ends the ranks, a RankChannel carries the messages; rank_server.py is the other end. Start:
 Hello of all -> RankSetup to rank 0 -> RankListening from it -> RankSetup to the others -> RankLoading, several ->
 RankLoaded of all -> AllocateKV (the least that all can hold) -> RankReady of all. The launcher's lost() reports dead
-ranks, ProbeWatch frozen ones, StepBound ranks without progress (liveness.py). Next: workers/rank/rank_server.py.
+ranks, ProbeWatch (liveness.py) frozen ones, StepWatch those without progress. Next: workers/rank/rank_server.py.
 """
 
 import logging
@@ -19,8 +19,9 @@ import psutil
 
 from tandem.configs.schema import EngineSettings
 from tandem.workers.engine.executor import ExecutorReady
-from tandem.workers.executor.liveness import ProbeWatch, StepBound
+from tandem.workers.executor.liveness import ProbeWatch
 from tandem.workers.executor.rank_channel import RankChannel, SocketChannel, Unreachable
+from tandem.workers.executor.step_watch import StepWatch
 from tandem.workers.messages.channel import new_secret
 from tandem.workers.messages.errors import GroupLost, SettingsError
 from tandem.workers.messages.handshake import (
@@ -37,7 +38,7 @@ from tandem.workers.messages.handshake import (
     Shutdown,
     ToRank,
 )
-from tandem.workers.messages.step import CountExperts, ExpertTokens, StepPlan, StepResult
+from tandem.workers.messages.step import CountExperts, ExpertTokens, RankActivity, StepPlan, StepResult
 from tandem.workers.messages.transfer import TransferOp, TransferResult
 from tandem.workers.planning.budget import available_bytes
 from tandem.workers.planning.start_notes import adapter_notes, graph_notes, kernel_notes, weight_notes
@@ -113,7 +114,7 @@ class RankGroup:
         self._loading: dict[int, RankLoading] = {}
         self._probe: ProbeWatch | None = None
         self._clock = clock
-        self._steps = StepBound(clock)
+        self._steps = StepWatch(self.world_size, self._broadcast if channel is None else None, clock)
         self.hellos: tuple[Hello, ...] = ()
         self._ready: list[RankReady] = []
         self._broken: GroupLost | None = None
@@ -155,8 +156,8 @@ class RankGroup:
     def poll(self, timeout_s: float) -> StepResult | TransferResult | ExpertTokens | None:
         """Returns the next message, results of steps in plan order; None after timeout_s.
 
-        GroupLost within 0.1 s of a rank's end or failure, 6 s after a rank froze, and when no step has finished for
-        longer than StepBound allows.
+        GroupLost within 0.1 s of a rank's end or failure, 6 s after a rank froze, 15 s after all ranks wait for each
+        other, and when no step has finished for longer than StepBound allows.
         """
         self._raise_if_broken()
         message = self._receive(timeout_s)
@@ -362,13 +363,15 @@ class RankGroup:
             if message is None:
                 left_s = deadline_s - time.monotonic()
                 message = self._poll(min(POLL_SLICE_S, max(0.0, left_s)))
-                if message is None and (overdue_s := self._steps.overdue_s()) is not None:
-                    self._fail(f"no step has finished for {overdue_s:.0f} s although every rank lives: they are stuck")
+                if message is None and (stuck := self._steps.stuck()) is not None:
+                    self._fail(stuck)
                 if message is None and left_s <= 0:
                     return None
             if isinstance(message, RankFailed):
                 self._fail(message)
-            if message is not None:
+            if isinstance(message, RankActivity):
+                self._steps.answered(message)
+            elif message is not None:
                 return message
 
     def _poll(self, timeout_s: float) -> FromRank | None:

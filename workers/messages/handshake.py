@@ -7,7 +7,14 @@ from typing import Final
 
 import msgspec
 
-from tandem.workers.messages.step import CountExperts, ExpertTokens, StepPlan, StepResult
+from tandem.workers.messages.step import (
+    AskActivity,
+    CountExperts,
+    ExpertTokens,
+    RankActivity,
+    StepPlan,
+    StepResult,
+)
 from tandem.workers.messages.transfer import TransferOp, TransferResult
 
 
@@ -129,7 +136,10 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Order to every rank to finish and exit with status 0."""
 
 
-ToRank = RankSetup | AllocateKV | StepPlan | CountExperts | TransferOp | Shutdown
+ToLanes = TransferOp | AskActivity
+"""What a rank takes beside its steps."""
+
+ToRank = RankSetup | AllocateKV | StepPlan | CountExperts | ToLanes | Shutdown
 
 
 FromRank = (
@@ -141,5 +151,6 @@ FromRank = (
     | RankFailed
     | StepResult
     | ExpertTokens
+    | RankActivity
     | TransferResult
 )

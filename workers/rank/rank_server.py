@@ -39,10 +39,11 @@ from tandem.workers.messages.handshake import (
     Shutdown,
     ToRank,
 )
-from tandem.workers.messages.step import CountExperts, ExpertTokens, StepPlan
+from tandem.workers.messages.step import AskActivity, CountExperts, ExpertTokens, RankActivity, StepPlan
 from tandem.workers.messages.transfer import TransferResult
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.platforms.open_platform import open_platform
+from tandem.workers.rank.host_activity import HostActivity
 from tandem.workers.rank.loading import LoadedRank, load_rank
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
 from tandem.workers.rank.rank_watch import LoadReports, ParentWatch, start_echo
@@ -99,6 +100,8 @@ class RankServer:
         self._loaded: LoadedRank | None = None
         self._runner: ModelRunner | None = None
         self._steps: deque[StepHandle] = deque()
+        self._activity = HostActivity()
+        self._is_launching = False
 
     def take(self, message: ToRank) -> Iterator[FromRank]:
         """Yields the answers to a message, while it is carried out. Results of transfers come through on_transferred.
@@ -113,6 +116,8 @@ class RankServer:
             yield from self._load(message)
         elif isinstance(message, AllocateKV):
             yield self._allocate(message)
+        elif isinstance(message, AskActivity):
+            yield self._answer(message)
         elif isinstance(message, Shutdown):
             self.close()
         else:
@@ -211,9 +216,20 @@ class RankServer:
     def _step(self, plan: StepPlan) -> Iterator[FromRank]:
         """Launches a plan. Results that are done are yielded before and after."""
         yield from self.done_steps()
+        self._is_launching = True
         with self._runner_of_step() as runner:
             self._steps.append(runner.launch(plan))
+        self._is_launching = False
         yield from self.done_steps()
+
+    def _answer(self, question: AskActivity) -> RankActivity:
+        """Answers beside the step. Without a step to launch, its process works on none."""
+        loaded = self._loaded
+        is_exchanging = loaded is not None and loaded.context.tp.is_exchanging
+        computes = self._activity.computes(is_exchanging) and self._is_launching
+        return RankActivity(
+            rank=self._rank, number=question.number, computes=computes, waits_for_device=self.is_computing
+        )
 
     def _count_experts(self) -> Iterator[ExpertTokens]:
         """Ranks of a stage route alike, so its first one speaks for all. Waits until the device has run what it has."""
@@ -281,7 +297,7 @@ def run_rank(
         on_placed=lambda place: setproctitle.setproctitle(f"tandem rank {group} {place}"),
     )
     try:
-        lane_channel.serve(lambda op: list(server.take(op)))
+        lane_channel.serve(lambda message: [lane_channel.send(answer) for answer in server.take(message)])
         send(server.hello)
         for message in _messages(socket, server, send):
             if isinstance(message, RankSetup) and message.probe_endpoint is not None:

@@ -123,8 +123,9 @@ class Gateway:
             self._facts.model_digest,
             GroupRouter.unreached,
         )
-        self._missing = MissingGroups(self._fleet, ExitWatch())
-        self._hung_groups = HungGroups(self._fleet, CoordinatorActors(app_name))
+        node = ray.get_runtime_context().get_node_id()
+        self._missing = MissingGroups(self._fleet, ExitWatch(), node)
+        self._hung_groups = HungGroups(self._fleet, CoordinatorActors(app_name), node)
         following = self._fleet.run(self._look_after, self._dispatch.has_requests)
         self._following = asyncio.get_running_loop().create_task(following, name="fleet")
 
@@ -325,7 +326,7 @@ class Gateway:
         metrics = self._context.metrics
         return GatewayRecord(
             gateway=self._id,
-            host=socket.gethostname(),
+            host=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
             ready=self._dispatch.ready(),
             in_flight=self._context.draining.in_flight,

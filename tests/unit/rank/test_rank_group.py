@@ -66,7 +66,7 @@ def rank_without_memory(rank: int, message: ToRank) -> FromRank | None:
 
 class FakeRank(threading.Thread):
     """Says hello, names a port when asked to listen, then answers each message by `answer`, until Shutdown or its
-    end."""
+    end. Its lanes say that it is ready, and hear what they are sent."""
 
     def __init__(self, rank: int, endpoint: str, secret: str, answer: Answer, host: str) -> None:
         super().__init__(daemon=True)
@@ -75,6 +75,7 @@ class FakeRank(threading.Thread):
         self.is_ended = False
         self.context = ChannelContext()
         self.socket = connect_dealer(self.context, secret, endpoint, str(rank).encode())
+        self.lanes = connect_dealer(self.context, secret, endpoint, lanes_name(rank))
 
     def run(self) -> None:
         decoder = msgspec.msgpack.Decoder(ToRank)
@@ -89,8 +90,10 @@ class FakeRank(threading.Thread):
                 self.socket.send(msgspec.msgpack.encode(RankListening(self.rank, PORT)))
             answer = self.answer(self.rank, self.heard[-1])
             for said in answer if isinstance(answer, Iterable) else () if answer is None else (answer,):
-                self.socket.send(msgspec.msgpack.encode(said))
+                socket = self.lanes if isinstance(said, RankReady) else self.socket
+                socket.send(msgspec.msgpack.encode(said))
         self.socket.close(linger=500)
+        self.lanes.close(linger=500)
         self.context.term()
 
 
@@ -389,6 +392,7 @@ def test_who_does_not_know_the_secret_is_not_heard() -> None:
     stranger.socket.send(msgspec.msgpack.encode(Hello(0, 1, "h")))
     assert channel.receive(0.3) is None
     stranger.socket.close(linger=0)
+    stranger.lanes.close(linger=0)
     stranger.context.term()
     channel.close()
 

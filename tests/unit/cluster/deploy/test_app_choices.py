@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.deploy.nodes import choose_home, cluster_device
+from tandem.cluster.deploy.nodes import choose_home, cluster_device, gateways_for
 from tandem.cluster.group.engine_opener import loading_note, with_own_step_log
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import check_home, groups_per_node
 from tandem.configs.errors import SettingsError
-from tandem.configs.load import build_settings
+from tandem.configs.load import build_settings, settings_from_serve_args
 from tandem.workers.engine.executor import ExecutorReady
 
 
@@ -53,6 +53,16 @@ def test_a_process_away_from_home_says_what_to_set() -> None:
     check_home("a", "a")
     with pytest.raises(SettingsError, match=r"placed on node b.*single_node: false"):
         check_home("a", "b")
+
+
+def test_several_nodes_have_several_gateways_unless_args_say() -> None:
+    assert [gateways_for(nodes) for nodes in (0, 1, 2, 8, 9, 64)] == [1, 1, 2, 2, 3, 16]
+    args: dict[str, Any] = {"model_loading_config": {"model_id": "demo"}}
+    assert settings_from_serve_args(args, 3).gateway.num_gateways == 3
+    for section in ("gateway_config", "engine_kwargs"):
+        for name in ("api_server_count", "api-server-count"):
+            if (section, name) != ("gateway_config", "api-server-count"):
+                assert settings_from_serve_args({**args, section: {name: 1}}, 3).gateway.num_gateways == 1
 
 
 def test_groups_spread_over_nodes() -> None:

@@ -125,6 +125,12 @@ def test_the_head_node_is_known() -> None:
     assert constants.HEAD_NODE_RESOURCE_NAME == "node:__internal_head__", why
 
 
+def test_nodes_that_are_drained_are_known() -> None:
+    why = "GcsClient.get_draining_nodes(timeout): groups leave a node before it goes (group/node_drain.py)"
+    assert hasattr(ray._raylet.InnerGcsClient, "get_draining_nodes"), why
+    assert "worker.gcs_client = node.get_gcs_client()" in source(ray_worker.connect), f"{why}; the worker has one"
+
+
 def test_the_session_folder_is_known_to_workers() -> None:
     why = "worker.global_worker.node: the private Redis has its folder in the session's (wire/identity.py)"
     assert isinstance(ray_worker.global_worker, ray_worker.Worker) and hasattr(ray_worker.global_worker, "node"), why
