@@ -186,14 +186,16 @@ def launch_gather(shape: GatherShape) -> None:
 
 
 def launch_sampling() -> None:
-    """Draws as a step does, with one row and with many."""
+    """Edits logits and draws as a step does, with one row and with many."""
     import numpy as np
     import torch
 
+    from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
     from tandem.workers.kernels.sampling_ops import Draws
     from tandem.workers.kernels.step_arrays import sending_with
     from tandem.workers.kernels.triton.triton_sampling import PROGRAMS, TritonSampling
 
+    kinds = [torch.float32] * 3 + [torch.int64] + [torch.int32] * 3 + [torch.float32]
     for rows, vocab in ((1, 151_936), (PROGRAMS, 50_257)):
         zeros, ones = np.zeros(rows), np.ones(rows)
         draws = Draws.of(
@@ -208,6 +210,10 @@ def launch_sampling() -> None:
         draw = TritonSampling().prepare_draw(draws, sending_with(lambda host: host))
         ids_S = torch.zeros(rows, dtype=torch.int64)
         draw(torch.zeros(rows, vocab), torch.zeros(rows), ids_S, torch.zeros_like(ids_S))
+        numbers = LogitEdits[torch.Tensor](*(torch.zeros(rows, dtype=kind) for kind in kinds))
+        tokens = RowTokens(torch.zeros(rows, 64, dtype=torch.int32), ids_S, ids_S)
+        counts = torch.zeros(rows, vocab, dtype=torch.int32)
+        TritonSampling().edit_all(torch.zeros(rows, vocab), tokens, numbers, counts)
 
 
 class FusedShape(NamedTuple):

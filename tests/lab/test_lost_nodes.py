@@ -22,12 +22,14 @@ TOKENS = 150
 BEGUN = 5
 SLOTS = {"b": 0.2, "c": 0.1, "d": 0.2, "e": 0.1}
 """Of a group's first bundle, with its coordinator, and of its second one, twice."""
+SPARE = {"a": 0.3}
+"""Of both."""
 KNOWN_S, ALONE_S, HEALED_S = 20.0, 40.0, 300.0
 """Until a coordinator has ended: 6 s are promised. Until a rank that is cut off has: 15 s. Until both groups serve."""
 
 
 class Groups:
-    """The service. one, other: the nodes of one group, the coordinator's first."""
+    """The service, by what runs on its nodes."""
 
     def __init__(self, ray_nodes: RayNodes) -> None:
         self.ray_nodes = ray_nodes
@@ -62,10 +64,10 @@ class Groups:
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[Groups]:
-    """The gateway is on the head, which has no room for more; there is just room for the two groups."""
+    """The gateway is on the head, which has no room for more; then there is just room for the two groups."""
     with Lab("a", *SLOTS) as lab:
         ray_nodes = RayNodes(lab)
-        ray_nodes.leave_cpus({"a": 0.1, **dict.fromkeys(SLOTS, 0.0)}, SLOTS)
+        ray_nodes.leave_cpus({"a": 0.1, **dict.fromkeys(SLOTS, 0.0)}, {**SLOTS, **SPARE})
         ray_nodes.begin_deploy(demo({"tensor_parallel_size": 2}, groups=2))
         made = Groups(ray_nodes)
         ray_nodes.free("b", "c")
@@ -134,18 +136,19 @@ def test_a_node_whose_ray_is_killed(groups: Groups, texts: list[str]) -> None:
         print(f"the rank beside the coordinator has ended after {ended_s(killed_s, near, KNOWN_S):.1f} s")
         print(f"the one of the dead Ray after {ended_s(killed_s, far, ALONE_S):.1f} s")
     assert raylets
-    groups.ray_nodes.join(far_node)
-    groups.ray_nodes.leave_cpus({far_node.name: SLOTS[far_node.name]})
+    groups.ray_nodes.join(far_node)  # with room for a whole group
     wait_for(groups.are_healed, HEALED_S, "both groups serve", 1.0)
 
 
 def test_a_node_that_is_drained(groups: Groups, texts: list[str]) -> None:
-    """The last one: its group finds no other place. It ends as planned, long before the node goes."""
+    """Its group ends as planned, long before the node goes, and finds room elsewhere."""
     far_node = groups.far_node()
+    groups.ray_nodes.free(*SPARE)
     with unbroken(groups, texts):
         near, far = groups.ranks_of_the_group_on(far_node)
-        groups.ray_nodes.drain(far_node, deadline_s=600)
+        groups.ray_nodes.drain(far_node, deadline_s=3600)
         told_s = time.monotonic()
         print(f"the rank beside the coordinator has left after {ended_s(told_s, near, KNOWN_S):.1f} s")
         print(f"the one on the drained node after {ended_s(told_s, far, KNOWN_S):.1f} s")
+    wait_for(groups.are_healed, HEALED_S, "both groups serve", 1.0)
     assert not ranks_on(far_node)

@@ -15,9 +15,18 @@ from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import CaptureGraph
 from tandem.workers.graphs.graph_runner import Body, I, Outputs
 from tandem.workers.kernels.kv_store import LayerKV
-from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
+from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
+from tandem.workers.kernels.sampling_ops import (
+    RandomRows,
+    SamplingOps,
+    TorchSampling,
+    exponents,
+    kth_greatest,
+    nucleus_edge,
+)
 from tandem.workers.platforms.base import DeviceMemory, Platform
 from tandem.workers.platforms.cuda import CudaPlatform
+from tandem.workers.sampling.processors.penalties import penalize
 
 P = TypeVar("P", bound=Platform)
 
@@ -37,9 +46,42 @@ class AnySteps(TorchAttention):
 
 
 class FixedTwin(TorchSampling):
-    """Draws for any mix of rows by one sequence of calls."""
+    """Draws for any mix of rows by one sequence of calls: every row is searched, and those without a limit keep what
+    they had."""
 
-    choose_all = TorchSampling.choose
+    def edit_all(
+        self,
+        logits_SV: torch.Tensor,
+        tokens: RowTokens,
+        edits: LogitEdits[torch.Tensor],
+        counts_SV: torch.Tensor,
+    ) -> None:
+        """Entries that are none change a row that is not there."""
+        assert not counts_SV.requires_grad and counts_SV.shape == logits_SV.shape
+        places, vocab = logits_SV.shape
+        place_E, id_E = torch.where(edits.place_E < 0, places, edits.place_E.long()), edits.id_E.long()
+        added, until = logits_SV.new_zeros(places + 1, vocab), edits.until_E.new_zeros(places + 1, vocab)
+        added[place_E, id_E], until[place_E, id_E] = edits.added_E, edits.until_E
+        forbidden_SV = tokens.positions_S[:, None] < until[:-1]
+        logits_SV.copy_(torch.where(forbidden_SV, float("-inf"), logits_SV + added[:-1]))
+        penalties = (column[:, None] for column in (edits.repetition_S, edits.frequency_S, edits.presence_S))
+        tokens_SL, ends_S1 = tokens.tokens_NL[tokens.rows_S].long(), tokens.positions_S[:, None]
+        penalize(logits_SV, tokens_SL, edits.prompt_S[:, None], ends_S1, *penalties)
+
+    def choose_all(
+        self,
+        logits_SV: torch.Tensor,
+        best_S: torch.Tensor,
+        ids_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        rows: RandomRows,
+    ) -> None:
+        lowest_S, top_k_S, top_p_S = rows.lowest(), rows.top_k(), rows.top_p()
+        scores_SV = exponents(logits_SV, best_S, rows.at(), rows.factor())
+        kth_S = kth_greatest(scores_SV, top_k_S.double())
+        lowest_S = torch.where(top_k_S > 0, torch.maximum(lowest_S, kth_S), lowest_S)
+        lowest_S = torch.where(top_p_S < 1, nucleus_edge(scores_SV, lowest_S, top_p_S), lowest_S)
+        self.choose(logits_SV, best_S, ids_S, positions_S, rows, lowest_S)
 
 
 class GpuOnHost(CudaPlatform):

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from tandem.workers.kernels.gumbel_noise import gumbel_noise
+from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
 from tandem.workers.kernels.step_arrays import Send, Sent
 
 DIGITS: Final = ((20, 11), (10, 10), (0, 10))
@@ -92,8 +93,17 @@ class SamplingOps(Protocol):
 
 @runtime_checkable
 class FixedSampling(SamplingOps, Protocol):
-    """SamplingOps that draw for any mix of rows without top-k and top-p by one sequence of calls, which a graph may
-    hold."""
+    """SamplingOps that edit logits and draw for any mix of rows by one sequence of calls, which a graph may hold."""
+
+    def edit_all(
+        self,
+        logits_SV: torch.Tensor,
+        tokens: RowTokens,
+        edits: LogitEdits[torch.Tensor],
+        counts_SV: torch.Tensor,
+    ) -> None:
+        """Changes the logits of all places. counts_SV: int32 zeros, for its use; they are zeros again behind it."""
+        ...
 
     def choose_all(
         self,
@@ -102,10 +112,8 @@ class FixedSampling(SamplingOps, Protocol):
         ids_S: torch.Tensor,
         positions_S: torch.Tensor,
         rows: "RandomRows",
-        lowest_S: torch.Tensor,
     ) -> None:
-        """Overwrites ids_S of rows whose factor is not 0, given the least exponent that each keeps. rows: all of them,
-        in order."""
+        """Overwrites ids_S of rows whose factor is not 0. rows: all of them, in order."""
         ...
 
 
@@ -118,7 +126,7 @@ class TorchSampling:
 
     def prepare_draw(self, draws: Draws, send: Send) -> DrawTokens:
         rows = RandomRows.sent(draws, send)
-        truncation = Truncation(draws, send)
+        truncation = Truncation(draws, rows, send)
 
         def draw(logits_SV: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, positions_S: torch.Tensor) -> None:
             lowest_R = truncation.lowest(logits_SV, best_S)
@@ -160,21 +168,26 @@ class RandomRows:
 
     at: Sent
     factor: Sent
+    lowest: Sent
+    top_k: Sent
+    top_p: Sent
     seed: Sent
     choice: Sent
 
     @classmethod
     def sent(cls, draws: Draws, send: Send) -> "RandomRows":
         """Sends the columns."""
-        return cls(send(draws.places), send(draws.factor), send(draws.seed.view(np.int64)), send(draws.choice))
+        seed = draws.seed.view(np.int64)
+        columns = (draws.places, draws.factor, draws.lowest, draws.top_k, draws.top_p, seed, draws.choice)
+        return cls(*map(send, columns))
 
 
 class Truncation:
     """Bounds that truncate some rows, on their way to the device."""
 
-    def __init__(self, draws: Draws, send: Send) -> None:
+    def __init__(self, draws: Draws, rows: RandomRows, send: Send) -> None:
         limited, nucleus = np.flatnonzero(draws.top_k), np.flatnonzero(draws.top_p < 1)
-        self._lowest = send(draws.lowest)
+        self._lowest = rows.lowest
         self._limited = self._sent(draws, limited, draws.top_k.astype(np.float64), send)
         self._nucleus = self._sent(draws, nucleus, draws.top_p, send)
 
@@ -182,17 +195,10 @@ class Truncation:
         """Returns the least exponent that each row keeps, float32 [R]."""
         lowest_R, vocab = self._lowest().clone(), logits_SV.shape[1]
         for which, most, at, factor in _in_parts([column() for column in self._limited], vocab):
-            some_RV = exponents(logits_SV, best_S, at, factor)
-            keys_RV = INFINITY_BITS - some_RV.abs().view(torch.int32)
-            kth_R = _cut(keys_RV, torch.ones_like(some_RV, dtype=torch.float64), most.clamp(max=vocab)[:, None])
-            lowest_R[which] = torch.maximum(lowest_R[which], -(INFINITY_BITS - kth_R).view(torch.float32))
+            kth_R = kth_greatest(exponents(logits_SV, best_S, at, factor), most)
+            lowest_R[which] = torch.maximum(lowest_R[which], kth_R)
         for which, share, at, factor in _in_parts([column() for column in self._nucleus], vocab):
-            some_RV = exponents(logits_SV, best_S, at, factor)
-            weights_RV = weights(some_RV).masked_fill_(some_RV < lowest_R[which][:, None], 0.0)
-            mass_RV = weights_RV.double()
-            least_R = _cut(weights_RV.view(torch.int32), mass_RV, share[:, None] * mass_RV.sum(1, keepdim=True))
-            some_RV.masked_fill_(weights_RV < least_R.view(torch.float32)[:, None], float("inf"))
-            lowest_R[which] = some_RV.amin(1)
+            lowest_R[which] = nucleus_edge(exponents(logits_SV, best_S, at, factor), lowest_R[which], share)
         return lowest_R
 
     @staticmethod
@@ -228,6 +234,23 @@ def weights(exponents_RV: torch.Tensor) -> torch.Tensor:
         p.mul_(f).add_(factor)
     p.mul_(((whole.int() + 127) << 23).view(torch.float32))
     return torch.where(p >= GRID, p, (p + GRID) - GRID)
+
+
+def kth_greatest(exponents_RV: torch.Tensor, count_R: torch.Tensor) -> torch.Tensor:
+    """Returns the count-th greatest exponent of each row. count_R: float64."""
+    keys_RV = INFINITY_BITS - exponents_RV.abs().view(torch.int32)
+    most_R1 = count_R.clamp(max=exponents_RV.shape[1])[:, None]
+    kth_R = _cut(keys_RV, torch.ones_like(exponents_RV, dtype=torch.float64), most_R1)
+    return -(INFINITY_BITS - kth_R).view(torch.float32)
+
+
+def nucleus_edge(exponents_RV: torch.Tensor, lowest_R: torch.Tensor, share_R: torch.Tensor) -> torch.Tensor:
+    """Returns the least of the fewest best exponents whose weights reach a share of those from `lowest` on, float64.
+    Overwrites the exponents."""
+    weights_RV = weights(exponents_RV).masked_fill_(exponents_RV < lowest_R[:, None], 0.0)
+    mass_RV = weights_RV.double()
+    least_R = _cut(weights_RV.view(torch.int32), mass_RV, share_R[:, None] * mass_RV.sum(1, keepdim=True))
+    return exponents_RV.masked_fill_(weights_RV < least_R.view(torch.float32)[:, None], float("inf")).amin(1)
 
 
 def _cut(bits_RV: torch.Tensor, measure_RV: torch.Tensor, target_R1: torch.Tensor) -> torch.Tensor:

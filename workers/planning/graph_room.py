@@ -29,8 +29,15 @@ OVERRUN: Final = 64
 """Tokens that a row may hold beyond --max-model-len: sampled before its end is known."""
 NARROWEST_TOKENS: Final = 256
 """The context that the narrowest table of a captured step holds, where attention gathers all that the table has."""
-ARRAY_BYTES: Final = 192
+ARRAY_BYTES: Final = 416
 """Bytes of a token in a step's arrays and its padding's, at most, and in what is derived."""
+EDITS_EACH: Final = 8
+"""Edits of logits that a captured step has room for, for each token that is sampled."""
+EDITS_BESIDE: Final = 64
+"""And beside them, so that one row alone may have as many."""
+EDIT_BYTES: Final = 16
+CANDIDATE_BYTES: Final = 4 * (16_384 + 1_024)
+"""Bytes of a token that is sampled with top-k or top-p, while it is (triton_truncation.py)."""
 LIST_BYTES: Final = 32
 """Bytes of an item of the list by which attention is cut."""
 TABLE_BYTES: Final = 24
@@ -71,6 +78,11 @@ def capture_sizes(
     return [size for _, size in sorted(sizes, key=lambda one: one[0])][:MAX_CAPTURES]
 
 
+def most_edits(size: CaptureSize) -> int:
+    """Returns the edits of logits that a capture has room for."""
+    return EDITS_EACH * size.num_samples + EDITS_BESIDE
+
+
 def most_blocks(max_model_len: int, block_size: int) -> int:
     """Returns the most blocks of a row, in each group of layers."""
     return -(-(max_model_len + OVERRUN) // block_size)
@@ -99,7 +111,8 @@ def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_by
     groups = kv_groups(settings, spec, max_model_len)
     tokens, samples = max(size.num_tokens for size in sizes), max(size.num_samples for size in sizes)
     logits = samples * spec.vocab_size * (4 + (3 if mesh.tp_size > 1 else 1) * element_bytes)  # gathered, in one piece
-    results = 2 * tokens * spec.hidden_size * element_bytes + logits
+    sampling = samples * (CANDIDATE_BYTES + 4 * spec.vocab_size)  # and counts of a row's tokens
+    results = 2 * tokens * spec.hidden_size * element_bytes + logits + sampling
     gathers = _gather_bytes(spec, mesh, settings, element_bytes, max_model_len)
     tables = max(TABLE_BYTES * size.num_rows * size.num_blocks * groups.count for size in sizes)
     lists = LIST_BYTES * len({(layer.params.window, layer.attention) for layer in spec.layers})
@@ -110,7 +123,7 @@ def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_by
 
 def capture_bytes(size: CaptureSize, groups: KVGroups) -> int:
     """Returns the most bytes that one capture keeps for itself."""
-    return size.num_tokens * (ARRAY_BYTES + 8 * groups.count) + 512
+    return size.num_tokens * (ARRAY_BYTES + 8 * groups.count) + EDIT_BYTES * EDITS_BESIDE + 512
 
 
 def _gather_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_bytes: int, max_model_len: int) -> int:

@@ -16,6 +16,7 @@ from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.kernels.sampling_ops import SamplingOps
 from tandem.workers.kernels.step_arrays import Send, StepArrays
 from tandem.workers.messages.step import StepPlan
+from tandem.workers.planning.graph_room import most_edits
 from tandem.workers.platforms.device_rows import DeviceRows, Ints, StepDrafts, StepRows, StepTensors
 from tandem.workers.rank.captured.framed_step import FramedStep
 from tandem.workers.rank.drafts import Drafts
@@ -111,8 +112,11 @@ def build_batch(
     places = None if drafts is None else StepDrafts(drafts_R, back_S > 1, drafts.ids is None)
     logits_rows_S = starts[1:][row_S] - back_S
     positions_S, beside, sampling, read_rows = end_R[row_S] + 1 - back_S, StepArrays(), None, None
-    draws = table.sampling.fixed(sample_rows_S) if prepare is not None and framed is not None and framed.draws else None
-    if prepare is not None and len(row_S) and draws is None:
+    own = None
+    if prepare is not None and framed is not None and framed.draws:
+        own = table.sampling.captured(sample_rows_S, table.prompt_len[sample_rows_S], most_edits(framed.size))
+        read_rows = None if own is None else own.read_rows
+    if prepare is not None and len(row_S) and own is None:
         most_S = positions_S if spare_R is None else positions_S + spare_R[row_S]
         sampling = prepare(sample_rows_S, positions_S, most_S, beside.send)
         read_rows = sampling.read_rows
@@ -131,7 +135,7 @@ def build_batch(
         read_rows,
     )
     if framed is not None:
-        framed.fill(rows, draws, beside)
+        framed.fill(rows, own, beside)
         return StepBatch(None, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, None)
     tensors = device_rows.step(rows, beside)
     forward = _forward(tensors, rows, adapters, table.block_size)

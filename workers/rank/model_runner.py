@@ -41,7 +41,7 @@ from tandem.workers.rank.start.captures import capture_steps
 from tandem.workers.rank.step_exchanges import StepExchanges, StepVerdict
 from tandem.workers.sampling.prompt_logprobs import PromptScorer, Scored, ScoredRows
 from tandem.workers.sampling.sampler import Drawn, Sampling
-from tandem.workers.sampling.sampling_table import READS_LATE, READS_ON_HOST
+from tandem.workers.sampling.sampling_table import EDITS, READS_LATE, READS_ON_HOST
 from tandem.workers.speculation.proposer import Proposer
 
 if TYPE_CHECKING:
@@ -343,7 +343,8 @@ class ModelRunner:
         drawn, host_drafts_S, to_host = None, None, self._platform.accelerator.to_host
         if self._is_drawn(batch) and places.outcome is not None:
             host_XS = to_host(places.outcome.sampled_XS)
-            drawn = Drawn.captured(places.outcome.sampled_XS, host_XS, count)
+            edited_S = self._table.sampling.flags[batch.sample_rows_S] & EDITS > 0
+            drawn = Drawn.captured(places.outcome.sampled_XS, host_XS, edited_S)
             host_drafts_S = host_XS[2, :count] if has_drafts else None
         elif batch.sampling is not None:
             drawn = self._draw(batch.sampling, places, output)

@@ -59,10 +59,11 @@ class Drawn:
         return replace(self, ids_S=ids_S, host_ids_S=to_host(ids_S))
 
     @classmethod
-    def captured(cls, sampled_XS: torch.Tensor, host_XS: torch.Tensor, count: int) -> "Drawn":
+    def captured(cls, sampled_XS: torch.Tensor, host_XS: torch.Tensor, edited_S: npt.NDArray[np.bool_]) -> "Drawn":
         """Returns what a captured step has drawn, from one copy to the host: int64, the ids, and the bits of the
         greatest logits in the first half of a row."""
-        best_S, edited_S = host_XS[1].view(torch.float32)[:count], np.zeros(count, np.bool_)
+        count = len(edited_S)
+        best_S = host_XS[1].view(torch.float32)[:count]
         return cls(sampled_XS[0, :count], best_S, host_XS[0, :count], best_S, edited_S, None, [])
 
     def collect(self) -> Sampled:

@@ -5,16 +5,20 @@ tensors. What a request could send to break a step (ids outside the vocabulary) 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from tandem.workers.kernels.logit_edits import NO_EDITS, LogitEdits
 from tandem.workers.kernels.sampling_ops import Draws
+from tandem.workers.kernels.step_arrays import Array
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.chain import ProcessorChain, all_processors
 from tandem.workers.sampling.processors.grammar import GrammarMask
 from tandem.workers.sampling.processors.logits_processor import LogitsProcessor, Reads
+from tandem.workers.sampling.processors.row_edits import RowEdits, step_edits
 from tandem.workers.structured.grammar_store import GrammarStore
 
 Ints = npt.NDArray[np.int64]
@@ -24,6 +28,7 @@ LOGPROBS: Final = 4
 READS_TOKENS: Final = 8  # some logits processor reads the row's tokens before the forward pass
 READS_LATE: Final = 16  # and some behind it
 READS_ON_HOST: Final = 32  # some of those before it cannot read them on a device
+BEHIND: Final = 64  # no captured step serves it whole
 GREEDY_BELOW: Final = 1e-5  # as in vLLM: a temperature this small is greedy
 
 
@@ -34,6 +39,16 @@ def flags_of(sampling: RowSampling) -> int:
     """The needs of a row beyond argmax and logits processors, as bits."""
     random = sampling.temperature >= GREEDY_BELOW
     return RANDOM * random + LOGPROBS * (sampling.logprobs is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedSampling:
+    """The sampling of a captured step: edits of its logits, then draws, of which a factor of 0 takes the best token.
+    read_rows: rows whose tokens that reads on the device; None for none."""
+
+    draws: Draws
+    edits: LogitEdits[Array]
+    read_rows: Ints | None = None
 
 
 class SamplingTable:
@@ -56,6 +71,7 @@ class SamplingTable:
         self.seed = np.zeros(capacity, np.uint64)
         self.choice = np.zeros(capacity, np.int64)
         self.params: list[RowSampling | None] = [None] * capacity
+        self._edits: dict[int, RowEdits] = {}
         self.grammars = GrammarMask(vocab_size, grammars)
         own = all_processors(vocab_size, self.grammars) if processors is None else processors
         self.chain = ProcessorChain(own, capacity)
@@ -63,12 +79,17 @@ class SamplingTable:
     def bind(self, row: int, sampling: RowSampling) -> None:
         """Replaces what the row held."""
         reads = self.chain.bind(row, sampling)
+        edits = self.chain.edits(row) if reads else None
+        self._edits.pop(row, None)
+        if edits is not None:
+            self._edits[row] = edits
         self.flags[row] = (
             flags_of(sampling)
             + EDITS * bool(reads)
             + READS_TOKENS * (Reads.TOKENS in reads)
             + READS_LATE * (Reads.TOKENS_LATE in reads)
             + READS_ON_HOST * self.chain.waits(row)
+            + BEHIND * (sampling.logprobs is not None or (bool(reads) and edits is None))
         )
         self.temperature[row] = sampling.temperature
         self.top_k[row] = min(sampling.top_k, self.vocab_size)
@@ -89,18 +110,25 @@ class SamplingTable:
     def free(self, row: int) -> None:
         """Forgets what the row held; its columns stay until it is bound again."""
         self.chain.free(row)
+        self._edits.pop(row, None)
 
-    def fixed(self, rows_S: Ints) -> Draws | None:
-        """Returns the draws of a step of these rows, where one sequence of calls serves them all, as a capture has it:
-        no logits processor changes their logits, and none of them has log probabilities, top-k or top-p. None for
-        others: they sample behind the capture."""
-        flags_S, top_k_S, top_p_S = self.flags[rows_S], self.top_k[rows_S], self.top_p[rows_S]
-        is_random_S = flags_S & RANDOM > 0
-        if (flags_S & (EDITS | LOGPROBS)).any() or (((top_k_S > 0) | (top_p_S < 1)) & is_random_S).any():
+    def captured(self, rows_S: Ints, prompt_len_S: Ints, most_entries: int) -> CapturedSampling | None:
+        """Returns how a captured step samples these rows, by one sequence of calls for any mix of them. None where some
+        row asks for more than it holds: log probabilities, a grammar, a thinking budget, allowed ids, bad words of
+        several tokens, or edits of more tokens than there is room for; then all of them sample behind the capture."""
+        flags_S = self.flags[rows_S]
+        if (flags_S & BEHIND).any():
             return None
+        edits, read_rows = NO_EDITS, None
+        if (flags_S & EDITS).any():
+            edits = step_edits([self._edits.get(row) for row in rows_S.tolist()], prompt_len_S)
+            if len(edits.place_E) > most_entries:
+                return None
+            read = {row for row in rows_S.tolist() if row in self._edits and self._edits[row].penalizes}
+            read_rows = np.array(sorted(read), np.int64) if read else None
         draws = self.draws(np.arange(len(rows_S)), rows_S)
-        draws.factor[~is_random_S] = 0
-        return draws
+        draws.factor[flags_S & RANDOM == 0] = 0
+        return CapturedSampling(draws, edits, read_rows)
 
     def draws(self, places: Ints, rows: Ints) -> Draws:
         """Returns what draws tokens of these rows, at these places of a step."""

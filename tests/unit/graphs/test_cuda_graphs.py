@@ -47,8 +47,17 @@ from tests.support.platforms import NoGraphs, replaced
 from tests.support.recorded_graph import recorded
 from tests.support.tiny_models import BY_NAME, GROUPED, save_tiny_model
 
-LATE = (
+CAPTURED = (
+    *PLAIN,
     RowSampling(temperature=0.7, top_k=3, top_p=0.9, seed=5),
+    RowSampling(temperature=0.9, top_p=0.6, min_p=0.01, seed=2, repetition_penalty=1.2, frequency_penalty=0.3),
+    RowSampling(
+        temperature=0.0, presence_penalty=0.6, logit_bias=((5, 1.5),), min_tokens=4, stop_token_ids=(6, 8),
+        bad_words_token_ids=((7,),),
+    ),
+)  # fmt: skip
+"""What a capture edits and draws, in any mix."""
+LATE = (
     RowSampling(temperature=0.5, seed=2, frequency_penalty=0.3, bad_words_token_ids=((5, 6), (7,))),
     RowSampling(temperature=0.9, seed=1, logprobs=2),
 )
@@ -136,6 +145,23 @@ def test_replays_equal_eager_steps(
     assert replayed.tokens == padded.tokens == plain.tokens and replayed.logprobs == padded.logprobs
     for mine, its in zip(replayed.runner.kv.planes, padded.runner.kv.planes, strict=True):
         assert torch.equal(as_indexable(mine), as_indexable(its))
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_any_mix_of_edits_and_draws_is_in_the_replay(folders: Callable[[str], Path], drafts: int) -> None:
+    """Tokens are those of steps that run eagerly, without padding, and edit and draw with the processors' operations.
+    Nothing is sampled behind a replay."""
+    plans, found = crowd(11, 30, samplings=CAPTURED, drafts=drafts), []
+    for capture in (recorded, None):
+        rank = ready(folders("qwen3"), capture, drafts=drafts)
+        if capture is not None:
+            rank.runner._draw = None  # type: ignore[assignment, method-assign]
+        rank.run(plans)
+        found.append(rank)
+    replayed, plain = found
+    assert all(replayed.num_replays) and replayed.num_ahead and not any(plain.num_replays)
+    assert replayed.tokens == plain.tokens and replayed.num_accepted == plain.num_accepted
+    assert bool(replayed.num_accepted) == bool(drafts)
 
 
 def test_padding_is_no_experts_token(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

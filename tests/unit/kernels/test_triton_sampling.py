@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tandem.workers.kernels.logit_edits import DTYPES, LogitEdits, RowTokens
 from tandem.workers.kernels.sampling_ops import RandomRows, SamplingOps, TorchSampling
-from tandem.workers.kernels.step_arrays import arrived, sending_with
+from tandem.workers.kernels.step_arrays import sending_with
 from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
 from tests.unit.sampling import numpy_twin
 from tests.unit.sampling.sampling_kinds import draws_of
@@ -16,6 +18,7 @@ from tests.unit.sampling.sampling_kinds import draws_of
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 _noise = pytest.importorskip("tandem.workers.kernels.triton.triton_sampling")._noise
+once = pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
 SEND = sending_with(lambda host: host.to(DEVICE))
 
 
@@ -58,7 +61,7 @@ def test_words_become_noise() -> None:
 
 
 @computes
-@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1024, 5_000])
+@pytest.mark.parametrize("vocab", [1, 64, 65, 5_000])
 def test_the_token_is_numpys_and_the_twins(vocab: int) -> None:
     """Rows of all limits, flat and steep, some with one token left, beside others that draw nothing."""
     rows = 8
@@ -74,7 +77,7 @@ def test_the_token_is_numpys_and_the_twins(vocab: int) -> None:
         "seed": np.array([0, 1, 2**63, 2**64 - 1, 2**32, 7, 7, 8], np.uint64),
         "choice": np.arange(rows) % 3,
     }
-    for shift in (0, 2**31 - 100):
+    for shift in (0, 2**31 - 100) if vocab == 65 else (0,):
         positions = [shift + 11 * row for row in range(rows + 1)]
         got = draw(kernels(), logits, positions, places=np.arange(rows), **columns)
         wanted = [
@@ -112,23 +115,85 @@ def test_of_equal_scores_the_lower_id_wins() -> None:
     assert ids.tolist() == [999, 7, 300, 7]
 
 
+def columns_of(rows: int, **columns: Any) -> RandomRows:
+    return RandomRows.sent(draws_of(rows, **columns), SEND)
+
+
 @computes
 def test_one_sequence_of_calls_serves_any_mix_of_rows() -> None:
-    """Those with a factor of 0 keep their best token; the twin's bits."""
+    """Those with a factor of 0 keep their best token, whatever their limits; the twin's bits."""
     ops: Any = kernels()
-    rows = 5
+    rows = 6
     logits = torch.randn(rows, 1500, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    factor = torch.tensor([0.0, 1.0, 2.5, 0.0, 0.5], device=DEVICE)
-    lowest = torch.tensor([-1.0, float("-inf"), -2.0, float("-inf"), -0.5], device=DEVICE)
-    columns = [torch.arange(rows, device=DEVICE), factor, *(torch.arange(rows, device=DEVICE) + add for add in (3, 0))]
-    found = []
-    for each in (ops.choose_all, TorchSampling().choose):
-        best, ids = ops.best(logits)
-        each(logits, best, ids, torch.arange(rows, device=DEVICE) * 9, RandomRows(*map(arrived, columns)), lowest)
-        found.append(ids.tolist())
+    draws = draws_of(
+        rows, temperature=[1, 1, 0.4, 1, 2, 0.7], top_k=[5, 0, 0, 0, 30, 1500], top_p=[0.1, 1, 0.8, 1, 0.9, 1],
+        min_p=[0.2, 0, 0, 0.1, 0, 0.05], seed=range(3, 9), choice=range(rows),
+    )  # fmt: skip
+    draws.factor[[0, 3]] = 0
+    positions, found = torch.arange(rows, device=DEVICE) * 9, []
+    best, ids = ops.best(logits)
+    ops.choose_all(logits, best, ids, positions, RandomRows.sent(draws, SEND))
+    found.append(ids.tolist())
+    twin = TorchSampling()
+    best, ids = twin.best(logits)
+    twin.prepare_draw(draws, SEND)(logits, best, ids, positions)
+    found.append(ids.tolist())
     greedy = logits.argmax(1).tolist()
     assert found[0] == found[1] and [found[0][row] for row in (0, 3)] == [greedy[row] for row in (0, 3)]
     assert found[0] != greedy
+
+
+LIMITS = [
+    {"top_k": 40, "top_p": 0.9}, {"top_p": 0.95}, {"top_k": 2000, "top_p": 0.99, "min_p": 0.001}, {"top_k": 60},
+    {"top_p": 1 - 2.0**-53}, {"top_p": 0.3, "min_p": 0.2}, {"top_p": 0.8}, {"top_k": 1}, {"top_p": 1e-300},
+    {"top_k": 9, "min_p": 0.9}, {"min_p": 0.3},
+]  # fmt: skip
+
+
+def rows_of(vocab: int, generator: np.random.Generator) -> Any:
+    """Flat, steep, tied, sparse, tiny and huge logits, and 16-bit ones with a long tail."""
+    normal = generator.standard_normal((9, vocab)).astype(np.float32)
+    scale = np.array([0, 1e-4, 0.02, 0.5, 2, 4, 30, 1e4, 3], np.float32)[:, None]
+    rows = normal * scale
+    rows[4:6] = np.rint(rows[4:6] * 16) / 16
+    rows[5] = np.where(generator.random(vocab) < 0.9, -np.inf, rows[5])
+    rows[5, vocab // 2] = 7
+    rows[8, :: max(1, vocab // 7)] += 9
+    return rows
+
+
+@computes
+@pytest.mark.parametrize(("vocab", "room"), [(1, 16_384), (700, 16_384), (5_003, 16_384), (2_049, 8)])
+def test_rows_are_cut_where_a_sort_says(vocab: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By candidates, and by the row itself where there is no room for them; of memory full of NaN, each row by limits
+    and a temperature of its own."""
+    truncation = pytest.importorskip("tandem.workers.kernels.triton.triton_truncation")
+    monkeypatch.setattr(truncation, "ROOM", room)
+    empty = torch.empty
+    poisoned = lambda *size, **given: empty(*size, **given).fill_(float("nan"))  # noqa: E731
+    monkeypatch.setattr(truncation.torch, "empty", poisoned)
+    logits = rows_of(vocab, np.random.default_rng(vocab))[:: 1 if room > 100 else 2]
+    count = len(logits)
+    limits = [LIMITS[(row + vocab) % len(LIMITS)] for row in range(count)]
+    temperatures = [(1.0, 0.05, 2.5)[(row + vocab) % 3] for row in range(count)]
+    default = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    columns = {name: [own.get(name, of) for own in limits] for name, of in default.items()}
+    given = torch.from_numpy(logits).to(DEVICE)
+    lowest = truncation.lowest_of(given, given.amax(1), columns_of(count, temperature=temperatures, **columns))
+    for row, least, own, temperature in zip(logits, lowest.tolist(), limits, temperatures, strict=True):
+        of_V = numpy_twin.exponents(row, temperature)
+        wanted = numpy_twin.lowest(of_V, **own)  # type: ignore[arg-type]
+        assert ((of_V >= least) == (of_V >= wanted)).all(), (own, temperature, least, wanted)
+
+
+@once
+def test_neighbours_of_a_bins_border_have_weights_in_their_order() -> None:
+    """Which a cut by bins relies on, with a bin to spare: polynomials meet where a weight may fall by a rounding."""
+    distances = np.geomspace(2.0**-8, 26, 400_000).astype(np.float32)
+    weights = numpy_twin.weights(-distances).astype(np.float64)
+    behind = np.searchsorted(distances, distances * np.float32(1 + 1 / 70))
+    inside = behind < len(distances)
+    assert (weights[inside] >= np.maximum.accumulate(weights[::-1])[::-1][behind[inside]]).all()
 
 
 @computes
@@ -157,3 +222,58 @@ def test_a_graph_can_hold_a_draw() -> None:
     at += 7
     graph.replay()
     assert ids.tolist() == draw(TorchSampling(), logits, [11, 12], seed=[1, 2])
+
+
+class Counted:
+    """Stands for a kernel and notes its launches."""
+
+    def __init__(self, name: str, launched: list[str]) -> None:
+        self._name, self._launched = name, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *given, **constants: self._launched.append(self._name)
+
+
+class Operations(TorchDispatchMode):  # type: ignore[misc]
+    """Notes torch's operations but for new memory and views."""
+
+    def __init__(self, launched: list[str]) -> None:
+        super().__init__()
+        self._launched = launched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in str(func):
+            self._launched.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@once
+def test_edits_and_draws_of_any_mix_are_eleven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ones, whatever rows ask."""
+    from tandem.workers.kernels.triton import triton_edits, triton_sampling, triton_truncation
+
+    found: list[list[str]] = []
+    for limits in ({}, {"top_k": [3, 0, 5], "top_p": [0.1, 0.5, 1.0]}):
+        launched: list[str] = []
+        for module in (triton_edits, triton_sampling, triton_truncation):
+            for name, value in vars(module).items():
+                if isinstance(value, triton.runtime.KernelInterface) and not name.startswith("_"):
+                    monkeypatch.setattr(module, name, Counted(name, launched))
+        rows = RandomRows.sent(draws_of(3, **limits), sending_with(lambda host: host))
+        logits, at = torch.zeros(3, 5000), torch.arange(3)
+        numbers = LogitEdits[torch.Tensor](*(torch.zeros(3, dtype=torch.int32) for _ in DTYPES))
+        tokens, counts = RowTokens(at[:, None].int(), at, at), logits.int()
+        ops = triton_sampling.TritonSampling()
+        with Operations(launched):
+            ops.edit_all(logits, tokens, numbers, counts)
+            ops.choose_all(logits, *ops.best(logits), at, rows)
+        monkeypatch.undo()
+        found.append(launched)
+    assert found[0] == found[1]
+    kernels = [name for name in found[0] if not name.startswith("aten")]
+    assert kernels == [
+        *("edit_entries", "count_tokens", "penalize_tokens"),
+        *("count_bins", "collect_candidates", "cut_rows", "draw_parts", "choose_part"),
+    ]
+    rest = sorted(name for name in found[0] if name.startswith("aten"))
+    assert rest == ["aten.max.dim", "aten.zeros.default", "aten.zeros.default"], rest

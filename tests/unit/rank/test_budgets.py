@@ -44,7 +44,10 @@ ALL_FIELDS = RowSampling(
     bad_words_token_ids=((5,), (6, 7)),
     thinking_budget=ThinkingBudget(tokens=1, start=(40,), end=(41, 42), inside=True),
 )
-RANDOM = RowSampling(temperature=0.9, min_p=0.01, seed=7)
+RANDOM = RowSampling(
+    temperature=0.9, min_p=0.01, top_k=20, top_p=0.8, seed=7, repetition_penalty=1.1, frequency_penalty=0.2,
+    logit_bias=((3, 1.0),), min_tokens=30, stop_token_ids=(1, 2), bad_words_token_ids=((5,),),
+)  # fmt: skip
 OPERATORS_PER_LAYER = 20
 OPERATORS_BESIDE_A_REPLAY = 1
 """The step's arrays go from the buffer of the copy to where the capture reads them."""

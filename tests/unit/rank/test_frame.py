@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.workers.kernels.logit_edits import ALWAYS, NO_EDITS
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.planning.graph_room import PADDED_QUERIES, CaptureSize
 from tandem.workers.rank.captured.frame import NOTHING, Frame, PaddingRows, with_room
@@ -61,10 +62,13 @@ def test_a_frame_becomes_padding_again() -> None:
     [
         ({"temperature": 0.0, "top_k": 4, "top_p": 0.5}, True),
         ({"temperature": 0.9, "min_p": 0.1, "seed": 2**64 - 1, "choice": 3}, True),
-        ({"temperature": 0.9, "top_k": 4}, False),
-        ({"temperature": 0.9, "top_p": 0.99}, False),
+        ({"temperature": 0.9, "top_k": 4, "top_p": 0.99}, True),
         ({"temperature": 0.0, "logprobs": 0}, False),
-        ({"temperature": 0.0, "logit_bias": ((3, 1.0),)}, False),
+        ({"temperature": 0.0, "logit_bias": ((3, 1.0),), "frequency_penalty": 0.5}, True),
+        ({"temperature": 0.0, "logit_bias": tuple((i, 1.0) for i in range(20))}, False),
+        ({"temperature": 0.0, "bad_words_token_ids": ((4,), (7,)), "min_tokens": 3, "stop_token_ids": (7, 9)}, True),
+        ({"temperature": 0.0, "bad_words_token_ids": ((4, 5),)}, False),
+        ({"temperature": 0.0, "allowed_token_ids": (4, 5)}, False),
         ({"temperature": 0.0, "grammar": "any"}, False),
     ],
 )
@@ -73,10 +77,32 @@ def test_a_capture_draws_what_one_sequence_of_calls_serves(sampling: dict[str, o
     table = SamplingTable(3, 50)
     table.bind(0, RowSampling(temperature=0.5, seed=9))
     table.bind(2, RowSampling(**sampling))  # type: ignore[arg-type]
-    draws = table.fixed(np.array([2, 0]))
-    assert (draws is not None) == is_fixed
-    if draws is not None:
+    found = table.captured(np.array([2, 0]), np.array([5, 6]), 10)
+    assert (found is not None) == is_fixed
+    if found is not None:
+        draws = found.draws
         greedy = sampling["temperature"] == 0.0
         assert draws.factor.tolist() == [0.0 if greedy else pytest.approx(1 / 0.9), 2.0]
         assert draws.seed.tolist() == [sampling.get("seed", 0), 9]
-    assert table.fixed(np.array([0])) is not None
+    assert table.captured(np.array([0]), np.array([6]), 10) is not None
+
+
+def test_a_step_has_the_edits_of_its_rows_side_by_side() -> None:
+    """What is forbidden stays so, whatever is added to it; of a row without any there is nothing."""
+    table = SamplingTable(3, 50)
+    table.bind(0, RowSampling(temperature=0.5))
+    both = {"min_tokens": 4, "stop_token_ids": (7, 60), "logit_bias": ((7, 2.0), (3, -1.5))}
+    table.bind(1, RowSampling(temperature=0.5, bad_words_token_ids=((3,),), **both))  # type: ignore[arg-type]
+    table.bind(2, RowSampling(temperature=0.5, presence_penalty=0.5, repetition_penalty=1.25))
+    found = table.captured(np.array([0, 1, 1, 2]), np.array([9, 5, 5, 6]), 10)
+    assert found is not None and found.read_rows is not None and found.read_rows.tolist() == [2]
+    edits = {name: column.tolist() for name, column in found.edits._asdict().items()}
+    assert edits.pop("repetition_S") == [1, 1, 1, 1.25] and edits.pop("presence_S") == [0, 0, 0, 0.5]
+    assert edits.pop("frequency_S") == [0] * 4 and edits.pop("prompt_S") == [9, 5, 5, 6]
+    entries = sorted(zip(*(edits[name] for name in ("place_E", "id_E", "until_E", "added_E")), strict=True))
+    assert entries == [(place, *of) for place in (1, 2) for of in ((3, ALWAYS, -1.5), (7, 9, 2.0))]
+    assert table.captured(np.array([1, 1, 1]), np.array([5] * 3), 5) is None, "no room"
+    table.free(1)
+    table.bind(1, RowSampling(temperature=0.5))
+    again = table.captured(np.array([1]), np.array([5]), 5)
+    assert again is not None and again.edits is NO_EDITS

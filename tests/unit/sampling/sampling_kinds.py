@@ -16,7 +16,7 @@ from tandem.workers.kernels.cpu import cpu_build
 from tandem.workers.kernels.cpu.cpu_calls import NUMBER, POINTER
 from tandem.workers.kernels.cpu.cpu_sampling import SCRATCH_FLOATS, CpuSampling
 from tandem.workers.kernels.gumbel_noise import gumbel_noise
-from tandem.workers.kernels.sampling_ops import Draws, SamplingOps, TorchSampling, Truncation
+from tandem.workers.kernels.sampling_ops import Draws, RandomRows, SamplingOps, TorchSampling, Truncation
 from tandem.workers.kernels.step_arrays import sending_with
 from tests.unit.sampling.numpy_twin import Floats
 
@@ -97,11 +97,15 @@ def draw(kind: str, logits: torch.Tensor, positions: Sequence[int], **columns: o
     return [int(i) for i in ids]
 
 
+def truncation_of(draws: Draws) -> Truncation:
+    return Truncation(draws, RandomRows.sent(draws, AT_ONCE), AT_ONCE)
+
+
 def lowest_of(kind: str, logits: Floats, **limits: float) -> float:
     """The least exponent that a row keeps."""
     draws, best = draws_of(1, **limits), float(logits.max())
     if kind == "torch":
-        return float(Truncation(draws, AT_ONCE).lowest(torch.from_numpy(logits)[None], torch.tensor([best]))[0])
+        return float(truncation_of(draws).lowest(torch.from_numpy(logits)[None], torch.tensor([best]))[0])
     function = library(kind)["lowest_of"]
     function.restype = ctypes.c_float
     one = ctypes.c_float

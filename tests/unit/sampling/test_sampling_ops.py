@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.workers.kernels import sampling_ops
-from tandem.workers.kernels.sampling_ops import DIGITS, Truncation, weights
+from tandem.workers.kernels.sampling_ops import DIGITS, weights
 from tests.unit.sampling import numpy_twin
 from tests.unit.sampling.numpy_twin import Floats
 from tests.unit.sampling.sampling_kinds import (
-    AT_ONCE,
     KINDS,
     VOCABS,
     draw,
@@ -24,6 +23,7 @@ from tests.unit.sampling.sampling_kinds import (
     lowest_of,
     needs_compiler,
     ops_of,
+    truncation_of,
 )
 
 LIMITS: list[dict[str, Any]] = [
@@ -129,7 +129,7 @@ def test_rows_with_limits_and_without_are_cut_each_by_its_own_in_torch(monkeypat
     min_p, temperature = np.where(np.arange(rows) % 5, 0.0, 0.1), 0.5 + np.arange(rows) % 4
     draws = draws_of(rows, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
     given = torch.from_numpy(logits)
-    got = Truncation(draws, AT_ONCE).lowest(given, given.amax(1)).tolist()
+    got = truncation_of(draws).lowest(given, given.amax(1)).tolist()
     for row in range(rows):
         of_V = numpy_twin.exponents(logits[row], float(temperature[row]))
         same_kept(of_V, got[row], numpy_twin.lowest(of_V, int(top_k[row]), float(top_p[row]), float(min_p[row])))

@@ -1,8 +1,9 @@
 """SamplingOps for GPUs in Triton: a draw reads each row's logits once, with the noise made in registers.
 
-Definitions as in sampling_ops.py, whose TorchSampling is the twin and does the rest here too: the best tokens, and the
-bounds of rows with top-k or top-p. Noise as in gumbel_noise.py, to the last bit: no operation is fused. A row is cut
-into parts, so that few rows fill a device too, and a second kernel compares the parts. Grids depend on shapes alone.
+Definitions as in sampling_ops.py, whose TorchSampling is the twin and does the rest here too: the best tokens. Bounds
+of rows with top-k or top-p are those of triton_truncation.py. Noise as in gumbel_noise.py, to the last bit: no
+operation is fused. A row is cut into parts, so that few rows fill a device too, and a second kernel compares the parts.
+One sequence of calls serves any mix of rows, and a graph may hold it. Grids depend on shapes alone.
 Imported only where Triton is installed. S rows of a step, R of them random, V vocabulary, P parts.
 """
 
@@ -16,7 +17,11 @@ import triton
 import triton.language as tl
 
 from tandem.workers.kernels import gumbel_noise
-from tandem.workers.kernels.sampling_ops import RandomRows, TorchSampling
+from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
+from tandem.workers.kernels.sampling_ops import Draws, DrawTokens, RandomRows, TorchSampling
+from tandem.workers.kernels.step_arrays import Send
+from tandem.workers.kernels.triton import triton_edits
+from tandem.workers.kernels.triton.triton_truncation import lowest_of
 
 ROUNDS: Final = tl.constexpr(gumbel_noise.ROUNDS)
 BELOW_ONE: Final = tl.constexpr(gumbel_noise.BELOW_ONE)
@@ -128,17 +133,34 @@ def choose_part(scores, part_ids, parts, at, factor, ids, vocab, PARTS: tl.const
 class TritonSampling(TorchSampling):
     """The kernels, on float32 logits of a GPU."""
 
-    def choose(
+    def prepare_draw(self, draws: Draws, send: Send) -> DrawTokens:
+        rows = RandomRows.sent(draws, send)
+
+        def draw(logits_SV: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, positions_S: torch.Tensor) -> None:
+            self.choose_all(logits_SV, best_S, ids_S, positions_S, rows)
+
+        return draw
+
+    def edit_all(
+        self,
+        logits_SV: torch.Tensor,
+        tokens: RowTokens,
+        edits: LogitEdits[torch.Tensor],
+        counts_SV: torch.Tensor,
+    ) -> None:
+        triton_edits.edit_all(logits_SV, tokens, edits, counts_SV)
+
+    def choose_all(
         self,
         logits_SV: torch.Tensor,
         best_S: torch.Tensor,
         ids_S: torch.Tensor,
         positions_S: torch.Tensor,
         rows: RandomRows,
-        lowest_R: torch.Tensor,
     ) -> None:
         at_R, vocab = rows.at(), logits_SV.shape[1]
         assert logits_SV.dtype is torch.float32 and logits_SV.stride(1) == 1
+        lowest_R = lowest_of(logits_SV, best_S, rows)
         whole = triton.cdiv(vocab, 4 * COUNTERS)
         steps = triton.cdiv(whole, min(MOST_PARTS, whole, triton.cdiv(PROGRAMS, len(at_R))))
         parts = triton.cdiv(whole, steps)
@@ -152,5 +174,3 @@ class TritonSampling(TorchSampling):
             scores_RP, ids_RP, parts, at_R, rows.factor(), ids_S, vocab,
             PARTS=MOST_PARTS, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-
-    choose_all = choose

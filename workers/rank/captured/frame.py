@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from tandem.workers.attention.forward_batch import CHANGES, OnDevice, StepCopy, StepFrame, framed_first
-from tandem.workers.kernels.sampling_ops import Draws
+from tandem.workers.kernels.logit_edits import DTYPES, FILLS, NO_EDITS
 from tandem.workers.kernels.step_arrays import Array
-from tandem.workers.planning.graph_room import PADDED_QUERIES, CaptureSize
+from tandem.workers.planning.graph_room import PADDED_QUERIES, CaptureSize, most_edits
 from tandem.workers.platforms.step_buffer import places_of, views_of
+from tandem.workers.sampling.sampling_table import CapturedSampling
 
 SHORT: Final = frozenset({"starts", "lens_R", "slots_T", "slots_S"})
 NEEDED: Final = [name for name in StepCopy._fields if name not in StepCopy._field_defaults]
@@ -31,9 +32,9 @@ class PaddingRows(NamedTuple):
 
 
 def with_room(
-    step: StepCopy[Array], size: CaptureSize, spare: PaddingRows, draws: Draws | None, *, drafts: bool
+    step: StepCopy[Array], size: CaptureSize, spare: PaddingRows, sampling: CapturedSampling | None, *, drafts: bool
 ) -> StepCopy[Array]:
-    """Returns a step's arrays with padding behind them. draws: of its tokens, where the capture samples them; else
+    """Returns a step's arrays with padding behind them. sampling: of its tokens, where the capture samples them; else
     their rows come with the changes. drafts: the capture has places for some."""
     tokens, rows, samples = size.num_tokens, size.num_rows, size.num_samples
     own, each = len(step.rows_R), PADDED_QUERIES if size.has_chunks else 1
@@ -45,7 +46,7 @@ def with_room(
     np.cumsum(lens_R, out=starts[1:])
     assert starts[-1] == tokens, f"{own} rows of {len(step.ids_T)} tokens in {size}"
     late: dict[str, Any] = {}
-    if draws is None:
+    if sampling is None:
         late = {"late_rows_B": step.rows_B, "late_first_B": step.first_B, "late_count_B": step.count_B}
         step = step._replace(rows_B=step.rows_B[:0], first_B=step.first_B[:0], count_B=step.count_B[:0])
     return step._replace(
@@ -65,12 +66,28 @@ def with_room(
         slots_S=_room(step.slots_S, samples, -1) if size.has_adapters else None,
         behind_S=_room(step.behind_S, samples, -1) if drafts else None,
         draft_T=_room(step.draft_T, tokens, -1) if drafts else None,
-        factor_S=_room(None if draws is None else draws.factor, samples, 0, np.float32),
-        lowest_S=_room(None if draws is None else draws.lowest, samples, 0, np.float32),
-        seed_S=_room(None if draws is None else draws.seed.view(np.int64), samples, 0),
-        choice_S=_room(None if draws is None else draws.choice, samples, 0),
+        **_sampling(sampling, samples, most_edits(size)),
         **late,
     )
+
+
+def _sampling(sampling: CapturedSampling | None, samples: int, entries: int) -> dict[str, Any]:
+    """Returns the arrays of draws and edits; with padding alone where the capture samples nothing."""
+    draws = None if sampling is None else sampling.draws
+    edits = (NO_EDITS if sampling is None else sampling.edits)._asdict()
+    rooms = {name: entries if name.endswith("_E") else samples for name in edits}
+    return {
+        "factor_S": _room(None if draws is None else draws.factor, samples, 0, np.float32),
+        "lowest_S": _room(None if draws is None else draws.lowest, samples, 0, np.float32),
+        "top_k_S": _room(None if draws is None else draws.top_k, samples, 0),
+        "top_p_S": _room(None if draws is None else draws.top_p, samples, 1, np.float64),
+        "seed_S": _room(None if draws is None else draws.seed.view(np.int64), samples, 0),
+        "choice_S": _room(None if draws is None else draws.choice, samples, 0),
+        **{
+            name: _room(column, rooms[name], fill, dtype)
+            for (name, column), fill, dtype in zip(edits.items(), FILLS, DTYPES, strict=True)
+        },
+    }
 
 
 class Frame:
@@ -101,7 +118,7 @@ class Frame:
         self.inner[0].copy_(self._padding)
 
 
-def _room(array: Array | None, count: int, fill: int, dtype: Any = np.int64) -> Any:
+def _room(array: Array | None, count: int, fill: float, dtype: Any = np.int64) -> Any:
     """Returns an array, or none, and what fills the rest of its room."""
     room = np.full(count, fill, dtype if array is None else array.dtype)
     if array is not None:

@@ -1,9 +1,9 @@
 """FramedStep: a whole step for a graph to hold, from the arrays of its copy to the tokens that it samples.
 
 In a graph: what rows have become is derived, the model computes, and where one sequence of calls serves all rows
-(SamplingTable.fixed) tokens are drawn and, on a rank that is a group of its own, added to their rows. So a step is one
-copy to the device, one replay, and one copy back. Other steps sample, or add, behind the replay. Made by
-rank/start/captures.py; filled by batch.py, replayed by model_runner.py. T tokens, S tokens that are sampled.
+(SamplingTable.captured) logits are edited, tokens are drawn and, on a rank that is a group of its own, added to their
+rows. So a step is one copy to the device, one replay, and one copy back. Other steps sample, or add, behind the replay.
+Made by rank/start/captures.py; filled by batch.py, replayed by model_runner.py. T tokens, S tokens that are sampled.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,15 @@ import torch
 from tandem.workers.attention.backend import DECODE_QUERIES, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.graphs.graph_runner import Outputs
+from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
 from tandem.workers.kernels.lora_ops import AdapterRows
-from tandem.workers.kernels.sampling_ops import Draws, FixedSampling, RandomRows
+from tandem.workers.kernels.sampling_ops import FixedSampling, RandomRows
 from tandem.workers.kernels.step_arrays import StepArrays, arrived
 from tandem.workers.models.decoder import Decoder, StepRoom
 from tandem.workers.planning.graph_room import CaptureSize
 from tandem.workers.platforms.device_rows import NO_PLACE, NOT_FINITE_ID, FramedRows, StepRows, StepTensors
 from tandem.workers.rank.captured.frame import Frame, PaddingRows, with_room
+from tandem.workers.sampling.sampling_table import CapturedSampling
 
 Clear = Callable[[torch.Tensor], None]
 """Zeroes slots of the cache."""
@@ -43,7 +45,7 @@ class ReplayOutcome(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepParts:
     """The parts that the captures of a rank share. memory: of frames. ops: None where tokens are not drawn in them.
-    samples: on this rank. adds: this rank is a group of its own."""
+    counts_SV: for its edits. samples: on this rank. adds: this rank is a group of its own."""
 
     decoder: Decoder
     kv: KVTensors
@@ -53,6 +55,7 @@ class StepParts:
     room: StepRoom
     memory: torch.Tensor
     ops: FixedSampling | None
+    counts_SV: torch.Tensor
     samples: bool
     adds: bool
     max_drafts: int
@@ -92,13 +95,13 @@ class FramedStep:
         self.frame.pad()
         self.room.residual_TH.zero_()
 
-    def fill(self, rows: StepRows, draws: Draws | None, beside: StepArrays) -> None:
-        """Brings a step to the device, with the arrays of its other parts. draws: of its tokens, where it draws."""
+    def fill(self, rows: StepRows, sampling: CapturedSampling | None, beside: StepArrays) -> None:
+        """Brings a step to the device, with the arrays of its other parts. sampling: of its tokens, where it draws."""
         parts = self._parts
         packed = parts.rows.pack(rows)
-        is_added = draws is not None and parts.adds
-        framed = with_room(packed, self.size, parts.spare, draws, drafts=parts.max_drafts > 0)
-        if draws is not None and not is_added:
+        is_added = sampling is not None and parts.adds
+        framed = with_room(packed, self.size, parts.spare, sampling, drafts=parts.max_drafts > 0)
+        if sampling is not None and not is_added:
             framed = framed._replace(
                 late_rows_B=packed.rows_B, late_first_B=packed.first_B, late_count_B=packed.count_B
             )
@@ -137,15 +140,13 @@ class FramedStep:
     def _sampled(
         self, ops: FixedSampling, positions_S: torch.Tensor, slots_GS: torch.Tensor, drafts_S: torch.Tensor
     ) -> torch.Tensor:
-        """Draws, and adds the tokens where this rank is a group of its own."""
+        """Edits the logits, draws, and adds the tokens where this rank is a group of its own."""
         parts, sent = self._parts, self.frame.arrays
         logits_SV = parts.room.logits_SV[: self.num_samples]
+        tokens = RowTokens(parts.rows.tokens, sent.rows_R[sent.place_T[sent.logits_rows_S]], positions_S)
+        ops.edit_all(logits_SV, tokens, self._edits(), parts.counts_SV[: self.num_samples])
         best_S, ids_S = ops.best(logits_SV)
-        assert sent.factor_S is not None and sent.lowest_S is not None
-        assert sent.seed_S is not None and sent.choice_S is not None
-        at_S = torch.arange(self.num_samples, device=ids_S.device)
-        rows = RandomRows(*map(arrived, (at_S, sent.factor_S, sent.seed_S, sent.choice_S)))
-        ops.choose_all(logits_SV, best_S, ids_S, positions_S, rows, sent.lowest_S)
+        ops.choose_all(logits_SV, best_S, ids_S, positions_S, self._random_rows(ids_S.device))
         has_drafts = len(drafts_S) > 0
         if has_drafts:
             ids_S = torch.where(torch.isfinite(best_S), ids_S, NOT_FINITE_ID)
@@ -159,6 +160,18 @@ class FramedStep:
                 clean_rejected(parts.clear, slots_GS, ids_S, drafts_S, parts.kv)
             parts.rows.add(sent, parts.max_drafts, drafts_S if has_drafts else None, ids_S)
         return sampled_XS
+
+    def _edits(self) -> LogitEdits[torch.Tensor]:
+        """Returns the edits of all logits."""
+        sent = self.frame.arrays._asdict()
+        return LogitEdits[torch.Tensor](*(sent[name] for name in LogitEdits._fields))
+
+    def _random_rows(self, device: torch.device) -> RandomRows:
+        """Returns the parameters of all tokens that are sampled."""
+        sent = self.frame.arrays
+        columns = (sent.factor_S, sent.lowest_S, sent.top_k_S, sent.top_p_S, sent.seed_S, sent.choice_S)
+        there = [torch.arange(self.num_samples, device=device), *(column for column in columns if column is not None)]
+        return RandomRows(*map(arrived, there))
 
 
 def clean_rejected(

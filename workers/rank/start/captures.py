@@ -30,7 +30,7 @@ from tandem.workers.rank.captured.framed_step import Clear, FramedStep, StepPart
 log = logging.getLogger(__name__)
 PROGRESS_S = 5.0
 """Between two lines about captures."""
-FRAME_BYTES = 256
+FRAME_BYTES = 320
 """Bytes of a token in the arrays of a step, with what aligns them."""
 
 
@@ -103,6 +103,8 @@ def _parts(
 ) -> StepParts:
     """Allocates what the captures share."""
     most_tokens, most_samples = (max(getattr(size, of) for size in sizes) for of in ("num_tokens", "num_samples"))
+    room = decoder.room(most_tokens, most_samples, platform.device)
+    fixed = ops if isinstance(ops, FixedSampling) else None
     spare = PaddingRows(*rows.hold(kv.scratch_block, most_samples * max_drafts))
     return StepParts(
         decoder=decoder,
@@ -110,9 +112,10 @@ def _parts(
         clear=clear,
         rows=rows,
         spare=spare,
-        room=decoder.room(most_tokens, most_samples, platform.device),
+        room=room,
         memory=platform.zeros((FRAME_BYTES * (most_tokens + 16),), torch.uint8),
-        ops=ops if isinstance(ops, FixedSampling) else None,
+        ops=fixed,
+        counts_SV=platform.zeros((most_samples if fixed else 0, room.logits_SV.shape[1]), torch.int32),
         samples=ops is not None,
         adds=context.world_size == 1,
         max_drafts=max_drafts,

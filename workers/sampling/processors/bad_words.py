@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tandem.workers.kernels.logit_edits import ALWAYS
 from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens, PlaceTokens
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Ids, Reads, SampledRows, Tokens, known_ids
+from tandem.workers.sampling.processors.row_edits import RowEdits, TokenEdit
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,13 @@ class BadWords:
             logits_SV[places_U, ids_U] = logits_SV[places_U, ids_U].masked_fill_(found_U, FORBIDDEN)
 
         return change
+
+    def edits(self, row: int) -> RowEdits | None:
+        """Words of several tokens depend on those before."""
+        words = self._rows[row]
+        if words.endings:
+            return None
+        return RowEdits({token: TokenEdit(least_output=ALWAYS) for token in words.always.tolist()})
 
     def free(self, row: int) -> None:
         del self._rows[row]

@@ -26,6 +26,7 @@ from tandem.workers.sampling.processors.logits_processor import (
 )
 from tandem.workers.sampling.processors.min_tokens import MinTokens
 from tandem.workers.sampling.processors.penalties import Penalties
+from tandem.workers.sampling.processors.row_edits import HasRowEdits, RowEdits, together
 from tandem.workers.sampling.processors.thinking_budget import ThinkingBudgets
 
 
@@ -68,6 +69,11 @@ class ProcessorChain:
     def waits(self, row: int) -> bool:
         """True if some processor of the row reads its tokens on the host alone."""
         return bool((self._needs[row] & self._waits).any())
+
+    def edits(self, row: int) -> RowEdits | None:
+        """Returns what all processors of a row do together; None if some of it can be told in no numbers."""
+        own = [self._processors[place] for place in np.flatnonzero(self._needs[row]).tolist()]
+        return together(each.edits(row) if isinstance(each, HasRowEdits) else None for each in own)
 
     def free(self, row: int) -> None:
         """Forgets the row. Idempotent."""

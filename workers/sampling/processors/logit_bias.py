@@ -7,6 +7,7 @@ import torch
 from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.logits_processor import Ids, Reads, SampledRows
+from tandem.workers.sampling.processors.row_edits import RowEdits, TokenEdit
 
 
 class LogitBias:
@@ -34,6 +35,10 @@ class LogitBias:
             logits_SV[at()] = logits_SV[at()] + values()
 
         return change
+
+    def edits(self, row: int) -> RowEdits:
+        ids, values = self._rows[row]
+        return RowEdits({token: TokenEdit(added) for token, added in zip(ids.tolist(), values.tolist(), strict=True)})
 
     def free(self, row: int) -> None:
         del self._rows[row]

@@ -7,6 +7,7 @@ from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Ids, Reads, SampledRows, known_ids
+from tandem.workers.sampling.processors.row_edits import RowEdits, TokenEdit
 
 
 class MinTokens:
@@ -50,6 +51,10 @@ class MinTokens:
             logits_SV[places, ids] = logits_SV[places, ids].masked_fill_(is_early, FORBIDDEN)
 
         return change
+
+    def edits(self, row: int) -> RowEdits:
+        least, ids = self._rows[row]
+        return RowEdits({token: TokenEdit(least_output=least) for token in ids.tolist()})
 
     def free(self, row: int) -> None:
         del self._rows[row]

@@ -13,6 +13,7 @@ from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens, PlaceTokens
 from tandem.workers.sampling.processors.logits_processor import Reads, SampledRows
+from tandem.workers.sampling.processors.row_edits import RowEdits
 from tandem.workers.sampling.processors.token_counts import TokenCounts
 
 PART: Final = 16
@@ -84,6 +85,9 @@ class Penalties:
 
         return change
 
+    def edits(self, row: int) -> RowEdits:
+        return RowEdits(penalties=self._rows[row][:3])
+
     def free(self, row: int) -> None:
         del self._rows[row]
 
@@ -93,17 +97,31 @@ def _penalize(
 ) -> None:
     """Changes the logits of some places. repeats: some of them have a repetition penalty."""
     places_P, tokens_PL = own.places_P[part], own.tokens_PL(part).long()
-    positions_P1, prompts_P1 = own.positions_P[part, None], own.prompts_P[part, None]
-    repetition_P1, frequency_P1, presence_P1 = penalties_3P1
-    values_PV = logits_SV[places_P]
-    count_PV = _counted(tokens_PL, prompts_P1, positions_P1, logits_SV.shape[1])
+    values_PV, ends = logits_SV[places_P], (own.prompts_P[part, None], own.positions_P[part, None])
+    logits_SV[places_P] = penalize(values_PV, tokens_PL, *ends, *penalties_3P1, repeats=repeats)
+
+
+def penalize(
+    logits_PV: torch.Tensor,
+    tokens_PL: torch.Tensor,
+    prompts_P1: torch.Tensor,
+    positions_P1: torch.Tensor,
+    repetition_P1: torch.Tensor,
+    frequency_P1: torch.Tensor,
+    presence_P1: torch.Tensor,
+    *,
+    repeats: bool = True,
+) -> torch.Tensor:
+    """Changes logits in place, and returns them. tokens_PL: int64, prompt first, of which those before the position
+    count."""
+    count_PV = _counted(tokens_PL, prompts_P1, positions_P1, logits_PV.shape[1])
     if repeats:
-        is_there_PV = _counted(tokens_PL, torch.zeros_like(prompts_P1), positions_P1, logits_SV.shape[1]) > 0
+        is_there_PV = _counted(tokens_PL, torch.zeros_like(prompts_P1), positions_P1, logits_PV.shape[1]) > 0
         factor_PV = torch.where(is_there_PV, repetition_P1, 1.0)
-        values_PV = torch.where(values_PV > 0, values_PV / factor_PV, values_PV * factor_PV)
+        logits_PV.copy_(torch.where(logits_PV > 0, logits_PV / factor_PV, logits_PV * factor_PV))
     less_PV = frequency_P1 * count_PV
     less_PV += presence_P1 * (count_PV > 0)
-    logits_SV[places_P] = values_PV - less_PV
+    return logits_PV.sub_(less_PV)
 
 
 def _counted(tokens_PL: torch.Tensor, first_P1: torch.Tensor, end_P1: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -46,7 +46,7 @@ def test_a_stage_that_is_larger_than_a_node_is_divided_evenly() -> None:
 def test_neighbours_among_the_ranks_of_a_stage_share_a_node() -> None:
     """Whatever nodes Ray has put the bundles on. Stages stay in their order."""
     shape = shape_of(4, 2, "cpu", devices_per_node=1)
-    assert shape.bundle_of_rank(["b", "a", "b", "a", "c", "a", "c", "a"]) == [1, 3, 0, 2, 5, 7, 4, 6]
+    assert shape.bundle_of_rank(["b", "a", "b", "a", "c", "a", "c", "a"]) == [0, 2, 1, 3, 5, 7, 4, 6]
     assert shape_of(2, 2, "cuda").bundle_of_rank(["b", "a"]) == [0, 0, 1, 1]
 
 
