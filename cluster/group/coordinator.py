@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import psutil
 import ray
 from ray import serve
 
@@ -58,6 +59,8 @@ STUCK_S = 60.0
 EXIT_DELAY_S, HANDED_OVER_S, LAST_WORDS_S = 0.1, 0.5, 1.0
 JOIN_S = 5.0
 """Seconds for the engine's thread, which ends the ranks."""
+BOOT_S = 60.0
+"""The most that counts of the time before a coordinator is made: Ray may have had its process idle for longer."""
 SWITCH_INTERVAL_S = 0.001
 
 
@@ -106,7 +109,7 @@ class Coordinator:
         open_log_of(facts, f"group-{self._group}")
         log.info("group %s starts in process %d, for %s", self._group, os.getpid(), model_name)
         self._life = time.time_ns() // 1_000_000
-        self._began_s = time.monotonic()
+        self._began_s = process_began_s()
         self._load_s = 0.0
         self._model_name = model_name
         self._state: GroupState = "loading"
@@ -381,3 +384,10 @@ class Coordinator:
             notes=list(self._opener.notes),
             adapters=adapters.report() if adapters is not None else None,
         )
+
+
+def process_began_s() -> float:
+    """Returns when this process began, on the monotonic clock, but no earlier than BOOT_S ago. Between a process's
+    begin and its coordinator lie the imports, which on busy cores or a cold disk take longer than the weights."""
+    age_s = time.time() - psutil.Process().create_time()
+    return time.monotonic() - min(max(age_s, 0.0), BOOT_S)
