@@ -55,12 +55,10 @@ from tandem.workers.messages.errors import GroupLost
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest
 
 log = logging.getLogger("tandem.group")
-STUCK_S = 60.0
+STUCK_S, BOOT_S = 60.0, 60.0
 EXIT_DELAY_S, HANDED_OVER_S, LAST_WORDS_S = 0.1, 0.5, 1.0
 JOIN_S = 5.0
 """Seconds for the engine's thread, which ends the ranks."""
-BOOT_S = 60.0
-"""The most that counts of the time before a coordinator is made: Ray may have had its process idle for longer."""
 SWITCH_INTERVAL_S = 0.001
 
 
@@ -387,7 +385,5 @@ class Coordinator:
 
 
 def process_began_s() -> float:
-    """Returns when this process began, on the monotonic clock, but no earlier than BOOT_S ago. Between a process's
-    begin and its coordinator lie the imports, which on busy cores or a cold disk take longer than the weights."""
-    age_s = time.time() - psutil.Process().create_time()
-    return time.monotonic() - min(max(age_s, 0.0), BOOT_S)
+    """Returns when this process began, BOOT_S ago at most, as Ray may have had it idle. Imports count."""
+    return time.monotonic() - min(max(time.time() - psutil.Process().create_time(), 0.0), BOOT_S)
