@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
+from tandem.configs.limits import parse_ports
 from tandem.configs.platform_facts import LARGE_STEPS, computed_as_words, invariant_words, only_on
-from tandem.configs.ports import parse_ports
 from tandem.configs.schema import (
     Auth,
     BatchingPolicyName,

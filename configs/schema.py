@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.configs.ports import Ports, parse_ports
+from tandem.configs.limits import Ports, parse_ports
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]

@@ -12,8 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tandem.configs.limits import available_cores
-from tandem.configs.ports import Ports, listen
+from tandem.configs.limits import Ports, available_cores, listen
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.collectives import Collectives, SingleRank, TorchCollectives
 from tandem.parallel.exchange.step_collectives import StepCollectives

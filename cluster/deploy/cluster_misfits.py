@@ -10,8 +10,7 @@ from typing import Final
 from tandem.cluster.deploy.machine_facts import MachineFacts
 from tandem.cluster.deploy.misfits import misfits
 from tandem.cluster.gateway.http.http_server import OTHER_FILES, HttpLimits
-from tandem.configs.limits import MANY_FILES
-from tandem.configs.ports import ANY, Ports
+from tandem.configs.limits import ANY_PORTS, MANY_FILES, Ports
 
 GIB: Final = 2**30
 GATEWAY_FILES: Final = HttpLimits().connections + OTHER_FILES
@@ -48,7 +47,9 @@ class NodeReport:
     unreached: Mapping[str, str] = field(default_factory=dict)
 
 
-def cluster_misfits(nodes: Sequence[NodeReport], ports: Ports = ANY, *, model_is_local: bool = False) -> list[str]:
+def cluster_misfits(
+    nodes: Sequence[NodeReport], ports: Ports = ANY_PORTS, *, model_is_local: bool = False
+) -> list[str]:
     """Returns a sentence for each thing that does not fit. nodes: the head is the first. ports: --port-range.
     model_is_local: the model that nodes looked for is a folder, which they cannot download."""
     found = [
@@ -111,9 +112,9 @@ def _unreached(nodes: Sequence[NodeReport]) -> list[str]:
 
 
 def _other_ports(node: NodeReport, ports: Ports) -> list[str]:
-    """What gloo and NCCL listen at beyond the range."""
+    """Returns what gloo and NCCL listen at beyond the range."""
     given = node.kernel_ports
-    if ports == ANY or given is None or ports.first <= given.first <= given.last <= ports.last:
+    if ports == ANY_PORTS or given is None or ports.first <= given.first <= given.last <= ports.last:
         return []
     return [
         f"ranks of one group listen at ports that the kernel chooses (gloo, NCCL), {given.first}-{given.last}, of "
@@ -122,7 +123,7 @@ def _other_ports(node: NodeReport, ports: Ports) -> list[str]:
 
 
 def _own(node: NodeReport, facts: MachineFacts) -> list[str]:
-    """What does not fit on one node."""
+    """Returns what does not fit on one node."""
     found = misfits(facts, node.object_store_bytes, needs_redis=False)
     if node.gpus > facts.gpus:
         found.append(f"Ray counts {node.gpus:g} GPU(s), and the CUDA driver offers {facts.gpus}")

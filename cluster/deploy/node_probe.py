@@ -21,13 +21,13 @@ from tandem.cluster.deploy.cluster_misfits import NodeReport
 from tandem.cluster.deploy.machine_facts import read_facts
 from tandem.cluster.ray_private.ray_facts import ON_HEAD
 from tandem.configs.errors import SettingsError
-from tandem.configs.ports import Ports, kernel_ports, listen
+from tandem.configs.limits import Ports, kernel_ports, listen
 from tandem.configs.schema import ModelSettings
 from tandem.workers.planning.model_source import has_model
 
 CONNECT_S, ANSWER_S = 3.0, 60.0
 RAYS_THRESHOLD, RAYS_REFRESH_MS = "0.95", "250"
-"""What Ray takes where its environment says nothing."""
+"""Ray's own values where its environment says nothing."""
 Address = tuple[str, int]
 SOCKETS: Final = 3
 """Listening sockets of each node."""
@@ -133,7 +133,7 @@ def with_reach(report: NodeReport, heard: Any, missed: Any) -> NodeReport:
 
 
 def _known(node: Mapping[str, Any]) -> NodeReport:
-    """What Ray says of a node."""
+    """Returns what Ray says of a node."""
     resources = node["Resources"]
     return NodeReport(
         node_id=node["NodeID"],

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import psutil
 import ray
 from ray import serve
 
@@ -54,7 +55,7 @@ from tandem.workers.messages.errors import GroupLost
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest
 
 log = logging.getLogger("tandem.group")
-STUCK_S = 60.0
+STUCK_S, BOOT_S = 60.0, 60.0
 EXIT_DELAY_S, HANDED_OVER_S, LAST_WORDS_S = 0.1, 0.5, 1.0
 JOIN_S = 5.0
 """Seconds for the engine's thread, which ends the ranks."""
@@ -106,7 +107,7 @@ class Coordinator:
         open_log_of(facts, f"group-{self._group}")
         log.info("group %s starts in process %d, for %s", self._group, os.getpid(), model_name)
         self._life = time.time_ns() // 1_000_000
-        self._began_s = time.monotonic()
+        self._began_s = process_began_s()
         self._load_s = 0.0
         self._model_name = model_name
         self._state: GroupState = "loading"
@@ -382,3 +383,8 @@ class Coordinator:
             notes=list(self._opener.notes),
             adapters=adapters.report() if adapters is not None else None,
         )
+
+
+def process_began_s() -> float:
+    """Returns when this process began, BOOT_S ago at most, as Ray may have had it idle. Imports count."""
+    return time.monotonic() - min(max(time.time() - psutil.Process().create_time(), 0.0), BOOT_S)

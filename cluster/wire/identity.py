@@ -25,7 +25,7 @@ from tandem.cluster.ray_private.ray_facts import ON_HEAD, session_folder
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.wire.private_redis import PrivateRedis
 from tandem.cluster.wire.service_facts import ServiceFacts, new_identity
-from tandem.configs.ports import ANY, Ports
+from tandem.configs.limits import ANY_PORTS, Ports
 
 log = logging.getLogger("ray.serve.tandem")
 NAMESPACE = "tandem"
@@ -60,7 +60,7 @@ class ServiceIdentity:
         self._renewed_s = self._clock()
         return self._service_id, self._secret
 
-    async def redis_url(self, on_loopback: bool, ports: Ports = ANY) -> str:
+    async def redis_url(self, on_loopback: bool, ports: Ports = ANY_PORTS) -> str:
         """The URL of the private Redis, which the first call starts, on one of these ports. on_loopback: all who use it
         are on this machine; a server that is only for those is started again on the node's address when another asks.
         RuntimeError once the identity has ended."""
@@ -142,7 +142,7 @@ class Membership:
             self._renewing.cancel()
 
     async def _redis_url(self) -> str:
-        asked = (self.facts.single_node, *([self.facts.ports] if self.facts.ports != ANY else []))
+        asked = (self.facts.single_node, *([self.facts.ports] if self.facts.ports != ANY_PORTS else []))
         return str(await self._ask(lambda actor: actor.redis_url.remote(*asked)))
 
     async def _ask(self, call: Callable[[Any], Any]) -> Any:

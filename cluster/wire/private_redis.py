@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tandem.cluster.process.redis_server import RedisServer
-from tandem.configs.ports import ANY, Ports, listen
+from tandem.configs.limits import ANY_PORTS, Ports, listen
 
 WATCH_PERIOD_S = 0.5
 
@@ -20,7 +20,7 @@ class PrivateRedis:
     """One server with its data in `folder`, on a free port of the address `host`. start() takes up data that is there
     already. Used on one event loop."""
 
-    def __init__(self, folder: Path, host: str, ports: Ports = ANY) -> None:
+    def __init__(self, folder: Path, host: str, ports: Ports = ANY_PORTS) -> None:
         self.host = host
         self._folder = folder
         self._server = RedisServer(folder, listen=(host, _free_port(host, ports), secrets.token_hex(24)))

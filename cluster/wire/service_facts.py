@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.cluster.process.log_files import LogPlace, hide_messages, open_log
 from tandem.configs.errors import SettingsError
-from tandem.configs.ports import ANY, Ports
+from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.configs.schema import Device
 from tandem.workers.messages.channel import new_secret
 
@@ -36,7 +36,7 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str | None = None  # None when the identity actor has a private one
     open_port: bool = False  # gateways listen themselves
     gateway_node: str | None = None  # address of the node that gateways must run on, because their port is there
-    ports: Ports = ANY  # --port-range, for the private Redis; others have it of the settings
+    ports: Ports = ANY_PORTS  # --port-range, for the private Redis; others have it of the settings
     groups_on_node: int = 1  # the most groups that may share a machine (groups_per_node)
     # Ray id of the one machine, when other nodes could join; a process that is placed elsewhere refuses to start
     home_node: str | None = None

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tandem.configs.ports import ANY, Ports
+from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.messages.channel import ChannelContext, bind_router, connect_dealer
 from tandem.workers.messages.request import Abort, DeltaBatch, ReplyTo, TokenDelta
 
@@ -33,7 +33,7 @@ class TokenReceiver:
         host: str,
         on_deltas: Callable[[bytes, list[TokenDelta]], None],
         on_gap: Callable[[bytes], None],
-        ports: Ports = ANY,
+        ports: Ports = ANY_PORTS,
     ) -> None:
         self._context = ChannelContext()
         self._socket, endpoint = bind_router(self._context, secret, host, ports)

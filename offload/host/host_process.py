@@ -37,7 +37,7 @@ __all__ = [
 
 FLAG = "--kv-offloading-size"
 HOST_TIER_SHARE = 0.6
-"""Of the memory that a machine has free, what its tiers may take."""
+"""Share that tiers may take of the memory that their machine has free."""
 START_TIMEOUT_S = 10.0
 MAX_SOCKET_PATH_BYTES = 107
 

@@ -25,7 +25,7 @@ SPINS = 1_000  # some 50 us: longer than ranks with a core each wait for each ot
 YIELDS = 1_000  # half a millisecond where nobody else wants the core
 NAP_S, LONGEST_NAP_S, NAPS_IN_A_WAIT = 50e-6, 5e-3, 64
 """Naps grow with the wait, and are late by a 64th of it: who waits long uses no core, and can be told from who
-computes (workers/rank/host_activity.py)."""
+computes (workers/rank/rank_watch.py)."""
 TIMEOUT_S = 120.0
 
 

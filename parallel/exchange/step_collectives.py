@@ -65,7 +65,7 @@ class StepCollectives:
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether a collective is under way, as far as the host knows. From any thread."""
+        """True while a collective is under way, as far as the host knows. From any thread."""
         return self._is_inside
 
     @property

@@ -15,7 +15,7 @@ from tests.support.service import BIN, wait_for
 from tools.lab import Lab, LabError, Node
 
 GCS_PORT, REST_PORT, HTTP_PORT = 6399, 8265, 8000
-START_S = 180
+START_S = 300
 STARTED = "Ray runtime started"
 CONNECT = """
 import json, sys, ray

@@ -146,8 +146,9 @@ def test_a_node_that_is_drained(groups: Groups, texts: list[str]) -> None:
     groups.ray_nodes.free(*SPARE)
     with unbroken(groups, texts):
         near, far = groups.ranks_of_the_group_on(far_node)
-        groups.ray_nodes.drain(far_node, deadline_s=3600)
         told_s = time.monotonic()
+        groups.ray_nodes.drain(far_node, deadline_s=3600)
+        print(f"the command took {time.monotonic() - told_s:.1f} s")
         print(f"the rank beside the coordinator has left after {ended_s(told_s, near, KNOWN_S):.1f} s")
         print(f"the one on the drained node after {ended_s(told_s, far, KNOWN_S):.1f} s")
     wait_for(groups.are_healed, HEALED_S, "both groups serve", 1.0)

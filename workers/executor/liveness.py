@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from tandem.configs.ports import ANY, Ports
+from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.engine.base.running_clock import RunningClock
 from tandem.workers.messages.channel import bind_router
 
@@ -62,7 +62,7 @@ class ProbeWatch:
         host: str,
         on_silent: OnSilent,
         after_s: float = FROZEN_AFTER_S,
-        ports: Ports = ANY,
+        ports: Ports = ANY_PORTS,
     ) -> None:
         self._socket, self.endpoint = bind_router(context, secret, host, ports)
         self._on_silent = on_silent

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from tandem.configs.ports import ANY, Ports
+from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.messages.channel import ChannelContext, bind_router, lanes_name
 from tandem.workers.messages.handshake import AllocateKV, FindModel, FromRank, RankSetup, Shutdown, ToRank
 from tandem.workers.messages.step import CountExperts, StepPlan
@@ -42,7 +42,7 @@ class RankChannel(Protocol):
 class SocketChannel:
     """RankChannel to rank processes that know `secret` and connect to `endpoint`."""
 
-    def __init__(self, secret: str, host: str, ports: Ports = ANY) -> None:
+    def __init__(self, secret: str, host: str, ports: Ports = ANY_PORTS) -> None:
         self.context = ChannelContext()
         self._socket, self.endpoint = bind_router(self.context, secret, host, ports)
         self._encoder = msgspec.msgpack.Encoder()

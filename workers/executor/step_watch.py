@@ -67,7 +67,7 @@ class StepWatch:
 
 
 class RankActivities:
-    """What the ranks say of the step under way, round by round: a rank that has not answered by the next question
+    """Answers of the ranks about the step under way, round by round: a rank that has not answered by the next question
     counts as computing, as the interpreter lock may be held by what it computes. Times are seconds that the step has
     run."""
 

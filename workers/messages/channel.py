@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from tandem.configs.ports import ANY, Ports
+from tandem.configs.limits import ANY_PORTS, Ports
 
 
 class ChannelContext(zmq.Context[zmq.Socket[Any]]):
@@ -55,7 +55,7 @@ def _common(socket: zmq.Socket[Any]) -> None:
 
 
 def bind_router(
-    context: zmq.Context[Any], secret: str, host: str = "127.0.0.1", ports: Ports = ANY
+    context: zmq.Context[Any], secret: str, host: str = "127.0.0.1", ports: Ports = ANY_PORTS
 ) -> tuple[zmq.Socket[Any], str]:
     """Binds a ROUTER to a free port of `host`, one of `ports`; returns it and its endpoint. Sends to a missing peer
     raise. SettingsError if none is free."""

@@ -159,7 +159,7 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
 
 
 ToLanes = TransferOp | AskActivity
-"""What a rank takes beside its steps."""
+"""Messages that a rank takes beside its steps."""
 
 ToRank = FindModel | RankSetup | AllocateKV | StepPlan | CountExperts | ToLanes | Shutdown
 

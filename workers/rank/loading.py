@@ -133,6 +133,8 @@ def load_rank(
     decoder = _build(chosen, placement, on_bytes)
     decoder.graphs.can_replay &= not settings.model.enforce_eager
     try:
+        for line in platform.settle():
+            log.info("%s", line)
         adapters = _open_adapters(chosen, decoder)
         facts = _facts(chosen, rank, decoder, placement, adapters, started_s)
     except BaseException:

@@ -22,7 +22,7 @@ import torch
 import zmq
 
 from tandem.configs.errors import SettingsError
-from tandem.configs.ports import listen
+from tandem.configs.limits import listen
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.groups import Backend, init_parallel, use_interface
@@ -48,10 +48,9 @@ from tandem.workers.messages.transfer import TransferResult
 from tandem.workers.planning.model_source import model_here, named_node
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.platforms.open_platform import open_platform
-from tandem.workers.rank.host_activity import HostActivity
 from tandem.workers.rank.loading import LoadedRank, load_rank
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
-from tandem.workers.rank.rank_watch import LoadReports, ParentWatch, start_echo
+from tandem.workers.rank.rank_watch import HostActivity, LoadReports, ParentWatch, start_echo
 from tandem.workers.rank.transfers.lanes import Lanes
 
 log = logging.getLogger(__name__)

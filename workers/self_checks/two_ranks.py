@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tandem.configs.ports import listen
+from tandem.configs.limits import listen
 from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.shared_memory import SharedMemoryCollectives

@@ -10,7 +10,7 @@ import typer
 
 from tandem.cluster.cli.base.terminal import table
 from tandem.configs.errors import SettingsError
-from tandem.configs.ports import FLAG, Ports, parse_ports
+from tandem.configs.limits import PORT_RANGE, Ports, parse_ports
 from tandem.configs.schema import ModelSettings
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def report_cluster(address: str | None, model: str | None, port_range: str | Non
     try:
         ports = parse_ports(port_range)
     except ValueError as error:
-        raise SettingsError(f"{port_range}: not FIRST-LAST, with 1024 <= FIRST <= LAST <= 65535", FLAG) from error
+        raise SettingsError(f"{port_range}: not FIRST-LAST, with 1024 <= FIRST <= LAST <= 65535", PORT_RANGE) from error
     from tandem.cluster.deploy.cluster_misfits import cluster_misfits, cluster_notes
     from tandem.workers.planning.model_source import pin_model
 
@@ -65,7 +65,7 @@ def node_row(node: "NodeReport") -> list[str]:
 
 
 def _asked(address: str, ports: Ports, pinned: ModelSettings | None) -> "tuple[list[NodeReport], list[str]]":
-    """What the nodes of the Ray at an address say, and a sentence if that Ray asks nobody for a token."""
+    """Returns what the nodes of the Ray at an address say, and a sentence if that Ray asks nobody for a token."""
     from tandem.cluster.service import ray_node
 
     ray_node.prepare_environment(None)

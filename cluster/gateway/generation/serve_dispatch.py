@@ -25,7 +25,7 @@ from tandem.cluster.routing.unreached_groups import UnreachedGroups
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.token_channel import TokenReceiver
 from tandem.cluster.wire.version import OtherVersion, with_version, without_version
-from tandem.configs.ports import ANY, Ports
+from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.refusals import GROUP_UNUSABLE, lost, refused
 from tandem.workers.messages.request import Abort, Ended, Loss, TokenDelta
@@ -62,7 +62,7 @@ class ServeDispatch:
         draining: DrainingGroups | None = None,
         model: str = "",
         unreached: UnreachedGroups | None = None,
-        ports: Ports = ANY,
+        ports: Ports = ANY_PORTS,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._decode = msgspec.msgpack.Decoder(Ended).decode

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tandem.workers.rank.host_activity import IDLE_SHARE, HostActivity, thread_states
+from tandem.workers.rank.rank_watch import IDLE_SHARE, HostActivity, thread_states
 from tests.support.service import wait_for
 
 DATA = bytes(2**22)

@@ -16,7 +16,7 @@ from tandem.cluster.cli.base import cluster_report
 from tandem.cluster.cli.main import build_app
 from tandem.cluster.deploy.cluster_misfits import NodeReport, cluster_misfits, cluster_notes
 from tandem.cluster.deploy.node_probe import first_refusal, memory_threshold, with_reach
-from tandem.configs.ports import Ports
+from tandem.configs.limits import Ports
 from tests.unit.cluster.deploy.test_doctor import CPU_BOX, GPU_BOX
 
 RANGE = Ports(20_000, 20_999)
