@@ -94,7 +94,9 @@ def start_private(temp_folder: Path, num_cpus: int, num_gpus: int) -> None:
             **DRIVER,
         )
     except Exception as error:
-        raise TandemError(f"Ray does not start: {str(error).partition(chr(10))[0]}") from error
+        why = str(error).partition("\n")[0]
+        hint = " Other work may keep the cores busy; start again then." if "timed out" in why else ""
+        raise TandemError(f"Ray does not start: {why}{hint}") from error
 
 
 def leave() -> Any:
