@@ -14,10 +14,9 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from tandem.cluster.deploy import devices
-from tandem.cluster.deploy.nodes import choose_home, cluster_device, gateways_for
+from tandem.cluster.deploy.nodes import alive_nodes, choose_home, cpu_nodes, gateways_for, on_cluster
 from tandem.cluster.deploy.placement import group_options, max_groups, surge_percent
-from tandem.cluster.deploy.preflight import check_memory, with_device
+from tandem.cluster.deploy.preflight import check_memory, note_on_redis
 from tandem.cluster.deploy.ray_tokens import check_token
 from tandem.cluster.deploy.resolved_settings import pin_settings, settings_here
 from tandem.cluster.gateway.app.gateway_replica import Gateway
@@ -50,6 +49,10 @@ ROUTER = RequestRouterConfig(
     initial_backoff_s=0.02,
     max_backoff_s=0.5,
 )
+PRIVATE_REDIS = (
+    "no redis_url: the private Redis is a process on the head node, reached over the network without TLS, with its "
+    "data in Ray's session folder; `redis_config: {redis_url: ...}` names one that outlives the head"
+)
 QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
 
@@ -60,22 +63,27 @@ def build(args: dict[str, Any]) -> Application:
     find the service's identity by the application's name, whichever version they are of (wire/identity.py). Raises
     SettingsError, which Serve prints.
     """
-    settings = settings_from_serve_args(args, gateways_for(len(_alive_nodes())))
+    nodes = alive_nodes()
+    settings = settings_from_serve_args(args, gateways_for(len(nodes)))
     if not args.get("allow_unauthenticated_ray"):
         gcs_address = ray.get_runtime_context().gcs_address
         check_token("this application", gcs_address, "args", "`allow_unauthenticated_ray: true` in its args")
     with named_node(ray.util.get_node_ip_address()):
         settings = pin_settings(with_secrets(settings))
     check_open(settings.gateway.auth, proxy_host())
-    device = cluster_device(settings.engine.device.device, _cluster_gpus())
-    settings = with_device(settings, device)
-    home_node = choose_home(args.get("single_node"), _alive_nodes())
+    settings = on_cluster(settings, nodes)
+    device = settings.engine.device.chosen
+    home_node = choose_home(args.get("single_node"), nodes)
+    if settings.redis.url is not None and (note := note_on_redis(settings.redis.url)) is not None:
+        log.warning("%s", note)
+    if home_node is None and settings.redis.url is None:
+        log.warning(PRIVATE_REDIS)
     facts = ServiceFacts(
         single_node=home_node is not None,
         redis_url=settings.redis.url,
         device=device,
         ports=settings.engine.parallel.ports,
-        groups_on_node=groups_per_node(max_groups(settings), cpu_nodes()),
+        groups_on_node=groups_per_node(max_groups(settings), cpu_nodes(nodes)),
         home_node=home_node,
         logs=LogPlace(level=settings.logs.level, base=settings.logs.dir),
     )
@@ -137,19 +145,3 @@ def _has_memory(settings: ServiceSettings) -> bool:
     except SettingsError:
         return False
     return True
-
-
-def cpu_nodes() -> int:
-    """The number of nodes that have CPUs, so that groups can be placed there."""
-    return sum(float(node["Resources"].get("CPU", 0)) > 0 for node in _alive_nodes())
-
-
-def _alive_nodes() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]
-
-
-def _cluster_gpus() -> list[float]:
-    """The number of GPUs of each node that has any; of this machine without a connection to Ray."""
-    if not ray.is_initialized():
-        return [float(count)] if (count := devices.cuda_device_count()) else []
-    return [gpus for node in _alive_nodes() if (gpus := float(node["Resources"].get("GPU", 0))) > 0]

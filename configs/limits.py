@@ -42,7 +42,7 @@ class Ports(NamedTuple):
         )
 
 
-ANY: Final = Ports()
+ANY_PORTS: Final = Ports()
 
 
 def available_cores(cgroup: Path = CGROUP) -> int:
@@ -82,7 +82,7 @@ def allow_many_open_files() -> int:
 def parse_ports(text: str | None) -> Ports:
     """Reads "FIRST-LAST"; None: any. ValueError for other texts, and for ends that are no ports or the wrong way."""
     if text is None:
-        return ANY
+        return ANY_PORTS
     first, _, last = text.partition("-")
     ports = Ports(int(first), int(last))
     if not 1024 <= ports.first <= ports.last <= 65535:
@@ -99,7 +99,7 @@ def kernel_ports(file: Path = KERNEL_RANGE) -> Ports | None:
     return Ports(first, last)
 
 
-def listen(address: str, ports: Ports = ANY) -> socket.socket:
+def listen(address: str, ports: Ports = ANY_PORTS) -> socket.socket:
     """Returns a socket that listens at one address of this machine. OSError; SettingsError if none of the ports is
     free."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -349,8 +349,8 @@ OPTIONS: tuple[Option, ...] = (
            "How the model writes its thinking: deepseek_r1, qwen3, granite or openai_gptoss. Answers then have it "
            "apart, as reasoning. Default: it is part of the content."),
     Option("redis_url", "redis.url", str, COORDINATION,
-           "redis://, rediss:// or unix:// URL of the Redis to use, or env:NAME or file:PATH that hold it. Default: a "
-           "private one is started.", secret=True),
+           "redis://, rediss:// or unix:// URL of a Redis to use, redis+sentinel://HOST[,HOST ...]/MASTER, or env:NAME "
+           "or file:PATH that hold it. Default: a private one is started.", secret=True),
     Option("redis_timeout_ms", "redis.timeout_ms", float, COORDINATION,
            "Milliseconds that a request waits for Redis before it goes on without it.", lambda v: 0 < v <= 10_000,
            "above 0, up to 10000"),

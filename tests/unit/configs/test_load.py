@@ -424,8 +424,8 @@ def test_a_gpus_share_has_no_effect_on_cpu() -> None:
     assert not build_settings("m", {"device": "cpu"}).without_effect
     assert not build_settings("m", {"device": "cuda", "gpu_memory_utilization": 0.5}).without_effect
     unknown = build_settings("m", {"gpu_memory_utilization": 0.5})
-    assert not unknown.without_effect and with_device(unknown, "cpu").without_effect == (line,)
-    assert with_device(with_device(unknown, "cpu"), "cpu").without_effect == (line,)
+    assert not unknown.without_effect and with_device(unknown, "cpu", None).without_effect == (line,)
+    assert with_device(with_device(unknown, "cpu", None), "cpu", None).without_effect == (line,)
 
 
 @pytest.mark.parametrize(
