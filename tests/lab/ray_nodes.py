@@ -60,6 +60,7 @@ class RayNodes:
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
             "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
             "RAY_raylet_start_wait_time_s": str(START_S),
+            "RAY_agent_register_timeout_ms": str(1000 * START_S),
             "OMP_WAIT_POLICY": "passive",
         }
         self._started: list[subprocess.Popen[Any]] = []
