@@ -67,6 +67,7 @@ class RayNodes:
             "RAY_USAGE_STATS_ENABLED": "0",
             **read_switches(),
             "RAY_raylet_start_wait_time_s": str(START_S),
+            "RAY_agent_register_timeout_ms": str(1000 * START_S),
             "OMP_WAIT_POLICY": "passive",
             **environment,
         }
