@@ -41,6 +41,7 @@ from tandem.workers.messages.handshake import (
     RankSetup,
     RankTiers,
     Shutdown,
+    ToLanes,
     ToRank,
 )
 from tandem.workers.messages.step import AskActivity, CountExperts, ExpertTokens, RankActivity, StepPlan
@@ -315,8 +316,13 @@ def run_rank(
         is_process=True,
         on_placed=lambda place: setproctitle.setproctitle(f"tandem rank {group} {place}"),
     )
+
+    def answer_beside_steps(message: ToLanes) -> None:
+        for answer in server.take(message):
+            lane_channel.send(answer)
+
     try:
-        lane_channel.serve(lambda message: [lane_channel.send(answer) for answer in server.take(message)])
+        lane_channel.serve(answer_beside_steps)
         send(server.hello)
         for message in _messages(socket, server, send):
             if isinstance(message, RankSetup) and message.probe_endpoint is not None:
