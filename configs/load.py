@@ -40,6 +40,8 @@ OLD_SERVE_IMPORT = SERVE_IMPORT.removeprefix("tandem.")
 """The same before the package was named tandem; refused with the new one named."""
 LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_per_replica": "max_cpu_loras"}
 """Ray Serve LLM's names of lora_config, and the options that they set."""
+GATEWAY_NAMES = {"label_selector": "gateway_label_selector"}
+"""Keys of gateway_config that are other options beside it."""
 PORT_KEYS = ("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
 """Settings of a port that gateways listen on themselves; under Serve its proxy does."""
 GATEWAY_KEYS = tuple(o.name for o in OPTIONS if o.path.startswith("gateway.") and o.name not in PORT_KEYS)
@@ -155,8 +157,9 @@ def merge_config(path: str | None, model: str | None, flags: Mapping[str, Any]) 
     return build_settings(model or str(named), {**unfolded(values), **unfolded(flags)}, autoscaling)
 
 
-def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
-    """Builds settings from the `args` of a Ray Serve application, in the shape of Ray Serve LLM's LLMConfig.
+def settings_from_serve_args(args: Mapping[str, Any], gateways: int = 1) -> ServiceSettings:
+    """Builds settings from the `args` of a Ray Serve application, in the shape of Ray Serve LLM's LLMConfig. gateways:
+    how many where args do not say.
     `single_node` and `allow_unauthenticated_ray` are only checked here; cluster/app.py reads them. SettingsError for an
     unknown key or a bad value."""
     _refuse_unknown(args, SERVE_KEYS, "args")
@@ -166,8 +169,9 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
     loading = _section(args, "model_loading_config", ("model_id", "model_source"))
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
     values = {**_section(args, "engine_kwargs", None)}
-    for section, names in (("gateway_config", GATEWAY_KEYS), ("redis_config", ("redis_url", "redis_timeout_ms"))):
-        values |= _section(args, section, names)
+    gateway = _section(args, "gateway_config", (*GATEWAY_KEYS, *GATEWAY_NAMES))
+    values |= {GATEWAY_NAMES.get(key, key): value for key, value in gateway.items()}
+    values |= _section(args, "redis_config", ("redis_url", "redis_timeout_ms"))
     for name in _section(args, "engine_kwargs", None):
         if name.replace("-", "_") in NOT_ENGINE_KEYS:
             raise SettingsError(f"{name} does not belong to engine_kwargs", name)
@@ -179,6 +183,8 @@ def settings_from_serve_args(args: Mapping[str, Any]) -> ServiceSettings:
         values.setdefault("served_model_name", [loading["model_id"]])
     if deployment.get("num_replicas") is not None:
         values["data_parallel_size"] = deployment["num_replicas"]
+    if "api_server_count" not in {name.replace("-", "_") for name in values}:
+        values["api_server_count"] = gateways
     return build_settings(model, values, deployment.get("autoscaling_config"))
 
 

@@ -39,7 +39,12 @@ OTHERS: Mapping[int, int] = {86: 99, 89: 99, 120: 99}
 """Those with `--all` (RTX 30, RTX 40 and L40S, RTX 50)."""
 ROOMS: Mapping[int, int] = {**TARGETS, **OTHERS}
 
-FETCHING: Mapping[str, int] = {"triton_attention.attend_tiles": 90, "triton_decode.attend_parts": 90}
+FETCHING: Mapping[str, int] = {
+    "triton_attention.attend_tiles": 90,
+    "triton_decode.attend_parts": 90,
+    "triton_latents.attend_latent_tiles": 90,
+    "triton_latents.attend_latent_parts": 90,
+}
 """Kernels whose inner loops must fetch ahead, and the target for which it is read: newer ones have other products."""
 
 

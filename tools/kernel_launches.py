@@ -149,6 +149,59 @@ def launch_attention(shape: AttentionShape) -> None:
             attend_decodes(q_TND, kv, torch.empty_like(q_TND), rows, params, Kept(), lists)
 
 
+class LatentShape(NamedTuple):
+    """A layer's attention over latents: dtypes of queries and cache, heads, elements of a latent and of a key that
+    rotate."""
+
+    dtype: str
+    kv_dtype: str
+    heads: int
+    rank: int
+    rope: int
+
+
+LATENT_SHAPES = (
+    LatentShape("bfloat16", "bfloat16", 16, 512, 64),
+    LatentShape("float16", "float16", 5, 512, 64),
+    LatentShape("bfloat16", "float8_e4m3fn", 16, 512, 64),
+    LatentShape("bfloat16", "int8", 128, 512, 64),
+    LatentShape("float16", "int8", 16, 512, 64),
+    LatentShape("float16", "float8_e4m3fn", 16, 512, 64),
+    LatentShape("bfloat16", "bfloat16", 40, 256, 32),
+    LatentShape("float16", "int8", 40, 256, 32),
+    LatentShape("bfloat16", "bfloat16", 7, 100, 20),
+    LatentShape("float16", "float8_e4m3fn", 7, 128, 64),
+    LatentShape("float32", "float32", 17, 128, 64),
+)
+"""Each dtype of queries and of caches, each size of tiles; fewer heads than a tile has rows, as many, and more."""
+
+
+def launch_latents(shape: LatentShape) -> None:
+    """Attends as a layer does: decodes, and chunks."""
+    import torch
+
+    from tandem.workers.attention.triton_paged import CHUNKS, DECODES
+    from tandem.workers.kernels.kv_store import LayerKV
+    from tandem.workers.kernels.triton.triton_attention import Kept, Rows
+    from tandem.workers.kernels.triton.triton_decode import WorkLists
+    from tandem.workers.kernels.triton.triton_latents import LatentQueries, attend_latent_chunks, attend_latent_decodes
+
+    dtype, kv_dtype = getattr(torch, shape.dtype), getattr(torch, shape.kv_dtype)
+    scales = None if kv_dtype.itemsize > 1 else torch.zeros(4, 16, 1)
+    plane = torch.zeros(4, 16, 1, shape.rank + shape.rope, dtype=kv_dtype)
+    kv, table = LayerKV(plane, plane, scales, scales), torch.zeros(2, 16, dtype=torch.int32)
+    for lengths in (DECODES, CHUNKS):
+        tokens = 2 * lengths.start
+        q_TNL = torch.empty(tokens, shape.heads, shape.rank, dtype=dtype)
+        queries = LatentQueries(q_TNL, torch.empty(tokens, shape.heads, 128 + shape.rope, dtype=dtype), shape.rope, 1.0)
+        rows = Rows(torch.zeros(3, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64), table)
+        if lengths is CHUNKS:
+            attend_latent_chunks(queries, kv, torch.empty_like(q_TNL), rows, Kept(), lengths)
+        else:
+            lists = WorkLists(rows.starts, rows.positions_T, lengths)
+            attend_latent_decodes(queries, kv, torch.empty_like(q_TNL), rows, Kept(), lists)
+
+
 class GatherShape(NamedTuple):
     """A gather of contexts: dtypes of queries and cache, elements of a head."""
 
@@ -183,6 +236,32 @@ def launch_gather(shape: GatherShape) -> None:
     for heads in (2, 1):
         out = torch.empty(2, 100, heads, shape.dim, dtype=getattr(torch, shape.dtype))
         gather(kv, rows, rows[1:], torch.zeros(2, 16, dtype=torch.int32), out, 2 - heads)
+
+
+class FewRowsShape(NamedTuple):
+    """A product of a row: outputs and inputs of the weight."""
+
+    dtype: str
+    outputs: int
+    inputs: int
+    biased: bool
+
+
+FEW_ROWS_SHAPES = (FewRowsShape("bfloat16", 1024, 4096, False), FewRowsShape("float16", 1000, 1080, True))
+"""Both dtypes; inputs that tiles divide and ones that they do not; biases added by each of the kernels."""
+
+
+def launch_few_rows(shape: FewRowsShape) -> None:
+    """Multiplies by all plans that a start may measure."""
+    import torch
+
+    from tandem.workers.kernels.triton.triton_few_rows import few_rows_plans, multiply_few_rows
+
+    dtype = getattr(torch, shape.dtype)
+    x_TI, bias = torch.empty(1, shape.inputs, dtype=dtype), torch.empty(shape.outputs, dtype=dtype)
+    for plan in few_rows_plans(shape.outputs, shape.inputs, 132):
+        weight_OI = torch.empty(shape.outputs, shape.inputs, dtype=dtype)
+        multiply_few_rows(x_TI, weight_OI, bias if shape.biased else None, plan)
 
 
 def launch_sampling() -> None:
@@ -281,8 +360,10 @@ def launch_fused(shape: FusedShape) -> None:
 LAUNCHES: Mapping[str, Callable[[], None]] = {
     **{f"lora {number}": partial(launch_lora, shape) for number, shape in enumerate(LORA_SHAPES)},
     **{f"attention {number}": partial(launch_attention, shape) for number, shape in enumerate(ATTENTION_SHAPES)},
+    **{f"latents {number}": partial(launch_latents, shape) for number, shape in enumerate(LATENT_SHAPES)},
     **{f"experts {number}": partial(launch_experts, shape) for number, shape in enumerate(EXPERT_SHAPES)},
     **{f"gather {number}": partial(launch_gather, shape) for number, shape in enumerate(GATHER_SHAPES)},
+    **{f"few rows {number}": partial(launch_few_rows, shape) for number, shape in enumerate(FEW_ROWS_SHAPES)},
     "sampling": launch_sampling,
     **{f"fused {number}": partial(launch_fused, shape) for number, shape in enumerate(FUSED_SHAPES)},
 }

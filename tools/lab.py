@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 NETWORK: Final = "10.66.0"
+NOBODY: Final = "02:00:00:00:00:99"
+"""The hardware's address of no node."""
 SPACES: Final = ("--net", "--pid", "--uts", "--ipc", "--mount")
 CLONE_NEWNET: Final = 0x40000000
 FIRST_OF_NODE: Final = """
@@ -137,6 +139,15 @@ class Node:
         """Cut the node off: packets vanish both ways, and nobody is told."""
         self._at_switch("ip", "link", "set", self._port, "nomaster")
 
+    def cut_from(self, other: "Node") -> None:
+        """Cut the way between two nodes, which all others still reach: packets vanish both ways, and nobody is told."""
+        for here, there in ((self, other), (other, self)):
+            _run(
+                here.command(
+                    ["ip", "neigh", "replace", there.address, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent"]
+                )
+            )
+
     def slow(self, megabits_per_s: int) -> None:
         """Let no more than so much through, each way."""
         limit = ["tbf", "rate", f"{megabits_per_s}mbit", "burst", "64kb", "latency", "400ms"]
@@ -144,8 +155,9 @@ class Node:
         _run(self.command(["tc", "qdisc", "replace", "dev", "eth0", "root", *limit]))
 
     def mend(self) -> None:
-        """End what cut() and slow() did."""
+        """End what cut(), cut_from() and slow() did."""
         self._at_switch("ip", "link", "set", self._port, "master", "switch")
+        _run(self.command(["ip", "neigh", "flush", "dev", "eth0", "nud", "permanent"]))
         with suppress(LabError):  # it was not slow
             self._at_switch("tc", "qdisc", "delete", "dev", self._port, "root")
             _run(self.command(["tc", "qdisc", "delete", "dev", "eth0", "root"]))

@@ -106,7 +106,7 @@ def measured(case: LatentCase, memory: Memory, repeats: int) -> dict[str, Any]:
     size = BLOCK * spec.head_dim
     kv = LayerKV.of([plane[: len(plane) // size * size].view(-1, BLOCK, 1, spec.head_dim)], [])
     steps = batches(case.as_heads, len(kv.keys))
-    ours = CpuPlatform().latent_attention(torch.bfloat16, spec.head_dim)
+    ours = CpuPlatform().latent_attention(torch.bfloat16, spec)
     assert isinstance(ours, CpuLatents), "there is no C compiler"
     ways: dict[str, Callable[[int], object]] = {
         "ours": attending(ours, steps, case, kv), "read": reading(memory, case.num_bytes),

@@ -6,7 +6,6 @@ its metrics to Redis; the one that is scraped adds the others'. A service with o
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable
 from functools import partial
 
@@ -25,8 +24,8 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One gateway at one moment."""
 
     gateway: str
-    host: str
-    pid: int
+    host: str  # the id of its Ray node
+    pid: int  # on that node
     ready: bool  # it would take a request
     in_flight: int  # HTTP requests whose answers are not complete
     metrics: bytes  # its own families as Prometheus text
@@ -54,7 +53,7 @@ class GatewayHeartbeat(Heartbeat[GatewayRecord]):
         others = [record for record in everyone if record.gateway != self._made[-1].gateway]
         self._tell_of_ends({record.gateway for record in others})
         self.others = others
-        self._exits.watch_only([record.pid for record in others if record.host == socket.gethostname()])
+        self._exits.watch_only([record.pid for record in others if record.host == self._made[-1].host])
 
     async def leave(self) -> None:
         self._exits.close()
@@ -65,7 +64,7 @@ class GatewayHeartbeat(Heartbeat[GatewayRecord]):
         """Writes a line for each gateway without a record now; with its end, where the kernel tells."""
         for record in self.others:
             if record.gateway not in alive:
-                how = self._exits.how_it_ended(record.pid) if record.host == socket.gethostname() else None
+                how = self._exits.how_it_ended(record.pid) if record.host == self._made[-1].host else None
                 reason = f"its process {how}" if how else "it has ended, or its record was not renewed"
                 log.warning("gateway %s is gone: %s", record.gateway, reason)
 

@@ -8,7 +8,6 @@ Serve then replaces the group, and calls in flight there fail. docs/decisions/00
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Callable
 
@@ -57,11 +56,13 @@ class CoordinatorActors:
 
 
 class HungGroups:
-    """The watch of one gateway; all gateways may do the same at once. Call check() repeatedly, close() at the end."""
+    """The watch of one gateway; all gateways may do the same at once. node: the id of its Ray node. Call check()
+    repeatedly, close() at the end."""
 
     def __init__(
-        self, fleet: FleetView, actors: CoordinatorActors, clock: Callable[[], float] = time.monotonic
+        self, fleet: FleetView, actors: CoordinatorActors, node: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._node = node
         self._clock = clock
         self._stopped: dict[int, tuple[float, float]] = {}
         self._fleet = fleet
@@ -79,7 +80,7 @@ class HungGroups:
             del self._asking[group]
         stopped: dict[int, tuple[float, float]] = {}
         for record in self._fleet.missing_for():
-            cpu_s = stopped_cpu_s(record.pid) if record.host == socket.gethostname() else None
+            cpu_s = stopped_cpu_s(record.pid) if record.host == self._node else None
             if cpu_s is None:
                 continue
             before_cpu_s, since_s = self._stopped.get(record.pid, (cpu_s, self._clock()))

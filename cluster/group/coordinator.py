@@ -9,7 +9,6 @@ import asyncio
 import gc
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import psutil
 import ray
 from ray import serve
 
@@ -33,6 +33,8 @@ from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_opener import EngineOpener
 from tandem.cluster.group.group_log import GroupLog
+from tandem.cluster.group.node_drain import next_drained
+from tandem.cluster.group.ray_ranks import nodes_of_bundles
 from tandem.cluster.group.sharing import Sharing
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down
 from tandem.cluster.routing.outstanding import tokens_by_gateway
@@ -53,7 +55,7 @@ from tandem.workers.messages.errors import GroupLost
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest
 
 log = logging.getLogger("tandem.group")
-STUCK_S = 60.0
+STUCK_S, BOOT_S = 60.0, 60.0
 EXIT_DELAY_S, HANDED_OVER_S, LAST_WORDS_S = 0.1, 0.5, 1.0
 JOIN_S = 5.0
 """Seconds for the engine's thread, which ends the ranks."""
@@ -99,12 +101,13 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         context = serve.get_replica_context()
         self._group = context.replica_id.unique_id
+        self._node: str = ray.get_runtime_context().get_node_id()
         self._membership = Membership(context.app_name, facts)
         self._facts = facts = await self._membership.join()
         open_log_of(facts, f"group-{self._group}")
         log.info("group %s starts in process %d, for %s", self._group, os.getpid(), model_name)
         self._life = time.time_ns() // 1_000_000
-        self._began_s = time.monotonic()
+        self._began_s = process_began_s()
         self._load_s = 0.0
         self._model_name = model_name
         self._state: GroupState = "loading"
@@ -138,11 +141,12 @@ class Coordinator:
         reports = ReportWriter(self._redis, facts.service_id, self._report, self._changes)
         self._reports_task = self._loop.create_task(reports.run(), name="group reports")
         on_taken_down(lambda: self._loop.call_soon_threadsafe(self._leave_fleet))
-        on_sigterm(lambda: self._loop.call_soon_threadsafe(self._end_soon))
+        on_sigterm(lambda: self._loop.call_soon_threadsafe(self._end_soon, "was told to end"))
         self._thread.start_engine(self._opener.open, self._opener.close)
         await self._wait_until_opened()
         self._changes.start()
         self._sharing.start()
+        self._drain_task = self._loop.create_task(self._end_with_nodes(placement_group), name="drain of ranks' nodes")
 
     async def generate(self, payload: bytes, hint: RouteHint) -> bytes:
         """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack below the line of
@@ -280,10 +284,17 @@ class Coordinator:
             self._state = "draining"
             self.heartbeat_now()
 
-    def _end_soon(self) -> None:
-        """SIGTERM: the group ends as planned; Serve replaces a replica whose process is gone."""
+    async def _end_with_nodes(self, placement_group: Any) -> None:
+        """Ends the group when a node of its ranks is drained; Serve itself looks after the coordinator's."""
+        nodes = {*await asyncio.to_thread(nodes_of_bundles, placement_group)}
+        if others := nodes - {self._node}:
+            self._end_soon(f"ends: node {await next_drained(others)}, of its ranks, is drained")
+
+    def _end_soon(self, why: str) -> None:
+        """SIGTERM, or the drain of a node: the group ends as planned; Serve replaces a replica whose process is
+        gone."""
         if not self._stopping:
-            log.warning("group %s was told to end", self._group)
+            log.warning("group %s %s", self._group, why)
             self._stopping = True
             self._exiting = self._loop.create_task(self._end(), name="group ends")
 
@@ -347,7 +358,7 @@ class Coordinator:
             life=self._life,
             model=self._model_name,
             state=self._state,
-            host=socket.gethostname(),
+            host=self._node,
             pid=os.getpid(),
             waiting=stats.waiting if stats is not None else 0,
             running=stats.running if stats is not None else 0,
@@ -357,6 +368,7 @@ class Coordinator:
             stalled_s=self._stalled_s(),
             loaded_bytes=loaded_bytes,
             total_bytes=total_bytes,
+            fetching=self._opener.fetching(),
             load_s=self._load_s,
             prefix_resets=self._sharing.resets.done,
         )
@@ -371,3 +383,8 @@ class Coordinator:
             notes=list(self._opener.notes),
             adapters=adapters.report() if adapters is not None else None,
         )
+
+
+def process_began_s() -> float:
+    """Returns when this process began, BOOT_S ago at most, as Ray may have had it idle. Imports count."""
+    return time.monotonic() - min(max(time.time() - psutil.Process().create_time(), 0.0), BOOT_S)

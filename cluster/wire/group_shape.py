@@ -28,8 +28,13 @@ class GroupShape:
 
     def bundle_of_rank(self, nodes: Sequence[str]) -> list[int]:
         """Returns the bundle of each rank. nodes: that Ray has placed the bundles on, by bundle. The bundles of a stage
-        are dealt node by node, so that neighbours among its ranks share a node where they can."""
-        order = [bundle for stage in self.stages for bundle in sorted(stage, key=lambda one: (nodes[one], one))]
+        are dealt node by node, so that neighbours among its ranks share a node where they can, those of the
+        coordinator's node first."""
+
+        def place(bundle: int) -> tuple[bool, str, int]:
+            return nodes[bundle] != nodes[0], nodes[bundle], bundle
+
+        order = [bundle for stage in self.stages for bundle in sorted(stage, key=place)]
         return [bundle for bundle in order for _ in range(self.ranks_of_bundle)]
 
 

@@ -23,7 +23,9 @@ LINE_BYTES = 64  # one cache line per flag
 TOKEN_BYTES = 8
 SPINS = 1_000  # some 50 us: longer than ranks with a core each wait for each other in a decode step
 YIELDS = 1_000  # half a millisecond where nobody else wants the core
-NAP_S = 50e-6
+NAP_S, LONGEST_NAP_S, NAPS_IN_A_WAIT = 50e-6, 5e-3, 64
+"""Naps grow with the wait, and are late by a 64th of it: who waits long uses no core, and can be told from who
+computes (workers/rank/rank_watch.py)."""
 TIMEOUT_S = 120.0
 
 
@@ -160,7 +162,7 @@ class SharedMemoryCollectives:
     def _wait(self, index: int, count: int) -> None:
         """Waits until a rank's flag has reached `count`: spins, then lets others have the core, as the rank that is
         waited for may need this one, then sleeps. TimeoutError after TIMEOUT_S, when the rank is probably dead."""
-        flags, deadline_s = self._flags, 0.0
+        flags, began_s = self._flags, 0.0
         tries = 0 if self._spins else SPINS + YIELDS
         while flags[index] < count:
             tries += 1
@@ -169,8 +171,8 @@ class SharedMemoryCollectives:
             if tries <= SPINS + YIELDS:
                 os.sched_yield()
                 continue
-            time.sleep(NAP_S if deadline_s else 0)
-            now_s = time.monotonic()
-            deadline_s = deadline_s or now_s + TIMEOUT_S
-            if now_s > deadline_s:
+            waited_s = time.monotonic() - began_s if began_s else 0.0
+            time.sleep(min(LONGEST_NAP_S, max(NAP_S, waited_s / NAPS_IN_A_WAIT)) if began_s else 0)
+            began_s = began_s or time.monotonic()
+            if waited_s > TIMEOUT_S:
                 raise TimeoutError(f"tp rank {index // self._stride} has not come to a collective in {TIMEOUT_S:.0f} s")

@@ -64,6 +64,11 @@ class StepCollectives:
         return None if self._exchanges is None else len(self._exchanges)
 
     @property
+    def is_exchanging(self) -> bool:
+        """True while a collective is under way, as far as the host knows. From any thread."""
+        return self._is_inside
+
+    @property
     def num_done(self) -> int:
         """The collectives of the step that are over."""
         return self._num_done

@@ -1,64 +1,24 @@
 """A group whose ranks run on two nodes, without Ray: the tokens of one rank, and a cut link is known on both sides."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings, ParallelSettings, SchedulerSettings
 from tandem.workers.executor.in_process_ranks import in_process_group
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.messages.errors import GroupLost
+from tests.lab.lab_ranks import BLOCK_SIZE, LabRanks, lab_group, settings_for
 from tests.support.executor_driver import ExecutorDriver, Job, plan_of_one_row
 from tests.support.service import wait_for
 from tests.support.tiny_models import BY_NAME, save_tiny_model
-from tools.lab import Lab, Node
+from tools.lab import Lab
 
-BLOCK_SIZE = 16
 KNOWN_S = 10
 """Until a coordinator knows of a cut: 6 s, and more on a busy machine."""
 ALONE_S = 20
 """Until a rank that nobody probes has ended itself: 15 s, and more on a busy machine."""
-RANK = """
-import sys
-from tandem.workers.rank.rank_server import run_rank
-sys.exit(run_rank(int(sys.argv[1]), sys.argv[2], sys.stdin.readline().strip(), group="lab", host=sys.argv[3]))
-"""
-
-
-class LabRanks:
-    """RankLauncher of one rank on each node. kill() reaches nobody: what ends by itself, and what the lab ends."""
-
-    def __init__(self, nodes: list[Node]) -> None:
-        self.nodes = nodes
-        self.processes: list[subprocess.Popen[str]] = []
-
-    def start(self, rank: int, endpoint: str, secret: str) -> None:
-        node = self.nodes[rank]
-        command = [sys.executable, "-P", "-c", RANK, str(rank), endpoint, node.address]
-        process = node.start(command, stdin=subprocess.PIPE, text=True)
-        assert process.stdin is not None
-        process.stdin.write(secret + "\n")
-        process.stdin.flush()
-        self.processes.append(process)
-
-    def lost(self) -> str | None:
-        return next((f"rank {rank} has ended" for rank, p in enumerate(self.processes) if p.poll() is not None), None)
-
-    def kill(self, grace_s: float) -> None:
-        """Nobody reaches a node that is cut off."""
-
-
-def settings_for(folder: Path, tp: int, pp: int) -> EngineSettings:
-    return EngineSettings(
-        model=ModelSettings(model=str(folder), dtype="float32", max_model_len=64),
-        parallel=ParallelSettings(tensor_parallel_size=tp, pipeline_parallel_size=pp),
-        scheduler=SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=64),
-        device=DeviceSettings(device="cpu", cpu_threads=1),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +30,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def group(request: pytest.FixtureRequest, lab: Lab, model_folder: Path) -> Iterator[RankGroup]:
     """A group whose coordinator is in this process, but on the network of node a."""
     nodes = list(lab.nodes.values())
-    launcher = LabRanks(nodes)
-    with nodes[0].network():
-        made = RankGroup(settings_for(model_folder, *request.param), launcher, name="lab", host=nodes[0].address)
-        with closing(made):
-            yield made
-    for process in launcher.processes:
-        process.wait(30)
-        assert process.stdin is not None
-        process.stdin.close()
+    with lab_group(settings_for(model_folder, *request.param), LabRanks(nodes), nodes[0]) as made:
+        yield made
 
 
 def jobs() -> list[Job]:

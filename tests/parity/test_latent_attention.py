@@ -115,7 +115,7 @@ def test_as_many_heads_attend_at_once_as_memory_allows(
     chunks = LatentChunks(Gatherer(TorchKVStore()), SdpaChunks(), keeps_scores=on_device)
     chunk = Chunk(0, tokens, torch.zeros(1, dtype=torch.int32) if is_gathered else None, context)
     own = torch.empty(1, dtype=torch.bfloat16).expand(tokens, DEEPSEEK.num_heads, DEEPSEEK.key_dim)
-    assert chunks._heads_at_once(chunk, own, DEEPSEEK, 128 + 128 + 192) == at_once
+    assert chunks.heads_at_once(chunk, own, DEEPSEEK) == at_once
 
 
 def test_the_way_is_counted() -> None:

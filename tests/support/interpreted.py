@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +25,22 @@ computes = pytest.mark.skipif(
 starts = pytest.mark.skipif(
     INTERPRETED or torch.cuda.is_available(), reason="this is the interpreter, or the kernels run on a device here"
 )
+
+
+def rowwise_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the interpreter multiply a tile row by row: numpy's products of matrices sum some rows in another order."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    class Numpy:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
+
+        def matmul(self, a: Any, b: Any, **more: Any) -> Any:
+            return np.stack([np.matmul(row, b, **more) for row in a])
+
+    monkeypatch.setattr(interpreter, "np", Numpy())
 
 
 def run_in_interpreter(file: str) -> None:

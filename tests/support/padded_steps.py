@@ -1,12 +1,15 @@
 """Attention of steps as a captured one has them: padded to its room, on the tables of its own."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep
+from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.forward_batch import ForwardBatch, GroupTable
 from tandem.workers.planning.graph_room import PADDED_QUERIES, CaptureSize
 from tandem.workers.rank.captured.frame import NOTHING, PaddingRows, with_room
@@ -17,18 +20,19 @@ SCRATCH = 0
 
 
 class Padded:
-    """A backend whose steps are captured ones, with room for num_tokens; padding stands behind a batch's tokens."""
+    """A backend, of heads or of latents, whose steps are captured ones, with room for num_tokens; padding stands behind
+    a batch's tokens. backend: None: Triton's, of heads."""
 
     name = "padded"
 
-    def __init__(self, num_tokens: int, *, has_chunks: bool = False) -> None:
+    def __init__(self, num_tokens: int, *, has_chunks: bool = False, backend: Any = None) -> None:
         from tandem.workers.attention.triton_paged import TritonAttention
 
-        self.backend = TritonAttention()
+        self.backend = backend or TritonAttention()
         rows = 4 + num_tokens // PADDED_QUERIES if has_chunks else num_tokens
         self._size = CaptureSize(num_tokens, 20, False, has_chunks, rows, 1)
 
-    def prepare(self, batch: ForwardBatch) -> AttentionStep:
+    def prepare(self, batch: ForwardBatch) -> Any:
         size, count = self._size, len(batch.query_lens_list)
         copy = NOTHING._replace(
             ids_T=np.zeros(batch.num_tokens, np.int64),
@@ -53,14 +57,14 @@ class Padded:
             )
         )
 
-        class Cut:
-            def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: Any, params: Any) -> torch.Tensor:
-                q = torch.cat((q, q.new_zeros((size.num_tokens - len(q), *q.shape[1:]))))
-                found = step.attend(q, k, v, kv, params)
-                assert found.isfinite().all(), "padding too"
-                return found[: batch.num_tokens]
+        def padded_attend(attend: Callable[..., torch.Tensor], q: torch.Tensor, *more: Any) -> torch.Tensor:
+            q = torch.cat((q, q.new_zeros((size.num_tokens - len(q), *q.shape[1:]))))
+            found = attend(q, *more)
+            assert found.isfinite().all(), "padding too"
+            return found[: batch.num_tokens]
 
-        return Cut()
+        members = (name for name in ("attend", "attend_latent") if hasattr(step, name))
+        return SimpleNamespace(**{name: partial(padded_attend, getattr(step, name)) for name in members})
 
     def replay_key(self, *of_step: Any) -> None:
         raise AssertionError("not asked")

@@ -160,6 +160,26 @@ def recorded(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
     return graph.replay, graph.outputs
 
 
+def recorded_with_launches(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+    """The same, of a body that launches Triton's kernels, in its interpreter: each replay launches them in their turn,
+    on the same memory and with the same numbers."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
+        graph, here.capture = here.capture, None
+        with torch.utils._python_dispatch._disable_current_modes():
+            launch(executor, *args, **kwargs)
+        here.capture = graph
+        if graph is not None:
+            graph.hold(lambda: launch(executor, *args, **kwargs), (0,))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", launched)
+        return recorded(body)
+
+
 _watching, _watchers = threading.Lock(), [0]
 _patch = pytest.MonkeyPatch()
 

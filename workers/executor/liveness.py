@@ -1,23 +1,21 @@
-"""Detects frozen ranks (ProbeWatch) and ranks that make no progress (StepBound). Torch-free.
+"""Detects frozen ranks. Torch-free. Ranks that live and make no progress are step_watch.py's.
 
 Owned by rank_group.py. ProbeWatch probes every rank twice a second; rank_watch.py answers without the interpreter lock,
-so a rank is silent only when its process is stopped or its machine cannot be reached. StepBound is for ranks that live
-without progress (a collective that never completes), with room for the slowest real step. RunningClock leaves out the
-time in which this process was itself stopped. docs/decisions/004-step-progress.md says why there are two signals.
+so a rank is silent only when its process is stopped or its machine cannot be reached. RunningClock leaves out the time
+in which this process was itself stopped. docs/decisions/004-step-progress.md says why there are two signals.
 """
 
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 
+from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.engine.base.running_clock import RunningClock
 from tandem.workers.messages.channel import bind_router
-from tandem.workers.messages.step import StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +56,15 @@ class ProbeWatch:
     """
 
     def __init__(
-        self, context: "zmq.Context[Any]", secret: str, host: str, on_silent: OnSilent, after_s: float = FROZEN_AFTER_S
+        self,
+        context: "zmq.Context[Any]",
+        secret: str,
+        host: str,
+        on_silent: OnSilent,
+        after_s: float = FROZEN_AFTER_S,
+        ports: Ports = ANY_PORTS,
     ) -> None:
-        self._socket, self.endpoint = bind_router(context, secret, host)
+        self._socket, self.endpoint = bind_router(context, secret, host, ports)
         self._on_silent = on_silent
         self._after_s = after_s
         self._silence = ProbeSilence()
@@ -109,57 +113,3 @@ class ProbeWatch:
         deadline_s = time.monotonic() + seconds
         while self._socket.poll(max(0, round((deadline_s - time.monotonic()) * 1000))):
             self._silence.answered(self._socket.recv_multipart(zmq.NOBLOCK)[0])
-
-
-LEAST_S = 60.0
-MOST_S = 600.0
-MARGIN = 20.0
-BEYOND_SLOWEST = 3.0
-LONGEST_TICK_S = 1.0
-
-
-class StepBound:
-    """Bound of a step's time, in time that this process ran.
-
-    The bound is MARGIN x the slowest step so far, scaled up when the plan at the head has more tokens than that step
-    had; between LEAST_S and MOST_S (or BEYOND_SLOWEST x the slowest, when that is more); MOST_S before the first step.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = RunningClock(clock, LONGEST_TICK_S)
-        self._plans: deque[StepPlan] = deque()
-        self._began_s = 0.0
-        self._slowest_s = 0.0
-        self._slowest_tokens = 1
-
-    def submitted(self, plan: StepPlan) -> None:
-        if not self._plans:
-            self._began_s = self._clock.tick()
-        self._plans.append(plan)
-
-    def finished(self) -> StepPlan:
-        """Notes that a result has come; returns its plan."""
-        plan, now_s = self._plans.popleft(), self._clock.tick()
-        took_s, self._began_s = now_s - self._began_s, now_s
-        if took_s > self._slowest_s:
-            self._slowest_s, self._slowest_tokens = took_s, _tokens(plan)
-        return plan
-
-    def overdue_s(self) -> float | None:
-        """Returns the seconds that the oldest step has run, if that is too long. Called several times a second."""
-        now_s = self._clock.tick()
-        ran_s = now_s - self._began_s
-        if not self._plans or ran_s <= LEAST_S:
-            return None
-        return ran_s if ran_s > self.bound_s() else None
-
-    def bound_s(self) -> float:
-        """Returns the bound for the oldest plan in flight, in seconds."""
-        if self._slowest_s == 0.0 or not self._plans:
-            return MOST_S
-        expected_s = self._slowest_s * max(1.0, _tokens(self._plans[0]) / self._slowest_tokens)
-        return max(LEAST_S, min(MARGIN * expected_s, max(MOST_S, BEYOND_SLOWEST * self._slowest_s)))
-
-
-def _tokens(plan: StepPlan) -> int:
-    return max(1, sum(work.num_tokens for work in plan.work))

@@ -63,7 +63,8 @@ class TorchKVStore:
     """The twin, for any device and dtype."""
 
     def write(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv: LayerKV, slots_T: torch.Tensor) -> None:
-        for x_TKD, cache, scales in ((k_TKD, kv.keys, kv.key_scales), (v_TKD, kv.values, kv.value_scales)):
+        both = ((k_TKD, kv.keys, kv.key_scales), (v_TKD, kv.values, kv.value_scales))
+        for x_TKD, cache, scales in both[: 1 if kv.values is kv.keys else 2]:
             stored_TKD, scales_TK = encode(x_TKD, cache.dtype)
             as_indexable(cache).view(-1, *cache.shape[2:]).index_copy_(0, slots_T, as_indexable(stored_TKD))
             if scales is not None and scales_TK is not None:

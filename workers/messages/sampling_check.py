@@ -90,9 +90,9 @@ class CheckedCalls(msgspec.StructMeta):
 
 def plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns parameters by name as plain numbers and tuples; numbers and sequences of numpy and other libraries are
-    converted. So is what vLLM takes too: one text for `stop`, a mapping for `logit_bias`, None for what may be empty and
-    for a max_tokens without bound.
-    ValueError has a parameter's name, its value and its range. Names that are no parameters stay as they are."""
+    converted. So is what vLLM takes too: one text for `stop`, a mapping for `logit_bias`, None for what may be empty
+    and for a max_tokens without bound. ValueError has a parameter's name, its value and its range. Names that are no
+    parameters stay as they are."""
     plain = dict(given)
     for name, value in given.items():
         if name == "structured_outputs":

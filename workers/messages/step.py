@@ -1,4 +1,4 @@
-"""Messages between coordinator and ranks for steps: StepPlan and StepResult, and what the experts of steps have got.
+"""Messages between coordinator and ranks for steps: StepPlan and StepResult, and questions about steps.
 
 Encoded as in request.py.
 """
@@ -131,3 +131,18 @@ class ExpertTokens(msgspec.Struct, frozen=True, array_like=True, tag="expert_tok
     """Answer of a stage to CountExperts: by layer of it with experts, tokens that each has got since the start."""
 
     by_layer: dict[int, list[int]]
+
+
+class AskActivity(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="ask_activity"):
+    """Question to every rank, while a step runs long: does it compute? Answered beside the step."""
+
+    number: int
+
+
+class RankActivity(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True, tag="activity"):
+    """Answer of a rank to AskActivity."""
+
+    rank: int
+    number: int
+    computes: bool  # its process works on a step, or waits for a core or a disk to do so
+    waits_for_device: bool  # steps are launched whose end the device has not told

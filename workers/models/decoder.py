@@ -28,7 +28,7 @@ from tandem.workers.models.layers.entry import Entry
 from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.norms import AddNorm, make_norm
 from tandem.workers.models.layers.positions import RotaryPositions
-from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, RopeSpec
+from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Mla, RopeSpec
 from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.planning.sizes import rank_weights
@@ -345,8 +345,9 @@ def attention_of(
     spec: ArchSpec, platform: Platform, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
 ) -> AttentionBackend | LatentBackend:
     """Return the platform's attention for the model's layers, all of which have heads or all latents."""
-    make = platform.latent_attention if spec.has_latents else platform.attention
-    return make(dtype, spec.head_dim, kv_dtype)
+    if isinstance(latents := spec.layers[0].attention, Mla):
+        return platform.latent_attention(dtype, latents, kv_dtype)
+    return platform.attention(dtype, spec.head_dim, kv_dtype)
 
 
 def build_decoder(

@@ -26,6 +26,7 @@ from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.kernels.sampling_ops import SamplingOps
+from tandem.workers.models.spec.arch import Mla
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
 
 if TYPE_CHECKING:  # of features that a model or a start may be without
@@ -69,8 +70,8 @@ class Platform(ABC):
         """Return the attention backend. kv_dtype: the cache's dtype, None for `dtype`."""
 
     @abstractmethod
-    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
-        """Return the backend of latents. width: elements of a latent and its key. kv_dtype: as in attention()."""
+    def latent_attention(self, dtype: torch.dtype, spec: Mla, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        """Return the backend of latents. spec: of its layers. kv_dtype: as in attention()."""
 
     @abstractmethod
     def linear(
@@ -85,6 +86,11 @@ class Platform(ABC):
     ) -> LinearMethod:
         """Return the method of one linear layer. weights: those that it merges. quantization: of weights that take the
         model's format, a key of FORMATS (parallel/quantization/weight_formats.py); None: dense."""
+
+    def settle(self) -> tuple[str, ...]:
+        """Choose what depends on measurements, once all weights that linear() was asked for are in memory; return a
+        line on each choice."""
+        return ()
 
     @abstractmethod
     def packs(self, dtype: torch.dtype) -> bool:

@@ -48,6 +48,7 @@ from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.invariant.row_gemm import row_methods
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
+from tandem.workers.models.spec.arch import Mla
 from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess, HostRows
 
@@ -164,12 +165,12 @@ class CpuPlatform(Platform):
 
         return TorchAttention()
 
-    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+    def latent_attention(self, dtype: torch.dtype, spec: Mla, kv_dtype: torch.dtype | None = None) -> LatentBackend:
         from tandem.workers.attention.latents.cpu_latents import CpuLatents
         from tandem.workers.attention.latents.torch_latents import TorchLatents
         from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 
-        kernel = CpuLatentAttention.make(dtype, width, kv_dtype or dtype)
+        kernel = CpuLatentAttention.make(dtype, spec.head_dim, kv_dtype or dtype)
         store, chunk_kernel = CpuKVStore.make(dtype, kv_dtype or dtype), CpuChunkAttention.make(dtype)
         return CpuLatents(kernel, store, chunk_kernel) if kernel and store and chunk_kernel else TorchLatents()
 

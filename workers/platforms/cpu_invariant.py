@@ -41,6 +41,7 @@ from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.invariant.each_token import EachToken
 from tandem.workers.kernels.invariant.row_gemm import row_methods
 from tandem.workers.kernels.lora_ops import LoraOps
+from tandem.workers.models.spec.arch import Mla
 from tandem.workers.platforms.cpu import METHODS, CpuPlatform
 
 FLAG = "--batch-invariant"
@@ -57,12 +58,12 @@ class InvariantCpuPlatform(CpuPlatform):
             raise SettingsError(f"there is no attention kernel for heads of {head_dim} elements", FLAG)
         return CpuAttention(kernel, store, chunk_kernel=None)
 
-    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
-        kernel = CpuLatentAttention.make(dtype, width, kv_dtype or dtype)
+    def latent_attention(self, dtype: torch.dtype, spec: Mla, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        kernel = CpuLatentAttention.make(dtype, spec.head_dim, kv_dtype or dtype)
         store = CpuKVStore.make(dtype, kv_dtype or dtype)
         if kernel is None or store is None:
             _required(cpu_library, dtype)
-            raise SettingsError(f"there is no attention kernel for latents and keys of {width} elements", FLAG)
+            raise SettingsError(f"there is no attention kernel for latents and keys of {spec.head_dim} elements", FLAG)
         return CpuLatents(kernel, store, chunk_kernel=None)
 
     def linear(

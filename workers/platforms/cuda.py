@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
@@ -35,14 +35,19 @@ from tandem.workers.kernels.expert_ops import ExpertOps, TorchExperts
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
+from tandem.workers.models.spec.arch import Mla
 from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
 from tandem.workers.platforms.tensor_rows import TensorRows
 
 if TYPE_CHECKING:
-    from tandem.workers.attention.triton_paged import LargeChunks
+    from tandem.workers.kernels.triton.triton_attention import Multiprocessors
+    from tandem.workers.platforms.few_rows import FewRowsChoice
 
 log = logging.getLogger(__name__)
+
+MEASURED: Final = 5
+"""Calls of which a measurement takes the least time."""
 
 
 def _triton_obstacle() -> str | None:
@@ -191,6 +196,7 @@ class CudaPlatform(Platform):
         self.backend = backend
         self._capture = CudaCapture() if capture is None else capture
         self._flash_obstacles: dict[Hashable, str | None] = {}
+        self._few_rows: FewRowsChoice | None = None
 
     @classmethod
     def open(cls, device: torch.device) -> Self:
@@ -213,30 +219,40 @@ class CudaPlatform(Platform):
     def attention(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None) -> AttentionBackend:
         """Return the kernel's where it computes such heads, else torch's."""
         if self.has_triton():
-            from tandem.workers.attention.triton_paged import Multiprocessors, TritonAttention, takes
+            from tandem.workers.attention.prompts.flash_prompts import FlashPrompts
+            from tandem.workers.attention.triton_paged import TritonAttention, takes
 
             if takes(dtype, head_dim, kv_dtype):
-                prompts = self._prompts(dtype, head_dim, kv_dtype or dtype)
-                if self.device.type != "cuda":  # the host's memory in its place
-                    return TritonAttention(large_chunks=prompts)
-                facts = torch.cuda.get_device_properties(self.device)
-                shared = int(facts.shared_memory_per_multiprocessor)
-                return TritonAttention(Multiprocessors(int(facts.multi_processor_count), shared), prompts)
+                flash = self._flash(dtype, head_dim, kv_dtype or dtype)
+                return TritonAttention(self._multiprocessors(), None if flash is None else FlashPrompts(flash))
         return TorchAttention(is_bounded=True, replays=True)
 
-    def _prompts(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype) -> "LargeChunks | None":
+    def _multiprocessors(self) -> "Multiprocessors | None":
+        if self.device.type != "cuda":  # the host's memory in its place
+            return None
+        from tandem.workers.kernels.triton.triton_attention import Multiprocessors
+
+        facts = torch.cuda.get_device_properties(self.device)
+        return Multiprocessors(int(facts.multi_processor_count), int(facts.shared_memory_per_multiprocessor))
+
+    def _flash(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype) -> FlashVarlen | None:
         """Return what takes chunks of large steps: torch's flash kernel, where it computes what Triton's does."""
         from tandem.workers.attention.prompts.flash_probe import flash_obstacle
-        from tandem.workers.attention.prompts.flash_prompts import FlashPrompts
 
         varlen, asked = FlashVarlen(), (dtype, head_dim, kv_dtype)
         if not varlen.takes(dtype, head_dim):
             return None
         if asked not in self._flash_obstacles:
             self._flash_obstacles[asked] = flash_obstacle(varlen, self.device, *asked)
-        return FlashPrompts(varlen) if self._flash_obstacles[asked] is None else None
+        return varlen if self._flash_obstacles[asked] is None else None
 
-    def latent_attention(self, dtype: torch.dtype, width: int, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+    def latent_attention(self, dtype: torch.dtype, spec: Mla, kv_dtype: torch.dtype | None = None) -> LatentBackend:
+        """Return the kernel's where it computes such latents, else torch's."""
+        if self.has_triton():
+            from tandem.workers.attention.latents.paged_latents import TritonLatents, takes_latents
+
+            if takes_latents(dtype, spec.kv_rank, spec.rope_dim, kv_dtype):
+                return TritonLatents(self._multiprocessors(), self._flash(dtype, spec.key_dim, dtype))
         return TorchLatents(is_bounded=True, replays=True)
 
     def linear(
@@ -250,7 +266,35 @@ class CudaPlatform(Platform):
         quantization: str | None = None,
     ) -> LinearMethod:
         assert quantization is None, "refused before (configs/platform_facts.py)"
-        return DenseMethod(place)
+        if not self.has_triton():
+            return DenseMethod(place)
+        from tandem.workers.kernels.triton.triton_attention import H100
+        from tandem.workers.platforms.few_rows import FewRowsChoice, FewRowsMethod
+
+        if self._few_rows is None:
+            self._few_rows = FewRowsChoice((self._multiprocessors() or H100).number)
+        return FewRowsMethod(self._few_rows.add, place)
+
+    def settle(self) -> tuple[str, ...]:
+        if self._few_rows is None:
+            return ()
+        try:
+            return self._few_rows.settle(self._seconds_of)
+        except RuntimeError as error:  # no memory to measure in, or no captures
+            return (f"products of few rows stay with cuBLAS: {error}",)
+
+    def _seconds_of(self, work: Callable[[], Sequence[torch.Tensor]]) -> float:
+        """Return the least time of some calls on the device, without the host's."""
+        work()  # kernels are compiled
+        replay, _ = self._capture(lambda: tuple(work()))
+        times = []
+        for _ in range(2 + MEASURED):
+            begin = self.accelerator.event(timed=True)
+            replay()
+            end = self.accelerator.event(timed=True)
+            end.wait()
+            times.append(end.seconds_since(begin))
+        return min(times[2:])
 
     def packs(self, dtype: torch.dtype) -> bool:
         return False

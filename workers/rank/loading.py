@@ -133,6 +133,8 @@ def load_rank(
     decoder = _build(chosen, placement, on_bytes)
     decoder.graphs.can_replay &= not settings.model.enforce_eager
     try:
+        for line in platform.settle():
+            log.info("%s", line)
         adapters = _open_adapters(chosen, decoder)
         facts = _facts(chosen, rank, decoder, placement, adapters, started_s)
     except BaseException:
@@ -224,6 +226,7 @@ def _facts(
         threads=torch.get_num_threads(),
         load_s=time.perf_counter() - started_s,
         is_in_host_memory=chosen.platform.memory() is None,
+        free_host_bytes=available_bytes(),
         kv_dtype=chosen.kv_name,
         resident_layers=placement.num_resident,
         streamed_layers=len(placement.streamed),

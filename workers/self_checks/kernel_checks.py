@@ -77,7 +77,6 @@ def kernel_checks() -> list[Check]:
     runs: dict[str, Callable[[], str]] = {
         "compiled kernels": _compiled,
         **shared_checks(CPU),
-        "kernel latent attention": partial(_latents, (([5], 4), ([300, 1, 17], 16), ([129] * 4, 40))),
         "kernel KV quantization": partial(_kv_store, ((1, 2, 128), (33, 8, 64), (100, 4, 128))),
         "kernel skinny GEMM": _skinny_gemm,
         "kernel row GEMM": _row_gemm,
@@ -99,6 +98,7 @@ def shared_checks(here: Here) -> dict[str, Callable[[], str]]:
             _attention, here, 1, (([5], 4, 2), ([300, 1, 17], 8, 8), ([129] * 8, 16, 2))
         ),
         "kernel chunk attention": partial(_attention, here, 9, (([9], 4, 2), ([70, 33], 8, 8), ([300], 16, 2))),
+        "kernel latent attention": partial(_latents, here, (([5], 4, 1), ([300, 1, 17], 16, 1), ([129] * 4, 40, 4))),
         "kernel experts": partial(_experts, here, forms, ((1, 1024, 768), (7, 512, 1000), (200, 256, 512))),
         "kernel sampling": partial(_sampling, here, ((1, 1000), (7, 32_000), (8, 151_936))),
         "kernel grouped LoRA": partial(_lora, here, ((1, 1024, 1024), (7, 2048, 512), (64, 512, 3072))),
@@ -193,21 +193,23 @@ def _attention(here: Here, num_queries: int, cases: Sequence[tuple[list[int], in
     return _worst(errors)
 
 
-def _latents(cases: Sequence[tuple[list[int], int]]) -> str:
-    """cases: context lengths of the rows, heads. DeepSeek's widths."""
-    errors, params = [], AttentionParams(192**-0.5)
-    for lens, heads in cases:
+def _latents(here: Here, cases: Sequence[tuple[list[int], int, int]]) -> str:
+    """cases: context lengths of the rows, heads, queries of a row. DeepSeek's widths."""
+    errors, params, device = [], AttentionParams(192**-0.5), here.platform.device
+    for lens, heads, num_queries in cases:
         spec = Mla(num_heads=heads, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
-        backend, batch = CpuPlatform().latent_attention(BF16, spec.head_dim), attention_batch(lens, 1)
+        backend = here.platform.latent_attention(here.dtype, spec)
         if isinstance(backend, TorchLatents):
-            raise CPU.no_kernel()
+            raise here.no_kernel()
+        batch = attention_batch(lens, min(num_queries, *lens), device)
+        tokens, blocks = batch.num_tokens, int(batch.block_table_RN.max()) + 1
         q, latents, weight = (
-            CPU.noise(len(lens), heads, 192),
-            CPU.noise(len(lens), 1, 576),
-            CPU.noise(heads * 256, 512) / 16,
+            here.noise(tokens, heads, 192),
+            here.noise(tokens, 1, 576),
+            here.noise(heads * 256, 512) / 16,
         )
-        plane, outputs = CPU.noise(int(batch.block_table_RN.max()) + 1, BLOCK, 1, 576), []
-        for each, dtype in ((backend, BF16), (TorchLatents(), torch.float32)):
+        plane, outputs = here.noise(blocks, BLOCK, 1, 576), []
+        for each, dtype in ((backend, here.dtype), (TorchLatents(), torch.float32)):
             step, wide = each.prepare(batch), [x.to(dtype) for x in (q, latents, weight, plane)]
             kv, projections = LayerKV.of(wide[3:], []), LatentHeads(spec, partial(wide.__getitem__, 2))
             outputs.append(step.attend_latent(wide[0], wide[1], kv, params, projections))

@@ -13,6 +13,7 @@ from tandem import LLM
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.parallel.context import ParallelContext
+from tandem.workers.models.spec.arch import Mla
 from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.resolve import fingerprint, read_spec
 from tandem.workers.platforms import cpu_invariant
@@ -120,7 +121,7 @@ def test_a_machine_without_a_kernel(missing: str) -> None:
     with pytest.raises(SettingsError, match="heads of 264 elements"):
         platform.attention(torch.float32, 264)
     with pytest.raises(SettingsError, match="latents and keys of 1040 elements"):
-        platform.latent_attention(torch.float32, 1040)
+        platform.latent_attention(torch.float32, Mla(16, None, kv_rank=976, nope_dim=128, rope_dim=64, v_dim=128))
 
 
 def test_kv_of_the_usual_mode_is_not_taken_from_disk() -> None:

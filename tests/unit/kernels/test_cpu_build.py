@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -213,6 +214,30 @@ def test_a_compiler_that_says_nothing_has_a_reason(
     monkeypatch.setattr(cpu_build, "TIMEOUT_S", limit_s)
     assert cpu_build._compiled(cpu_build.LORA_SOURCES, torch.float32, None) is None
     assert cpu_build.compiler_words() == f"{tmp_path}/bin/{words}"
+
+
+def is_running(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_what_a_slow_compiler_started_ends_with_it(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gcc's own process only waits for cc1, which does the work."""
+    pid = tmp_path / "pid"
+
+    def takes_too_long(compiler: "subprocess.Popen[bytes]", timeout: float) -> None:
+        wait_for(pid.exists, 60, "the compiler starts another process")
+        raise subprocess.TimeoutExpired(compiler.args, timeout)
+
+    monkeypatch.setenv("PATH", compiler(tmp_path / "bin", f"sleep 60 & echo $! > {pid}.new; mv {pid}.new {pid}; wait"))
+    monkeypatch.setattr(subprocess.Popen, "communicate", takes_too_long)
+    assert cpu_build._compiled(cpu_build.LORA_SOURCES, torch.float32, None) is None
+    with suppress(psutil.NoSuchProcess):
+        started = psutil.Process(int(pid.read_text()))
+        wait_for(lambda: not is_running(started), 10, "what the compiler has started ends")
 
 
 START = """

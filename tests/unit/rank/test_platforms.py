@@ -30,6 +30,7 @@ from tandem.workers.kernels.lora_ops import TorchLora
 from tandem.workers.lora.device.layout import ShardShape
 from tandem.workers.lora.device.lora_layers import LoraLayers
 from tandem.workers.lora.device.slab import AdapterSlab
+from tandem.workers.models.spec.arch import Mla
 from tandem.workers.planning.budget import ATTENTION_BYTES
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform
@@ -141,8 +142,13 @@ def test_attention_on_cuda_is_a_kernels_or_bounded_and_not_cudnns(cuda: Platform
     for asked in of_torch:
         backend = cuda.attention(*asked)
         assert isinstance(backend, TorchAttention) and backend._is_bounded
-    latents = cuda.latent_attention(torch.bfloat16, 576)
-    assert isinstance(latents, TorchLatents) and latents._is_bounded
+    of_kernel = [(torch.bfloat16, 512, 64), (torch.float16, 512, 64, torch.int8), (torch.float32, 100, 64)]
+    asked_latents = [(dtype, Mla(16, None, rank, 128, rope, 128), *more) for dtype, rank, rope, *more in of_kernel]
+    for asked in asked_latents:
+        assert cuda.latent_attention(*asked).name == ("triton-paged" if has_kernel else "torch-sdpa")
+    for dtype, rank, rope, *more in [(torch.bfloat16, 513, 63), (torch.bfloat16, 512, 65), (torch.float32, 512, 64)]:
+        latents = cuda.latent_attention(dtype, Mla(16, None, rank, 128, rope, 128), *more)
+        assert isinstance(latents, TorchLatents) and latents._is_bounded
     assert WORKSPACE_BYTES == ATTENTION_BYTES, "what the planner counts"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert not cuda.packs(torch.bfloat16) and cuda.backend.name == "nccl" and not cuda.facts.shares_memory

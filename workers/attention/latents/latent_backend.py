@@ -1,7 +1,7 @@
 """The Protocol of attention over latents (DeepSeek-V2, 2024): a token's one cached vector stands for the keys and
 values of all heads.
 
-A model has layers of heads or of latents (ArchSpec.has_latents), so its decoder has an AttentionBackend or a
+A model has layers of heads or of latents (Mla), so its decoder has an AttentionBackend or a
 LatentBackend; both live by the rules of attention/backend.py. T tokens, J context positions, N query heads, P elements
 of a key that do not rotate and R that do, D = P + R, L of a latent, E = L + R of the cache, V of a value.
 """

@@ -42,14 +42,17 @@ def absorbs(spec: Mla, num_queries: int, context_len: int) -> bool:
 
 class LatentChunks:
     """Rows with several queries, one by one. Keys and values of heads, which are made here, never take more than
-    GATHER_BYTES: as many heads as that allows attend at once. They come in pieces of the context where it is too long
-    for one head, or its latents take more to gather. keeps_scores: `attention` might keep all scores, and a mask; where
-    they take more than SCORE_BYTES (pieces.py) there are pieces too."""
+    GATHER_BYTES, or room_bytes: as many heads as that allows attend at once. They come in pieces of the context where
+    it is too long for one head, or its latents take more to gather. keeps_scores: `attention` might keep all scores,
+    and a mask; where they take more than SCORE_BYTES (pieces.py) there are pieces too."""
 
-    def __init__(self, gatherer: Gatherer, attention: ChunkAttention, *, keeps_scores: bool) -> None:
+    def __init__(
+        self, gatherer: Gatherer, attention: ChunkAttention, *, keeps_scores: bool, room_bytes: int | None = None
+    ) -> None:
         self._gatherer = gatherer
         self._attention = attention
         self._keeps_scores = keeps_scores
+        self._room_bytes = room_bytes
 
     def attend(
         self,
@@ -67,10 +70,9 @@ class LatentChunks:
             keys_and_values = ((piece, piece[..., : spec.kv_rank]) for piece in pieces)
             out_TNL = attend_in_pieces(heads.absorb(own), keys_and_values, chunk.context_len, params, chunk.before)
             return heads.release(out_TNL)
-        num_heads, of_head = own.shape[1], spec.nope_dim + spec.v_dim + spec.key_dim
-        at_once = self._heads_at_once(chunk, own, spec, of_head)
+        num_heads, at_once = own.shape[1], self.heads_at_once(chunk, own, spec)
         if at_once == 0:
-            pieces = self._pieces(chunk, latents_T1E, kv, num_heads * of_head)
+            pieces = self._pieces(chunk, latents_T1E, kv, num_heads * _of_head(spec))
             expanded = (heads.expand(piece.squeeze(1), slice(None)) for piece in pieces)
             return attend_in_pieces(own, expanded, chunk.context_len, params)
         assert params.slopes is None and params.sinks is None, "numbers of all heads"
@@ -82,15 +84,15 @@ class LatentChunks:
             out_TNV[:, part] = self._attention.attend(own[:, part], k_JND, v_JNV, params)
         return out_TNV
 
-    def _heads_at_once(self, chunk: Chunk, own: torch.Tensor, spec: Mla, of_head: int) -> int:
-        """Return how many heads attend at once; 0 for pieces. of_head: elements that are made for each position and
-        head: the product with the latents, which has the value, and the key."""
+    def heads_at_once(self, chunk: Chunk, own: torch.Tensor, spec: Mla) -> int:
+        """Return how many heads of an expanded chunk attend at once; 0 for pieces."""
         is_gathered, num_bytes = chunk.block_ids is not None, chunk.context_len * own.element_size()
-        if is_gathered and num_bytes * spec.head_dim > GATHER_BYTES:
+        room_bytes = GATHER_BYTES if self._room_bytes is None else self._room_bytes
+        if is_gathered and num_bytes * spec.head_dim > room_bytes:
             return 0
         if is_gathered and self._keeps_scores and own.shape[1] > heads_that_fit(len(own), chunk.context_len):
             return 0
-        return min(own.shape[1], GATHER_BYTES // (num_bytes * of_head))
+        return min(own.shape[1], room_bytes // (num_bytes * _of_head(spec)))
 
     def _pieces(
         self, chunk: Chunk, latents_T1E: torch.Tensor, kv: LayerKV, of_position: int | None
@@ -108,3 +110,9 @@ class LatentChunks:
             else:
                 ids = chunk.block_ids[start // block_size : -(-stop // block_size)]
                 yield self._gatherer.keys(kv, ids, latents_T1E.dtype).flatten(0, 1)[: stop - start]
+
+
+def _of_head(spec: Mla) -> int:
+    """Return the elements that are made for each position and head: the product with the latents, which has the value,
+    and the key."""
+    return spec.nope_dim + spec.v_dim + spec.key_dim

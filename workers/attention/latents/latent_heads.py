@@ -24,16 +24,24 @@ class LatentHeads:
         """Return the matrix, [N, P + V, L]."""
         return self._weight().unflatten(0, (-1, self.spec.nope_dim + self.spec.v_dim))
 
+    def onto_latents(self, q_TND: torch.Tensor) -> torch.Tensor:
+        """Return q_TNL, contiguous, whose products with latents are those of the elements that do not rotate."""
+        q_TNL = torch.empty((*q_TND.shape[:2], self.spec.kv_rank), dtype=q_TND.dtype, device=q_TND.device)
+        nope = self.spec.nope_dim
+        torch.bmm(q_TND[..., :nope].transpose(0, 1), self.of_heads()[:, :nope], out=q_TNL.transpose(0, 1))
+        return q_TNL
+
     def absorb(self, q_TND: torch.Tensor) -> torch.Tensor:
         """Return q_TNE, whose products with what the cache has are the scores."""
-        nope = self.spec.nope_dim
-        q_TNL = (q_TND[..., :nope].transpose(0, 1) @ self.of_heads()[:, :nope]).transpose(0, 1)
-        return torch.cat((q_TNL, q_TND[..., nope:]), dim=-1)
+        return torch.cat((self.onto_latents(q_TND), q_TND[..., self.spec.nope_dim :]), dim=-1)
 
-    def release(self, out_TNL: torch.Tensor) -> torch.Tensor:
-        """Return out_TNV of sums over latents."""
+    def release(self, sums_TNL: torch.Tensor, out_TNV: torch.Tensor | None = None) -> torch.Tensor:
+        """Return out_TNV of sums over latents, contiguous if it is not given."""
+        if out_TNV is None:
+            out_TNV = torch.empty((*sums_TNL.shape[:2], self.spec.v_dim), dtype=sums_TNL.dtype, device=sums_TNL.device)
         of_values_NLV = self.of_heads()[:, self.spec.nope_dim :].transpose(1, 2)
-        return (out_TNL.transpose(0, 1) @ of_values_NLV).transpose(0, 1)
+        torch.bmm(sums_TNL.transpose(0, 1), of_values_NLV, out=out_TNV.transpose(0, 1))
+        return out_TNV
 
     def expand(self, latents_JE: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return k_JND and v_JNV of that part of the heads."""

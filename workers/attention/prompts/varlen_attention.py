@@ -7,6 +7,7 @@ T queries of all rows, J keys of all rows, N query heads, K KV heads, D elements
 from typing import Final, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from tandem.workers.attention.chunks import SdpaChunks
 from tandem.workers.models.spec.arch import AttentionParams
@@ -57,6 +58,23 @@ class FlashVarlen:
             window_size_right=0,
         )[0]  # fmt: skip
         return out_TND.contiguous()
+
+
+class VarlenChunks:
+    """ChunkAttention of one row by a VarlenAttention, also where values have fewer elements than keys."""
+
+    def __init__(self, varlen: VarlenAttention) -> None:
+        self.varlen = varlen
+
+    def attend(
+        self, q_TND: torch.Tensor, k_JKD: torch.Tensor, v_JKD: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        (tokens, _, dim), positions, v_dim = q_TND.shape, len(k_JKD), v_JKD.shape[2]
+        starts = torch.zeros((2, 2), dtype=torch.int32, device=q_TND.device)
+        starts[0, 1], starts[1, 1] = tokens, positions
+        wide_JKD = F.pad(v_JKD, (0, dim - v_dim))
+        rows = Ragged(starts[0], starts[1], tokens, positions)
+        return self.varlen.attend(q_TND, k_JKD, wide_JKD, rows, params)[..., :v_dim]
 
 
 class SdpaVarlen:

@@ -11,9 +11,11 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import psutil
 import torch
 
 from tandem.configs.environment import CpuIsa, cpu_isa
@@ -164,14 +166,7 @@ def _compile(name: str, command: list[str]) -> ctypes.CDLL | None:
         return None
     library = f"/proc/self/fd/{built}"  # a path of the compiler's process, for the descriptor it inherits
     try:
-        subprocess.run(
-            [*command, "-o", library, "-lm"],
-            check=True,
-            capture_output=True,
-            timeout=TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
-            pass_fds=(built,),
-        )
+        _run([*command, "-o", library, "-lm"], built)
         loaded = ctypes.CDLL(library)  # the descriptor stays open, so that the next one has another name
         store(name, Path(library).read_bytes())
         return loaded
@@ -179,6 +174,32 @@ def _compile(name: str, command: list[str]) -> ctypes.CDLL | None:
         _note_failure(_words_of(error, command[0])[-300:].strip())
         os.close(built)
         return None
+
+
+def _run(command: list[str], inherited: int) -> None:
+    """Runs the compiler, which is ended with all that it has started when it takes too long or a signal comes: gcc's
+    cc1 would compute on, with a gigabyte of memory."""
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=(inherited,)
+    ) as compiler:
+        try:
+            errors = compiler.communicate(timeout=TIMEOUT_S)[1]
+        except BaseException:
+            _end(psutil.Process(compiler.pid))
+            raise
+    if compiler.returncode:
+        raise subprocess.CalledProcessError(compiler.returncode, command, stderr=errors)
+
+
+def _end(compiler: psutil.Process) -> None:
+    """Ends a compiler, which removes its temporary files on SIGTERM, and its descendants."""
+    with suppress(psutil.Error):
+        below = compiler.children(recursive=True)
+        compiler.terminate()
+        psutil.wait_procs([compiler], timeout=1.0)
+        for process in [*below, compiler]:
+            with suppress(psutil.Error):
+                process.kill()
 
 
 def _words_of(error: Exception, compiler: str) -> str:

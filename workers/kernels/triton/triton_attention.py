@@ -88,6 +88,33 @@ def power_of_two(x):
 
 
 @triton.jit
+def weigh(
+    score, best, total, position, slope, j, inside, scale, softcap,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Returns, of a tile's products with the keys of positions j, the greatest score (times log2(e), rounded up), the
+    factor of earlier sums, the weights, and their total with the earlier one. MASKED: some may not be inside, or a
+    query may not see all."""
+    unit = scale * LOG2E
+    if CAPPED or SLOPED:
+        score, unit = score * scale, LOG2E
+    if CAPPED:
+        score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+    if SLOPED:
+        score += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
+    if MASKED:
+        seen = inside[None, :] & (j[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (j[None, :] > position[:, None] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+    higher = tl.maximum(best, tl.ceil(tl.max(score, axis=1) * unit))
+    kept = power_of_two(best - higher)
+    weight = tl.exp2(score * unit - higher[:, None])
+    total = total * kept + tl.sum(weight, axis=1)
+    return higher, kept, weight, total
+
+
+@triton.jit
 def add_keys(
     best, total, sums, query, position, slope, keys, values, key_scales, value_scales, block, j, low, high, head,
     scale, softcap,
@@ -112,22 +139,9 @@ def add_keys(
     score = tl.dot(query, _codes(tl.trans(key), IS_FP8, query.dtype), input_precision="ieee")
     if SCALED:
         score *= tl.load(key_scales + slot * KV_HEADS + head, mask=inside, other=0.0)[None, :]
-    unit = scale * LOG2E
-    if CAPPED or SLOPED:
-        score, unit = score * scale, LOG2E
-    if CAPPED:
-        score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-    if SLOPED:
-        score += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
-    if MASKED:
-        seen = inside[None, :] & (j[None, :] <= position[:, None])
-        if WINDOW > 0:
-            seen = seen & (j[None, :] > position[:, None] - WINDOW)
-        score = tl.where(seen, score, float("-inf"))
-    higher = tl.maximum(best, tl.ceil(tl.max(score, axis=1) * unit))
-    kept = power_of_two(best - higher)
-    weight = tl.exp2(score * unit - higher[:, None])
-    total = total * kept + tl.sum(weight, axis=1)
+    higher, kept, weight, total = weigh(
+        score, best, total, position, slope, j, inside, scale, softcap, WINDOW, CAPPED, SLOPED, MASKED
+    )
     if MASKED:
         value = tl.load(at_value, mask=inside[:, None] & (v < V_DIM)[None, :], other=0)
     elif V_DIM != V_PAD:
@@ -153,6 +167,17 @@ def add_sink(best, total, sink):
     return total * factor + tl.exp2(sink - higher), factor
 
 
+@triton.jit
+def tile_of(tile, starts, rows, SIZE: tl.constexpr, ROWS: tl.constexpr):
+    """Returns a tile's row, where that begins among all rows' places, where the tile does, and where the row ends.
+    Tiles of SIZE places begin with each row: there are places // SIZE + R, of which some have none. starts [R + 1]."""
+    r = tl.arange(0, ROWS)
+    begin = tl.load(starts + r, mask=r < rows, other=BEYOND)
+    row = tl.sum((begin // SIZE + r <= tile).to(tl.int32), axis=0) - 1
+    first, stop = tl.load(starts + row), tl.load(starts + row + 1)
+    return row, first, first + (tile - (first // SIZE + row)) * SIZE, stop
+
+
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=UNALIGNED)
 def attend_tiles(
     q, keys, values, key_scales, value_scales, positions, starts, table, slopes, sinks, out,
@@ -170,14 +195,9 @@ def attend_tiles(
     QUERIES: tl.constexpr = TILE // SHARE
     KV_HEADS: tl.constexpr = HEADS // GROUP
     SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE
-    tile, head = tl.program_id(0), tl.program_id(1) // SHARES
-    r = tl.arange(0, ROWS)
-    begin = tl.load(starts + r, mask=r < rows, other=BEYOND)
-    row = tl.sum((begin // QUERIES + r <= tile).to(tl.int32), axis=0) - 1
-    first = tl.load(starts + row)
-    stop = tl.load(starts + row + 1)
+    head = tl.program_id(1) // SHARES
+    row, first, token, stop = tile_of(tl.program_id(0), starts, rows, QUERIES, ROWS)
     count = stop - first
-    token = first + (tile - (first // QUERIES + row)) * QUERIES
     if (token < stop) & (count >= fewest) & (count <= most):
         m = tl.arange(0, TILE)
         own, of_group = token + m // SHARE, tl.program_id(1) % SHARES * SHARE + m % SHARE

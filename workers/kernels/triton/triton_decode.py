@@ -27,7 +27,6 @@ from tandem.workers.kernels.triton.triton_attention import (
     LOG2E,
     NOTHING,
     Kept,
-    Launch,
     Multiprocessors,
     Rows,
     Tile,
@@ -38,6 +37,7 @@ from tandem.workers.kernels.triton.triton_attention import (
     power_of_two,
     rows_compiled_for,
 )
+from tandem.workers.kernels.triton.triton_lora import FP_FUSION
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.planning.budget import MOST_PARTS
 
@@ -59,6 +59,8 @@ LISTED: Final = tl.constexpr(64)
 """Items that a program of the list writes at once."""
 AT_ONCE: Final = tl.constexpr(8)
 """Parts whose sums a program of the merge fetches at once."""
+WARP_ELEMENTS: Final = 256
+"""Elements of a value that a warp merges at most."""
 
 
 @triton.jit(
@@ -124,6 +126,41 @@ def list_parts(
         tl.store(item + 6, tl.where(is_apart, slot + part * own_count + tile * QUERIES, -1), mask=mask)
 
 
+@triton.jit
+def keep_part(
+    best, total, sums, here, row, part, first_part, stop_part, slot, slots, spare, sink, part_out, part_sums, out,
+    V_DIM: tl.constexpr, SUNK: tl.constexpr, TILE: tl.constexpr, V_PAD: tl.constexpr,
+):  # fmt: skip
+    """Writes out [.., V] at `row` of an item whose only part this is, or the last one for which there was no slot; else
+    its sums, greatest score and total weight: to its slots in part_out [.., V] and part_sums [.., 2], or to the
+    program's spare rows, two TILEs behind `spare` for each program, where the next part finds them. here: the rows of
+    the tile that there are."""
+    v = tl.arange(0, V_PAD)
+    stored = here[:, None] & (v < V_DIM)[None, :]
+    spare += tl.program_id(0) * (2 * TILE) + tl.arange(0, TILE)
+    if part > first_part:
+        tl.debug_barrier()  # all threads have stored the parts before, and the other spare rows are read
+        at = spare + (part + 1) % 2 * TILE
+        held, weight = tl.load(part_sums + at * 2, mask=here), tl.load(part_sums + at * 2 + 1, mask=here)
+        higher = tl.maximum(best, held)
+        before, after = power_of_two(held - higher), power_of_two(best - higher)
+        total = weight * before + total * after
+        earlier = tl.load(part_out + at[:, None] * V_DIM + v[None, :], mask=stored, other=0.0)
+        sums = earlier * before[:, None] + sums * after[:, None]
+        best = higher
+    if (slot < 0) & (part + 1 == stop_part):
+        if SUNK:
+            total, factor = add_sink(best, total, tl.load(sink, mask=here, other=0.0) * LOG2E)
+            sums *= factor[:, None]
+        result = (sums / tl.where(here, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + row[:, None] * V_DIM + v[None, :], result, mask=stored)
+    else:
+        at = tl.where(slot < 0, spare + part % 2 * TILE, slots)
+        tl.store(part_out + at[:, None] * V_DIM + v[None, :], sums, mask=stored)
+        tl.store(part_sums + at * 2, best, mask=here)
+        tl.store(part_sums + at * 2 + 1, total, mask=here)
+
+
 @triton.jit(do_not_specialize=["q_stride", "table_stride", "room"], do_not_specialize_on_alignment=["q", "table"])
 def attend_parts(
     q, keys, values, key_scales, value_scales, items, table, slopes, sinks, out, part_out, part_sums,
@@ -141,7 +178,7 @@ def attend_parts(
     KV_HEADS: tl.constexpr = HEADS // GROUP
     SHARES: tl.constexpr = (GROUP + SHARE - 1) // SHARE
     m, steps = tl.arange(0, TILE), tl.arange(0, STEP)
-    d, v = tl.arange(0, D_PAD), tl.arange(0, V_PAD)
+    d = tl.arange(0, D_PAD)
     works = tl.load(items) * (KV_HEADS * SHARES)
     work = tl.atomic_add(items + 1, 1)
     while work < works:
@@ -178,31 +215,11 @@ def attend_parts(
                     CAPPED, SLOPED, SCALED, IS_FP8, D_PAD, V_PAD, MASKED=True,
                 )  # fmt: skip
                 block = following
-            stored = here[:, None] & (v < V_DIM)[None, :]
-            spare = room * HEADS + tl.program_id(0) * (2 * TILE) + m
-            if part > first_part:
-                tl.debug_barrier()  # all threads have stored the parts before, and the other spare rows are read
-                at = (spare + (part + 1) % 2 * TILE).to(tl.int64)
-                held, weight = tl.load(part_sums + at * 2, mask=here), tl.load(part_sums + at * 2 + 1, mask=here)
-                higher = tl.maximum(best, held)
-                before, after = power_of_two(held - higher), power_of_two(best - higher)
-                total = weight * before + total * after
-                earlier = tl.load(part_out + at[:, None] * V_DIM + v[None, :], mask=stored, other=0.0)
-                sums = earlier * before[:, None] + sums * after[:, None]
-                best = higher
-            if (slot < 0) & (part + 1 == stop_part):
-                if SUNK:
-                    sink = tl.load(sinks + n, mask=here, other=0.0) * LOG2E
-                    total, factor = add_sink(best, total, sink)
-                    sums *= factor[:, None]
-                to_out = out + (own.to(tl.int64) * HEADS + n)[:, None] * V_DIM + v[None, :]
-                result = (sums / tl.where(here, total, 1.0)[:, None]).to(out.dtype.element_ty)
-                tl.store(to_out, result, mask=stored)
-            else:
-                at = tl.where(slot < 0, spare + part % 2 * TILE, (slot + m // SHARE) * HEADS + n).to(tl.int64)
-                tl.store(part_out + at[:, None] * V_DIM + v[None, :], sums, mask=stored)
-                tl.store(part_sums + at * 2, best, mask=here)
-                tl.store(part_sums + at * 2 + 1, total, mask=here)
+            keep_part(
+                best, total, sums, here, own.to(tl.int64) * HEADS + n, part, first_part, stop_part,
+                slot, (slot + m // SHARE).to(tl.int64) * HEADS + n, room.to(tl.int64) * HEADS, sinks + n,
+                part_out, part_sums, out, V_DIM, SUNK, TILE, V_PAD,
+            )  # fmt: skip
         tl.debug_barrier()  # the spare rows are read
         work = tl.atomic_add(items + 1, 1)
 
@@ -290,27 +307,44 @@ def attend_decodes(
 ) -> None:
     """Writes out_TNV of the tokens of the rows that are listed; other tokens are left as they are."""
     launch = launch_of(DECODE, q_TND, kv, rows, params, kept)
-    heads, v_dim = out_TNV.shape[1:]
-    memory, tile = kept.parts(q_TND.device), launch.tile
-    programs = _programs(launch, kv, kept.multiprocessors)
-    most = memory.numel() // (v_dim + 2) // 4 * 4  # rows of sums, at addresses that are multiples of 16
-    room = min(MOST_PARTS, (most - programs * 2 * tile.rows) // heads)
-    work = lists.of(params.window or 0, launch.queries, room)
-    parts = (memory, memory[most * v_dim :])
+    of_position = (launch.arguments["D_PAD"] + launch.arguments["V_PAD"]) * kv.keys.element_size()
+    programs = programs_at_once(launch.tile, of_position, kept.multiprocessors)
+    sums = PartSums.of(kept.parts(q_TND.device), out_TNV, programs * launch.tile.rows)
+    work = lists.of(params.window or 0, launch.queries, sums.room)
     if kv.key_scales is not None:
         launch.arguments["maxnreg"] = 255  # else ptxas spills, so that one program more fits
-    attend_parts[(programs,)](
-        items=work.items, out=out_TNV, part_out=parts[0], part_sums=parts[1], room=room, LENGTH=LENGTH,
-        **launch.arguments,
+    attend_parts[(programs,)](items=work.items, out=out_TNV, **sums._asdict(), LENGTH=LENGTH, **launch.arguments)
+    merge(sums, work, out_TNV, launch.arguments["sinks"] if launch.arguments["SUNK"] else None)
+
+
+class PartSums(NamedTuple):
+    """Memory for the sums of parts: of `room` parts of all heads, then of what single programs add."""
+
+    part_out: torch.Tensor
+    part_sums: torch.Tensor
+    room: int
+
+    @classmethod
+    def of(cls, memory: torch.Tensor, out_TNV: torch.Tensor, tile_rows: int) -> "PartSums":
+        """tile_rows: of the tiles of all programs."""
+        heads, v_dim = out_TNV.shape[1:]
+        most = memory.numel() // (v_dim + 2) // 4 * 4  # rows of sums, at addresses that are multiples of 16
+        return cls(memory, memory[most * v_dim :], min(MOST_PARTS, (most - 2 * tile_rows) // heads))
+
+
+def merge(sums: PartSums, work: WorkList, out_TNV: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """Writes out_TNV of rows of several parts."""
+    heads, v_dim = out_TNV.shape[1:]
+    v_pad = max(16, triton.next_power_of_2(v_dim))
+    merge_parts[(len(work.merges), heads)](
+        sums.part_out, sums.part_sums, *work, sums.part_out if sinks is None else sinks, out_TNV,
+        HEADS=heads, V_DIM=v_dim, SUNK=sinks is not None, V_PAD=v_pad,
+        num_warps=max(1, v_pad // WARP_ELEMENTS), enable_fp_fusion=FP_FUSION,
     )  # fmt: skip
-    of_merge = {
-        name: launch.arguments[name] for name in ("sinks", "HEADS", "V_DIM", "V_PAD", "SUNK", "enable_fp_fusion")
-    }
-    merge_parts[(len(work.merges), heads)](*parts, *work, out=out_TNV, num_warps=1, **of_merge)
 
 
-def _programs(launch: Launch, kv: LayerKV, multiprocessors: Multiprocessors) -> int:
-    """Returns how many programs the device runs at once, by the shared memory that a program's pipeline takes."""
-    tile, of_position = launch.tile, (launch.arguments["D_PAD"] + launch.arguments["V_PAD"]) * kv.keys.element_size()
+def programs_at_once(tile: Tile, of_position: int, multiprocessors: Multiprocessors) -> int:
+    """Returns how many programs the device runs at once, by the shared memory that a program's pipeline takes.
+    of_position: bytes that it fetches for each."""
     taken = (tile.stages - 1) * tile.positions * of_position + tile.rows * tile.positions * 4
     return multiprocessors.number * max(1, min(PROGRAMS_OF_ONE, multiprocessors.shared_bytes // taken))

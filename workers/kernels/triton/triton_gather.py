@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tandem.workers.kernels.kv_store import LayerKV, as_indexable
-from tandem.workers.kernels.triton.triton_attention import BEYOND, FEWEST_ROWS, _codes
+from tandem.workers.kernels.triton.triton_attention import FEWEST_ROWS, _codes, tile_of
 
 POSITIONS: Final = 64
 ELEMENTS: Final = 8192
@@ -32,12 +32,9 @@ def gather_contexts(
 ):  # fmt: skip
     """Writes out_keys and out_values [J, heads, D] of heads from first_head on. starts [R + 1]: the rows' places in J;
     firsts [R]: the position that a row's begins with. Programs: tiles, J // POSITIONS + R; heads."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    r = tl.arange(0, ROWS)
-    begin = tl.load(starts + r, mask=r < rows, other=BEYOND)
-    row = tl.sum((begin // POSITIONS + r <= tile).to(tl.int32), axis=0) - 1
-    first, stop = tl.load(starts + row), tl.load(starts + row + 1)
-    place = first + (tile - (first // POSITIONS + row)) * POSITIONS + tl.arange(0, POSITIONS)
+    head = tl.program_id(1)
+    row, first, begin, stop = tile_of(tl.program_id(0), starts, rows, POSITIONS, ROWS)
+    place = begin + tl.arange(0, POSITIONS)
     here, d = place < stop, tl.arange(0, D_PAD)
     position = tl.load(firsts + row) + place - first
     block = tl.load(table + row.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=here, other=0).to(tl.int64)

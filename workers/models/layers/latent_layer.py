@@ -74,15 +74,15 @@ class LatentAttentionLayer:
         q_TND = q_TND.unflatten(-1, (-1, spec.key_dim))
         latents_T1E = _empty_like(k_TR, k_TR.shape[0], 1, spec.head_dim)
         latents_T1E[:, 0, : spec.kv_rank] = self._norm.alone(_in_one_piece(latents_TL))
-        latents_T1E[:, 0, spec.kv_rank :] = k_TR
-        self._rotate(q_TND[..., spec.nope_dim :], latents_T1E[..., spec.kv_rank :], inputs)
+        self._rotate(q_TND[..., spec.nope_dim :], k_TR[:, None], latents_T1E[..., spec.kv_rank :], inputs)
         self._ops.store(latents_T1E, latents_T1E, kv, inputs.slots_T[kv.group])
         out_TNV = inputs.latent_attention.attend_latent(q_TND, latents_T1E, kv, self._params, self._heads)
         return self._o(out_TNV.flatten(1))
 
-    def _rotate(self, q_TNR: torch.Tensor, k_T1R: torch.Tensor, inputs: LayerInputs) -> None:
-        """Rotates both in place, side by side."""
+    def _rotate(self, q_TNR: torch.Tensor, k_T1R: torch.Tensor, out_T1R: torch.Tensor, inputs: LayerInputs) -> None:
+        """Rotates q in place, and beside it k to `out`."""
         if self._rope is None:
+            out_T1R.copy_(k_T1R)
             return
         angles, heads = inputs.angles[self._rope], q_TNR.shape[1]
         qk_TSR = _empty_like(q_TNR, q_TNR.shape[0], heads + 1, q_TNR.shape[2])
@@ -90,7 +90,7 @@ class LatentAttentionLayer:
         qk_TSR[:, heads:] = k_T1R
         qk_TSR = self._ops.norm_rotate(qk_TSR, None, 0.0, angles.cos_T1D, angles.sin_T1D)
         q_TNR.copy_(qk_TSR[:, :heads])
-        k_T1R.copy_(qk_TSR[:, heads:])
+        out_T1R.copy_(qk_TSR[:, heads:])
 
     def linears(self) -> Iterator[AdaptableLinear]:
         yield from (self._latents, self._q, self._o)

@@ -36,7 +36,7 @@ class LayerInputs:
 
     @property
     def latent_attention(self) -> LatentStep:
-        """The step's attention, which all layers share, in models of latents (ArchSpec.has_latents)."""
+        """The step's attention, which all layers share, in models of latents (Mla)."""
         if self._step is None:
             self._step = self.backend.prepare(self.batch)
         return cast(LatentStep, self._step)

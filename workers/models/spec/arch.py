@@ -333,11 +333,6 @@ class ArchSpec:
         return self.layers[0].attention.head_dim
 
     @property
-    def has_latents(self) -> bool:
-        """True if the cache has latents in place of keys and values, as that of each layer."""
-        return isinstance(self.layers[0].attention, Mla)
-
-    @property
     def rope_dim(self) -> int:
         """Elements of a head that positions may turn, which are as many in each layer."""
         return self.layers[0].attention.rope_dim

@@ -1,4 +1,5 @@
-"""LaneChannel: the one channel that feeds all lanes of a rank process and takes their answers to the coordinator.
+"""LaneChannel: the one channel that feeds all lanes of a rank process and takes their answers to the coordinator, and
+those to questions about the step under way.
 
 A DEALER beside the rank's own, with a thread of its own, so that no transfer waits for the step under way. The thread
 blocks while nothing moves. If it fails, the rank has failed: no transfer would be carried out or answered any more.
@@ -14,8 +15,7 @@ import msgspec
 import zmq
 
 from tandem.workers.messages.channel import connect_dealer, lanes_name
-from tandem.workers.messages.handshake import RankFailed, RankReady
-from tandem.workers.messages.transfer import TransferOp, TransferResult
+from tandem.workers.messages.handshake import FromRank, RankFailed, ToLanes
 
 log = logging.getLogger(__name__)
 FAILURE_LINGER_MS = 1000
@@ -35,16 +35,16 @@ class LaneChannel(threading.Thread):
         self._answers.bind("inproc://lanes")
         self._door.connect("inproc://lanes")
         self._at_door = threading.Lock()
-        self._take: Callable[[TransferOp], object] | None = None
+        self._take: Callable[[ToLanes], object] | None = None
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[TransferOp] = msgspec.msgpack.Decoder(TransferOp)
+        self._decoder: msgspec.msgpack.Decoder[ToLanes] = msgspec.msgpack.Decoder(ToLanes)
 
-    def serve(self, take: Callable[[TransferOp], object]) -> None:
-        """Starts the thread, which calls take with each op."""
+    def serve(self, take: Callable[[ToLanes], object]) -> None:
+        """Starts the thread, which calls take with each op and question."""
         self._take = take
         self.start()
 
-    def send(self, message: TransferResult | RankReady) -> None:
+    def send(self, message: FromRank) -> None:
         """Sends a message to the coordinator. From any thread; after the end of the context it does nothing."""
         with self._at_door:
             try:

@@ -30,6 +30,7 @@ from tandem.cluster.deploy.machine_facts import (
 from tandem.cluster.deploy.misfits import device_choice, dtype_choice, misfits
 from tandem.cluster.deploy.preflight import choose_device
 from tandem.configs.load import build_settings
+from tandem.workers.kernels.cpu import cpu_build
 
 STORE = 80 * 2**20
 CPU_BOX = MachineFacts(
@@ -221,6 +222,11 @@ def test_a_process_that_breaks_is_a_failed_check(rest: str, words: str) -> None:
         begins, failed = list(events)
     assert begins == {"begins": "x"}
     assert (failed["name"], failed["status"], failed["detail"]) == ("x", "failed", words)
+
+
+def test_a_check_has_time_to_compile_its_kernels() -> None:
+    """A check that is ended while gcc runs keeps nothing of it, and would fail at the next time too."""
+    assert check_process.LIMIT_S > cpu_build.TIMEOUT_S
 
 
 def test_nothing_of_the_checks_is_left(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,13 +64,16 @@ class Clock:
         return self.now_s
 
 
+HERE = "the id of this node"
+
+
 def watch_of(remote: FakeRemote, clock: Clock | None = None, **records: tuple[str, int]) -> HungGroups:
-    """A watch over groups whose records are missing, by their host and pid."""
+    """A watch over groups whose records are missing, by their node and pid."""
     fleet = FakeFleet({})
     fleet.missing = [
         msgspec.structs.replace(serving(group)[group], host=host, pid=pid) for group, (host, pid) in records.items()
     ]
-    return HungGroups(fleet, remote, clock or Clock())
+    return HungGroups(fleet, remote, HERE, clock or Clock())
 
 
 def test_only_a_stopped_coordinator_is_killed(coordinator: "subprocess.Popen[bytes]") -> None:
@@ -99,7 +101,7 @@ def test_another_process_of_that_number_is_left_alone(title: str) -> None:
 async def test_a_stopped_one_of_this_machine_is_killed_without_asking(coordinator: "subprocess.Popen[bytes]") -> None:
     stop(coordinator)
     remote, clock = FakeRemote(set()), Clock()
-    watch = watch_of(remote, clock, g=(socket.gethostname(), coordinator.pid))
+    watch = watch_of(remote, clock, g=(HERE, coordinator.pid))
     for clock.now_s in (0.0, 3.0, 6.5):
         watch.check()
         assert coordinator.poll() is None
@@ -114,7 +116,7 @@ async def test_one_that_ran_between_two_stops_is_left_alone(
 ) -> None:
     stop(coordinator)
     clock = Clock()
-    watch = watch_of(FakeRemote(set()), clock, g=(socket.gethostname(), coordinator.pid))
+    watch = watch_of(FakeRemote(set()), clock, g=(HERE, coordinator.pid))
     computed_s = iter([1.0, 1.0, 1.5, 1.5])
     monkeypatch.setattr(hung_groups, "stopped_cpu_s", lambda pid: next(computed_s))
     for clock.now_s in (0.0, 5.0, 10.0, 15.0):
@@ -128,7 +130,7 @@ async def test_others_are_asked_once_at_a_time_and_ended_when_they_are_silent(
     monkeypatch.setattr(hung_groups, "ANSWER_S", 600.0)
     stop(coordinator)
     remote = FakeRemote({"far"})
-    here, pid = socket.gethostname(), coordinator.pid
+    here, pid = HERE, coordinator.pid
     suspects = {"far": ("elsewhere", pid), "busy": (here, os.getpid()), "broken": ("elsewhere", pid)}
     watch = watch_of(remote, **suspects)
     for _ in range(3):

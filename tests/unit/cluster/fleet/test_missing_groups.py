@@ -1,6 +1,5 @@
 """Groups that go missing and come back, and what ended their coordinators."""
 
-import socket
 from typing import Any
 
 import msgspec
@@ -16,10 +15,10 @@ def test_each_change_is_told_once_with_what_the_kernel_tells(monkeypatch: pytest
     watched: list[set[int]] = []
     monkeypatch.setattr(ExitWatch, "watch_only", lambda self, pids: watched.append(set(pids)))
     monkeypatch.setattr(ExitWatch, "how_it_ended", lambda self, pid: {7: "was killed by SIGKILL"}.get(pid))
-    here = msgspec.structs.replace(serving("here")["here"], host=socket.gethostname(), pid=7)
-    there = msgspec.structs.replace(serving("there")["there"], host="another machine", pid=7)
+    here = msgspec.structs.replace(serving("here")["here"], host="this node", pid=7)
+    there = msgspec.structs.replace(serving("there")["there"], host="another node", pid=7)
     fleet: Any = FakeFleet({"here": here, "there": there})
-    missing = MissingGroups(fleet, ExitWatch())
+    missing = MissingGroups(fleet, ExitWatch(), "this node")
     assert missing.changes() == [] and watched == [{7}]
     fleet.records, fleet.missing = {}, [here, there]
     killed = GroupEvent("missing", "here", "its coordinator was killed by SIGKILL")

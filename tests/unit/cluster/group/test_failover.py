@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from tandem.cluster.gateway.generation import generation as generation_module
@@ -16,6 +17,7 @@ from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.failover import MOST_LOSSES
 from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.gateway.generation.quarantine import MOST, Quarantine, digest_of
+from tandem.cluster.group import coordinator
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.version import OtherVersion, with_version, without_version
 from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
@@ -585,6 +587,20 @@ async def test_requests_are_held_for_as_long_as_groups_take_to_load(told: Told) 
     assert told.client.hold_s == 410.0
     told.fleet.records = {}
     assert told.client.hold_s == 410.0, "the groups are gone, what is known of them is not"
+    told.fleet.records = {"g1": msgspec.structs.replace(record, group="g1", state="loading", load_s=0.0)}
+    assert told.client.hold_s == 3 * 410.0, "one is on its way, maybe on a busier machine"
+
+
+@pytest.mark.parametrize(("age_s", "counts_s"), [(51.0, 51.0), (3600.0, coordinator.BOOT_S), (-5.0, 0.0)])
+def test_what_a_group_takes_to_load_begins_with_its_process(
+    monkeypatch: pytest.MonkeyPatch, age_s: float, counts_s: float
+) -> None:
+    """Not with the coordinator in it, which is made after the imports; one of an idle process of Ray's, or with a
+    clock that was set back, has no absurd time."""
+    now_s, created_s = time.monotonic(), time.time() - age_s
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: created_s)
+    began_s = coordinator.process_began_s()
+    assert began_s == pytest.approx(now_s - counts_s, abs=time.monotonic() - now_s + 0.01)
 
 
 async def test_the_queue_timeout_bounds_how_long_a_request_is_held(told: Told) -> None:
