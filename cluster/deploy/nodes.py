@@ -88,24 +88,19 @@ def cluster_device(asked: Device | None, node_gpus: list[float]) -> Device:
     return "cpu"
 
 
-def choose_home(asked: bool | None, device: Device, nodes: list[dict[str, Any]]) -> str | None:
-    """The id of the node whose loopback connects the service's processes; None when they use the nodes' addresses.
+def choose_home(asked: bool | None, nodes: list[dict[str, Any]]) -> str | None:
+    """The id of the node whose loopback connects the service's processes; None when they use the nodes' addresses, as
+    they do unless `single_node: true` is asked for: a cluster of one node may grow.
 
-    asked: `single_node` of args. With None, a cluster of one node counts as complete, unless the device is cuda and the
-    node has no GPU; a process that Ray places elsewhere later refuses to start (service_facts.check_node). Raises
-    SettingsError when `single_node` is asked of several nodes.
+    A process that Ray places elsewhere later refuses to start (service_facts.check_node). Raises SettingsError when
+    `single_node` is asked of several nodes.
     """
-    if asked and len(nodes) != 1:
+    if not asked:
+        return None
+    if len(nodes) != 1:
         raise SettingsError(f"the cluster has {len(nodes)} nodes", "single_node")
-    if asked is False or len(nodes) != 1:
-        log.info("%d node(s): talking over the nodes' own addresses", len(nodes))
-        return None
-    (node,) = nodes
-    if not asked and device == "cuda" and not node["Resources"].get("GPU"):
-        log.info("no GPU here yet: talking over the nodes' own addresses, groups will be on others")
-        return None
-    log.info("one node: talking over loopback; `single_node: false` in args is for a cluster that will have more")
-    return str(node["NodeID"])
+    log.info("talking over loopback: this cluster stays one of a single node, as asked")
+    return str(nodes[0]["NodeID"])
 
 
 def gateways_for(nodes: int) -> int:

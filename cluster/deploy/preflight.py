@@ -1,6 +1,6 @@
 """Checks of the settings before Ray starts. Each raises SettingsError with the value and the flag to change.
 
-The launcher and `tandem check-config` call them with resolved settings (the model is a folder).
+The launcher and `tandem check-config` call those that read the model with this machine's settings (it is a folder).
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.platform_facts import CPU, PLATFORM_FACTS, check_device, idle_flags, sized
 from tandem.configs.schema import Device, ParallelSettings, Quantization, ServiceSettings
 from tandem.configs.secrets import without_password
+from tandem.offload.host.host_process import HOST_TIER_SHARE
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
@@ -38,7 +39,6 @@ from tandem.workers.text.generation_config import generation_of
 
 RANK_BYTES, COORDINATOR_BYTES = 250 * 2**20, 100 * 2**20
 """Resident memory of an idle process of each kind (torch, Ray), as `make bench-startup` measures it."""
-HOST_TIER_SHARE = 0.6
 
 
 def choose_device(settings: ServiceSettings) -> ServiceSettings:
@@ -61,18 +61,27 @@ def with_device(settings: ServiceSettings, chosen: Device, memory: int | None) -
     return replace(settings, engine=engine, without_effect=tuple(noted))
 
 
-def check_model(settings: ServiceSettings) -> ArchSpec:
+def check_model(settings: ServiceSettings, *, weights: bool = True) -> ArchSpec:
     """Checks that the model has a known architecture and just the weights of it, by their headers, and defaults of
-    sampling, can be sharded as requested, and fits --max-model-len. Its texts are check_text()'s. Returns its spec."""
+    sampling, can be sharded as requested, and fits --max-model-len. Its texts are check_text()'s. Returns its spec.
+    weights: they are on this machine."""
     model = settings.engine.model
     spec = read_spec(settings.engine)
     check_batch_invariant(settings.engine, spec, settings.engine.device.device or "cpu")
-    if model.load_format == "safetensors":
+    if weights and model.load_format == "safetensors":
         open_checkpoint(Path(model.model), spec, model.hf_overrides)
     resolve_max_model_len(settings.engine, spec)
     pooling_facts(settings.engine)
     generation_of(model)
     return spec
+
+
+def check_labels(settings: ServiceSettings, *, private: bool) -> None:
+    """Checks that selectors of labels select among nodes. private: the service has a Ray of its own, of one node."""
+    if settings.gateway.label_selector:
+        raise SettingsError("the gateways of `tandem serve` are on its own node", "--gateway-label-selector")
+    if private and settings.engine.parallel.label_selector:
+        raise SettingsError("needs --address: a private Ray has one node, without labels", "--label-selector")
 
 
 def check_adapters(settings: ServiceSettings) -> list[str]:

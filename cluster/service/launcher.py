@@ -22,6 +22,7 @@ from tandem.cluster.deploy.nodes import Node, alive_nodes, cpu_nodes, memory_not
 from tandem.cluster.deploy.placement import declared_cpus, declared_gpus, max_groups, min_groups
 from tandem.cluster.deploy.preflight import (
     check_adapters,
+    check_labels,
     check_memory,
     check_model,
     check_port,
@@ -31,6 +32,7 @@ from tandem.cluster.deploy.preflight import (
     fit_host_tier,
     note_on_keys,
 )
+from tandem.cluster.deploy.resolved_settings import settings_here
 from tandem.cluster.gateway.http.tls import read_certificate, server_context
 from tandem.cluster.process.load_progress import LoadProgress
 from tandem.cluster.process.log_files import LogPlace
@@ -48,7 +50,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.limits import available_cores
 from tandem.configs.platform_facts import steps_line
 from tandem.configs.schema import ServiceSettings
-from tandem.offload.host.host_process import HostProcess
+from tandem.offload.host.host_process import HostProcess, region_bytes
 from tandem.workers.planning.start_notes import model_notes
 
 if TYPE_CHECKING:
@@ -60,8 +62,9 @@ SIGNAL_AFTER_ERROR_S = 1.0
 
 
 class Launcher:
-    """One service, from its start to its end. address: of the Ray to join; None starts a private one. may_be_open: that
-    Ray need not ask for tokens. logs: the place for log files; None: no process may write any."""
+    """One service, from its start to its end. settings: pinned ones. address: of the Ray to join; None starts a private
+    one. may_be_open: that Ray need not ask for tokens. logs: the place for log files; None: no process may write
+    any."""
 
     def __init__(
         self,
@@ -167,31 +170,35 @@ class Launcher:
         for line in settings.without_effect:
             self._console.print_line(line)
         self._print_if(steps_line(settings.engine, settings.engine.device.chosen))
+        check_labels(settings, private=self._address is None)
         check_port(settings.gateway.host, settings.gateway.port)
         server_context(settings.gateway)
-        spec = check_model(settings)
-        for line in (*model_notes(settings.engine, spec), *check_text(settings)):
+        # ranks elsewhere download a hub's weights themselves
+        has_weights = self._address is None or settings.engine.model.revision is None
+        here = settings_here(settings, weights=has_weights)
+        spec = check_model(here, weights=has_weights)
+        for line in (*model_notes(here.engine, spec), *check_text(here)):
             self._console.print_line(line)
-        for line in check_adapters(settings):
+        for line in check_adapters(here):
             self._console.print_line(line)
         if self._address is None:
-            self._check_machine()
+            self._check_machine(here)
         if settings.redis.url is not None:
             check_redis(settings.redis.url)
         if self._address is not None and settings.redis.url is None:
             raise SettingsError("--address needs a Redis that every node can reach", "--redis-url")
 
-    def _check_machine(self) -> None:
-        """Checks this machine's memory, for groups that are all here."""
-        check_processes(self._settings)
-        check_memory(self._settings)
+    def _check_machine(self, here: ServiceSettings) -> None:
+        """Checks this machine's memory, for groups that are all here. here: the settings with its folders."""
+        check_processes(here)
+        check_memory(here)
         self._settings, note = fit_host_tier(self._settings)
         self._print_if(note)
 
     def _on_cluster(self) -> ServiceSettings:
         """Settings for the nodes of the Ray that was joined; prints what is to be known of them."""
         settings = on_cluster(self._settings, self._nodes)
-        self._print_if(memory_note(settings, self._nodes))
+        self._print_if(memory_note(settings_here(settings, weights=False), self._nodes))
         return settings
 
     def _print_if(self, line: str | None) -> None:
@@ -212,8 +219,7 @@ class Launcher:
         gib = self._settings.engine.cache.kv_offloading_gib
         if gib is None or self._address is not None:
             return
-        # keys of slots take a little beside the slots
-        self._host_tier = HostProcess(folder, int(gib * 1.01 * 2**30 + 2**20) * max_groups(self._settings))
+        self._host_tier = HostProcess(folder, region_bytes(gib) * max_groups(self._settings))
         self._stack.callback(self._host_tier.stop)
         self._host_tier.start()
         self._keep_running(self._host_tier, "the host-tier process", "groups keep the memory they hold")

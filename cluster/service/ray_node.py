@@ -130,6 +130,17 @@ def join(address: str, *, may_be_open: bool = False) -> str:
     return gcs_address
 
 
+def openness(address: str) -> list[str]:
+    """Returns the words for a joined Ray that asks nobody for a token, none for another."""
+    import ray
+
+    try:
+        check_token(address, ray.get_runtime_context().gcs_address, "--address", "--allow-unauthenticated-ray")
+    except SettingsError as error:
+        return [str(error)]
+    return []
+
+
 def shut_down(left: Any = None) -> None:
     """Ends a private Ray's processes, or disconnects from a joined Ray. left: as leave() returned it."""
     import ray

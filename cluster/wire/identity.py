@@ -25,6 +25,7 @@ from tandem.cluster.ray_private.ray_facts import ON_HEAD, session_folder
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.wire.private_redis import PrivateRedis
 from tandem.cluster.wire.service_facts import ServiceFacts, new_identity
+from tandem.configs.limits import ANY_PORTS, Ports
 
 log = logging.getLogger("ray.serve.tandem")
 NAMESPACE = "tandem"
@@ -68,10 +69,10 @@ class ServiceIdentity:
         """The service's id and the URL of its Redis, for who asks from outside; None: no replica has said it yet."""
         return self._service_id, self._url_of_settings or (None if self._redis is None else self._redis.url)
 
-    async def redis_url(self, on_loopback: bool) -> str:
-        """The URL of the private Redis, which the first call starts. on_loopback: all who use it are on this machine;
-        a server that is only for those is started again on the node's address when another asks. RuntimeError once the
-        identity has ended."""
+    async def redis_url(self, on_loopback: bool, ports: Ports = ANY_PORTS) -> str:
+        """The URL of the private Redis, which the first call starts, on one of these ports. on_loopback: all who use it
+        are on this machine; a server that is only for those is started again on the node's address when another asks.
+        RuntimeError once the identity has ended."""
         async with self._changing:
             self._check_lives()
             if self._redis is not None and self._redis.host == LOOPBACK and not on_loopback:
@@ -79,7 +80,7 @@ class ServiceIdentity:
                 self._redis = None
             if self._redis is None or not self._redis.is_kept:
                 host = LOOPBACK if on_loopback else ray.util.get_node_ip_address()
-                self._redis = PrivateRedis(self._folder(), host)
+                self._redis = PrivateRedis(self._folder(), host, ports)
                 await self._redis.start()
             return self._redis.url
 
@@ -150,7 +151,8 @@ class Membership:
             self._renewing.cancel()
 
     async def _redis_url(self) -> str:
-        return str(await self._ask(lambda actor: actor.redis_url.remote(self.facts.single_node)))
+        asked = (self.facts.single_node, *([self.facts.ports] if self.facts.ports != ANY_PORTS else []))
+        return str(await self._ask(lambda actor: actor.redis_url.remote(*asked)))
 
     async def _ask(self, call: Callable[[Any], Any]) -> Any:
         """Calls the actor, which is made, also again, when there is none."""

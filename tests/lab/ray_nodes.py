@@ -46,10 +46,16 @@ NODES = CONNECT + "print(json.dumps({n['NodeManagerAddress']: n['NodeID'] for n 
 
 
 class RayNodes:
-    """Ray on all nodes of a lab, the first one its head, each with one CPU. The lab ends it. of_head: more words of the
-    head's `ray start`; more: of its environment."""
+    """Ray on all nodes of a lab, the first one its head, each with one CPU and a label `node`, its name. The lab ends
+    it. of_head: more words of the head's `ray start`; more: of its environment; environment: more for all nodes."""
 
-    def __init__(self, lab: Lab, of_head: Sequence[str] = (), more: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        of_head: Sequence[str] = (),
+        more: Mapping[str, str] = {},
+        environment: Mapping[str, str] = {},
+    ) -> None:
         self.lab = lab
         self.head, *others = lab.nodes.values()
         token = lab.folder / "token"
@@ -63,6 +69,7 @@ class RayNodes:
             "RAY_raylet_start_wait_time_s": str(START_S),
             "RAY_agent_register_timeout_ms": str(1000 * START_S),
             "OMP_WAIT_POLICY": "passive",
+            **environment,
         }
         self._started: list[subprocess.Popen[Any]] = []
         self._of_head = ["--head", f"--port={GCS_PORT}", "--dashboard-host=127.0.0.1", *of_head]
@@ -158,6 +165,7 @@ class RayNodes:
         """Returns when Ray runs there. One after the other, as a busy machine has more to do for each than for all."""
         log = (node.folder / f"ray-{len(list(node.folder.glob('ray-*.log')))}.log").open("w+")
         place = [f"--node-ip-address={node.address}", f"--temp-dir={node.folder}", "--num-cpus=1"]
+        place.append(f"--labels=node={node.name}")
         command = [str(BIN / "ray"), "start", *place, *words, "--object-store-memory=80000000", "--block"]
         env = {**self.environment, **(self._more if node is self.head else {})}
         process = node.start(command, env=env, stdout=log, stderr=subprocess.STDOUT)

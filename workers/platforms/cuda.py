@@ -252,7 +252,7 @@ class CudaPlatform(Platform):
     def latent_attention(self, dtype: torch.dtype, spec: Mla, kv_dtype: torch.dtype | None = None) -> LatentBackend:
         """Return the kernel's where it computes such latents, else torch's."""
         if self.has_triton():
-            from tandem.workers.attention.latents.triton_latents import TritonLatents, takes_latents
+            from tandem.workers.attention.latents.paged_latents import TritonLatents, takes_latents
 
             if takes_latents(dtype, spec.kv_rank, spec.rope_dim, kv_dtype):
                 return TritonLatents(self._multiprocessors(), self._flash(dtype, spec.key_dim, dtype))

@@ -98,6 +98,8 @@ def _show(shown: _Shown, now: _Reading) -> None:
             f"KV {record.kv_used:.0%}  outstanding tokens {record.outstanding_tokens}  "
             f"{f'node {record.host}  ' if shown.nodes else ''}pid {record.pid}  ranks {' '.join(map(str, pids)) or '-'}"
         )
+        if record.fetching:
+            typer.echo(f"    the model is downloaded: {record.fetching}")
         if report is not None and (reason := _disk_disabled(report)) is not None:
             typer.echo(f"    --kv-disk-path was switched off: {reason}")
     if now.adapters:

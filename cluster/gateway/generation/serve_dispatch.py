@@ -25,6 +25,7 @@ from tandem.cluster.routing.unreached_groups import UnreachedGroups
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.token_channel import TokenReceiver
 from tandem.cluster.wire.version import OtherVersion, with_version, without_version
+from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.refusals import GROUP_UNUSABLE, lost, refused
 from tandem.workers.messages.request import Abort, Ended, Loss, TokenDelta
@@ -63,6 +64,7 @@ class ServeDispatch:
         draining: DrainingGroups | None = None,
         model: str = "",
         unreached: UnreachedGroups | None = None,
+        ports: Ports = ANY_PORTS,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._decode = msgspec.msgpack.Decoder(Ended).decode
@@ -75,7 +77,7 @@ class ServeDispatch:
         self._adapters = adapters
         self._draining = draining if draining is not None else DrainingGroups(lambda: None, 0.0, self.loop.time)
         self._unreached = unreached if unreached is not None else UnreachedGroups()
-        self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap)
+        self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap, ports)
         self._parts: dict[str, RequestPart] = {}
         self._unusable: set[str] = set()
         self._last_message_s: dict[bytes, float] = {}

@@ -57,6 +57,9 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "pipeline_parallel_size": (3, 3),
     "data_parallel_size": (4, 4),
     "devices_per_node": (8, 8),
+    "port_range": ("20000-20999", "20000-20999"),
+    "label_selector": ('{"tandem": "engine"}', {"tandem": "engine"}),
+    "gateway_label_selector": ({"tandem": "!engine"}, {"tandem": "!engine"}),
     "enable_expert_parallel": (True, True),
     "kv_cache_dtype": ("int8", "int8"),
     "gpu_memory_utilization": (0.5, 0.5),
@@ -178,6 +181,11 @@ def test_tiers_that_do_not_go_together_are_refused(values: dict[str, Any], flag:
 
 
 BAD = [
+    ("port_range", "20000"),
+    ("port_range", "20999-20000"),
+    ("port_range", "80-20000"),
+    ("label_selector", {"tandem": ""}),
+    ("label_selector", '{"tandem": 1}'),
     ("kv_offloading_size", 0),
     ("kv_offloading_size", "much"),
     ("kv_disk_size", -1),

@@ -39,6 +39,11 @@ def test_the_device_not_asked_for_is_what_the_cluster_has_now(caplog: pytest.Log
     assert "no node has a GPU now" in caplog.text
 
 
+def test_a_cluster_has_a_home_only_where_it_is_said_to_stay_one_node() -> None:
+    assert choose_home(True, [HEAD]) == "a"
+    assert choose_home(None, [HEAD]) is None and choose_home(False, [HEAD, WITH_GPU]) is None
+
+
 def test_sizes_of_steps_follow_the_memory_of_the_clusters_gpus_not_of_the_machine_that_starts_it() -> None:
     asked: list[str] = []
 
@@ -63,27 +68,15 @@ def test_groups_that_the_nodes_do_not_hold_wait_for_more() -> None:
     assert cpu_nodes([*nodes, node("d", GPU=1)]) == 3
 
 
-def test_one_node_is_home() -> None:
-    assert choose_home(None, "cpu", [HEAD]) == "a"
-    assert choose_home(None, "cuda", [WITH_GPU]) == "b"
-    assert choose_home(True, "cuda", [HEAD]) == "a"
-
-
-def test_a_cluster_has_no_home() -> None:
-    assert choose_home(None, "cpu", [HEAD, WITH_GPU]) is None
-    assert choose_home(False, "cpu", [HEAD]) is None
-    assert choose_home(None, "cuda", [HEAD]) is None, "the GPUs are still to come, on other nodes"
-
-
 def test_a_single_node_that_cannot_be_is_refused() -> None:
     with pytest.raises(SettingsError, match="2 nodes") as refused:
-        choose_home(True, "cpu", [HEAD, WITH_GPU])
+        choose_home(True, [HEAD, WITH_GPU])
     assert refused.value.flag == "single_node"
 
 
 def test_a_process_away_from_home_says_what_to_set() -> None:
     check_home("a", "a")
-    with pytest.raises(SettingsError, match=r"placed on node b.*single_node: false"):
+    with pytest.raises(SettingsError, match=r"placed on node b.*`single_node: true`"):
         check_home("a", "b")
 
 

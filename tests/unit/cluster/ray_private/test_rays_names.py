@@ -133,6 +133,9 @@ def test_free_resources() -> None:
         "state.available_resources_per_node: a new version starts before the old one ends where there is room (app.py)"
     )
     assert not inspect.signature(state.available_resources_per_node).parameters, why
+    why = "_raylet.node_labels_match_selector: room is counted on the nodes that a selector takes (app.py)"
+    assert ray._raylet.node_labels_match_selector({"part": "a"}, {"part": "in(a,b)"}), why
+    assert not ray._raylet.node_labels_match_selector({"part": "a"}, {"part": "!a"}), why
 
 
 def test_the_head_node_is_known() -> None:
