@@ -52,7 +52,7 @@ check: $(DEV) check-kernels ## format, lint, types on the torch-free half, impor
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/architecture
 
-check-kernels: $(DEV) ## compile every Triton kernel for sm_80, sm_90 and sm_100 (ALL=1: sm_86, 89, 120 too); no GPU is needed. TRITON=FOLDER: another Triton
+check-kernels: $(DEV) ## compile every Triton kernel for sm_80, sm_90 and sm_100 (ALL=1: sm_86, 89, 120 and all candidates of tiles too); no GPU is needed. TRITON=FOLDER: another Triton
 	$(BIN)/python -m tools.check_kernels $(if $(ALL),--all) $(if $(TRITON),--triton $(TRITON))
 
 format: $(DEV)

@@ -128,6 +128,11 @@ def kernel_cache_folder() -> Path:
     return cache_folder() / "kernels"
 
 
+def tuning_folder() -> Path:
+    """The cache of times of kernels for GPUs (workers/tuning/tuning_file.py)."""
+    return cache_folder() / "tuning"
+
+
 def short_temp_folder() -> Path:
     """The temp folder, or /tmp where socket paths in the temp folder would be too long for the system."""
     wanted = Path(tempfile.gettempdir()).resolve()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from tandem.configs.limits import parse_ports
-from tandem.configs.platform_facts import LARGE_STEPS, computed_as_words, invariant_words, only_on
+from tandem.configs.platform_facts import LARGE_STEPS, TUNING_S, computed_as_words, invariant_words, only_on
 from tandem.configs.schema import (
     Auth,
     BatchingPolicyName,
@@ -260,6 +260,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("cpu_offload_gb", "engine.device.cpu_offload_gib", float, MACHINE,
            "GiB of each rank's weights to keep in host memory. Every step copies them to the device, layer by layer.",
            lambda v: 0 <= v < 2**20, "at least 0"),
+    Option("tune", "engine.device.tune", bool, MACHINE,
+           "Compute with the tiles of kernels that are fastest on this kind of GPU, as `tandem tune` has measured, or "
+           f"the first start does, in up to {TUNING_S} s. --no-tune: with the default ones ({only_on('--tune')})."),
     Option("host", "gateway.host", str, HTTP, "Address to listen on."),
     Option("port", "gateway.port", int, HTTP, "Port to listen on.", _port, "from 1 to 65535"),
     Option("gateway_label_selector", "gateway.label_selector", dict[str, str], HTTP,

@@ -16,8 +16,10 @@ from tandem.configs.schema import CacheSettings, Device, EngineSettings, Schedul
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
 KV_DTYPES: Final = ("bfloat16", "fp8", "fp8_e4m3", "int8")
-DEVICE_FLAGS: Final = ("--cpu-threads", "--gpu-memory-utilization")
+DEVICE_FLAGS: Final = ("--cpu-threads", "--gpu-memory-utilization", "--tune")
 """Flags that one device has a use for, whatever their value."""
+TUNING_S: Final = 30
+"""The longest that a start measures tiles of kernels."""
 LANES: Final = 16
 """Elements that a kernel compiled for a CPU takes at a time."""
 MOST_HEAD_DIM: Final = 256
@@ -140,7 +142,8 @@ CPU: Final = PlatformFacts(
     },
     refused={},
     without_effect={
-        "--gpu-memory-utilization": "it is a share of a GPU's memory; on CPU --kv-cache-memory-bytes sets the KV cache"
+        "--gpu-memory-utilization": "it is a share of a GPU's memory; on CPU --kv-cache-memory-bytes sets the KV cache",
+        "--tune": "it is about kernels for GPUs",
     },
     # float16 matmul is slow on CPU: 512 x 1024 x 3072 took 61 ms, bfloat16 3.5 ms, on a Zen 5
     computed_as={"float16": "bfloat16"},
@@ -238,8 +241,11 @@ def check_device(settings: EngineSettings, device: Device) -> None:
 
 def idle_flags(settings: EngineSettings, device: Device) -> list[str]:
     """Return a line for each flag that differs from its default and means nothing on a device."""
-    is_set = settings.cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization
-    return idle_lines(["--gpu-memory-utilization"] if is_set else [], device)
+    is_set = {
+        "--gpu-memory-utilization": settings.cache.gpu_memory_utilization != CacheSettings().gpu_memory_utilization,
+        "--tune": not settings.device.tune,
+    }
+    return idle_lines([flag for flag, given in is_set.items() if given], device)
 
 
 def idle_lines(flags: Iterable[str], device: Device) -> list[str]:

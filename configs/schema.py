@@ -130,6 +130,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: Device | None = None  # None: cuda when torch sees one, else cpu
     cpu_threads: int | None = None  # None: cores // ranks on the node
     cpu_offload_gib: float = 0.0  # GiB of weights that each rank keeps in host memory instead of on the device
+    tune: bool = True  # tiles of kernels are those that are fastest on the device, which a first start measures
 
     @property
     def chosen(self) -> Device:

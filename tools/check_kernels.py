@@ -4,6 +4,7 @@
 
 The launching code itself runs, on CPU tensors, with a driver that has no device: Triton specializes and compiles the
 variants that those launches choose, for each of TARGETS (--all: OTHERS too) with its own ptxas, and launches nothing.
+--all also compiles the tiles of workers/kernels/triton/tiles.py that are no defaults, for TARGETS.
 --triton: a folder with another Triton, made by `pip install --target FOLDER --no-deps triton==3.6.0`. The exit status
 is 1 for a compile error, a spill, more shared memory than the target has, attention whose inner loop fetches nothing
 ahead (tools/kernel_pipelines.py), and for a @triton.jit function that no launch in LAUNCHES (tools/kernel_launches.py)
@@ -28,7 +29,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.kernel_launches import LAUNCHES
+from tools.kernel_launches import LAUNCHES, candidate_launches
 from tools.kernel_pipelines import Loop, loops_of
 from tools.sources import TOPS
 
@@ -132,7 +133,7 @@ def _measured(compiled: Any, capability: int, log: str) -> Compiled:
     assert registers is not None and spills, f"ptxas printed no figures:\n{log}"
     return Compiled(
         _name(compiled.src.fn),
-        variant_of(compiled.src),
+        f"{variant_of(compiled.src)} {compiled.metadata.num_warps}w {compiled.metadata.num_stages}st",
         capability,
         int(registers.group(1)),
         sum(map(int, spills)),
@@ -161,7 +162,7 @@ def variant_of(source: Any) -> str:
 def compile_launches(name: str, capability: int) -> list[Compiled]:
     """Compiles what one entry of LAUNCHES launches, for one target."""
     with compiling(capability) as found:
-        LAUNCHES[name]()
+        (LAUNCHES.get(name) or candidate_launches()[name])()
     return found
 
 
@@ -211,9 +212,9 @@ def forgotten(sources: Sequence[KernelSource], launched: set[str]) -> list[str]:
 # ---- report ----
 
 
-def faults(found: Sequence[Compiled]) -> list[str]:
+def faults(found: Sequence[Compiled], *, fetching: Mapping[str, int] = FETCHING) -> list[str]:
     """A line for each variant that does not compile, spills, takes more shared memory than its target has, or should
-    fetch ahead and does not."""
+    fetch ahead and does not. fetching: the kernels that should, none of tiles that may be slow."""
     lines = []
     for one in found:
         where, limit = f"{one.kernel} for sm_{one.capability}", ROOMS[one.capability] * 1024
@@ -223,7 +224,7 @@ def faults(found: Sequence[Compiled]) -> list[str]:
             lines.append(f"{where} spills {one.spilled} bytes ({one.variant})")
         if one.shared > limit:
             lines.append(f"{where} takes {one.shared} bytes of shared memory of {limit} ({one.variant})")
-        if FETCHING.get(one.kernel) == one.capability and not one.error:
+        if fetching.get(one.kernel) == one.capability and not one.error:
             stalls = [loop.fault for loop in one.loops if loop.fault] or ["has no loop with a product"][: not one.loops]
             lines += [f"{where} {stall} ({one.variant})" for stall in stalls]
     return list(dict.fromkeys(lines))
@@ -261,26 +262,41 @@ def version(folder: Path | None) -> str:
     return next((one.version for one in found), "of unknown version")
 
 
+def compiled(jobs: Sequence[tuple[str, int]]) -> list[Compiled]:
+    """What entries of LAUNCHES or candidate_launches() launch, each for a target, in a process per core."""
+    if not jobs:
+        return []
+    workers = min(len(jobs), len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        results = [pool.submit(compile_launches, *job) for job in jobs]
+        return [one for result in results for one in result.result()]
+
+
 def main() -> int:
     """Compiles in one process per core; prints the table, then what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="for sm_86, sm_89 and sm_120 too")
+    parser.add_argument(
+        "--all", action="store_true", help="for sm_86, sm_89 and sm_120 too, and the tiles that are no defaults"
+    )
     parser.add_argument("--triton", type=Path, metavar="FOLDER", help="of another Triton than the installed one")
     options = parser.parse_args()
     started_s = time.perf_counter()
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
     if options.triton is not None:
         use_triton(options.triton)
-    jobs = list(product(LAUNCHES, ROOMS if options.all else TARGETS))
-    workers = min(len(jobs), len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        results = [pool.submit(compile_launches, *job) for job in jobs]
-        found = [one for result in results for one in result.result()]
-    print("\n".join(table(found)))
-    wrong = [*faults(found), *forgotten(kernel_sources([ROOT / top for top in TOPS]), {one.kernel for one in found})]
+    found = compiled(list(product(LAUNCHES, ROOMS if options.all else TARGETS)))
+    others = compiled(list(product(candidate_launches(), TARGETS))) if options.all else []
+    print("\n".join(table([*found, *others])))
+    wrong = [
+        *faults(found),
+        *faults(others, fetching={}),
+        *forgotten(kernel_sources([ROOT / top for top in TOPS]), {one.kernel for one in found}),
+    ]
     print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
     kernels, took_s = {one.kernel for one in found}, time.perf_counter() - started_s
-    print(f"{len(found)} variants of {len(kernels)} kernels, Triton {version(options.triton)}, {took_s:.0f} s")
+    print(
+        f"{len([*found, *others])} variants of {len(kernels)} kernels, Triton {version(options.triton)}, {took_s:.0f} s"
+    )
     return 1 if wrong else 0
 
 

@@ -60,6 +60,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("facts", 20, "tools.gpu_facts", "", ""),
     Stage("checks", 75, "tandem.workers.self_checks.self_check_run", "--device", "--device"),
     Stage("ceilings", 70, "benchmarks.kernels.gpu_ceilings", "", "--device cpu"),
+    Stage("tiles", 75, "benchmarks.kernels.kernel_tiles", "", "--device cpu --model tiny"),
     Stage(
         "steps 8B", 120, STEPS,
         "--model llama-8b --rows 1 32 128 256 --lengths uniform mixed one-long --sampled --no-eager --steps 48 "
@@ -69,7 +70,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "steps 0.6B", 50, STEPS,
-        "--model qwen3-0.6b --rows 1 32 256 --sampled --steps 48 --pairs 1 --prompts 2048 --peer-rows",
+        "--model qwen3-0.6b --rows 1 32 256 --sampled --steps 48 --pairs 1 --prompts 2048 --peer-rows --no-tune",
         f"{TINY} --rows 2 --context 20 --steps 8 --pairs 1 --prompts --peer-rows",
     ),
     Stage(
@@ -79,7 +80,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "quantized caches", 60, STEPS,
         "--model llama-8b --kv-cache-dtype fp8 int8 --rows 32 128 --no-eager --steps 48 --pairs 1 --prompts 8192 "
-        "--peer-rows",
+        "--peer-rows --no-tune",
         f"{TINY} --kv-cache-dtype fp8 int8 --rows 2 --context 20 --no-eager --steps 8 --pairs 1 --prompts --peer-rows",
     ),
     Stage(

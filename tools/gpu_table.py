@@ -70,6 +70,11 @@ def _rates(line: Line) -> list[str]:
     return [*(f"{line[name] / 1e9:.0f}" for name in names), f"{line['bf16_flop_per_s'] / 1e12:.0f}"]
 
 
+def _tiles(line: Line) -> list[str]:
+    times, tile = (f"{line[key]:.1f}" for key in ("default_us", "chosen_us")), " ".join(map(str, line["tile"]))
+    return [line["use"], line["load"], *times, tile, str(line["tried"])]
+
+
 TABLES: tuple[tuple[str, str, list[str], Callable[[Line], list[str]]], ...] = (
     (
         "Ceilings, GB/s and TFLOP/s", "rates", ["read", "copied", "to it", "back", "bf16"], _rates,
@@ -77,6 +82,9 @@ TABLES: tuple[tuple[str, str, list[str], Callable[[Line], list[str]]], ...] = (
     (
         "Kernels", "ceilings", ["part", "case", "us", "of the best rate"],
         lambda line: [line["part"], line["name"], f"{line['us']:.1f}", f"{line['share']:.0%}"],
+    ),
+    (
+        "Tiles of kernels, us", "tiles", ["kernel", "load", "default", "chosen", "tile", "tried"], _tiles,
     ),
     (
         "Decode steps, ms", "steps",

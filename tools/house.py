@@ -45,6 +45,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "kernels",
         "attention",
         "graphs",
+        "tuning",
         "platforms",
         "models sampling speculation",
         "lora/device",

@@ -1,9 +1,9 @@
 """LAUNCHES: calls of all Triton kernels of the tree as layers make them, on CPU tensors, for tools/check_kernels.py."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class LoraShape(NamedTuple):
@@ -66,26 +66,36 @@ EXPERT_SHAPES = (
 """Each dtype, with and without biases, sizes that are multiples of 16 and ones that are not."""
 
 
-def launch_experts(shape: ExpertShape) -> None:
-    """Calls TritonExperts as a layer does, with few and with many rows for each expert."""
+def launch_experts(shape: ExpertShape, candidate: int = 0) -> None:
+    """Calls TritonExperts as a layer does, with few and with many rows for each expert. candidate: the number of the
+    tile, 0 for the default."""
     import torch
 
     from tandem.parallel.context import ParallelContext
     from tandem.parallel.expert_methods import ExpertParams, Groups
     from tandem.parallel.linear_methods import as_given, plain
     from tandem.parallel.params import Param, Source
+    from tandem.workers.kernels.triton.tiles import FEW, MANY, TunedTiles, experts_use, words
     from tandem.workers.kernels.triton.triton_experts import MANY_FROM, TritonExperts
 
     def param(*size: int) -> Param:
         return Param(name="x.weight", shape=size, role="x", source=Source(("x.weight",)), merge="x")
 
-    dtype, ops = getattr(torch, shape.dtype), TritonExperts(plain, as_given)
+    dtype = getattr(torch, shape.dtype)
+    chosen = {}
+    for has_many, table in ((False, FEW[dtype.itemsize]), (True, MANY[dtype.itemsize])):
+        use = experts_use(dtype, shape.experts, shape.width, shape.hidden, has_many=has_many)
+        if candidate < len(table):
+            chosen[words(use)] = table[candidate]
+    ops = TritonExperts(plain, as_given, tiles=TunedTiles(chosen))
     biases = (param(shape.width),) if shape.biased else ()
     one = ExpertParams((param(shape.width, shape.hidden),), biases)
     method = ops.method([one] * shape.experts, ParallelContext.single())
     for slot in method.slots():
         slot.accept(torch.empty(slot.params[0].shape, dtype=dtype))
     for tokens in (1, MANY_FROM * shape.experts):
+        if not any(use.endswith("few" if tokens == 1 else "many") for use in chosen):
+            continue
         order, ends = torch.zeros(2 * tokens, dtype=torch.int32), torch.zeros(shape.experts, dtype=torch.int32)
         groups = Groups(order, order, ends, 2)
         for gathers in (True, False):
@@ -121,12 +131,16 @@ ATTENTION_SHAPES = (
 """Each dtype of queries and of caches, both sizes of tiles; one query head of each KV head, more than a tile has."""
 
 
-def launch_attention(shape: AttentionShape) -> None:
-    """Attends as a layer does: decodes of few rows and of many, and chunks."""
+def launch_attention(shape: AttentionShape, candidate: int = 0) -> None:
+    """Attends as a layer does: decodes of few rows and of many, and chunks. candidate: the number of the tile, 0 for
+    the default."""
     import torch
 
     from tandem.workers.attention.triton_paged import CHUNKS, DECODES
     from tandem.workers.kernels.kv_store import LayerKV
+    from tandem.workers.kernels.triton.tiles import CHUNKS as CHUNK_TILES
+    from tandem.workers.kernels.triton.tiles import DECODES as DECODE_TILES
+    from tandem.workers.kernels.triton.tiles import TunedTiles, attention_class, attention_use, words
     from tandem.workers.kernels.triton.triton_attention import FEWEST_ROWS, Kept, Rows, attend_chunks
     from tandem.workers.kernels.triton.triton_decode import WorkLists, attend_decodes
     from tandem.workers.models.spec.arch import AttentionParams
@@ -137,16 +151,24 @@ def launch_attention(shape: AttentionShape) -> None:
     kv = LayerKV(plane, plane, scales, scales)
     each = (1.0,) * heads
     params = AttentionParams(1.0) if shape.is_plain else AttentionParams(1.0, 100, 5.0, each, each)
-    for num_rows, queries in ((1, DECODES), (FEWEST_ROWS + 1, DECODES), (2, CHUNKS)):
+    of, chosen = attention_class(dtype.itemsize, shape.dim, scales is not None), {}
+    for kernel, table in (("attend_parts", DECODE_TILES[of]), ("attend_tiles", CHUNK_TILES[of])):
+        use = attention_use(kernel, dtype, shape.dim, shape.group, kv_dtype)
+        if candidate < len(table):
+            chosen[words(use)] = table[candidate]
+    kernels = ("attend_parts", 1, DECODES), ("attend_parts", FEWEST_ROWS + 1, DECODES), ("attend_tiles", 2, CHUNKS)
+    for kernel, num_rows, queries in kernels:
+        if not any(use.startswith(kernel) for use in chosen):
+            continue
         tokens = num_rows * queries.start
         q_TND = torch.empty(tokens, heads, shape.dim, dtype=dtype)
         table = torch.zeros(num_rows, 16, dtype=torch.int32)
         rows = Rows(torch.zeros(num_rows + 1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64), table)
         if queries is CHUNKS:
-            attend_chunks(q_TND, kv, torch.empty_like(q_TND), rows, params, Kept(), queries)
+            attend_chunks(q_TND, kv, torch.empty_like(q_TND), rows, params, Kept(tiles=TunedTiles(chosen)), queries)
         else:
             lists = WorkLists(rows.starts, rows.positions_T, queries)
-            attend_decodes(q_TND, kv, torch.empty_like(q_TND), rows, params, Kept(), lists)
+            attend_decodes(q_TND, kv, torch.empty_like(q_TND), rows, params, Kept(tiles=TunedTiles(chosen)), lists)
 
 
 class LatentShape(NamedTuple):
@@ -369,3 +391,20 @@ LAUNCHES: Mapping[str, Callable[[], None]] = {
 }
 """Every module that launches kernels has entries, which together launch all variants that it can choose. Each is a job
 of its own, so that they fill all cores."""
+
+
+def candidate_launches() -> dict[str, Callable[[], None]]:
+    """Returns entries for the tiles that are no defaults, by shape and number of a candidate."""
+    from tandem.workers.kernels.triton import tiles
+
+    def numbers(*tables: Mapping[Any, Sequence[object]]) -> range:
+        return range(1, max(len(candidates) for table in tables for candidates in table.values()))
+
+    entries: dict[str, Callable[[], None]] = {}
+    for number in numbers(tiles.CHUNKS, tiles.DECODES):
+        for place, shape in enumerate(ATTENTION_SHAPES):
+            entries[f"attention {place}, tile {number}"] = partial(launch_attention, shape, number)
+    for number in numbers(tiles.FEW, tiles.MANY):
+        for place, each in enumerate(EXPERT_SHAPES):
+            entries[f"experts {place}, tile {number}"] = partial(launch_experts, each, number)
+    return entries

@@ -64,6 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--sampled", action="store_true", help="drawn tokens too: temperature 0.8, top-p 0.95")
     parser.add_argument("--no-eager", action="store_true", help="leaves eager steps out")
+    parser.add_argument("--no-tune", action="store_true", help="with the default tiles of kernels")
     parser.add_argument("--kv-cache-dtype", nargs="+", default=["auto"], choices=("auto", "fp8", "int8"))
     parser.add_argument("--prompts", type=int, nargs="*", default=[2048], help="lengths of prompts that are timed")
     parser.add_argument("--prompt-tokens", type=int, default=16384, help="of all prompts of a length, at most")
@@ -87,7 +88,9 @@ def settings_of(folder: Path, options: argparse.Namespace, kv_dtype: Any) -> Eng
         scheduler=SchedulerSettings(
             max_num_seqs=max(options.rows), max_num_batched_tokens=8192, max_num_queued_reqs=2**31
         ),
-        device=DeviceSettings(device=options.device, cpu_threads=1 if options.device == "cpu" else None),
+        device=DeviceSettings(
+            device=options.device, cpu_threads=1 if options.device == "cpu" else None, tune=not options.no_tune
+        ),
     )
 
 

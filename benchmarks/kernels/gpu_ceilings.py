@@ -21,8 +21,9 @@ from tandem.workers.kernels.kv_store import SCALE_DTYPE, LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.open_platform import open_platform
-from tandem.workers.self_checks.device_checks import DeviceRates, device_rates, device_seconds
+from tandem.workers.self_checks.device_checks import DeviceRates, device_rates
 from tandem.workers.self_checks.kernel_checks import BLOCK, attention_batch
+from tandem.workers.tuning.call_timer import device_seconds
 
 BF16 = torch.bfloat16
 CALLS = 10

@@ -22,6 +22,7 @@ from tandem.cluster.cli.verbs.plan import plan
 from tandem.cluster.cli.verbs.run_batch import run_batch
 from tandem.cluster.cli.verbs.serve import serve
 from tandem.cluster.cli.verbs.status import status
+from tandem.cluster.cli.verbs.tune import tune
 from tandem.cluster.cli.verbs.usage import usage
 from tandem.configs.errors import TandemError
 
@@ -31,6 +32,7 @@ VERBS: Mapping[str, Command] = {
     "chat": chat,
     "complete": complete,
     "plan": plan,
+    "tune": tune,
     "status": status,
     "usage": usage,
     "check-config": check_config,

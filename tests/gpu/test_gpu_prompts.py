@@ -80,7 +80,13 @@ def test_an_engine_reads_its_prompts_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(FlashVarlen, "attend", counted)
     prompts = [prompt_ids(300, 700, seed=row) for row in range(12)]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    flags = {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**28, "max_model_len": 512, "kv_cache_dtype": "int8"}
+    flags = {
+        "dtype": "bfloat16",
+        "kv_cache_memory_bytes": 2**28,
+        "max_model_len": 512,
+        "kv_cache_dtype": "int8",
+        "tune": False,
+    }
     with LLM("demo", device="cuda", max_num_batched_tokens=2048, **flags) as llm:
         looked = len(rows)
         outputs = llm.generate(prompts, params, use_tqdm=False)

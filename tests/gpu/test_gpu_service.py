@@ -26,6 +26,7 @@ def service() -> Iterator[Service]:
         str(2**28),
         "--max-model-len",
         "512",
+        "--no-tune",
     ) as running:
         yield running
         assert running.stop() == 0, running.output
@@ -54,7 +55,8 @@ def streamed(service: Service, texts: list[str], began: threading.Semaphore) -> 
 
 
 def test_answers_are_those_of_an_engine_and_survive_a_killed_rank(service: Service) -> None:
-    with LLM("demo", device="cuda", dtype="float32", kv_cache_memory_bytes=2**28, max_model_len=512) as llm:
+    flags = {"dtype": "float32", "kv_cache_memory_bytes": 2**28, "max_model_len": 512, "tune": False}
+    with LLM("demo", device="cuda", **flags) as llm:
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         wanted = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].text
     texts: list[str] = []

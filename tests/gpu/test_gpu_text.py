@@ -18,7 +18,7 @@ from tests.support.paged_rows import prompt_ids
 from tests.support.tiny_models import ONE_OF_EACH, SHALLOW, greedy_after, load_peer
 
 TOKENS = 48
-ROOM: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 160}
+ROOM: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 160, "tune": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_k=4, seed=11, n=2, max_tokens=16, ignore_eos=True)
 JSON = SamplingParams(temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(json={"type": "object"}))

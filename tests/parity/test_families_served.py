@@ -49,6 +49,7 @@ def llm(folder: Path) -> Iterator[LLM]:
         str(folder),
         dtype="float32",
         cpu_threads=1,
+        tune=False,
         max_model_len=128,
         max_num_seqs=4,
         max_num_batched_tokens=48,

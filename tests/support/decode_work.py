@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tandem.workers.kernels.triton.tiles import DECODES
 from tests.support.interpreted import INTERPRETED
 
 LENGTH = 64
@@ -18,7 +19,12 @@ def small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not INTERPRETED and not torch.cuda.is_available():
         yield
         return
-    monkeypatch.setattr("tandem.workers.kernels.triton.triton_decode.LENGTH", LENGTH)
+    short = {of: [tile._replace(length=LENGTH) for tile in candidates] for of, candidates in DECODES.items()}
+    monkeypatch.setattr("tandem.workers.kernels.triton.triton_decode.DECODES", short)
+    from tandem.workers.kernels.triton import triton_latents
+
+    latents = {of: tile._replace(length=LENGTH) for of, tile in triton_latents.DECODE.items()}
+    monkeypatch.setattr(triton_latents, "DECODE", latents)
     if INTERPRETED:
         from tandem.workers.kernels.triton.triton_attention import Multiprocessors
 

@@ -14,6 +14,7 @@ import torch
 from tandem.workers.attention.backend import DECODE_QUERIES, AttentionStep
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.kernels.kv_store import LayerKV
+from tandem.workers.kernels.triton.tiles import TunedTiles
 from tandem.workers.kernels.triton.triton_attention import Kept, Multiprocessors, Rows, attend_chunks, takes
 from tandem.workers.kernels.triton.triton_decode import WorkLists, attend_decodes
 from tandem.workers.models.spec.arch import AttentionParams
@@ -44,8 +45,13 @@ class TritonAttention:
 
     name = "triton-paged"
 
-    def __init__(self, multiprocessors: Multiprocessors | None = None, large_chunks: LargeChunks | None = None) -> None:
-        self._kept = Kept(multiprocessors)
+    def __init__(
+        self,
+        multiprocessors: Multiprocessors | None = None,
+        large_chunks: LargeChunks | None = None,
+        tiles: TunedTiles | None = None,
+    ) -> None:
+        self._kept = Kept(multiprocessors, tiles)
         self._large_chunks = large_chunks
 
     def prepare(self, batch: ForwardBatch) -> AttentionStep:

@@ -105,7 +105,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     buffer_bytes: int = 0  # of the device, through which that part passes
     adapter_pages: int = 0  # device pages for LoRA adapters, of adapter_page_bytes each; 0: --enable-lora is off
     adapter_page_bytes: int = 0
-    kernel_notes: tuple[str, ...] = ()  # lines for the user about kernels that are missing
+    kernel_notes: tuple[str, ...] = ()  # lines for the user about kernels that are missing, or were tuned
     kv_layout: str = ""  # the planes of its layers, in words
     num_kv_groups: int = 1  # groups of layers, each with blocks of its own for every token
 

@@ -26,12 +26,14 @@ from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.fused_ops import FusedOps
 from tandem.workers.kernels.lora_ops import LoraOps
 from tandem.workers.kernels.sampling_ops import SamplingOps
+from tandem.workers.kernels.triton.tiles import TunedTiles
 from tandem.workers.models.spec.arch import Mla
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
 
 if TYPE_CHECKING:  # of features that a model or a start may be without
     from tandem.offload.copies.kv_copies import BlockCopier
     from tandem.workers.kernels.expert_ops import ExpertOps
+    from tandem.workers.tuning.tuned_start import Tuner
 
 HEAD_DIM = 128
 """The head that implementations() asks for: most models have it."""
@@ -58,6 +60,11 @@ class Platform(ABC):
     """KV blocks beside those of sequences, for padded tokens."""
     read_ahead = Bounds()
     """Bounds of what is read of a checkpoint ahead of what is converted, packed or copied to the device."""
+
+    tunes: bool = False
+    """Ranks on the device find the tiles of their kernels by measuring, which they do together."""
+    tiles = TunedTiles()
+    """Tiles that kernels are launched with; set before attention() and experts() are asked."""
 
     @property
     def facts(self) -> PlatformFacts:
@@ -115,6 +122,10 @@ class Platform(ABC):
     def graphs(self, before_run: Callable[[], None], can_replay: bool, tp: StepCollectives) -> GraphRunner:
         """Return the runner of a stage's layers. before_run: is called before a step that is captured or replayed.
         can_replay: such steps are allowed. tp: what the layers sum with."""
+
+    def tuner(self) -> "Tuner | None":
+        """Return what measures them; None where this machine lacks the kernels."""
+        return None
 
     # ---- memory and copies ----
 

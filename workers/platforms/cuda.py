@@ -43,6 +43,7 @@ from tandem.workers.platforms.tensor_rows import TensorRows
 if TYPE_CHECKING:
     from tandem.workers.kernels.triton.triton_attention import Multiprocessors
     from tandem.workers.platforms.few_rows import FewRowsChoice
+    from tandem.workers.tuning.tuned_start import Tuner
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +192,7 @@ class CudaPlatform(Platform):
         self, device: torch.device, accelerator: Accelerator, backend: Backend, capture: CaptureGraph | None = None
     ) -> None:
         self.device = device
+        self.tunes = device.type == "cuda"
         self.accelerator = accelerator
         self.read_ahead = BESIDE_COPIES._replace(memory=accelerator.pinned_memory)
         self.backend = backend
@@ -224,7 +226,8 @@ class CudaPlatform(Platform):
 
             if takes(dtype, head_dim, kv_dtype):
                 flash = self._flash(dtype, head_dim, kv_dtype or dtype)
-                return TritonAttention(self._multiprocessors(), None if flash is None else FlashPrompts(flash))
+                prompts = None if flash is None else FlashPrompts(flash)
+                return TritonAttention(self._multiprocessors(), prompts, self.tiles)
         return TorchAttention(is_bounded=True, replays=True)
 
     def _multiprocessors(self) -> "Multiprocessors | None":
@@ -305,7 +308,7 @@ class CudaPlatform(Platform):
             return TorchExperts(make, place, self.device)
         from tandem.workers.kernels.triton.triton_experts import TritonExperts
 
-        return TritonExperts(make, place, self.device)
+        return TritonExperts(make, place, self.device, self.tiles)
 
     def fused_ops(self, dtype: torch.dtype) -> FusedOps:
         if not self.has_triton():
@@ -330,6 +333,13 @@ class CudaPlatform(Platform):
 
     def graphs(self, before_run: Callable[[], None], can_replay: bool, tp: StepCollectives) -> GraphRunner:
         return CudaGraphs(before_run, can_replay, tp, self._capture)
+
+    def tuner(self) -> "Tuner | None":
+        if not self.tunes or not self.has_triton():
+            return None
+        from tandem.workers.platforms.cuda_tuner import CudaTuner
+
+        return CudaTuner(self.device, self.accelerator, CudaCapture(), self._multiprocessors())
 
     # ---- memory and copies ----
 

@@ -39,6 +39,7 @@ from tandem.workers.rank.transfers.lanes import Lanes
 from tandem.workers.speculation.proposer import make_guess, make_proposer
 from tandem.workers.structured.grammar_store import GrammarStore, TokenizerUnusable
 from tandem.workers.text.generation_config import generation_of
+from tandem.workers.tuning.tuned_start import TunedModel, start_tiles
 
 if TYPE_CHECKING:
     from tandem.workers.lora.device.rank_adapters import RankAdapters
@@ -128,6 +129,7 @@ def load_rank(
     started_s = time.perf_counter()
     chosen = _choose(settings, context, platform, ranks_on_node)
     spec, dtype, max_model_len = chosen.spec, chosen.dtype, chosen.max_model_len
+    tuning = _tune(chosen)
     memory, packs = platform.memory(), platform.packs(dtype)
     placement = place_weights(settings, spec, context, memory, packs, dtype, max_model_len, ranks_on_node)
     decoder = _build(chosen, placement, on_bytes)
@@ -136,7 +138,7 @@ def load_rank(
         for line in platform.settle():
             log.info("%s", line)
         adapters = _open_adapters(chosen, decoder)
-        facts = _facts(chosen, rank, decoder, placement, adapters, started_s)
+        facts = _facts(chosen, rank, decoder, placement, adapters, tuning, started_s)
     except BaseException:
         decoder.close()
         raise
@@ -185,6 +187,26 @@ def _choose(settings: EngineSettings, context: ParallelContext, platform: Platfo
     return _Chosen(settings, spec, context, platform, dtype, kv_name, kv_dtype, max_model_len, ranks_on_node, groups)
 
 
+def _tune(chosen: _Chosen) -> tuple[str, ...]:
+    """Gives the platform the tiles that the group computes with, in step with all its ranks; returns a line where some
+    were measured."""
+    platform, settings = chosen.platform, chosen.settings
+    if not platform.tunes or not settings.device.tune or settings.model.batch_invariant:  # other groups may differ
+        return ()
+    platform.tiles, line = start_tiles(platform.tuner(), _tuned(chosen), chosen.context, platform.device)
+    return () if line is None else (line,)
+
+
+def model_to_tune(settings: EngineSettings, context: ParallelContext, platform: Platform) -> TunedModel:
+    """Returns what a rank would compute with these settings. SettingsError."""
+    return _tuned(_choose(settings, context, platform, ranks_on_node=1))
+
+
+def _tuned(chosen: _Chosen) -> TunedModel:
+    mesh, block_size = chosen.context.mesh, chosen.settings.cache.block_size
+    return TunedModel(chosen.spec, mesh, chosen.dtype, chosen.kv_dtype, block_size)
+
+
 def _check_batch_invariant(
     settings: EngineSettings, spec: ArchSpec, context: ParallelContext, platform: Platform
 ) -> None:
@@ -203,9 +225,11 @@ def _facts(
     decoder: Decoder,
     placement: LayerPlacement,
     adapters: "RankAdapters | None",
+    tuning: tuple[str, ...],
     started_s: float,
 ) -> RankLoaded:
-    """Returns the facts for the coordinator, once all but KV is in memory. started_s: when reading began."""
+    """Returns the facts for the coordinator, once all but KV is in memory. tuning: lines about it. started_s: when
+    reading began."""
     size = chosen.settings.cache.block_size
     needs = KVNeeds(
         block_bytes=block_bytes(decoder.kv_layouts, size, chosen.kv_dtype),
@@ -234,7 +258,7 @@ def _facts(
         buffer_bytes=decoder.stream.buffer_bytes,
         adapter_pages=0 if adapters is None else adapters.num_pages,
         adapter_page_bytes=0 if adapters is None else adapters.slab.page_bytes,
-        kernel_notes=chosen.platform.kernel_notes(chosen.dtype, chosen.settings.model.quantization),
+        kernel_notes=(*tuning, *chosen.platform.kernel_notes(chosen.dtype, chosen.settings.model.quantization)),
     )
 
 

@@ -4,7 +4,7 @@ tools/gpu_run.py.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import permutations
 from typing import Any, Final, NamedTuple
@@ -13,7 +13,6 @@ import torch
 
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.schema import EngineSettings, ModelSettings
-from tandem.offload.copies.accelerator import Accelerator
 from tandem.workers.kernels.fused_ops import TorchFusedOps
 from tandem.workers.kernels.kv_store import LARGEST, SCALE_DTYPE, LayerKV, as_indexable
 from tandem.workers.messages.request import SamplingParams
@@ -23,6 +22,7 @@ from tandem.workers.self_checks.kernel_checks import BLOCK, Here, shared_checks
 from tandem.workers.self_checks.outcome import Check, NotHere, relative_error, require
 from tandem.workers.self_checks.step_checks import kv_round_trip
 from tandem.workers.self_checks.two_ranks import sum_of_two
+from tandem.workers.tuning.call_timer import device_seconds
 
 BF16 = torch.bfloat16
 MOST_BYTES, SQUARE, LINK_BYTES = 2**32, 8192, 2**28
@@ -66,19 +66,6 @@ def device_checks(platform: Platform, dtype: torch.dtype = BF16) -> list[Check]:
 
 def _no_device() -> str:
     raise NotHere("there is no device with memory of its own, such as a GPU; ranks compute on the CPU")
-
-
-def device_seconds(accelerator: Accelerator, work: Callable[[], object], repeats: int = 10) -> float:
-    """Returns the least time of a call on the device, after three that warm up."""
-    times = []
-    for turn in range(3 + repeats):
-        begin = accelerator.event(timed=True)
-        work()
-        end = accelerator.event(timed=True)
-        end.wait()
-        if turn >= 3:
-            times.append(end.seconds_since(begin))
-    return min(times)
 
 
 def device_rates(platform: Platform, most_bytes: int = MOST_BYTES, square: int = SQUARE) -> DeviceRates:
@@ -164,7 +151,7 @@ def _replayed_steps(platform: Platform) -> str:
         "kv_cache_memory_bytes": 2**26,
     }
     for eager in (False, True):
-        with LLM("demo", device=platform.name, dtype="float32", enforce_eager=eager, **small) as llm:
+        with LLM("demo", device=platform.name, dtype="float32", enforce_eager=eager, tune=False, **small) as llm:
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
             found.append([list(output.outputs[0].token_ids) for output in outputs])
             launches = [one for one in llm.get_metrics() if one.name.endswith(":step_launches_total")]

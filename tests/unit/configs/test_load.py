@@ -94,6 +94,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "lora_watch_dir": ("/w", "/w"),
     "device": ("cuda", "cuda"),
     "cpu_threads": (2, 2),
+    "tune": (False, False),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": (9000, 9000),
     "api_server_count": (2, 2),
@@ -426,6 +427,9 @@ def test_a_gpus_share_has_no_effect_on_cpu() -> None:
     unknown = build_settings("m", {"gpu_memory_utilization": 0.5})
     assert not unknown.without_effect and with_device(unknown, "cpu", None).without_effect == (line,)
     assert with_device(with_device(unknown, "cpu", None), "cpu", None).without_effect == (line,)
+    (line,) = with_device(build_settings("m", {"tune": False}), "cpu", None).without_effect
+    assert line == "--tune has no effect: it is about kernels for GPUs"
+    assert with_device(build_settings("m", {"tune": True}), "cpu", None).without_effect == ()
 
 
 @pytest.mark.parametrize(

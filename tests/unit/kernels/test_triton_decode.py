@@ -193,7 +193,7 @@ def test_one_long_row_is_cut_like_all_others() -> None:
     lens = lens if not INTERPRETED else [70] * 40 + [3_000] + [60] * 23
     starts = torch.arange(65, dtype=torch.int32, device=DEVICE)
     lists = WorkLists(starts, torch.tensor(lens, device=DEVICE) - 1, range(1, 18))
-    items, merges = lists.of(0, 4, MOST_PARTS)
+    items, merges = lists.of(0, 4, LENGTH, MOST_PARTS)
     works = [Work(*item[:7]) for item in items[1 : 1 + int(items[0, 0])].tolist()]
     wanted = {(row, part) for row, length in enumerate(lens) for part in range(-(-length // LENGTH))}
     assert {(work.row, work.first_part) for work in works} == wanted and len(works) == len(wanted)
@@ -213,7 +213,7 @@ def test_a_list_has_rows_of_few_queries_alone() -> None:
 
     starts = torch.tensor([0, 1, 19, 24, 24, 24], dtype=torch.int32, device=DEVICE)
     positions = torch.tensor([130, *range(100, 118), *range(300, 305)], device=DEVICE)
-    items, merges = WorkLists(starts, positions, range(1, 18)).of(200, 4, MOST_PARTS)
+    items, merges = WorkLists(starts, positions, range(1, 18)).of(200, 4, LENGTH, MOST_PARTS)
     works = [Work(*item[:7]) for item in items[1 : 1 + int(items[0, 0])].tolist()]
     of_first = [Work(0, 0, 1, 130, part, part + 1, part) for part in range(3)]
     of_drafts = [

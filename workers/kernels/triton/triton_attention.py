@@ -26,6 +26,16 @@ import triton
 import triton.language as tl
 
 from tandem.workers.kernels.kv_store import LARGEST, LayerKV
+from tandem.workers.kernels.triton.tiles import (
+    CHUNKS,
+    AttentionClass,
+    DecodeTile,
+    Tile,
+    TunedTiles,
+    Use,
+    attention_class,
+    attention_use,
+)
 from tandem.workers.kernels.triton.triton_lora import FP_FUSION
 from tandem.workers.models.spec.arch import AttentionParams
 
@@ -40,35 +50,10 @@ FEWEST_ROWS: Final = 256
 """Rows that a kernel is compiled for at least: it would be compiled anew for each power of two below, while serving."""
 PARTS_BYTES: Final = 64 * 2**20
 """Memory for the sums of parts of contexts: of ATTENTION_BYTES (workers/planning/budget.py)."""
-SIZES: Final = (128, 256)
-"""Elements of a head: the most that a size of tiles is for."""
 BEYOND: Final = tl.constexpr(1 << 30)
 ROOMY_BYTES: Final = 128 * 2**10
 """Shared memory of a multiprocessor, less than which does not hold three stages of chunks with heads of 256
 elements."""
-
-
-class Tile(NamedTuple):
-    """Queries times heads of a KV head, and positions, that a program multiplies at once; its warps and the depth of
-    its pipeline."""
-
-    rows: int
-    positions: int
-    warps: int
-    stages: int
-
-
-Tiles = dict[tuple[int, int, bool], Tile]
-"""Tiles by the bytes of a query's element, the most elements of a head, and whether the cache is quantized, whose
-elements are converted in registers. Larger ones spill registers."""
-PREFILL: Final[Tiles] = {
-    (2, 128, False): Tile(128, 64, 8, 3),
-    (2, 256, False): Tile(64, 32, 8, 3),
-    (2, 128, True): Tile(32, 32, 4, 3),
-    (2, 256, True): Tile(16, 32, 4, 3),
-    (4, 128, False): Tile(16, 16, 8, 3),
-    (4, 128, True): Tile(16, 16, 8, 3),
-}
 
 
 @triton.jit
@@ -270,10 +255,11 @@ H100: Final = Multiprocessors(132, 228 * 2**10)
 
 class Kept:
     """Memory of a backend on the device for all layers and steps, where graphs read it: slopes and sinks, and room for
-    the sums of parts of contexts. multiprocessors: None for an H100's."""
+    the sums of parts of contexts. multiprocessors: None for an H100's. tiles: as chosen for the device."""
 
-    def __init__(self, multiprocessors: Multiprocessors | None = None) -> None:
+    def __init__(self, multiprocessors: Multiprocessors | None = None, tiles: TunedTiles | None = None) -> None:
         self.multiprocessors = multiprocessors or H100
+        self.tiles = tiles or TunedTiles()
         self._numbers: dict[tuple[Sequence[float], torch.device], torch.Tensor] = {}
         self._parts: torch.Tensor | None = None
 
@@ -292,11 +278,10 @@ class Kept:
 
 
 class Launch(NamedTuple):
-    """A layer's attention as the kernels get it: arguments by name, its tile, the queries in a tile, and the tiles that
-    all heads of a query take."""
+    """A layer's attention as the kernels get it: arguments by name, the queries in a tile, and the tiles that all heads
+    of a query take."""
 
     arguments: dict[str, Any]
-    tile: Tile
     queries: int
     shares: int
 
@@ -304,25 +289,35 @@ class Launch(NamedTuple):
 def takes(dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None) -> bool:
     """Return whether the kernels suit queries and caches of these dtypes and heads of this size. In fp32 they spill
     registers with quantized caches and with heads of more than 128 elements. kv_dtype None: dtype."""
-    return (dtype.itemsize, _size_of(head_dim), False) in PREFILL and (dtype.itemsize == 2 or kv_dtype not in LARGEST)
+    known = attention_class(dtype.itemsize, head_dim, False) in CHUNKS
+    return known and (dtype.itemsize == 2 or kv_dtype not in LARGEST)
+
+
+def use_of(kernel: str, q_TND: torch.Tensor, kv: LayerKV) -> Use:
+    """Returns the use of a kernel in a layer."""
+    widest = max(q_TND.shape[2], kv.values.shape[3])
+    return attention_use(kernel, q_TND.dtype, widest, q_TND.shape[1] // kv.keys.shape[2], kv.keys.dtype)
+
+
+def class_of(q_TND: torch.Tensor, kv: LayerKV) -> AttentionClass:
+    """Returns the class of a layer's tiles."""
+    widest = max(q_TND.shape[2], kv.values.shape[3])
+    return attention_class(q_TND.element_size(), widest, kv.key_scales is not None)
 
 
 def launch_of(
-    tiles: Tiles,
+    tile: Tile | DecodeTile,
     q_TND: torch.Tensor,
     kv: LayerKV,
     rows: Rows,
     params: AttentionParams,
     kept: Kept,
 ) -> Launch:
-    """Returns how a layer's queries attend, with one of `tiles`."""
+    """Returns how a layer's queries attend, in such tiles."""
     (heads, dim), (block_size, kv_heads) = q_TND.shape[1:], kv.keys.shape[1:3]
     if q_TND.stride()[1:] != (dim, 1):
         q_TND = q_TND.contiguous()
     group, v_dim = heads // kv_heads, kv.values.shape[3]
-    tile = tiles[q_TND.element_size(), _size_of(max(dim, v_dim)), kv.key_scales is not None]
-    if tile == PREFILL[2, 256, False] and kept.multiprocessors.shared_bytes < ROOMY_BYTES:
-        tile = tile._replace(stages=2)
     shares = -(-group // tile.rows)
     share = -(-group // shares)
     keys, values = (x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x for x in (kv.keys, kv.values))
@@ -342,7 +337,7 @@ def launch_of(
         "D_PAD": max(16, triton.next_power_of_2(dim)), "V_PAD": max(16, triton.next_power_of_2(v_dim)),
         "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": FP_FUSION,
     }  # fmt: skip
-    return Launch(arguments, tile, tile.rows // share, kv_heads * shares)
+    return Launch(arguments, tile.rows // share, kv_heads * shares)
 
 
 def attend_chunks(
@@ -356,7 +351,8 @@ def attend_chunks(
 ) -> None:
     """Writes out_TNV of the tokens of rows that have as many queries as `queries` says; other tokens are left as they
     are."""
-    launch, num_rows = launch_of(PREFILL, q_TND, kv, rows, params, kept), len(rows.starts) - 1
+    tile = kept.tiles.pick(use_of("attend_tiles", q_TND, kv), chunk_tiles(class_of(q_TND, kv), kept.multiprocessors)[0])
+    launch, num_rows = launch_of(tile, q_TND, kv, rows, params, kept), len(rows.starts) - 1
     attend_tiles[(len(q_TND) // launch.queries + num_rows, launch.shares)](
         positions=rows.positions_T, starts=rows.starts, out=out_TNV, rows=num_rows,
         fewest=queries.start, most=queries.stop - 1, ROWS=rows_compiled_for(num_rows), **launch.arguments,
@@ -368,5 +364,7 @@ def rows_compiled_for(num_rows: int) -> int:
     return max(FEWEST_ROWS, int(triton.next_power_of_2(num_rows)))
 
 
-def _size_of(dim: int) -> int:
-    return next((size for size in SIZES if dim <= size), 0)
+def chunk_tiles(of: AttentionClass, multiprocessors: Multiprocessors) -> Sequence[Tile]:
+    """Returns the tiles of chunks that a device has the shared memory for, its default first."""
+    is_wide = of == (2, 256, False) and multiprocessors.shared_bytes < ROOMY_BYTES
+    return CHUNKS[of][1:] if is_wide else CHUNKS[of]

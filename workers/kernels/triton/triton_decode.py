@@ -23,36 +23,25 @@ import triton
 import triton.language as tl
 
 from tandem.workers.kernels.kv_store import LayerKV
+from tandem.workers.kernels.triton.tiles import DECODES, DecodeTile
 from tandem.workers.kernels.triton.triton_attention import (
     LOG2E,
     NOTHING,
     Kept,
     Multiprocessors,
     Rows,
-    Tile,
-    Tiles,
     add_keys,
     add_sink,
+    class_of,
     launch_of,
     power_of_two,
     rows_compiled_for,
+    use_of,
 )
 from tandem.workers.kernels.triton.triton_lora import FP_FUSION
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.planning.budget import MOST_PARTS
 
-DECODE: Final[Tiles] = {
-    (2, 128, False): Tile(16, 64, 4, 3),
-    (2, 256, False): Tile(16, 16, 4, 4),
-    (2, 128, True): Tile(16, 32, 4, 4),
-    (2, 256, True): Tile(16, 32, 4, 3),
-    (4, 128, False): Tile(16, 16, 4, 3),
-    (4, 128, True): Tile(16, 16, 4, 3),
-}
-LENGTH: Final = 512
-"""Positions of a part: a multiple of every tile's."""
-PROGRAMS_OF_ONE: Final = 3
-"""The most programs of a multiprocessor. Registers may let fewer run at once: others find no item left then."""
 FIELDS: Final = tl.constexpr(8)
 """Numbers of an item of the list."""
 LISTED: Final = tl.constexpr(64)
@@ -274,11 +263,12 @@ class WorkLists:
         self._starts = starts
         self._positions_T = positions_T
         self._queries = queries
-        self._made: dict[tuple[int, int, int], WorkList] = {}
+        self._made: dict[tuple[int, int, int, int], WorkList] = {}
 
-    def of(self, window: int, per_tile: int, room: int) -> WorkList:
-        """Returns the list for tiles of so many queries, with slots for `room` parts. window: 0 for none."""
-        key = (window, per_tile, room)
+    def of(self, window: int, per_tile: int, length: int, room: int) -> WorkList:
+        """Returns the list for tiles of so many queries and parts of a length, with slots for `room` parts. window: 0
+        for none."""
+        key = (window, per_tile, length, room)
         if key not in self._made:
             rows = len(self._starts) - 1
             most = 1 + room + len(self._positions_T)
@@ -287,12 +277,12 @@ class WorkLists:
             self._write(key)
         return self._made[key]
 
-    def _write(self, key: tuple[int, int, int]) -> None:
-        window, per_tile, room = key
+    def _write(self, key: tuple[int, int, int, int]) -> None:
+        window, per_tile, length, room = key
         rows = len(self._starts) - 1
         list_parts[(rows,)](
             self._starts, self._positions_T, *self._made[key], rows, room, self._queries.start, self._queries.stop - 1,
-            QUERIES=per_tile, WINDOW=window, LENGTH=LENGTH, ROWS=rows_compiled_for(rows),
+            QUERIES=per_tile, WINDOW=window, LENGTH=length, ROWS=rows_compiled_for(rows),
         )  # fmt: skip
 
 
@@ -306,14 +296,17 @@ def attend_decodes(
     lists: WorkLists,
 ) -> None:
     """Writes out_TNV of the tokens of the rows that are listed; other tokens are left as they are."""
-    launch = launch_of(DECODE, q_TND, kv, rows, params, kept)
+    tile = kept.tiles.pick(use_of("attend_parts", q_TND, kv), DECODES[class_of(q_TND, kv)][0])
+    launch = launch_of(tile, q_TND, kv, rows, params, kept)
     of_position = (launch.arguments["D_PAD"] + launch.arguments["V_PAD"]) * kv.keys.element_size()
-    programs = programs_at_once(launch.tile, of_position, kept.multiprocessors)
-    sums = PartSums.of(kept.parts(q_TND.device), out_TNV, programs * launch.tile.rows)
-    work = lists.of(params.window or 0, launch.queries, sums.room)
+    programs = programs_at_once(tile, of_position, kept.multiprocessors)
+    sums = PartSums.of(kept.parts(q_TND.device), out_TNV, programs * tile.rows)
+    work = lists.of(params.window or 0, launch.queries, tile.length, sums.room)
     if kv.key_scales is not None:
         launch.arguments["maxnreg"] = 255  # else ptxas spills, so that one program more fits
-    attend_parts[(programs,)](items=work.items, out=out_TNV, **sums._asdict(), LENGTH=LENGTH, **launch.arguments)
+    attend_parts[(programs,)](
+        items=work.items, out=out_TNV, **sums._asdict(), LENGTH=tile.length, **launch.arguments
+    )  # fmt: skip
     merge(sums, work, out_TNV, launch.arguments["sinks"] if launch.arguments["SUNK"] else None)
 
 
@@ -343,8 +336,8 @@ def merge(sums: PartSums, work: WorkList, out_TNV: torch.Tensor, sinks: torch.Te
     )  # fmt: skip
 
 
-def programs_at_once(tile: Tile, of_position: int, multiprocessors: Multiprocessors) -> int:
+def programs_at_once(tile: DecodeTile, of_position: int, multiprocessors: Multiprocessors) -> int:
     """Returns how many programs the device runs at once, by the shared memory that a program's pipeline takes.
     of_position: bytes that it fetches for each."""
     taken = (tile.stages - 1) * tile.positions * of_position + tile.rows * tile.positions * 4
-    return multiprocessors.number * max(1, min(PROGRAMS_OF_ONE, multiprocessors.shared_bytes // taken))
+    return multiprocessors.number * max(1, min(tile.programs, multiprocessors.shared_bytes // taken))

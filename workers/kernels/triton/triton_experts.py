@@ -13,7 +13,7 @@ size.
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-calls
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
@@ -22,9 +22,10 @@ import triton.language as tl
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.expert_methods import ExpertMethod, ExpertParams, Groups, StackedExperts
-from tandem.parallel.linear_methods import Bias, Place, as_given
+from tandem.parallel.linear_methods import Bias, MakeMethod, Place, as_given
 from tandem.parallel.params import Param
 from tandem.workers.kernels.expert_ops import TorchExperts
+from tandem.workers.kernels.triton.tiles import FEW, MANY, ExpertTile, TunedTiles, experts_use
 from tandem.workers.kernels.triton.triton_lora import FP_FUSION
 
 CHANGING: Final = ["x_stride", "experts", "top_k"]
@@ -33,20 +34,6 @@ UNALIGNED: Final = ["x", "order", "ends"]
 """Pointers into other tensors, for which it would do the same by their alignment."""
 SUM_BLOCK: Final = 1024
 """Elements of a token that one program adds up."""
-
-
-class ExpertTile(NamedTuple):
-    """Rows, outputs and inputs that a program multiplies at once, and its warps."""
-
-    rows: int
-    columns: int
-    inputs: int
-    warps: int
-
-
-FEW: Final = {2: ExpertTile(16, 64, 128, 4), 4: ExpertTile(16, 32, 32, 4)}
-MANY: Final = {2: ExpertTile(64, 128, 64, 8), 4: ExpertTile(32, 64, 16, 8)}
-"""Tiles by the bytes of an element. Larger ones, and in fp32 any that fill the tensor cores, spill registers."""
 MANY_FROM: Final = 32
 """Rows of an expert on average, from which on tiles are MANY."""
 
@@ -129,35 +116,61 @@ class _AsItIs:
         self._place(weight_OI)
 
 
+def multiply_groups(
+    x: torch.Tensor, weight_EOI: torch.Tensor, bias_EO: torch.Tensor | None, groups: Groups, tile: ExpertTile, *,
+    gathers: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Returns y_PO in the order of the groups. gathers: as in ExpertMethod.apply."""
+    (experts, outputs, inputs), pairs = weight_EOI.shape, len(groups.order_P)
+    y_PO = x.new_empty(pairs, outputs)
+    most_tiles = pairs // tile.rows + min(pairs, experts)
+    if pairs:
+        grouped_product[(most_tiles, triton.cdiv(outputs, tile.columns))](
+            x, x.stride(0), weight_EOI, weight_EOI if bias_EO is None else bias_EO, y_PO, groups.order_P, groups.ends_E,
+            experts, groups.top_k, INPUTS=inputs, OUTPUTS=outputs, EXPERTS=triton.next_power_of_2(experts),
+            GATHERS=gathers, BIASED=bias_EO is not None, ROWS=tile.rows, COLUMNS=tile.columns, BLOCK=tile.inputs,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=FP_FUSION,
+        )  # fmt: skip
+    return y_PO
+
+
 class TritonExpertMethod(StackedExperts):
     """The products with dense weights. Launches depend on shapes alone, so a CUDA graph may hold them."""
 
-    def __init__(self, experts: Sequence[ExpertParams], context: ParallelContext, place: Place = as_given) -> None:
+    def __init__(
+        self,
+        experts: Sequence[ExpertParams],
+        context: ParallelContext,
+        place: Place = as_given,
+        tiles: TunedTiles | None = None,
+    ) -> None:
         super().__init__(_AsItIs, experts, context, place)
+        self._tiles = tiles or TunedTiles()
 
     def apply(self, x: torch.Tensor, groups: Groups, *, gathers: bool) -> torch.Tensor:
-        weights, pairs = self.weights(), len(groups.order_P)
+        weights = self.weights()
         assert x.stride(1) == 1 and x.shape[1] == self.inputs and weights.is_contiguous()
-        y_PO = x.new_empty(pairs, self.outputs)
-        tile = (MANY if pairs >= MANY_FROM * len(weights) else FEW)[x.element_size()]
-        most_tiles = pairs // tile.rows + min(pairs, len(weights))
-        bias_EO = self._bias_EO
-        if pairs:
-            grouped_product[(most_tiles, triton.cdiv(self.outputs, tile.columns))](
-                x, x.stride(0), weights, weights if bias_EO is None else bias_EO, y_PO, groups.order_P, groups.ends_E,
-                len(weights), groups.top_k, INPUTS=self.inputs, OUTPUTS=self.outputs,
-                EXPERTS=triton.next_power_of_2(len(weights)), GATHERS=gathers, BIASED=bias_EO is not None,
-                ROWS=tile.rows, COLUMNS=tile.columns, BLOCK=tile.inputs,
-                num_warps=tile.warps, enable_fp_fusion=FP_FUSION,
-            )  # fmt: skip
-        return y_PO
+        has_many = len(groups.order_P) >= MANY_FROM * len(weights)
+        use = experts_use(x.dtype, *weights.shape, has_many=has_many)
+        tile = self._tiles.pick(use, (MANY if has_many else FEW)[x.element_size()][0])
+        return multiply_groups(x, weights, self._bias_EO, groups, tile, gathers=gathers)
 
 
 class TritonExperts(TorchExperts):
-    """ExpertOps by these kernels, and by the twin's routing and sorting."""
+    """ExpertOps by these kernels, and by the twin's routing and sorting. tiles: as chosen for the device."""
+
+    def __init__(
+        self,
+        make: MakeMethod,
+        place: Place,
+        device: torch.device | None = None,
+        tiles: TunedTiles | None = None,
+    ) -> None:
+        super().__init__(make, place, device)
+        self._tiles = tiles
 
     def method(self, experts: Sequence[ExpertParams], context: ParallelContext) -> ExpertMethod:
-        return TritonExpertMethod(experts, context, self._place)
+        return TritonExpertMethod(experts, context, self._place, self._tiles)
 
     def combine(
         self,

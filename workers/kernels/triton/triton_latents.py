@@ -14,6 +14,7 @@ latent, E = L + R of the cache.
 # Triton's own types are no annotations.
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-calls
 
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,14 +22,12 @@ import triton
 import triton.language as tl
 
 from tandem.workers.kernels.kv_store import LARGEST, LayerKV, as_indexable
-from tandem.workers.kernels.triton import triton_decode
+from tandem.workers.kernels.triton.tiles import AttentionClass, DecodeTile, Tile
 from tandem.workers.kernels.triton.triton_attention import (
     NOTHING,
     ROOMY_BYTES,
     Kept,
     Rows,
-    Tile,
-    Tiles,
     _codes,
     rows_compiled_for,
     tile_of,
@@ -48,17 +47,17 @@ SIZES: Final = (128, 256, 512)
 """Elements of a latent: the most that a size of tiles is for."""
 MOST_ROTATED: Final = 64
 """The most elements of a key that rotate."""
-DECODE: Final[Tiles] = {
-    (2, 128, False): Tile(16, 64, 4, 3),
-    (2, 256, False): Tile(16, 32, 4, 3),
-    (2, 512, False): Tile(16, 32, 4, 3),
-    (2, 128, True): Tile(16, 32, 4, 3),
-    (2, 256, True): Tile(16, 32, 4, 3),
-    (2, 512, True): Tile(16, 32, 8, 3),
-    (4, 128, False): Tile(16, 16, 4, 3),
-    (4, 128, True): Tile(16, 16, 4, 3),
+DECODE: Final[Mapping[AttentionClass, DecodeTile]] = {
+    (2, 128, False): DecodeTile(16, 64, 4, 3),
+    (2, 256, False): DecodeTile(16, 32, 4, 3),
+    (2, 512, False): DecodeTile(16, 32, 4, 3),
+    (2, 128, True): DecodeTile(16, 32, 4, 3),
+    (2, 256, True): DecodeTile(16, 32, 4, 3),
+    (2, 512, True): DecodeTile(16, 32, 8, 3),
+    (4, 128, False): DecodeTile(16, 16, 4, 3),
+    (4, 128, True): DecodeTile(16, 16, 4, 3),
 }
-PREFILL: Final[Tiles] = {
+PREFILL: Final[Mapping[AttentionClass, Tile]] = {
     (2, 128, False): Tile(64, 32, 4, 3),
     (2, 256, False): Tile(64, 32, 8, 3),
     (2, 512, False): Tile(32, 32, 8, 3),
@@ -239,14 +238,13 @@ def attend_latent_decodes(
     queries: LatentQueries, kv: LayerKV, out_TNL: torch.Tensor, rows: Rows, kept: Kept, lists: WorkLists
 ) -> None:
     """Writes out_TNL, sums of latents, of the tokens of the rows that are listed; other tokens are left as they are."""
-    tile, arguments = _launch_of(DECODE, queries, kv, rows)
+    tile = DECODE[_class_of(queries, kv)]
+    arguments = _arguments(tile, queries, kv, rows)
     of_position = (arguments["L_PAD"] + arguments["R_PAD"]) * kv.keys.element_size()
     programs = programs_at_once(tile, of_position, kept.multiprocessors)
     sums = PartSums.of(kept.parts(out_TNL.device), out_TNL, programs * tile.rows)
-    work = lists.of(0, tile.rows // arguments["SHARE"], sums.room)
-    attend_latent_parts[(programs,)](
-        items=work.items, out=out_TNL, **sums._asdict(), LENGTH=triton_decode.LENGTH, **arguments
-    )
+    work = lists.of(0, tile.rows // arguments["SHARE"], tile.length, sums.room)
+    attend_latent_parts[(programs,)](items=work.items, out=out_TNL, **sums._asdict(), LENGTH=tile.length, **arguments)
     merge(sums, work, out_TNL, None)
 
 
@@ -255,7 +253,8 @@ def attend_latent_chunks(
 ) -> None:
     """Writes out_TNL, sums of latents, of the tokens of rows that have as many queries as `lengths` says; other tokens
     are left as they are."""
-    tile, arguments = _launch_of(PREFILL, queries, kv, rows)
+    tile = PREFILL[_class_of(queries, kv)]
+    arguments = _arguments(tile, queries, kv, rows)
     if arguments["L_PAD"] == SIZES[-1] and kept.multiprocessors.shared_bytes < ROOMY_BYTES:
         arguments["num_stages"] = 2
     (tokens, heads, _), num_rows, share = out_TNL.shape, len(rows.starts) - 1, arguments["SHARE"]
@@ -265,12 +264,15 @@ def attend_latent_chunks(
     )  # fmt: skip
 
 
-def _launch_of(tiles: Tiles, queries: LatentQueries, kv: LayerKV, rows: Rows) -> tuple[Tile, dict[str, Any]]:
-    """Returns the tile and the arguments that both kernels have."""
+def _class_of(queries: LatentQueries, kv: LayerKV) -> AttentionClass:
+    return queries.q_TNL.element_size(), _size_of(queries.q_TNL.shape[2]), kv.key_scales is not None
+
+
+def _arguments(tile: Tile | DecodeTile, queries: LatentQueries, kv: LayerKV, rows: Rows) -> dict[str, Any]:
+    """Returns the arguments that both kernels have."""
     heads, rank = queries.q_TNL.shape[1:]
-    tile = tiles[queries.q_TNL.element_size(), _size_of(rank), kv.key_scales is not None]
     latents = as_indexable(kv.keys)
-    arguments = {
+    return {
         "q": queries.q_TNL, "key_q": queries.q_TND, "latents": latents,
         "scales": latents if kv.key_scales is None else kv.key_scales,
         "table": rows.table_RN, "table_stride": rows.table_RN.stride(0), "scale": queries.scale,
@@ -280,7 +282,6 @@ def _launch_of(tiles: Tiles, queries: LatentQueries, kv: LayerKV, rows: Rows) ->
         "L_PAD": max(16, triton.next_power_of_2(rank)), "R_PAD": max(16, triton.next_power_of_2(queries.rope)),
         "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": FP_FUSION,
     }  # fmt: skip
-    return tile, arguments
 
 
 def _size_of(rank: int) -> int:

@@ -1,0 +1,1 @@
+"""Tiles of kernels, chosen by profiling on the device that is there."""
