@@ -249,7 +249,7 @@ def test_replays_of_a_model_equal_eager_steps(tmp_path: Path) -> None:
     tiny = BY_NAME["deepseek_v3"]
     dense = {"num_hidden_layers": 1, "first_k_dense_replace": 1}  # torch's experts are not captured
     folder = save_tiny_model(replace(tiny, changes={**tiny.changes, **dense}), tmp_path)
-    plans, ran = crowd(3, 7, samplings=PLAIN, drafts=2, rows=2), list[Rank]()
+    plans, ran = crowd(3, 5, samplings=PLAIN, drafts=2, rows=2), list[Rank]()
     captures: tuple[Capture, ...] = (recorded_with_launches, eagerly)
     for capture in captures:
         platform = latents_of(device(capture))
