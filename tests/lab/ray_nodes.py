@@ -17,6 +17,13 @@ from tools.lab import Lab, LabError, Node
 GCS_PORT, REST_PORT, HTTP_PORT = 6399, 8265, 8000
 START_S = 300
 STARTED = "Ray runtime started"
+PORTS = (
+    "--metrics-export-port=52364",
+    "--dashboard-agent-listen-port=52365",
+    "--dashboard-agent-grpc-port=52366",
+    "--runtime-env-agent-port=52367",
+)
+"""Of Ray's agents: a raylet waits 30 s for each that chooses its own, and dies on a busy machine."""
 CONNECT = """
 import json, sys, ray
 ray.init(address="auto", namespace="lab", log_to_driver=False, logging_level="ERROR")
@@ -60,7 +67,6 @@ class RayNodes:
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
             "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
             "RAY_raylet_start_wait_time_s": str(START_S),
-            "RAY_agent_register_timeout_ms": str(1000 * START_S),
             "OMP_WAIT_POLICY": "passive",
         }
         self._started: list[subprocess.Popen[Any]] = []
@@ -143,7 +149,7 @@ class RayNodes:
         """Returns when Ray runs there. One after the other, as a busy machine has more to do for each than for all."""
         log = (node.folder / f"ray-{len(self._started)}.log").open("w+")
         place = [f"--node-ip-address={node.address}", f"--temp-dir={node.folder}", "--num-cpus=1"]
-        command = [str(BIN / "ray"), "start", *words, *place, "--object-store-memory=80000000", "--block"]
+        command = [str(BIN / "ray"), "start", *words, *place, *PORTS, "--object-store-memory=80000000", "--block"]
         process = node.start(command, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
         self._started.append(process)
         said = Path(log.name)
