@@ -5,7 +5,7 @@ LLM (configs/load.py) and two more keys, `single_node` and `allow_unauthenticate
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -14,12 +14,11 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from tandem.cluster.deploy import devices
-from tandem.cluster.deploy.nodes import choose_home, cluster_device, gateways_for
+from tandem.cluster.deploy.nodes import alive_nodes, choose_home, cpu_nodes, gateways_for, on_cluster
 from tandem.cluster.deploy.placement import group_options, max_groups, surge_percent
-from tandem.cluster.deploy.preflight import check_memory, with_device
+from tandem.cluster.deploy.preflight import check_memory, note_on_redis
 from tandem.cluster.deploy.ray_tokens import check_token
-from tandem.cluster.deploy.resolved_settings import resolve_settings
+from tandem.cluster.deploy.resolved_settings import pin_settings, settings_here
 from tandem.cluster.gateway.app.gateway_replica import Gateway
 from tandem.cluster.gateway.http.draining import LEAVING_S
 from tandem.cluster.group.coordinator import Coordinator
@@ -40,14 +39,19 @@ from tandem.configs.load import settings_from_serve_args
 from tandem.configs.platform_facts import steps_line
 from tandem.configs.schema import ServiceSettings
 from tandem.configs.secrets import with_secrets
-from tandem.workers.planning.model_source import model_digest
+from tandem.workers.planning.model_source import model_digest, named_node
 
 log = logging.getLogger("ray.serve.tandem")
+FreeResources = Callable[[Mapping[str, str]], Sequence[Mapping[str, float]]]
 ROUTER = RequestRouterConfig(
     request_router_class="tandem.cluster.routing.serve_router.GroupRouter",
     request_routing_stats_period_s=2.0,
     initial_backoff_s=0.02,
     max_backoff_s=0.5,
+)
+PRIVATE_REDIS = (
+    "no redis_url: the private Redis is a process on the head node, reached over the network without TLS, with its "
+    "data in Ray's session folder; `redis_config: {redis_url: ...}` names one that outlives the head"
 )
 QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
@@ -59,20 +63,27 @@ def build(args: dict[str, Any]) -> Application:
     find the service's identity by the application's name, whichever version they are of (wire/identity.py). Raises
     SettingsError, which Serve prints.
     """
-    settings = settings_from_serve_args(args, gateways_for(len(_alive_nodes())))
+    nodes = alive_nodes()
+    settings = settings_from_serve_args(args, gateways_for(len(nodes)))
     if not args.get("allow_unauthenticated_ray"):
         gcs_address = ray.get_runtime_context().gcs_address
         check_token("this application", gcs_address, "args", "`allow_unauthenticated_ray: true` in its args")
-    settings = resolve_settings(with_secrets(settings))
+    with named_node(ray.util.get_node_ip_address()):
+        settings = pin_settings(with_secrets(settings))
     check_open(settings.gateway.auth, proxy_host())
-    device = cluster_device(settings.engine.device.device, _cluster_gpus())
-    settings = with_device(settings, device)
-    home_node = choose_home(args.get("single_node"), device, _alive_nodes())
+    settings = on_cluster(settings, nodes)
+    device = settings.engine.device.chosen
+    home_node = choose_home(args.get("single_node"), nodes)
+    if settings.redis.url is not None and (note := note_on_redis(settings.redis.url)) is not None:
+        log.warning("%s", note)
+    if home_node is None and settings.redis.url is None:
+        log.warning(PRIVATE_REDIS)
     facts = ServiceFacts(
         single_node=home_node is not None,
         redis_url=settings.redis.url,
         device=device,
-        groups_on_node=groups_per_node(max_groups(settings), cpu_nodes()),
+        ports=settings.engine.parallel.ports,
+        groups_on_node=groups_per_node(max_groups(settings), cpu_nodes(nodes)),
         home_node=home_node,
         logs=LogPlace(level=settings.logs.level, base=settings.logs.dir),
     )
@@ -80,16 +91,17 @@ def build(args: dict[str, Any]) -> Application:
         log.warning("%s", line)
     if (steps := steps_line(settings.engine, device)) is not None:
         log.info("%s", steps)
-    return build_app(settings, facts, free_resources())
+    return build_app(settings, facts, free_resources)
 
 
-def build_app(settings: ServiceSettings, facts: ServiceFacts, free: Sequence[Mapping[str, float]] = ()) -> Application:
-    """Builds the application for resolved settings (the model is a folder). Needs a connection to Ray. free: what each
-    node has left, where this version may replace another: as far as there is room, new replicas start first."""
+def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResources = lambda labels: ()) -> Application:
+    """Builds the application for pinned settings, which every process resolves on its own machine. Needs a connection
+    to Ray. free: what each node with such labels has left, where this version may replace another: as far as there is
+    room, new replicas start first."""
     facts = replace(facts, model_digest=model_digest(settings.engine.model))
     shape = group_shape(settings.engine.parallel, facts.device)
     options = group_options(settings, shape, MAX_ONGOING_REQUESTS)
-    room = free if _has_memory(settings) else ()
+    room = free(settings.engine.parallel.label_selector) if _has_memory(settings) else ()
     options["max_surge_percent"] = surge_percent(max_groups(settings), shape.bundles, room)
     coordinator = serve.deployment(name=COORDINATOR, request_router_config=ROUTER, logging_config=QUIET, **options)(
         Coordinator
@@ -98,9 +110,11 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: Sequence[Map
     gateway = serve.deployment(
         name=GATEWAY,
         num_replicas=settings.gateway.num_gateways,
-        max_surge_percent=surge_percent(settings.gateway.num_gateways, [{"CPU": CPU_SHARE}], free),
+        max_surge_percent=surge_percent(
+            settings.gateway.num_gateways, [{"CPU": CPU_SHARE}], free(settings.gateway.label_selector)
+        ),
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        ray_actor_options=_gateway_resources(facts),
+        ray_actor_options=_gateway_resources(facts, settings.gateway.label_selector),
         health_check_period_s=2.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.1,
@@ -117,32 +131,17 @@ def public_name(settings: ServiceSettings) -> str:
     return names[0] if names else settings.engine.model.model
 
 
-def _gateway_resources(facts: ServiceFacts) -> dict[str, Any]:
-    """Actor options of a gateway: a share of a CPU, on the node of the service's port if one is named."""
+def _gateway_resources(facts: ServiceFacts, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Actor options of a gateway: a share of a CPU, on the node of the service's port if one is named, or on nodes with
+    these labels."""
     pinned = {} if facts.gateway_node is None else {"resources": {f"node:{facts.gateway_node}": 0.001}}
-    return {"num_cpus": CPU_SHARE} | pinned
+    return {"num_cpus": CPU_SHARE} | pinned | ({"label_selector": dict(labels)} if labels else {})
 
 
 def _has_memory(settings: ServiceSettings) -> bool:
     """True if the host memory that is free now holds all groups once more, as far as settings tell."""
     try:
-        check_memory(settings)
+        check_memory(settings_here(settings, weights=False))
     except SettingsError:
         return False
     return True
-
-
-def cpu_nodes() -> int:
-    """The number of nodes that have CPUs, so that groups can be placed there."""
-    return sum(float(node["Resources"].get("CPU", 0)) > 0 for node in _alive_nodes())
-
-
-def _alive_nodes() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]
-
-
-def _cluster_gpus() -> list[float]:
-    """The number of GPUs of each node that has any; of this machine without a connection to Ray."""
-    if not ray.is_initialized():
-        return [float(count)] if (count := devices.cuda_device_count()) else []
-    return [gpus for node in _alive_nodes() if (gpus := float(node["Resources"].get("GPU", 0))) > 0]

@@ -40,6 +40,8 @@ OLD_SERVE_IMPORT = SERVE_IMPORT.removeprefix("tandem.")
 """The same before the package was named tandem; refused with the new one named."""
 LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_per_replica": "max_cpu_loras"}
 """Ray Serve LLM's names of lora_config, and the options that they set."""
+GATEWAY_NAMES = {"label_selector": "gateway_label_selector"}
+"""Keys of gateway_config that are other options beside it."""
 PORT_KEYS = ("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
 """Settings of a port that gateways listen on themselves; under Serve its proxy does."""
 GATEWAY_KEYS = tuple(o.name for o in OPTIONS if o.path.startswith("gateway.") and o.name not in PORT_KEYS)
@@ -167,8 +169,9 @@ def settings_from_serve_args(args: Mapping[str, Any], gateways: int = 1) -> Serv
     loading = _section(args, "model_loading_config", ("model_id", "model_source"))
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
     values = {**_section(args, "engine_kwargs", None)}
-    for section, names in (("gateway_config", GATEWAY_KEYS), ("redis_config", ("redis_url", "redis_timeout_ms"))):
-        values |= _section(args, section, names)
+    gateway = _section(args, "gateway_config", (*GATEWAY_KEYS, *GATEWAY_NAMES))
+    values |= {GATEWAY_NAMES.get(key, key): value for key, value in gateway.items()}
+    values |= _section(args, "redis_config", ("redis_url", "redis_timeout_ms"))
     for name in _section(args, "engine_kwargs", None):
         if name.replace("-", "_") in NOT_ENGINE_KEYS:
             raise SettingsError(f"{name} does not belong to engine_kwargs", name)

@@ -6,8 +6,10 @@ range, so the command line, files and Ray Serve arguments share one check (confi
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
+from tandem.configs.limits import parse_ports
 from tandem.configs.platform_facts import LARGE_STEPS, computed_as_words, invariant_words, only_on
 from tandem.configs.schema import (
     Auth,
@@ -70,6 +72,17 @@ def at_least(low: float) -> Check:
 
 def _port(value: int) -> bool:
     return 1 <= value <= 65535
+
+
+def _port_range(value: str) -> bool:
+    with suppress(ValueError):
+        parse_ports(value)
+        return True
+    return False
+
+
+def _selector(value: dict[str, str]) -> bool:
+    return all(key and wanted for key, wanted in value.items())
 
 
 def _origin(value: str) -> bool:
@@ -147,6 +160,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("devices_per_node", "engine.parallel.devices_per_node", int, PARALLEL,
            "Ranks of a stage that share a node, where --tensor-parallel-size is more than a node has devices. "
            "Default: all of them.", at_least(1), "at least 1"),
+    Option("label_selector", "engine.parallel.label_selector", dict[str, str], PARALLEL,
+           'JSON object: labels of the nodes that groups may be placed on, as Ray selects them: {"tandem": "engine"}. '
+           "Needs a Ray of several nodes.", _selector, "an object of labels and values"),
+    Option("port_range", "engine.parallel.port_range", str, PARALLEL,
+           "FIRST-LAST: ports at which the service's processes listen for each other, where a firewall is between "
+           "nodes. Default: any that are free.", _port_range, "FIRST-LAST, with 1024 <= FIRST <= LAST <= 65535"),
     Option("data_parallel_size", "engine.parallel.data_parallel_size", int, PARALLEL,
            "Data parallelism: number of groups. Each is a copy of the model.", at_least(1), "at least 1", ("-dp",)),
     Option("enable_expert_parallel", "engine.parallel.enable_expert_parallel", bool, PARALLEL,
@@ -243,6 +262,10 @@ OPTIONS: tuple[Option, ...] = (
            lambda v: 0 <= v < 2**20, "at least 0"),
     Option("host", "gateway.host", str, HTTP, "Address to listen on."),
     Option("port", "gateway.port", int, HTTP, "Port to listen on.", _port, "from 1 to 65535"),
+    Option("gateway_label_selector", "gateway.label_selector", dict[str, str], HTTP,
+           "JSON object: labels of the nodes that gateways may be placed on, in a Ray Serve file (there "
+           "`label_selector` of gateway_config); those of `tandem serve` are on its own node.", _selector,
+           "an object of labels and values"),
     Option("api_server_count", "gateway.num_gateways", int, HTTP,
            "Number of gateways: HTTP processes that share the port and the work of tokenization and streaming.",
            lambda v: 1 <= v <= 64, "from 1 to 64"),
@@ -326,8 +349,8 @@ OPTIONS: tuple[Option, ...] = (
            "How the model writes its thinking: deepseek_r1, qwen3, granite or openai_gptoss. Answers then have it "
            "apart, as reasoning. Default: it is part of the content."),
     Option("redis_url", "redis.url", str, COORDINATION,
-           "redis://, rediss:// or unix:// URL of the Redis to use, or env:NAME or file:PATH that hold it. Default: a "
-           "private one is started.", secret=True),
+           "redis://, rediss:// or unix:// URL of a Redis to use, redis+sentinel://HOST[,HOST ...]/MASTER, or env:NAME "
+           "or file:PATH that hold it. Default: a private one is started.", secret=True),
     Option("redis_timeout_ms", "redis.timeout_ms", float, COORDINATION,
            "Milliseconds that a request waits for Redis before it goes on without it.", lambda v: 0 < v <= 10_000,
            "above 0, up to 10000"),

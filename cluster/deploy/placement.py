@@ -60,6 +60,8 @@ def group_options(settings: ServiceSettings, shape: GroupShape, max_ongoing: int
         "graceful_shutdown_timeout_s": max(settings.shutdown_timeout_s, 0.5),
         "max_constructor_retry_count": 3,
     }
+    if labels := settings.engine.parallel.label_selector:
+        options["placement_group_bundle_label_selector"] = [labels]  # for each bundle
     if settings.autoscaling_config is not None:
         options["autoscaling_config"] = settings.autoscaling_config
     else:

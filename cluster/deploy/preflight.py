@@ -1,6 +1,6 @@
 """Checks of the settings before Ray starts. Each raises SettingsError with the value and the flag to change.
 
-The launcher and `tandem check-config` call them with resolved settings (the model is a folder).
+The launcher and `tandem check-config` call those that read the model with this machine's settings (it is a folder).
 """
 
 import asyncio
@@ -12,13 +12,14 @@ from msgspec.structs import replace
 from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.placement import max_groups
 from tandem.cluster.state.durable_map import Reading
-from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable, check_reachable
+from tandem.cluster.state.redis_client import CLUSTER_MODE, BackgroundClient, RedisUnavailable, check_reachable
 from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant import Tenant
 from tandem.configs.errors import SettingsError
 from tandem.configs.platform_facts import CPU, PLATFORM_FACTS, check_device, idle_flags, sized
 from tandem.configs.schema import Device, ParallelSettings, Quantization, ServiceSettings
 from tandem.configs.secrets import without_password
+from tandem.offload.host.host_process import HOST_TIER_SHARE
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
@@ -38,7 +39,6 @@ from tandem.workers.text.generation_config import generation_of
 
 RANK_BYTES, COORDINATOR_BYTES = 250 * 2**20, 100 * 2**20
 """Resident memory of an idle process of each kind (torch, Ray), as `make bench-startup` measures it."""
-HOST_TIER_SHARE = 0.6
 
 
 def choose_device(settings: ServiceSettings) -> ServiceSettings:
@@ -46,31 +46,42 @@ def choose_device(settings: ServiceSettings) -> ServiceSettings:
     asked, gpus = settings.engine.device.device, devices.cuda_device_count()
     if asked == "cuda" and gpus == 0:
         raise SettingsError("cuda: this machine offers no CUDA device", "--device")
-    return with_device(settings, asked or ("cuda" if gpus else "cpu"))
+    chosen: Device = asked or ("cuda" if gpus else "cpu")
+    return with_device(settings, chosen, devices.device_memory(chosen)[1])
 
 
-def with_device(settings: ServiceSettings, chosen: Device) -> ServiceSettings:
-    """Sets the device to `chosen`, with the sizes of steps that this machine's has memory for, and notes the flags that
-    mean nothing on it. Raises SettingsError for a setting that asks for what it has not."""
+def with_device(settings: ServiceSettings, chosen: Device, memory: int | None) -> ServiceSettings:
+    """Sets the device to `chosen`, with the sizes of steps that it has memory for, and notes the flags that mean
+    nothing on it. memory: bytes of one, None where they are not known. Raises SettingsError for a setting that asks for
+    what it has not."""
     check_device(settings.engine, chosen)
     device = replace(settings.engine.device, device=chosen)
     noted = dict.fromkeys([*settings.without_effect, *idle_flags(settings.engine, chosen)])
-    engine = sized(replace(settings.engine, device=device), chosen, devices.device_memory(chosen)[1])
+    engine = sized(replace(settings.engine, device=device), chosen, memory)
     return replace(settings, engine=engine, without_effect=tuple(noted))
 
 
-def check_model(settings: ServiceSettings) -> ArchSpec:
+def check_model(settings: ServiceSettings, *, weights: bool = True) -> ArchSpec:
     """Checks that the model has a known architecture and just the weights of it, by their headers, and defaults of
-    sampling, can be sharded as requested, and fits --max-model-len. Its texts are check_text()'s. Returns its spec."""
+    sampling, can be sharded as requested, and fits --max-model-len. Its texts are check_text()'s. Returns its spec.
+    weights: they are on this machine."""
     model = settings.engine.model
     spec = read_spec(settings.engine)
     check_batch_invariant(settings.engine, spec, settings.engine.device.device or "cpu")
-    if model.load_format == "safetensors":
+    if weights and model.load_format == "safetensors":
         open_checkpoint(Path(model.model), spec, model.hf_overrides)
     resolve_max_model_len(settings.engine, spec)
     pooling_facts(settings.engine)
     generation_of(model)
     return spec
+
+
+def check_labels(settings: ServiceSettings, *, private: bool) -> None:
+    """Checks that selectors of labels select among nodes. private: the service has a Ray of its own, of one node."""
+    if settings.gateway.label_selector:
+        raise SettingsError("the gateways of `tandem serve` are on its own node", "--gateway-label-selector")
+    if private and settings.engine.parallel.label_selector:
+        raise SettingsError("needs --address: a private Ray has one node, without labels", "--label-selector")
 
 
 def check_adapters(settings: ServiceSettings) -> list[str]:
@@ -100,17 +111,19 @@ def _meshes(parallel: ParallelSettings) -> list[Mesh]:
     return [Mesh(tp_size, pp_size, rank, experts) for rank in range(parallel.ranks_per_group)]
 
 
-def check_memory(settings: ServiceSettings) -> None:
+def check_memory(settings: ServiceSettings, elsewhere: int | None = None) -> None:
     """Checks that host memory suffices. On CPU: for the weights of all groups, KV pools of a given size and host copies
-    of adapters. On any device: for weights that --cpu-offload-gb keeps there."""
-    check_offload(settings.engine.device.cpu_offload_gib, host_bytes=0, ranks_on_node=1)
+    of adapters. On any device: for weights that --cpu-offload-gb keeps there. elsewhere: bytes of other machines that
+    all groups are on; None: they are on this one."""
+    if elsewhere is None:
+        check_offload(settings.engine.device.cpu_offload_gib, host_bytes=0, ranks_on_node=1)
     if (device := settings.engine.device.device) is None or not PLATFORM_FACTS[device].shares_memory:
         return
     groups, ranks = max_groups(settings), settings.engine.parallel.ranks_per_group
     spec = read_spec(settings.engine)
     dtype = resolve_dtype(settings.engine, spec, device)
     weights = cpu_weight_bytes(spec, dtype, settings.engine.parallel, settings.engine.model.quantization)
-    free = available_bytes()
+    free = available_bytes() if elsewhere is None else elsewhere
     if weights * groups > free:
         raise SettingsError(
             f"{groups} x {_gib(weights)} of weights in {dtype} do not fit the free {_gib(free)}",
@@ -195,6 +208,15 @@ def check_redis(url: str) -> None:
     reason = check_reachable(url)
     if reason is not None:
         raise SettingsError(f"{without_password(url)} does not answer: {reason}", "--redis-url")
+
+
+def note_on_redis(url: str) -> str | None:
+    """A line for a Redis that does not answer now, and may later. Raises SettingsError for one that never will: it is
+    in cluster mode."""
+    reason = check_reachable(url)
+    if reason == CLUSTER_MODE:
+        raise SettingsError(f"{without_password(url)}: {reason}", "redis_url")
+    return None if reason is None else f"{without_password(url)} does not answer: {reason}"
 
 
 def note_on_keys(settings: ServiceSettings, redis_url: str) -> str | None:

@@ -1,6 +1,7 @@
-"""The settings of a service with absolute paths, and with the model's folder in place of its name.
+"""The settings of a service as every machine understands them, and with this machine's folders in them.
 
-The launcher calls resolve_settings() before it changes its working folder, cluster/app.py for `serve run`.
+pin_settings() comes first, before the launcher changes its working folder, and in cluster/app.py under `serve run`.
+What it returns travels to gateways, coordinators and ranks, each of which finds the model on its own machine.
 """
 
 from pathlib import Path
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 
 from tandem.cluster.adapters.sources import resolved as resolved_adapters
 from tandem.configs.schema import EngineSettings, ServiceSettings
-from tandem.workers.planning.model_source import resolve_model
+from tandem.workers.planning.model_source import engine_here, pin_model
 
 SEEDS_NOTHING = (
     "--seed {} has no effect: it makes no request repeatable, as requests are drawn for at the same time, by several "
@@ -18,11 +19,22 @@ SEEDS_NOTHING = (
 
 
 def resolve_settings(settings: ServiceSettings) -> ServiceSettings:
-    """Resolves settings: every path is absolute (model, tokenizer, template, logs, disk, state, certificates,
-    adapters), the model is a folder, served_model_name is set and revision is None. Raises SettingsError with the flag
-    to change.
+    """Resolves settings for this machine: pin_settings() and settings_here()."""
+    return settings_here(pin_settings(settings))
+
+
+def settings_here(settings: ServiceSettings, *, weights: bool = True) -> ServiceSettings:
+    """Returns pinned settings with this machine's folders of the model, as model_here() does."""
+    here: ServiceSettings = replace(settings, engine=engine_here(settings.engine, weights=weights))
+    return here
+
+
+def pin_settings(settings: ServiceSettings) -> ServiceSettings:
+    """Resolves what holds on every machine: every path is absolute (model, tokenizer, template, logs, disk, state,
+    certificates, adapters), a model of the hub has the commit that is meant as its revision, and served_model_name is
+    set. Raises SettingsError with the flag to change.
     """
-    model = resolve_model(settings.engine.model)
+    model = pin_model(settings.engine.model)
     step_log = str(Path(settings.engine.step_log).absolute()) if settings.engine.step_log is not None else None
     cache = settings.engine.cache
     if cache.kv_disk_path is not None:

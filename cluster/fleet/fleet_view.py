@@ -51,6 +51,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     # of its weights, over all its ranks; both are 0 until those have reported
     loaded_bytes: int = 0
     total_bytes: int = 0
+    fetching: str = ""  # what nodes download of the model, in words
     load_s: float = 0.0  # from the start of its process until it served
     prefix_resets: int = 0  # number of the last order to forget its prefix cache that it has obeyed
 

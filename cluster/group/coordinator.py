@@ -368,6 +368,7 @@ class Coordinator:
             stalled_s=self._stalled_s(),
             loaded_bytes=loaded_bytes,
             total_bytes=total_bytes,
+            fetching=self._opener.fetching(),
             load_s=self._load_s,
             prefix_resets=self._sharing.resets.done,
         )

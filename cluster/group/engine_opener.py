@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import ray
+from msgspec.structs import replace
 
 from tandem.cluster.group.ray_ranks import ray_group
 from tandem.cluster.wire.service_facts import ServiceFacts
@@ -17,14 +17,15 @@ from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.engine.thread.engine_thread import EngineThread
+from tandem.workers.planning.model_source import engine_here, named_node
 from tandem.workers.planning.start_notes import warn_of_pool
 
 log = logging.getLogger("tandem.group")
 
 
 class EngineOpener:
-    """Opens one engine and closes its ranks. on_lost, on_told: of ray_group(). rank_pids, notes, loading() and
-    silent_s() may be read from any thread."""
+    """Opens one engine and closes its ranks. settings: as they hold on every machine. on_lost, on_told: of ray_group().
+    rank_pids, notes, loading(), fetching() and silent_s() may be read from any thread."""
 
     def __init__(
         self,
@@ -37,8 +38,8 @@ class EngineOpener:
     ) -> None:
         self._settings = with_own_step_log(settings, group)
         self._group = group
-        host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
-        self._executor = ray_group(settings, facts, group, placement_group, host, on_lost, on_told)
+        self._host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
+        self._executor = ray_group(settings, facts, group, placement_group, self._host, on_lost, on_told)
         self.rank_pids: tuple[int, ...] = ()
         self.notes: tuple[str, ...] = ()
 
@@ -46,7 +47,9 @@ class EngineOpener:
         """Starts the ranks, loads the model, and puts the engine on top. SettingsError or GroupLost when that fails."""
         ready = self._executor.start()
         self.rank_pids = ready.rank_pids
-        facts = model_facts(self._settings, ready)
+        with named_node(self._host):
+            here = engine_here(self._settings)
+        facts = model_facts(here, ready)
         warnings = warn_of_pool(self._settings.cache, facts, log)
         self.notes = (loading_note(ready), *ready.tier_notes, *warnings)
         if self._settings.step_log is not None:
@@ -54,11 +57,15 @@ class EngineOpener:
         log.info("ranks of group %s are ready, with %d KV blocks", self._group, ready.num_blocks)
         for note in self.notes:
             log.info("%s", note)
-        return build_engine(self._settings, facts, self._executor, ready, sink, time.monotonic, sink.begun)
+        return build_engine(here, facts, self._executor, ready, sink, time.monotonic, sink.begun)
 
     def loading(self) -> tuple[int, int]:
         """Bytes of weights that are loaded, and of how many; (0, 0) before that is known."""
         return self._executor.loading()
+
+    def fetching(self) -> str:
+        """Returns what nodes are downloading of the model, in words; empty when none does."""
+        return self._executor.fetching()
 
     def silent_s(self) -> float:
         """Returns the seconds for which a rank has given no sign of life, 0 while there is no doubt."""
@@ -74,7 +81,7 @@ def with_own_step_log(settings: EngineSettings, group: str) -> EngineSettings:
     if settings.step_log is None:
         return settings
     asked = Path(settings.step_log)
-    return msgspec.structs.replace(settings, step_log=str(asked.with_name(f"{asked.stem}-{group}{asked.suffix}")))
+    return replace(settings, step_log=str(asked.with_name(f"{asked.stem}-{group}{asked.suffix}")))
 
 
 def loading_note(ready: ExecutorReady) -> str:

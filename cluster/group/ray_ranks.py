@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tandem.cluster.group.host_tier_actor import node_host_tier
 from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.ray_private.process_titles import use_rays_titles
 from tandem.cluster.wire.group_shape import group_shape
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
 from tandem.configs.schema import EngineSettings
+from tandem.offload.host.host_process import region_bytes
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.executor.rank_process import no_collections
 from tandem.workers.messages.channel import life_secret
@@ -69,6 +71,14 @@ def ray_group(
     def pids() -> list[int | None]:
         return [hello.pid if hello.host == host else None for hello in made.hellos]
 
+    def host_socket() -> str | None:
+        gib = settings.cache.kv_offloading_gib
+        if facts.host_socket is not None or gib is None:
+            return facts.host_socket
+        if any(hello.host != host for hello in made.hellos):
+            return None  # ranks on several nodes hold that memory themselves
+        return node_host_tier(facts.service_id, region_bytes(gib) * facts.groups_on_node)
+
     ranks = RayRanks(num_ranks, facts, group, placed, lambda why: made.report(why), on_told, pids)
     made = RankGroup(
         settings,
@@ -78,7 +88,7 @@ def ray_group(
         host=host,
         groups_on_node=facts.groups_on_node,
         on_lost=on_lost,
-        host_socket=facts.host_socket,
+        host_socket=host_socket,
     )
     return made
 

@@ -5,6 +5,8 @@ Called by cluster/service/ray_node.py, before which nothing has imported ray: so
 
 import functools
 import inspect
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,18 +14,48 @@ from typing import Any
 
 from tandem.cluster.process.signals import unblock
 
+GCS, RAYLET = "gcs_server", "raylet"
+GCS_START_S = 10.0
 LOOPBACK = {"_node_ip_address": "127.0.0.1"}
 
 
 def start_node(temp_folder: Path, **options: Any) -> None:
     """Starts a Ray below this process, on loopback, and connects to it. options: of ray.init().
 
-    Lost without its private arguments: Ray's files stand in /tmp/ray, and it listens on the machine's address.
+    Lost without its private arguments: Ray's files stand in /tmp/ray, it listens on the machine's address, and what
+    its GCS knows dies with it.
     """
     import ray
 
+    kept = {"gcs_storage": "rocksdb", "gcs_storage_path": str(temp_folder / "gcs")}
     with _trimmed():
-        ray.init(address="local", _temp_dir=str(temp_folder), **LOOPBACK, **options)
+        ray.init(address="local", _temp_dir=str(temp_folder), _system_config=kept, **LOOPBACK, **options)
+
+
+class GcsServer:
+    """The GCS of a private Ray, for who keeps it running (a Startable). node: of take_node().
+
+    Lost without it: a GCS that dies is not started again, and takes the service with it a minute later.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def is_alive(self) -> bool:
+        """True while it runs."""
+        return GCS in self._node.all_processes and GCS not in _dead(self._node)
+
+    def start(self) -> None:
+        """Starts it again, at its address and with all that it knew, and returns when it listens. OSError when it does
+        not in GCS_START_S."""
+        self._node.kill_gcs_server(check_alive=False)  # no longer among the node's processes
+        with _trimmed():
+            self._node.start_gcs_server()
+        deadline_s = time.monotonic() + GCS_START_S
+        while not is_listening(self._node.gcs_address):
+            if not self.is_alive() or time.monotonic() > deadline_s:
+                raise OSError("it does not listen")
+            time.sleep(0.02)
 
 
 def connect_to_node(node: Any, **options: Any) -> None:
@@ -54,16 +86,38 @@ def give_back_node(node: Any) -> None:
     ray._private.worker._global_node = node
 
 
-def node_runs(node: Any) -> bool:
-    """True while GCS and raylet run. node: of take_node(); None: the driver's, and True for a joined Ray.
+def raylet_runs(node: Any) -> bool:
+    """True while the raylet runs. node: of take_node(); None: the driver's, and True for a joined Ray.
 
     Lost without it: a service whose Ray has died would not end.
     """
+    return RAYLET not in _dead(node)
+
+
+def node_runs(node: Any) -> bool:
+    """True while raylet and GCS run, so that Ray can be asked. node: as in raylet_runs().
+
+    Lost without it: a service that ends would wait for a Ray that has ended before it.
+    """
+    return raylet_runs(node) and GCS not in _dead(node)
+
+
+def is_listening(address: str, timeout_s: float = 1.0) -> bool:
+    """True if a server takes connections at `address`, host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def _dead(node: Any) -> set[str]:
+    """The kinds of a node's processes that have ended. node: None: the driver's."""
     import ray
 
-    if (node := node or ray._private.worker._global_node) is None:
-        return False
-    return not {kind for kind, _ in node.dead_processes()} & {"gcs_server", "raylet"}
+    node = node or ray._private.worker._global_node
+    return {GCS, RAYLET} if node is None else {kind for kind, _ in node.dead_processes()}
 
 
 def keep_workers_off_terminal() -> None:

@@ -1,5 +1,6 @@
 """Facts that Ray and Serve tell only themselves, for processes of Ray and connected drivers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -7,6 +8,7 @@ import ray
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
+from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
 GCS_CALL_S: Final = 5.0
 ON_HEAD: Final = {HEAD_NODE_RESOURCE_NAME: 0.001}
@@ -15,12 +17,16 @@ ON_HEAD: Final = {HEAD_NODE_RESOURCE_NAME: 0.001}
 Lost without them: a service's record and its private Redis are on a node that lives as long as the cluster."""
 
 
-def free_resources() -> list[dict[str, float]]:
-    """The resources that each node of the cluster has left.
+def free_resources(labels: Mapping[str, str]) -> list[dict[str, float]]:
+    """The resources that each node of the cluster has left which a selector of labels takes; an empty one takes all.
 
     Lost without it: a new version that starts before the old one ends where there is room for both.
     """
-    return list(available_resources_per_node().values())
+    labels_of = {node["NodeID"]: node.get("Labels", {}) for node in ray.nodes() if node["Alive"]}
+    left = available_resources_per_node()
+    return [
+        left[node] for node in left.keys() & labels_of.keys() if node_labels_match_selector(labels_of[node], labels)
+    ]
 
 
 def session_folder() -> Path:

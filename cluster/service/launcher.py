@@ -11,15 +11,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from tandem.cluster.deploy import devices
+from tandem.cluster.deploy.nodes import Node, alive_nodes, cpu_nodes, memory_note, on_cluster
 from tandem.cluster.deploy.placement import declared_cpus, declared_gpus, max_groups, min_groups
 from tandem.cluster.deploy.preflight import (
     check_adapters,
+    check_labels,
     check_memory,
     check_model,
     check_port,
@@ -29,6 +32,7 @@ from tandem.cluster.deploy.preflight import (
     fit_host_tier,
     note_on_keys,
 )
+from tandem.cluster.deploy.resolved_settings import settings_here
 from tandem.cluster.gateway.http.tls import read_certificate, server_context
 from tandem.cluster.process.load_progress import LoadProgress
 from tandem.cluster.process.log_files import LogPlace
@@ -37,15 +41,16 @@ from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
 from tandem.cluster.process.sidecar import Sidecar, Startable
 from tandem.cluster.process.signals import Signals, StopRequested
-from tandem.cluster.ray_private.local_node import node_runs
+from tandem.cluster.ray_private.local_node import GcsServer, is_listening, node_runs, raylet_runs
 from tandem.cluster.service import ray_node
 from tandem.cluster.service.group_event_log import GroupEventLog
+from tandem.cluster.service.joined_ray import JoinedRay
 from tandem.cluster.wire.service_facts import ServiceFacts, groups_per_node, new_identity
 from tandem.configs.errors import SettingsError
 from tandem.configs.limits import available_cores
 from tandem.configs.platform_facts import steps_line
 from tandem.configs.schema import ServiceSettings
-from tandem.offload.host.host_process import HostProcess
+from tandem.offload.host.host_process import HostProcess, region_bytes
 from tandem.workers.planning.start_notes import model_notes
 
 if TYPE_CHECKING:
@@ -57,8 +62,9 @@ SIGNAL_AFTER_ERROR_S = 1.0
 
 
 class Launcher:
-    """One service, from its start to its end. address: of the Ray to join; None starts a private one. may_be_open: that
-    Ray need not ask for tokens. logs: the place for log files; None: no process may write any."""
+    """One service, from its start to its end. settings: pinned ones. address: of the Ray to join; None starts a private
+    one. may_be_open: that Ray need not ask for tokens. logs: the place for log files; None: no process may write
+    any."""
 
     def __init__(
         self,
@@ -83,6 +89,8 @@ class Launcher:
         self._run_file: RunFile | None = None
         self._group_events: GroupEventLog | None = None
         self._left_ray: Any = None  # the private Ray, while this process is not connected to it
+        self._joined: JoinedRay | None = None
+        self._nodes: list[Node] = []  # of the Ray that was joined, when it was
 
     def run(self) -> int:
         """Runs the service and returns the exit status. Errors that the user can mend are SettingsErrors; they too are
@@ -95,6 +103,7 @@ class Launcher:
             self._status_pipe.started()
             if self._address is None:
                 self._left_ray = ray_node.leave()
+                self._keep_running(GcsServer(self._left_ray), "Ray's GCS", "requests go on")
             self._watch()
         finally:
             self._signals.raising = False
@@ -123,6 +132,9 @@ class Launcher:
         return self._signals.first()
 
     def _start(self) -> None:
+        if self._address is not None:
+            with self._phase("ray", f"joining Ray at {self._address} ..."):
+                self._join_ray(self._address)
         with self._phase("checks"):
             self._check()
             if (logs := self._log_folder()) is not None:
@@ -134,8 +146,9 @@ class Launcher:
             url = self._start_redis(folder.redis)
         self._settings = with_state_folder(self._settings, folder)
         self._start_host_tier(folder.host_tier)
-        with self._phase("ray", "starting Ray ..." if self._address is None else f"joining Ray at {self._address} ..."):
-            self._start_ray(folder)
+        if self._address is None:
+            with self._phase("ray", "starting Ray ..."):
+                self._start_ray(folder)
         facts = self._facts(url)
         with self._signals.held():
             from tandem.cluster.service import serve_app  # imports ray, whose environment is prepared by now
@@ -153,26 +166,40 @@ class Launcher:
     def _check(self) -> None:
         from tandem.cluster.gateway.app.model_text import check_text  # jinja2, tokenizers
 
-        settings = self._settings = choose_device(self._settings)
+        settings = self._settings = choose_device(self._settings) if self._address is None else self._on_cluster()
         for line in settings.without_effect:
             self._console.print_line(line)
         self._print_if(steps_line(settings.engine, settings.engine.device.chosen))
+        check_labels(settings, private=self._address is None)
         check_port(settings.gateway.host, settings.gateway.port)
         server_context(settings.gateway)
-        spec = check_model(settings)
-        for line in (*model_notes(settings.engine, spec), *check_text(settings)):
+        # ranks elsewhere download a hub's weights themselves
+        has_weights = self._address is None or settings.engine.model.revision is None
+        here = settings_here(settings, weights=has_weights)
+        spec = check_model(here, weights=has_weights)
+        for line in (*model_notes(here.engine, spec), *check_text(here)):
+            self._console.print_line(line)
+        for line in check_adapters(here):
             self._console.print_line(line)
         if self._address is None:
-            check_processes(settings)
-        for line in check_adapters(settings):
-            self._console.print_line(line)
-        check_memory(settings)
-        self._settings, note = fit_host_tier(settings)
-        self._print_if(note)
+            self._check_machine(here)
         if settings.redis.url is not None:
             check_redis(settings.redis.url)
         if self._address is not None and settings.redis.url is None:
             raise SettingsError("--address needs a Redis that every node can reach", "--redis-url")
+
+    def _check_machine(self, here: ServiceSettings) -> None:
+        """Checks this machine's memory, for groups that are all here. here: the settings with its folders."""
+        check_processes(here)
+        check_memory(here)
+        self._settings, note = fit_host_tier(self._settings)
+        self._print_if(note)
+
+    def _on_cluster(self) -> ServiceSettings:
+        """Settings for the nodes of the Ray that was joined; prints what is to be known of them."""
+        settings = on_cluster(self._settings, self._nodes)
+        self._print_if(memory_note(settings_here(settings, weights=False), self._nodes))
+        return settings
 
     def _print_if(self, line: str | None) -> None:
         if line is not None:
@@ -192,8 +219,7 @@ class Launcher:
         gib = self._settings.engine.cache.kv_offloading_gib
         if gib is None or self._address is not None:
             return
-        # keys of slots take a little beside the slots
-        self._host_tier = HostProcess(folder, int(gib * 1.01 * 2**30 + 2**20) * max_groups(self._settings))
+        self._host_tier = HostProcess(folder, region_bytes(gib) * max_groups(self._settings))
         self._stack.callback(self._host_tier.stop)
         self._host_tier.start()
         self._keep_running(self._host_tier, "the host-tier process", "groups keep the memory they hold")
@@ -202,18 +228,27 @@ class Launcher:
         self._sidecars.append(Sidecar(process, name, meanwhile, self._console.print_line))
 
     def _start_ray(self, folder: PrivateFolder) -> None:
-        private = self._address is None
-        ray_node.prepare_environment(folder.write_token(ray_node.new_token()) if private else None)
+        """Starts a private Ray."""
+        self._load_ray(folder.write_token(ray_node.new_token()))
+        device = self._settings.engine.device.chosen
+        cpus = declared_cpus(self._settings, device, available_cores())
+        gpus = declared_gpus(device, devices.cuda_device_count())
+        ray_node.start_private(folder.ray, cpus, gpus)
+
+    def _join_ray(self, address: str) -> None:
+        """Joins a Ray of others, and learns its nodes."""
+        os.chdir("/")
+        self._load_ray(None)
+        gcs_address = ray_node.join(address, may_be_open=self._may_be_open)
+        answers, gives_up_s = partial(is_listening, gcs_address), ray_node.gives_up_s()
+        self._joined = JoinedRay(address, answers, gives_up_s, self._console.print_line)
+        self._nodes = alive_nodes()
+
+    def _load_ray(self, token_file: Path | None) -> None:
+        ray_node.prepare_environment(token_file)
         with self._signals.held():
             ray_node.load()
             self._stack.callback(lambda: ray_node.shut_down(self._left_ray))
-        if self._address is not None:
-            ray_node.join(self._address, may_be_open=self._may_be_open)
-        else:
-            device = self._settings.engine.device.chosen
-            cpus = declared_cpus(self._settings, device, available_cores())
-            gpus = declared_gpus(device, devices.cuda_device_count())
-            ray_node.start_private(folder.ray, cpus, gpus)
 
     def _wait_until_ready(self, app: "ServeApp") -> None:
         groups, count = _groups(min_groups(self._settings)), self._settings.gateway.num_gateways
@@ -236,7 +271,9 @@ class Launcher:
             open_port=True,
             device=self._settings.engine.device.chosen,
             gateway_node=ray_node.node_address() if self._address is not None else None,
-            groups_on_node=groups_per_node(max_groups(self._settings), self._nodes()),
+            groups_on_node=groups_per_node(
+                max_groups(self._settings), 1 if self._address is None else cpu_nodes(self._nodes)
+            ),
             logs=self._logs,
             host_socket=None if self._host_tier is None else str(self._host_tier.socket_path),
         )
@@ -244,14 +281,6 @@ class Launcher:
     def _log_folder(self) -> str | None:
         """The folder of this run's log files on this machine."""
         return None if self._logs is None else str(self._logs.folder(""))
-
-    def _nodes(self) -> int:
-        """Machines that groups may be placed on."""
-        if self._address is None:
-            return 1
-        from tandem.cluster.app import cpu_nodes
-
-        return cpu_nodes()
 
     def _announce(self, facts: ServiceFacts, announced: ExitStack) -> None:
         gateway = self._settings.gateway
@@ -291,12 +320,14 @@ class Launcher:
     # ---- serving and the end -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Returns at a signal. Keeps the private Redis and the host tier running; SettingsError once Ray is lost."""
+        """Returns at a signal. Keeps what is beside the service running; SettingsError once Ray is lost."""
         while not self._signals.wait(WATCH_PERIOD_S):
+            if self._joined is not None:
+                self._joined.check()
+            elif not raylet_runs(self._left_ray):
+                raise SettingsError("Ray's raylet has died, and with it every group; the service cannot go on")
             for sidecar in self._sidecars:
                 sidecar.keep()
-            if not node_runs(self._left_ray):
-                raise SettingsError("Ray's own processes have died; the service cannot go on")
 
     def _restart_sidecars(self) -> None:
         for sidecar in self._sidecars:

@@ -19,26 +19,14 @@ from tandem.cluster.ray_private.local_node import (
     start_node,
     take_node,
 )
+from tandem.configs.bundled import read_switches
 from tandem.configs.errors import SettingsError, TandemError
 
 OBJECT_STORE_BYTES = 80 * 2**20
 DRIVER: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tandem"}
-SERVE_SWITCHES = {
-    # user code, router and Serve's own work on one loop; gRPC between replicas; buffered logs
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    # the gateway opens its port itself (docs/decisions/001-serve-ingress.md)
-    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-    # how fast autoscaling sees load
-    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-    # Serve's own counters: each router and replica wakes up for them ten times a second otherwise
-    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
-    # a group with no traffic for a while is not asked for its queue length before it gets a request
-    "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "3600",
-}
+PROXY = "RAY_grpc_enable_http_proxy"
+GIVES_UP = "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAY_SWITCHES = {
-    # the channels of Ray's own processes meet no proxy
-    "RAY_grpc_enable_http_proxy": "0",
     # times of each handler in Ray's own loops, for its debug files: a good part of what an idle worker computes
     "RAY_event_stats": "0",
     # what its state API and its metrics port would show: a private Ray has no dashboard to ask, and /metrics is ours.
@@ -54,13 +42,19 @@ RAY_SWITCHES = {
 def prepare_environment(token_file: Path | None) -> None:
     """Sets the environment variables that Ray reads and its processes inherit. token_file: None for the user's own."""
     os.environ.update(RAY_SWITCHES)
-    for name, value in SERVE_SWITCHES.items():
-        os.environ.setdefault(name, value)
+    for name, value in read_switches().items():
+        os.environ[name] = value if name == PROXY else os.environ.get(name, value)
     os.environ.pop("RAY_ADDRESS", None)
     if token_file is not None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
         os.environ.pop("RAY_AUTH_TOKEN", None)
+        os.environ.pop("RAY_REDIS_ADDRESS", None)  # of a cluster's head: a private Ray would take it for its own
+
+
+def gives_up_s() -> float:
+    """Seconds after which Ray's processes end that were started with this environment, once GCS does not answer."""
+    return float(os.environ[GIVES_UP])
 
 
 def new_token() -> str:
@@ -94,7 +88,9 @@ def start_private(temp_folder: Path, num_cpus: int, num_gpus: int) -> None:
             **DRIVER,
         )
     except Exception as error:
-        raise TandemError(f"Ray does not start: {str(error).partition(chr(10))[0]}") from error
+        why = str(error).partition("\n")[0]
+        hint = " Other work may keep the cores busy; start again then." if "timed out" in why else ""
+        raise TandemError(f"Ray does not start: {why}{hint}") from error
 
 
 def leave() -> Any:
@@ -117,9 +113,9 @@ def rejoin(left: Any) -> None:
         give_back_node(left)
 
 
-def join(address: str, *, may_be_open: bool = False) -> None:
-    """Connects to a running Ray. SettingsError when it does not answer, or asks nobody for a token and may_be_open is
-    False."""
+def join(address: str, *, may_be_open: bool = False) -> str:
+    """Connects to a running Ray; returns the address of its GCS. SettingsError when it does not answer, or asks nobody
+    for a token and may_be_open is False."""
     import ray
 
     try:
@@ -128,8 +124,21 @@ def join(address: str, *, may_be_open: bool = False) -> None:
         raise SettingsError(
             f"{address}: no Ray cluster answers there: {str(error).splitlines()[0]}", "--address"
         ) from error
+    gcs_address = str(ray.get_runtime_context().gcs_address)
     if not may_be_open:
+        check_token(address, gcs_address, "--address", "--allow-unauthenticated-ray")
+    return gcs_address
+
+
+def openness(address: str) -> list[str]:
+    """Returns the words for a joined Ray that asks nobody for a token, none for another."""
+    import ray
+
+    try:
         check_token(address, ray.get_runtime_context().gcs_address, "--address", "--allow-unauthenticated-ray")
+    except SettingsError as error:
+        return [str(error)]
+    return []
 
 
 def shut_down(left: Any = None) -> None:

@@ -20,6 +20,7 @@ from tandem.cluster.fleet.gateway_records import read_gateways
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.gateway.http.draining import CUT_OFF_S
 from tandem.cluster.gateway.http.tls import client_context, read_certificate
+from tandem.cluster.group.host_tier_actor import end_host_tiers
 from tandem.cluster.ray_private.application_end import begin_delete
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.cluster.wire.service_facts import APP, COORDINATOR, GATEWAY, ServiceFacts
@@ -88,6 +89,8 @@ class ServeApp:
             deadline_s = time.monotonic() + DELETE_S
             while self._app in serve.status().applications and time.monotonic() < deadline_s and not is_urgent():
                 time.sleep(POLL_S)
+            if self._settings.engine.cache.kv_offloading_gib is not None:
+                end_host_tiers(self._facts.service_id)
         except (ray.exceptions.RayError, RuntimeError):
             return  # Ray itself is gone, and with it all that could be drained
 

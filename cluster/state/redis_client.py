@@ -14,17 +14,22 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from urllib.parse import parse_qs
 
 import redis
 import redis.asyncio as redis_asyncio
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry as AsyncRetry
+from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
-from redis.retry import Retry
 
 from tandem.cluster.state.breaker import Breaker
+from tandem.configs.secrets import SentinelUrl, parse_sentinel_url
 
 log = logging.getLogger("tandem.redis")
 T = TypeVar("T")
@@ -32,6 +37,9 @@ Part = str | bytes | int | float
 LOOP_LAG_S = 0.010
 ASK_AFTER_FAILURES = 3
 ASK_TIMEOUT_S = 2.0
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+CLUSTER_MODE = "it is in cluster mode; Tandem needs one server for all its keys, alone or behind sentinels"
+_CLUSTER_ERRORS = (redis.exceptions.AskError, redis.exceptions.ClusterError, redis.exceptions.ClusterCrossSlotError)
 _CONNECTION_ERRORS = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.ReadOnlyError, OSError)
 
 
@@ -98,7 +106,7 @@ class RequestClient:
             raise RedisUnavailable(str(error)) from error
         except redis.RedisError as error:
             breaker.record_success()  # an error reply came in time: the server is available
-            raise RedisRefused(str(error)) from error
+            raise RedisRefused(_said(error)) from error
         breaker.record_success()
         return result
 
@@ -179,7 +187,8 @@ async def published(
     server gets a PING, and has as long again to send anything. RedisUnavailable when it does not, and when it refuses.
     """
     # not the library's PubSub, which connects again by itself, with no deadline, and without a notice
-    connection: Any = _pool(url, timeout_s=timeout_s, connect_timeout_s=1.0, retries=0).make_connection()
+    pool = _pool(url, timeout_s=timeout_s, connect_timeout_s=1.0, retries=0)
+    connection: Any = pool.make_connection()
     is_asked = False
     try:
         await _translated(lambda: _subscribe(connection, channels), timeout_s)
@@ -191,6 +200,7 @@ async def published(
     finally:
         with suppress(redis.RedisError, OSError):
             await connection.disconnect(nowait=True)  # at once, whatever the server does
+            await pool.aclose()
 
 
 async def _subscribe(connection: Any, channels: Sequence[str]) -> None:
@@ -216,16 +226,29 @@ def text_of(answer: object) -> str:
 
 
 def check_reachable(url: str, timeout_s: float = 2.0) -> str | None:
-    """The reason, for users, why a PING to `url` got no answer; None when it did. Blocking; for the launcher."""
+    """The reason, for users, why the server at `url` cannot be used; None when it can. Blocking; for the launcher."""
+    for name, (path, *_) in parse_qs(url.partition("?")[2]).items():
+        if name in _FILES and not Path(path).is_file():
+            return f"{name}={path}: there is no such file"
     try:
-        with redis.Redis.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
-        ) as client:
-            client.ping()
-    except ValueError as error:
+        with ThreadPoolExecutor(1) as pool:  # this thread may have a loop that runs
+            return pool.submit(asyncio.run, _why_not(url, timeout_s)).result()
+    except (ValueError, TypeError) as error:  # of its options, too
         return f"not a Redis URL: {error}"
-    except redis.RedisError as error:
+
+
+async def _why_not(url: str, timeout_s: float) -> str | None:
+    client = BackgroundClient(url, timeout_s, retries=0)
+    try:
+        await client.command("PING")
+        with suppress(RedisRefused):  # a user who may not ask
+            found = await client.command("INFO", "cluster")
+            if isinstance(found, dict) and found.get("cluster_enabled"):
+                return CLUSTER_MODE
+    except RedisUnavailable as error:
         return str(error)
+    finally:
+        await client.close()
     return None
 
 
@@ -249,7 +272,53 @@ def _pool(url: str, *, timeout_s: float, connect_timeout_s: float, retries: int)
         options["retry_on_error"] = [redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError]
     if not url.startswith("unix://"):
         options |= {"socket_connect_timeout": connect_timeout_s, "socket_keepalive": True}
+    if (found_by := parse_sentinel_url(url)) is not None:
+        return _SentinelPool(found_by, options)
     return redis_asyncio.BlockingConnectionPool.from_url(url, **options)
+
+
+class _SentinelPool(redis_asyncio.BlockingConnectionPool):
+    """Connections to the master that sentinels name, who are asked before each new one. A master that is none any more
+    closes its connections, or refuses to write, which closes the connection here."""
+
+    is_master, check_connection = True, False  # what the library's connections ask of their pool
+
+    def __init__(self, url: SentinelUrl, options: dict[str, Any]) -> None:
+        of_server = dict(parse_url(url.server_url))
+        is_tls = url.server_url.startswith("rediss://")
+        own = {name: of_server.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+        for name in ("host", "port", "connection_class"):
+            of_server.pop(name, None)
+        kind = SentinelManagedSSLConnection if is_tls else SentinelManagedConnection
+        super().__init__(connection_class=kind, **{**options, **of_server})
+        self.connection_kwargs["connection_pool"] = self
+        self._master = url.master
+        shared = {name: value for name, value in of_server.items() if name.startswith("ssl_")}
+        times = {name: options[name] for name in ("socket_timeout", "socket_connect_timeout")}
+        self._sentinels = [
+            Sentinel([place], sentinel_kwargs={"ssl": is_tls, **shared, **times, **own})  # type: ignore[no-untyped-call]
+            for place in url.sentinels
+        ]
+
+    async def get_master_address(self) -> tuple[str, int]:
+        """The master's address, of the first sentinel that names one which is not down. redis.ConnectionError."""
+        asking = [asyncio.ensure_future(sentinel.discover_master(self._master)) for sentinel in self._sentinels]
+        try:
+            for asked in asyncio.as_completed(asking):
+                with suppress(redis.RedisError, OSError):
+                    host, port = await asked
+                    return str(host), int(port)
+        finally:
+            for one in asking:
+                one.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        raise redis.ConnectionError(f"no sentinel names a master {self._master!r} that is up")
+
+    async def aclose(self) -> None:
+        """Closes its connections, those to the sentinels too."""
+        await super().aclose()
+        for sentinel in self._sentinels:
+            await sentinel.aclose()
 
 
 async def _translated(call: Callable[[], Awaitable[T]], limit_s: float) -> T:
@@ -259,7 +328,12 @@ async def _translated(call: Callable[[], Awaitable[T]], limit_s: float) -> T:
     except (redis.RedisError, OSError, TimeoutError) as error:
         is_reply = isinstance(error, redis.ResponseError) and not isinstance(error, _CONNECTION_ERRORS)
         kind = RedisRefused if is_reply else RedisUnavailable
-        raise kind(str(error) or "no answer in time") from error
+        raise kind(_said(error) or "no answer in time") from error
+
+
+def _said(error: Exception) -> str:
+    """The words of an error, for users."""
+    return CLUSTER_MODE if isinstance(error, _CLUSTER_ERRORS) else str(error)
 
 
 async def _execute(client: "redis_asyncio.Redis", parts: Sequence[Part]) -> Any:

@@ -25,6 +25,7 @@ from tandem.cluster.ray_private.ray_facts import ON_HEAD, session_folder
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.wire.private_redis import PrivateRedis
 from tandem.cluster.wire.service_facts import ServiceFacts, new_identity
+from tandem.configs.limits import ANY_PORTS, Ports
 
 log = logging.getLogger("ray.serve.tandem")
 NAMESPACE = "tandem"
@@ -48,6 +49,7 @@ class ServiceIdentity:
         self._clock = clock
         self._renewed_s = clock()
         self._redis: PrivateRedis | None = None
+        self._url_of_settings: str | None = None
         self._changing = asyncio.Lock()
         self._has_ended = False
         loop = asyncio.get_running_loop()
@@ -59,10 +61,18 @@ class ServiceIdentity:
         self._renewed_s = self._clock()
         return self._service_id, self._secret
 
-    async def redis_url(self, on_loopback: bool) -> str:
-        """The URL of the private Redis, which the first call starts. on_loopback: all who use it are on this machine;
-        a server that is only for those is started again on the node's address when another asks. RuntimeError once the
-        identity has ended."""
+    async def note_redis(self, url: str | None) -> None:
+        """Notes where the replicas have found Redis: a URL of the settings, None for the private one."""
+        self._url_of_settings = url
+
+    async def whereabouts(self) -> tuple[str, str | None]:
+        """The service's id and the URL of its Redis, for who asks from outside; None: no replica has said it yet."""
+        return self._service_id, self._url_of_settings or (None if self._redis is None else self._redis.url)
+
+    async def redis_url(self, on_loopback: bool, ports: Ports = ANY_PORTS) -> str:
+        """The URL of the private Redis, which the first call starts, on one of these ports. on_loopback: all who use it
+        are on this machine; a server that is only for those is started again on the node's address when another asks.
+        RuntimeError once the identity has ended."""
         async with self._changing:
             self._check_lives()
             if self._redis is not None and self._redis.host == LOOPBACK and not on_loopback:
@@ -70,7 +80,7 @@ class ServiceIdentity:
                 self._redis = None
             if self._redis is None or not self._redis.is_kept:
                 host = LOOPBACK if on_loopback else ray.util.get_node_ip_address()
-                self._redis = PrivateRedis(self._folder(), host)
+                self._redis = PrivateRedis(self._folder(), host, ports)
                 await self._redis.start()
             return self._redis.url
 
@@ -124,7 +134,7 @@ class Membership:
     async def join(self) -> ServiceFacts:
         """Returns the facts with the service's identity. Ray's errors when its actor cannot be reached."""
         if not self.facts.service_id:
-            service_id, secret = await self._ask(lambda actor: actor.renew.remote())
+            service_id, secret = await self._ask(self._renew_at)
             self.facts = replace(self.facts, service_id=service_id, secret=secret)
             self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="identity's lease")
         return self.facts
@@ -141,7 +151,8 @@ class Membership:
             self._renewing.cancel()
 
     async def _redis_url(self) -> str:
-        return str(await self._ask(lambda actor: actor.redis_url.remote(self.facts.single_node)))
+        asked = (self.facts.single_node, *([self.facts.ports] if self.facts.ports != ANY_PORTS else []))
+        return str(await self._ask(lambda actor: actor.redis_url.remote(*asked)))
 
     async def _ask(self, call: Callable[[Any], Any]) -> Any:
         """Calls the actor, which is made, also again, when there is none."""
@@ -149,16 +160,26 @@ class Membership:
         async with asyncio.timeout(CALL_S):
             return await call(actor)
 
+    async def _renew_at(self, actor: Any) -> Any:
+        with suppress(AttributeError):  # one that an older release has made
+            actor.note_redis.remote(self.facts.redis_url)
+        return await actor.renew.remote()
+
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_PERIOD_S)
             try:
-                service_id, _ = await self._ask(lambda actor: actor.renew.remote())
+                service_id, _ = await self._ask(self._renew_at)
             except Exception as error:  # Ray has several types for an actor that is gone or being restarted
                 log.warning("the service's identity was not renewed: %s", str(error).partition("\n")[0])
                 continue
             if service_id != self.facts.service_id:
                 log.error("this replica is of service %s, and %s has its name", self.facts.service_id, service_id)
+
+
+def identity_name(app: str) -> str:
+    """The name of an application's actor in NAMESPACE."""
+    return f"tandem-identity:{app}"
 
 
 def identity_actor(app: str, facts: ServiceFacts, lease_s: float = LEASE_S) -> Any:
@@ -169,7 +190,7 @@ def identity_actor(app: str, facts: ServiceFacts, lease_s: float = LEASE_S) -> A
     return (
         ray.remote(ServiceIdentity)
         .options(
-            name=f"tandem-identity:{app}",
+            name=identity_name(app),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,

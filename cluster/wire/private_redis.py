@@ -7,11 +7,11 @@ the same port with the same data.
 import asyncio
 import secrets
 import shutil
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tandem.cluster.process.redis_server import RedisServer
+from tandem.configs.limits import ANY_PORTS, Ports, listen
 
 WATCH_PERIOD_S = 0.5
 
@@ -20,10 +20,10 @@ class PrivateRedis:
     """One server with its data in `folder`, on a free port of the address `host`. start() takes up data that is there
     already. Used on one event loop."""
 
-    def __init__(self, folder: Path, host: str) -> None:
+    def __init__(self, folder: Path, host: str, ports: Ports = ANY_PORTS) -> None:
         self.host = host
         self._folder = folder
-        self._server = RedisServer(folder, listen=(host, _free_port(host), secrets.token_hex(24)))
+        self._server = RedisServer(folder, listen=(host, _free_port(host, ports), secrets.token_hex(24)))
         # a thread of its own, because the server ends with the thread that has started it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
         self._watching: asyncio.Task[None] | None = None
@@ -62,7 +62,6 @@ class PrivateRedis:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._server.start)
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+def _free_port(host: str, ports: Ports) -> int:
+    with listen(host, ports) as probe:
         return int(probe.getsockname()[1])

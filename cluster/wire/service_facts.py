@@ -11,6 +11,7 @@ import msgspec
 
 from tandem.cluster.process.log_files import LogPlace, hide_messages, open_log
 from tandem.configs.errors import SettingsError
+from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.configs.schema import Device
 from tandem.workers.messages.channel import new_secret
 
@@ -35,6 +36,7 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str | None = None  # None when the identity actor has a private one
     open_port: bool = False  # gateways listen themselves
     gateway_node: str | None = None  # address of the node that gateways must run on, because their port is there
+    ports: Ports = ANY_PORTS  # --port-range, for the private Redis; others have it of the settings
     groups_on_node: int = 1  # the most groups that may share a machine (groups_per_node)
     # Ray id of the one machine, when other nodes could join; a process that is placed elsewhere refuses to start
     home_node: str | None = None
@@ -80,7 +82,7 @@ def check_home(home_node: str, here: str) -> None:
     """Raises SettingsError when `here` is another node than the one the service is bound to."""
     if here != home_node:
         raise SettingsError(
-            f"this process was placed on node {here}, but the service was deployed while node {home_node} was the only "
-            "one and talks over its loopback; set `single_node: false` in the application's args and deploy again",
+            f"this process was placed on node {here}, but the service talks over the loopback of node {home_node}, as "
+            "`single_node: true` says; take that out of the application's args and deploy again",
             "single_node",
         )

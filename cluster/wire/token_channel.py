@@ -15,6 +15,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.messages.channel import ChannelContext, bind_router, connect_dealer
 from tandem.workers.messages.request import Abort, DeltaBatch, ReplyTo, TokenDelta
 
@@ -32,9 +33,10 @@ class TokenReceiver:
         host: str,
         on_deltas: Callable[[bytes, list[TokenDelta]], None],
         on_gap: Callable[[bytes], None],
+        ports: Ports = ANY_PORTS,
     ) -> None:
         self._context = ChannelContext()
-        self._socket, endpoint = bind_router(self._context, secret, host)
+        self._socket, endpoint = bind_router(self._context, secret, host, ports)
         self._on_deltas = on_deltas
         self._on_gap = on_gap
         self._next_number: dict[bytes, int] = {}

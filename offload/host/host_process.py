@@ -22,6 +22,7 @@ from tandem.offload.host.host_messages import HostStatus, HostTierError
 from tandem.offload.host.host_server import HostServer
 
 __all__ = [
+    "HOST_TIER_SHARE",
     "HostProcess",
     "HostStatus",
     "HostTierError",
@@ -30,12 +31,21 @@ __all__ = [
     "attach",
     "lease",
     "main",
+    "region_bytes",
     "status",
 ]
 
 FLAG = "--kv-offloading-size"
+HOST_TIER_SHARE = 0.6
+"""Share that tiers may take of the memory that their machine has free."""
 START_TIMEOUT_S = 10.0
 MAX_SOCKET_PATH_BYTES = 107
+
+
+def region_bytes(gib: float) -> int:
+    """Returns the memory of a region for one group's tier of that size: keys of slots take a little beside the
+    slots."""
+    return int(gib * 1.01 * 2**30 + 2**20)
 
 
 class HostProcess:

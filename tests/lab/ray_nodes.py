@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import httpx
 import psutil
 import yaml
 
+from tandem.configs.bundled import read_switches
 from tandem.workers.messages.channel import new_secret
 from tests.support.service import BIN, wait_for
 from tools.lab import Lab, LabError, Node
@@ -52,9 +53,16 @@ NODES = CONNECT + "print(json.dumps({n['NodeManagerAddress']: n['NodeID'] for n 
 
 
 class RayNodes:
-    """Ray on all nodes of a lab, the first one its head, each with one CPU. The lab ends it."""
+    """Ray on all nodes of a lab, the first one its head, each with one CPU and a label `node`, its name. The lab ends
+    it. of_head: more words of the head's `ray start`; more: of its environment; environment: more for all nodes."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        of_head: Sequence[str] = (),
+        more: Mapping[str, str] = {},
+        environment: Mapping[str, str] = {},
+    ) -> None:
         self.lab = lab
         self.head, *others = lab.nodes.values()
         token = lab.folder / "token"
@@ -64,15 +72,29 @@ class RayNodes:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-            "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+            **read_switches(),
             "RAY_raylet_start_wait_time_s": str(START_S),
             "OMP_WAIT_POLICY": "passive",
+            **environment,
         }
         self._started: list[subprocess.Popen[Any]] = []
-        self._start(self.head, "--head", f"--port={GCS_PORT}", "--dashboard-host=127.0.0.1")
+        self._of_head = ["--head", f"--port={GCS_PORT}", "--dashboard-host=127.0.0.1", *of_head]
+        self._more = more
+        self.start_head()
         for node in others:
             self.join(node)
+
+    def start_head(self) -> None:
+        """Starts Ray on the head, for the first time or again."""
+        self._start(self.head, *self._of_head)
+
+    def kill_head(self) -> None:
+        """Kills all of Ray on the head."""
+        ray = self._started.pop(0)
+        first = min(self.head.pids())
+        for process in map(psutil.Process, self.head.pids() - {first}):
+            process.kill()
+        ray.wait(60)
 
     def join(self, node: Node) -> None:
         """Starts Ray on a node, which has joined the others then."""
@@ -121,9 +143,9 @@ class RayNodes:
         """Whether the service answers at the head's proxy."""
         return self.get("/readyz") is not None
 
-    def get(self, path: str) -> Any:
-        """The answer of the service at the head's proxy, None without a good one."""
-        with self.head.network():
+    def get(self, path: str, at: Node | None = None) -> Any:
+        """The answer of the service at a node's proxy, the head's by default; None without a good one."""
+        with (at or self.head).network():
             try:
                 answer = httpx.get(f"http://127.0.0.1:{HTTP_PORT}{path}", timeout=5, trust_env=False)
             except httpx.HTTPError:
@@ -147,10 +169,12 @@ class RayNodes:
 
     def _start(self, node: Node, *words: str) -> None:
         """Returns when Ray runs there. One after the other, as a busy machine has more to do for each than for all."""
-        log = (node.folder / f"ray-{len(self._started)}.log").open("w+")
+        log = (node.folder / f"ray-{len(list(node.folder.glob('ray-*.log')))}.log").open("w+")
         place = [f"--node-ip-address={node.address}", f"--temp-dir={node.folder}", "--num-cpus=1"]
-        command = [str(BIN / "ray"), "start", *words, *place, *PORTS, "--object-store-memory=80000000", "--block"]
-        process = node.start(command, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
+        place.append(f"--labels=node={node.name}")
+        command = [str(BIN / "ray"), "start", *place, *PORTS, *words, "--object-store-memory=80000000", "--block"]
+        env = {**self.environment, **(self._more if node is self.head else {})}
+        process = node.start(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         self._started.append(process)
         said = Path(log.name)
         wait_for(

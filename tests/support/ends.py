@@ -50,7 +50,7 @@ def end_by_a_dead_ray(service: Service) -> None:
     raylet.kill()
     assert service.process.wait(30) == 2, service.output
     *_, error, stopped = service.output.splitlines()
-    assert error == "tandem: error: Ray's own processes have died; the service cannot go on"
+    assert error == "tandem: error: Ray's raylet has died, and with it every group; the service cannot go on"
     assert stopped.startswith("tandem: stopped: nothing is left running")
     assert "Traceback" not in service.output
     service.check_gone()

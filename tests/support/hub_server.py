@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -16,12 +16,13 @@ MISSING = ("RepoNotFound", "Repository not found")
 
 class Hub:
     """Repositories: files by name, by "organisation/name@revision". gated: names of those that need a token.
-    downloads: names of the files that were read whole."""
+    downloads: names of the files that were read whole. before_file: called with the name of one before it is sent."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.gated: set[str] = set()
         self.downloads: list[str] = []
+        self.before_file: Callable[[str], None] = lambda name: None
         self.url = ""
 
     def files(self, repository: str, revision: str | None) -> dict[str, bytes] | None:
@@ -76,6 +77,7 @@ class Handler(BaseHTTPRequestHandler):
         if wanted is None:
             if self.command == "GET":
                 self._hub.downloads.append(name)
+                self._hub.before_file(name)
             self._send(200, data, facts)
             return
         first, last = int(wanted[1]), min(int(wanted[2]), len(data) - 1)
@@ -94,11 +96,18 @@ class Handler(BaseHTTPRequestHandler):
 def running_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """Serves an empty hub, and points huggingface_hub at it: it reads HF_ENDPOINT when it is imported, which may have
     been."""
+    with hub_server(("127.0.0.1", 0)) as hub:
+        point_at(hub.url, monkeypatch)
+        yield hub
+
+
+@contextmanager
+def hub_server(address: tuple[str, int]) -> Iterator[Hub]:
+    """Serves an empty hub at an address."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *given: Handler(hub, *given))
+    server = ThreadingHTTPServer(address, lambda *given: Handler(hub, *given))
     server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    point_at(hub.url, monkeypatch)
+    hub.url = f"http://{address[0]}:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

@@ -36,7 +36,8 @@ from tests.support.recorded_graph import RecordedCollectives, recorded
 from tests.support.slot_lora import SlotLora
 
 BLOCK, BLOCKS = 16, 6
-BEHIND = RowSampling(temperature=0.7, top_k=5, seed=4, frequency_penalty=0.1)
+CAPTURED = RowSampling(temperature=0.7, top_k=5, seed=4, frequency_penalty=0.1)
+BEHIND = RowSampling(temperature=0.7, top_k=5, seed=4, frequency_penalty=0.1, bad_words_token_ids=((5, 6),))
 PROMPTS = [[5, 6, 7, 8] * 5, [9, 30, 9, 30, 9], [110] * 7]
 
 
@@ -169,7 +170,7 @@ def _settings(case: CourseCase) -> EngineSettings:
 def _run(case: CourseCase, runner: ModelRunner, ran: Ran) -> None:
     samplings = [
         RowSampling(temperature=0.0),
-        RowSampling(temperature=0.7, seed=4) if case.plain else BEHIND,
+        CAPTURED if case.plain else BEHIND,
         RowSampling(temperature=0.0, grammar="form" if case.grammar else None),
     ]
     slots = [0, None, 1] if case.adapters else [None] * len(PROMPTS)

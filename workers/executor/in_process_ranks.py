@@ -11,7 +11,7 @@ from tandem.configs.schema import EngineSettings
 from tandem.workers.executor.rank_channel import Unreachable
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.messages.errors import GroupLost, SettingsError
-from tandem.workers.messages.handshake import AllocateKV, FromRank, RankSetup, Shutdown, ToRank
+from tandem.workers.messages.handshake import AllocateKV, FindModel, FromRank, RankSetup, Shutdown, ToRank
 from tandem.workers.messages.step import CountExperts, StepPlan
 from tandem.workers.rank.rank_server import RankServer
 
@@ -59,7 +59,7 @@ class InProcessRank:
         assert self.server is not None, "before start()"
         if self._broken is not None:
             raise Unreachable(self._broken)
-        if isinstance(message, RankSetup | AllocateKV | StepPlan | CountExperts):
+        if isinstance(message, FindModel | RankSetup | AllocateKV | StepPlan | CountExperts):
             self._to_rank.append(message)
         elif not isinstance(message, Shutdown):  # kill() comes next
             self._take(message)

@@ -13,6 +13,7 @@ from typing import Any
 
 import zmq
 
+from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.engine.base.running_clock import RunningClock
 from tandem.workers.messages.channel import bind_router
 
@@ -55,9 +56,15 @@ class ProbeWatch:
     """
 
     def __init__(
-        self, context: "zmq.Context[Any]", secret: str, host: str, on_silent: OnSilent, after_s: float = FROZEN_AFTER_S
+        self,
+        context: "zmq.Context[Any]",
+        secret: str,
+        host: str,
+        on_silent: OnSilent,
+        after_s: float = FROZEN_AFTER_S,
+        ports: Ports = ANY_PORTS,
     ) -> None:
-        self._socket, self.endpoint = bind_router(context, secret, host)
+        self._socket, self.endpoint = bind_router(context, secret, host, ports)
         self._on_silent = on_silent
         self._after_s = after_s
         self._silence = ProbeSilence()

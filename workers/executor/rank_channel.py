@@ -9,12 +9,13 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.messages.channel import ChannelContext, bind_router, lanes_name
-from tandem.workers.messages.handshake import AllocateKV, FromRank, RankSetup, Shutdown, ToRank
+from tandem.workers.messages.handshake import AllocateKV, FindModel, FromRank, RankSetup, Shutdown, ToRank
 from tandem.workers.messages.step import CountExperts, StepPlan
 
 CLOSE_LINGER_MS = 200
-FOR_THE_RANK = (RankSetup, AllocateKV, StepPlan, CountExperts, Shutdown)
+FOR_THE_RANK = (FindModel, RankSetup, AllocateKV, StepPlan, CountExperts, Shutdown)
 """Messages for a rank's own socket; all others are transfers, for its lanes."""
 
 
@@ -41,9 +42,9 @@ class RankChannel(Protocol):
 class SocketChannel:
     """RankChannel to rank processes that know `secret` and connect to `endpoint`."""
 
-    def __init__(self, secret: str, host: str) -> None:
+    def __init__(self, secret: str, host: str, ports: Ports = ANY_PORTS) -> None:
         self.context = ChannelContext()
-        self._socket, self.endpoint = bind_router(self.context, secret, host)
+        self._socket, self.endpoint = bind_router(self.context, secret, host, ports)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
         self._last: tuple[ToRank, bytes] | None = None

@@ -1,9 +1,10 @@
 """RankGroup is the Executor: one group's handshake, plans and transfers out, results in. Torch-free and Ray-free.
 
 A RankLauncher starts and ends the ranks, a RankChannel carries the messages; rank_server.py is the other end. Start:
-Hello of all -> RankSetup to rank 0 -> RankListening from it -> RankSetup to the others -> RankLoading, several ->
-RankLoaded of all -> AllocateKV (the least that all can hold) -> RankReady of all. The launcher's lost() reports dead
-ranks, ProbeWatch (liveness.py) frozen ones, StepWatch those without progress. Next: workers/rank/rank_server.py.
+Hello of all -> FindModel -> RankFetching, several -> RankFound of all -> RankSetup to rank 0 -> RankListening from it
+-> RankSetup to the others -> RankLoading, several -> RankLoaded of all -> AllocateKV (the least that all can hold) ->
+RankReady of all. The launcher's lost() reports dead ranks, ProbeWatch (liveness.py) frozen ones, StepWatch those
+without progress. Next: workers/rank/rank_server.py.
 """
 
 import logging
@@ -26,9 +27,12 @@ from tandem.workers.messages.channel import new_secret
 from tandem.workers.messages.errors import GroupLost, SettingsError
 from tandem.workers.messages.handshake import (
     AllocateKV,
+    FindModel,
     FromRank,
     Hello,
     RankFailed,
+    RankFetching,
+    RankFound,
     RankListening,
     RankLoaded,
     RankLoading,
@@ -40,7 +44,6 @@ from tandem.workers.messages.handshake import (
 )
 from tandem.workers.messages.step import CountExperts, ExpertTokens, RankActivity, StepPlan, StepResult
 from tandem.workers.messages.transfer import TransferOp, TransferResult
-from tandem.workers.planning.budget import available_bytes
 from tandem.workers.planning.start_notes import adapter_notes, graph_notes, kernel_notes, weight_notes
 
 if TYPE_CHECKING:
@@ -50,12 +53,12 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 120.0
 LOAD_TIMEOUT_S = 3600.0
-"""Seconds since the last progress report of a loading rank."""
+"""Seconds since the last progress report of a rank that loads, or downloads."""
 POLL_SLICE_S = 0.03
 FINAL_FAILURE_S = 0.2
 SHUTDOWN_S = 3.0
 LOOPBACK = "127.0.0.1"
-M = TypeVar("M", Hello, RankListening, RankLoaded, RankReady)
+M = TypeVar("M", Hello, RankFound, RankListening, RankLoaded, RankReady)
 
 
 class RankLauncher(Protocol):
@@ -80,8 +83,8 @@ class RankGroup:
     channel: None for rank processes, which connect by ZeroMQ to `host`, know `secret` (None: a new one) and are probed.
     name: of the group, in the titles of its processes. groups_on_node: the most groups of this shape that may share a
     machine with this one, itself included. on_lost(message): called once, on any thread, when a rank is reported lost
-    or frozen, idle or not; submit(), transfer() and poll() raise GroupLost from then on. host_socket: the node's
-    host-tier process, if every rank is on that node.
+    or frozen, idle or not; submit(), transfer() and poll() raise GroupLost from then on. host_socket(): the host-tier
+    process of the node, if every rank is on it; called when all have loaded.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class RankGroup:
         groups_on_node: int = 1,
         on_lost: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        host_socket: str | None = None,
+        host_socket: Callable[[], str | None] = lambda: None,
     ) -> None:
         assert groups_on_node >= 1, groups_on_node
         self.world_size = settings.parallel.ranks_per_group
@@ -112,6 +115,7 @@ class RankGroup:
         self._tiers: OpenTiers | None = None
         self._close_tiers: Callable[[], None] = _nothing
         self._loading: dict[int, RankLoading] = {}
+        self._fetching: dict[str, RankFetching] = {}
         self._probe: ProbeWatch | None = None
         self._clock = clock
         self._steps = StepWatch(self.world_size, self._broadcast if channel is None else None, clock)
@@ -200,6 +204,14 @@ class RankGroup:
             return 0, 0
         return sum(one.loaded_bytes for one in known.values()), sum(one.total_bytes for one in known.values())
 
+    def fetching(self) -> str:
+        """Returns what machines are downloading of the model, in words; empty when none does. From any thread."""
+        parts = (
+            f"{host}: {one.fetched_bytes / 2**30:.1f} of {one.total_bytes / 2**30:.1f} GiB"
+            for host, one in self._fetching.items()
+        )
+        return ", ".join(parts)
+
     def silent_s(self) -> float:
         """Returns the seconds that a rank has not answered probes, 0 while there is no doubt. From any thread."""
         return 0.0 if self._probe is None else self._probe.silent_s()
@@ -223,17 +235,22 @@ class RankGroup:
     def _launch(self) -> None:
         endpoint, secret = "", self._secret or new_secret()
         if self._channel is None:
-            sockets = SocketChannel(secret, self._host)
+            ports = self._settings.parallel.ports
+            sockets = SocketChannel(secret, self._host, ports)
             self._channel, endpoint = sockets, sockets.endpoint
-            self._probe = ProbeWatch(sockets.context, secret, self._host, self.report)
+            self._probe = ProbeWatch(sockets.context, secret, self._host, self.report, ports=ports)
         for rank in range(self.world_size):
             self.launcher.start(rank, endpoint, secret)
 
     def _shake_hands(self) -> ExecutorReady:
         hellos = self._gather(Hello, HELLO_TIMEOUT_S, "said hello")
         self.hellos = tuple(hellos)
+        self._broadcast(FindModel(msgspec.msgpack.encode(self._settings.model)))
+        self._gather(RankFound, LOAD_TIMEOUT_S, "found the model")
+        self._fetching = {}
         self._send_setups(hellos)
         loaded = self._gather(RankLoaded, LOAD_TIMEOUT_S, "loaded the model")
+        self._fetching = {}  # news of lanes may come late
         num_blocks = min(message.num_blocks for message in loaded)
         notes = self._allocate(loaded, num_blocks)
         of_weights = weight_notes(loaded, self._settings.device.cpu_offload_gib)
@@ -263,10 +280,10 @@ class RankGroup:
         if self._settings.cache.kv_offloading_gib is None:
             self._allocate_kv(num_blocks, [None] * self.world_size)
             return ()
-        from tandem.workers.executor.tiers import device_bytes, no_tiers, open_tiers
+        from tandem.workers.executor.tiers import free_bytes, no_tiers, open_tiers
 
-        in_host = sum(device_bytes(rank, num_blocks) for rank in loaded if rank.is_in_host_memory)
-        tiers = open_tiers(self._settings, loaded, available_bytes() - in_host, self._host_socket)
+        hosts = [hello.host for hello in self.hellos]
+        tiers = open_tiers(self._settings, loaded, free_bytes(loaded, hosts, num_blocks), self._host_socket())
         if isinstance(tiers, str):
             self._allocate_kv(num_blocks, [None] * self.world_size)
             return (tiers,)
@@ -321,13 +338,19 @@ class RankGroup:
             if message is None:
                 missing = sorted(set(awaited) - set(got))
                 raise GroupLost(f"rank(s) {missing} have not {did}, and sent nothing for {timeout_s:.0f} s")
-            if isinstance(message, RankLoading):
-                self._loading = {**self._loading, message.rank: message}
+            if isinstance(message, RankLoading | RankFetching):
+                self._note_progress(message)
                 since_s = self._clock()
                 continue
             assert isinstance(message, kind), f"a rank sent {type(message).__name__}, expected {kind.__name__}"
             got[message.rank] = message
         return [got[rank] for rank in awaited]
+
+    def _note_progress(self, message: RankLoading | RankFetching) -> None:
+        if isinstance(message, RankLoading):
+            self._loading = {**self._loading, message.rank: message}
+        else:
+            self._fetching = {**self._fetching, self.hellos[message.rank].host: message}
 
     # ---- transport ----
 

@@ -7,6 +7,7 @@ note in plain words, never the end of the group: it serves on with the tiers tha
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from tandem.offload.kv.host_tier import HostTier
 from tandem.offload.kv.slot_index import SlotIndex, index_bytes
 from tandem.offload.kv.tiered_store import TieredStore
 from tandem.workers.messages.handshake import RankLoaded, RankTiers
+from tandem.workers.planning.model_source import engine_here
 from tandem.workers.planning.resolve import fingerprint
 
 log = logging.getLogger(__name__)
@@ -51,10 +53,10 @@ def no_tiers(reason: str) -> str:
 
 
 def open_tiers(
-    settings: EngineSettings, loaded: Sequence[RankLoaded], available_bytes: int, host_socket: str | None = None
+    settings: EngineSettings, loaded: Sequence[RankLoaded], free: Sequence[int], host_socket: str | None = None
 ) -> OpenTiers | str:
-    """Returns the tiers that the settings ask for, or a note of why they cannot be had. available_bytes: memory of this
-    machine beside weights and device KV.
+    """Returns the tiers that the settings ask for, or a note of why they cannot be had. free: bytes of its machine that
+    each rank may take, beside weights and device KV.
 
     host_socket: the node's host-tier process, whose memory outlives this group; None: ranks hold it themselves.
     """
@@ -65,8 +67,10 @@ def open_tiers(
     num_slots = size_bytes // block_bytes
     if num_slots < 1:
         return no_tiers(f"{cache.kv_offloading_gib:g} GiB holds no block of {block_bytes} bytes")
-    if host_socket is None and size_bytes > available_bytes:
-        return no_tiers(f"{cache.kv_offloading_gib:g} GiB is more than the {available_bytes / GIB:.1f} GiB available")
+    most_slots = min(there // rank.block_bytes for rank, there in zip(loaded, free, strict=True))
+    if host_socket is None and num_slots > most_slots:
+        most = most_slots * block_bytes / GIB
+        return no_tiers(f"{cache.kv_offloading_gib:g} GiB is more than the {most:.1f} GiB that its machines have free")
     layout = layout_digest(settings, loaded)
     held: RegionLease | None = None
     index, found = None, []
@@ -102,6 +106,17 @@ def open_tiers(
             held.close()
 
     return OpenTiers(ranks, store, tuple(notes), close)
+
+
+def free_bytes(loaded: Sequence[RankLoaded], hosts: Sequence[str], num_blocks: int) -> list[int]:
+    """Return the bytes of its machine's memory that each rank may take for tiers: equal parts among the ranks of a
+    machine, of what is free there beside the KV that will be. hosts: the machine of each rank."""
+    ranks, free = Counter(hosts), dict[str, int]()
+    for rank, host in zip(loaded, hosts, strict=True):
+        free[host] = min(free.get(host, rank.free_host_bytes), rank.free_host_bytes)  # the last one knows of all
+    for rank, host in zip(loaded, hosts, strict=True):
+        free[host] -= device_bytes(rank, num_blocks) if rank.is_in_host_memory else 0
+    return [max(0, free[host]) // ranks[host] for host in hosts]
 
 
 def device_bytes(rank: RankLoaded, num_blocks: int) -> int:
@@ -155,6 +170,7 @@ def layout_digest(settings: EngineSettings, loaded: Sequence[RankLoaded]) -> byt
         settings.cache.block_size,
         [(rank.block_bytes, rank.dtype, rank.kv_dtype, rank.kv_layout) for rank in loaded],
     )
+    settings = engine_here(settings)
     folder = Path(settings.model.model)
     changed = [file.stat().st_mtime_ns for file in sorted(folder.glob("*.safetensors"))]
     data = msgspec.msgpack.encode((LAYOUT_VERSION, fingerprint(folder, settings), changed, sharding))

@@ -179,7 +179,7 @@ class RandomRows:
         """Sends the columns."""
         seed = draws.seed.view(np.int64)
         columns = (draws.places, draws.factor, draws.lowest, draws.top_k, draws.top_p, seed, draws.choice)
-        return cls(*map(send, columns))
+        return cls(*(send(column) for column in columns))
 
 
 class Truncation:

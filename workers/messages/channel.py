@@ -12,6 +12,8 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from tandem.configs.limits import ANY_PORTS, Ports
+
 
 class ChannelContext(zmq.Context[zmq.Socket[Any]]):
     """ZeroMQ context that does not terminate itself when it is garbage collected."""
@@ -52,8 +54,11 @@ def _common(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
 
 
-def bind_router(context: zmq.Context[Any], secret: str, host: str = "127.0.0.1") -> tuple[zmq.Socket[Any], str]:
-    """Binds a ROUTER to a free port of `host`; returns it and its endpoint. Sends to a missing peer raise."""
+def bind_router(
+    context: zmq.Context[Any], secret: str, host: str = "127.0.0.1", ports: Ports = ANY_PORTS
+) -> tuple[zmq.Socket[Any], str]:
+    """Binds a ROUTER to a free port of `host`, one of `ports`; returns it and its endpoint. Sends to a missing peer
+    raise. SettingsError if none is free."""
     socket = context.socket(zmq.ROUTER)
     _common(socket)
     public, private = _key_pair(secret, "server")
@@ -62,8 +67,17 @@ def bind_router(context: zmq.Context[Any], secret: str, host: str = "127.0.0.1")
     socket.setsockopt(zmq.CURVE_SECRETKEY, private)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that comes back before its old connection is seen dead wins
-    port = socket.bind_to_random_port(f"tcp://{host}")
-    return socket, f"tcp://{host}:{port}"
+    for port in ports.tries():
+        try:
+            socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                socket.close(0)
+                raise
+        else:
+            return socket, str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    socket.close(0)
+    raise ports.none_free(host)
 
 
 HEARTBEAT_S = 2

@@ -36,6 +36,27 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     host: str
 
 
+class FindModel(msgspec.Struct, frozen=True, array_like=True, tag="find"):
+    """Order to every rank to find the model's files on its machine, or to download them. model: ModelSettings as
+    msgpack, as pin_model() returns them (workers/planning/model_source.py)."""
+
+    model: bytes
+
+
+class RankFetching(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="fetching"):
+    """Progress of a rank for which the model is downloaded: bytes of its weights on the rank's machine, and in all."""
+
+    rank: int
+    fetched_bytes: int
+    total_bytes: int
+
+
+class RankFound(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="found"):
+    """Answer of a rank that has the model's files on its machine."""
+
+    rank: int
+
+
 class RankSetup(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="setup"):
     """Order to a rank to load its shard. master_*: torch.distributed's address."""
 
@@ -76,6 +97,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     threads: int
     load_s: float
     is_in_host_memory: bool  # the device's memory is the machine's
+    free_host_bytes: int = 0  # that its machine has left
     kv_dtype: str | None = None  # element type of KV, by --kv-cache-dtype's names; None: dtype
     resident_layers: int = 0
     streamed_layers: int = 0
@@ -139,11 +161,13 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
 ToLanes = TransferOp | AskActivity
 """Messages that a rank takes beside its steps."""
 
-ToRank = RankSetup | AllocateKV | StepPlan | CountExperts | ToLanes | Shutdown
+ToRank = FindModel | RankSetup | AllocateKV | StepPlan | CountExperts | ToLanes | Shutdown
 
 
 FromRank = (
     Hello
+    | RankFetching
+    | RankFound
     | RankListening
     | RankLoading
     | RankLoaded

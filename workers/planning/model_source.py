@@ -1,11 +1,15 @@
 """The model's folder from the MODEL argument: the bundled demo, a folder, or a hub id that is downloaded.
 
-Called by LLM (workers/offline/llm.py), and for the verbs of the command line by cluster/deploy/resolved_settings.py, so
-that all of them take the same names. Torch-free.
+Two steps. pin_model() says once which model is meant, in words that hold on every machine: a hub id and its commit, an
+absolute path. model_here() finds or downloads that on one machine; gateways, coordinators and ranks each call it, and
+of those on one node one downloads, as the hub's cache has locks. resolve_model() is both, for one machine. Torch-free.
 """
 
 import json
 import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,11 +17,10 @@ from msgspec.structs import replace
 
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
-from tandem.configs.schema import ModelSettings
+from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.stored.headers import no_weights
 from tandem.workers.models.spec.config.config_reader import load_spec
-from tandem.workers.planning.hub import TEXT, Wanted, download, revision_flag
-from tandem.workers.text.chat_template import chosen_templates
+from tandem.workers.planning.hub import TEXT, OnBytes, Wanted, download, ignored, is_cached, revision_flag
 from tandem.workers.text.generation_config import FILE as GENERATION
 from tandem.workers.text.generation_config import FROM_MODEL, WITHOUT
 
@@ -39,60 +42,118 @@ DIGESTED = (
 
 
 def resolve_model(model: ModelSettings) -> ModelSettings:
-    """Resolves the settings of a model: model and tokenizer are absolute paths of folders, chat_template is one of a
-    file, served_model_name is set and revisions are None. Hub ids are downloaded, or found in the hub's cache.
+    """Resolves the settings of a model for this machine: pin_model() and model_here(). Raises SettingsError with the
+    flag to change."""
+    return model_here(pin_model(model))
 
-    Raises SettingsError with the flag to change.
+
+def pin_model(model: ModelSettings) -> ModelSettings:
+    """Returns the settings of a model as they hold on every machine: model and tokenizer are hub ids, with the commits
+    that are meant as their revisions, or absolute paths, or the demo's name; chat_template is an absolute path if it is
+    a file; served_model_name is set. Of a hub's model all but the weights is here then. Raises SettingsError with the
+    flag to change.
     """
-    folder = find_model(model.model, model.revision, "MODEL", serving(model))
-    tokenizer = None
+    folder = find_model(model.model, model.revision, "MODEL", serving(model, weights=False))
+    name, revision = _pinned(model.model, folder)
+    tokenizer, tokenizer_revision, text_folder = None, None, folder
     if model.tokenizer is not None or model.tokenizer_revision not in (None, model.revision):
-        tokenizer = str(find_model(model.tokenizer or model.model, model.tokenizer_revision, "--tokenizer", TEXT))
-    resolved: ModelSettings = replace(
+        named = model.tokenizer or model.model
+        text_folder = find_model(named, model.tokenizer_revision, "--tokenizer", TEXT)
+        tokenizer, tokenizer_revision = _pinned(named, text_folder)
+    pinned: ModelSettings = replace(
         model,
-        model=str(folder),
-        revision=None,
-        tokenizer_revision=None,
-        served_model_name=model.served_model_name or (model.model,),
+        model=name,
+        revision=revision,
         tokenizer=tokenizer,
-        chat_template=_template(model.chat_template, Path(tokenizer or folder)),
+        tokenizer_revision=tokenizer_revision,
+        served_model_name=model.served_model_name or (model.model,),
+        chat_template=_template(model.chat_template, text_folder),
         generation_config=_generation_folder(model.generation_config),
     )
-    _check_remote_code(folder, resolved)
-    return resolved
+    _check_remote_code(folder, pinned)
+    return pinned
 
 
-def serving(model: ModelSettings) -> Wanted:
-    """Returns what is downloaded of a model to serve it. Weights come last, when config.json has been found to be of a
-    model that is served."""
+def model_here(model: ModelSettings, *, weights: bool = True, on_bytes: OnBytes = ignored) -> ModelSettings:
+    """Returns pinned settings with this machine's folders for model and tokenizer, without revisions. What this machine
+    lacks of a hub's model is downloaded, weights only if asked for. on_bytes(done, total): called now and then while
+    they are, from another thread. Raises SettingsError with the flag to change."""
+    folder = find_model(model.model, model.revision, "MODEL", serving(model, weights=weights), on_bytes)
+    tokenizer = model.tokenizer
+    if tokenizer is not None:
+        tokenizer = str(find_model(tokenizer, model.tokenizer_revision, "--tokenizer", TEXT))
+    here: ModelSettings = replace(model, model=str(folder), revision=None, tokenizer=tokenizer, tokenizer_revision=None)
+    return here
+
+
+def engine_here(settings: EngineSettings, *, weights: bool = True) -> EngineSettings:
+    """Returns the settings of an engine with model_here() of its model."""
+    here: EngineSettings = replace(settings, model=model_here(settings.model, weights=weights))
+    return here
+
+
+def has_model(model: ModelSettings) -> bool:
+    """True if the files of a pinned model are on this machine: for its folder, that it is there. Asks no hub."""
+    if model.revision is None:
+        return model.model == DEMO or Path(model.model).is_dir()
+    return is_cached(model.model, model.revision, weights=model.load_format == "safetensors")
+
+
+@contextmanager
+def named_node(address: str) -> Iterator[None]:
+    """Names this machine in the SettingsErrors of what is done meanwhile: others of the cluster may have what it lacks.
+    address: of the machine in the cluster; on loopback there is only one machine, and nothing is named."""
+    try:
+        yield
+    except SettingsError as error:
+        if address.startswith("127."):
+            raise
+        raise type(error)(f"node {socket.gethostname()} ({address}): {error}", error.flag) from error
+
+
+def _pinned(name: str, folder: Path) -> tuple[str, str | None]:
+    """The name of a model that was found in `folder`, as every machine understands it, and its revision."""
+    if name == DEMO:
+        return name, None
+    if Path(name).expanduser().is_dir():
+        return str(folder), None
+    return name, folder.name  # of the hub's cache, whose snapshots are named by their commits
+
+
+def serving(model: ModelSettings, *, weights: bool = True) -> Wanted:
+    """Returns what is downloaded of a model to serve it. Weights, if any, come last, when config.json has been found to
+    be of a model that is served."""
 
     def check(folder: Path) -> None:
         load_spec(folder, model.hf_overrides or None)
 
-    return Wanted(TEXT.patterns, weights=model.load_format == "safetensors", check=check)
+    return Wanted(TEXT.patterns, weights=weights and model.load_format == "safetensors", check=check)
 
 
 def model_digest(model: ModelSettings) -> str:
-    """16 hex digits that differ for two models: a request made for one is nothing for the other. Of resolved settings.
-    Covers the folder (of the hub's cache: also the revision), its config, quantization and tokenizer, and the settings
-    that change what is computed; the weights are not read, so others that took their place in the folder are not seen.
+    """16 hex digits that differ for two models: a request made for one is nothing for the other. Of pinned settings.
+    Covers the hub id and its commit, or the folder, its config, quantization and tokenizer, and the settings that
+    change what is computed; the weights are not read, so others that took their place in the folder are not seen. It
+    reads this machine's files.
     """
+    here = model_here(model, weights=False)
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
     dummy = (model.seed or 0) if model.load_format == "dummy" else None
     ends = json.dumps((model.generation_config, model.override_generation_config), sort_keys=True)
-    chosen = (model.model, model.revision, overrides, dummy, model.quantization, model.batch_invariant, ends)
+    name = model.model if model.revision is not None else here.model
+    chosen = (name, model.revision, overrides, dummy, model.quantization, model.batch_invariant, ends)
     digest = blake2b(repr(chosen).encode(), digest_size=8)
-    for folder in dict.fromkeys((model.model, model.tokenizer or model.model)):
-        for name in DIGESTED:
-            file = Path(folder) / name
+    for folder in dict.fromkeys((here.model, here.tokenizer or here.model)):
+        for listed in DIGESTED:
+            file = Path(folder) / listed
             data = file.read_bytes() if file.is_file() else b""
-            digest.update(f"{name}|{len(data)}|".encode() + data)
+            digest.update(f"{listed}|{len(data)}|".encode() + data)
     return digest.hexdigest()
 
 
-def find_model(name: str, revision: str | None, flag: str, wanted: Wanted = TEXT) -> Path:
+def find_model(name: str, revision: str | None, flag: str, wanted: Wanted = TEXT, on_bytes: OnBytes = ignored) -> Path:
     """Finds the folder of a model: the demo's, an existing folder, or a snapshot of the hub that has what is `wanted`.
-    Without the hub its cache is used. Raises SettingsError with `flag`."""
+    Without the hub its cache is used. on_bytes: as of model_here(). Raises SettingsError with `flag`."""
     folder = Path(name).expanduser()
     if name == DEMO:  # also where the working folder has a "demo" of its own; ./demo names that one
         folder = DEMO_MODEL
@@ -109,7 +170,7 @@ def find_model(name: str, revision: str | None, flag: str, wanted: Wanted = TEXT
         )
     if looks_like_path or folder.exists() or not HUB_ID.fullmatch(name):
         raise SettingsError(f"{name}: no such folder", flag)
-    return download(name, revision, flag, wanted)
+    return download(name, revision, flag, wanted, on_bytes)
 
 
 def _generation_folder(given: str) -> str:
@@ -131,6 +192,8 @@ def _template(given: str | None, text_folder: Path) -> str | None:
     path = Path(given).expanduser()
     if path.is_file():
         return str(path.resolve())
+    from tandem.workers.text.chat_template import chosen_templates  # jinja2, which ranks need not load
+
     chosen_templates(text_folder, given)
     return given
 

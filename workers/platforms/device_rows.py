@@ -149,11 +149,6 @@ class DeviceRows(Protocol):
 class FramedRows(Protocol):
     """DeviceRows whose step has parts: what comes behind its copy may be in a capture, which finds it in a frame."""
 
-    @property
-    def tokens(self) -> torch.Tensor:
-        """The rows' tokens, as DeviceRows has them."""
-        ...
-
     def hold(self, scratch_block: int, most_guesses: int) -> tuple[int, int]:
         """Keeps the rows where they are from now on. Returns two rows of padding: one without known tokens, all of
         whose blocks are scratch_block, and one that may be written. most_guesses: of a step's drafts."""

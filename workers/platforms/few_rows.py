@@ -23,9 +23,9 @@ from tandem.workers.kernels.triton.triton_few_rows import (
 log = logging.getLogger(__name__)
 
 ENOUGH: Final = 0.85
-"""Of the bandwidth, from which on cuBLAS keeps a shape."""
+"""Share of the bandwidth from which on cuBLAS keeps a shape."""
 FASTER: Final = 0.95
-"""Of cuBLAS's time, that the kernel must not take more of."""
+"""Share of cuBLAS's time that the kernel must not take more of."""
 LEAST_BYTES: Final = 2**28
 """Weights of a shape, fewer of which could be read from a device's cache: nothing is measured then."""
 MOST_WEIGHTS: Final = 64

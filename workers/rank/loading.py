@@ -226,6 +226,7 @@ def _facts(
         threads=torch.get_num_threads(),
         load_s=time.perf_counter() - started_s,
         is_in_host_memory=chosen.platform.memory() is None,
+        free_host_bytes=available_bytes(),
         kv_dtype=chosen.kv_name,
         resident_layers=placement.num_resident,
         streamed_layers=len(placement.streamed),

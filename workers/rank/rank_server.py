@@ -22,25 +22,31 @@ import torch
 import zmq
 
 from tandem.configs.errors import SettingsError
-from tandem.configs.schema import EngineSettings
+from tandem.configs.limits import listen
+from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.groups import Backend, init_parallel, listen, use_interface
+from tandem.parallel.groups import Backend, init_parallel, use_interface
 from tandem.workers.messages.channel import ChannelContext, connect_dealer
 from tandem.workers.messages.handshake import (
     AllocateKV,
+    FindModel,
     FromRank,
     Hello,
     RankFailed,
+    RankFetching,
+    RankFound,
     RankListening,
     RankLoading,
     RankReady,
     RankSetup,
     RankTiers,
     Shutdown,
+    ToLanes,
     ToRank,
 )
 from tandem.workers.messages.step import AskActivity, CountExperts, ExpertTokens, RankActivity, StepPlan
 from tandem.workers.messages.transfer import TransferResult
+from tandem.workers.planning.model_source import model_here, named_node
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.rank.loading import LoadedRank, load_rank
@@ -70,18 +76,18 @@ class RankServer:
     """One rank, whatever carries its messages. Messages come in the order of the handshake (rank_group.py), then plans
     and transfers; transfers from any thread, all others from one.
 
-    on_loading, on_transferred: called with messages that no call of take() waits for: progress while weights are read,
-    and results of transfers, on a lane's thread. on_placed: called with the rank's place, such as "tp0 pp1", once it is
-    known. host: this machine's address as other ranks reach it; ranks with equal hosts share a machine. gpu: the GPU
-    that was given to it alone (open_platform). is_process: it is a process of its own, whose coordinator would miss a
-    thread that stands still (rank_watch.py).
+    on_loading, on_transferred: called with messages that no call of take() waits for: progress while weights are read;
+    on a thread of its own, progress while they are downloaded, and results of transfers. on_placed: called with the
+    rank's place, such as "tp0 pp1", once it is known. host: this machine's address as other ranks reach it; ranks with
+    equal hosts share a machine. gpu: the GPU that was given to it alone (open_platform). is_process: it is a process of
+    its own, whose coordinator would miss a thread that stands still (rank_watch.py).
     """
 
     def __init__(
         self,
         rank: int,
         on_loading: Callable[[RankLoading], None],
-        on_transferred: Callable[[TransferResult], None],
+        on_transferred: Callable[[TransferResult | RankFetching], None],
         *,
         host: str = LOOPBACK,
         gpu: str | None = None,
@@ -95,7 +101,9 @@ class RankServer:
         self._gpu = gpu
         self._on_loading = on_loading
         self._on_placed = on_placed
+        self._on_transferred = on_transferred
         self._lanes = Lanes(rank, on_transferred)
+        self._model: ModelSettings | None = None
         self._loaded: LoadedRank | None = None
         self._runner: ModelRunner | None = None
         self._steps: deque[StepHandle] = deque()
@@ -111,6 +119,8 @@ class RankServer:
             yield from self._step(message)
         elif isinstance(message, CountExperts):
             yield from self._count_experts()
+        elif isinstance(message, FindModel):
+            yield self._find(message)
         elif isinstance(message, RankSetup):
             yield from self._load(message)
         elif isinstance(message, AllocateKV):
@@ -129,9 +139,20 @@ class RankServer:
 
     # ---- handshake ----
 
+    def _find(self, order: FindModel) -> RankFound:
+        """Finds the model on this machine before ranks wait for each other: a download may take an hour."""
+        model = msgspec.msgpack.decode(order.model, type=ModelSettings)
+        with named_node(self._host):
+            self._model = model_here(
+                model, on_bytes=lambda done, total: self._on_transferred(RankFetching(self._rank, done, total))
+            )
+        return RankFound(self._rank)
+
     def _load(self, setup: RankSetup) -> Iterator[FromRank]:
         """Answers RankSetup: RankListening (rank 0 of several), then RankLoaded; RankLoading goes to on_loading."""
         settings = msgspec.msgpack.decode(setup.settings, type=EngineSettings)
+        if self._model is not None:
+            settings = msgspec.structs.replace(settings, model=self._model)
         read_spec(settings)  # refused settings are found before ranks wait for each other
         on_bytes = LoadReports(self._rank, self._on_loading).take
         platform = open_platform(settings, self._rank, setup.ranks_on_node, self._gpu)
@@ -155,7 +176,7 @@ class RankServer:
         listener, port = None, setup.master_port
         if port is None:
             assert self._rank == 0, self._rank
-            listener = listen(setup.master_address)
+            listener = listen(setup.master_address, settings.parallel.ports)
             port = listener.getsockname()[1]
             yield RankListening(self._rank, port)
         try:
@@ -295,8 +316,13 @@ def run_rank(
         is_process=True,
         on_placed=lambda place: setproctitle.setproctitle(f"tandem rank {group} {place}"),
     )
+
+    def answer_beside_steps(message: ToLanes) -> None:
+        for answer in server.take(message):
+            lane_channel.send(answer)
+
     try:
-        lane_channel.serve(lambda message: [lane_channel.send(answer) for answer in server.take(message)])
+        lane_channel.serve(answer_beside_steps)
         send(server.hello)
         for message in _messages(socket, server, send):
             if isinstance(message, RankSetup) and message.probe_endpoint is not None:

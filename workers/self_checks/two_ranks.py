@@ -11,10 +11,11 @@ from contextlib import contextmanager
 
 import torch
 
+from tandem.configs.limits import listen
 from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.shared_memory import SharedMemoryCollectives
-from tandem.parallel.groups import init_parallel, listen
+from tandem.parallel.groups import init_parallel
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.platforms.open_platform import open_platform

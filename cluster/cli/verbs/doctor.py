@@ -1,4 +1,5 @@
-"""`tandem doctor`: facts of this machine, what does not fit together, what is chosen on it and why, and self-checks.
+"""`tandem doctor`: facts of this machine, what does not fit together, what is chosen on it and why, and self-checks;
+with --cluster, the facts of every node of a Ray (base/cluster_report.py).
 
 Facts and misfits are read here, without torch; choices and checks come from a process that loads it.
 """
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tandem.cluster.cli.base.terminal import say, table
+from tandem.configs.errors import SettingsError
 
 if TYPE_CHECKING:
     from tandem.cluster.deploy.machine_facts import MachineFacts
@@ -23,14 +25,34 @@ Row = dict[str, Any]
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; progress goes to stderr.")] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Check the nodes of a running Ray in place of this machine.")
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option("--address", help="With --cluster: that Ray's address. Default: RAY_ADDRESS, or here.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="With --cluster: a folder or hub id that each node looks for.")
+    ] = None,
+    port_range: Annotated[
+        str | None, typer.Option("--port-range", help="With --cluster: FIRST-LAST, as the service will have it.")
+    ] = None,
 ) -> None:
-    """Check this machine and say what is chosen on it.
+    """Check this machine, or a cluster, and say what is chosen on it.
 
     Prints versions and limits, what does not fit together, what is chosen and why, and the outcome of checks. They
     compare each CPU kernel with torch, replayed with eager steps of the demo model, and KV before and after a copy, run
     an all-reduce between two processes, and measure speeds; on a GPU all of that for its kernels, steps and copies too,
-    and what two GPUs exchange. The exit status is 1 when a check fails or something does not fit.
+    and what two GPUs exchange. With --cluster every node of a Ray tells its versions, devices and limits, and tries to
+    connect to every other one. The exit status is 1 when a check fails or something does not fit.
     """
+    if cluster:
+        from tandem.cluster.cli.base.cluster_report import report_cluster
+
+        sys.exit(0 if report_cluster(address, model, port_range, as_json=as_json) else 1)
+    for flag, value in (("--address", address), ("--model", model), ("--port-range", port_range)):
+        if value is not None:
+            raise SettingsError(f"{value}: needs --cluster", flag)
     from tandem.cluster.deploy.machine_facts import read_facts
     from tandem.cluster.deploy.misfits import misfits
     from tandem.cluster.service.ray_node import OBJECT_STORE_BYTES

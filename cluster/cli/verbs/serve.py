@@ -41,13 +41,13 @@ def serve(
     flags: dict[str, Any],
 ) -> None:
     """Serve MODEL over the OpenAI API until a signal arrives."""
-    from tandem.cluster.deploy.resolved_settings import resolve_settings
+    from tandem.cluster.deploy.resolved_settings import pin_settings
     from tandem.cluster.process.supervisor import split
     from tandem.cluster.service.launcher import Console, Launcher
 
     if allow_unauthenticated_ray and address is None:
         raise SettingsError("needs --address: a private Ray always asks for a token", "--allow-unauthenticated-ray")
-    settings = resolve_settings(with_secrets(merge_config(config, model, flags)))
+    settings = pin_settings(with_secrets(merge_config(config, model, flags)))
     logs = open_log_of_run(settings.logs)
     status_pipe = split()
     try:

@@ -1,4 +1,5 @@
-"""`tandem status`: groups, gateways, adapters and tenants of this user's running services, from Redis."""
+"""`tandem status`: groups, gateways, adapters and tenants of this user's running services, or of an application under
+Serve, from Redis."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -9,14 +10,13 @@ import typer
 
 from tandem.cluster.cli.client.running_service import runs_on, with_redis
 from tandem.cluster.cli.verbs.adapters import held_by
-from tandem.configs.errors import TandemError
+from tandem.configs.errors import SettingsError, TandemError
 
 if TYPE_CHECKING:
     from tandem.cluster.adapters.entries import AdapterEntry
     from tandem.cluster.fleet.fleet_view import GroupRecord
     from tandem.cluster.fleet.gateway_records import GatewayRecord
     from tandem.cluster.fleet.group_reports import GroupReport
-    from tandem.cluster.process.run_files import RunFile
     from tandem.cluster.state.redis_client import BackgroundClient
 
 
@@ -32,40 +32,83 @@ class _Reading(NamedTuple):
     running: Mapping[str, int | None]
 
 
+class _Shown(NamedTuple):
+    """A service to show. model: of its adapters; None: as its groups say. nodes: whether to say on which node of Ray a
+    group is."""
+
+    title: str
+    service_id: str
+    redis_url: str
+    model: str | None = None
+    logs: str | None = None
+    nodes: bool = False
+
+
 def status(
     url: Annotated[
         str | None, typer.Option("--url", help="Show only the service at this address. Default: all services here.")
     ] = None,
+    app: Annotated[
+        str | None, typer.Option("--app", help="Show a service of Ray Serve instead: its application's name.")
+    ] = None,
+    address: Annotated[
+        str, typer.Option("--address", help="GCS of the Ray that --app is in, HOST:PORT. auto: the one on this node.")
+    ] = "auto",
 ) -> None:
     """Show the running services: groups, adapters and tenants."""
+    if app is not None and url is not None:
+        raise SettingsError("a service is named by --url or by --app, not by both", "--app")
+    for shown in _services_here(url) if app is None else [_application(app, address)]:
+        _show(shown, with_redis(shown.redis_url, partial(_read, shown), timeout_s=1.0, retries=1))
+
+
+def _services_here(url: str | None) -> list[_Shown]:
     from tandem.cluster.process.run_files import read_run_files
 
     runs = read_run_files()
     if not runs:
-        raise TandemError("no service of this user is running on this machine")
-    for run in runs if url is None else runs_on(url, runs):
-        now = with_redis(run.redis_url, partial(_read, run), timeout_s=1.0, retries=1)
-        also = f"{', stopping' if run.stopping else ''}{', Redis is unavailable' if now.redis_unavailable else ''}"
-        typer.echo(f"{run.model} on {run.url} (pid {run.pid}){also}")
-        for gateway in now.gateways:
-            typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}")
-        for record in now.groups:
-            report = now.reports.get(record.group)
-            pids = () if report is None else report.rank_pids
-            typer.echo(
-                f"  group {record.group}  {record.state}  running {record.running}  waiting {record.waiting}  "
-                f"KV {record.kv_used:.0%}  outstanding tokens {record.outstanding_tokens}  "
-                f"pid {record.pid}  ranks {' '.join(map(str, pids)) or '-'}"
-            )
-            if report is not None and (reason := _disk_disabled(report)) is not None:
-                typer.echo(f"    --kv-disk-path was switched off: {reason}")
-        if now.adapters:
-            typer.echo(f"  adapters {len(now.adapters)}: {', '.join(_places(entry, now) for entry in now.adapters)}")
-        if now.running:
-            shown = (name if count is None else f"{name} running {count}" for name, count in now.running.items())
-            typer.echo(f"  tenants {len(now.running)}: {', '.join(shown)}")
-        if run.logs is not None:
-            typer.echo(f"  logs in {run.logs}")
+        raise TandemError("no service of this user is running on this machine (--app names one of Ray Serve)")
+    return [
+        _Shown(
+            f"{run.model} on {run.url} (pid {run.pid}){', stopping' if run.stopping else ''}",
+            run.service_id,
+            run.redis_url,
+            run.model,
+            run.logs,
+        )
+        for run in (runs if url is None else runs_on(url, runs))
+    ]
+
+
+def _application(app: str, address: str) -> _Shown:
+    from tandem.cluster.service.application import find_application
+
+    return _Shown(f"application {app}", *find_application(app, address), nodes=True)
+
+
+def _show(shown: _Shown, now: _Reading) -> None:
+    typer.echo(f"{shown.title}{', Redis is unavailable' if now.redis_unavailable else ''}")
+    for gateway in now.gateways:
+        typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}")
+    for record in now.groups:
+        report = now.reports.get(record.group)
+        pids = () if report is None else report.rank_pids
+        typer.echo(
+            f"  group {record.group}  {record.state}  running {record.running}  waiting {record.waiting}  "
+            f"KV {record.kv_used:.0%}  outstanding tokens {record.outstanding_tokens}  "
+            f"{f'node {record.host}  ' if shown.nodes else ''}pid {record.pid}  ranks {' '.join(map(str, pids)) or '-'}"
+        )
+        if record.fetching:
+            typer.echo(f"    the model is downloaded: {record.fetching}")
+        if report is not None and (reason := _disk_disabled(report)) is not None:
+            typer.echo(f"    --kv-disk-path was switched off: {reason}")
+    if now.adapters:
+        typer.echo(f"  adapters {len(now.adapters)}: {', '.join(_places(entry, now) for entry in now.adapters)}")
+    if now.running:
+        counts = (name if count is None else f"{name} running {count}" for name, count in now.running.items())
+        typer.echo(f"  tenants {len(now.running)}: {', '.join(counts)}")
+    if shown.logs is not None:
+        typer.echo(f"  logs in {shown.logs}")
 
 
 def _disk_disabled(report: "GroupReport") -> str | None:
@@ -82,20 +125,22 @@ def _places(entry: "AdapterEntry", now: _Reading) -> str:
     return f"{entry.name}@{entry.digest[:12]} {' '.join(held) or 'at its source'}"
 
 
-async def _read(run: "RunFile", redis: "BackgroundClient") -> _Reading:
+async def _read(shown: _Shown, redis: "BackgroundClient") -> _Reading:
     from tandem.cluster.adapters.adapter_list import AdapterList
     from tandem.cluster.fleet.fleet_view import FleetView
     from tandem.cluster.fleet.gateway_records import GatewayRecord, read_gateways
     from tandem.cluster.state.redis_client import RedisUnavailable
     from tandem.cluster.tenants.tenant_admin import running_requests
 
-    fleet = FleetView(redis, run.service_id)
+    fleet = FleetView(redis, shown.service_id)
     await fleet.refresh()
     reports = {report.group: report for report in await fleet.read_reports()}
-    listed, running = AdapterList(redis, run.model), dict[str, int | None]()
+    models = [record.model for record in fleet.records.values()]
+    listed = AdapterList(redis, shown.model or (models[0] if models else ""))
+    running = dict[str, int | None]()
     gateways: list[GatewayRecord] = []
     with suppress(RedisUnavailable):
-        gateways = await read_gateways(redis, run.service_id)
+        gateways = await read_gateways(redis, shown.service_id)
         await listed.refresh()
         running = await running_requests(redis)
     groups, adapters = list(fleet.records.values()), list(listed.entries.values())

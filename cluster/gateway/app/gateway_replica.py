@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from fastapi import FastAPI
+from msgspec.structs import replace
 from prometheus_client import generate_latest
 from ray import serve
 from starlette.types import Lifespan
@@ -53,6 +54,7 @@ from tandem.configs.environment import short_temp_folder
 from tandem.configs.errors import SettingsError
 from tandem.configs.limits import allow_many_open_files
 from tandem.configs.schema import ServiceSettings
+from tandem.workers.planning.model_source import engine_here, named_node
 
 log = logging.getLogger("tandem.gateway")
 BACKLOG = 2048
@@ -73,6 +75,7 @@ class Gateway:
         self._settings = settings
         context = serve.get_replica_context()
         self._id = context.replica_id.unique_id
+        self._host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         self._membership = Membership(context.app_name, facts)
         self._facts = facts = await self._membership.join()
         open_log_of(facts, f"gateway-{self._id}")
@@ -116,12 +119,13 @@ class Gateway:
             groups,
             self._fleet,
             self._facts.secret,
-            "127.0.0.1" if self._facts.single_node else ray.util.get_node_ip_address(),
+            self._host,
             self._settings.gateway.metrics_prefix,
             lambda: self._adapters,
             DrainingGroups(lambda: GroupRouter.running, self._settings.shutdown_timeout_s, time.monotonic),
             self._facts.model_digest,
             GroupRouter.unreached,
+            self._settings.engine.parallel.ports,
         )
         node = ray.get_runtime_context().get_node_id()
         self._missing = MissingGroups(self._fleet, ExitWatch(), node)
@@ -131,7 +135,11 @@ class Gateway:
 
     async def _build_services(self) -> None:
         """Opens the adapters, and makes what the routes use."""
-        settings, facts = self._settings, self._facts
+        facts = self._facts
+        engine = self._settings.engine
+        with named_node(self._host):  # adapters are compared with the model's weights
+            engine = await asyncio.to_thread(engine_here, engine, weights=engine.lora.enable_lora)
+        settings = replace(self._settings, engine=engine)
         gateway = settings.gateway
         several = gateway.num_gateways > 1
         if several or gateway.ssl_ca_certs is not None:  # the launcher has no certificate to ask with

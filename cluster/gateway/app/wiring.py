@@ -43,8 +43,8 @@ def build_metrics(settings: ServiceSettings, tenants: TenantService | None = Non
 
 
 def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> TextServices:
-    """Text in and out of the service's model, whose folder `settings.engine.model.model` is here (the launcher resolved
-    it). SettingsError when the folder lacks what a gateway needs."""
+    """Text in and out of the service's model. settings: this machine's, whose model is a folder. SettingsError when the
+    folder lacks what a gateway needs."""
     model = settings.engine.model
     text = read_model_text(settings)
     for note in text.notes():

@@ -264,30 +264,27 @@ class Generation:
             dispatch.cancel(part)
 
     async def _until_ended(self, part: RequestPart) -> Ended | None:
-        give_up_s = self._give_up_s(part)
+        is_limited = self._context.queue_timeout_s is not None and not part.is_begun
+        since_s = self._started_s if is_limited else self._now()
         while not part.is_complete and (ended := part.look()) is None:
             if self._closing.is_set():
                 await self._leave(part)
                 return None
-            left_s = give_up_s - self._now()
             if part.has_row:
                 await part.wait(None)
-            elif not await part.wait(NO_GROUP_POLL_S if left_s <= 0 else min(left_s, NO_GROUP_POLL_S)):
-                self._check_hold(give_up_s)
+                continue
+            left_s = since_s + self._hold_s() - self._now()
+            if not await part.wait(NO_GROUP_POLL_S if left_s <= 0 else min(left_s, NO_GROUP_POLL_S)):
+                self._check_hold(since_s)
         return None if part.is_complete else ended
-
-    def _give_up_s(self, part: RequestPart) -> float:
-        """Returns when a request is given up if no group takes it and there is none then."""
-        is_limited = self._context.queue_timeout_s is not None and not part.is_begun
-        return self._hold_s() + (self._started_s if is_limited else self._now())
 
     def _hold_s(self) -> float:
         limit_s = self._context.queue_timeout_s
         return self._context.dispatch.hold_s if limit_s is None else limit_s
 
-    def _check_hold(self, give_up_s: float) -> None:
-        """RequestRefused when there has been no group for too long."""
-        if self._now() >= give_up_s and not self._context.dispatch.has_group():
+    def _check_hold(self, since_s: float) -> None:
+        """RequestRefused when no group has taken a request since then, and for too long there has been none."""
+        if self._now() >= since_s + self._hold_s() and not self._context.dispatch.has_group():
             raise RequestRefused("no worker group became ready", code="service_unavailable", status=503)
 
     async def _last_deltas(self, part: RequestPart, ended: Ended) -> Ended | None:

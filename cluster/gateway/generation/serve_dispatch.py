@@ -25,6 +25,7 @@ from tandem.cluster.routing.unreached_groups import UnreachedGroups
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.token_channel import TokenReceiver
 from tandem.cluster.wire.version import OtherVersion, with_version, without_version
+from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.refusals import GROUP_UNUSABLE, lost, refused
 from tandem.workers.messages.request import Abort, Ended, Loss, TokenDelta
@@ -37,6 +38,8 @@ UNREACHED_S = 10.0
 """A call that has not arrived for this long, although its group lives, will not."""
 CANCEL_AFTER_S = 5.0
 LEAST_HOLD_S = 30.0
+WHILE_LOADING = 3.0
+"""Times the usual hold: while a group is seen to load."""
 MOST_BY_VALUE = 2**20
 """Bytes of a request that travel in the call itself. Replicas take at most 4 MiB there; the rest of the message is
 small. Larger ones go through Ray's object store, which costs milliseconds and has no limit."""
@@ -61,6 +64,7 @@ class ServeDispatch:
         draining: DrainingGroups | None = None,
         model: str = "",
         unreached: UnreachedGroups | None = None,
+        ports: Ports = ANY_PORTS,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._decode = msgspec.msgpack.Decoder(Ended).decode
@@ -73,7 +77,7 @@ class ServeDispatch:
         self._adapters = adapters
         self._draining = draining if draining is not None else DrainingGroups(lambda: None, 0.0, self.loop.time)
         self._unreached = unreached if unreached is not None else UnreachedGroups()
-        self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap)
+        self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap, ports)
         self._parts: dict[str, RequestPart] = {}
         self._unusable: set[str] = set()
         self._last_message_s: dict[bytes, float] = {}
@@ -124,10 +128,12 @@ class ServeDispatch:
 
     @property
     def hold_s(self) -> float:
-        """Twice what a group has taken to load, and some seconds: one that is lost is found, replaced and loaded."""
-        loads = (record.load_s for record in self._fleet.records.values())
-        self._longest_load_s = max(self._longest_load_s, *loads, 0.0)
-        return max(LEAST_HOLD_S, 2 * self._longest_load_s + 10.0)
+        """Twice what a group has taken to load, and some seconds: one that is lost is found, replaced and loaded. Three
+        times as long while one is seen to load: the machine may be busier than it was at the start."""
+        records = self._fleet.records.values()
+        self._longest_load_s = max(self._longest_load_s, *(record.load_s for record in records), 0.0)
+        hold_s = max(LEAST_HOLD_S, 2 * self._longest_load_s + 10.0)
+        return WHILE_LOADING * hold_s if any(record.state == "loading" for record in records) else hold_s
 
     def has_group(self, avoid: Collection[str] = ()) -> bool:
         return self._refusal is None and any(

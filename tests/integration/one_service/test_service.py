@@ -727,6 +727,25 @@ def test_the_service_lives_without_redis_for_a_while(service: Service) -> None:
         wait_for(lambda: redis_is("here") and service.get("/load").json()["groups"] == 2, 60, "the gateway is back")
 
 
+def test_the_service_lives_while_rays_gcs_is_started_again(service: Service, long_answers: list[str]) -> None:
+    """No stream is lost, new requests are answered, and a Ray that knows all it knew replaces a group afterwards."""
+    (gcs,) = gcs_of(service)
+    seen = asyncio.run(hit(service, signal.SIGKILL, gcs.pid))
+    assert seen.answers == long_answers
+    (again,) = wait_for(lambda: [p for p in gcs_of(service) if p.pid != gcs.pid], 60, "the launcher starts it again")
+    with posting(service):
+        again.kill()
+        wait_for(lambda: [p for p in gcs_of(service) if p.pid not in (gcs.pid, again.pid)], 60, "and again")
+    assert service.output.count("Ray's GCS died and is started again; requests go on") == 2
+    assert {p.pid for p in service.titled("tandem rank")} == seen.before
+    psutil.Process(max(seen.before)).kill()
+    wait_until_healed(service, seen.before)
+
+
+def gcs_of(service: Service) -> list[psutil.Process]:
+    return [p for p in service.descendants() if Path(title_of(p).partition(" ")[0]).name == "gcs_server"]
+
+
 def test_a_rank_that_freezes_while_nothing_runs_is_noticed(service: Service) -> None:
     """Nobody waits for it, yet the next request must not go there."""
     wait_for(lambda: group_readiness(service) == [True, True], 60, "both groups are ready")

@@ -91,3 +91,23 @@ def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch:
     )
     lines = CliRunner().invoke(build_app(), ["status"], catch_exceptions=False).output.splitlines()
     assert lines[0] == "demo on http://x (pid 1), stopping" and lines[1].startswith("  group g0")
+
+
+def test_a_service_of_ray_serve_is_named_by_its_application(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(server.url)
+    asked: list[tuple[str, str]] = []
+
+    def find(app: str, address: str) -> tuple[str, str]:
+        asked.append((app, address))
+        return "s", server.url
+
+    monkeypatch.setattr("tandem.cluster.service.application.find_application", find)
+    verb = ["status", "--app", "tandem", "--address", "head:6379"]
+    lines = CliRunner().invoke(build_app(), verb, catch_exceptions=False).output.splitlines()
+    assert asked == [("tandem", "head:6379")]
+    assert lines[0] == "application tandem" and lines[1].startswith("  group g0") and "  node h  pid 1  " in lines[1]
+    assert lines[3].startswith("  adapters 2: pirate@aaaaaaaaaaaa device 1"), "of the model that its groups serve"
+    both = CliRunner().invoke(build_app(), [*verb, "--url", "http://x"])
+    assert both.exit_code and "not by both" in str(both.exception)

@@ -57,6 +57,9 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "pipeline_parallel_size": (3, 3),
     "data_parallel_size": (4, 4),
     "devices_per_node": (8, 8),
+    "port_range": ("20000-20999", "20000-20999"),
+    "label_selector": ('{"tandem": "engine"}', {"tandem": "engine"}),
+    "gateway_label_selector": ({"tandem": "!engine"}, {"tandem": "!engine"}),
     "enable_expert_parallel": (True, True),
     "kv_cache_dtype": ("int8", "int8"),
     "gpu_memory_utilization": (0.5, 0.5),
@@ -177,6 +180,11 @@ def test_tiers_that_do_not_go_together_are_refused(values: dict[str, Any], flag:
 
 
 BAD = [
+    ("port_range", "20000"),
+    ("port_range", "20999-20000"),
+    ("port_range", "80-20000"),
+    ("label_selector", {"tandem": ""}),
+    ("label_selector", '{"tandem": 1}'),
     ("kv_offloading_size", 0),
     ("kv_offloading_size", "much"),
     ("kv_disk_size", -1),
@@ -416,8 +424,8 @@ def test_a_gpus_share_has_no_effect_on_cpu() -> None:
     assert not build_settings("m", {"device": "cpu"}).without_effect
     assert not build_settings("m", {"device": "cuda", "gpu_memory_utilization": 0.5}).without_effect
     unknown = build_settings("m", {"gpu_memory_utilization": 0.5})
-    assert not unknown.without_effect and with_device(unknown, "cpu").without_effect == (line,)
-    assert with_device(with_device(unknown, "cpu"), "cpu").without_effect == (line,)
+    assert not unknown.without_effect and with_device(unknown, "cpu", None).without_effect == (line,)
+    assert with_device(with_device(unknown, "cpu", None), "cpu", None).without_effect == (line,)
 
 
 @pytest.mark.parametrize(

@@ -57,14 +57,32 @@ def test_a_key_from_a_file_is_checked_and_not_shown(tmp_path: Path) -> None:
     assert "hush" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["redis://h", "rediss://:pw@h:6380/1", "unix://:pw@/run/redis.sock", "redis://[::1]:1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h",
+        "rediss://:pw@h:6380/1",
+        "unix://:pw@/run/redis.sock",
+        "redis://[::1]:1",
+        "redis+sentinel://:pw@a,[::1]:2/m",
+    ],
+)
 def test_urls_of_redis(url: str) -> None:
     check_redis_url(url)
     assert read_secret(url, "--redis-url") == url
 
 
 @pytest.mark.parametrize(
-    "url", ["http://:hush@h", "redis://:hu/sh@h:x", ":hush@h:6379", "redis://h:99999", "redis://h:hush"]
+    "url",
+    [
+        "redis+sentinel://:hush@a:1",
+        "redis+sentinel://a,hush:x/m",
+        "http://:hush@h",
+        "redis://:hu/sh@h:x",
+        ":hush@h:6379",
+        "redis://h:99999",
+        "redis://h:hush",
+    ],
 )
 def test_what_is_no_url_of_redis_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(SettingsError) as caught:

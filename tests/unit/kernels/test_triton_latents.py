@@ -34,7 +34,7 @@ from tests.support.triton_steps import batch_of, on_device
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Of the largest value."""
-LATENTS = "tandem.workers.attention.latents.triton_latents"
+LATENTS = "tandem.workers.attention.latents.paged_latents"
 DEEPSEEK = mla(3, 512, 128, 64, 128)
 
 pytest.importorskip("triton")
@@ -52,7 +52,7 @@ def _small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def backend(*given: Any) -> Any:
-    from tandem.workers.attention.latents.triton_latents import TritonLatents
+    from tandem.workers.attention.latents.paged_latents import TritonLatents
 
     return TritonLatents(*given)
 
@@ -226,12 +226,12 @@ def test_long_prompts_are_expanded(kv_dtype: torch.dtype | None, monkeypatch: py
 
 
 def test_memory_is_what_the_planner_counts() -> None:
-    from tandem.workers.attention.latents import triton_latents
+    from tandem.workers.attention.latents import paged_latents
     from tandem.workers.kernels.triton.triton_attention import PARTS_BYTES
 
     spec = mla(128, 512, 128, 64, 128)
-    made = triton_latents.EXPANDED_BYTES * (128 + 128 + 2 * spec.key_dim) / (128 + 128 + spec.key_dim)
-    for at_once in (triton_latents.ABSORBED_BYTES, triton_latents.EXPANDED_BYTES + made):
+    made = paged_latents.EXPANDED_BYTES * (128 + 128 + 2 * spec.key_dim) / (128 + 128 + spec.key_dim)
+    for at_once in (paged_latents.ABSORBED_BYTES, paged_latents.EXPANDED_BYTES + made):
         assert PARTS_BYTES + at_once <= ATTENTION_BYTES
 
 
@@ -247,14 +247,14 @@ def test_replays_of_a_model_equal_eager_steps(tmp_path: Path) -> None:
     """Chunks, decodes and drafts of a crowd: captured with padding and launched again by the recorder, bit for bit what
     the same padded steps give that run eagerly."""
     tiny = BY_NAME["deepseek_v3"]
-    dense = {"num_hidden_layers": 2, "first_k_dense_replace": 2}  # torch's experts are not captured
+    dense = {"num_hidden_layers": 1, "first_k_dense_replace": 1}  # torch's experts are not captured
     folder = save_tiny_model(replace(tiny, changes={**tiny.changes, **dense}), tmp_path)
-    plans, ran = crowd(3, 10, samplings=PLAIN, drafts=2), list[Rank]()
+    plans, ran = crowd(3, 7, samplings=PLAIN, drafts=2, rows=2), list[Rank]()
     captures: tuple[Capture, ...] = (recorded_with_launches, eagerly)
     for capture in captures:
         platform = latents_of(device(capture))
         decoder = decoder_on(platform, folder)
-        rank = Rank.of(decoder, platform, settings_of(drafts=2), capture, vocab_size=load_spec(folder).vocab_size)
+        rank = Rank.of(decoder, platform, settings_of(2, drafts=2), capture, vocab_size=load_spec(folder).vocab_size)
         assert rank.report is not None and not rank.report.failures
         rank.run(plans)
         ran.append(rank)
@@ -265,7 +265,7 @@ def test_replays_of_a_model_equal_eager_steps(tmp_path: Path) -> None:
 
 def test_kinds_of_a_run() -> None:
     """What a cut row has left decides; a captured step's kinds are those that it was made for."""
-    from tandem.workers.attention.latents.triton_latents import _kinds_in
+    from tandem.workers.attention.latents.paged_latents import _kinds_in
     from tandem.workers.attention.triton_paged import CHUNKS, DECODES
 
     batch = random_batch(random.Random(0), 16, [1, 40, 30], [9, 40, 35])

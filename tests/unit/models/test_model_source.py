@@ -1,22 +1,34 @@
 """A hub id is downloaded or found in the hub's cache, by the command line and by LLM alike."""
 
+import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tandem import LLM, SamplingParams
-from tandem.cluster.deploy.resolved_settings import resolve_settings
+from tandem.cluster.deploy.resolved_settings import pin_settings, resolve_settings
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.configs.load import build_settings
-from tandem.workers.planning.model_source import find_model, model_digest
+from tandem.configs.schema import ModelSettings
+from tandem.workers.planning.model_source import find_model, model_digest, model_here, named_node, pin_model
 from tests.support.hub_server import Hub, point_at, running_hub
+from tests.support.service import wait_for
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HERE = """
+import sys
+from tandem.configs.schema import ModelSettings
+from tandem.workers.planning.model_source import model_here
+print(model_here(ModelSettings(model="org/name", revision=sys.argv[1])).model)
+"""
 GREEDY = SamplingParams(max_tokens=4, temperature=0)
 
 
@@ -56,6 +68,51 @@ def test_a_hub_id_is_found_in_the_cache(cached: Path) -> None:
 def test_settings_of_a_hub_id_name_the_id_and_hold_the_folder(cached: Path) -> None:
     model = resolve_settings(build_settings("org/name", {})).engine.model
     assert model.served_model_name == ("org/name",) and Path(model.model) == cached.resolve()
+
+
+def test_pinned_settings_hold_on_every_machine(cached: Path, tmp_path: Path) -> None:
+    """Ids and commits, absolute folders, the demo's name; each machine puts its own folders in."""
+    pinned = pin_settings(build_settings("org/name", {"tokenizer": "org/name"})).engine.model
+    assert (pinned.model, pinned.revision, pinned.tokenizer, pinned.tokenizer_revision) == ("org/name", COMMIT) * 2
+    assert pinned.served_model_name == ("org/name",) and pin_model(pinned) == pinned
+    here = model_here(pinned)
+    assert Path(here.model) == cached.resolve() and here.revision is None and here == model_here(here)
+    assert model_digest(pinned) != model_digest(pin_model(replace(pinned, model=str(cached), revision=None)))
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "folder")
+    for name, wanted in (("demo", "demo"), (str(folder / ".." / "folder"), str(folder))):
+        pinned = pin_model(ModelSettings(model=name))
+        assert (pinned.model, pinned.revision, pinned.tokenizer) == (wanted, None, None)
+    shutil.rmtree(folder)
+    words = rf"node {re.escape(socket.gethostname())} \(10\.0\.0\.7\): MODEL: {folder}: no such folder"
+    with pytest.raises(SettingsError, match=words) as caught, named_node("10.0.0.7"):
+        model_here(pinned)
+    assert caught.value.flag == "MODEL"
+    with pytest.raises(SettingsError, match=rf"^MODEL: {folder}: no such folder"), named_node("127.0.0.1"):
+        model_here(pinned)
+
+
+def test_processes_of_one_machine_download_once(hub: Hub, cache: Path) -> None:
+    """They begin at the same time; a later one does not even ask the hub."""
+    pinned = pin_model(ModelSettings(model="org/name"))
+    assert pinned.revision == COMMIT and "model.safetensors" not in hub.downloads
+    hub.downloads.clear()
+    with_cache = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-c", HERE, COMMIT]
+    asked = [subprocess.Popen(command, env=with_cache, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = {process.communicate(timeout=60)[0].strip() for process in asked}
+    assert folders == {str((cache / "models--org--name" / "snapshots" / COMMIT).resolve())}
+    assert hub.downloads == ["model.safetensors"]
+    assert subprocess.run(command, env=with_cache | {"HF_ENDPOINT": "http://127.0.0.1:9"}, timeout=60).returncode == 0
+
+
+def test_a_download_tells_how_far_it_is(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.workers.planning.hub.PROGRESS_S", 0.001)
+    size, told = len(hub.repositories["org/name@main"]["model.safetensors"]), list[tuple[int, int]]()
+    pinned = pin_model(ModelSettings(model="org/name"))
+    hub.before_file = lambda name: wait_for(lambda: told and name == "model.safetensors", 30, "it is told")
+    model_here(pinned, on_bytes=lambda done, total: told.append((done, total)))
+    assert {total for _, total in told} == {size} and told[0] == (0, size)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
 def test_a_revision_is_of_the_hub_and_found_once(cached: Path) -> None:

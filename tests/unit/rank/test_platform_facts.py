@@ -6,7 +6,6 @@ from typing import get_args
 import pytest
 import torch
 
-from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.preflight import with_device
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
@@ -152,9 +151,8 @@ def test_sizes_of_steps_that_no_flag_gives_are_the_devices(
     expected: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(devices, "cuda_memory_bytes", lambda: memory)
     settings = build_settings("demo", flags)
-    service = with_device(settings, device).engine
+    service = with_device(settings, device, memory).engine
     for engine in (service, sized(service, "cuda", 200 * GIB), sized(settings.engine, device, memory)):
         assert (engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens) == expected
     line = steps_line(service, device)

@@ -16,9 +16,12 @@ from tandem.workers.messages.channel import ChannelContext, connect_dealer, lane
 from tandem.workers.messages.errors import GroupLost, SettingsError
 from tandem.workers.messages.handshake import (
     AllocateKV,
+    FindModel,
     FromRank,
     Hello,
     RankFailed,
+    RankFetching,
+    RankFound,
     RankListening,
     RankLoaded,
     RankLoading,
@@ -48,6 +51,7 @@ def good_rank(rank: int, message: ToRank) -> FromRank | None:
             threads=1,
             load_s=1.0 + rank,
             is_in_host_memory=True,
+            free_host_bytes=2**30,
         )
     if isinstance(message, AllocateKV):
         return RankReady(rank)
@@ -65,8 +69,9 @@ def rank_without_memory(rank: int, message: ToRank) -> FromRank | None:
 
 
 class FakeRank(threading.Thread):
-    """Says hello, names a port when asked to listen, then answers each message by `answer`, until Shutdown or its
-    end. Its lanes say that it is ready, and hear what they are sent."""
+    """Says hello, has the model (with what `answer` says before), names a port when asked to listen, then answers each
+    message by `answer`, until Shutdown or its end. Its lanes say that it is ready, and hear what they are sent.
+    heard: what followed the order to find the model."""
 
     def __init__(self, rank: int, endpoint: str, secret: str, answer: Answer, host: str) -> None:
         super().__init__(daemon=True)
@@ -85,13 +90,17 @@ class FakeRank(threading.Thread):
                 continue
             if self.is_ended and not self.socket.poll(0):
                 break
-            self.heard.append(decoder.decode(self.socket.recv()))
-            if isinstance(self.heard[-1], RankSetup) and self.heard[-1].master_port is None:
+            message = decoder.decode(self.socket.recv())
+            if not isinstance(message, FindModel):
+                self.heard.append(message)
+            if isinstance(message, RankSetup) and message.master_port is None:
                 self.socket.send(msgspec.msgpack.encode(RankListening(self.rank, PORT)))
-            answer = self.answer(self.rank, self.heard[-1])
+            answer = self.answer(self.rank, message)
             for said in answer if isinstance(answer, Iterable) else () if answer is None else (answer,):
                 socket = self.lanes if isinstance(said, RankReady) else self.socket
                 socket.send(msgspec.msgpack.encode(said))
+            if isinstance(message, FindModel):
+                self.socket.send(msgspec.msgpack.encode(RankFound(self.rank)))
         self.socket.close(linger=500)
         self.lanes.close(linger=500)
         self.context.term()
@@ -301,6 +310,31 @@ def test_what_the_ranks_have_loaded_adds_up() -> None:
         assert f.group.loading() == (0, 0)
         f.group.start()
         assert f.group.loading() == (40, 40)
+
+
+def test_a_download_is_told_by_machine_and_time_for_it_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """News of it come 50 minutes after each other, the last one late."""
+
+    def fetches(rank: int, message: ToRank) -> Iterator[FromRank]:
+        if isinstance(message, FindModel | RankSetup):
+            yield RankFetching(rank, 2**30, 5 * 2**29)
+        if (answer := good_rank(rank, message)) is not None:
+            yield answer
+
+    told: list[str] = []
+    with fleet(fetches, hosts=("a", "b")) as f:
+        receive = f.group._receive
+
+        def slow(timeout_s: float) -> FromRank | None:
+            told.append(f.group.fetching())
+            message = receive(timeout_s)
+            f.now_s += 3000.0 * isinstance(message, RankFetching)
+            return message
+
+        monkeypatch.setattr(f.group, "_receive", slow)
+        f.group.start()
+        assert f.now_s == 4 * 3000.0 and f.group.fetching() == ""
+    assert {"a: 1.0 of 2.5 GiB", "b: 1.0 of 2.5 GiB"} <= {part for line in told for part in line.split(", ")}
 
 
 def test_no_progress_is_reported_before_each_rank_has_reported() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.graphs.cuda_graphs import Replay
 from tandem.workers.graphs.graph_runner import Outputs
@@ -41,6 +42,7 @@ def device(**members: Any) -> Platform:
     """A device with kernels for all but experts."""
     kernels: dict[str, Any] = {
         "attention": lambda *_: SimpleNamespace(prepare=TorchAttention().prepare),
+        "latent_attention": lambda *_: SimpleNamespace(prepare=TorchLatents().prepare),
         "fused_ops": lambda _: Fused(),
         "lora_ops": lambda _: Lora(),
         "sampling_ops": Sampling,
@@ -67,7 +69,7 @@ def test_a_machine_without_a_device_says_so() -> None:
 
 def test_kernels_are_held_against_their_twins() -> None:
     found = kernels(device())
-    assert len(found) == 11 and found.pop("device kernel experts")["status"] == "not here"
+    assert len(found) == 12 and found.pop("device kernel experts")["status"] == "not here"
     assert {one["status"] for one in found.values()} == {"ok"}, found
     assert "equal bit for bit" in found["device kernel rotate_store"]["detail"]
     without = kernels(GpuOnHost(HostAccelerator()))

@@ -73,7 +73,8 @@ class VarlenChunks:
         starts = torch.zeros((2, 2), dtype=torch.int32, device=q_TND.device)
         starts[0, 1], starts[1, 1] = tokens, positions
         wide_JKD = F.pad(v_JKD, (0, dim - v_dim))
-        return self.varlen.attend(q_TND, k_JKD, wide_JKD, Ragged(*starts, tokens, positions), params)[..., :v_dim]
+        rows = Ragged(starts[0], starts[1], tokens, positions)
+        return self.varlen.attend(q_TND, k_JKD, wide_JKD, rows, params)[..., :v_dim]
 
 
 class SdpaVarlen:

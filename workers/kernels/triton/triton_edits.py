@@ -95,7 +95,7 @@ def edit_all(
     logits_SV: torch.Tensor, tokens: RowTokens, edits: LogitEdits[torch.Tensor], counts_SV: torch.Tensor
 ) -> None:
     """Changes the logits in place. counts_SV: int32 zeros for as many places, which are zeros again."""
-    places, vocab, entries = *logits_SV.shape, len(edits.place_E)
+    (places, vocab), entries = logits_SV.shape, len(edits.place_E)
     assert logits_SV.stride(1) == 1 and counts_SV.is_contiguous() and counts_SV.shape[1] == vocab
     edit_entries[(triton.cdiv(entries, ENTRIES),)](
         logits_SV, logits_SV.stride(0), tokens.positions_S, edits.place_E, edits.id_E, edits.until_E, edits.added_E,

@@ -45,7 +45,8 @@ class ReplayOutcome(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepParts:
     """The parts that the captures of a rank share. memory: of frames. ops: None where tokens are not drawn in them.
-    counts_SV: for its edits. samples: on this rank. adds: this rank is a group of its own."""
+    tokens_NL: of the rows, for its edits, as counts_SV. samples: on this rank. adds: this rank is a group of its
+    own."""
 
     decoder: Decoder
     kv: KVTensors
@@ -55,6 +56,7 @@ class StepParts:
     room: StepRoom
     memory: torch.Tensor
     ops: FixedSampling | None
+    tokens_NL: torch.Tensor
     counts_SV: torch.Tensor
     samples: bool
     adds: bool
@@ -143,7 +145,7 @@ class FramedStep:
         """Edits the logits, draws, and adds the tokens where this rank is a group of its own."""
         parts, sent = self._parts, self.frame.arrays
         logits_SV = parts.room.logits_SV[: self.num_samples]
-        tokens = RowTokens(parts.rows.tokens, sent.rows_R[sent.place_T[sent.logits_rows_S]], positions_S)
+        tokens = RowTokens(parts.tokens_NL, sent.rows_R[sent.place_T[sent.logits_rows_S]], positions_S)
         ops.edit_all(logits_SV, tokens, self._edits(), parts.counts_SV[: self.num_samples])
         best_S, ids_S = ops.best(logits_SV)
         ops.choose_all(logits_SV, best_S, ids_S, positions_S, self._random_rows(ids_S.device))

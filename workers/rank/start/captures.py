@@ -75,7 +75,10 @@ def capture_steps(
         return 0 if free is None or left is None else max(0, free.free_bytes - left.free_bytes)
 
     by_room = sorted(sizes, key=lambda size: (size.num_tokens, size.num_blocks), reverse=True)  # the pool is reused
-    parts = _parts(decoder, kv, clear, rows, context, platform, by_room, ops, max_drafts)
+    fixed = ops if isinstance(ops, FixedSampling) else None
+    tokens_NL = platform.zeros((0, 0), torch.int32) if fixed is None else rows.tokens
+    sampling = (fixed, tokens_NL, ops is not None, max_drafts)
+    parts = _parts(decoder, kv, clear, rows, context, platform, by_room, *sampling)
     keys = {size: decoder.replay_key(_shape(size), kv) for size in by_room}
     own = _captured(graphs, parts, keys, began_s, used_bytes)
     failures = dict(zip(by_room, _agreed(own, context, platform.device), strict=True))
@@ -98,13 +101,14 @@ def _parts(
     context: ParallelContext,
     platform: Platform,
     sizes: Sequence[CaptureSize],
-    ops: SamplingOps | None,
+    fixed: FixedSampling | None,
+    tokens_NL: torch.Tensor,
+    samples: bool,
     max_drafts: int,
 ) -> StepParts:
     """Allocates what the captures share."""
     most_tokens, most_samples = (max(getattr(size, of) for size in sizes) for of in ("num_tokens", "num_samples"))
     room = decoder.room(most_tokens, most_samples, platform.device)
-    fixed = ops if isinstance(ops, FixedSampling) else None
     spare = PaddingRows(*rows.hold(kv.scratch_block, most_samples * max_drafts))
     return StepParts(
         decoder=decoder,
@@ -115,8 +119,9 @@ def _parts(
         room=room,
         memory=platform.zeros((FRAME_BYTES * (most_tokens + 16),), torch.uint8),
         ops=fixed,
+        tokens_NL=tokens_NL,
         counts_SV=platform.zeros((most_samples if fixed else 0, room.logits_SV.shape[1]), torch.int32),
-        samples=ops is not None,
+        samples=samples,
         adds=context.world_size == 1,
         max_drafts=max_drafts,
     )

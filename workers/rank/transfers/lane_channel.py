@@ -15,9 +15,7 @@ import msgspec
 import zmq
 
 from tandem.workers.messages.channel import connect_dealer, lanes_name
-from tandem.workers.messages.handshake import RankFailed, RankReady, ToLanes
-from tandem.workers.messages.step import RankActivity
-from tandem.workers.messages.transfer import TransferResult
+from tandem.workers.messages.handshake import FromRank, RankFailed, ToLanes
 
 log = logging.getLogger(__name__)
 FAILURE_LINGER_MS = 1000
@@ -46,7 +44,7 @@ class LaneChannel(threading.Thread):
         self._take = take
         self.start()
 
-    def send(self, message: TransferResult | RankActivity | RankReady) -> None:
+    def send(self, message: FromRank) -> None:
         """Sends a message to the coordinator. From any thread; after the end of the context it does nothing."""
         with self._at_door:
             try:

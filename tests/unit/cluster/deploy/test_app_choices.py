@@ -4,10 +4,18 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.deploy.nodes import choose_home, cluster_device, gateways_for
+from tandem.cluster.deploy.nodes import (
+    choose_home,
+    cluster_device,
+    cpu_nodes,
+    gateways_for,
+    memory_note,
+    on_cluster,
+)
 from tandem.cluster.group.engine_opener import loading_note, with_own_step_log
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import check_home, groups_per_node
+from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings, settings_from_serve_args
 from tandem.workers.engine.executor import ExecutorReady
@@ -31,27 +39,44 @@ def test_the_device_not_asked_for_is_what_the_cluster_has_now(caplog: pytest.Log
     assert "no node has a GPU now" in caplog.text
 
 
-def test_one_node_is_home() -> None:
-    assert choose_home(None, "cpu", [HEAD]) == "a"
-    assert choose_home(None, "cuda", [WITH_GPU]) == "b"
-    assert choose_home(True, "cuda", [HEAD]) == "a"
+def test_a_cluster_has_a_home_only_where_it_is_said_to_stay_one_node() -> None:
+    assert choose_home(True, [HEAD]) == "a"
+    assert choose_home(None, [HEAD]) is None and choose_home(False, [HEAD, WITH_GPU]) is None
 
 
-def test_a_cluster_has_no_home() -> None:
-    assert choose_home(None, "cpu", [HEAD, WITH_GPU]) is None
-    assert choose_home(False, "cpu", [HEAD]) is None
-    assert choose_home(None, "cuda", [HEAD]) is None, "the GPUs are still to come, on other nodes"
+def test_sizes_of_steps_follow_the_memory_of_the_clusters_gpus_not_of_the_machine_that_starts_it() -> None:
+    asked: list[str] = []
+
+    def memory(node_id: str) -> int | None:
+        asked.append(node_id)
+        return 80 * 2**30
+
+    engine = on_cluster(build_settings("demo", {}), [HEAD, WITH_GPU], memory).engine
+    assert (engine.device.device, engine.scheduler.max_num_seqs, asked) == ("cuda", 256, ["b"])
+    engine = on_cluster(build_settings("demo", {"device": "cuda"}), [HEAD], memory).engine
+    assert (engine.device.device, engine.scheduler.max_num_seqs, asked) == ("cuda", 64, ["b"]), "none is there yet"
+    assert on_cluster(build_settings("demo", {}), [HEAD], memory).engine.device.device == "cpu"
+
+
+def test_groups_that_the_nodes_do_not_hold_wait_for_more() -> None:
+    settings = on_cluster(build_settings(str(DEMO_MODEL), {"device": "cpu", "kv_cache_memory_bytes": 2**30}), [HEAD])
+    nodes = [node(name, CPU=1, memory=2**29) for name in "abc"]
+    assert memory_note(settings, nodes) is None
+    line = memory_note(settings, nodes[:2])
+    assert line is not None and line.startswith("the 2 nodes that are here now are too small, and groups wait for more")
+    assert "--kv-cache-memory-bytes" in line
+    assert cpu_nodes([*nodes, node("d", GPU=1)]) == 3
 
 
 def test_a_single_node_that_cannot_be_is_refused() -> None:
     with pytest.raises(SettingsError, match="2 nodes") as refused:
-        choose_home(True, "cpu", [HEAD, WITH_GPU])
+        choose_home(True, [HEAD, WITH_GPU])
     assert refused.value.flag == "single_node"
 
 
 def test_a_process_away_from_home_says_what_to_set() -> None:
     check_home("a", "a")
-    with pytest.raises(SettingsError, match=r"placed on node b.*single_node: false"):
+    with pytest.raises(SettingsError, match=r"placed on node b.*`single_node: true`"):
         check_home("a", "b")
 
 

@@ -1,7 +1,9 @@
 """Shipped cluster and Serve files against Ray's own schemas."""
 
 import copy
+import os
 import re
+import subprocess
 import tomllib
 import warnings
 from pathlib import Path
@@ -10,6 +12,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+
+from tandem.configs.bundled import read_switches
+from tandem.configs.load import settings_from_serve_args
+from tests.support.service import wait_for
 
 ROOT = Path(__file__).resolve().parents[4]
 CONFIGS = ROOT / "configs"
@@ -29,9 +35,45 @@ def test_cluster_files_validate(path: Path) -> None:
     config = yaml.safe_load(path.read_text())
     check_cluster(config)
     commands = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
-    assert all("RAY_AUTH_MODE=token" in c for c in commands if "ray start" in c), "no cluster without a token"
-    assert all(" grpc_proxy= " in c for c in commands if "ray start" in c), "Serve's own proxies would ask one"
-    assert all("--dashboard-host=127.0.0.1" in c for c in commands if "--head" in c)
+    starts = [c for c in commands if "ray start -" in c and not c.startswith("pkill")]
+    assert len(starts) == 2
+    assert all("RAY_AUTH_MODE=token" in c for c in starts), "no cluster without a token"
+    for command in starts:
+        assert all(name not in command for name in read_switches()), "they are in one file"
+        assert command.startswith("set -a; . ~/tandem/configs/switches.env; . ~/.ray/service.env; ")
+    head, _ = starts
+    assert "--dashboard-host=127.0.0.1" in head and ". ~/.ray/head.env" in head
+    assert [c for c in commands if "redis" in c] == [head], "only the head is to know Ray's own Redis"
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda p: p.stem)
+def test_ray_on_the_head_is_started_again_until_it_ends_in_order(path: Path, tmp_path: Path) -> None:
+    """The shipped command, with another `ray`, which fails twice, and files of an operator."""
+    home = tmp_path / "home"
+    (home / "tandem" / "configs").mkdir(parents=True)
+    (home / ".ray").mkdir()
+    (home / "tandem" / "configs" / "switches.env").symlink_to(CONFIGS / "switches.env")
+    (home / ".ray" / "service.env").write_text("TANDEM_REDIS_URL=redis://r\n")
+    (home / ".ray" / "head.env").write_text(
+        "RAY_REDIS_ADDRESS=r:6379\nRAY_REDIS_USERNAME=ray\nRAY_REDIS_PASSWORD='a b'\n"
+    )
+    called, tools = home / "called", home / "bin"
+    tools.mkdir()
+    for name, text in (
+        ("ray", f'printf "%s|" "$@" $RAY_REDIS_ADDRESS $RAY_AUTH_MODE >> {called}; echo >> {called}\n'
+                f"test $(wc -l < {called}) = 3 && touch {home}/over\n"),
+        ("sleep", "true\n"),
+    ):  # fmt: skip
+        (tools / name).write_text(f"#!/bin/sh\n{text}")
+        (tools / name).chmod(0o755)
+    command = yaml.safe_load(path.read_text())["head_start_ray_commands"][-1]
+    env = {"HOME": str(home), "PATH": f"{tools}:{os.environ['PATH']}"}
+    assert subprocess.run(["bash", "-c", command], env=env, timeout=30).returncode == 0, "it does not wait"
+    wait_for((home / "over").exists, 30, "it was started until it ended in order")
+    lines = called.read_text().splitlines()
+    assert len(lines) == 3 and len(set(lines)) == 1
+    assert lines[0].startswith("start|--head|--port=6379|") and lines[0].endswith("|--block|r:6379|token|")
+    assert "|--redis-username=ray|--redis-password=a b|" in lines[0]
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda p: p.stem)
@@ -50,7 +92,8 @@ def test_all_that_an_installation_needs_is_mounted(path: Path) -> None:
     mounts: dict[str, str] = yaml.safe_load(path.read_text())["file_mounts"]
     ours = {remote.removeprefix("~/tandem/"): local for remote, local in mounts.items() if "/tandem/" in remote}
     assert all(remote == local and (ROOT / local).exists() for remote, local in ours.items())
-    assert set(mounts) - {f"~/tandem/{name}" for name in ours} == {"~/.ray/auth_token"}
+    secret = {f"~/.ray/{name}" for name in ("auth_token", "head.env", "service.env")}
+    assert set(mounts) - {f"~/tandem/{name}" for name in ours} == secret
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     tops = {path.name for path in (ROOT / "tandem").iterdir() if path.is_symlink()}
     needed = {"tandem", *tops, *project["project"]["license-files"], project["project"]["readme"]}
@@ -73,5 +116,11 @@ def test_serve_files_validate(path: Path) -> None:
         warnings.simplefilter("ignore")
         from ray.serve.schema import ServeDeploySchema
     schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
-    assert [app.name for app in schema.applications] == ["tandem"]
-    assert schema.http_options.host == "127.0.0.1"
+    (application,) = schema.applications
+    settings = settings_from_serve_args(application.args)
+    assert application.name == "tandem"
+    if schema.http_options.host == "127.0.0.1":
+        return
+    assert path.stem == "cluster" and settings.gateway.auth != "open" and settings.gateway.api_keys, "who is let in"
+    assert settings.redis.url == "env:TANDEM_REDIS_URL", "the head's own Redis dies with it"
+    assert not application.args["single_node"] and settings.gateway.num_gateways > 1

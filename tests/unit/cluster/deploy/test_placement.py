@@ -34,6 +34,13 @@ def test_a_stage_is_one_bundle_and_the_coordinator_is_with_the_first() -> None:
     assert shape_of(1, 3, "cpu").bundles == ({"CPU": 0.2}, {"CPU": 0.1}, {"CPU": 0.1})
 
 
+def test_every_bundle_is_on_nodes_with_the_labels_asked_for() -> None:
+    settings = build_settings("m", {"pipeline_parallel_size": 2, "label_selector": {"tandem": "engine"}})
+    options = group_options(settings, shape_of(1, 2, "cpu"), 10)
+    assert options["placement_group_bundle_label_selector"] == [{"tandem": "engine"}], "one is for all, to Serve"
+    assert "placement_group_bundle_label_selector" not in group_options(build_settings("m", {}), SHAPE, 10)
+
+
 def test_a_stage_that_is_larger_than_a_node_is_divided_evenly() -> None:
     shape = shape_of(8, 2, "cuda", devices_per_node=4)
     assert shape.bundles == ({"GPU": 4, "CPU": 4.1}, *[{"GPU": 4, "CPU": 4}] * 3)

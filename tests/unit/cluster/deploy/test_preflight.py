@@ -9,6 +9,7 @@ import torch
 from tandem.cluster.deploy import preflight
 from tandem.cluster.deploy.preflight import (
     HOST_TIER_SHARE,
+    check_labels,
     check_memory,
     check_model,
     check_processes,
@@ -109,6 +110,17 @@ def test_a_context_beyond_the_models_is_refused_in_the_ranks_words(folder: Path)
     with pytest.raises(SettingsError, match=r"--max-model-len 9999 is outside 1\.\.256") as refused:
         check_model(service(folder, max_model_len=9999))
     assert refused.value.flag == "--max-model-len"
+
+
+def test_labels_select_among_the_nodes_of_a_cluster() -> None:
+    groups, gateways = (
+        build_settings("m", {name: {"x": "y"}}) for name in ("label_selector", "gateway_label_selector")
+    )
+    check_labels(groups, private=False)
+    for settings, private, flag in ((groups, True, "--label-selector"), (gateways, False, "--gateway-label-selector")):
+        with pytest.raises(SettingsError) as refused:
+            check_labels(settings, private=private)
+        assert refused.value.flag == flag
 
 
 def test_a_host_tier_beyond_its_share_of_memory_is_left_out_with_a_note(

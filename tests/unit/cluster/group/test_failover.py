@@ -587,6 +587,8 @@ async def test_requests_are_held_for_as_long_as_groups_take_to_load(told: Told) 
     assert told.client.hold_s == 410.0
     told.fleet.records = {}
     assert told.client.hold_s == 410.0, "the groups are gone, what is known of them is not"
+    told.fleet.records = {"g1": msgspec.structs.replace(record, group="g1", state="loading", load_s=0.0)}
+    assert told.client.hold_s == 3 * 410.0, "one is on its way, maybe on a busier machine"
 
 
 @pytest.mark.parametrize(("age_s", "counts_s"), [(51.0, 51.0), (3600.0, coordinator.BOOT_S), (-5.0, 0.0)])

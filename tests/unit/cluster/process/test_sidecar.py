@@ -94,7 +94,7 @@ def test_the_service_goes_on_without_a_redis_that_cannot_be_started(
     said = Printed()
     launcher = Launcher(build_settings("demo", {}), None, said, StatusPipe(-1))
     launcher._signals = Rounds(3)  # type: ignore[assignment]
-    monkeypatch.setattr(launcher_file, "node_runs", lambda _left: True)
+    monkeypatch.setattr(launcher_file, "raylet_runs", lambda _left: True)
     folder = tmp_path / "r"
     monkeypatch.setattr(launcher_file, "RedisServer", Broken)
     try:

@@ -60,6 +60,21 @@ def test_methods_of_the_node(name: str) -> None:
     assert hasattr(ray_nodes.Node, name), f"Node.{name}; {why}"
 
 
+def test_a_gcs_is_started_again_at_its_port() -> None:
+    why = "Node.start_gcs_server: the GCS of a private Ray is started again (local_node.GcsServer)"
+    assert "check_alive" in inspect.signature(ray_nodes.Node.kill_gcs_server).parameters, why
+    started = source(ray_nodes.Node.start_gcs_server)
+    assert "gcs_server_port=self._ray_params.gcs_server_port" in started, f"{why}; the port of its first start"
+    assert "self.all_processes[" in started, why
+
+
+def test_what_a_gcs_knows_is_on_disk() -> None:
+    why = "gcs_storage, gcs_storage_path: what the GCS of a private Ray knows outlives it (local_node.start_node)"
+    asked = source(ray_nodes.Node)
+    assert '_resolve_ray_config("gcs_storage",' in asked and '_resolve_ray_config("gcs_storage_path",' in asked, why
+    assert "_system_config" in source(ray_worker.init), why
+
+
 def test_dead_processes_are_pairs_that_begin_with_the_kind() -> None:
     why = "Node.dead_processes(): Ray's own death ends the service (local_node.node_runs)"
     assert "result.append((process_type, process_info.process))" in source(ray_nodes.Node.dead_processes), why
@@ -118,6 +133,9 @@ def test_free_resources() -> None:
         "state.available_resources_per_node: a new version starts before the old one ends where there is room (app.py)"
     )
     assert not inspect.signature(state.available_resources_per_node).parameters, why
+    why = "_raylet.node_labels_match_selector: room is counted on the nodes that a selector takes (app.py)"
+    assert ray._raylet.node_labels_match_selector({"part": "a"}, {"part": "in(a,b)"}), why
+    assert not ray._raylet.node_labels_match_selector({"part": "a"}, {"part": "!a"}), why
 
 
 def test_the_head_node_is_known() -> None:

@@ -85,4 +85,5 @@ def test_a_private_ray_that_does_not_start_is_one_line(tmp_path: Path, monkeypat
     monkeypatch.setattr(ray_node, "start_node", fails)
     with pytest.raises(TandemError) as told:
         ray_node.start_private(tmp_path, 1, 0)
-    assert str(told.value) == "Ray does not start: The current node timed out during startup."
+    words = "The current node timed out during startup. Other work may keep the cores busy; start again then."
+    assert str(told.value) == f"Ray does not start: {words}"

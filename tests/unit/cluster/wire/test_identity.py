@@ -63,6 +63,16 @@ async def test_the_lease_is_over_when_nobody_renews_it(actor: Identity) -> None:
     assert actor.is_over()
 
 
+async def test_who_asks_from_outside_learns_where_redis_is(actor: Identity) -> None:
+    assert await actor.whereabouts() == ("a1b2c3d4e5f6", None)
+    private = await actor.redis_url(on_loopback=True)
+    assert await actor.whereabouts() == ("a1b2c3d4e5f6", private)
+    await actor.note_redis("redis://theirs")
+    assert (await actor.whereabouts())[1] == "redis://theirs"
+    await actor.note_redis(None)
+    assert (await actor.whereabouts())[1] == private, "a new version has no redis_url any more"
+
+
 async def test_an_actor_that_nobody_asks_ends(tmp_path: Path) -> None:
     """Ray has restarted it after the last replica was gone."""
     restarted = Identity(tmp_path, lease_s=0.2)
