@@ -18,6 +18,13 @@ from tools.lab import Lab, LabError, Node
 GCS_PORT, REST_PORT, HTTP_PORT = 6399, 8265, 8000
 START_S = 300
 STARTED = "Ray runtime started"
+PORTS = (
+    "--metrics-export-port=52364",
+    "--dashboard-agent-listen-port=52365",
+    "--dashboard-agent-grpc-port=52366",
+    "--runtime-env-agent-port=52367",
+)
+"""Of Ray's agents: a raylet waits 30 s for each that chooses its own, and dies on a busy machine."""
 CONNECT = """
 import json, sys, ray
 ray.init(address="auto", namespace="lab", log_to_driver=False, logging_level="ERROR")
@@ -67,7 +74,6 @@ class RayNodes:
             "RAY_USAGE_STATS_ENABLED": "0",
             **read_switches(),
             "RAY_raylet_start_wait_time_s": str(START_S),
-            "RAY_agent_register_timeout_ms": str(1000 * START_S),
             "OMP_WAIT_POLICY": "passive",
             **environment,
         }
@@ -166,7 +172,7 @@ class RayNodes:
         log = (node.folder / f"ray-{len(list(node.folder.glob('ray-*.log')))}.log").open("w+")
         place = [f"--node-ip-address={node.address}", f"--temp-dir={node.folder}", "--num-cpus=1"]
         place.append(f"--labels=node={node.name}")
-        command = [str(BIN / "ray"), "start", *place, *words, "--object-store-memory=80000000", "--block"]
+        command = [str(BIN / "ray"), "start", *place, *PORTS, *words, "--object-store-memory=80000000", "--block"]
         env = {**self.environment, **(self._more if node is self.head else {})}
         process = node.start(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         self._started.append(process)
