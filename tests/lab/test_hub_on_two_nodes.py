@@ -15,7 +15,7 @@ import pytest
 
 from tandem import LLM, SamplingParams
 from tandem.configs.bundled import DEMO_MODEL
-from tests.lab.ray_nodes import HTTP_PORT, RayNodes
+from tests.lab.ray_nodes import HTTP_PORT, START_S, RayNodes
 from tests.support.hub_server import COMMIT, Hub, hub_server
 from tests.support.service import BIN, wait_for
 from tools.lab import Lab, Node
@@ -42,7 +42,7 @@ def serve_file(groups_on: str, **engine: Any) -> dict[str, Any]:
                         "max_num_seqs": 16, "device": "cpu", "dtype": "float32", "cpu_threads": 1,
                         "port_range": "21000-21999", "label_selector": {"node": groups_on}, **engine,
                     },
-                    "gateway_config": {"auth": "open", "label_selector": {"node": "b"}},
+                    "gateway_config": {"auth": "open", "api_server_count": 1, "label_selector": {"node": "b"}},
                 },
             }
         ],
@@ -166,14 +166,14 @@ def test_each_node_downloads_the_model_once(ray_nodes: RayNodes, lab: Lab, hub: 
 def test_a_conversation_finds_its_kv_on_the_node_of_a_killed_group(ray_nodes: RayNodes, lab: Lab, wanted: str) -> None:
     a, b = lab.nodes.values()
     ray_nodes.deploy(serve_file("b", kv_offloading_size=0.1))
-    wait_for(lambda: not titled(a, "tandem rank "), 60, "the group of before has ended")
-    wait_for(ray_nodes.is_ready, 120, "the next one serves")
+    wait_for(lambda: not titled(a, "tandem rank "), START_S, "the group of before has ended")
+    wait_for(ray_nodes.is_ready, START_S, "the next one serves")
     assert len(titled(b, "tandem host-tier")) == 1 and not titled(a, "tandem host-tier")
     assert ask(a) == (wanted, 0)
     wait_for(lambda: re.search(r"tandem:kv_host_blocks{.*} 2[5-9]", get(a, "/metrics")), 60, "it is stored")
     old = [*titled(b, "tandem-coordinator"), *titled(b, "tandem rank ")]
     for process in old:
         process.kill()
-    wait_for(lambda: {*titled(b, "tandem rank ")} - {*old}, 120, "another group is there")
-    wait_for(ray_nodes.is_ready, 120, "it serves")
+    wait_for(lambda: {*titled(b, "tandem rank ")} - {*old}, START_S, "another group is there")
+    wait_for(ray_nodes.is_ready, START_S, "it serves")
     assert ask(a) == (wanted, 384), "from the memory of the node"
