@@ -6,10 +6,12 @@ Called by workers/rank/loading.py, in step with all ranks, before anything is in
 """
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -65,16 +67,20 @@ class ChosenTiles(msgspec.Struct, frozen=True):
 
 def measure(
     tuner: Tuner, tunables: Sequence[Tunable], limit_s: float | None = None, clock: Clock = time.monotonic
-) -> Iterator[tuple[Tunable, Trial]]:
+) -> Generator[tuple[Tunable, Trial], None, None]:
     """Yields each trial as it is made. limit_s: each use has an equal share of what is left; None: no limit."""
     end_s = None if limit_s is None else clock() + limit_s
     try:
         for place, tunable in enumerate(tunables):
-            until_s = None if end_s is None else clock() + (end_s - clock()) / (len(tunables) - place)
-            for trial in trials_of(tunable, tuner.timer, lambda until_s=until_s: until_s is None or clock() < until_s):
+            until_s = math.inf if end_s is None else clock() + (end_s - clock()) / (len(tunables) - place)
+            for trial in trials_of(tunable, tuner.timer, partial(_is_before, until_s, clock)):
                 yield tunable, trial
     finally:
         tuner.release()
+
+
+def _is_before(end_s: float, clock: Clock) -> bool:
+    return clock() < end_s
 
 
 def own_tiles(tuner: Tuner, model: TunedModel, clock: Clock = time.monotonic) -> tuple[TunedTiles, str | None]:
