@@ -70,7 +70,7 @@ def multiply_few(
     bias then. x [T, I], its rows x_stride apart; weight [O, I]. span: inputs of one, a multiple of INPUTS. EVEN: INPUTS
     divides I. Programs: O / OUTPUTS, S."""
     t, o, i = tl.arange(0, TILE_ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
-    begin = tl.program_id(1) * span
+    begin = tl.multiple_of(tl.program_id(1) * span, INPUTS)
     end = tl.minimum(begin + span, inputs)
     here, seen = t < rows, o < outputs
     at_x = x + (t * x_stride)[:, None] + i[None, :]
