@@ -38,7 +38,7 @@ def doctor(
         str | None, typer.Option("--port-range", help="With --cluster: FIRST-LAST, as the service will have it.")
     ] = None,
 ) -> None:
-    """Check this machine, or a cluster, and say what is chosen on it.
+    """Check this machine, or the nodes of a cluster.
 
     Prints versions and limits, what does not fit together, what is chosen and why, and the outcome of checks. They
     compare each CPU kernel with torch, replayed with eager steps of the demo model, and KV before and after a copy, run
