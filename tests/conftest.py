@@ -19,6 +19,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tandem.configs.environment import imitate_cpu
 from tandem.configs.errors import SettingsError
+from tests.left_to import mark_of
 
 if TYPE_CHECKING:
     from tests.support.decoder_ranks import RankProcesses
@@ -89,11 +90,14 @@ def scope_of(nodeid: str) -> str:
     return SCOPES.get(file, file)
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are taken away
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spreads the files that wait evenly over the first four fifths of those that compute, so that one worker waits
-    while another computes."""
+    """Marks what is left to other goals (left_to.py), and spreads the files that wait evenly over the first four fifths
+    of those that compute, so that one worker waits while another computes."""
     scopes: dict[str, list[pytest.Item]] = {}
     for item in items:
+        if (mark := mark_of(item.nodeid)) is not None:
+            item.add_marker(mark)
         scopes.setdefault(scope_of(item.nodeid), []).append(item)
     waiting = [scope for scope in scopes.values() if scope[0].nodeid.startswith(WAITING)]
     computing = [scope for scope in scopes.values() if not scope[0].nodeid.startswith(WAITING)]

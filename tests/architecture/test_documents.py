@@ -13,6 +13,7 @@ import yaml
 
 from tandem.cluster.cli.main import build_app
 from tandem.workers.engine.base.blockers import Blocker
+from tests.left_to import CHAOS, PARITY
 from tools import house
 from tools.check_links import CODE_SPAN, ROOT, broken_links, documents
 
@@ -108,6 +109,13 @@ def test_the_readme_is_short_and_its_figures_are_measured() -> None:
     performance = (ROOT / "docs" / "performance.md").read_text()
     assert len(figures) == 8
     assert not [figure for figure in figures if f"| {figure} |" not in performance]
+
+
+def test_what_is_left_to_other_goals_is_there() -> None:
+    for test in (*PARITY, *CHAOS):
+        file, _, rest = test.partition("::")
+        function = rest.partition("[")[0]
+        assert not rest or f"def {function}" in (ROOT / "tests" / file).read_text(), test
 
 
 def test_the_table_of_mutants_names_files_that_there_are() -> None:

@@ -50,8 +50,8 @@ MOST_ROTATED: Final = 64
 DECODE: Final[Mapping[AttentionClass, DecodeTile]] = {
     (2, 128, False): DecodeTile(16, 64, 4, 3),
     (2, 256, False): DecodeTile(16, 32, 4, 3),
-    (2, 512, False): DecodeTile(16, 32, 4, 3),
-    (2, 128, True): DecodeTile(16, 32, 4, 3),
+    (2, 512, False): DecodeTile(16, 32, 8, 3),
+    (2, 128, True): DecodeTile(16, 32, 8, 3),
     (2, 256, True): DecodeTile(16, 32, 4, 3),
     (2, 512, True): DecodeTile(16, 32, 8, 3),
     (4, 128, False): DecodeTile(16, 16, 4, 3),
