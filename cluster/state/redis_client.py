@@ -76,11 +76,11 @@ class RequestClient:
         if (url := self._where()) != self._url:
             before = self._redis
             self._connect(url)
-            await before.aclose()
+            await _close(before, self._timeout_s)
         return await self._bounded(lambda: _run_script(self._redis, text, keys, arguments), may_probe=may_probe)
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await _close(self._redis, self._timeout_s)
 
     def _connect(self, url: str) -> None:
         """Uses another server from now on, of which nothing is known yet."""
@@ -146,7 +146,7 @@ class BackgroundClient:
         return await self._followed(lambda: _transaction(self._redis, commands))
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await _close(self._redis, self._timeout_s)
 
     def _connect(self, url: str) -> None:
         self._url = url
@@ -175,7 +175,7 @@ class BackgroundClient:
             log.warning("Redis was replaced: going on with the new one")
             before = self._redis
             self._connect(url)
-            await before.aclose()
+            await _close(before, self._timeout_s)
 
 
 async def published(
@@ -329,6 +329,13 @@ async def _translated(call: Callable[[], Awaitable[T]], limit_s: float) -> T:
         is_reply = isinstance(error, redis.ResponseError) and not isinstance(error, _CONNECTION_ERRORS)
         kind = RedisRefused if is_reply else RedisUnavailable
         raise kind(_said(error) or "no answer in time") from error
+
+
+async def _close(client: "redis_asyncio.Redis", limit_s: float) -> None:
+    """Closes a client's connections, which has no deadline in the library."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await client.aclose()
 
 
 def _said(error: Exception) -> str:

@@ -17,7 +17,7 @@ from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.planning.budget import MOST_PARTS
 from tests.support.attention_check import QUANTIZED, check, random_batch
 from tests.support.decode_work import LENGTH, small_work
-from tests.support.interpreted import DEVICE, INTERPRETED, computes, run_in_interpreter, starts
+from tests.support.interpreted import DEVICE, INTERPRETED, computes, rowwise_products, run_in_interpreter, starts
 from tests.support.padded_steps import Padded
 from tests.support.triton_steps import batch_of, on_device, triton_backend
 
@@ -163,10 +163,11 @@ ALL = AttentionParams(0.3, None, 5.0, (0.5, 0.1, 0.9, 0.01), (1.0, -2.0, 3.0, 0.
     ids=["float32 all", "half window", "half int8"],
 )
 def test_a_query_has_the_same_bits_in_any_batch(
-    dtype: torch.dtype, kv_dtype: torch.dtype | None, params: AttentionParams
+    dtype: torch.dtype, kv_dtype: torch.dtype | None, params: AttentionParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone; behind others, long and short; as one of its row's drafts, in tiles with a part more; beside a chunk; in a
     captured step with padding; by one program."""
+    rowwise_products(monkeypatch)
     crowd = Crowd(dtype, params, kv_dtype)
     for row, length in ((0, 257), (1, 64)):
         alone = crowd.step([(row, length, 1)]).out_TNV[0]

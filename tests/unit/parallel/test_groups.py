@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from tandem.configs.errors import SettingsError
+from tandem.configs.limits import Ports
 from tandem.parallel import groups
 from tandem.parallel.exchange import shared_memory
 from tandem.parallel.mesh import Mesh
@@ -16,8 +18,9 @@ def test_a_listener_is_bound_to_one_address_and_a_port_of_its_own() -> None:
     with groups.listen("127.0.0.1") as first, groups.listen("127.0.0.1") as second:
         assert first.getsockname()[0] == second.getsockname()[0] == "127.0.0.1"
         assert first.getsockname()[1] != second.getsockname()[1]
-        with pytest.raises(OSError, match="in use"):
-            groups.listen("127.0.0.1", first.getsockname()[1])
+        taken = first.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"{taken}-{taken}: none of these ports is free at 127.0.0.1"):
+            groups.listen("127.0.0.1", Ports(taken, taken))
 
 
 @pytest.mark.parametrize(("ranks_on_node", "spins"), [(2, True), (4, False)])
