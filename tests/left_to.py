@@ -1,5 +1,5 @@
-"""Tests that `make test` leaves to `make parity` and `make chaos`, as it has ten minutes: each is a variant of one that
-stays, and takes long for what it says beyond that one. CPU seconds of each test of a run: docs/decisions/048.
+"""Tests that `make test` leaves to `make parity` and `make chaos`: each is a variant of one that stays, or shows with a
+service what tests without one show too, and takes long for it. What tests cost: docs/decisions/048-what-tests-cost.md.
 
 A name is the beginning of a test's id, without `tests/`.
 """
