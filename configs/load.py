@@ -41,10 +41,13 @@ OLD_SERVE_IMPORT = SERVE_IMPORT.removeprefix("tandem.")
 LORA_KEYS = {"dynamic_lora_loading_path": "lora_watch_dir", "max_num_adapters_per_replica": "max_cpu_loras"}
 """Ray Serve LLM's names of lora_config, and the options that they set."""
 GATEWAY_NAMES = {"label_selector": "gateway_label_selector"}
-"""Keys of gateway_config that are other options beside it."""
+"""Keys of gateway_config that are other options beside it, and the only names there for what they say."""
 PORT_KEYS = ("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
 """Settings of a port that gateways listen on themselves; under Serve its proxy does."""
-GATEWAY_KEYS = tuple(o.name for o in OPTIONS if o.path.startswith("gateway.") and o.name not in PORT_KEYS)
+GATEWAY_KEYS = (
+    *(o.name for o in OPTIONS if o.path.startswith("gateway.") and o.name not in (*PORT_KEYS, *GATEWAY_NAMES.values())),
+    *GATEWAY_NAMES,
+)
 STEP_SIZES = ("max_num_seqs", "max_num_batched_tokens")
 NOT_ENGINE_KEYS = (*PORT_KEYS, "redis_url", "queue_timeout")
 LORA_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes")
@@ -169,7 +172,7 @@ def settings_from_serve_args(args: Mapping[str, Any], gateways: int = 1) -> Serv
     loading = _section(args, "model_loading_config", ("model_id", "model_source"))
     deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
     values = {**_section(args, "engine_kwargs", None)}
-    gateway = _section(args, "gateway_config", (*GATEWAY_KEYS, *GATEWAY_NAMES))
+    gateway = _section(args, "gateway_config", GATEWAY_KEYS)
     values |= {GATEWAY_NAMES.get(key, key): value for key, value in gateway.items()}
     values |= _section(args, "redis_config", ("redis_url", "redis_timeout_ms"))
     for name in _section(args, "engine_kwargs", None):

@@ -491,11 +491,17 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
             "model_loading_config": {"model_id": "name", "model_source": "source"},
             "engine_kwargs": {"tensor_parallel_size": 2, "max_num_seqs": 3},
             "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}},
-            "gateway_config": {"api_key": "k", "metrics_prefix": "vllm", "max_answer_bytes": "2G"},
+            "gateway_config": {
+                "api_key": "k",
+                "metrics_prefix": "vllm",
+                "max_answer_bytes": "2G",
+                "label_selector": {"tandem": "gateway"},
+            },
         }
     )
     assert settings.gateway.metrics_prefix == "vllm"
     assert settings.gateway.max_answer_bytes == 2**31
+    assert settings.gateway.label_selector == {"tandem": "gateway"} and settings.engine.parallel.label_selector == {}
     assert settings.engine.model.model == "source"
     assert settings.engine.model.served_model_name == ("name",)
     assert settings.engine.parallel.tensor_parallel_size == 2
@@ -513,6 +519,10 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
             "allow_unauthenticated_ray: 1 must be true or false",
         ),
         ({"engine_kwarg": {}}, "engine_kwarg is not a setting"),
+        (
+            {"model_loading_config": {"model_id": "m"}, "gateway_config": {"gateway_label_selector": {"a": "b"}}},
+            "gateway_label_selector is not a setting",
+        ),
         ({"zzz": {}}, "known are model_loading_config, engine_kwargs,"),
         ({"model_loading_config": {"model_id": "m", "mirror": 1}}, "mirror is not a setting"),
         ({"model_loading_config": {"model_id": "m"}, "redis_config": {"redis_sentinel_url": 5}}, "not a setting"),
