@@ -233,7 +233,7 @@ class Launcher:
         device = self._settings.engine.device.chosen
         cpus = declared_cpus(self._settings, device, available_cores())
         gpus = declared_gpus(device, devices.cuda_device_count())
-        ray_node.start_private(folder.ray, cpus, gpus)
+        ray_node.start_private(folder.ray, folder.gcs, cpus, gpus)
 
     def _join_ray(self, address: str) -> None:
         """Joins a Ray of others, and learns its nodes."""
