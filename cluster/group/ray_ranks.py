@@ -18,7 +18,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tandem.cluster.group.host_tier_actor import node_host_tier
 from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.ray_private.process_titles import use_rays_titles
-from tandem.cluster.wire.group_shape import group_shape
+from tandem.cluster.ray_private.ray_facts import node_resources
+from tandem.cluster.wire.group_shape import group_shape, most_ranks
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
 from tandem.configs.schema import EngineSettings
 from tandem.offload.host.host_process import region_bytes
@@ -77,7 +78,12 @@ def ray_group(
             return facts.host_socket
         if any(hello.host != host for hello in made.hellos):
             return None  # ranks on several nodes hold that memory themselves
-        return node_host_tier(facts.service_id, region_bytes(gib) * facts.groups_on_node)
+        return node_host_tier(facts.service_id, region_bytes(gib) * facts.max_groups)
+
+    def most(own: int) -> int:
+        device = "GPU" if "GPU" in shape.of_rank else "CPU"
+        nodes = node_resources(settings.parallel.label_selector, device)
+        return most_ranks(own, num_ranks, facts.max_groups, shape.of_rank, nodes)
 
     ranks = RayRanks(num_ranks, facts, group, placed, lambda why: made.report(why), on_told, pids)
     made = RankGroup(
@@ -86,7 +92,7 @@ def ray_group(
         secret=life_secret(facts.secret, group),
         name=group,
         host=host,
-        groups_on_node=facts.groups_on_node,
+        most_ranks=most,
         on_lost=on_lost,
         host_socket=host_socket,
     )

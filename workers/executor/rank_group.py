@@ -81,8 +81,8 @@ class RankGroup:
     """Executor over the ranks that `launcher` starts. All calls from one thread but report(), loading() and silent_s().
 
     channel: None for rank processes, which connect by ZeroMQ to `host`, know `secret` (None: a new one) and are probed.
-    name: of the group, in the titles of its processes. groups_on_node: the most groups of this shape that may share a
-    machine with this one, itself included. on_lost(message): called once, on any thread, when a rank is reported lost
+    name: of the group, in the titles of its processes. most_ranks(own): the most ranks that may share a machine with
+    `own` of this group, these included. on_lost(message): called once, on any thread, when a rank is reported lost
     or frozen, idle or not; submit(), transfer() and poll() raise GroupLost from then on. host_socket(): the host-tier
     process of the node, if every rank is on it; called when all have loaded.
     """
@@ -96,12 +96,11 @@ class RankGroup:
         secret: str | None = None,
         name: str = "local",
         host: str = LOOPBACK,
-        groups_on_node: int = 1,
+        most_ranks: Callable[[int], int] = lambda own: own,
         on_lost: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         host_socket: Callable[[], str | None] = lambda: None,
     ) -> None:
-        assert groups_on_node >= 1, groups_on_node
         self.world_size = settings.parallel.ranks_per_group
         self.launcher = launcher
         self._settings = settings
@@ -109,7 +108,7 @@ class RankGroup:
         self._secret = secret
         self._name = name
         self._host = host
-        self._groups_on_node = groups_on_node
+        self._most_ranks = most_ranks
         self._on_lost = on_lost or _note
         self._host_socket = host_socket
         self._tiers: OpenTiers | None = None
@@ -306,7 +305,7 @@ class RankGroup:
     def _send_setups(self, hellos: list[Hello]) -> None:
         """Sends each rank its setup. The rendezvous is on the machine of rank 0, which chooses the port by binding it:
         a port chosen elsewhere could be taken before it is bound."""
-        per_host = Counter(hello.host for hello in hellos)
+        per_host = {host: self._most_ranks(own) for host, own in Counter(hello.host for hello in hellos).items()}
         address = LOOPBACK if len(per_host) == 1 else hellos[0].host
         settings = msgspec.msgpack.encode(self._settings)
 
@@ -316,7 +315,7 @@ class RankGroup:
                 world_size=self.world_size,
                 master_address=address,
                 master_port=port,
-                ranks_on_node=per_host[hello.host] * self._groups_on_node,
+                ranks_on_node=per_host[hello.host],
                 probe_endpoint=None if self._probe is None else self._probe.endpoint,
             )
             self._send(hello.rank, setup)
