@@ -34,11 +34,8 @@ def node_resources(labels: Mapping[str, str], resource: str) -> list[dict[str, f
 
     Lost without labels: nodes that groups are never placed on count as theirs, in how they divide memory.
     """
-    return [
-        node["Resources"]
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get(resource) and node_labels_match_selector(node.get("Labels", {}), labels)
-    ]
+    alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
+    return [node["Resources"] for node in alive if node_labels_match_selector(node.get("Labels", {}), labels)]
 
 
 def session_folder() -> Path:

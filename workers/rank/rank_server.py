@@ -210,18 +210,19 @@ class RankServer:
         self._runner = loaded.build_runner(allocate.num_blocks)
         loaded.open_adapter_lanes(self._lanes)
         loaded.open_grammar_lanes(self._lanes, now=self._cores is not None)
-        tiers_error = None if allocate.tiers is None else self._open_tiers(loaded, self._runner, allocate.tiers)
-        return RankReady(self._rank, tiers_error, self._runner.captures)
+        tiers_error, has_earlier = None, True
+        if allocate.tiers is not None:
+            tiers_error, has_earlier = self._open_tiers(loaded, self._runner, allocate.tiers)
+        return RankReady(self._rank, tiers_error, self._runner.captures, has_earlier)
 
-    def _open_tiers(self, loaded: LoadedRank, runner: ModelRunner, tiers: RankTiers) -> str | None:
-        """Opens the lanes between tiers; returns an error if their memory cannot be allocated."""
+    def _open_tiers(self, loaded: LoadedRank, runner: ModelRunner, tiers: RankTiers) -> tuple[str | None, bool]:
+        """Opens the lanes between tiers; returns an error if their memory cannot be allocated, and has_earlier."""
         from tandem.offload.host.host_messages import HostTierError
 
         try:
-            loaded.open_kv_lanes(runner, tiers, self._lanes)
+            return None, loaded.open_kv_lanes(runner, tiers, self._lanes)
         except (OSError, HostTierError, torch.OutOfMemoryError) as error:
-            return f"{type(error).__name__}: {error}"
-        return None
+            return f"{type(error).__name__}: {error}", False
 
     # ---- steps ----
 
