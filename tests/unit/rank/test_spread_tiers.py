@@ -13,9 +13,10 @@ from tandem.offload.host.host_process import HostProcess, status
 from tandem.offload.kv.tiered_store import TieredStore
 from tandem.workers.executor import tiers as tiers_module
 from tandem.workers.executor.tiers import OpenTiers, open_tiers
-from tandem.workers.messages.handshake import RankLoaded
+from tandem.workers.messages.handshake import RankLoaded, RankTiers
 from tandem.workers.platforms.cpu import CpuPlatform
-from tandem.workers.rank.transfers.kv_lanes import open_slab
+from tandem.workers.rank.transfers.kv_lanes import open_kv_lanes, open_slab
+from tandem.workers.rank.transfers.lanes import Lanes
 from tests.support.service import wait_for
 
 BLOCK = 4096
@@ -166,3 +167,9 @@ def test_a_slab_of_another_group_is_not_taken_for_its_own(nodes: Nodes) -> None:
     life = Life(nodes)  # takes what was freed last: of `one`
     assert not kept(life.begin())
     life.end()
+
+
+def test_a_disk_that_a_ranks_node_does_not_have_is_named(tmp_path: Path) -> None:
+    tiers = RankTiers(num_slots=SLOTS, layout=bytes(16), disk_folder=str(tmp_path / "rank1"))
+    with pytest.raises(FileNotFoundError, match=r"--kv-disk-path: .*rank1 is not on the node of this rank"):
+        open_kv_lanes(Lanes(1, lambda _: None), 1, [], tiers, CpuPlatform())

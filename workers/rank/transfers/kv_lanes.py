@@ -90,6 +90,8 @@ def open_kv_lanes(
 ) -> tuple[LoadGate, bool]:
     """Opens the rank's lanes of KV; returns the gate of their loads, and RankReady.has_earlier. OSError or
     HostTierError without the memory."""
+    if tiers.disk_folder is not None and not Path(tiers.disk_folder).is_dir():  # it is there on the coordinator's node
+        raise FileNotFoundError(f"--kv-disk-path: {tiers.disk_folder} is not on the node of this rank")
     accelerator = platform.accelerator
     slot_bytes = bytes_per_slot([plane for layer in layers for plane in layer])
     slab, has_earlier = open_slab(rank, tiers, slot_bytes, accelerator)
