@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +91,38 @@ def test_the_doctor_sees_each_node_and_what_is_wrong_with_one(ray_nodes: RayNode
         ("b", b.address, False),
     ]
     assert {node["has_model"] for node in found["nodes"]} == {False} and "the model on a, b" in found["notes"][-1]
-    b.run("mount", "-o", "remount,size=32m", "/dev/shm")
-    b.run("mount", "-t", "tmpfs", "tmpfs", str(DEMO_MODEL.parent))
-    try:
-        shm, folder = doctor(ray_nodes, "--model", str(DEMO_MODEL))["misfits"]
-    finally:
-        b.run("umount", str(DEMO_MODEL.parent))
-        b.run("mount", "-o", "remount,size=2g", "/dev/shm")
-    assert shm.startswith(f"node b ({b.address}): /dev/shm has 32 MiB")
-    assert folder == f"node b ({b.address}): the model's folder is not there"
+    wrong = (
+        (changed(b, "mount -o remount,size=32m /dev/shm", "mount -o remount,size=2g /dev/shm"), "/dev/shm has 32 MiB"),
+        (
+            changed(b, f"mount -t tmpfs tmpfs {DEMO_MODEL.parent}", f"umount {DEMO_MODEL.parent}"),
+            "the model's folder is",
+        ),
+        (few_open_files(b), "a process may open 1024 files"),
+    )
+    for breaking, why in wrong:
+        with breaking:
+            (misfit,) = doctor(ray_nodes, "--model", str(DEMO_MODEL))["misfits"]
+        assert misfit.startswith(f"node b ({b.address}): {why}")
+
+
+@contextmanager
+def changed(node: Node, command: str, undo: str) -> Iterator[None]:
+    """What a command changes on a node, until another one."""
+    node.run(*command.split())
+    yield
+    node.run(*undo.split())
+
+
+@contextmanager
+def few_open_files(node: Node) -> Iterator[None]:
+    """Meanwhile no process of the node may open more files than most users may."""
+    before = {pid: psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE) for pid in node.pids()}
+    for pid in before:
+        psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE, (1024, 1024))
+    yield
+    for pid, limit in before.items():
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE, limit)
 
 
 def get(node: Node, path: str) -> str:
