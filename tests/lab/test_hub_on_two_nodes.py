@@ -109,8 +109,10 @@ def test_the_doctor_sees_each_node_and_what_is_wrong_with_one(ray_nodes: RayNode
 def changed(node: Node, command: str, undo: str) -> Iterator[None]:
     """What a command changes on a node, until another one."""
     node.run(*command.split())
-    yield
-    node.run(*undo.split())
+    try:
+        yield
+    finally:
+        node.run(*undo.split())
 
 
 @contextmanager
@@ -119,10 +121,12 @@ def few_open_files(node: Node) -> Iterator[None]:
     before = {pid: psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE) for pid in node.pids()}
     for pid in before:
         psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE, (1024, 1024))
-    yield
-    for pid, limit in before.items():
-        with suppress(psutil.NoSuchProcess):
-            psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE, limit)
+    try:
+        yield
+    finally:
+        for pid, limit in before.items():
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE, limit)
 
 
 def get(node: Node, path: str) -> str:

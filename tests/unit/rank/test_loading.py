@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,15 @@ def test_threads_follow_the_ranks_that_come_and_go(monkeypatch: pytest.MonkeyPat
         assert seen(platform) == (8, True), "a system that does not tell changes nothing"
     finally:
         torch.set_num_threads(before)
+
+
+def test_each_step_looks_at_the_cores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[bool] = []
+    monkeypatch.setattr(CpuPlatform, "begin_step", lambda self: looked.append(True))
+    settings = settings_for(folder)
+    with closing(in_process_group(settings)) as group:
+        ExecutorDriver(group, group.start(), settings.cache.block_size).generate([Job([3, 1, 4], 4)])
+    assert len(looked) >= 4
 
 
 def test_one_process_refuses_more_than_one_rank(folder: Path) -> None:
