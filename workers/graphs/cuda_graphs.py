@@ -57,6 +57,13 @@ class CudaGraphs:
         )
         return None
 
+    def capture_apart(self, body: Callable[[], Outputs]) -> tuple[Replay, Outputs] | str:
+        try:
+            body()
+            return self._capture_graph(body)
+        except RuntimeError as error:
+            return str(error)
+
     def find(self, key: Hashable | None, num_tokens: int) -> StepReplay | None:
         found = self._captures.get(key, {}) if self.can_replay else {}
         bucket = min((bucket for bucket in found if bucket >= num_tokens), default=None)

@@ -115,6 +115,11 @@ class StartGraphs(GraphRunner, Protocol):
         or not."""
         ...
 
+    def capture_apart(self, body: Callable[[], Outputs]) -> tuple[Callable[[], object], Outputs] | str:
+        """Captures what exchanges nothing and is no step; returns its replay and its outputs, whose memory stays, or
+        why it could not."""
+        ...
+
     def find(self, key: Hashable | None, num_tokens: int) -> StepReplay | None:
         """Returns the least capture of a key that has room for so many tokens."""
         ...

@@ -24,6 +24,7 @@ import torch
 
 from tandem.workers.kernels.gumbel_noise import gumbel_noise
 from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
+from tandem.workers.kernels.sampling_rules import SamplingRules
 from tandem.workers.kernels.step_arrays import Send, Sent
 
 DIGITS: Final = ((20, 11), (10, 10), (0, 10))
@@ -101,8 +102,10 @@ class FixedSampling(SamplingOps, Protocol):
         tokens: RowTokens,
         edits: LogitEdits[torch.Tensor],
         counts_SV: torch.Tensor,
+        rules: SamplingRules[torch.Tensor] | None = None,
     ) -> None:
-        """Changes the logits of all places. counts_SV: int32 zeros, for its use; they are zeros again behind it."""
+        """Changes the logits of all places. counts_SV: int32 zeros, for its use; they are zeros again behind it.
+        rules: carried out behind entries."""
         ...
 
     def choose_all(

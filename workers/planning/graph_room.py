@@ -36,6 +36,13 @@ EDITS_EACH: Final = 8
 EDITS_BESIDE: Final = 64
 """And beside them, so that one row alone may have as many."""
 EDIT_BYTES: Final = 16
+RULES_EACH: Final = 64
+"""Integers of rules (sampling_rules.py) beside a mask, for each token that is sampled with some."""
+RULES_BESIDE: Final = 2048
+DRAW_BYTES: Final = 128
+"""Bytes of a token in the arrays of a draw with rules, beside edits and rules."""
+MOST_KEPT: Final = 32
+"""Tokens with log probabilities whose logits change, of which the model's are kept."""
 CANDIDATE_BYTES: Final = 4 * (16_384 + 1_024)
 """Bytes of a token that is sampled with top-k or top-p, while it is (triton_truncation.py)."""
 LIST_BYTES: Final = 32
@@ -78,9 +85,21 @@ def capture_sizes(
     return [size for _, size in sorted(sizes, key=lambda one: one[0])][:MAX_CAPTURES]
 
 
-def most_edits(size: CaptureSize) -> int:
+def most_edits(num_samples: int) -> int:
     """Returns the edits of logits that a capture has room for."""
-    return EDITS_EACH * size.num_samples + EDITS_BESIDE
+    return EDITS_EACH * num_samples + EDITS_BESIDE
+
+
+def most_numbers(num_samples: int, vocab_size: int) -> int:
+    """Returns the integers of rules that a capture has room for: a mask for each token that is sampled, and beside it
+    as many words or ids as are usual; one row alone may have all that a row may."""
+    return num_samples * (-(-vocab_size // 32) + RULES_EACH) + RULES_BESIDE
+
+
+def draw_bytes(num_samples: int, vocab_size: int) -> int:
+    """Returns the most bytes of the arrays of a draw with rules."""
+    numbers = 4 * most_numbers(num_samples, vocab_size)
+    return num_samples * DRAW_BYTES + EDIT_BYTES * most_edits(num_samples) + numbers + 1024
 
 
 def most_blocks(max_model_len: int, block_size: int) -> int:
@@ -112,6 +131,7 @@ def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_by
     tokens, samples = max(size.num_tokens for size in sizes), max(size.num_samples for size in sizes)
     logits = samples * spec.vocab_size * (4 + (3 if mesh.tp_size > 1 else 1) * element_bytes)  # gathered, in one piece
     sampling = samples * (CANDIDATE_BYTES + 4 * spec.vocab_size)  # and counts of a row's tokens
+    sampling += draw_bytes(samples, spec.vocab_size) + 4 * MOST_KEPT * spec.vocab_size
     results = 2 * tokens * spec.hidden_size * element_bytes + logits + sampling
     gathers = _gather_bytes(spec, mesh, settings, element_bytes, max_model_len)
     tables = max(TABLE_BYTES * size.num_rows * size.num_blocks * groups.count for size in sizes)

@@ -19,6 +19,7 @@ from tandem.workers.messages.step import StepPlan
 from tandem.workers.planning.graph_room import most_edits
 from tandem.workers.platforms.device_rows import DeviceRows, Ints, StepDrafts, StepRows, StepTensors
 from tandem.workers.rank.captured.framed_step import FramedStep
+from tandem.workers.rank.captured.ruled_draw import RuledSampling, ruled_sampling
 from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens
@@ -49,6 +50,7 @@ class StepBatch:
     sample_positions_S: Ints  # positions of the tokens to choose
     sampling: Sampling | None  # on the rank that samples, but for tokens that a captured step draws
     drafts_S: torch.Tensor | None  # as in StepTensors; of a captured step None
+    ruled: RuledSampling | None = None  # in place of it, where a capture of its own draws them
 
     @property
     def forward(self) -> ForwardBatch:
@@ -112,11 +114,17 @@ def build_batch(
     places = None if drafts is None else StepDrafts(drafts_R, back_S > 1, drafts.ids is None)
     logits_rows_S = starts[1:][row_S] - back_S
     positions_S, beside, sampling, read_rows = end_R[row_S] + 1 - back_S, StepArrays(), None, None
-    own = None
+    own = ruled = None
     if prepare is not None and framed is not None and framed.draws:
-        own = table.sampling.captured(sample_rows_S, table.prompt_len[sample_rows_S], most_edits(framed.size))
+        own = table.sampling.captured(sample_rows_S, table.prompt_len[sample_rows_S], most_edits(framed.num_samples))
         read_rows = None if own is None else own.read_rows
-    if prepare is not None and len(row_S) and own is None:
+        if own is None and len(row_S):
+            ruled = ruled_sampling(framed.ruled, table, framed.ops, sample_rows_S, positions_S)
+    if ruled is not None:
+        read_rows = ruled.read_rows
+        if not ruled.prepares_late:
+            ruled.prepare(beside.send)
+    elif prepare is not None and len(row_S) and own is None:
         most_S = positions_S if spare_R is None else positions_S + spare_R[row_S]
         sampling = prepare(sample_rows_S, positions_S, most_S, beside.send)
         read_rows = sampling.read_rows
@@ -136,7 +144,7 @@ def build_batch(
     )
     if framed is not None:
         framed.fill(rows, own, beside)
-        return StepBatch(None, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, None)
+        return StepBatch(None, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, None, ruled)
     tensors = device_rows.step(rows, beside)
     forward = _forward(tensors, rows, adapters, table.block_size)
     return StepBatch(forward, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, tensors.drafts_S)

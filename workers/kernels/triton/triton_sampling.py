@@ -19,8 +19,9 @@ import triton.language as tl
 from tandem.workers.kernels import gumbel_noise
 from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
 from tandem.workers.kernels.sampling_ops import Draws, DrawTokens, RandomRows, TorchSampling
+from tandem.workers.kernels.sampling_rules import SamplingRules
 from tandem.workers.kernels.step_arrays import Send
-from tandem.workers.kernels.triton import triton_edits
+from tandem.workers.kernels.triton import triton_edits, triton_logprobs, triton_rules
 from tandem.workers.kernels.triton.triton_truncation import lowest_of
 
 ROUNDS: Final = tl.constexpr(gumbel_noise.ROUNDS)
@@ -147,8 +148,27 @@ class TritonSampling(TorchSampling):
         tokens: RowTokens,
         edits: LogitEdits[torch.Tensor],
         counts_SV: torch.Tensor,
+        rules: SamplingRules[torch.Tensor] | None = None,
     ) -> None:
-        triton_edits.edit_all(logits_SV, tokens, edits, counts_SV)
+        triton_edits.edit_entries_of(logits_SV, tokens, edits)
+        if rules is not None:
+            triton_rules.apply_rules(logits_SV, tokens, edits.prompt_S, rules)
+        triton_edits.penalize_all(logits_SV, tokens, edits, counts_SV)
+
+    def keep_logits(
+        self, logits_SV: torch.Tensor, rules: SamplingRules[torch.Tensor], kept_MV: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return triton_logprobs.keep_logits(logits_SV, rules, kept_MV)
+
+    def report(
+        self,
+        logits_SV: torch.Tensor,
+        ids_S: torch.Tensor,
+        rules: SamplingRules[torch.Tensor],
+        kept_MV: torch.Tensor,
+        noted: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        return triton_logprobs.report(logits_SV, ids_S, rules, kept_MV, noted)
 
     def choose_all(
         self,

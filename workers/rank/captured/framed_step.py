@@ -8,13 +8,13 @@ Made by rank/start/captures.py; filled by batch.py, replayed by model_runner.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from tandem.workers.attention.backend import DECODE_QUERIES, KVTensors
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, OnDevice
 from tandem.workers.graphs.graph_runner import Outputs
 from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
 from tandem.workers.kernels.lora_ops import AdapterRows
@@ -25,6 +25,9 @@ from tandem.workers.planning.graph_room import CaptureSize
 from tandem.workers.platforms.device_rows import NO_PLACE, NOT_FINITE_ID, FramedRows, StepRows, StepTensors
 from tandem.workers.rank.captured.frame import Frame, PaddingRows, with_room
 from tandem.workers.sampling.sampling_table import CapturedSampling
+
+if TYPE_CHECKING:
+    from tandem.workers.rank.captured.ruled_draw import DrawReplay
 
 Clear = Callable[[torch.Tensor], None]
 """Zeroes slots of the cache."""
@@ -64,12 +67,13 @@ class StepParts:
 
 
 class FramedStep:
-    """A StaticStep."""
+    """A StaticStep. ruled: what draws behind it where some row has rules; None: nothing does."""
 
     def __init__(self, parts: StepParts, size: CaptureSize) -> None:
         self._parts = parts
         self.size = size
         self.frame = Frame(size, parts.spare, parts.memory, drafts=parts.max_drafts > 0)
+        self.ruled: DrawReplay | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -84,9 +88,13 @@ class FramedStep:
         return self._parts.room
 
     @property
+    def ops(self) -> FixedSampling | None:
+        return self._parts.ops
+
+    @property
     def draws(self) -> bool:
         """True if it draws the tokens of rows that one sequence of calls serves."""
-        return self._parts.ops is not None
+        return self.ops is not None
 
     @property
     def adds(self) -> bool:
@@ -146,34 +154,48 @@ class FramedStep:
         parts, sent = self._parts, self.frame.arrays
         logits_SV = parts.room.logits_SV[: self.num_samples]
         tokens = RowTokens(parts.tokens_NL, sent.rows_R[sent.place_T[sent.logits_rows_S]], positions_S)
-        ops.edit_all(logits_SV, tokens, self._edits(), parts.counts_SV[: self.num_samples])
+        ops.edit_all(logits_SV, tokens, row_edits(sent), parts.counts_SV[: self.num_samples])
         best_S, ids_S = ops.best(logits_SV)
-        ops.choose_all(logits_SV, best_S, ids_S, positions_S, self._random_rows(ids_S.device))
-        has_drafts = len(drafts_S) > 0
-        if has_drafts:
-            ids_S = torch.where(torch.isfinite(best_S), ids_S, NOT_FINITE_ID)
-        sampled_XS = ids_S.new_zeros((2 + has_drafts, self.num_samples))
-        sampled_XS[0] = ids_S
-        sampled_XS[1].view(torch.float32)[: self.num_samples] = best_S
-        if has_drafts:
-            sampled_XS[2] = drafts_S
-        if parts.adds:
-            if has_drafts:
-                clean_rejected(parts.clear, slots_GS, ids_S, drafts_S, parts.kv)
-            parts.rows.add(sent, parts.max_drafts, drafts_S if has_drafts else None, ids_S)
-        return sampled_XS
+        ops.choose_all(logits_SV, best_S, ids_S, positions_S, random_rows(sent, self.num_samples, ids_S.device))
+        return packed_draws(parts, sent, ids_S, best_S, slots_GS, drafts_S)
 
-    def _edits(self) -> LogitEdits[torch.Tensor]:
-        """Returns the edits of all logits."""
-        sent = self.frame.arrays._asdict()
-        return LogitEdits[torch.Tensor](*(sent[name] for name in LogitEdits._fields))
 
-    def _random_rows(self, device: torch.device) -> RandomRows:
-        """Returns the parameters of all tokens that are sampled."""
-        sent = self.frame.arrays
-        columns = (sent.factor_S, sent.lowest_S, sent.top_k_S, sent.top_p_S, sent.seed_S, sent.choice_S)
-        there = [torch.arange(self.num_samples, device=device), *(column for column in columns if column is not None)]
-        return RandomRows(*map(arrived, there))
+def packed_draws(
+    parts: StepParts,
+    sent: OnDevice,
+    ids_S: torch.Tensor,
+    best_S: torch.Tensor,
+    slots_GS: torch.Tensor,
+    drafts_S: torch.Tensor,
+) -> torch.Tensor:
+    """Returns sampled_XS of what was drawn; adds the tokens where this rank is a group of its own. drafts_S: empty
+    where there are none."""
+    has_drafts = len(drafts_S) > 0
+    if has_drafts:
+        ids_S = torch.where(torch.isfinite(best_S), ids_S, NOT_FINITE_ID)
+    sampled_XS = ids_S.new_zeros((2 + has_drafts, len(ids_S)))
+    sampled_XS[0] = ids_S
+    sampled_XS[1].view(torch.float32)[: len(ids_S)] = best_S
+    if has_drafts:
+        sampled_XS[2] = drafts_S
+    if parts.adds:
+        if has_drafts:
+            clean_rejected(parts.clear, slots_GS, ids_S, drafts_S, parts.kv)
+        parts.rows.add(sent, parts.max_drafts, drafts_S if has_drafts else None, ids_S)
+    return sampled_XS
+
+
+def row_edits(sent: OnDevice) -> LogitEdits[torch.Tensor]:
+    """Returns the edits of all logits."""
+    arrays = sent._asdict()
+    return LogitEdits[torch.Tensor](*(arrays[name] for name in LogitEdits._fields))
+
+
+def random_rows(sent: OnDevice, count: int, device: torch.device) -> RandomRows:
+    """Returns the parameters of all tokens that are sampled."""
+    columns = (sent.factor_S, sent.lowest_S, sent.top_k_S, sent.top_p_S, sent.seed_S, sent.choice_S)
+    there = [torch.arange(count, device=device), *(column for column in columns if column is not None)]
+    return RandomRows(*map(arrived, there))
 
 
 def clean_rejected(

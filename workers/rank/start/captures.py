@@ -19,6 +19,7 @@ from tandem.workers.attention.backend import DECODE_QUERIES, KVTensors
 from tandem.workers.attention.forward_batch import StepShape
 from tandem.workers.graphs.graph_runner import StartGraphs
 from tandem.workers.kernels.sampling_ops import FixedSampling, SamplingOps
+from tandem.workers.kernels.sampling_rules import ReportOps
 from tandem.workers.messages.handshake import ELSEWHERE, CaptureReport
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.planning.graph_room import CaptureSize, capture_sizes
@@ -26,6 +27,7 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import DeviceRows, FramedRows
 from tandem.workers.rank.captured.frame import PaddingRows
 from tandem.workers.rank.captured.framed_step import Clear, FramedStep, StepParts
+from tandem.workers.rank.captured.ruled_draw import DrawReplay, RuledDraw, draw_memory
 
 log = logging.getLogger(__name__)
 PROGRESS_S = 5.0
@@ -83,14 +85,40 @@ def capture_steps(
     own = _captured(graphs, parts, keys, began_s, used_bytes)
     failures = dict(zip(by_room, _agreed(own, context, platform.device), strict=True))
     graphs.drop((keys[size], size.num_tokens) for size, why in failures.items() if why is not None)
+    counts = {size.num_samples for size, why in failures.items() if why is None}
+    draws, undrawn = _ruled_draws(graphs, parts, [*counts], platform) if isinstance(fixed, ReportOps) else ({}, {})
     for size, why in failures.items():
         if why is None and (captured := graphs.find(keys[size], size.num_tokens)) is not None:
             captured.launch()  # the device gets what the first replay takes there
+            assert isinstance(captured.step, FramedStep)
+            captured.step.ruled = draws.get(size.num_samples)
     platform.accelerator.event().wait()
-    failed = {_words(size): why for size, why in failures.items() if why is not None}
+    failed = {**{_words(size): why for size, why in failures.items() if why is not None}, **undrawn}
     if failed:
-        log.warning("%d of %d kinds of steps have no capture, so they run eagerly: %s", len(failed), len(sizes), failed)
-    return CaptureReport(len(sizes) - len(failed), failed, time.perf_counter() - began_s, used_bytes())
+        log.warning(
+            "%d of %d kinds of steps have no capture, so these run eagerly: %s", len(failed), len(sizes), failed
+        )
+    return CaptureReport(
+        len(sizes) + len(draws) + len(undrawn) - len(failed), failed, time.perf_counter() - began_s, used_bytes()
+    )
+
+
+def _ruled_draws(
+    graphs: StartGraphs, parts: StepParts, counts: Sequence[int], platform: Platform
+) -> tuple[dict[int, DrawReplay], dict[str, str]]:
+    """Captures draws with rules, of so many tokens each; returns them, and why others could not be."""
+    made, failed = dict[int, DrawReplay](), dict[str, str]()
+    memory = draw_memory(parts, max(counts), platform.zeros)
+    for count in sorted(counts, reverse=True):
+        draw = RuledDraw(parts, count, memory)
+        draw.pad()
+        captured = graphs.capture_apart(draw.run)
+        if isinstance(captured, str):
+            failed[f"draws of {count} tokens"] = captured
+            continue
+        made[count] = DrawReplay(draw, *captured)
+        captured[0]()
+    return made, failed
 
 
 def _parts(
