@@ -295,7 +295,7 @@ def launch_sampling() -> None:
     from tandem.workers.kernels.sampling_ops import Draws
     from tandem.workers.kernels.sampling_rules import HEADER, SamplingRules
     from tandem.workers.kernels.step_arrays import sending_with
-    from tandem.workers.kernels.triton.triton_sampling import PROGRAMS, TritonSampling
+    from tandem.workers.kernels.triton.sampling.triton_sampling import PROGRAMS, TritonSampling
 
     kinds = [torch.float32] * 3 + [torch.int64] + [torch.int32] * 3 + [torch.float32]
     for rows, vocab in ((1, 151_936), (PROGRAMS, 50_257)):

@@ -46,8 +46,8 @@ from tandem.workers.sampling.logprobs import best_of
 from tandem.workers.sampling.processors.penalties import penalize
 from tandem.workers.sampling.processors.thinking_budget import DeviceSpans
 
-MOST_UNREAD = 16
-"""Tokens of a row that the host has not read, at most."""
+MOST_UNREAD, MARK = 8, 4
+"""Tokens of a row that the host has not read, and of a mark of thinking, at most."""
 P = TypeVar("P", bound=Platform)
 
 
@@ -149,6 +149,7 @@ def ruled(
     header_SH = at(numbers_I, rules.begin_S, HEADER)
     own_SL = tokens.tokens_NL[tokens.rows_S]
     span_SC = at(numbers_I, header_SH[:, THINKING], SPAN + 2 * MARK_TOKENS).long()
+    span_SC = torch.cat((span_SC[:, : SPAN + MARK], span_SC[:, SPAN + MARK_TOKENS :][:, :MARK]), 1)
     spans = DeviceSpans(
         lambda columns_SK: own_SL.gather(1, columns_SK.clamp(0, own_SL.shape[1] - 1)), positions_S, span_SC
     )

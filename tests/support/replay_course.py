@@ -145,7 +145,8 @@ def _platform(case: CourseCase, context: ParallelContext, ran: Ran) -> Platform:
     def capture(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
         ran.num_captured += 1
         replay, outputs = chosen(body)
-        if not case.fails_early and case.fails == context.rank and len(outputs[0]) >= case.fails_at:
+        is_step = len(outputs) > 1
+        if not case.fails_early and case.fails == context.rank and is_step and len(outputs[0]) >= case.fails_at:
             raise torch.OutOfMemoryError("no memory for a graph")
         return replay, outputs
 

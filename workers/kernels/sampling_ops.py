@@ -10,7 +10,7 @@ top_k: the k best, ties included. top_p: the fewest best ones whose share of wha
 least. Weights are multiples of 2^-34 of float32 operations that are rounded once each, so their sums in float64 are
 exact: every implementation, in whatever order it adds, draws the same token from the same logits.
 
-Called by workers/sampling/sampler.py; compiled for CPUs in cpu_sampling.py, for GPUs in triton/triton_sampling.py. S
+Called by workers/sampling/sampler.py; compiled for CPUs in cpu_sampling.py, for GPUs in triton/sampling. S
 rows of a step, R of them random, V vocabulary, B buckets.
 """
 

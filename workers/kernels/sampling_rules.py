@@ -7,7 +7,7 @@ Behind the edits of logit_edits.py, and ahead of penalties, which leave what is 
     logit = logit + 1e9      of the next token of the end mark, where the thinking is over its budget
     log probability          of the model's own logits, before all of it
 
-Made by sampling/step_rules.py; carried out in triton/triton_rules.py and triton/triton_logprobs.py. S places, I
+Made by sampling/step_rules.py; carried out in triton/sampling/triton_rules.py and triton_logprobs.py. S places, I
 integers, V vocabulary.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 T = TypeVar("T")
 PREFERENCE: Final = 1e9
-"""What is added to the logit of a token that is preferred to anything else."""
+"""Addition to the logit of a token that is preferred to anything else."""
 HEADER: Final = 7
 """The numbers of a place: where its mask, its words, its thinking and the ids that it names begin, -1 for none; how
 many best tokens it reports, -1 without log probabilities; the memory of its logits, -1 for none; the token by which its
@@ -31,8 +31,8 @@ MOST_WORDS: Final = 64
 MARK_TOKENS: Final = 16
 """Tokens of a mark of thinking, at most. A row has the numbers below, then both marks, each in so many places."""
 SPAN: Final = 7
-"""Whether the host's last token is inside, tokens of the thinking, tokens since the last mark, the budget, the tokens
-that the host has read, and the lengths of both marks."""
+"""Numbers: whether the host's last token is inside, tokens of the thinking, tokens since the last mark, the budget, the
+tokens that the host has read, and the lengths of both marks."""
 MOST_TOP: Final = 20
 """Tokens whose log probabilities a place reports, best or named ones, beside the chosen one's."""
 REPORT: Final = 2 + 2 * MOST_TOP

@@ -19,7 +19,7 @@ from tandem.workers.messages.step import StepPlan
 from tandem.workers.planning.graph_room import most_edits
 from tandem.workers.platforms.device_rows import DeviceRows, Ints, StepDrafts, StepRows, StepTensors
 from tandem.workers.rank.captured.framed_step import FramedStep
-from tandem.workers.rank.captured.ruled_draw import RuledSampling, ruled_sampling
+from tandem.workers.rank.captured.ruled_draw import DrawReplay, RuledPlaces, RuledSampling, ruled_sampling
 from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens
@@ -83,10 +83,12 @@ def build_batch(
     drafts: Drafts | None = None,
     prepare: Prepare | None = None,
     framed: FramedStep | None = None,
+    ruled_by: DrawReplay | None = None,
 ) -> StepBatch:
     """The batch of a plan that has work; the table has applied the plan and holds the drafts that the host has
     proposed. Advances the rows' computed counts. device_rows: of this table. prepare: on the rank that samples; what it
-    sends goes with the rows. framed: the captured step that this one becomes."""
+    sends goes with the rows. framed: the captured step that this one becomes; ruled_by: may draw its tokens
+    behind it."""
     count = len(plan.work)
     rows_R = np.fromiter((w.row for w in plan.work), np.int64, count)
     lens_R = np.fromiter((w.num_tokens for w in plan.work), np.int64, count)
@@ -119,7 +121,9 @@ def build_batch(
         own = table.sampling.captured(sample_rows_S, table.prompt_len[sample_rows_S], most_edits(framed.num_samples))
         read_rows = None if own is None else own.read_rows
         if own is None and len(row_S):
-            ruled = ruled_sampling(framed.ruled, table, framed.ops, sample_rows_S, positions_S)
+            read_S = table.num_known[sample_rows_S] - table.num_unread[sample_rows_S]
+            places = RuledPlaces(sample_rows_S, positions_S, table.prompt_len[sample_rows_S], read_S, table.history)
+            ruled = ruled_sampling(ruled_by, table.sampling, framed.ops, places)
     if ruled is not None:
         read_rows = ruled.read_rows
         if not ruled.prepares_late:

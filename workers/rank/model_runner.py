@@ -175,7 +175,8 @@ class ModelRunner:
     def make_captures(self, sizes: Sequence[CaptureSize], max_drafts: int) -> None:
         """Captures steps, in step with all ranks of the stage, where the platform does so before the first one."""
         kv, parts = self.kv, (self._context, self._platform, sizes, self._ops, max_drafts)
-        self.captures = capture_steps(self._model, kv.tensors, kv.clear_on_device, self._rows, *parts)
+        made = capture_steps(self._model, kv.tensors, kv.clear_on_device, self._rows, *parts)
+        self.captures, self._replays.draws_of = made.report, made.draws_of
         self._replays.graphs = self._model.graphs if isinstance(self._model.graphs, StartGraphs) else None
 
     @torch.inference_mode()
@@ -292,7 +293,8 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, drafts: Drafts | None) -> _Computed:
         if self._steps and self._samples and self._waits_for_tokens(plan):
             self.settle(self._steps[-1])
-        batch = build_batch(plan, self._table, self._rows, drafts, self._prepare, self._replays.step)
+        replays = self._replays
+        batch = build_batch(plan, self._table, self._rows, drafts, self._prepare, replays.step, replays.ruled)
         computed = self._run(plan, batch, drafts, self._tensors())
         self._awaits.clear()
         return computed

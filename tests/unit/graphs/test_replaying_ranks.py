@@ -60,7 +60,7 @@ def test_a_capture_that_fails_on_one_rank_is_dropped_on_both(ranks: RankProcesse
     for rank, one in enumerate(told):
         assert one.report is not None
         assert one.report.failures == {"4 tokens, 10 blocks": why[rank]}
-        assert one.report.num_captures == 2
+        assert one.report.num_captures == 2 + 2 * (rank == 0), "one rank samples"
         assert 0 < one.num_replays < whole[rank].num_replays, "steps of three rows run eagerly"
     assert told[0].tokens == whole[0].tokens
 

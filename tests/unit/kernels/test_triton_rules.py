@@ -16,8 +16,9 @@ from tandem.workers.messages.step import RowSampling
 from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.sampling.logprobs import RawLogprobs, ReportedLogprobs
 from tandem.workers.sampling.sampling_table import SamplingTable
+from tests.support import platforms
 from tests.support.interpreted import DEVICE, computes, run_in_interpreter, starts
-from tests.support.platforms import MOST_UNREAD, FixedTwin
+from tests.support.platforms import FixedTwin
 from tests.unit.sampling.chain_now import apply_chain
 
 pytest.importorskip("triton")
@@ -31,7 +32,7 @@ def test_in_the_interpreter() -> None:
 
 
 def kernels() -> Any:
-    from tandem.workers.kernels.triton.triton_sampling import TritonSampling
+    from tandem.workers.kernels.triton.sampling.triton_sampling import TritonSampling
 
     return TritonSampling()
 
@@ -82,7 +83,7 @@ class Places:
         self.logits = torch.randn(self.count, vocab, generator=torch.Generator().manual_seed(seed)) * 4
         self.logits[1, vocab // 2] = float("-inf")
         least_S = [min(self.positions_S[self.rows_S == row]) for row in self.rows_S]  # the same of all places of a row
-        behind = np.array([rng.randrange(MOST_UNREAD - 8) for _ in range(rows)])
+        behind = np.array([rng.randrange(8) for _ in range(rows)])
         read_S = np.maximum(self.prompts[self.rows_S], least_S - behind[self.rows_S])
         self.rules = self.table.rules(self.rows_S, read_S, self.history)
         own = self.table.captured(self.rows_S, self.prompts[self.rows_S], MOST, with_rules=True)
@@ -101,8 +102,9 @@ class Places:
 
 @computes
 @pytest.mark.parametrize(("vocab", "width"), [(5, 24), (40, 28), (5_003, 30)])
-def test_logits_change_as_the_processors_say(vocab: int, width: int) -> None:
+def test_logits_change_as_the_processors_say(vocab: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Places of one row behind each other, tokens that the host has not read, padding; the twin's too."""
+    monkeypatch.setattr(platforms, "MOST_UNREAD", width)
     changed = 0
     for seed in range(8):
         step = Places(seed, vocab, width)

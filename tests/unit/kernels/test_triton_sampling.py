@@ -17,7 +17,7 @@ from tests.unit.sampling.sampling_kinds import draws_of
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-_noise = pytest.importorskip("tandem.workers.kernels.triton.triton_sampling")._noise
+_noise = pytest.importorskip("tandem.workers.kernels.triton.sampling.triton_sampling")._noise
 once = pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
 SEND = sending_with(lambda host: host.to(DEVICE))
 
@@ -37,7 +37,7 @@ def draw(ops: SamplingOps, logits: torch.Tensor, positions: list[int], **columns
 
 
 def kernels() -> SamplingOps:
-    from tandem.workers.kernels.triton.triton_sampling import TritonSampling
+    from tandem.workers.kernels.triton.sampling.triton_sampling import TritonSampling
 
     return TritonSampling()
 
@@ -105,7 +105,7 @@ def test_a_row_in_parts_of_qwens_vocabulary() -> None:
 @computes
 def test_of_equal_scores_the_lower_id_wins() -> None:
     """Of parts of a row; a row without any gets the last id, one with a factor of 0 keeps its own."""
-    from tandem.workers.kernels.triton.triton_sampling import choose_part
+    from tandem.workers.kernels.triton.sampling.triton_sampling import choose_part
 
     scores = torch.tensor([[1.0, 3.0, 3.0, 2.0], [float("-inf")] * 4, [1.0] * 4], device=DEVICE)
     part_ids = torch.tensor([[5, 900, 300, 1], [2**31 - 1] * 4, [4] * 4], dtype=torch.int32, device=DEVICE)
@@ -167,7 +167,7 @@ def rows_of(vocab: int, generator: np.random.Generator) -> Any:
 def test_rows_are_cut_where_a_sort_says(vocab: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By candidates, and by the row itself where there is no room for them; of memory full of NaN, each row by limits
     and a temperature of its own."""
-    truncation = pytest.importorskip("tandem.workers.kernels.triton.triton_truncation")
+    truncation = pytest.importorskip("tandem.workers.kernels.triton.sampling.triton_truncation")
     monkeypatch.setattr(truncation, "ROOM", room)
     empty = torch.empty
     poisoned = lambda *size, **given: empty(*size, **given).fill_(float("nan"))  # noqa: E731
@@ -250,7 +250,7 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]
 @once
 def test_edits_and_draws_of_any_mix_are_eleven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same ones, whatever rows ask."""
-    from tandem.workers.kernels.triton import triton_edits, triton_sampling, triton_truncation
+    from tandem.workers.kernels.triton.sampling import triton_edits, triton_sampling, triton_truncation
 
     found: list[list[str]] = []
     for limits in ({}, {"top_k": [3, 0, 5], "top_p": [0.1, 0.5, 1.0]}):

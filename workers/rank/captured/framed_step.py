@@ -8,7 +8,7 @@ Made by rank/start/captures.py; filled by batch.py, replayed by model_runner.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from tandem.workers.planning.graph_room import CaptureSize
 from tandem.workers.platforms.device_rows import NO_PLACE, NOT_FINITE_ID, FramedRows, StepRows, StepTensors
 from tandem.workers.rank.captured.frame import Frame, PaddingRows, with_room
 from tandem.workers.sampling.sampling_table import CapturedSampling
-
-if TYPE_CHECKING:
-    from tandem.workers.rank.captured.ruled_draw import DrawReplay
 
 Clear = Callable[[torch.Tensor], None]
 """Zeroes slots of the cache."""
@@ -67,13 +64,12 @@ class StepParts:
 
 
 class FramedStep:
-    """A StaticStep. ruled: what draws behind it where some row has rules; None: nothing does."""
+    """A StaticStep."""
 
     def __init__(self, parts: StepParts, size: CaptureSize) -> None:
         self._parts = parts
         self.size = size
         self.frame = Frame(size, parts.spare, parts.memory, drafts=parts.max_drafts > 0)
-        self.ruled: DrawReplay | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,7 @@ layers, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,10 @@ from tandem.workers.planning.graph_room import MOST_KEPT, draw_bytes, most_edits
 from tandem.workers.platforms.step_buffer import places_of, views_of
 from tandem.workers.rank.captured.frame import NEEDED, sampling_arrays
 from tandem.workers.rank.captured.framed_step import ReplayOutcome, StepParts, packed_draws, random_rows, row_edits
-from tandem.workers.rank.row_table import RowTable
 from tandem.workers.sampling.logprobs import ReportedLogprobs
-from tandem.workers.sampling.processors.logits_processor import SampledRows
+from tandem.workers.sampling.processors.logits_processor import History, SampledRows
 from tandem.workers.sampling.sampler import Drawn
-from tandem.workers.sampling.sampling_table import EDITS, CapturedSampling
+from tandem.workers.sampling.sampling_table import EDITS, CapturedSampling, SamplingTable
 from tandem.workers.sampling.step_rules import StepRules
 
 Ints = npt.NDArray[np.int64]
@@ -135,20 +134,30 @@ class DrawReplay:
     outputs: Outputs
 
 
+class RuledPlaces(NamedTuple):
+    """The places of a step, int64 [S], with the arguments of Sampling; read_S: the tokens of each row that the host has
+    read."""
+
+    rows_S: Ints
+    positions_S: Ints
+    prompt_len_S: Ints
+    read_S: Ints
+    history: History
+
+
 class RuledSampling:
     """The choice of one step's tokens, from arrays that are sent with the step's, but for masks of grammars."""
 
     def __init__(
         self,
         captured: DrawReplay,
-        table: RowTable,
+        table: SamplingTable,
         ops: FixedSampling,
-        given: tuple[Ints, Ints],
+        places: RuledPlaces,
         sampling: CapturedSampling,
         rules: StepRules,
     ) -> None:
-        self._captured, self._table, self._ops = captured, table, ops
-        self._rows_S, self._positions_S = given
+        self._captured, self._table, self._ops, self._places = captured, table, ops, places
         self._sampling, self._rules = sampling, rules
         self._packed: Sent | None = None
 
@@ -165,7 +174,7 @@ class RuledSampling:
         """Sends the arrays."""
         if self._rules.masks:
             self._mask(send)
-        self._packed = send(self._captured.draw.packed(self._sampling, self._rows_S, self._rules))
+        self._packed = send(self._captured.draw.packed(self._sampling, self._places.rows_S, self._rules))
 
     def draw(self, outcome: ReplayOutcome, to_host: Callable[[torch.Tensor], torch.Tensor]) -> Drawn:
         """Replays the choice behind the step's replay. to_host: copies to the host, maybe later; called once."""
@@ -177,34 +186,31 @@ class RuledSampling:
         host = to_host(flat if self._rules.wanted else flat[:size])
         if self._rules.wanted:
             reported = ReportedLogprobs(host[size:].view(torch.int32).view(-1, REPORT), self._rules.wanted)
-        edited_S = self._table.sampling.flags[self._rows_S] & EDITS > 0
+        edited_S = self._table.flags[self._places.rows_S] & EDITS > 0
         shape = (size // draw.num_samples, draw.num_samples)
         return Drawn.captured(flat[:size].view(shape), host[:size].view(shape), edited_S, reported)
 
     def _mask(self, send: Send) -> None:
         """Adds the masks of grammars."""
-        places, grammars = np.array(sorted(self._rules.masks), np.int64), self._table.sampling.grammars
-        rows = SampledRows(
-            places, self._rows_S[places], self._positions_S[places], self._table.history, send, self._ops
-        )
+        own, grammars = self._places, self._table.grammars
+        places = np.array(sorted(self._rules.masks), np.int64)
+        rows = SampledRows(places, own.rows_S[places], own.positions_S[places], own.history, send, self._ops)
         bits_PW, may_end = grammars.masks(rows)
         ends = {int(places[at]): grammars.end_of(int(rows.rows_P[at])) for at in may_end}
         self._rules.mask(places.tolist(), bits_PW, ends)
 
 
 def ruled_sampling(
-    captured: DrawReplay | None, table: RowTable, ops: Any, rows_S: Ints, positions_S: Ints
+    captured: DrawReplay | None, table: SamplingTable, ops: FixedSampling | None, places: RuledPlaces
 ) -> RuledSampling | None:
-    """Returns how a capture chooses a step's tokens; None where it does not. Arguments as for Sampling."""
-    if captured is None or not isinstance(ops, FixedSampling):
+    """Returns how a capture chooses a step's tokens; None where it does not."""
+    if captured is None or ops is None:
         return None
-    own = table.sampling.captured(rows_S, table.prompt_len[rows_S], captured.draw.most_edits, with_rules=True)
+    own = table.captured(places.rows_S, places.prompt_len_S, captured.draw.most_edits, with_rules=True)
     if own is None:
         return None
-    rules = table.sampling.rules(rows_S, table.num_known[rows_S] - table.num_unread[rows_S], table.history)
-    if not captured.draw.has_room(rules):
-        return None
-    return RuledSampling(captured, table, ops, (rows_S, positions_S), own, rules)
+    rules = table.rules(places.rows_S, places.read_S, places.history)
+    return RuledSampling(captured, table, ops, places, own, rules) if captured.draw.has_room(rules) else None
 
 
 def draw_memory(

@@ -9,6 +9,7 @@ are replayed.
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -46,6 +47,14 @@ def sizes_of(decoder: Decoder, kv: KVTensors, settings: EngineSettings, max_mode
     return [size for size in sizes if decoder.captures_adapters or not size.has_adapters]
 
 
+class StartCaptures(NamedTuple):
+    """The captures that a start has made beside the steps', and what it reports of all. draws_of: draws with rules, by
+    the number of their tokens."""
+
+    report: CaptureReport | None
+    draws_of: dict[int, DrawReplay]
+
+
 @torch.no_grad()
 def capture_steps(
     decoder: Decoder,
@@ -57,18 +66,18 @@ def capture_steps(
     sizes: Sequence[CaptureSize],
     ops: SamplingOps | None = None,
     max_drafts: int = 0,
-) -> CaptureReport | None:
-    """Makes the captures, in step with all ranks of the stage, and replays each once. None where captures are made as
-    steps come. ops: on the rank that samples."""
+) -> StartCaptures:
+    """Makes the captures, in step with all ranks of the stage, and replays each once. No report where captures are made
+    as steps come. ops: on the rank that samples."""
     graphs, began_s = decoder.graphs, time.perf_counter()
     if not isinstance(graphs, StartGraphs) or not isinstance(rows, FramedRows):
-        return None
+        return StartCaptures(None, {})
     own_number = crc32(repr(sizes).encode()) if graphs.can_replay else 0
     if not _have_all(own_number, context, platform.device):
         graphs.can_replay = False  # such as with streamed layers on one of them
         log.warning("no step is captured: ranks of this stage differ in what they can replay")
     if not sizes or not graphs.can_replay:
-        return None
+        return StartCaptures(None, {})
     log.info("capturing %d kinds of steps", len(sizes))
     free = platform.memory()
 
@@ -90,17 +99,15 @@ def capture_steps(
     for size, why in failures.items():
         if why is None and (captured := graphs.find(keys[size], size.num_tokens)) is not None:
             captured.launch()  # the device gets what the first replay takes there
-            assert isinstance(captured.step, FramedStep)
-            captured.step.ruled = draws.get(size.num_samples)
     platform.accelerator.event().wait()
     failed = {**{_words(size): why for size, why in failures.items() if why is not None}, **undrawn}
     if failed:
         log.warning(
             "%d of %d kinds of steps have no capture, so these run eagerly: %s", len(failed), len(sizes), failed
         )
-    return CaptureReport(
-        len(sizes) + len(draws) + len(undrawn) - len(failed), failed, time.perf_counter() - began_s, used_bytes()
-    )
+    count = len(sizes) + len(draws) + len(undrawn) - len(failed)
+    report = CaptureReport(count, failed, time.perf_counter() - began_s, used_bytes())
+    return StartCaptures(report, draws)
 
 
 def _ruled_draws(

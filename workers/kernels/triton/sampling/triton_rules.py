@@ -35,7 +35,7 @@ PROGRAMS: Final = 1024
 
 @triton.jit
 def _ends_with(own, end, mark, size):
-    """Whether the tokens before `end` end with the first ones of a mark."""
+    """Returns whether the tokens before `end` end with the first ones of a mark."""
     lane = tl.arange(0, MARK_TOKENS)
     is_in = lane < size
     token = tl.load(own + (end - size + lane), mask=is_in & (end - size + lane >= 0), other=-1)

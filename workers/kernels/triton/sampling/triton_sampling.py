@@ -21,8 +21,8 @@ from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
 from tandem.workers.kernels.sampling_ops import Draws, DrawTokens, RandomRows, TorchSampling
 from tandem.workers.kernels.sampling_rules import SamplingRules
 from tandem.workers.kernels.step_arrays import Send
-from tandem.workers.kernels.triton import triton_edits, triton_logprobs, triton_rules
-from tandem.workers.kernels.triton.triton_truncation import lowest_of
+from tandem.workers.kernels.triton.sampling import triton_edits, triton_logprobs, triton_rules
+from tandem.workers.kernels.triton.sampling.triton_truncation import lowest_of
 
 ROUNDS: Final = tl.constexpr(gumbel_noise.ROUNDS)
 BELOW_ONE: Final = tl.constexpr(gumbel_noise.BELOW_ONE)
