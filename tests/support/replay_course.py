@@ -65,12 +65,14 @@ class CourseCase:
 
 @dataclass
 class Ran:
-    """Tokens by row, and the steps that were said to be replayed, on the rank that samples; logits of each step."""
+    """Tokens by row, and the steps that were said to be replayed, on the rank that samples; logits of each step.
+    num_drawn_behind: replayed steps whose tokens no capture has drawn."""
 
     tokens: list[list[int]] = field(default_factory=lambda: [[] for _ in PROMPTS])
     logits: list[torch.Tensor] = field(default_factory=list)
     num_replays: int = 0
     num_said_replayed: int = 0
+    num_drawn_behind: int = 0
     num_captured: int = 0
     num_captured_late: int = 0
     report: CaptureReport | None = None
@@ -110,6 +112,8 @@ def run_course(case: CourseCase, context: ParallelContext, share: object = None)
         loaded.grammars.compile("form", regex("[a-z ,.]*"))
     forward = runner._forward
     runner._forward = lambda *step: _noted(ran, forward(*step))  # type: ignore[method-assign]
+    draw = runner._draw
+    runner._draw = lambda *step: _drawn(ran, runner, draw(*step))  # type: ignore[method-assign]
     _run(case, runner, ran)
     ran.num_captured_late = ran.num_captured - at_start
     ran.num_replays = loaded.decoder.graphs.num_replays
@@ -119,6 +123,11 @@ def run_course(case: CourseCase, context: ParallelContext, share: object = None)
 
 def _noted(ran: Ran, found: Any) -> Any:
     ran.logits.append(found[0].clone())
+    return found
+
+
+def _drawn(ran: Ran, runner: ModelRunner, found: Any) -> Any:
+    ran.num_drawn_behind += runner._replays.now is not None
     return found
 
 

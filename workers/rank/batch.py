@@ -121,9 +121,7 @@ def build_batch(
         own = table.sampling.captured(sample_rows_S, table.prompt_len[sample_rows_S], most_edits(framed.num_samples))
         read_rows = None if own is None else own.read_rows
         if own is None and len(row_S):
-            read_S = table.num_known[sample_rows_S] - table.num_unread[sample_rows_S]
-            places = RuledPlaces(sample_rows_S, positions_S, table.prompt_len[sample_rows_S], read_S, table.history)
-            ruled = ruled_sampling(ruled_by, table.sampling, framed.ops, places)
+            ruled = _ruled(table, sample_rows_S, positions_S, framed, ruled_by)
     if ruled is not None:
         read_rows = ruled.read_rows
         if not ruled.prepares_late:
@@ -152,6 +150,15 @@ def build_batch(
     tensors = device_rows.step(rows, beside)
     forward = _forward(tensors, rows, adapters, table.block_size)
     return StepBatch(forward, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, tensors.drafts_S)
+
+
+def _ruled(
+    table: RowTable, rows_S: Ints, positions_S: Ints, framed: FramedStep, captured: DrawReplay | None
+) -> RuledSampling | None:
+    """Returns how a capture behind the step's draws its tokens; None where none does."""
+    read_S = table.num_known[rows_S] - table.num_unread[rows_S]
+    places = RuledPlaces(rows_S, positions_S, table.prompt_len[rows_S], read_S, table.history)
+    return ruled_sampling(captured, table.sampling, framed.ops, places)
 
 
 def _samples(samples_R: npt.NDArray[np.bool_], num_drafts_R: Ints | None) -> tuple[Ints, Ints]:

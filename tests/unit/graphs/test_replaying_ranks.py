@@ -46,6 +46,7 @@ def test_replays_equal_eager_steps(
         assert len(mine.logits) == len(its.logits) and all(map(torch.equal, mine.logits, its.logits))
         assert mine.report is not None and not mine.report.failures
         assert mine.num_captured == mine.report.num_captures >= 3 and mine.num_captured_late == 0
+    assert not replayed[0].num_drawn_behind, "masks of grammars and bad words come to a capture behind the step's"
     assert replayed[0].tokens == padded[0].tokens and replayed[0].num_said_replayed == replayed[0].num_replays
     alone = course(ThreadRanks(), folder, 1, **given)[0]
     assert alone.tokens == replayed[0].tokens, "those of one rank"

@@ -8,7 +8,7 @@ are replayed.
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple
 from zlib import crc32
 
@@ -95,7 +95,8 @@ def capture_steps(
     failures = dict(zip(by_room, _agreed(own, context, platform.device), strict=True))
     graphs.drop((keys[size], size.num_tokens) for size, why in failures.items() if why is not None)
     counts = {size.num_samples for size, why in failures.items() if why is None}
-    draws, undrawn = _ruled_draws(graphs, parts, [*counts], platform) if isinstance(fixed, ReportOps) else ({}, {})
+    is_ruled = isinstance(fixed, ReportOps) and len(counts) > 0
+    draws, undrawn = _ruled_draws(graphs, parts, counts, platform) if is_ruled else ({}, {})
     for size, why in failures.items():
         if why is None and (captured := graphs.find(keys[size], size.num_tokens)) is not None:
             captured.launch()  # the device gets what the first replay takes there
@@ -111,11 +112,14 @@ def capture_steps(
 
 
 def _ruled_draws(
-    graphs: StartGraphs, parts: StepParts, counts: Sequence[int], platform: Platform
+    graphs: StartGraphs, parts: StepParts, counts: Collection[int], platform: Platform
 ) -> tuple[dict[int, DrawReplay], dict[str, str]]:
     """Captures draws with rules, of so many tokens each; returns them, and why others could not be."""
     made, failed = dict[int, DrawReplay](), dict[str, str]()
-    memory = draw_memory(parts, max(counts), platform.zeros)
+    try:
+        memory = draw_memory(parts, max(counts), platform.zeros)
+    except torch.OutOfMemoryError as error:
+        return made, {"draws with rules": str(error)}
     for count in sorted(counts, reverse=True):
         draw = RuledDraw(parts, count, memory)
         draw.pad()
