@@ -79,7 +79,7 @@ def init_parallel(
     )
     world = TorchCollectives(dist.group.WORLD, list(range(world_size)))
     stage = _stage_group(mesh, backend, ranks_on_node or world_size)
-    return ParallelContext(mesh, StepCollectives(stage, tp_size), world, dist.destroy_process_group)
+    return ParallelContext(mesh, StepCollectives(stage, tp_size, mesh.tp_rank), world, dist.destroy_process_group)
 
 
 def _open_store(rank: int, world_size: int, address: str, port: int, listener: socket.socket | None) -> dist.TCPStore:

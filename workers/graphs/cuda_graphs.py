@@ -43,7 +43,7 @@ class CudaGraphs:
         self._before_run()
         step.pad()
         try:
-            with self._tp.apart(step.num_tokens, step.num_samples):
+            with self._tp.apart(step.num_tokens, step.num_samples, by_shards=step.by_shards):
                 step.run()  # kernels are compiled, and what is made once per step's shape exists
         except torch.OutOfMemoryError as error:
             return str(error)

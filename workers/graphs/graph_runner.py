@@ -74,6 +74,11 @@ class StaticStep(Protocol):
     @property
     def num_samples(self) -> int: ...
 
+    @property
+    def by_shards(self) -> bool:
+        """True if ranks exchange pairs of a draw by shards in place of logits."""
+        ...
+
     def run(self) -> Outputs:
         """Gives the device the step's work. The first output has num_tokens elements."""
         ...

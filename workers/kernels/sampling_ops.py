@@ -119,6 +119,19 @@ class FixedSampling(SamplingOps, Protocol):
         """Overwrites ids_S of rows whose factor is not 0. rows: all of them, in order."""
         ...
 
+    def greatest(
+        self,
+        part_SV: torch.Tensor,
+        first_id: int,
+        best_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        rows: "RandomRows",
+    ) -> torch.Tensor:
+        """Returns the bits of the greatest sum of exponent and noise, and its first token, int32 [S, 2], of a part of
+        the vocabulary that begins with first_id; of rows whose factor is 0 anything. best_S: of the whole vocabulary.
+        rows: as above; they have no top-k or top-p."""
+        ...
+
 
 class TorchSampling:
     """The twin, for any device."""
@@ -153,6 +166,27 @@ class TorchSampling:
             scores.masked_fill_(scores < lowest[:, None], float("-inf"))
             scores += gumbel_noise(seed, choice, positions_S[at], logits_SV.shape[1])
             ids_S[at] = torch.where(factor == 0, ids_S[at], scores.argmax(1))
+
+    def greatest(
+        self,
+        part_SV: torch.Tensor,
+        first_id: int,
+        best_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        rows: "RandomRows",
+    ) -> torch.Tensor:
+        columns, end = (
+            (rows.at(), rows.factor(), rows.lowest(), rows.seed(), rows.choice()),
+            first_id + part_SV.shape[1],
+        )
+        found = []
+        for at, factor, lowest, seed, choice in _in_parts(columns, end):
+            scores = exponents(part_SV, best_S, at, factor)
+            scores.masked_fill_(scores < lowest[:, None], float("-inf"))
+            scores += gumbel_noise(seed, choice, positions_S[at], end)[:, first_id:]
+            ids = scores.argmax(1, keepdim=True)
+            found.append(torch.cat((scores.gather(1, ids).view(torch.int32), (ids + first_id).int()), 1))
+        return torch.cat(found)
 
     def prepare_keep(self, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32], send: Send) -> Change:
         at, words = send(places_P), send(bits_PW.view(np.int32))

@@ -52,7 +52,8 @@ TABLE_BYTES: Final = 24
 
 
 class CaptureSize(NamedTuple):
-    """A capture: the tokens that it has room for, the blocks of a row, the rows, and the tokens that are sampled."""
+    """A capture: the tokens that it has room for, the blocks of a row, the rows, and the tokens that are sampled.
+    by_shards: ranks of a stage draw them from their parts of the vocabulary."""
 
     num_tokens: int
     num_blocks: int
@@ -60,15 +61,20 @@ class CaptureSize(NamedTuple):
     has_chunks: bool
     num_rows: int
     num_samples: int
+    by_shards: bool = False
 
 
 def capture_sizes(
-    settings: EngineSettings, max_model_len: int, key_of: Callable[[int, bool], Hashable | None]
+    settings: EngineSettings,
+    max_model_len: int,
+    key_of: Callable[[int, bool], Hashable | None],
+    *,
+    by_shards: bool = False,
 ) -> list[CaptureSize]:
     """Returns the captures that a start makes, the hot ones first: those of decode steps of all rows with their drafts,
     then those with chunks of prompts; for short contexts, then for longer ones. key_of: what tells the calls of
     attention apart whose block tables have so many blocks, with chunks or without, each key getting its widest table;
-    None where they are not captured."""
+    None where they are not captured. by_shards: each of them also with a draw by shards."""
     if settings.model.enforce_eager:
         return []
     scheduler, samples, sizes = settings.scheduler, settings.most_samples, []
@@ -79,9 +85,11 @@ def capture_sizes(
         own = [bucket for place, bucket in enumerate(buckets) if not place or buckets[place - 1] < most]
         if has_chunks and most <= PADDED_QUERIES:
             continue  # there are none
-        for (place, width), has_adapters, tokens in product(enumerate(keys.values()), adapted, own):
+        kinds = product(enumerate(keys.values()), adapted, own, (True, False) if by_shards else (False,))
+        for (place, width), has_adapters, tokens, parts in kinds:
             rows = min(tokens, scheduler.max_num_seqs) + tokens // PADDED_QUERIES if has_chunks else tokens
-            sizes.append((place, CaptureSize(tokens, width, has_adapters, has_chunks, rows, min(tokens, samples))))
+            size = CaptureSize(tokens, width, has_adapters, has_chunks, rows, min(tokens, samples), parts)
+            sizes.append((place, size))
     return [size for _, size in sorted(sizes, key=lambda one: one[0])][:MAX_CAPTURES]
 
 
@@ -124,7 +132,8 @@ def _table_widths(block_size: int, max_model_len: int) -> list[int]:
 
 def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_bytes: int, max_model_len: int) -> int:
     """Returns the most bytes that a rank's captures take, whichever attention it has."""
-    sizes = capture_sizes(settings, max_model_len, lambda num_blocks, has_chunks: has_chunks)
+    by_shards = mesh.tp_size > 1
+    sizes = capture_sizes(settings, max_model_len, lambda num_blocks, has_chunks: has_chunks, by_shards=by_shards)
     if not sizes:
         return 0
     groups = kv_groups(settings, spec, max_model_len)

@@ -117,10 +117,11 @@ def build_batch(
     logits_rows_S = starts[1:][row_S] - back_S
     positions_S, beside, sampling, read_rows = end_R[row_S] + 1 - back_S, StepArrays(), None, None
     own = ruled = None
-    if prepare is not None and framed is not None and framed.draws:
+    draws = framed is not None and (framed.size.by_shards or (prepare is not None and framed.draws))
+    if framed is not None and draws:
         own = table.sampling.captured(sample_rows_S, table.prompt_len[sample_rows_S], most_edits(framed.num_samples))
         read_rows = None if own is None else own.read_rows
-        if own is None and len(row_S):
+        if own is None and prepare is not None and len(row_S):
             ruled = _ruled(table, sample_rows_S, positions_S, framed, ruled_by)
     if ruled is not None:
         read_rows = ruled.read_rows

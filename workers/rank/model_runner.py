@@ -267,7 +267,13 @@ class ModelRunner:
             int(table.num_blocks[rows_R].max()),
             has_adapters=bool((table.adapter_slots[rows_R] >= 0).any()),
             is_loaded=not self._awaits,
+            by_shards=self._model.has_shards and not self._needs_whole_logits(plan),
         )
+
+    def _needs_whole_logits(self, plan: StepPlan) -> bool:
+        """True if some row of the step samples as only the whole vocabulary says."""
+        rows = [work.row for work in plan.work if work.samples]
+        return self._table.sampling.needs_whole(np.array(rows, np.int64))
 
     def _propose(self, plan: StepPlan) -> Drafts | None:
         """Returns the step's drafts, which are guessed from all tokens sampled so far. Of a plan that counts for

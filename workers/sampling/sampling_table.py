@@ -144,6 +144,13 @@ class SamplingTable:
         draws.factor[flags_S & RANDOM == 0] = 0
         return CapturedSampling(draws, edits, read_rows)
 
+    def needs_whole(self, rows: Ints) -> bool:
+        """Returns whether some of these rows cannot be drawn from parts of the vocabulary: the best token and a draw
+        with min-p can, on all ranks alike."""
+        flags = self.flags[rows]
+        is_cut = (flags & RANDOM > 0) & ((self.top_k[rows] > 0) | (self.top_p[rows] < 1))
+        return bool((is_cut | (flags & (EDITS | LOGPROBS | BEHIND | RULED) > 0)).any())
+
     def rules(self, rows_S: Ints, read_S: Ints, history: History) -> StepRules:
         """Returns the rules of a step's places, all of which captured() serves with rules; without the masks of
         grammars. read_S: the tokens of each place's row that the host has read."""

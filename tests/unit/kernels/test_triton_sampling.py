@@ -143,6 +143,26 @@ def test_one_sequence_of_calls_serves_any_mix_of_rows() -> None:
     assert found[0] != greedy
 
 
+@computes
+def test_parts_of_a_vocabulary_give_what_the_whole_one_gives() -> None:
+    """Their greatest sums with noise, cut anywhere, in the twin too: the same token, also of rows with min-p."""
+    rows, vocab = 4, 1500
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    draws = draws_of(rows, temperature=[1, 1.3, 0.4, 2], min_p=[0, 0.1, 0, 0.02], seed=range(rows), choice=range(rows))
+    given = torch.arange(rows, device=DEVICE) * 7, RandomRows.sent(draws, SEND)
+    wanted: Any = None
+    for ops in (kernels(), TorchSampling()):
+        whole: Any = kernels()
+        best, ids = whole.best(logits)
+        whole.choose_all(logits, best, ids, *given)
+        parts = [(0, 517), (517, 640), (640, 1497), (1497, 1500)]
+        pairs = torch.stack([ops.greatest(logits[:, first:last], first, best, *given) for first, last in parts])  # type: ignore[attr-defined]
+        scores = pairs[..., 0].contiguous().view(torch.float32)
+        assert pairs[..., 1].gather(0, scores.argmax(0, keepdim=True))[0].tolist() == ids.tolist()
+        assert wanted is None or torch.equal(scores[torch.isfinite(scores)], wanted[torch.isfinite(wanted)])
+        wanted = scores
+
+
 LIMITS = [
     {"top_k": 40, "top_p": 0.9}, {"top_p": 0.95}, {"top_k": 2000, "top_p": 0.99, "min_p": 0.001}, {"top_k": 60},
     {"top_p": 1 - 2.0**-53}, {"top_p": 0.3, "min_p": 0.2}, {"top_p": 0.8}, {"top_k": 1}, {"top_p": 1e-300},

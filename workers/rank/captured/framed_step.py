@@ -24,6 +24,7 @@ from tandem.workers.models.decoder import Decoder, StepRoom
 from tandem.workers.planning.graph_room import CaptureSize
 from tandem.workers.platforms.device_rows import NO_PLACE, NOT_FINITE_ID, FramedRows, StepRows, StepTensors
 from tandem.workers.rank.captured.frame import Frame, PaddingRows, with_room
+from tandem.workers.rank.captured.shard_draw import ShardDraw
 from tandem.workers.sampling.sampling_table import CapturedSampling
 
 Clear = Callable[[torch.Tensor], None]
@@ -45,6 +46,7 @@ class ReplayOutcome(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepParts:
     """The parts that the captures of a rank share. memory: of frames. ops: None where tokens are not drawn in them.
+    shards: what draws by shards, where captures do.
     tokens_NL: of the rows, for its edits, as counts_SV. samples: on this rank. adds: this rank is a group of its
     own."""
 
@@ -56,6 +58,7 @@ class StepParts:
     room: StepRoom
     memory: torch.Tensor
     ops: FixedSampling | None
+    shards: ShardDraw | None
     tokens_NL: torch.Tensor
     counts_SV: torch.Tensor
     samples: bool
@@ -78,6 +81,10 @@ class FramedStep:
     @property
     def num_samples(self) -> int:
         return self.size.num_samples
+
+    @property
+    def by_shards(self) -> bool:
+        return self.size.by_shards
 
     @property
     def room(self) -> StepRoom:
@@ -126,13 +133,17 @@ class FramedStep:
         notes = parts.samples and parts.max_drafts > 0
         tensors = parts.rows.derived(sent, self.size.num_blocks, notes=notes)
         batch = self._batch(tensors, sent.rows_R[sent.place_T] != parts.spare.read)
-        parts.decoder.forward_into(batch, parts.kv, parts.room)
+        parts.decoder.forward_into(batch, parts.kv, parts.room, by_shards=self.size.by_shards)
         positions_S = batch.positions_T[batch.logits_rows_S] + 1
         slots_GS = torch.stack(
             [batch.of_group(group).slot_mapping_T[batch.logits_rows_S] for group in range(batch.num_groups)]
         )
         drafts_S = positions_S[:0] if tensors.drafts_S is None else tensors.drafts_S
-        sampled_XS = positions_S[:0] if parts.ops is None else self._sampled(parts.ops, positions_S, slots_GS, drafts_S)
+        sampled_XS = positions_S[:0]
+        if self.size.by_shards:
+            sampled_XS = self._sampled_by_shards(positions_S, slots_GS, drafts_S)
+        elif parts.ops is not None:
+            sampled_XS = self._sampled(parts.ops, positions_S, slots_GS, drafts_S)
         return ReplayOutcome(batch.positions_T, positions_S, slots_GS, drafts_S, sampled_XS)
 
     def _batch(self, tensors: StepTensors, real_T: torch.Tensor) -> ForwardBatch:
@@ -153,6 +164,17 @@ class FramedStep:
         ops.edit_all(logits_SV, tokens, row_edits(sent), parts.counts_SV[: self.num_samples])
         best_S, ids_S = ops.best(logits_SV)
         ops.choose_all(logits_SV, best_S, ids_S, positions_S, random_rows(sent, self.num_samples, ids_S.device))
+        return packed_draws(parts, sent, ids_S, best_S, slots_GS, drafts_S)
+
+    def _sampled_by_shards(
+        self, positions_S: torch.Tensor, slots_GS: torch.Tensor, drafts_S: torch.Tensor
+    ) -> torch.Tensor:
+        """Draws on all ranks of the stage."""
+        parts, sent = self._parts, self.frame.arrays
+        assert parts.shards is not None
+        part_SV = parts.decoder.part_of(parts.room.logits_SV[: self.num_samples])
+        rows = random_rows(sent, self.num_samples, part_SV.device)
+        best_S, ids_S = parts.shards.draw(part_SV, positions_S, rows)
         return packed_draws(parts, sent, ids_S, best_S, slots_GS, drafts_S)
 
 

@@ -30,8 +30,9 @@ class Replays:
         if self.graphs is None or not self.graphs.can_replay:
             return
         shape = make_shape()
-        for own in (shape, shape._replace(most_queries=DECODE_QUERIES + 1)):  # what takes chunks takes any step
-            self.now = self.now or self.graphs.find(key_of(own), shape.num_tokens)
+        for given in dict.fromkeys((shape, shape._replace(by_shards=False))):
+            for own in (given, given._replace(most_queries=DECODE_QUERIES + 1)):  # what takes chunks takes any step
+                self.now = self.now or self.graphs.find(key_of(own), shape.num_tokens)
 
     @property
     def step(self) -> FramedStep | None:

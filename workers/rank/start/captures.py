@@ -29,6 +29,7 @@ from tandem.workers.platforms.device_rows import DeviceRows, FramedRows
 from tandem.workers.rank.captured.frame import PaddingRows
 from tandem.workers.rank.captured.framed_step import Clear, FramedStep, StepParts
 from tandem.workers.rank.captured.ruled_draw import DrawReplay, RuledDraw, draw_memory
+from tandem.workers.rank.captured.shard_draw import ShardDraw
 
 log = logging.getLogger(__name__)
 PROGRESS_S = 5.0
@@ -43,7 +44,7 @@ def sizes_of(decoder: Decoder, kv: KVTensors, settings: EngineSettings, max_mode
     def key_of(num_blocks: int, has_chunks: bool) -> object:
         return decoder.replay_key(StepShape(1, 1 + DECODE_QUERIES * has_chunks, num_blocks), kv)
 
-    sizes = capture_sizes(settings, max_model_len, key_of)
+    sizes = capture_sizes(settings, max_model_len, key_of, by_shards=decoder.has_shards)
     return [size for size in sizes if decoder.captures_adapters or not size.has_adapters]
 
 
@@ -70,6 +71,8 @@ def capture_steps(
     """Makes the captures, in step with all ranks of the stage, and replays each once. No report where captures are made
     as steps come. ops: on the rank that samples."""
     graphs, began_s = decoder.graphs, time.perf_counter()
+    shards = _shards(decoder, context, platform)
+    sizes = [size for size in sizes if shards is not None or not size.by_shards]
     if not isinstance(graphs, StartGraphs) or not isinstance(rows, FramedRows):
         return StartCaptures(None, {})
     own_number = crc32(repr(sizes).encode()) if graphs.can_replay else 0
@@ -89,7 +92,7 @@ def capture_steps(
     fixed = ops if isinstance(ops, FixedSampling) else None
     tokens_NL = platform.zeros((0, 0), torch.int32) if fixed is None else rows.tokens
     sampling = (fixed, tokens_NL, ops is not None, max_drafts)
-    parts = _parts(decoder, kv, clear, rows, context, platform, by_room, *sampling)
+    parts = _parts(decoder, kv, clear, rows, context, platform, by_room, *sampling, shards)
     keys = {size: decoder.replay_key(_shape(size), kv) for size in by_room}
     own = _captured(graphs, parts, keys, began_s, used_bytes)
     failures = dict(zip(by_room, _agreed(own, context, platform.device), strict=True))
@@ -144,6 +147,7 @@ def _parts(
     tokens_NL: torch.Tensor,
     samples: bool,
     max_drafts: int,
+    shards: ShardDraw | None,
 ) -> StepParts:
     """Allocates what the captures share."""
     most_tokens, most_samples = (max(getattr(size, of) for size in sizes) for of in ("num_tokens", "num_samples"))
@@ -158,12 +162,21 @@ def _parts(
         room=room,
         memory=platform.zeros((FRAME_BYTES * (most_tokens + 16),), torch.uint8),
         ops=fixed,
+        shards=shards,
         tokens_NL=tokens_NL,
         counts_SV=platform.zeros((most_samples if fixed else 0, room.logits_SV.shape[1]), torch.int32),
         samples=samples,
         adds=context.world_size == 1,
         max_drafts=max_drafts,
     )
+
+
+def _shards(decoder: Decoder, context: ParallelContext, platform: Platform) -> ShardDraw | None:
+    """Returns what draws on this rank from its part of the vocabulary; None where captures do not."""
+    ops = platform.sampling_ops() if decoder.has_shards else None
+    if not isinstance(ops, FixedSampling):
+        return None
+    return ShardDraw(ops, context.tp, decoder.own_ids, decoder.vocab_size)
 
 
 def _captured(
@@ -205,9 +218,10 @@ def _have_all(number: int, context: ParallelContext, device: torch.device) -> bo
 
 
 def _shape(size: CaptureSize) -> StepShape:
-    return StepShape(size.num_tokens, 1 + DECODE_QUERIES * size.has_chunks, size.num_blocks, size.has_adapters)
+    most_queries = 1 + DECODE_QUERIES * size.has_chunks
+    return StepShape(size.num_tokens, most_queries, size.num_blocks, size.has_adapters, by_shards=size.by_shards)
 
 
 def _words(size: CaptureSize) -> str:
-    beside = ", chunks" * size.has_chunks + ", adapters" * size.has_adapters
+    beside = ", chunks" * size.has_chunks + ", adapters" * size.has_adapters + ", by shards" * size.by_shards
     return f"{size.num_tokens} tokens, {size.num_blocks} blocks{beside}"
