@@ -71,10 +71,10 @@ def capture_steps(
     """Makes the captures, in step with all ranks of the stage, and replays each once. No report where captures are made
     as steps come. ops: on the rank that samples."""
     graphs, began_s = decoder.graphs, time.perf_counter()
-    shards = _shards(decoder, context, platform)
-    sizes = [size for size in sizes if shards is not None or not size.by_shards]
     if not isinstance(graphs, StartGraphs) or not isinstance(rows, FramedRows):
         return StartCaptures(None, {})
+    shards = _shards(decoder, context, platform)
+    sizes = [size for size in sizes if shards is not None or not size.by_shards]
     own_number = crc32(repr(sizes).encode()) if graphs.can_replay else 0
     if not _have_all(own_number, context, platform.device):
         graphs.can_replay = False  # such as with streamed layers on one of them
@@ -172,9 +172,13 @@ def _parts(
 
 
 def _shards(decoder: Decoder, context: ParallelContext, platform: Platform) -> ShardDraw | None:
-    """Returns what draws on this rank from its part of the vocabulary; None where captures do not."""
-    ops = platform.sampling_ops() if decoder.has_shards else None
-    if not isinstance(ops, FixedSampling):
+    """Returns what draws on this rank from its part of the vocabulary; None where captures do not, on all ranks of the
+    stage alike."""
+    if not decoder.has_shards:
+        return None
+    ops = platform.sampling_ops()
+    lacks = torch.tensor([not isinstance(ops, FixedSampling)], dtype=torch.int64, device=platform.device)
+    if int(context.tp.all_reduce(lacks)) or not isinstance(ops, FixedSampling):
         return None
     return ShardDraw(ops, context.tp, decoder.own_ids, decoder.vocab_size)
 
