@@ -53,7 +53,8 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """logits_SV = hidden_SH @ table_VH.T, + bias_V if there is one, whole and in float32 on every rank of the stage."""
+    """logits_SV = hidden_SH @ table_VH.T, + bias_V if there is one, in float32: all on the first rank of a stage, or on
+    each rank its part."""
 
     def __init__(self, param: Param, context: ParallelContext, make: MakeMethod, bias: Param | None = None) -> None:
         self._param = param
@@ -65,15 +66,38 @@ class VocabParallelHead:
         self.lora_hook: LoraHook | None = None
 
     def __call__(self, hidden_SH: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
-        """out_SV: float32, takes the logits; None: new memory does."""
+        """Returns all logits, on other ranks than the first one of the stage none. out_SV: float32, takes them; None:
+        new memory does."""
+        part_SV, tp = self._part(hidden_SH), self._context.tp
+        if self._context.tp_size > 1:
+            parts_RSV = part_SV.new_empty(self._context.tp_size, *part_SV.shape) if self.gathers else None
+            tp.gather(parts_RSV, part_SV.contiguous())
+            if parts_RSV is None:
+                return part_SV.new_empty((0, self._outputs.total), dtype=torch.float32)
+            part_SV = torch.cat(parts_RSV.unbind(), dim=-1)
+        part_SV = part_SV[:, : self._outputs.total]
+        return part_SV.float() if out_SV is None else out_SV.copy_(part_SV)
+
+    def own(self, hidden_SH: torch.Tensor, out_SV: torch.Tensor) -> torch.Tensor:
+        """Fills out_SV, float32 [S, len(own_ids)], with the logits of this rank's part of the vocabulary."""
+        return out_SV.copy_(self._part(hidden_SH)[:, : len(self.own_ids)])
+
+    @property
+    def own_ids(self) -> range:
+        """The tokens of this rank's part, without padding."""
+        start = min(self._outputs.start, self._outputs.total)
+        return range(start, min(self._outputs.start + self._outputs.length, self._outputs.total))
+
+    @property
+    def gathers(self) -> bool:
+        """True where calls return all logits."""
+        return self._context.tp_rank == 0
+
+    def _part(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         part_SV = self._method.apply(hidden_SH)
         if self.lora_hook is not None:
             self.lora_hook(part_SV, hidden_SH)
-        if self._context.tp_size > 1:
-            parts_RSV = part_SV.new_empty(self._context.tp_size, *part_SV.shape)
-            part_SV = torch.cat(self._context.tp.all_gather(parts_RSV, part_SV.contiguous()).unbind(), dim=-1)
-        part_SV = part_SV[:, : self._outputs.total]
-        return part_SV.float() if out_SV is None else out_SV.copy_(part_SV)
+        return part_SV
 
     def part(self, name: str) -> LinearPart:
         """Returns the table as a layer of hidden -> vocabulary with sharded outputs; adapters refer to it by `name`."""

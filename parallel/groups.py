@@ -80,7 +80,7 @@ def init_parallel(
     )
     world = TorchCollectives(dist.group.WORLD, list(range(world_size)))
     stage = _stage_group(mesh, backend, spins or (lambda: world_size <= available_cores()))
-    return ParallelContext(mesh, StepCollectives(stage, tp_size), world, dist.destroy_process_group)
+    return ParallelContext(mesh, StepCollectives(stage, tp_size, mesh.tp_rank), world, dist.destroy_process_group)
 
 
 def _open_store(rank: int, world_size: int, address: str, port: int, listener: socket.socket | None) -> dist.TCPStore:

@@ -293,8 +293,9 @@ def launch_sampling() -> None:
 
     from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
     from tandem.workers.kernels.sampling_ops import Draws
+    from tandem.workers.kernels.sampling_rules import HEADER, SamplingRules
     from tandem.workers.kernels.step_arrays import sending_with
-    from tandem.workers.kernels.triton.triton_sampling import PROGRAMS, TritonSampling
+    from tandem.workers.kernels.triton.sampling.triton_sampling import PROGRAMS, TritonSampling
 
     kinds = [torch.float32] * 3 + [torch.int64] + [torch.int32] * 3 + [torch.float32]
     for rows, vocab in ((1, 151_936), (PROGRAMS, 50_257)):
@@ -314,7 +315,11 @@ def launch_sampling() -> None:
         numbers = LogitEdits[torch.Tensor](*(torch.zeros(rows, dtype=kind) for kind in kinds))
         tokens = RowTokens(torch.zeros(rows, 64, dtype=torch.int32), ids_S, ids_S)
         counts = torch.zeros(rows, vocab, dtype=torch.int32)
-        TritonSampling().edit_all(torch.zeros(rows, vocab), tokens, numbers, counts)
+        logits = torch.zeros(rows, vocab)
+        rules = SamplingRules(torch.zeros(rows, dtype=torch.int32), torch.zeros(HEADER, dtype=torch.int32))
+        noted = TritonSampling().keep_logits(logits, rules, logits[:1])
+        TritonSampling().edit_all(logits, tokens, numbers, counts, rules)
+        TritonSampling().report(logits, ids_S, rules, logits[:1], noted)
 
 
 class FusedShape(NamedTuple):

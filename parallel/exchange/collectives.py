@@ -28,6 +28,10 @@ class Collectives(Protocol):
         """Fills parts_R [ranks, *tensor's shape], contiguous, with the ranks' tensors in their order; returns it."""
         ...
 
+    def gather(self, parts_R: torch.Tensor | None, tensor: torch.Tensor) -> None:
+        """Fills parts_R as all_gather does, on rank 0 alone; None on all others."""
+        ...
+
     def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
         """Starts to send a contiguous tensor."""
         ...
@@ -49,6 +53,10 @@ class SingleRank:
 
     def all_gather(self, parts_R: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         return parts_R.copy_(tensor)
+
+    def gather(self, parts_R: torch.Tensor | None, tensor: torch.Tensor) -> None:
+        assert parts_R is not None
+        parts_R.copy_(tensor)
 
     def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
         raise AssertionError("a group of one rank sends nothing")
@@ -75,6 +83,10 @@ class TorchCollectives:
         # flat: gloo takes parts behind one another along the first dimension, not in one of their own
         dist.all_gather_into_tensor(parts_R.view(-1), tensor.view(-1), group=self._group)
         return parts_R
+
+    def gather(self, parts_R: torch.Tensor | None, tensor: torch.Tensor) -> None:
+        parts = None if parts_R is None else list(parts_R.unbind())
+        dist.gather(tensor, parts, dst=self._ranks[0], group=self._group)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrites `tensor` with the values of rank `source`, on every rank, and returns it."""

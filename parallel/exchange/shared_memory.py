@@ -133,6 +133,13 @@ class SharedMemoryCollectives:
             start = stop
         return parts_R
 
+    def gather(self, parts_R: torch.Tensor | None, tensor: torch.Tensor) -> None:
+        if parts_R is not None:
+            self.all_gather(parts_R, tensor)
+            return
+        for piece in self._pieces(tensor.view(-1)):
+            self._exchange(piece)
+
     def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
         return self._others.isend(tensor, peer)
 

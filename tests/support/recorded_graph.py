@@ -132,6 +132,13 @@ class RecordedCollectives:
         self._do(carry_out, tensor)
         return parts_R
 
+    def gather(self, parts_R: torch.Tensor | None, tensor: torch.Tensor) -> None:
+        def carry_out() -> None:
+            self._check()
+            self._group.gather(parts_R, tensor)
+
+        self._do(carry_out, tensor)
+
     def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
         return self._group.isend(tensor, peer)
 

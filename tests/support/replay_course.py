@@ -37,6 +37,11 @@ from tests.support.slot_lora import SlotLora
 
 BLOCK, BLOCKS = 16, 6
 CAPTURED = RowSampling(temperature=0.7, top_k=5, seed=4, frequency_penalty=0.1)
+SHARDED = (
+    RowSampling(temperature=0.0),
+    RowSampling(temperature=0.8, seed=3),
+    RowSampling(temperature=1.1, min_p=0.02, seed=9, choice=1),
+)
 BEHIND = RowSampling(temperature=0.7, top_k=5, seed=4, frequency_penalty=0.1, bad_words_token_ids=((5, 6),))
 PROMPTS = [[5, 6, 7, 8] * 5, [9, 30, 9, 30, 9], [110] * 7]
 
@@ -46,7 +51,7 @@ class CourseCase:
     """One course. kind: steps are replayed, or run again eagerly at the same padding. fails: the rank that cannot
     capture steps of `fails_at` tokens and more; fails_early: nor run them eagerly; refuses:
     the rank that replays nothing, as one with streamed layers. budget: tokens of a step; of more than 16, steps with
-    chunks are captured too. plain: captures draw the tokens."""
+    chunks are captured too. plain: captures draw the tokens; shards: from parts of the vocabulary."""
 
     folder: Path
     tp_size: int
@@ -61,16 +66,21 @@ class CourseCase:
     refuses: int | None = None
     budget: int = 16
     plain: bool = False
+    shards: bool = False
 
 
 @dataclass
 class Ran:
-    """Tokens by row, and the steps that were said to be replayed, on the rank that samples; logits of each step."""
+    """Tokens by row, and the steps that were said to be replayed, on the rank that samples; logits of each step.
+    num_drawn_behind: replayed steps whose tokens no capture has drawn; num_by_shards: those that ranks draw by
+    shards."""
 
     tokens: list[list[int]] = field(default_factory=lambda: [[] for _ in PROMPTS])
     logits: list[torch.Tensor] = field(default_factory=list)
     num_replays: int = 0
     num_said_replayed: int = 0
+    num_drawn_behind: int = 0
+    num_by_shards: int = 0
     num_captured: int = 0
     num_captured_late: int = 0
     report: CaptureReport | None = None
@@ -109,7 +119,9 @@ def run_course(case: CourseCase, context: ParallelContext, share: object = None)
     if loaded.grammars is not None and case.grammar:
         loaded.grammars.compile("form", regex("[a-z ,.]*"))
     forward = runner._forward
-    runner._forward = lambda *step: _noted(ran, forward(*step))  # type: ignore[method-assign]
+    runner._forward = lambda *step: _noted(ran, runner, forward(*step))  # type: ignore[method-assign]
+    draw = runner._draw
+    runner._draw = lambda *step: _drawn(ran, runner, draw(*step))  # type: ignore[method-assign]
     _run(case, runner, ran)
     ran.num_captured_late = ran.num_captured - at_start
     ran.num_replays = loaded.decoder.graphs.num_replays
@@ -117,8 +129,15 @@ def run_course(case: CourseCase, context: ParallelContext, share: object = None)
     return ran
 
 
-def _noted(ran: Ran, found: Any) -> Any:
+def _noted(ran: Ran, runner: ModelRunner, found: Any) -> Any:
     ran.logits.append(found[0].clone())
+    step = runner._replays.step
+    ran.num_by_shards += step is not None and step.by_shards
+    return found
+
+
+def _drawn(ran: Ran, runner: ModelRunner, found: Any) -> Any:
+    ran.num_drawn_behind += runner._replays.now is not None
     return found
 
 
@@ -145,7 +164,8 @@ def _platform(case: CourseCase, context: ParallelContext, ran: Ran) -> Platform:
     def capture(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
         ran.num_captured += 1
         replay, outputs = chosen(body)
-        if not case.fails_early and case.fails == context.rank and len(outputs[0]) >= case.fails_at:
+        is_step = len(outputs) > 1
+        if not case.fails_early and case.fails == context.rank and is_step and len(outputs[0]) >= case.fails_at:
             raise torch.OutOfMemoryError("no memory for a graph")
         return replay, outputs
 
@@ -173,6 +193,7 @@ def _run(case: CourseCase, runner: ModelRunner, ran: Ran) -> None:
         CAPTURED if case.plain else BEHIND,
         RowSampling(temperature=0.0, grammar="form" if case.grammar else None),
     ]
+    samplings = list(SHARDED) if case.shards else samplings
     slots = [0, None, 1] if case.adapters else [None] * len(PROMPTS)
     plans, count = [], len(PROMPTS)
     inits = [

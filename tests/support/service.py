@@ -224,9 +224,3 @@ def title_of(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
-
-
-def run_tandem_status(service: Service) -> str:
-    """What `tandem status` prints about it."""
-    env = {**os.environ, "TMPDIR": str(service.temp), "XDG_RUNTIME_DIR": ""}
-    return subprocess.run([BIN / "tandem", "status"], env=env, capture_output=True, text=True, timeout=30).stdout

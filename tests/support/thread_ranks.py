@@ -79,6 +79,12 @@ class ThreadCollectives:
         with torch.utils._python_dispatch._disable_current_modes():
             return parts_R.copy_(torch.stack(self._group.exchange(self._rank, tensor.clone())))
 
+    def gather(self, parts_R: torch.Tensor | None, tensor: torch.Tensor) -> None:
+        with torch.utils._python_dispatch._disable_current_modes():
+            parts = torch.stack(self._group.exchange(self._rank, tensor.clone()))
+            if parts_R is not None:
+                parts_R.copy_(parts)
+
     def isend(self, tensor: torch.Tensor, peer: int) -> Sent:
         with torch.utils._python_dispatch._disable_current_modes():
             self._group.pass_on(self._rank, peer, tensor.clone())
@@ -107,7 +113,7 @@ def thread_contexts(tp_size: int, pp_size: int) -> tuple[ThreadGroup, list[Paral
     contexts = []
     for rank in range(tp_size * pp_size):
         mesh = Mesh(tp_size, pp_size, rank)
-        tp = StepCollectives(ThreadCollectives(stages[mesh.pp_rank], mesh.tp_rank), tp_size)
+        tp = StepCollectives(ThreadCollectives(stages[mesh.pp_rank], mesh.tp_rank), tp_size, mesh.tp_rank)
         contexts.append(ParallelContext(mesh, tp, ThreadCollectives(world, rank)))
     return world, contexts
 

@@ -32,6 +32,7 @@ class StepShape(NamedTuple):
     num_blocks: int  # of the longest row's table
     has_adapters: bool = False
     is_loaded: bool = True  # no overlapped load is waited for, layer by layer
+    by_shards: bool = False  # its tokens can be drawn from parts of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)

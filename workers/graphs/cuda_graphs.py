@@ -43,7 +43,7 @@ class CudaGraphs:
         self._before_run()
         step.pad()
         try:
-            with self._tp.apart(step.num_tokens, step.num_samples):
+            with self._tp.apart(step.num_tokens, step.num_samples, by_shards=step.by_shards):
                 step.run()  # kernels are compiled, and what is made once per step's shape exists
         except torch.OutOfMemoryError as error:
             return str(error)
@@ -56,6 +56,13 @@ class CudaGraphs:
             graph, step, outputs, exchanges, self._tp, self._before_run
         )
         return None
+
+    def capture_apart(self, body: Callable[[], Outputs]) -> tuple[Replay, Outputs] | str:
+        try:
+            body()
+            return self._capture_graph(body)
+        except RuntimeError as error:
+            return str(error)
 
     def find(self, key: Hashable | None, num_tokens: int) -> StepReplay | None:
         found = self._captures.get(key, {}) if self.can_replay else {}

@@ -74,6 +74,11 @@ class StaticStep(Protocol):
     @property
     def num_samples(self) -> int: ...
 
+    @property
+    def by_shards(self) -> bool:
+        """True if ranks exchange pairs of a draw by shards in place of logits."""
+        ...
+
     def run(self) -> Outputs:
         """Gives the device the step's work. The first output has num_tokens elements."""
         ...
@@ -113,6 +118,11 @@ class StartGraphs(GraphRunner, Protocol):
     def capture(self, key: Hashable, step: StaticStep) -> str | None:
         """Captures a step of a key; returns why it could not. What it sums, the peers sum, whether it can be captured
         or not."""
+        ...
+
+    def capture_apart(self, body: Callable[[], Outputs]) -> tuple[Callable[[], object], Outputs] | str:
+        """Captures what exchanges nothing and is no step; returns its replay and its outputs, whose memory stays, or
+        why it could not."""
         ...
 
     def find(self, key: Hashable | None, num_tokens: int) -> StepReplay | None:

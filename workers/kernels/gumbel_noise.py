@@ -6,7 +6,7 @@
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Keeps no state, so a token's noise
 never depends on batch mates, steps or the group that runs them. Everything is float32, each operation rounded once and
-none fused: torch here, C in cpu/src/cpu_gumbel.h and Triton in triton/triton_sampling.py give the same bits. Logarithms
+none fused: torch here, C in cpu/src/cpu_gumbel.h and Triton in triton/sampling give the same bits. Logarithms
 split off the power of two by bits, leave f in [-1/4, 1/2), and take a polynomial whose relative error is 1.3e-6; 64 ids
 share 16 counters, so that vectors of 16 ids need no shuffles.
 """

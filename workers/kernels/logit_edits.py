@@ -4,7 +4,7 @@
     logit      = -inf if forbidden else logit + added    for each entry (place, id); none is there twice
     penalties  as in sampling/processors/penalties.py, of the tokens ahead of the position
 
-Made by sampling/sampling_table.py; carried out in triton/triton_edits.py. S places, E entries, N rows, L tokens.
+Made by sampling/sampling_table.py; carried out in triton/sampling. S places, E entries, N rows, L tokens.
 """
 
 from typing import Final, Generic, NamedTuple, TypeVar

@@ -10,7 +10,7 @@ top_k: the k best, ties included. top_p: the fewest best ones whose share of wha
 least. Weights are multiples of 2^-34 of float32 operations that are rounded once each, so their sums in float64 are
 exact: every implementation, in whatever order it adds, draws the same token from the same logits.
 
-Called by workers/sampling/sampler.py; compiled for CPUs in cpu_sampling.py, for GPUs in triton/triton_sampling.py. S
+Called by workers/sampling/sampler.py; compiled for CPUs in cpu_sampling.py, for GPUs in triton/sampling. S
 rows of a step, R of them random, V vocabulary, B buckets.
 """
 
@@ -24,6 +24,7 @@ import torch
 
 from tandem.workers.kernels.gumbel_noise import gumbel_noise
 from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
+from tandem.workers.kernels.sampling_rules import SamplingRules
 from tandem.workers.kernels.step_arrays import Send, Sent
 
 DIGITS: Final = ((20, 11), (10, 10), (0, 10))
@@ -101,8 +102,10 @@ class FixedSampling(SamplingOps, Protocol):
         tokens: RowTokens,
         edits: LogitEdits[torch.Tensor],
         counts_SV: torch.Tensor,
+        rules: SamplingRules[torch.Tensor] | None = None,
     ) -> None:
-        """Changes the logits of all places. counts_SV: int32 zeros, for its use; they are zeros again behind it."""
+        """Changes the logits of all places. counts_SV: int32 zeros, for its use; they are zeros again behind it.
+        rules: carried out behind entries."""
         ...
 
     def choose_all(
@@ -114,6 +117,19 @@ class FixedSampling(SamplingOps, Protocol):
         rows: "RandomRows",
     ) -> None:
         """Overwrites ids_S of rows whose factor is not 0. rows: all of them, in order."""
+        ...
+
+    def greatest(
+        self,
+        part_SV: torch.Tensor,
+        first_id: int,
+        best_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        rows: "RandomRows",
+    ) -> torch.Tensor:
+        """Returns the bits of the greatest sum of exponent and noise, and its first token, int32 [S, 2], of a part of
+        the vocabulary that begins with first_id; of rows whose factor is 0 anything. best_S: of the whole vocabulary.
+        rows: as above; they have no top-k or top-p."""
         ...
 
 
@@ -150,6 +166,27 @@ class TorchSampling:
             scores.masked_fill_(scores < lowest[:, None], float("-inf"))
             scores += gumbel_noise(seed, choice, positions_S[at], logits_SV.shape[1])
             ids_S[at] = torch.where(factor == 0, ids_S[at], scores.argmax(1))
+
+    def greatest(
+        self,
+        part_SV: torch.Tensor,
+        first_id: int,
+        best_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        rows: "RandomRows",
+    ) -> torch.Tensor:
+        columns, end = (
+            (rows.at(), rows.factor(), rows.lowest(), rows.seed(), rows.choice()),
+            first_id + part_SV.shape[1],
+        )
+        found = []
+        for at, factor, lowest, seed, choice in _in_parts(columns, end):
+            scores = exponents(part_SV, best_S, at, factor)
+            scores.masked_fill_(scores < lowest[:, None], float("-inf"))
+            scores += gumbel_noise(seed, choice, positions_S[at], end)[:, first_id:]
+            ids = scores.argmax(1, keepdim=True)
+            found.append(torch.cat((scores.gather(1, ids).view(torch.int32), (ids + first_id).int()), 1))
+        return torch.cat(found)
 
     def prepare_keep(self, places_P: npt.NDArray[np.int64], bits_PW: npt.NDArray[np.uint32], send: Send) -> Change:
         at, words = send(places_P), send(bits_PW.view(np.int32))

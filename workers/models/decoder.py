@@ -135,6 +135,10 @@ class Decoder:
         return self._mesh.tp_size
 
     @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
     def num_local_layers(self) -> int:
         return len(self._layers)
 
@@ -148,7 +152,7 @@ class Decoder:
         """Runs one step. `hidden_TH`: the previous stage's output, None on the first; it may be overwritten.
 
         Returns the residual stream [T, H] in the weights' dtype for the next stage, or on the last stage logits [S, V]
-        in float32, whole on every tp rank, for the batch's `logits_rows_S`.
+        in float32, for the batch's `logits_rows_S`: all of them on tp rank 0, none on the others.
         """
         branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
         if self._head is None:
@@ -166,8 +170,9 @@ class Decoder:
         hidden_PH = self.normed(branch_TH, residual_TH, rows_P)
         return self._logits(self.normed(branch_TH, residual_TH, batch.logits_rows_S)), hidden_PH
 
-    def forward_into(self, batch: ForwardBatch, kv: KVTensors, room: StepRoom) -> None:
-        """Runs one step as forward() does, for a graph: its hidden_TH is in the room, its results will be there."""
+    def forward_into(self, batch: ForwardBatch, kv: KVTensors, room: StepRoom, *, by_shards: bool = False) -> None:
+        """Runs one step as forward() does, for a graph: its hidden_TH is in the room, its results will be there.
+        by_shards: on each tp rank the logits of its own part of the vocabulary, as part_of() says."""
         tokens = slice(batch.num_tokens)
         room = StepRoom(room[0][tokens], room[1][tokens], room.logits_SV[: len(batch.logits_rows_S)])
         embedded_TH = self._embedded(batch)
@@ -175,18 +180,40 @@ class Decoder:
             room.residual_TH.copy_(embedded_TH)
         branch_TH, residual_TH = self._walk(self._inputs(batch, kv, room.residual_TH))
         room.branch_TH.copy_(branch_TH if self._head is not None else residual_TH + branch_TH)
-        if self._head is not None:
-            self._logits(self.normed(branch_TH, residual_TH, batch.logits_rows_S), room.logits_SV)
+        if self._head is None:
+            return
+        hidden_SH = self.normed(branch_TH, residual_TH, batch.logits_rows_S)
+        if by_shards:
+            self._scaled(self._head.own(hidden_SH, self.part_of(room.logits_SV)))
+        else:
+            self._logits(hidden_SH, room.logits_SV if self._head.gathers else None)
+
+    def part_of(self, logits_SV: torch.Tensor) -> torch.Tensor:
+        """Returns where the logits of this rank's part are in the memory of so many rows, [S, len(own_ids)]."""
+        size = len(logits_SV) * len(self.own_ids)
+        return logits_SV.view(-1)[:size].view(len(logits_SV), -1)
+
+    @property
+    def own_ids(self) -> range:
+        """The tokens of this rank's part of the vocabulary, on the last stage."""
+        assert self._head is not None, "only the last stage has the head"
+        return self._head.own_ids
+
+    @property
+    def has_shards(self) -> bool:
+        """True where ranks of this stage have parts of the vocabulary's logits."""
+        return self._head is not None and self.tp_size > 1
 
     def room(self, num_tokens: int, num_samples: int, device: torch.device) -> StepRoom:
         """Returns memory for captured steps of up to so many tokens."""
         residual_TH = torch.zeros((num_tokens, self._hidden_size), dtype=self._dtype, device=device)
-        logits_SV = torch.zeros((num_samples * (self._head is not None), self._vocab_size), device=device)
+        width = self._vocab_size if self._head is None or self._head.gathers else len(self.own_ids)
+        logits_SV = torch.zeros((num_samples * (self._head is not None), width), device=device)
         return StepRoom(residual_TH, residual_TH.clone(), logits_SV)
 
     def logits(self, hidden_PH: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
-        """Returns the logits [P, V], float32, whole on every tp rank, of hidden states that forward_and_pool() has
-        returned, in the same step. adapters: those of the rows P."""
+        """Returns the logits [P, V], float32, on tp rank 0, of hidden states that forward_and_pool() has returned, in
+        the same step. adapters: those of the rows P."""
         assert self._head is not None, "only the last stage has the head"
         if self._adapters is not None:
             self._adapters.begin_head(adapters)
@@ -238,7 +265,10 @@ class Decoder:
     def _logits(self, hidden_SH: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the logits [S, V] of hidden states after the final norm."""
         assert self._head is not None
-        logits_SV = self._head(hidden_SH, out_SV)
+        return self._scaled(self._head(hidden_SH, out_SV))
+
+    def _scaled(self, logits_SV: torch.Tensor) -> torch.Tensor:
+        """Returns the head's logits as the model has them, in place."""
         if self._logit_scale != 1.0:
             logits_SV.mul_(self._logit_scale)
         if self._softcap is None:
@@ -259,7 +289,8 @@ class Decoder:
             return None
         key = self._attention.replay_key(shape, kv.layers[0], self._dtype)
         name = self._adapters.name if shape.has_adapters and self._adapters is not None else None
-        return None if key is None else (key, shape.most_queries > DECODE_QUERIES, shape.has_adapters, name, id(kv))
+        own = shape.most_queries > DECODE_QUERIES, shape.has_adapters, shape.by_shards, name, id(kv)
+        return None if key is None else (key, *own)
 
     @property
     def captures_adapters(self) -> bool:

@@ -36,6 +36,13 @@ EDITS_EACH: Final = 8
 EDITS_BESIDE: Final = 64
 """And beside them, so that one row alone may have as many."""
 EDIT_BYTES: Final = 16
+RULES_EACH: Final = 64
+"""Integers of rules (sampling_rules.py) beside a mask, for each token that is sampled with some."""
+RULES_BESIDE: Final = 2048
+DRAW_BYTES: Final = 128
+"""Bytes of a token in the arrays of a draw with rules, beside edits and rules."""
+MOST_KEPT: Final = 32
+"""Tokens with log probabilities whose logits change, of which the model's are kept."""
 CANDIDATE_BYTES: Final = 4 * (16_384 + 1_024)
 """Bytes of a token that is sampled with top-k or top-p, while it is (triton_truncation.py)."""
 LIST_BYTES: Final = 32
@@ -45,7 +52,8 @@ TABLE_BYTES: Final = 24
 
 
 class CaptureSize(NamedTuple):
-    """A capture: the tokens that it has room for, the blocks of a row, the rows, and the tokens that are sampled."""
+    """A capture: the tokens that it has room for, the blocks of a row, the rows, and the tokens that are sampled.
+    by_shards: ranks of a stage draw them from their parts of the vocabulary."""
 
     num_tokens: int
     num_blocks: int
@@ -53,15 +61,20 @@ class CaptureSize(NamedTuple):
     has_chunks: bool
     num_rows: int
     num_samples: int
+    by_shards: bool = False
 
 
 def capture_sizes(
-    settings: EngineSettings, max_model_len: int, key_of: Callable[[int, bool], Hashable | None]
+    settings: EngineSettings,
+    max_model_len: int,
+    key_of: Callable[[int, bool], Hashable | None],
+    *,
+    by_shards: bool = False,
 ) -> list[CaptureSize]:
     """Returns the captures that a start makes, the hot ones first: those of decode steps of all rows with their drafts,
     then those with chunks of prompts; for short contexts, then for longer ones. key_of: what tells the calls of
     attention apart whose block tables have so many blocks, with chunks or without, each key getting its widest table;
-    None where they are not captured."""
+    None where they are not captured. by_shards: each of them also with a draw by shards."""
     if settings.model.enforce_eager:
         return []
     scheduler, samples, sizes = settings.scheduler, settings.most_samples, []
@@ -72,15 +85,29 @@ def capture_sizes(
         own = [bucket for place, bucket in enumerate(buckets) if not place or buckets[place - 1] < most]
         if has_chunks and most <= PADDED_QUERIES:
             continue  # there are none
-        for (place, width), has_adapters, tokens in product(enumerate(keys.values()), adapted, own):
+        kinds = product(enumerate(keys.values()), adapted, own, (True, False) if by_shards else (False,))
+        for (place, width), has_adapters, tokens, parts in kinds:
             rows = min(tokens, scheduler.max_num_seqs) + tokens // PADDED_QUERIES if has_chunks else tokens
-            sizes.append((place, CaptureSize(tokens, width, has_adapters, has_chunks, rows, min(tokens, samples))))
+            size = CaptureSize(tokens, width, has_adapters, has_chunks, rows, min(tokens, samples), parts)
+            sizes.append((place, size))
     return [size for _, size in sorted(sizes, key=lambda one: one[0])][:MAX_CAPTURES]
 
 
-def most_edits(size: CaptureSize) -> int:
+def most_edits(num_samples: int) -> int:
     """Returns the edits of logits that a capture has room for."""
-    return EDITS_EACH * size.num_samples + EDITS_BESIDE
+    return EDITS_EACH * num_samples + EDITS_BESIDE
+
+
+def most_numbers(num_samples: int, vocab_size: int) -> int:
+    """Returns the integers of rules that a capture has room for: a mask for each token that is sampled, and beside it
+    as many words or ids as are usual; one row alone may have all that a row may."""
+    return num_samples * (-(-vocab_size // 32) + RULES_EACH) + RULES_BESIDE
+
+
+def draw_bytes(num_samples: int, vocab_size: int) -> int:
+    """Returns the most bytes of the arrays of a draw with rules."""
+    numbers = 4 * most_numbers(num_samples, vocab_size)
+    return num_samples * DRAW_BYTES + EDIT_BYTES * most_edits(num_samples) + numbers + 1024
 
 
 def most_blocks(max_model_len: int, block_size: int) -> int:
@@ -105,13 +132,15 @@ def _table_widths(block_size: int, max_model_len: int) -> list[int]:
 
 def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_bytes: int, max_model_len: int) -> int:
     """Returns the most bytes that a rank's captures take, whichever attention it has."""
-    sizes = capture_sizes(settings, max_model_len, lambda num_blocks, has_chunks: has_chunks)
+    by_shards = mesh.tp_size > 1
+    sizes = capture_sizes(settings, max_model_len, lambda num_blocks, has_chunks: has_chunks, by_shards=by_shards)
     if not sizes:
         return 0
     groups = kv_groups(settings, spec, max_model_len)
     tokens, samples = max(size.num_tokens for size in sizes), max(size.num_samples for size in sizes)
     logits = samples * spec.vocab_size * (4 + (3 if mesh.tp_size > 1 else 1) * element_bytes)  # gathered, in one piece
     sampling = samples * (CANDIDATE_BYTES + 4 * spec.vocab_size)  # and counts of a row's tokens
+    sampling += draw_bytes(samples, spec.vocab_size) + 4 * MOST_KEPT * spec.vocab_size
     results = 2 * tokens * spec.hidden_size * element_bytes + logits + sampling
     gathers = _gather_bytes(spec, mesh, settings, element_bytes, max_model_len)
     tables = max(TABLE_BYTES * size.num_rows * size.num_blocks * groups.count for size in sizes)

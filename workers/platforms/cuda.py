@@ -327,7 +327,7 @@ class CudaPlatform(Platform):
     def sampling_ops(self) -> SamplingOps:
         if not self.has_triton():
             return TorchSampling()
-        from tandem.workers.kernels.triton.triton_sampling import TritonSampling
+        from tandem.workers.kernels.triton.sampling.triton_sampling import TritonSampling
 
         return TritonSampling()
 

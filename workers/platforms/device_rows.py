@@ -147,7 +147,10 @@ class DeviceRows(Protocol):
 
 @runtime_checkable
 class FramedRows(Protocol):
-    """DeviceRows whose step has parts: what comes behind its copy may be in a capture, which finds it in a frame."""
+    """DeviceRows whose step has parts: what comes behind its copy may be in a capture, which finds it in a frame.
+    num_groups: of layers with block tables of their own."""
+
+    num_groups: int
 
     def hold(self, scratch_block: int, most_guesses: int) -> tuple[int, int]:
         """Keeps the rows where they are from now on. Returns two rows of padding: one without known tokens, all of

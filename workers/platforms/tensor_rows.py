@@ -48,6 +48,7 @@ class TensorRows:
         keeps_tokens: bool = False,
     ) -> None:
         self._columns = columns
+        self.num_groups = len(columns.windows)
         self._device = device
         self._guess = guess
         self._buffer = StepBuffer(accelerator, device)

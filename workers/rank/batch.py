@@ -19,6 +19,7 @@ from tandem.workers.messages.step import StepPlan
 from tandem.workers.planning.graph_room import most_edits
 from tandem.workers.platforms.device_rows import DeviceRows, Ints, StepDrafts, StepRows, StepTensors
 from tandem.workers.rank.captured.framed_step import FramedStep
+from tandem.workers.rank.captured.ruled_draw import DrawReplay, RuledPlaces, RuledSampling, ruled_sampling
 from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens
@@ -49,6 +50,7 @@ class StepBatch:
     sample_positions_S: Ints  # positions of the tokens to choose
     sampling: Sampling | None  # on the rank that samples, but for tokens that a captured step draws
     drafts_S: torch.Tensor | None  # as in StepTensors; of a captured step None
+    ruled: RuledSampling | None = None  # in place of it, where a capture of its own draws them
 
     @property
     def forward(self) -> ForwardBatch:
@@ -81,10 +83,12 @@ def build_batch(
     drafts: Drafts | None = None,
     prepare: Prepare | None = None,
     framed: FramedStep | None = None,
+    ruled_by: DrawReplay | None = None,
 ) -> StepBatch:
     """The batch of a plan that has work; the table has applied the plan and holds the drafts that the host has
     proposed. Advances the rows' computed counts. device_rows: of this table. prepare: on the rank that samples; what it
-    sends goes with the rows. framed: the captured step that this one becomes."""
+    sends goes with the rows. framed: the captured step that this one becomes; ruled_by: may draw its tokens
+    behind it."""
     count = len(plan.work)
     rows_R = np.fromiter((w.row for w in plan.work), np.int64, count)
     lens_R = np.fromiter((w.num_tokens for w in plan.work), np.int64, count)
@@ -112,11 +116,18 @@ def build_batch(
     places = None if drafts is None else StepDrafts(drafts_R, back_S > 1, drafts.ids is None)
     logits_rows_S = starts[1:][row_S] - back_S
     positions_S, beside, sampling, read_rows = end_R[row_S] + 1 - back_S, StepArrays(), None, None
-    own = None
-    if prepare is not None and framed is not None and framed.draws:
-        own = table.sampling.captured(sample_rows_S, table.prompt_len[sample_rows_S], most_edits(framed.size))
+    own = ruled = None
+    draws = framed is not None and (framed.size.by_shards or (prepare is not None and framed.draws))
+    if framed is not None and draws:
+        own = table.sampling.captured(sample_rows_S, table.prompt_len[sample_rows_S], most_edits(framed.num_samples))
         read_rows = None if own is None else own.read_rows
-    if prepare is not None and len(row_S) and own is None:
+        if own is None and prepare is not None and len(row_S):
+            ruled = _ruled(table, sample_rows_S, positions_S, framed, ruled_by)
+    if ruled is not None:
+        read_rows = ruled.read_rows
+        if not ruled.prepares_late:
+            ruled.prepare(beside.send)
+    elif prepare is not None and len(row_S) and own is None:
         most_S = positions_S if spare_R is None else positions_S + spare_R[row_S]
         sampling = prepare(sample_rows_S, positions_S, most_S, beside.send)
         read_rows = sampling.read_rows
@@ -136,10 +147,19 @@ def build_batch(
     )
     if framed is not None:
         framed.fill(rows, own, beside)
-        return StepBatch(None, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, None)
+        return StepBatch(None, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, None, ruled)
     tensors = device_rows.step(rows, beside)
     forward = _forward(tensors, rows, adapters, table.block_size)
     return StepBatch(forward, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, tensors.drafts_S)
+
+
+def _ruled(
+    table: RowTable, rows_S: Ints, positions_S: Ints, framed: FramedStep, captured: DrawReplay | None
+) -> RuledSampling | None:
+    """Returns how a capture behind the step's draws its tokens; None where none does."""
+    read_S = table.num_known[rows_S] - table.num_unread[rows_S]
+    places = RuledPlaces(rows_S, positions_S, table.prompt_len[rows_S], read_S, table.history)
+    return ruled_sampling(captured, table.sampling, framed.ops, places)
 
 
 def _samples(samples_R: npt.NDArray[np.bool_], num_drafts_R: Ints | None) -> tuple[Ints, Ints]:

@@ -30,8 +30,9 @@ from tandem.workers.planning.graph_room import CaptureSize
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NOT_FINITE_ID, Guess
 from tandem.workers.rank.batch import StepBatch, build_batch, preparing
-from tandem.workers.rank.captured.framed_step import clean_rejected
+from tandem.workers.rank.captured.framed_step import ReplayOutcome, clean_rejected
 from tandem.workers.rank.captured.replays import Replays, SampledPlaces
+from tandem.workers.rank.captured.ruled_draw import RuledSampling
 from tandem.workers.rank.drafts import Accepted, Drafts, accept, propose
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.pooler import Pooled, Pooler
@@ -174,7 +175,8 @@ class ModelRunner:
     def make_captures(self, sizes: Sequence[CaptureSize], max_drafts: int) -> None:
         """Captures steps, in step with all ranks of the stage, where the platform does so before the first one."""
         kv, parts = self.kv, (self._context, self._platform, sizes, self._ops, max_drafts)
-        self.captures = capture_steps(self._model, kv.tensors, kv.clear_on_device, self._rows, *parts)
+        made = capture_steps(self._model, kv.tensors, kv.clear_on_device, self._rows, *parts)
+        self.captures, self._replays.draws_of = made.report, made.draws_of
         self._replays.graphs = self._model.graphs if isinstance(self._model.graphs, StartGraphs) else None
 
     @torch.inference_mode()
@@ -266,7 +268,13 @@ class ModelRunner:
             int(table.num_blocks[rows_R].max()),
             has_adapters=bool((table.adapter_slots[rows_R] >= 0).any()),
             is_loaded=not self._awaits,
+            by_shards=self._model.has_shards and not self._needs_whole_logits(plan),
         )
+
+    def _needs_whole_logits(self, plan: StepPlan) -> bool:
+        """True if some row of the step samples as only the whole vocabulary says."""
+        rows = [work.row for work in plan.work if work.samples]
+        return self._table.sampling.needs_whole(np.array(rows, np.int64))
 
     def _propose(self, plan: StepPlan) -> Drafts | None:
         """Returns the step's drafts, which are guessed from all tokens sampled so far. Of a plan that counts for
@@ -292,7 +300,8 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, drafts: Drafts | None) -> _Computed:
         if self._steps and self._samples and self._waits_for_tokens(plan):
             self.settle(self._steps[-1])
-        batch = build_batch(plan, self._table, self._rows, drafts, self._prepare, self._replays.step)
+        replays = self._replays
+        batch = build_batch(plan, self._table, self._rows, drafts, self._prepare, replays.step, replays.ruled)
         computed = self._run(plan, batch, drafts, self._tensors())
         self._awaits.clear()
         return computed
@@ -346,18 +355,33 @@ class ModelRunner:
             host_XS = to_host(places.outcome.sampled_XS)
             edited_S = self._table.sampling.flags[batch.sample_rows_S] & EDITS > 0
             drawn = Drawn.captured(places.outcome.sampled_XS, host_XS, edited_S)
-            host_drafts_S = host_XS[2, :count] if has_drafts else None
+        elif batch.ruled is not None and places.outcome is not None:
+            drawn = self._draw_ruled(batch.ruled, places.outcome)
         elif batch.sampling is not None:
             drawn = self._draw(batch.sampling, places, output)
             if has_drafts:
                 drawn = drawn.marked(NOT_FINITE_ID, to_host)
-        if places.drafts_S is not None and host_drafts_S is None:
-            host_drafts_S = to_host(places.drafts_S)
+        if places.drafts_S is not None:
+            told_S = None if drawn is None else drawn.host_drafts_S
+            host_drafts_S = to_host(places.drafts_S) if told_S is None else told_S
         verdict = self._exchanges.agree(None if drawn is None else drawn.ids_S)  # from here on nothing may fail
         tokens = self._tokens(batch, places, host_drafts_S, drawn, verdict) if self._appends and count else None
         errors = {**self._table.sampling.grammars.errors, **self._table.errors}
         is_replayed = self._replays.now is not None
         return _Computed(batch, drafts, drawn, tokens, received, errors, verdict, is_replayed, pooled, scored)
+
+    def _draw_ruled(self, sampling: RuledSampling, outcome: ReplayOutcome) -> Drawn:
+        """Draws by a capture behind the step's."""
+        if sampling.prepares_late:
+            if self._steps:
+                self.settle(self._steps[-1])
+            arrays = StepArrays()
+            sampling.prepare(arrays.send)
+            self._rows.send_late(arrays)
+        drawn = sampling.draw(outcome, self._platform.accelerator.to_host)
+        if self._adds:
+            self._rows.append(None)
+        return drawn
 
     def _draw(self, sampling: Sampling, places: SampledPlaces, logits_SV: torch.Tensor) -> Drawn:
         if sampling.prepares_late:
@@ -403,7 +427,7 @@ class ModelRunner:
                 return model.forward(batch.forward, kv, hidden_TH), None
             return model.forward_and_pool(batch.forward, kv, hidden_TH, rows_P)
         self._replays.run(step, hidden_TH)
-        if step.adds and self._is_drawn(batch):
+        if self._adds and self._is_drawn(batch):
             self._rows.append(None)
         residual_TH, branch_TH, logits_SV = step.room
         if not self._context.is_last_stage:
@@ -413,7 +437,13 @@ class ModelRunner:
 
     def _is_drawn(self, batch: StepBatch) -> bool:
         """Returns whether the replay has drawn the step's tokens."""
-        return self._replays.draws(len(batch.sample_rows_S), behind=batch.sampling is not None)
+        behind = batch.sampling is not None or batch.ruled is not None
+        return self._replays.draws(len(batch.sample_rows_S), behind=behind)
+
+    @property
+    def _adds(self) -> bool:
+        """True if captures add the tokens that they draw to their rows."""
+        return self._replays.step is not None and self._replays.step.adds
 
     # ---- behind the model ----
 
@@ -433,8 +463,7 @@ class ModelRunner:
         else:
             ids_S, host_ids_S = verdict.ids_S, verdict.host_ids_S
         table, rows, is_clean = self._table, batch.sample_rows_S, True
-        step = self._replays.step
-        is_added = step is not None and step.adds and self._is_drawn(batch)
+        is_added = self._adds and (self._is_drawn(batch) or batch.ruled is not None)
         if places.drafts_S is not None:
             rows = rows[np.diff(rows, prepend=-1) != 0]  # once each
             is_clean = is_added or self._clean_rejected(places, ids_S, places.drafts_S)

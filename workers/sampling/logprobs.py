@@ -4,12 +4,13 @@ Called by sampler.py; the same choice as vLLM's `raw_logprobs`. L rows that want
 that rows name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
+from tandem.workers.kernels.sampling_rules import MOST_TOP
 from tandem.workers.messages.request import TokenLogprobs
 
 
@@ -36,7 +37,7 @@ class RawLogprobs:
         and zeros; to_host copies to host memory, maybe later."""
         most = min(max(self.wanted, default=0), self.logprobs_LV.shape[1])
         chosen_L1 = self.logprobs_LV.gather(1, chosen_L[:, None])
-        top_LM, top_ids_LM = _best(self.logprobs_LV, most) if most else (chosen_L1[:, :0], chosen_L[:, None][:, :0])
+        top_LM, top_ids_LM = best_of(self.logprobs_LV, most) if most else (chosen_L1[:, :0], chosen_L[:, None][:, :0])
         better_L = (self.logprobs_LV > chosen_L1).sum(dim=1, dtype=torch.int32)
         ranked_2L = torch.stack((chosen_L, 1 + better_L))  # of one type, for one copy
         named = None if named_LN is None else NamedLogprobs(named_ids, to_host(self.logprobs_LV.gather(1, named_LN)))
@@ -50,7 +51,7 @@ class RawLogprobs:
         )
 
 
-def _best(logprobs_LV: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def best_of(logprobs_LV: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `most` best log probabilities of each row, in descending order, and their ids (int64), both [L, most].
 
     Of equal ones, which 16-bit logits have many of, those of lower ids come first. torch.topk alone orders and chooses
@@ -105,3 +106,23 @@ class ChosenLogprobs:
         if self.named is None:
             return found
         return [msgspec.structs.replace(x, top=x.top or top) for x, top in zip(found, self.named.tops(), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedLogprobs:
+    """The log probabilities that a capture reports (kernels/sampling_rules.py), on the host, int32 [S, REPORT]. wanted:
+    by place, of those that ask, how many of the best tokens, or which ids in their place."""
+
+    report_SX: torch.Tensor
+    wanted: Mapping[int, int | list[int]]
+
+    def entries(self, ids_S: Sequence[int]) -> list[tuple[int, TokenLogprobs]]:
+        """Returns one for each place that asks. ids_S: the chosen tokens."""
+        ranks, values = self.report_SX, self.report_SX.view(torch.float32)
+        found = []
+        for place, asked in sorted(self.wanted.items()):
+            count = asked if isinstance(asked, int) else len(asked)
+            named = ranks[place, 2 : 2 + count].tolist() if isinstance(asked, int) else asked
+            top = list(zip(named, values[place, 2 + MOST_TOP : 2 + MOST_TOP + count].tolist(), strict=True))
+            found.append((place, TokenLogprobs(ids_S[place], float(values[place, 1]), top, int(ranks[place, 0]))))
+        return found

@@ -21,7 +21,7 @@ from tandem.workers.kernels.step_arrays import Send, Sent, sending_with
 from tandem.workers.messages.request import TokenLogprobs
 from tandem.workers.messages.step import NOT_FINITE, NOTHING_LEFT
 from tandem.workers.platforms.base import Platform
-from tandem.workers.sampling.logprobs import ChosenLogprobs, RawLogprobs
+from tandem.workers.sampling.logprobs import ChosenLogprobs, RawLogprobs, ReportedLogprobs
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, History
 from tandem.workers.sampling.sampling_table import EDITS, LOGPROBS, RANDOM, READS_LATE, READS_TOKENS, SamplingTable
@@ -43,7 +43,7 @@ class Sampled:
 class Drawn:
     """The chosen ids_S and the greatest logit of each row on the device, and host tensors that hold both and the row's
     log probabilities, once the device has run the step. edited_S: whether logits processors have changed it.
-    with_logprobs: places of the rows that want them."""
+    with_logprobs: places of the rows that want them. host_drafts_S, reported: of a capture, where it has some."""
 
     ids_S: torch.Tensor
     device_best_S: torch.Tensor
@@ -52,6 +52,8 @@ class Drawn:
     edited_S: npt.NDArray[np.bool_]
     logprobs: ChosenLogprobs | None
     with_logprobs: list[int]
+    host_drafts_S: torch.Tensor | None = None
+    reported: ReportedLogprobs | None = None
 
     def marked(self, mark: int, to_host: Callable[[torch.Tensor], torch.Tensor]) -> "Drawn":
         """Returns the same with `mark` in place of the ids of logits that are not finite."""
@@ -59,12 +61,19 @@ class Drawn:
         return replace(self, ids_S=ids_S, host_ids_S=to_host(ids_S))
 
     @classmethod
-    def captured(cls, sampled_XS: torch.Tensor, host_XS: torch.Tensor, edited_S: npt.NDArray[np.bool_]) -> "Drawn":
-        """Returns what a captured step has drawn, from one copy to the host: int64, the ids, and the bits of the
-        greatest logits in the first half of a row."""
+    def captured(
+        cls,
+        sampled_XS: torch.Tensor,
+        host_XS: torch.Tensor,
+        edited_S: npt.NDArray[np.bool_],
+        reported: ReportedLogprobs | None = None,
+    ) -> "Drawn":
+        """Returns what a capture has drawn, from one copy to the host: int64, the ids, the bits of the greatest logits
+        in the first half of a row, and drafts where there may be some."""
         count = len(edited_S)
-        best_S = host_XS[1].view(torch.float32)[:count]
-        return cls(sampled_XS[0, :count], best_S, host_XS[0, :count], best_S, edited_S, None, [])
+        best_S, drafts_S = host_XS[1].view(torch.float32)[:count], host_XS[2, :count] if len(host_XS) > 2 else None
+        ids_S = sampled_XS[0, :count], best_S, host_XS[0, :count], best_S
+        return cls(*ids_S, edited_S, None, [], drafts_S, reported)
 
     def collect(self) -> Sampled:
         """Reads the outcome; an event recorded after `sample` must be done."""
@@ -72,6 +81,9 @@ class Drawn:
         logprobs: list[TokenLogprobs | None] = [None] * len(ids)
         if self.logprobs is not None:
             for place, entry in zip(self.with_logprobs, self.logprobs.entries(), strict=True):
+                logprobs[place] = entry
+        if self.reported is not None:
+            for place, entry in self.reported.entries(ids):
                 logprobs[place] = entry
         best_S = self.best_S.numpy()
         failed_S = ~np.isfinite(best_S)
@@ -174,7 +186,7 @@ class Sampling:
         places = np.flatnonzero(self._flags_S & LOGPROBS)
         rows = [self._table.of(int(row)) for row in self._rows_S[places]]
         wanted = [row.logprobs or 0 if row.logprob_token_ids is None else 0 for row in rows]
-        named_ids = [[i for i in row.logprob_token_ids or () if 0 <= i < self._table.vocab_size] for row in rows]
+        named_ids = [self._table.named_ids(row) for row in rows]
         most = max(map(len, named_ids))
         ids_LN = np.array([[*ids, *[0] * (most - len(ids))] for ids in named_ids], np.int64)
         return _Logged(places.tolist(), wanted, send(places), named_ids, send(ids_LN) if most else None)

@@ -13,12 +13,15 @@ import numpy.typing as npt
 
 from tandem.workers.kernels.logit_edits import NO_EDITS, LogitEdits
 from tandem.workers.kernels.sampling_ops import Draws
+from tandem.workers.kernels.sampling_rules import MOST_TOP
 from tandem.workers.kernels.step_arrays import Array
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.chain import ProcessorChain, all_processors
 from tandem.workers.sampling.processors.grammar import GrammarMask
-from tandem.workers.sampling.processors.logits_processor import LogitsProcessor, Reads
+from tandem.workers.sampling.processors.logits_processor import History, LogitsProcessor, Reads
 from tandem.workers.sampling.processors.row_edits import RowEdits, step_edits
+from tandem.workers.sampling.processors.thinking_budget import ThinkingBudgets
+from tandem.workers.sampling.step_rules import AskedRow, StepRules, step_rules
 from tandem.workers.structured.grammar_store import GrammarStore
 
 Ints = npt.NDArray[np.int64]
@@ -28,7 +31,8 @@ LOGPROBS: Final = 4
 READS_TOKENS: Final = 8  # some logits processor reads the row's tokens before the forward pass
 READS_LATE: Final = 16  # and some behind it
 READS_ON_HOST: Final = 32  # some of those before it cannot read them on a device
-BEHIND: Final = 64  # no captured step serves it whole
+BEHIND: Final = 64  # no capture serves it whole
+RULED: Final = 128  # a capture with rules does
 GREEDY_BELOW: Final = 1e-5  # as in vLLM: a temperature this small is greedy
 
 
@@ -39,6 +43,12 @@ def flags_of(sampling: RowSampling) -> int:
     """The needs of a row beyond argmax and logits processors, as bits."""
     random = sampling.temperature >= GREEDY_BELOW
     return RANDOM * random + LOGPROBS * (sampling.logprobs is not None)
+
+
+def _reports_too_many(sampling: RowSampling) -> bool:
+    """Returns whether a row wants more log probabilities than a capture reports."""
+    named = sampling.logprob_token_ids
+    return (sampling.logprobs or 0 if named is None else len(named)) > MOST_TOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +83,8 @@ class SamplingTable:
         self.params: list[RowSampling | None] = [None] * capacity
         self._edits: dict[int, RowEdits] = {}
         self.grammars = GrammarMask(vocab_size, grammars)
-        own = all_processors(vocab_size, self.grammars) if processors is None else processors
+        self._thinking = ThinkingBudgets(vocab_size)
+        own = all_processors(vocab_size, self.grammars, self._thinking) if processors is None else processors
         self.chain = ProcessorChain(own, capacity)
 
     def bind(self, row: int, sampling: RowSampling) -> None:
@@ -89,7 +100,8 @@ class SamplingTable:
             + READS_TOKENS * (Reads.TOKENS in reads)
             + READS_LATE * (Reads.TOKENS_LATE in reads)
             + READS_ON_HOST * self.chain.waits(row)
-            + BEHIND * (sampling.logprobs is not None or (bool(reads) and edits is None))
+            + BEHIND * (_reports_too_many(sampling) or (bool(reads) and edits is None))
+            + RULED * (sampling.logprobs is not None or (edits is not None and edits.has_rules))
         )
         self.temperature[row] = sampling.temperature
         self.top_k[row] = min(sampling.top_k, self.vocab_size)
@@ -112,23 +124,56 @@ class SamplingTable:
         self.chain.free(row)
         self._edits.pop(row, None)
 
-    def captured(self, rows_S: Ints, prompt_len_S: Ints, most_entries: int) -> CapturedSampling | None:
-        """Returns how a captured step samples these rows, by one sequence of calls for any mix of them. None where some
-        row asks for more than it holds: log probabilities, a grammar, a thinking budget, allowed ids, bad words of
-        several tokens, or edits of more tokens than there is room for; then all of them sample behind the capture."""
+    def captured(
+        self, rows_S: Ints, prompt_len_S: Ints, most_entries: int, *, with_rules: bool = False
+    ) -> CapturedSampling | None:
+        """Returns how a capture samples these rows, by one sequence of calls for any mix of them. with_rules: by one
+        that carries out rules, which others do not. None where some row asks for more than it holds, or for edits of
+        more tokens than there is room for."""
         flags_S = self.flags[rows_S]
-        if (flags_S & BEHIND).any():
+        if (flags_S & (BEHIND if with_rules else BEHIND | RULED)).any():
             return None
         edits, read_rows = NO_EDITS, None
         if (flags_S & EDITS).any():
             edits = step_edits([self._edits.get(row) for row in rows_S.tolist()], prompt_len_S)
             if len(edits.place_E) > most_entries:
                 return None
-            read = {row for row in rows_S.tolist() if row in self._edits and self._edits[row].penalizes}
+            read = {row for row in rows_S.tolist() if row in self._edits and self._edits[row].reads_tokens}
             read_rows = np.array(sorted(read), np.int64) if read else None
         draws = self.draws(np.arange(len(rows_S)), rows_S)
         draws.factor[flags_S & RANDOM == 0] = 0
         return CapturedSampling(draws, edits, read_rows)
+
+    def needs_whole(self, rows: Ints) -> bool:
+        """Returns whether some of these rows cannot be drawn from parts of the vocabulary: the best token and a draw
+        with min-p can, on all ranks alike."""
+        flags = self.flags[rows]
+        is_cut = (flags & RANDOM > 0) & ((self.top_k[rows] > 0) | (self.top_p[rows] < 1))
+        return bool((is_cut | (flags & (EDITS | LOGPROBS | BEHIND | RULED) > 0)).any())
+
+    def rules(self, rows_S: Ints, read_S: Ints, history: History) -> StepRules:
+        """Returns the rules of a step's places, all of which captured() serves with rules; without the masks of
+        grammars. read_S: the tokens of each place's row that the host has read."""
+        asked: dict[int, AskedRow | None] = {}
+        for row, read in zip(rows_S.tolist(), read_S.tolist(), strict=True):
+            if row not in asked:
+                asked[row] = self._asked(row, read, history) if self.flags[row] & RULED else None
+        return step_rules([asked[row] for row in rows_S.tolist()], rows_S.tolist(), -(-self.vocab_size // 32))
+
+    def _asked(self, row: int, read: int, history: History) -> AskedRow:
+        edits, sampling, span = self._edits.get(row), self.of(row), None
+        if edits is not None and edits.thinks:
+            tokens, prompt_len = history(row, read)
+            span = self._thinking.span_of(row, tokens[prompt_len:], read)
+        if sampling.logprobs is None:
+            return AskedRow(edits, span, -1, None)
+        if sampling.logprob_token_ids is not None:
+            return AskedRow(edits, span, 0, self.named_ids(sampling))
+        return AskedRow(edits, span, min(sampling.logprobs, self.vocab_size), None)
+
+    def named_ids(self, sampling: RowSampling) -> list[int]:
+        """Returns the ids that a row names, of those that the vocabulary has."""
+        return [i for i in sampling.logprob_token_ids or () if 0 <= i < self.vocab_size]
 
     def draws(self, places: Ints, rows: Ints) -> Draws:
         """Returns what draws tokens of these rows, at these places of a step."""

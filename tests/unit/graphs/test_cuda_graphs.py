@@ -19,6 +19,7 @@ from tandem.workers.graphs.graph_runner import Outputs
 from tandem.workers.kernels.kv_store import as_indexable
 from tandem.workers.lora.device.rank_adapters import open_adapters
 from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
+from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.kv_layout import kv_windows
 from tandem.workers.planning.budget import ATTENTION_BYTES, MIB
@@ -57,11 +58,19 @@ CAPTURED = (
     ),
 )  # fmt: skip
 """What a capture edits and draws, in any mix."""
+RULED = (
+    RowSampling(temperature=0.5, seed=2, frequency_penalty=0.3, bad_words_token_ids=((5, 6), (7,)), logprobs=3),
+    RowSampling(temperature=0.9, seed=1, logprobs=2),
+    RowSampling(temperature=0.8, seed=6, allowed_token_ids=tuple(range(3, 90)), logprobs=0),
+    RowSampling(temperature=0.0, thinking_budget=ThinkingBudget(tokens=2, start=(4,), end=(8, 9), inside=True)),
+    RowSampling(temperature=0.0, logprobs=0, logprob_token_ids=(5, 900, 6)),
+)
+"""What one behind the step's does beside."""
 LATE = (
     RowSampling(temperature=0.5, seed=2, frequency_penalty=0.3, bad_words_token_ids=((5, 6), (7,))),
-    RowSampling(temperature=0.9, seed=1, logprobs=2),
+    RowSampling(temperature=0.9, seed=1, logprobs=21),
 )
-"""What a capture does not draw."""
+"""What none draws."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -148,10 +157,13 @@ def test_replays_equal_eager_steps(
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_any_mix_of_edits_and_draws_is_in_the_replay(folders: Callable[[str], Path], drafts: int) -> None:
+@pytest.mark.parametrize("samplings", [CAPTURED, (*RULED, *CAPTURED[-3:])], ids=["edits", "rules"])
+def test_any_mix_of_edits_rules_and_draws_is_replayed(
+    folders: Callable[[str], Path], drafts: int, samplings: tuple[RowSampling, ...]
+) -> None:
     """Tokens are those of steps that run eagerly, without padding, and edit and draw with the processors' operations.
     Nothing is sampled behind a replay."""
-    plans, found = crowd(11, 30, samplings=CAPTURED, drafts=drafts), []
+    plans, found = crowd(11, 30, samplings=samplings, drafts=drafts), []
     for capture in (recorded, None):
         rank = ready(folders("qwen3"), capture, drafts=drafts)
         if capture is not None:
@@ -162,6 +174,10 @@ def test_any_mix_of_edits_and_draws_is_in_the_replay(folders: Callable[[str], Pa
     assert all(replayed.num_replays) and replayed.num_ahead and not any(plain.num_replays)
     assert replayed.tokens == plain.tokens and replayed.num_accepted == plain.num_accepted
     assert bool(replayed.num_accepted) == bool(drafts)
+    assert len(replayed.logprobs) == len(plain.logprobs) and bool(plain.logprobs) == (samplings != CAPTURED)
+    for mine, its in zip(replayed.logprobs, plain.logprobs, strict=True):
+        assert (mine.token_id, mine.rank) == (its.token_id, its.rank) and abs(mine.logprob - its.logprob) < 1e-4
+        assert [token for token, _ in mine.top] == [token for token, _ in its.top]
 
 
 def test_padding_is_no_experts_token(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +240,7 @@ def test_a_capture_that_fails_costs_that_one_alone(
     failing, whole = (ran(folders("qwen3"), capture, plans) for capture in (fails_at_64, recorded))
     assert failing.report is not None and whole.report is not None
     assert failing.report.failures == {"64 tokens, 10 blocks, chunks": str(error)}
-    assert (failing.report.num_captures, whole.report.num_captures) == (3, 4)
+    assert (failing.report.num_captures, whole.report.num_captures) == (6, 7), "three draws with rules too"
     assert 0 < sum(failing.num_replays) < sum(whole.num_replays) == len(plans)
     assert failing.tokens == whole.tokens
     assert caplog.text.count(str(error)) == 1, "said once"

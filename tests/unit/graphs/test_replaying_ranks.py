@@ -27,25 +27,35 @@ def course(ranks: "RankProcesses | ThreadRanks", folder: Path, tp: int, **change
 
 
 @pytest.mark.parametrize(
-    ("tp", "drafts", "adapted", "grammar"),
-    [(2, 0, True, True), (2, 3, True, True), (2, 3, False, False), (4, 3, True, False)],
-    ids=["adapters-grammar", "drafts-adapters-grammar", "drafts", "tp4"],
+    ("tp", "drafts", "adapted", "grammar", "shards"),
+    [
+        (2, 0, True, True, False),
+        (2, 3, True, True, False),
+        (2, 3, False, False, False),
+        (2, 3, False, False, True),
+        (4, 0, True, False, True),
+    ],
+    ids=["adapters-grammar", "drafts-adapters-grammar", "drafts", "drafts-shards", "tp4-adapters-shards"],
 )
 def test_replays_equal_eager_steps(
-    ranks: RankProcesses, tmp_path: Path, tp: int, drafts: int, adapted: bool, grammar: bool
+    ranks: RankProcesses, tmp_path: Path, tp: int, drafts: int, adapted: bool, grammar: bool, shards: bool
 ) -> None:
-    """Captured with padding, replayed with the crowd. Nothing is captured after the start."""
+    """Captured with padding, replayed with the crowd. Nothing is captured after the start. shards: no row needs whole
+    logits."""
     folder = DEMO_MODEL if tp == 2 else save_tiny_model(BY_NAME["llama-mha-tied"], tmp_path)
     adapters = [save_random_adapter(folder, tmp_path / f"a{n}", rank=4 + n, seed=n) for n in range(2 * adapted)]
     budget = 16 if adapted else 64
     given: dict[str, Any] = {"adapters": tuple(adapters), "drafts": drafts, "grammar": grammar, "budget": budget}
-    given["plain"] = not adapted
+    given |= {"plain": not adapted, "shards": shards}
     replayed, padded = (course(ranks, folder, tp, kind=kind, **given) for kind in ("replayed", "padded"))
     for mine, its in zip(replayed, padded, strict=True):
         assert mine.num_replays >= STEPS + 3 * (not adapted) and mine.num_replays == its.num_replays
         assert len(mine.logits) == len(its.logits) and all(map(torch.equal, mine.logits, its.logits))
         assert mine.report is not None and not mine.report.failures
         assert mine.num_captured == mine.report.num_captures >= 3 and mine.num_captured_late == 0
+    by_shards = [one.num_by_shards for one in replayed]
+    assert by_shards == [replayed[0].num_replays] * tp if shards else 0 < by_shards[0] < replayed[0].num_replays
+    assert not replayed[0].num_drawn_behind, "masks of grammars and bad words come to a capture behind the step's"
     assert replayed[0].tokens == padded[0].tokens and replayed[0].num_said_replayed == replayed[0].num_replays
     alone = course(ThreadRanks(), folder, 1, **given)[0]
     assert alone.tokens == replayed[0].tokens, "those of one rank"
@@ -59,8 +69,8 @@ def test_a_capture_that_fails_on_one_rank_is_dropped_on_both(ranks: RankProcesse
     why[fails] = "Tried to allocate 20.00 GiB" if early else "no memory for a graph"
     for rank, one in enumerate(told):
         assert one.report is not None
-        assert one.report.failures == {"4 tokens, 10 blocks": why[rank]}
-        assert one.report.num_captures == 2
+        assert one.report.failures == {f"4 tokens, 10 blocks{kind}": why[rank] for kind in ("", ", by shards")}
+        assert one.report.num_captures == 4 + 2 * (rank == 0), "one rank draws with rules"
         assert 0 < one.num_replays < whole[rank].num_replays, "steps of three rows run eagerly"
     assert told[0].tokens == whole[0].tokens
 

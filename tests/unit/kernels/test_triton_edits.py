@@ -62,7 +62,7 @@ def history_of(held: npt.NDArray[np.int32], prompts: npt.NDArray[np.int64]) -> H
 def test_logits_change_as_the_processors_say(vocab: int, width: int) -> None:
     """Places of one row behind each other, as with drafts, tokens that occur often, infinite logits, padding; the
     memory of counts is zeros again, and the twin's logits are the same."""
-    from tandem.workers.kernels.triton.triton_sampling import TritonSampling
+    from tandem.workers.kernels.triton.sampling.triton_sampling import TritonSampling
 
     rng = random.Random(vocab)
     ops: list[Any] = [TritonSampling(), FixedTwin()]

@@ -17,7 +17,7 @@ from tests.unit.sampling.sampling_kinds import draws_of
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-_noise = pytest.importorskip("tandem.workers.kernels.triton.triton_sampling")._noise
+_noise = pytest.importorskip("tandem.workers.kernels.triton.sampling.triton_sampling")._noise
 once = pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
 SEND = sending_with(lambda host: host.to(DEVICE))
 
@@ -37,7 +37,7 @@ def draw(ops: SamplingOps, logits: torch.Tensor, positions: list[int], **columns
 
 
 def kernels() -> SamplingOps:
-    from tandem.workers.kernels.triton.triton_sampling import TritonSampling
+    from tandem.workers.kernels.triton.sampling.triton_sampling import TritonSampling
 
     return TritonSampling()
 
@@ -105,7 +105,7 @@ def test_a_row_in_parts_of_qwens_vocabulary() -> None:
 @computes
 def test_of_equal_scores_the_lower_id_wins() -> None:
     """Of parts of a row; a row without any gets the last id, one with a factor of 0 keeps its own."""
-    from tandem.workers.kernels.triton.triton_sampling import choose_part
+    from tandem.workers.kernels.triton.sampling.triton_sampling import choose_part
 
     scores = torch.tensor([[1.0, 3.0, 3.0, 2.0], [float("-inf")] * 4, [1.0] * 4], device=DEVICE)
     part_ids = torch.tensor([[5, 900, 300, 1], [2**31 - 1] * 4, [4] * 4], dtype=torch.int32, device=DEVICE)
@@ -143,6 +143,26 @@ def test_one_sequence_of_calls_serves_any_mix_of_rows() -> None:
     assert found[0] != greedy
 
 
+@computes
+def test_parts_of_a_vocabulary_give_what_the_whole_one_gives() -> None:
+    """Their greatest sums with noise, cut anywhere, in the twin too: the same token, also of rows with min-p."""
+    rows, vocab = 4, 1500
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    draws = draws_of(rows, temperature=[1, 1.3, 0.4, 2], min_p=[0, 0.1, 0, 0.02], seed=range(rows), choice=range(rows))
+    given = torch.arange(rows, device=DEVICE) * 7, RandomRows.sent(draws, SEND)
+    wanted: Any = None
+    for ops in (kernels(), TorchSampling()):
+        whole: Any = kernels()
+        best, ids = whole.best(logits)
+        whole.choose_all(logits, best, ids, *given)
+        parts = [(0, 517), (517, 640), (640, 1497), (1497, 1500)]
+        pairs = torch.stack([ops.greatest(logits[:, first:last], first, best, *given) for first, last in parts])  # type: ignore[attr-defined]
+        scores = pairs[..., 0].contiguous().view(torch.float32)
+        assert pairs[..., 1].gather(0, scores.argmax(0, keepdim=True))[0].tolist() == ids.tolist()
+        assert wanted is None or torch.equal(scores[torch.isfinite(scores)], wanted[torch.isfinite(wanted)])
+        wanted = scores
+
+
 LIMITS = [
     {"top_k": 40, "top_p": 0.9}, {"top_p": 0.95}, {"top_k": 2000, "top_p": 0.99, "min_p": 0.001}, {"top_k": 60},
     {"top_p": 1 - 2.0**-53}, {"top_p": 0.3, "min_p": 0.2}, {"top_p": 0.8}, {"top_k": 1}, {"top_p": 1e-300},
@@ -167,7 +187,7 @@ def rows_of(vocab: int, generator: np.random.Generator) -> Any:
 def test_rows_are_cut_where_a_sort_says(vocab: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By candidates, and by the row itself where there is no room for them; of memory full of NaN, each row by limits
     and a temperature of its own."""
-    truncation = pytest.importorskip("tandem.workers.kernels.triton.triton_truncation")
+    truncation = pytest.importorskip("tandem.workers.kernels.triton.sampling.triton_truncation")
     monkeypatch.setattr(truncation, "ROOM", room)
     empty = torch.empty
     poisoned = lambda *size, **given: empty(*size, **given).fill_(float("nan"))  # noqa: E731
@@ -250,7 +270,7 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]
 @once
 def test_edits_and_draws_of_any_mix_are_eleven_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same ones, whatever rows ask."""
-    from tandem.workers.kernels.triton import triton_edits, triton_sampling, triton_truncation
+    from tandem.workers.kernels.triton.sampling import triton_edits, triton_sampling, triton_truncation
 
     found: list[list[str]] = []
     for limits in ({}, {"top_k": [3, 0, 5], "top_p": [0.1, 0.5, 1.0]}):

@@ -34,7 +34,7 @@ class Tokens:
 class Step:
     """The StaticStep of four tokens."""
 
-    num_tokens, num_samples = 4, 0
+    num_tokens, num_samples, by_shards = 4, 0, False
 
     def __init__(self, body: Callable[[Tokens], Outputs]) -> None:
         self._body = body

@@ -48,9 +48,16 @@ RANDOM = RowSampling(
     temperature=0.9, min_p=0.01, top_k=20, top_p=0.8, seed=7, repetition_penalty=1.1, frequency_penalty=0.2,
     logit_bias=((3, 1.0),), min_tokens=30, stop_token_ids=(1, 2), bad_words_token_ids=((5,),),
 )  # fmt: skip
+RULED = RowSampling(
+    temperature=0.9, seed=7, repetition_penalty=1.1, logprobs=3, allowed_token_ids=tuple(range(100)),
+    bad_words_token_ids=((5,), (6, 7)),
+    thinking_budget=ThinkingBudget(tokens=1, start=(40,), end=(41, 42), inside=True),
+)  # fmt: skip
 OPERATORS_PER_LAYER = 20
 OPERATORS_BESIDE_A_REPLAY = 1
 """The step's arrays go from the buffer of the copy to where the capture reads them."""
+OPERATORS_BETWEEN_REPLAYS = 2
+"""Those of a draw with rules do, and the positions of its places."""
 DOWNLOADS = {"greedy": 2, "all fields": 6}
 """Ids and greatest logits; log probabilities are four tensors more."""
 
@@ -84,7 +91,8 @@ def decode_counts(folder: Path, num_layers: int, sampling: RowSampling, *, captu
         table = RowTable(ROWS, 64, 16, spec.vocab_size)
         runner = ModelRunner(decoder, ParallelContext.single(), kv, table, platform)
         if captured:
-            runner.make_captures(sizes_of(decoder, kv.tensors, settings, 64), 0)
+            sizes = sizes_of(decoder, kv.tensors, settings, 64)
+            runner.make_captures([size for size in sizes if size.num_tokens == ROWS], 0)
         inits = [
             RowInit(row=row, token_ids=[5] * PROMPT, prompt_len=PROMPT, num_computed=0, sampling=sampling)
             for row in range(ROWS)
@@ -120,13 +128,14 @@ def test_a_decode_step_stays_within_its_budget(tmp_path: Path, name: str, sampli
     }, "one copy brings all of it; launching never waits for the device; its result waits once"
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM, RULED], ids=["greedy", "random", "rules"])
 def test_a_captured_step_is_one_upload_one_replay_and_one_download(tmp_path: Path, sampling: RowSampling) -> None:
-    found = decode_counts(tmp_path, 2, sampling, captured=True)
-    assert found.pop("operators") <= OPERATORS_BESIDE_A_REPLAY
+    """With rules the choice is a second replay behind it; without any a step pays nothing for them."""
+    found, ruled = decode_counts(tmp_path, 2, sampling, captured=True), sampling == RULED
+    assert found.pop("operators") <= OPERATORS_BESIDE_A_REPLAY + ruled * OPERATORS_BETWEEN_REPLAYS
     assert {key: count for key, count in found.items() if count} == {
         "uploads": 1,
         "downloads": 1,
-        "replays": 1,
+        "replays": 1 + ruled,
         "waits": 1,
     }

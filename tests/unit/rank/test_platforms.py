@@ -294,7 +294,7 @@ def test_triton_kernels_are_not_compiled_again_for_other_numbers() -> None:
 
 def test_triton_draws_for_any_step_by_one_variant_that_fuses_nothing() -> None:
     pytest.importorskip("triton")
-    from tandem.workers.kernels.triton import triton_sampling
+    from tandem.workers.kernels.triton.sampling import triton_sampling
 
     kernels = [triton_sampling.draw_parts, triton_sampling.choose_part]
     for kernel in kernels:

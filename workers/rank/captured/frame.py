@@ -66,12 +66,12 @@ def with_room(
         slots_S=_room(step.slots_S, samples, -1) if size.has_adapters else None,
         behind_S=_room(step.behind_S, samples, -1) if drafts else None,
         draft_T=_room(step.draft_T, tokens, -1) if drafts else None,
-        **_sampling(sampling, samples, most_edits(size)),
+        **sampling_arrays(sampling, samples, most_edits(samples)),
         **late,
     )
 
 
-def _sampling(sampling: CapturedSampling | None, samples: int, entries: int) -> dict[str, Any]:
+def sampling_arrays(sampling: CapturedSampling | None, samples: int, entries: int) -> dict[str, Any]:
     """Returns the arrays of draws and edits; with padding alone where the capture samples nothing."""
     draws = None if sampling is None else sampling.draws
     edits = (NO_EDITS if sampling is None else sampling.edits)._asdict()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tandem.workers.attention.backend import DECODE_QUERIES, KVTensors
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, OnDevice
 from tandem.workers.graphs.graph_runner import Outputs
 from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
 from tandem.workers.kernels.lora_ops import AdapterRows
@@ -24,6 +24,7 @@ from tandem.workers.models.decoder import Decoder, StepRoom
 from tandem.workers.planning.graph_room import CaptureSize
 from tandem.workers.platforms.device_rows import NO_PLACE, NOT_FINITE_ID, FramedRows, StepRows, StepTensors
 from tandem.workers.rank.captured.frame import Frame, PaddingRows, with_room
+from tandem.workers.rank.captured.shard_draw import ShardDraw
 from tandem.workers.sampling.sampling_table import CapturedSampling
 
 Clear = Callable[[torch.Tensor], None]
@@ -45,6 +46,7 @@ class ReplayOutcome(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepParts:
     """The parts that the captures of a rank share. memory: of frames. ops: None where tokens are not drawn in them.
+    shards: what draws by shards, where captures do.
     tokens_NL: of the rows, for its edits, as counts_SV. samples: on this rank. adds: this rank is a group of its
     own."""
 
@@ -56,6 +58,7 @@ class StepParts:
     room: StepRoom
     memory: torch.Tensor
     ops: FixedSampling | None
+    shards: ShardDraw | None
     tokens_NL: torch.Tensor
     counts_SV: torch.Tensor
     samples: bool
@@ -80,13 +83,21 @@ class FramedStep:
         return self.size.num_samples
 
     @property
+    def by_shards(self) -> bool:
+        return self.size.by_shards
+
+    @property
     def room(self) -> StepRoom:
         return self._parts.room
 
     @property
+    def ops(self) -> FixedSampling | None:
+        return self._parts.ops
+
+    @property
     def draws(self) -> bool:
         """True if it draws the tokens of rows that one sequence of calls serves."""
-        return self._parts.ops is not None
+        return self.ops is not None
 
     @property
     def adds(self) -> bool:
@@ -122,13 +133,17 @@ class FramedStep:
         notes = parts.samples and parts.max_drafts > 0
         tensors = parts.rows.derived(sent, self.size.num_blocks, notes=notes)
         batch = self._batch(tensors, sent.rows_R[sent.place_T] != parts.spare.read)
-        parts.decoder.forward_into(batch, parts.kv, parts.room)
+        parts.decoder.forward_into(batch, parts.kv, parts.room, by_shards=self.size.by_shards)
         positions_S = batch.positions_T[batch.logits_rows_S] + 1
         slots_GS = torch.stack(
             [batch.of_group(group).slot_mapping_T[batch.logits_rows_S] for group in range(batch.num_groups)]
         )
         drafts_S = positions_S[:0] if tensors.drafts_S is None else tensors.drafts_S
-        sampled_XS = positions_S[:0] if parts.ops is None else self._sampled(parts.ops, positions_S, slots_GS, drafts_S)
+        sampled_XS = positions_S[:0]
+        if self.size.by_shards:
+            sampled_XS = self._sampled_by_shards(positions_S, slots_GS, drafts_S)
+        elif parts.ops is not None:
+            sampled_XS = self._sampled(parts.ops, positions_S, slots_GS, drafts_S)
         return ReplayOutcome(batch.positions_T, positions_S, slots_GS, drafts_S, sampled_XS)
 
     def _batch(self, tensors: StepTensors, real_T: torch.Tensor) -> ForwardBatch:
@@ -146,34 +161,59 @@ class FramedStep:
         parts, sent = self._parts, self.frame.arrays
         logits_SV = parts.room.logits_SV[: self.num_samples]
         tokens = RowTokens(parts.tokens_NL, sent.rows_R[sent.place_T[sent.logits_rows_S]], positions_S)
-        ops.edit_all(logits_SV, tokens, self._edits(), parts.counts_SV[: self.num_samples])
+        ops.edit_all(logits_SV, tokens, row_edits(sent), parts.counts_SV[: self.num_samples])
         best_S, ids_S = ops.best(logits_SV)
-        ops.choose_all(logits_SV, best_S, ids_S, positions_S, self._random_rows(ids_S.device))
-        has_drafts = len(drafts_S) > 0
-        if has_drafts:
-            ids_S = torch.where(torch.isfinite(best_S), ids_S, NOT_FINITE_ID)
-        sampled_XS = ids_S.new_zeros((2 + has_drafts, self.num_samples))
-        sampled_XS[0] = ids_S
-        sampled_XS[1].view(torch.float32)[: self.num_samples] = best_S
-        if has_drafts:
-            sampled_XS[2] = drafts_S
-        if parts.adds:
-            if has_drafts:
-                clean_rejected(parts.clear, slots_GS, ids_S, drafts_S, parts.kv)
-            parts.rows.add(sent, parts.max_drafts, drafts_S if has_drafts else None, ids_S)
-        return sampled_XS
+        ops.choose_all(logits_SV, best_S, ids_S, positions_S, random_rows(sent, self.num_samples, ids_S.device))
+        return packed_draws(parts, sent, ids_S, best_S, slots_GS, drafts_S)
 
-    def _edits(self) -> LogitEdits[torch.Tensor]:
-        """Returns the edits of all logits."""
-        sent = self.frame.arrays._asdict()
-        return LogitEdits[torch.Tensor](*(sent[name] for name in LogitEdits._fields))
+    def _sampled_by_shards(
+        self, positions_S: torch.Tensor, slots_GS: torch.Tensor, drafts_S: torch.Tensor
+    ) -> torch.Tensor:
+        """Draws on all ranks of the stage."""
+        parts, sent = self._parts, self.frame.arrays
+        assert parts.shards is not None
+        part_SV = parts.decoder.part_of(parts.room.logits_SV[: self.num_samples])
+        rows = random_rows(sent, self.num_samples, part_SV.device)
+        best_S, ids_S = parts.shards.draw(part_SV, positions_S, rows)
+        return packed_draws(parts, sent, ids_S, best_S, slots_GS, drafts_S)
 
-    def _random_rows(self, device: torch.device) -> RandomRows:
-        """Returns the parameters of all tokens that are sampled."""
-        sent = self.frame.arrays
-        columns = (sent.factor_S, sent.lowest_S, sent.top_k_S, sent.top_p_S, sent.seed_S, sent.choice_S)
-        there = [torch.arange(self.num_samples, device=device), *(column for column in columns if column is not None)]
-        return RandomRows(*map(arrived, there))
+
+def packed_draws(
+    parts: StepParts,
+    sent: OnDevice,
+    ids_S: torch.Tensor,
+    best_S: torch.Tensor,
+    slots_GS: torch.Tensor,
+    drafts_S: torch.Tensor,
+) -> torch.Tensor:
+    """Returns sampled_XS of what was drawn; adds the tokens where this rank is a group of its own. drafts_S: empty
+    where there are none."""
+    has_drafts = len(drafts_S) > 0
+    if has_drafts:
+        ids_S = torch.where(torch.isfinite(best_S), ids_S, NOT_FINITE_ID)
+    sampled_XS = ids_S.new_zeros((2 + has_drafts, len(ids_S)))
+    sampled_XS[0] = ids_S
+    sampled_XS[1].view(torch.float32)[: len(ids_S)] = best_S
+    if has_drafts:
+        sampled_XS[2] = drafts_S
+    if parts.adds:
+        if has_drafts:
+            clean_rejected(parts.clear, slots_GS, ids_S, drafts_S, parts.kv)
+        parts.rows.add(sent, parts.max_drafts, drafts_S if has_drafts else None, ids_S)
+    return sampled_XS
+
+
+def row_edits(sent: OnDevice) -> LogitEdits[torch.Tensor]:
+    """Returns the edits of all logits."""
+    arrays = sent._asdict()
+    return LogitEdits[torch.Tensor](*(arrays[name] for name in LogitEdits._fields))
+
+
+def random_rows(sent: OnDevice, count: int, device: torch.device) -> RandomRows:
+    """Returns the parameters of all tokens that are sampled."""
+    columns = (sent.factor_S, sent.lowest_S, sent.top_k_S, sent.top_p_S, sent.seed_S, sent.choice_S)
+    there = [torch.arange(count, device=device), *(column for column in columns if column is not None)]
+    return RandomRows(*map(arrived, there))
 
 
 def clean_rejected(

@@ -3,7 +3,7 @@ model_runner.py. T tokens, S tokens that are sampled, G groups of layers.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,15 +11,17 @@ from tandem.workers.attention.backend import DECODE_QUERIES
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.graphs.graph_runner import StartGraphs, StepReplay
 from tandem.workers.rank.captured.framed_step import FramedStep, ReplayOutcome
+from tandem.workers.rank.captured.ruled_draw import DrawReplay
 
 
 @dataclass(slots=True)
 class Replays:
-    """The captures of a rank, and the one that the step under way replays. graphs: None until they are made. samples:
-    on this rank."""
+    """The captures of a rank, and the one that the step under way replays. graphs: None until they are made. draws_of:
+    those of draws with rules, by the number of their tokens. samples: on this rank."""
 
     samples: bool
     graphs: StartGraphs | None = None
+    draws_of: dict[int, DrawReplay] = field(default_factory=dict)
     now: StepReplay | None = None
 
     def choose(self, make_shape: Callable[[], StepShape], key_of: Callable[[StepShape], Hashable | None]) -> None:
@@ -28,8 +30,9 @@ class Replays:
         if self.graphs is None or not self.graphs.can_replay:
             return
         shape = make_shape()
-        for own in (shape, shape._replace(most_queries=DECODE_QUERIES + 1)):  # what takes chunks takes any step
-            self.now = self.now or self.graphs.find(key_of(own), shape.num_tokens)
+        for given in dict.fromkeys((shape, shape._replace(by_shards=False))):
+            for own in (given, given._replace(most_queries=DECODE_QUERIES + 1)):  # what takes chunks takes any step
+                self.now = self.now or self.graphs.find(key_of(own), shape.num_tokens)
 
     @property
     def step(self) -> FramedStep | None:
@@ -38,6 +41,11 @@ class Replays:
             return None
         assert isinstance(self.now.step, FramedStep)
         return self.now.step
+
+    @property
+    def ruled(self) -> DrawReplay | None:
+        """The draw with rules that may follow it."""
+        return None if self.step is None else self.draws_of.get(self.step.num_samples)
 
     def run(self, step: FramedStep, hidden_TH: torch.Tensor | None) -> None:
         """Replays it. hidden_TH: the previous stage's output."""

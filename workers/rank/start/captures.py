@@ -8,7 +8,8 @@ are replayed.
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -19,6 +20,7 @@ from tandem.workers.attention.backend import DECODE_QUERIES, KVTensors
 from tandem.workers.attention.forward_batch import StepShape
 from tandem.workers.graphs.graph_runner import StartGraphs
 from tandem.workers.kernels.sampling_ops import FixedSampling, SamplingOps
+from tandem.workers.kernels.sampling_rules import ReportOps
 from tandem.workers.messages.handshake import ELSEWHERE, CaptureReport
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.planning.graph_room import CaptureSize, capture_sizes
@@ -26,6 +28,8 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import DeviceRows, FramedRows
 from tandem.workers.rank.captured.frame import PaddingRows
 from tandem.workers.rank.captured.framed_step import Clear, FramedStep, StepParts
+from tandem.workers.rank.captured.ruled_draw import DrawReplay, RuledDraw, draw_memory
+from tandem.workers.rank.captured.shard_draw import ShardDraw
 
 log = logging.getLogger(__name__)
 PROGRESS_S = 5.0
@@ -40,8 +44,16 @@ def sizes_of(decoder: Decoder, kv: KVTensors, settings: EngineSettings, max_mode
     def key_of(num_blocks: int, has_chunks: bool) -> object:
         return decoder.replay_key(StepShape(1, 1 + DECODE_QUERIES * has_chunks, num_blocks), kv)
 
-    sizes = capture_sizes(settings, max_model_len, key_of)
+    sizes = capture_sizes(settings, max_model_len, key_of, by_shards=decoder.has_shards)
     return [size for size in sizes if decoder.captures_adapters or not size.has_adapters]
+
+
+class StartCaptures(NamedTuple):
+    """The captures that a start has made beside the steps', and what it reports of all. draws_of: draws with rules, by
+    the number of their tokens."""
+
+    report: CaptureReport | None
+    draws_of: dict[int, DrawReplay]
 
 
 @torch.no_grad()
@@ -55,18 +67,20 @@ def capture_steps(
     sizes: Sequence[CaptureSize],
     ops: SamplingOps | None = None,
     max_drafts: int = 0,
-) -> CaptureReport | None:
-    """Makes the captures, in step with all ranks of the stage, and replays each once. None where captures are made as
-    steps come. ops: on the rank that samples."""
+) -> StartCaptures:
+    """Makes the captures, in step with all ranks of the stage, and replays each once. No report where captures are made
+    as steps come. ops: on the rank that samples."""
     graphs, began_s = decoder.graphs, time.perf_counter()
+    shards = _shards(decoder, context, platform)
+    sizes = [size for size in sizes if shards is not None or not size.by_shards]
     if not isinstance(graphs, StartGraphs) or not isinstance(rows, FramedRows):
-        return None
+        return StartCaptures(None, {})
     own_number = crc32(repr(sizes).encode()) if graphs.can_replay else 0
     if not _have_all(own_number, context, platform.device):
         graphs.can_replay = False  # such as with streamed layers on one of them
         log.warning("no step is captured: ranks of this stage differ in what they can replay")
     if not sizes or not graphs.can_replay:
-        return None
+        return StartCaptures(None, {})
     log.info("capturing %d kinds of steps", len(sizes))
     free = platform.memory()
 
@@ -78,19 +92,47 @@ def capture_steps(
     fixed = ops if isinstance(ops, FixedSampling) else None
     tokens_NL = platform.zeros((0, 0), torch.int32) if fixed is None else rows.tokens
     sampling = (fixed, tokens_NL, ops is not None, max_drafts)
-    parts = _parts(decoder, kv, clear, rows, context, platform, by_room, *sampling)
+    parts = _parts(decoder, kv, clear, rows, context, platform, by_room, *sampling, shards)
     keys = {size: decoder.replay_key(_shape(size), kv) for size in by_room}
     own = _captured(graphs, parts, keys, began_s, used_bytes)
     failures = dict(zip(by_room, _agreed(own, context, platform.device), strict=True))
     graphs.drop((keys[size], size.num_tokens) for size, why in failures.items() if why is not None)
+    counts = {size.num_samples for size, why in failures.items() if why is None}
+    is_ruled = isinstance(fixed, ReportOps) and len(counts) > 0
+    draws, undrawn = _ruled_draws(graphs, parts, counts, platform) if is_ruled else ({}, {})
     for size, why in failures.items():
         if why is None and (captured := graphs.find(keys[size], size.num_tokens)) is not None:
             captured.launch()  # the device gets what the first replay takes there
     platform.accelerator.event().wait()
-    failed = {_words(size): why for size, why in failures.items() if why is not None}
+    failed = {**{_words(size): why for size, why in failures.items() if why is not None}, **undrawn}
     if failed:
-        log.warning("%d of %d kinds of steps have no capture, so they run eagerly: %s", len(failed), len(sizes), failed)
-    return CaptureReport(len(sizes) - len(failed), failed, time.perf_counter() - began_s, used_bytes())
+        log.warning(
+            "%d of %d kinds of steps have no capture, so these run eagerly: %s", len(failed), len(sizes), failed
+        )
+    count = len(sizes) + len(draws) + len(undrawn) - len(failed)
+    report = CaptureReport(count, failed, time.perf_counter() - began_s, used_bytes())
+    return StartCaptures(report, draws)
+
+
+def _ruled_draws(
+    graphs: StartGraphs, parts: StepParts, counts: Collection[int], platform: Platform
+) -> tuple[dict[int, DrawReplay], dict[str, str]]:
+    """Captures draws with rules, of so many tokens each; returns them, and why others could not be."""
+    made, failed = dict[int, DrawReplay](), dict[str, str]()
+    try:
+        memory = draw_memory(parts, max(counts), platform.zeros)
+    except torch.OutOfMemoryError as error:
+        return made, {"draws with rules": str(error)}
+    for count in sorted(counts, reverse=True):
+        draw = RuledDraw(parts, count, memory)
+        draw.pad()
+        captured = graphs.capture_apart(draw.run)
+        if isinstance(captured, str):
+            failed[f"draws of {count} tokens"] = captured
+            continue
+        made[count] = DrawReplay(draw, *captured)
+        captured[0]()
+    return made, failed
 
 
 def _parts(
@@ -105,6 +147,7 @@ def _parts(
     tokens_NL: torch.Tensor,
     samples: bool,
     max_drafts: int,
+    shards: ShardDraw | None,
 ) -> StepParts:
     """Allocates what the captures share."""
     most_tokens, most_samples = (max(getattr(size, of) for size in sizes) for of in ("num_tokens", "num_samples"))
@@ -119,12 +162,21 @@ def _parts(
         room=room,
         memory=platform.zeros((FRAME_BYTES * (most_tokens + 16),), torch.uint8),
         ops=fixed,
+        shards=shards,
         tokens_NL=tokens_NL,
         counts_SV=platform.zeros((most_samples if fixed else 0, room.logits_SV.shape[1]), torch.int32),
         samples=samples,
         adds=context.world_size == 1,
         max_drafts=max_drafts,
     )
+
+
+def _shards(decoder: Decoder, context: ParallelContext, platform: Platform) -> ShardDraw | None:
+    """Returns what draws on this rank from its part of the vocabulary; None where captures do not."""
+    ops = platform.sampling_ops() if decoder.has_shards else None
+    if not isinstance(ops, FixedSampling):
+        return None
+    return ShardDraw(ops, context.tp, decoder.own_ids, decoder.vocab_size)
 
 
 def _captured(
@@ -166,9 +218,10 @@ def _have_all(number: int, context: ParallelContext, device: torch.device) -> bo
 
 
 def _shape(size: CaptureSize) -> StepShape:
-    return StepShape(size.num_tokens, 1 + DECODE_QUERIES * size.has_chunks, size.num_blocks, size.has_adapters)
+    most_queries = 1 + DECODE_QUERIES * size.has_chunks
+    return StepShape(size.num_tokens, most_queries, size.num_blocks, size.has_adapters, by_shards=size.by_shards)
 
 
 def _words(size: CaptureSize) -> str:
-    beside = ", chunks" * size.has_chunks + ", adapters" * size.has_adapters
+    beside = ", chunks" * size.has_chunks + ", adapters" * size.has_adapters + ", by shards" * size.by_shards
     return f"{size.num_tokens} tokens, {size.num_blocks} blocks{beside}"

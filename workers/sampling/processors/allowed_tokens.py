@@ -7,6 +7,7 @@ from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.kernels.step_arrays import Sent
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Reads, SampledRows, known_ids
+from tandem.workers.sampling.processors.row_edits import RowEdits
 
 
 class AllowedTokens:
@@ -39,6 +40,11 @@ class AllowedTokens:
                 logits_SV[place].masked_fill_(self._rows[row], FORBIDDEN)
 
         return change
+
+    def edits(self, row: int) -> RowEdits:
+        allowed = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+        allowed[: self._vocab_size] = ~self._rows[row].numpy()
+        return RowEdits(allowed=np.packbits(allowed, bitorder="little").view(np.int32))
 
     def free(self, row: int) -> None:
         del self._rows[row]

@@ -11,6 +11,7 @@ import torch
 
 from tandem.workers.kernels.logit_edits import ALWAYS
 from tandem.workers.kernels.sampling_ops import Change
+from tandem.workers.kernels.sampling_rules import WORD_SIZE, WORD_TOKENS
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens, PlaceTokens
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Ids, Reads, SampledRows, Tokens, known_ids
@@ -113,11 +114,15 @@ class BadWords:
         return change
 
     def edits(self, row: int) -> RowEdits | None:
-        """Words of several tokens depend on those before."""
-        words = self._rows[row]
-        if words.endings:
+        """Words of several tokens depend on those before, which are not too many."""
+        words, several = self._rows[row], [pair for own in self._rows[row].endings.values() for pair in own]
+        if any(len(start) > WORD_TOKENS for start, _ in several):
             return None
-        return RowEdits({token: TokenEdit(least_output=ALWAYS) for token in words.always.tolist()})
+        table = np.zeros((len(several), WORD_SIZE), np.int32)
+        for number, (start, last) in enumerate(several):
+            table[number, : 2 + len(start)] = last, len(start), *start[::-1]
+        always = {token: TokenEdit(least_output=ALWAYS) for token in words.always.tolist()}
+        return RowEdits(always, words=table if several else None)
 
     def free(self, row: int) -> None:
         del self._rows[row]

@@ -30,15 +30,17 @@ from tandem.workers.sampling.processors.row_edits import HasRowEdits, RowEdits, 
 from tandem.workers.sampling.processors.thinking_budget import ThinkingBudgets
 
 
-def all_processors(vocab_size: int, grammars: GrammarMask | None = None) -> list[LogitsProcessor]:
+def all_processors(
+    vocab_size: int, grammars: GrammarMask | None = None, thinking: ThinkingBudgets | None = None
+) -> list[LogitsProcessor]:
     """Returns every processor, in the order in which they change the logits. grammars: the one for grammars; None:
-    one that knows none."""
+    one that knows none. thinking: the one for budgets of thinking."""
     return [
         MinTokens(vocab_size),
         AllowedTokens(vocab_size),
         BadWords(vocab_size),
         LogitBias(vocab_size),
-        ThinkingBudgets(vocab_size),
+        ThinkingBudgets(vocab_size) if thinking is None else thinking,
         Penalties(),
         GrammarMask(vocab_size, None) if grammars is None else grammars,
     ]

@@ -14,6 +14,7 @@ import torch
 from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import GRAMMAR_FAILED, RowSampling
 from tandem.workers.sampling.processors.logits_processor import FORBIDDEN, Ids, Reads, SampledRows
+from tandem.workers.sampling.processors.row_edits import RowEdits
 from tandem.workers.structured.grammar_store import GrammarStore
 from tandem.workers.structured.masks import ALLOWED, Bits, MaskWriter, allow
 from tandem.workers.structured.row_grammar import Position, RowGrammar
@@ -53,7 +54,20 @@ class GrammarMask:
         self._rows.pop(row, None)
         self.errors.pop(row, None)
 
+    def edits(self, row: int) -> RowEdits:
+        return RowEdits(has_grammar=True)
+
     def prepare(self, rows: SampledRows) -> Change | None:
+        bits_PW, may_end = self.masks(rows)
+        keep = rows.ops.prepare_keep(rows.places_P, bits_PW, rows.send)
+        return self._allowing_ends(keep, rows, may_end) if may_end else keep
+
+    def end_of(self, row: int) -> int:
+        """Returns the token by which a row's text ends where nothing else may follow."""
+        return min(self._rows[row].end_ids)
+
+    def masks(self, rows: SampledRows) -> tuple[Bits, list[int]]:
+        """Returns the masks of all places, and which of these may end."""
         bits_PW = np.full((len(rows.places_P), self._num_words), ALLOWED, np.uint32)
         may_end: list[int] = []
         alone: list[tuple[RowGrammar, int, int]] = []
@@ -74,8 +88,7 @@ class GrammarMask:
         for grammar, row, place in alone:
             if self._settle(bits_PW, grammar, row, place):
                 may_end.append(place)
-        keep = rows.ops.prepare_keep(rows.places_P, bits_PW, rows.send)
-        return self._allowing_ends(keep, rows, may_end) if may_end else keep
+        return bits_PW, may_end
 
     # ---- inside ----
 
@@ -116,7 +129,7 @@ class GrammarMask:
 
     def _allowing_ends(self, keep: Change, rows: SampledRows, may_end: list[int]) -> Change:
         """Allow a text's end where it may end and nothing is left to choose, whatever else forbids it."""
-        ends = [min(self._rows[int(rows.rows_P[place])].end_ids) for place in may_end]
+        ends = [self.end_of(int(rows.rows_P[place])) for place in may_end]
         at, ids = rows.send(rows.places_P[may_end]), rows.send(np.array(ends, np.int64))
 
         def change(logits_SV: torch.Tensor) -> None:

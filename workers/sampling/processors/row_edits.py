@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from tandem.workers.kernels.logit_edits import ALWAYS, DTYPES, NO_EDITS, LogitEdits
+from tandem.workers.kernels.sampling_rules import MOST_WORDS
 from tandem.workers.kernels.step_arrays import Array
 from tandem.workers.sampling.processors.logits_processor import Ids
 
@@ -27,14 +29,28 @@ class TokenEdit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowEdits:
-    """All of a row. penalties: repetition, frequency and presence."""
+    """All of a row. penalties: repetition, frequency and presence. What only rules say (sampling_rules.py): words: bad
+    ones of several tokens, int32 [words, WORD_SIZE]; allowed: a mask, int32; whether it thinks by a budget, and whether
+    it has a grammar, whose masks are a step's."""
 
     tokens: dict[int, TokenEdit] = field(default_factory=dict)
     penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    words: npt.NDArray[np.int32] | None = None
+    allowed: npt.NDArray[np.int32] | None = None
+    thinks: bool = False
+    has_grammar: bool = False
 
     @property
     def penalizes(self) -> bool:
         return self.penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def has_rules(self) -> bool:
+        return self.words is not None or self.allowed is not None or self.thinks or self.has_grammar
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.penalizes or self.words is not None or self.thinks
 
 
 @runtime_checkable
@@ -50,15 +66,23 @@ def together(several: Iterable[RowEdits | None]) -> RowEdits | None:
     """Returns what several processors of a row do; None if one of them says None, or where they have too many tokens.
     What is forbidden stays so, whatever is added."""
     tokens: dict[int, TokenEdit] = {}
-    penalties = RowEdits().penalties
+    found = RowEdits(tokens)
     for each in several:
         if each is None:
             return None
         for token, (added, least) in each.tokens.items():
             before = tokens.get(token, TokenEdit())
             tokens[token] = TokenEdit(before.added + added, max(before.least_output, least))
-        penalties = each.penalties if each.penalizes else penalties
-    return RowEdits(tokens, penalties) if len(tokens) <= MOST_ENTRIES else None
+        found = RowEdits(
+            tokens,
+            each.penalties if each.penalizes else found.penalties,
+            found.words if each.words is None else each.words,
+            found.allowed if each.allowed is None else each.allowed,
+            found.thinks or each.thinks,
+            found.has_grammar or each.has_grammar,
+        )
+    num_words = 0 if found.words is None else len(found.words)
+    return found if len(tokens) <= MOST_ENTRIES and num_words <= MOST_WORDS else None
 
 
 def step_edits(edits_S: list[RowEdits | None], prompt_len_S: Ids) -> LogitEdits[Array]:

@@ -4,18 +4,20 @@ The preference is a finite bias: where a grammar behind it forbids the mark, as 
 grammar allows is chosen as ever, and the mark comes next. See logits_processor.py.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 import torch
 
 from tandem.workers.kernels.sampling_ops import Change
+from tandem.workers.kernels.sampling_rules import MARK_TOKENS, PREFERENCE
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.messages.thinking import ThinkingBudget, ThinkingSpan
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens, PlaceTokens
 from tandem.workers.sampling.processors.logits_processor import Ids, Reads, SampledRows, Tokens
+from tandem.workers.sampling.processors.row_edits import RowEdits
 
-PREFERENCE: Final = 1e9
 NOTHING: Final[Ids] = np.empty(0, np.int64)
 
 
@@ -67,7 +69,9 @@ class ThinkingBudgets:
         sent = rows.send(np.array([_numbers(*span, _longest(spans)) for span in spans], np.int64))
 
         def change(logits_SV: torch.Tensor) -> None:
-            reader = _DeviceSpans(own, sent())
+            places_P = torch.arange(len(own.prompt_len_P), device=logits_SV.device)
+            most = own.width - 1
+            reader = DeviceSpans(lambda at_PM: own.at(places_P, at_PM.clamp(max=most)), own.positions_P, sent())
             for _ in range(own.most_unread):
                 reader.read_on()
             is_over_P, ids_P = reader.preferred()
@@ -76,6 +80,16 @@ class ThinkingBudgets:
             logits_SV[at] = torch.where(is_over_P, values_P + PREFERENCE, values_P)
 
         return change
+
+    def edits(self, row: int) -> RowEdits | None:
+        """The span is a step's: span_of()."""
+        budget, _ = self._rows[row]
+        return RowEdits(thinks=True) if max(len(budget.start), len(budget.end)) <= MARK_TOKENS else None
+
+    def span_of(self, row: int, output: Tokens, read: int) -> list[int]:
+        """Returns the numbers of a row's thinking, as in sampling_rules.py. output: what the host has read of it, up to
+        index `read` of the row's tokens."""
+        return _numbers(self._rows[row][0], self._caught_up(row, output), read, MARK_TOKENS)
 
     def free(self, row: int) -> None:
         del self._rows[row]
@@ -90,18 +104,22 @@ class ThinkingBudgets:
         return span
 
 
-class _DeviceSpans:
-    """ThinkingSpan on a device, for P places at once, each from what the host has read of it. M tokens of the longest
-    mark."""
+class DeviceSpans:
+    """ThinkingSpan on a device, for P places at once, each from what the host has read of it. tokens_at: gives the
+    tokens at indices of rows [P, M]. M tokens of the longest mark."""
 
-    def __init__(self, own: PlaceTokens, numbers_PC: torch.Tensor) -> None:
-        self._own = own
+    def __init__(
+        self,
+        tokens_at: Callable[[torch.Tensor], torch.Tensor],
+        positions_P: torch.Tensor,
+        numbers_PC: torch.Tensor,
+    ) -> None:
+        self._tokens_at = tokens_at
         columns_C = numbers_PC.T
         self._is_inside_P = columns_C[0] > 0
         self._tokens_P, self._open_P, self._budget_P, self._next_P, self._start_len_P, self._end_len_P = columns_C[1:7]
         self._starts_PM, self._ends_PM = numbers_PC[:, 7:].chunk(2, 1)
-        self._positions_P = own.positions_P
-        self._places_P = torch.arange(len(numbers_PC), device=numbers_PC.device)
+        self._positions_P = positions_P
         self._place_M = torch.arange(self._ends_PM.shape[1], device=numbers_PC.device)
 
     def read_on(self) -> None:
@@ -130,7 +148,7 @@ class _DeviceSpans:
     def _ends_with(self, mark_PM: torch.Tensor, len_P: torch.Tensor) -> torch.Tensor:
         """Returns whether the tokens read so far end with the first ones of a mark; bool [P]."""
         columns_PM = (self._next_P - len_P)[:, None] + self._place_M
-        found_PM = self._own.at(self._places_P, columns_PM.clamp(max=self._own.width - 1))
+        found_PM = self._tokens_at(columns_PM)
         return ((found_PM == mark_PM) | (self._place_M >= len_P[:, None])).all(1)
 
 
@@ -139,7 +157,7 @@ def _longest(spans: list[tuple[ThinkingBudget, ThinkingSpan, int]]) -> int:
 
 
 def _numbers(budget: ThinkingBudget, span: ThinkingSpan, read: int, longest: int) -> list[int]:
-    """A row of _DeviceSpans' numbers: what the host knows of a place, and the marks, as long as the longest of all."""
+    """A row of DeviceSpans' numbers: what the host knows of a place, and the marks, as long as the longest of all."""
     marks = [[*mark, *[0] * (longest - len(mark))] for mark in (budget.start, budget.end)]
     known = (span.is_inside, span.tokens, span.num_open, budget.tokens, read, len(budget.start), len(budget.end))
     return [*map(int, known), *marks[0], *marks[1]]

@@ -91,16 +91,22 @@ def penalize_tokens(
             tl.store(row + token, logit - less, mask=held != 0)
 
 
-def edit_all(
-    logits_SV: torch.Tensor, tokens: RowTokens, edits: LogitEdits[torch.Tensor], counts_SV: torch.Tensor
-) -> None:
-    """Changes the logits in place. counts_SV: int32 zeros for as many places, which are zeros again."""
-    (places, vocab), entries = logits_SV.shape, len(edits.place_E)
-    assert logits_SV.stride(1) == 1 and counts_SV.is_contiguous() and counts_SV.shape[1] == vocab
+def edit_entries_of(logits_SV: torch.Tensor, tokens: RowTokens, edits: LogitEdits[torch.Tensor]) -> None:
+    """Forbids tokens of entries or adds to their logits, in place."""
+    entries = len(edits.place_E)
+    assert logits_SV.stride(1) == 1
     edit_entries[(triton.cdiv(entries, ENTRIES),)](
         logits_SV, logits_SV.stride(0), tokens.positions_S, edits.place_E, edits.id_E, edits.until_E, edits.added_E,
         entries, ENTRIES=ENTRIES,
     )  # fmt: skip
+
+
+def penalize_all(
+    logits_SV: torch.Tensor, tokens: RowTokens, edits: LogitEdits[torch.Tensor], counts_SV: torch.Tensor
+) -> None:
+    """Penalizes tokens in place. counts_SV: int32 zeros for as many places, which are zeros again."""
+    places, vocab = logits_SV.shape
+    assert logits_SV.stride(1) == 1 and counts_SV.is_contiguous() and counts_SV.shape[1] == vocab
     width = tokens.tokens_NL.shape[1]
     grid = places, min(triton.cdiv(width, TOKENS), triton.cdiv(PROGRAMS, places))
     given = tokens.tokens_NL, width, tokens.rows_S, tokens.positions_S

@@ -1,0 +1,1 @@
+"""Edits of logits, limits, draws, rules and log probabilities in Triton."""
