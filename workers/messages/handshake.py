@@ -28,6 +28,7 @@ class RankTiers(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     host_slab: int = 0  # the rank's slab in that lease
     stamps: tuple[bytes, bytes] | None = None  # of a slab that the rank leases: what it must bear, and what it gets
     disk_folder: str | None = None  # the rank's folder; None: no disk tier
+    disk_word: bytes = b""  # what the lock above the folder holds where that is the coordinator's
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
