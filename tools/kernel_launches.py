@@ -292,7 +292,7 @@ def launch_sampling() -> None:
     import torch
 
     from tandem.workers.kernels.logit_edits import LogitEdits, RowTokens
-    from tandem.workers.kernels.sampling_ops import Draws
+    from tandem.workers.kernels.sampling_ops import Draws, RandomRows
     from tandem.workers.kernels.sampling_rules import HEADER, SamplingRules
     from tandem.workers.kernels.step_arrays import sending_with
     from tandem.workers.kernels.triton.sampling.triton_sampling import PROGRAMS, TritonSampling
@@ -312,6 +312,8 @@ def launch_sampling() -> None:
         draw = TritonSampling().prepare_draw(draws, sending_with(lambda host: host))
         ids_S = torch.zeros(rows, dtype=torch.int64)
         draw(torch.zeros(rows, vocab), torch.zeros(rows), ids_S, torch.zeros_like(ids_S))
+        random = RandomRows.sent(draws, sending_with(lambda host: host))
+        TritonSampling().greatest(torch.zeros(rows, vocab), vocab, torch.zeros(rows), torch.zeros_like(ids_S), random)
         numbers = LogitEdits[torch.Tensor](*(torch.zeros(rows, dtype=kind) for kind in kinds))
         tokens = RowTokens(torch.zeros(rows, 64, dtype=torch.int32), ids_S, ids_S)
         counts = torch.zeros(rows, vocab, dtype=torch.int32)

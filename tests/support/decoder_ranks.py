@@ -73,7 +73,18 @@ def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None
     outputs = [_run_step(decoder, rows, link, context, work) for work in case.steps]
     link.flush()
     decoder.close()
-    return torch.cat(outputs) if context.is_last_stage else None
+    if not context.is_last_stage:
+        return None
+    count = sum(len(work) for work in case.steps)
+    return _told_to_all(torch.cat(outputs), count, context) if context.tp_size > 1 else torch.cat(outputs)
+
+
+def _told_to_all(logits_SV: torch.Tensor, count: int, context: ParallelContext) -> torch.Tensor:
+    """What the first rank of the stage has; the others have none."""
+    assert len(logits_SV) == (count if context.tp_rank == 0 else 0)
+    whole_SV = logits_SV.new_zeros((count, logits_SV.shape[1]))
+    whole_SV[: len(logits_SV)] = logits_SV
+    return context.tp.group.all_reduce(whole_SV)
 
 
 @torch.inference_mode()

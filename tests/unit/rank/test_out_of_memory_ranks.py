@@ -239,7 +239,7 @@ def test_ranks_that_know_different_outcomes_choose_one_capture(
     """One has read which drafts were accepted, the other has not. Tables of 2, 4 and 8 blocks have captures, and the
     twin's collectives tell a replay from another."""
     monkeypatch.setattr(graph_room, "NARROWEST_TOKENS", 8)
-    monkeypatch.setattr(graph_room, "MAX_CAPTURES", 15)
+    monkeypatch.setattr(graph_room, "MAX_CAPTURES", 30)
     told = serve(folder, 2, 1, late=True, drafts=3, replays=True, prompt_ranks=prompt_ranks)
     assert all(one.tokens == wanted.tokens for one in told)
     assert told[0].num_replays == told[1].num_replays >= 5

@@ -296,10 +296,10 @@ def test_triton_draws_for_any_step_by_one_variant_that_fuses_nothing() -> None:
     pytest.importorskip("triton")
     from tandem.workers.kernels.triton.sampling import triton_sampling
 
-    kernels = [triton_sampling.draw_parts, triton_sampling.choose_part]
+    kernels = [triton_sampling.draw_parts, triton_sampling.choose_part, triton_sampling.pair_part]
     for kernel in kernels:
         params = {param.name: param for param in kernel.params if not param.is_constexpr}
-        own = {"scores", "part_ids"} | ({"ids"} if kernel is triton_sampling.draw_parts else set())
+        own = {"scores", "part_ids", "pairs"} | ({"ids"} if kernel is triton_sampling.draw_parts else set())
         pointers = set(params) - set(triton_sampling.CHANGING)
         assert all(params[name].do_not_specialize for name in set(params) - pointers)
         assert all(params[name].do_not_specialize_on_alignment for name in pointers - own)

@@ -71,10 +71,10 @@ def capture_steps(
     """Makes the captures, in step with all ranks of the stage, and replays each once. No report where captures are made
     as steps come. ops: on the rank that samples."""
     graphs, began_s = decoder.graphs, time.perf_counter()
-    shards = _shards(decoder, context, platform)
-    sizes = [size for size in sizes if shards is not None or not size.by_shards]
     if not isinstance(graphs, StartGraphs) or not isinstance(rows, FramedRows):
         return StartCaptures(None, {})
+    shards = _shards(decoder, context, platform)
+    sizes = [size for size in sizes if shards is not None or not size.by_shards]
     own_number = crc32(repr(sizes).encode()) if graphs.can_replay else 0
     if not _have_all(own_number, context, platform.device):
         graphs.can_replay = False  # such as with streamed layers on one of them
@@ -98,7 +98,7 @@ def capture_steps(
     failures = dict(zip(by_room, _agreed(own, context, platform.device), strict=True))
     graphs.drop((keys[size], size.num_tokens) for size, why in failures.items() if why is not None)
     counts = {size.num_samples for size, why in failures.items() if why is None}
-    is_ruled = isinstance(fixed, ReportOps) and len(counts) > 0
+    is_ruled = len(counts) > 0 and isinstance(fixed, ReportOps)
     draws, undrawn = _ruled_draws(graphs, parts, counts, platform) if is_ruled else ({}, {})
     for size, why in failures.items():
         if why is None and (captured := graphs.find(keys[size], size.num_tokens)) is not None:
@@ -172,9 +172,13 @@ def _parts(
 
 
 def _shards(decoder: Decoder, context: ParallelContext, platform: Platform) -> ShardDraw | None:
-    """Returns what draws on this rank from its part of the vocabulary; None where captures do not."""
-    ops = platform.sampling_ops() if decoder.has_shards else None
-    if not isinstance(ops, FixedSampling):
+    """Returns what draws on this rank from its part of the vocabulary; None where captures do not, on all ranks of the
+    stage alike."""
+    if not decoder.has_shards:
+        return None
+    ops = platform.sampling_ops()
+    lacks = torch.tensor([not isinstance(ops, FixedSampling)], dtype=torch.int64, device=platform.device)
+    if int(context.tp.all_reduce(lacks)) or not isinstance(ops, FixedSampling):
         return None
     return ShardDraw(ops, context.tp, decoder.own_ids, decoder.vocab_size)
 
