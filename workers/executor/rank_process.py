@@ -16,8 +16,9 @@ from tandem.workers.rank.rank_watch import watch_stdin
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY",
 )  # fmt: skip
-"""What others say of threads. torch's libraries look once, when they are imported. Bound threads would be on the same
-first cores in each rank of a machine, and a rank would take its main thread's one core for all that it may use."""
+"""Variables by which others choose threads. torch's libraries look once, when they are imported. Bound threads would be
+on the same first cores in each rank of a machine, and a rank would take its main thread's one core for all that it may
+use."""
 
 
 @contextmanager
