@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from tandem.cluster.deploy.nodes import alive_nodes, choose_home, cpu_nodes, gateways_for, on_cluster
+from tandem.cluster.deploy.nodes import alive_nodes, choose_home, gateways_for, on_cluster
 from tandem.cluster.deploy.placement import group_options, max_groups, surge_percent
 from tandem.cluster.deploy.preflight import check_memory, note_on_redis
 from tandem.cluster.deploy.ray_tokens import check_token
@@ -32,7 +32,6 @@ from tandem.cluster.wire.service_facts import (
     GATEWAY,
     MAX_ONGOING_REQUESTS,
     ServiceFacts,
-    groups_per_node,
 )
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
@@ -83,7 +82,7 @@ def build(args: dict[str, Any]) -> Application:
         redis_url=settings.redis.url,
         device=device,
         ports=settings.engine.parallel.ports,
-        groups_on_node=groups_per_node(max_groups(settings), cpu_nodes(nodes)),
+        max_groups=max_groups(settings),
         home_node=home_node,
         logs=LogPlace(level=settings.logs.level, base=settings.logs.dir),
     )

@@ -5,6 +5,7 @@ No other file names a variable of the environment.
 """
 
 import os
+import pwd
 import tempfile
 from collections.abc import Mapping
 from enum import StrEnum
@@ -22,6 +23,9 @@ CPU_ISA = "TANDEM_CPU_ISA"
 unset and use what the CPU has."""
 SHARED_MEMORY = "TANDEM_SHARED_MEMORY"
 """0: CPU ranks of one machine exchange over gloo, as those of several machines do. Tests set it."""
+MEMORY: Final = "dev/shm"
+FIRST_USER: Final = 1000
+"""The least id of a user who logs in, and not of a service."""
 
 
 GRPC_PROXY: Final = "grpc_proxy"
@@ -137,3 +141,24 @@ def short_temp_folder() -> Path:
     """The temp folder, or /tmp where socket paths in the temp folder would be too long for the system."""
     wanted = Path(tempfile.gettempdir()).resolve()
     return wanted if len(str(wanted)) + SOCKET_PATH_ROOM <= 107 else Path("/tmp")
+
+
+def memory_folder(root: Path = Path("/"), uid: int | None = None) -> Path | None:
+    """Returns /dev/shm, where it is in memory and this user's files stay there; else None. systemd removes a user's
+    files from it after a logout (RemoveIPC), but not those of services and of users who linger. root: of the file
+    system."""
+    try:
+        mounts = [line.split()[1:3] for line in (root / "proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return None
+    kinds = [kind for place, kind in mounts if place == f"/{MEMORY}"]
+    return root / MEMORY if kinds[-1:] == ["tmpfs"] and _stays(root, os.getuid() if uid is None else uid) else None
+
+
+def _stays(root: Path, uid: int) -> bool:
+    if uid < FIRST_USER or not (root / "run/systemd/users").is_dir():
+        return True
+    try:
+        return (root / "var/lib/systemd/linger" / pwd.getpwuid(uid).pw_name).exists()
+    except KeyError:
+        return False

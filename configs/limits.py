@@ -50,11 +50,11 @@ def available_cores(cgroup: Path = CGROUP) -> int:
     container has a limit of CPU time, as a pod of Kubernetes has. More threads would be stopped in turns, in the middle
     of what others wait for. cgroup: the control group's folder, of version 2 or 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = _cpu_limit(cgroup)
+    limit = cpu_limit(cgroup)
     return cores if limit is None else max(1, min(cores, int(limit)))
 
 
-def _cpu_limit(cgroup: Path) -> float | None:
+def cpu_limit(cgroup: Path = CGROUP) -> float | None:
     """Return the CPU seconds that the control group may use in a second, None without a limit."""
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:

@@ -255,7 +255,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("device", "engine.device.device", Device, MACHINE,
            "Device of the ranks. Default: cuda if there is a GPU, else cpu."),
     Option("cpu_threads", "engine.device.cpu_threads", int, MACHINE,
-           "Threads of each rank on CPU. Default: the cores divided by the ranks on the node.",
+           "Threads of each rank on CPU. Default: the cores of its machine or container divided by the ranks that have "
+           "them, as these come and go.",
            at_least(1), "at least 1"),
     Option("cpu_offload_gb", "engine.device.cpu_offload_gib", float, MACHINE,
            "GiB of each rank's weights to keep in host memory. Every step copies them to the device, layer by layer.",

@@ -128,7 +128,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The device of the ranks."""
 
     device: Device | None = None  # None: cuda when torch sees one, else cpu
-    cpu_threads: int | None = None  # None: cores // ranks on the node
+    cpu_threads: int | None = None  # None: the cores divided by the ranks that have them, as these come and go
     cpu_offload_gib: float = 0.0  # GiB of weights that each rank keeps in host memory instead of on the device
     tune: bool = True  # tiles of kernels are those that are fastest on the device, which a first start measures
 

@@ -6,6 +6,7 @@ address only; torch's own would listen on every interface without authentication
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -55,15 +56,15 @@ def init_parallel(
     backend: Backend,
     *,
     listener: socket.socket | None = None,
-    ranks_on_node: int | None = None,
+    spins: Callable[[], bool] | None = None,
     expert_parallel: bool = False,
 ) -> ParallelContext:
     """Returns this rank's context when all ranks have joined. torch allows one group per process.
 
     listener: on rank 0, a socket that listens at the address already; taken over. Without it rank 0 binds the port.
-    expert_parallel: of the mesh. ranks_on_node: all ranks that share this machine, other groups' included; None: only
-    this group's. Raises torch.distributed's DistError when the others do not join in time, OSError when the port cannot
-    be bound.
+    expert_parallel: of the mesh. spins: whether ranks have a core each, other groups' included, asked at each wait;
+    None: this group's have. Raises torch.distributed's DistError when the others do not join in time, OSError when the
+    port cannot be bound.
     """
     mesh = Mesh(tp_size, pp_size, rank, expert_parallel)
     assert mesh.world_size == world_size, (world_size, tp_size, pp_size)
@@ -78,7 +79,7 @@ def init_parallel(
         device_id=backend.device,
     )
     world = TorchCollectives(dist.group.WORLD, list(range(world_size)))
-    stage = _stage_group(mesh, backend, ranks_on_node or world_size)
+    stage = _stage_group(mesh, backend, spins or (lambda: world_size <= available_cores()))
     return ParallelContext(mesh, StepCollectives(stage, tp_size, mesh.tp_rank), world, dist.destroy_process_group)
 
 
@@ -98,7 +99,7 @@ def _open_store(rank: int, world_size: int, address: str, port: int, listener: s
     )
 
 
-def _stage_group(mesh: Mesh, backend: Backend, ranks_on_node: int) -> Collectives:
+def _stage_group(mesh: Mesh, backend: Backend, spins: Callable[[], bool]) -> Collectives:
     """Returns the collectives of this rank's stage: through shared memory where all its ranks run on one node and
     compute in its memory."""
     # A gloo all-reduce of a decode step costs some 200 us, one through shared memory 20. torch requires every rank to
@@ -113,6 +114,5 @@ def _stage_group(mesh: Mesh, backend: Backend, ranks_on_node: int) -> Collective
 
         segment = open_segment(mine, mesh.tp_rank, mesh.tp_size)
         if segment is not None:
-            spins = ranks_on_node <= available_cores()
             return SharedMemoryCollectives(segment, mesh.tp_rank, mesh.tp_size, mine, spins)
     return mine

@@ -31,11 +31,6 @@ def node_gpus(nodes: Sequence[Node]) -> list[float]:
     return [gpus for node in nodes if (gpus := float(node["Resources"].get("GPU", 0))) > 0]
 
 
-def cpu_nodes(nodes: Sequence[Node]) -> int:
-    """The number of nodes that have CPUs, so that groups can be placed there."""
-    return sum(float(node["Resources"].get("CPU", 0)) > 0 for node in nodes)
-
-
 def gpu_memory(node_id: str) -> int | None:
     """Bytes of a node's first GPU, asked there; None when it does not answer in ASK_S. Needs a connection to Ray."""
     import ray

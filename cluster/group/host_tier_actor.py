@@ -9,7 +9,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -90,12 +90,20 @@ class HostTierKeeper:
         return session_folder()
 
 
-def node_host_tier(service: str, budget_bytes: int) -> str | None:
-    """Returns the socket of the host-tier process of this node for a service, which is started if there is none; None,
-    with a line in the log, where it cannot be had. Blocks."""
-    node = ray.get_runtime_context().get_node_id()
+def node_host_tiers(service: str, budget_bytes: int, nodes: Mapping[str, str]) -> dict[str, str] | None:
+    """Returns the sockets of a service's host-tier processes, each on its node, which are started where there is none;
+    None, with a line in the log, where one cannot be had. nodes: their Ray ids, by address. Blocks."""
+    asked = {address: _keeper(service, budget_bytes, node).socket.remote() for address, node in nodes.items()}
+    try:
+        return dict(zip(asked, ray.get([*asked.values()], timeout=CALL_S), strict=True))
+    except Exception as error:  # Ray has several types for an actor that cannot be reached
+        log.warning("the host tier cannot be had: %s", str(error).strip().splitlines()[-1])
+        return None
+
+
+def _keeper(service: str, budget_bytes: int, node: str) -> Any:
     name = f"{service[:6]}-{budget_bytes >> 20}"  # another size is another process
-    keeper = (
+    return (
         ray.remote(HostTierKeeper)
         .options(
             name=f"{prefix(service)}{node}:{name}",
@@ -109,11 +117,6 @@ def node_host_tier(service: str, budget_bytes: int) -> str | None:
         )
         .remote(name, budget_bytes)
     )
-    try:
-        return str(ray.get(keeper.socket.remote(), timeout=CALL_S))
-    except Exception as error:  # Ray has several types for an actor that cannot be reached
-        log.warning("the host tier of this node cannot be had: %s", str(error).strip().splitlines()[-1])
-        return None
 
 
 def end_host_tiers(service: str) -> None:

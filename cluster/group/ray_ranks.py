@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tandem.cluster.group.host_tier_actor import node_host_tier
+from tandem.cluster.group.host_tier_actor import node_host_tiers
 from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.ray_private.process_titles import use_rays_titles
-from tandem.cluster.wire.group_shape import group_shape
+from tandem.cluster.ray_private.ray_facts import node_resources
+from tandem.cluster.wire.group_shape import group_shape, most_ranks
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
 from tandem.configs.schema import EngineSettings
 from tandem.offload.host.host_process import region_bytes
@@ -65,19 +66,24 @@ def ray_group(
     """
     shape = group_shape(settings.parallel, facts.device)
     num_ranks = settings.parallel.ranks_per_group
-    bundles = shape.bundle_of_rank(nodes_of_bundles(placement_group))
+    nodes = nodes_of_bundles(placement_group)
+    bundles = shape.bundle_of_rank(nodes)
     placed = RankPlaces(placement_group, bundles, shape.of_rank)
 
     def pids() -> list[int | None]:
         return [hello.pid if hello.host == host else None for hello in made.hellos]
 
-    def host_socket() -> str | None:
+    def host_sockets() -> Mapping[str, str] | None:
         gib = settings.cache.kv_offloading_gib
-        if facts.host_socket is not None or gib is None:
-            return facts.host_socket
-        if any(hello.host != host for hello in made.hellos):
-            return None  # ranks on several nodes hold that memory themselves
-        return node_host_tier(facts.service_id, region_bytes(gib) * facts.groups_on_node)
+        if facts.host_socket is not None:
+            return {host: facts.host_socket}
+        node_of = {hello.host: nodes[bundle] for hello, bundle in zip(made.hellos, bundles, strict=True)}
+        return None if gib is None else node_host_tiers(facts.service_id, region_bytes(gib) * facts.max_groups, node_of)
+
+    def most(own: int) -> int:
+        device = "GPU" if "GPU" in shape.of_rank else "CPU"
+        there = node_resources(settings.parallel.label_selector, device)
+        return most_ranks(own, num_ranks, facts.max_groups, shape.of_rank, there)
 
     ranks = RayRanks(num_ranks, facts, group, placed, lambda why: made.report(why), on_told, pids)
     made = RankGroup(
@@ -86,9 +92,9 @@ def ray_group(
         secret=life_secret(facts.secret, group),
         name=group,
         host=host,
-        groups_on_node=facts.groups_on_node,
+        most_ranks=most,
         on_lost=on_lost,
-        host_socket=host_socket,
+        host_sockets=host_sockets,
     )
     return made
 

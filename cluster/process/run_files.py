@@ -1,6 +1,7 @@
 """Files of a running service, made by the launcher; the reaper sweeps them once the launcher has ended.
 
 <temp>/td-XXXXXXXX/   0700   launcher.pid  token (0600)  ray/  redis/  host/  state/
+<memory>/td-XXXXXXXX/ 0700   launcher.pid  gcs/: it holds keys, and is in the other folder where memory has no room
 <runtime>/PID.json    0600   address of the service of launcher PID, for `tandem status`
 """
 
@@ -12,9 +13,11 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from tandem.configs.environment import runtime_folder, short_temp_folder
+from tandem.configs.environment import memory_folder, runtime_folder, short_temp_folder
 
 PREFIX = "td-"
+GCS_ROOM_BYTES = 2**30
+"""Room in memory without which GCS's files go to the disk: several times what they have."""
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,16 +36,18 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrivateFolder:
-    """The td-XXXXXXXX folder of one launcher. Making one sweeps those of launchers that have ended."""
+    """The td-XXXXXXXX folders of one launcher. Making one sweeps those of launchers that have ended."""
 
     def __init__(self) -> None:
         sweep()
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=short_temp_folder()))
-        (self.path / "launcher.pid").write_text(str(os.getpid()))
-        self.ray = self._sub("ray")
-        self.redis = self._sub("redis")
-        self.host_tier = self._sub("host")
-        self.state = self._sub("state")
+        self.path = _new_folder(short_temp_folder())
+        memory = memory_folder()
+        has_room = memory is not None and shutil.disk_usage(memory).free >= GCS_ROOM_BYTES
+        self.gcs = _sub(_new_folder(memory) if memory is not None and has_room else self.path, "gcs")
+        self.ray = _sub(self.path, "ray")
+        self.redis = _sub(self.path, "redis")
+        self.host_tier = _sub(self.path, "host")
+        self.state = _sub(self.path, "state")
 
     def write_token(self, token: str) -> Path:
         """Writes the token to a file that only this user can read, and returns its path."""
@@ -52,15 +57,17 @@ class PrivateFolder:
             file.write(token)
         return path
 
-    def _sub(self, name: str) -> Path:
-        path = self.path / name
-        path.mkdir(mode=0o700)
-        return path
+
+def private_folders() -> list[Path]:
+    """The td-XXXXXXXX folders of all launchers, other users' too."""
+    memory = memory_folder()
+    places = {short_temp_folder()} if memory is None else {short_temp_folder(), memory}
+    return [folder for place in places for folder in place.glob(f"{PREFIX}????????")]
 
 
 def sweep() -> None:
     """Removes this user's folders and run files of launchers that have ended."""
-    for folder in short_temp_folder().glob(f"{PREFIX}????????"):
+    for folder in private_folders():
         try:
             if folder.stat().st_uid == os.getuid() and not psutil.pid_exists(
                 int((folder / "launcher.pid").read_text())
@@ -69,6 +76,19 @@ def sweep() -> None:
         except (OSError, ValueError):
             continue  # being made or removed at this moment
     read_run_files()
+
+
+def _new_folder(place: Path) -> Path:
+    """A folder of this process there, with mode 700."""
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+    (path / "launcher.pid").write_text(str(os.getpid()))
+    return path
+
+
+def _sub(folder: Path, name: str) -> Path:
+    path = folder / name
+    path.mkdir(mode=0o700)
+    return path
 
 
 def write_run_file(run: RunFile) -> Path:

@@ -7,28 +7,33 @@ import functools
 import inspect
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from tandem.cluster.process.signals import unblock
+from tandem.configs.limits import Ports, listen
 
 GCS, RAYLET = "gcs_server", "raylet"
+AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+OUTSIDE = Ports(15_000, 30_000)
+"""Ports that no kernel gives to sockets that ask for any, by default."""
 GCS_START_S = 10.0
 LOOPBACK = {"_node_ip_address": "127.0.0.1"}
 
 
-def start_node(temp_folder: Path, **options: Any) -> None:
-    """Starts a Ray below this process, on loopback, and connects to it. options: of ray.init().
+def start_node(temp_folder: Path, gcs_folder: Path, **options: Any) -> None:
+    """Starts a Ray below this process, on loopback, and connects to it. gcs_folder: for what its GCS knows. options: of
+    ray.init().
 
     Lost without its private arguments: Ray's files stand in /tmp/ray, it listens on the machine's address, and what
     its GCS knows dies with it.
     """
     import ray
 
-    kept = {"gcs_storage": "rocksdb", "gcs_storage_path": str(temp_folder / "gcs")}
-    with _trimmed():
+    kept = {"gcs_storage": "rocksdb", "gcs_storage_path": str(gcs_folder)}
+    with _trimmed(**_free_ports(AGENT_PORTS)):
         ray.init(address="local", _temp_dir=str(temp_folder), _system_config=kept, **LOOPBACK, **options)
 
 
@@ -145,12 +150,20 @@ def _no_api_server(start: Callable[..., Any], include_dashboard: bool | None, *a
     return ("", None) if include_dashboard is False else start(include_dashboard, *args, **kwargs)
 
 
-@contextmanager
-def _trimmed() -> Iterator[None]:
-    """Makes ray.init() leave out the autoscaler monitor and the log monitor, as only `ray start` can, and the API
-    server of a dashboard that is off.
+def _free_ports(names: Sequence[str]) -> dict[str, int]:
+    """A port for each name, free on all addresses of this machine."""
+    with ExitStack() as held:
+        found = [held.enter_context(listen("0.0.0.0", OUTSIDE)) for _ in names]
+        return {name: listener.getsockname()[1] for name, listener in zip(names, found, strict=True)}
 
-    Lost without RayParams: about 2 s of start and 170 MiB; a Ray whose parameters have other names is started whole.
+
+@contextmanager
+def _trimmed(**given: int) -> Iterator[None]:
+    """Makes ray.init() leave out the autoscaler monitor and the log monitor, as only `ray start` can, and the API
+    server of a dashboard that is off, and give its agents their ports.
+
+    Lost without RayParams: about 2 s of start and 170 MiB; a Ray whose parameters have other names is started whole,
+    and ends where an agent takes 15 s to choose its port.
     Lost without ConsolePopen: process groups of their own, so that Ctrl+C ends Ray's processes before the drain.
     Lost without start_api_server: 2 s of start, which waits for that process, and 100 MiB.
     """
@@ -159,9 +172,10 @@ def _trimmed() -> Iterator[None]:
     whole = parameter.RayParams
 
     def trimmed(*args: Any, **kwargs: Any) -> Any:
-        return whole(*args, **{"no_monitor": True, "include_log_monitor": False} | kwargs)
+        return whole(*args, **kwargs | asked)
 
-    if {"no_monitor", "include_log_monitor"} <= set(inspect.signature(whole).parameters):
+    asked = {"no_monitor": True, "include_log_monitor": False, **given}
+    if asked.keys() <= set(inspect.signature(whole).parameters):
         parameter.RayParams = trimmed
     popen, api_server = services.ConsolePopen, services.start_api_server
     services.ConsolePopen = functools.partial(_popen, popen)

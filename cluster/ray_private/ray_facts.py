@@ -29,6 +29,15 @@ def free_resources(labels: Mapping[str, str]) -> list[dict[str, float]]:
     ]
 
 
+def node_resources(labels: Mapping[str, str], resource: str) -> list[dict[str, float]]:
+    """All resources of each node that lives and that a selector of labels takes, where it has some of `resource`.
+
+    Lost without labels: nodes that groups are never placed on count as theirs, in how they divide memory.
+    """
+    alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
+    return [node["Resources"] for node in alive if node_labels_match_selector(node.get("Labels", {}), labels)]
+
+
 def session_folder() -> Path:
     """The folder of Ray's session on this node, which outlives every actor.
 

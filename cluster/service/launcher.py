@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from tandem.cluster.deploy import devices
-from tandem.cluster.deploy.nodes import Node, alive_nodes, cpu_nodes, memory_note, on_cluster
+from tandem.cluster.deploy.nodes import Node, alive_nodes, memory_note, on_cluster
 from tandem.cluster.deploy.placement import declared_cpus, declared_gpus, max_groups, min_groups
 from tandem.cluster.deploy.preflight import (
     check_adapters,
@@ -45,7 +45,7 @@ from tandem.cluster.ray_private.local_node import GcsServer, is_listening, node_
 from tandem.cluster.service import ray_node
 from tandem.cluster.service.group_event_log import GroupEventLog
 from tandem.cluster.service.joined_ray import JoinedRay
-from tandem.cluster.wire.service_facts import ServiceFacts, groups_per_node, new_identity
+from tandem.cluster.wire.service_facts import ServiceFacts, new_identity
 from tandem.configs.errors import SettingsError
 from tandem.configs.limits import available_cores
 from tandem.configs.platform_facts import steps_line
@@ -233,7 +233,7 @@ class Launcher:
         device = self._settings.engine.device.chosen
         cpus = declared_cpus(self._settings, device, available_cores())
         gpus = declared_gpus(device, devices.cuda_device_count())
-        ray_node.start_private(folder.ray, cpus, gpus)
+        ray_node.start_private(folder.ray, folder.gcs, cpus, gpus)
 
     def _join_ray(self, address: str) -> None:
         """Joins a Ray of others, and learns its nodes."""
@@ -271,9 +271,7 @@ class Launcher:
             open_port=True,
             device=self._settings.engine.device.chosen,
             gateway_node=ray_node.node_address() if self._address is not None else None,
-            groups_on_node=groups_per_node(
-                max_groups(self._settings), 1 if self._address is None else cpu_nodes(self._nodes)
-            ),
+            max_groups=max_groups(self._settings),
             logs=self._logs,
             host_socket=None if self._host_tier is None else str(self._host_tier.socket_path),
         )

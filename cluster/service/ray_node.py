@@ -75,12 +75,13 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def start_private(temp_folder: Path, num_cpus: int, num_gpus: int) -> None:
+def start_private(temp_folder: Path, gcs_folder: Path, num_cpus: int, num_gpus: int) -> None:
     """Starts a private Ray on this machine, below this process. TandemError when one of Ray's processes does not start,
     or not within the 30 s that Ray waits."""
     try:
         start_node(
             temp_folder,
+            gcs_folder,
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             include_dashboard=False,

@@ -6,6 +6,7 @@ placed near each other (PACK), and may be apart. A stage that is larger than a n
 equal bundles. The coordinator is in the first bundle, beside rank 0.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,16 @@ def group_shape(parallel: ParallelSettings, device: Device) -> GroupShape:
     bundles[0]["CPU"] = _sum(bundle["CPU"] + CPU_SHARE)
     stages = tuple(range(first, first + per_stage) for first in range(0, len(bundles), per_stage))
     return GroupShape(tuple(bundles), stages, per_bundle, of_rank)
+
+
+def most_ranks(own: int, ranks: int, groups: int, of_rank: Resources, nodes: Sequence[Resources]) -> int:
+    """Returns the most ranks that may share a node, at least `own`, by which they divide its memory. own: those of one
+    group there, which are `ranks` in all. groups: the most that may run. nodes: all resources of each that groups may
+    be placed on now. Ray places a group where the largest share is free, so they spread evenly over equal nodes; no
+    node has more ranks than devices."""
+    spread = own * math.ceil(groups * ranks / (max(1, len(nodes)) * own))
+    devices = max((int(node.get("GPU", 0.0)) for node in nodes), default=0) if "GPU" in of_rank else 0
+    return max(own, min(spread, devices) if devices else spread)
 
 
 def rooms(bundles: Sequence[Resources], free: Sequence[Resources], most: int) -> int:

@@ -4,7 +4,6 @@ The launcher or cluster/app.py makes the facts; they travel in deployment init a
 """
 
 import logging
-import math
 import secrets
 
 import msgspec
@@ -37,19 +36,12 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     open_port: bool = False  # gateways listen themselves
     gateway_node: str | None = None  # address of the node that gateways must run on, because their port is there
     ports: Ports = ANY_PORTS  # --port-range, for the private Redis; others have it of the settings
-    groups_on_node: int = 1  # the most groups that may share a machine (groups_per_node)
+    max_groups: int = 1  # that may run at once, with autoscaling its maximum
     # Ray id of the one machine, when other nodes could join; a process that is placed elsewhere refuses to start
     home_node: str | None = None
     model_digest: str = ""  # of the model that this version serves, empty: not known
     logs: LogPlace | None = LogPlace()  # None: there are no log files
     host_socket: str | None = None  # of the machine's host-tier process; None when ranks hold that memory themselves
-
-
-def groups_per_node(groups: int, nodes: int) -> int:
-    """The most groups that may share a machine. groups: the most that may run (with autoscaling its maximum). nodes:
-    machines for them; Ray places a group where the largest share is free, so groups spread evenly over equal machines.
-    CPU ranks divide cores and memory by the result: with too many threads they lose more than with too few."""
-    return max(1, math.ceil(groups / max(1, nodes)))
 
 
 def new_identity() -> tuple[str, str]:

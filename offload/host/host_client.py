@@ -30,6 +30,9 @@ from tandem.offload.host.host_messages import (
 )
 
 _RETRY_S = 0.01
+LEASE_S = 10.0
+LEASE_RETRY_S = 5.0
+RESERVE_S_PER_GIB = 4.0
 
 
 @dataclass(eq=False)
@@ -76,6 +79,20 @@ def lease(socket_path: Path, layout: str, index_bytes: int, rank_bytes: Sequence
         return RegionLease(reply.token, reply.reused, _map(descriptor, index_bytes), call.keep())
     finally:
         call.close()
+
+
+def lease_soon(socket_path: Path, layout: str, index_bytes: int, rank_bytes: Sequence[int]) -> RegionLease:
+    """Leases as lease() does, with time for new memory. A group that this one replaces may still hold the only region
+    that fits for a moment."""
+    timeout_s = LEASE_S + sum(rank_bytes) / 2**30 * RESERVE_S_PER_GIB
+    deadline_s = time.monotonic() + LEASE_RETRY_S
+    while True:
+        try:
+            return lease(socket_path, layout, index_bytes, rank_bytes, timeout_s)
+        except HostTierError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.2)
 
 
 def attach(socket_path: Path, token: str, rank: int, timeout_s: float) -> SlabAttachment:

@@ -17,7 +17,7 @@ import setproctitle
 import tandem
 from tandem.configs.errors import SettingsError
 from tandem.configs.limits import allow_many_open_files
-from tandem.offload.host.host_client import RegionLease, SlabAttachment, attach, lease, status
+from tandem.offload.host.host_client import RegionLease, SlabAttachment, attach, lease, lease_soon, status
 from tandem.offload.host.host_messages import HostStatus, HostTierError
 from tandem.offload.host.host_server import HostServer
 
@@ -30,6 +30,7 @@ __all__ = [
     "SlabAttachment",
     "attach",
     "lease",
+    "lease_soon",
     "main",
     "region_bytes",
     "status",

@@ -11,7 +11,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -90,11 +90,13 @@ class SharedMemoryCollectives:
     """The TP group's collectives. A tensor passes in pieces of SLOT_BYTES; point-to-point calls go to `others`.
 
     Each rank has two slots that take turns: it writes piece n + 2 only after all flags have reached n + 1, and raises
-    its flag to n + 1 only after it has read piece n of every rank. `spins`: begins a wait without sleeping; only for
-    ranks with a core each.
+    its flag to n + 1 only after it has read piece n of every rank. spins(): whether a wait begins without
+    sleeping; only for ranks with a core each.
     """
 
-    def __init__(self, segment: mmap.mmap, rank: int, size: int, others: Collectives, spins: bool) -> None:
+    def __init__(
+        self, segment: mmap.mmap, rank: int, size: int, others: Collectives, spins: Callable[[], bool]
+    ) -> None:
         self._rank = rank
         self._size = size
         self._others = others
@@ -170,8 +172,9 @@ class SharedMemoryCollectives:
         """Waits until a rank's flag has reached `count`: spins, then lets others have the core, as the rank that is
         waited for may need this one, then sleeps. TimeoutError after TIMEOUT_S, when the rank is probably dead."""
         flags, began_s = self._flags, 0.0
-        tries = 0 if self._spins else SPINS + YIELDS
+        tries = 0
         while flags[index] < count:
+            tries = tries or (0 if self._spins() else SPINS + YIELDS)
             tries += 1
             if tries <= SPINS:
                 continue

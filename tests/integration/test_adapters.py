@@ -25,6 +25,7 @@ from tests.support.ends import end_by_a_signal_to_all
 from tests.support.plain_http import plain_http
 from tests.support.service import BIN, Service, free_port, is_alive, tandem_serve, wait_for
 from tests.support.varied_adapters import save_varied, zipf
+from tests.support.verbs import run_verb_of
 
 pytestmark = pytest.mark.cluster
 
@@ -88,9 +89,7 @@ def unload(service: Service, name: str) -> httpx.Response:
 
 
 def tandem(service: Service, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A verb of the same user as the service's, so that it finds the run file."""
-    env = {**os.environ, "TMPDIR": str(service.temp), "XDG_RUNTIME_DIR": ""}
-    return subprocess.run([BIN / "tandem", *arguments], env=env, capture_output=True, text=True, timeout=60)
+    return run_verb_of(service.temp, *arguments)
 
 
 def residency(service: Service, name: str) -> list[tuple[str, str]]:

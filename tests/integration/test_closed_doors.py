@@ -18,6 +18,7 @@ from tests.support.doors import ADMIN, API, METRICS, PASSWORD, SENT, ask_with_ke
 from tests.support.private_redis import private_redis
 from tests.support.ray_head import ray_head, short_folder
 from tests.support.service import BIN, Service, free_port, run_tandem, wait_for
+from tests.support.verbs import run_verb_of
 
 SMALL = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "8")
 
@@ -56,11 +57,11 @@ def test_a_service_with_tls_and_keys_by_reference(authority: Authority, tmp_path
             service.descendants()
             with httpx.Client(base_url=service.url, verify=context, timeout=60) as client:
                 ask_with_keys(client)
-            shown = run_tandem("status", temp=service.temp)
+            shown = run_verb_of(service.temp, "status")
             assert service.url in shown.stdout, shown
             for url in ((), ("--url", f"https://localhost:{port}")):
                 asked = ("Once", *url, "--max-tokens", "4", "--api-key", f"file:{tmp_path / 'keys'}")
-                done = run_tandem("complete", *asked, temp=service.temp)
+                done = run_verb_of(service.temp, "complete", *asked)
                 assert done.returncode == 0 and done.stdout.strip(), done
             assert_unsaid(service, (API, ADMIN, METRICS, SENT, PASSWORD))
             commands = [" ".join(process.cmdline()) for process in service.descendants()]

@@ -18,12 +18,12 @@ from tests.support.service import (
     Service,
     free_port,
     is_alive,
-    run_tandem_status,
     tandem_serve,
     title_of,
     wait_for,
 )
 from tests.support.stream import Stream
+from tests.support.verbs import run_verb_of
 
 pytestmark = pytest.mark.cluster
 
@@ -40,7 +40,7 @@ def test_tp2_x_pp2_and_ctrl_c_leaves_nothing() -> None:
         assert asyncio.run(answers(service.url)) == wanted
         titles = sorted(title_of(p).strip().split(maxsplit=3)[3] for p in service.titled("tandem rank"))
         assert titles == ["tp0 pp0", "tp0 pp1", "tp1 pp0", "tp1 pp1"]
-        status = run_tandem_status(service)
+        status = run_verb_of(service.temp, "status").stdout
         assert "serving" in status and service.url in status
         asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
         stream = Stream(service, asked)

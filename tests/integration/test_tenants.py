@@ -16,7 +16,8 @@ from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
 from tandem.workers.messages.step import StepPlan
 from tests.support.ends import end_by_a_killed_launcher
 from tests.support.plain_http import plain_http
-from tests.support.service import Service, run_tandem, tandem_serve, wait_for
+from tests.support.service import Service, tandem_serve, wait_for
+from tests.support.verbs import run_verb_here
 
 pytestmark = pytest.mark.cluster
 ASKED = {"model": "demo", "prompt": "The sun", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -40,7 +41,7 @@ def closed(step_log: Path) -> Iterator[Service]:
 
 
 def tenants(service: Service, *arguments: str) -> str:
-    done = run_tandem("tenants", *arguments, "--redis-url", redis_url(service))
+    done = run_verb_here("tenants", *arguments, "--redis-url", redis_url(service))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -68,7 +69,7 @@ def post(service: Service, headers: dict[str, str], **body: object) -> httpx.Res
 
 
 def rows(service: Service, tenant: str) -> list[dict[str, str]]:
-    done = run_tandem("usage", "--tenant", tenant, "--format", "csv", "--redis-url", redis_url(service))
+    done = run_verb_here("usage", "--tenant", tenant, "--format", "csv", "--redis-url", redis_url(service))
     assert done.returncode == 0, done.stderr
     return list(csv.DictReader(io.StringIO(done.stdout)))
 
@@ -118,7 +119,7 @@ def test_two_tenants_with_limits_and_a_bill(closed: Service) -> None:
     bill = wait_for(lambda: at_least(4, rows(closed, "small")), 60, "the rows")  # each look starts a process
     assert {row["terminal"] for row in bill} == {"length"}
     assert [int(row["completion_tokens"]) for row in bill[:3]] == [8, 8, 1]
-    table = run_tandem("usage", "--redis-url", redis_url(closed)).stdout.splitlines()
+    table = run_verb_here("usage", "--redis-url", redis_url(closed)).stdout.splitlines()
     assert [line.split()[0] for line in table] == ["tenant", "default", "large", "small"]
     assert "tandem:tenant_tokens_total" in closed.get("/metrics", headers=ADMIN).text
     assert "tandem:tenant_tokens_total" not in closed.get("/metrics").text
@@ -288,7 +289,7 @@ def test_a_gateway_that_dies_leaves_a_row_and_no_place_taken(closed: Service) ->
 
 
 def run_json(service: Service, tenant: str) -> str:
-    return run_tandem("usage", "--tenant", tenant, "--format", "json", "--redis-url", redis_url(service)).stdout
+    return run_verb_here("usage", "--tenant", tenant, "--format", "json", "--redis-url", redis_url(service)).stdout
 
 
 def test_a_killed_launcher_takes_all_with_it_and_everything_is_named(closed: Service) -> None:

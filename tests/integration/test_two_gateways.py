@@ -10,7 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.plain_http import plain_http
-from tests.support.service import Service, run_tandem, tandem_serve, wait_for
+from tests.support.service import Service, tandem_serve, wait_for
+from tests.support.verbs import run_verb_of
 
 pytestmark = pytest.mark.cluster
 ADMIN = {"authorization": "Bearer root"}
@@ -89,7 +90,7 @@ def test_any_gateway_speaks_for_all(service: Service) -> None:
     wait_for(all_are_told, 60, "both have read the other's record")
     with stream_on_each(service, ADMIN, max_tokens=1500, n=16):
         wait_for(lambda: service.get("/load").json()["http_requests_in_hand"] >= 2, 60, "the other's record")
-        shown = run_tandem("status", "--url", service.url, temp=service.temp).stdout
+        shown = run_verb_of(service.temp, "status", "--url", service.url).stdout
         assert {line.split()[-1] for line in shown.splitlines() if line.startswith("  gateway ")} == {
             str(gateway.pid) for gateway in service.titled(TITLE)
         }
@@ -168,9 +169,8 @@ def test_one_that_dies_takes_only_its_own_clients_with_it(service: Service) -> N
     assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.failed"), "half a minute later"
 
     def bill() -> set[str]:
-        rows = run_tandem(
-            "usage", "--url", service.url, "--tenant", "frail", "--format", "json", temp=service.temp
-        ).stdout
+        asked = ("usage", "--url", service.url, "--tenant", "frail", "--format", "json")
+        rows = run_verb_of(service.temp, *asked).stdout
         return {row["terminal"] for row in map(json.loads, rows.splitlines())}
 
     wait_for(lambda: bill() - {"abort"} == {"client_lost", "length"}, 45, "a row for each")

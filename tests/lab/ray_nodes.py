@@ -18,13 +18,8 @@ from tools.lab import Lab, LabError, Node
 GCS_PORT, REST_PORT, HTTP_PORT = 6399, 8265, 8000
 START_S = 300
 STARTED = "Ray runtime started"
-PORTS = (
-    "--metrics-export-port=52364",
-    "--dashboard-agent-listen-port=52365",
-    "--dashboard-agent-grpc-port=52366",
-    "--runtime-env-agent-port=52367",
-)
-"""Of Ray's agents: a raylet waits 30 s for each that chooses its own, and dies on a busy machine."""
+PORTS = ("--metrics-export-port=8266", "--dashboard-agent-grpc-port=8267", "--runtime-env-agent-port=8268")
+"""Of Ray's agents, as in configs/cluster."""
 CONNECT = """
 import json, sys, ray
 ray.init(address="auto", namespace="lab", log_to_driver=False, logging_level="ERROR")

@@ -1,7 +1,9 @@
 """A head that dies and comes back a minute later: who asks at another node notices nothing."""
 
+import sys
 import time
 from collections.abc import Iterator
+from urllib.parse import quote
 
 import httpx
 import psutil
@@ -11,11 +13,14 @@ from tandem.cluster.process.redis_server import find_binary
 from tandem.cluster.ray_private.local_node import is_listening
 from tests.lab.many_streams import URL, ManyStreams
 from tests.lab.ray_nodes import START_S, RayNodes, demo, ranks_on
+from tests.support import tls_front
+from tests.support.certificates import Authority
 from tests.support.service import BIN, wait_for
 from tools.lab import Lab, Node
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
 AWAY_S = 60
+TLS_PORT = 6380
 NEW, TOKENS = 20, 150
 PROMPTS = [f"In the year {1900 + number} a" for number in range(32)]
 WORD = "a-word"
@@ -34,28 +39,43 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="module")
-def far(lab: Lab) -> Iterator[Node]:
-    """The other node, with a Redis in which Ray and Tandem have a user and a prefix each."""
-    node = lab.nodes["far"]
-    config = node.folder / "redis.conf"
-    config.write_text(f"bind {node.address}\nport 6379\ndir {node.folder}\nlogfile {node.folder}/redis.log\n{USERS}")
-    redis = node.start([find_binary(), str(config)])
-    with node.network():
-        wait_for(lambda: is_listening(f"{node.address}:6379"), 30, "Redis listens")
-    yield node
-    (server,) = psutil.Process(redis.pid).children()
-    server.kill()
-    redis.wait(30)
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
 
 
 @pytest.fixture(scope="module")
-def ray_nodes(lab: Lab, far: Node) -> Iterator[RayNodes]:
+def far(lab: Lab, authority: Authority) -> Iterator[Node]:
+    """The other node, with a Redis behind TLS in which Ray and Tandem have a user and a prefix each."""
+    node = lab.nodes["far"]
+    config = node.folder / "redis.conf"
+    config.write_text(f"bind {node.address}\nport 6379\ndir {node.folder}\nlogfile {node.folder}/redis.log\n{USERS}")
+    issued = authority.issue("redis", address=node.address)
+    front = [sys.executable, tls_front.__file__, node.address, str(TLS_PORT), issued.certfile, issued.keyfile, "6379"]
+    started = [node.start([find_binary(), str(config)]), node.start(front)]
+    with node.network():
+        for port in (6379, TLS_PORT):
+            wait_for(lambda port=port: is_listening(f"{node.address}:{port}"), 60, "Redis listens")
+    yield node
+    for process in started:
+        (inside,) = psutil.Process(process.pid).children()
+        inside.kill()
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def ray_nodes(lab: Lab, far: Node, authority: Authority) -> Iterator[RayNodes]:
     """The head has no CPU, so that gateway and group are on the other node."""
-    kept = {"RAY_REDIS_ADDRESS": f"{far.address}:6379", "RAY_external_storage_namespace": "lab"}
+    kept = {
+        "RAY_REDIS_ADDRESS": f"rediss://{far.address}:{TLS_PORT}",
+        "RAY_REDIS_CA_CERT": authority.certfile,
+        "RAY_external_storage_namespace": "lab",
+    }
     ray_nodes = RayNodes(lab, ["--redis-username=ray", f"--redis-password={WORD}", "--num-cpus=0"], kept)
     config = demo({})
     (application,) = config["applications"]
-    application["args"]["redis_config"] = {"redis_url": f"redis://tandem:{WORD}@{far.address}:6379/0"}
+    application["args"]["redis_config"] = {
+        "redis_url": f"rediss://tandem:{WORD}@{far.address}:{TLS_PORT}/0?ssl_ca_certs={quote(authority.certfile)}"
+    }
     ray_nodes.begin_deploy(config)
     wait_for(lambda: ray_nodes.get("/readyz", far) is not None, START_S, "the service is ready")
     yield ray_nodes

@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ HUB_PORT = 8090
 CONVERSATION = [10 + i * 7 % 300 for i in range(400)]
 
 
-def serve_file(groups_on: str, **engine: Any) -> dict[str, Any]:
-    """A Serve file for the hub's model, whose gateway is on b. groups_on: a selector of nodes by name."""
+def serve_file(**engine: Any) -> dict[str, Any]:
+    """A Serve file for the hub's model, whose gateway is on b."""
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "127.0.0.1", "port": HTTP_PORT},
@@ -40,7 +40,7 @@ def serve_file(groups_on: str, **engine: Any) -> dict[str, Any]:
                     "model_loading_config": {"model_id": "m", "model_source": "org/name"},
                     "engine_kwargs": {
                         "max_num_seqs": 16, "device": "cpu", "dtype": "float32", "cpu_threads": 1,
-                        "port_range": "21000-21999", "label_selector": {"node": groups_on}, **engine,
+                        "port_range": "21000-21999", "label_selector": {"node": "in(a,b)"}, **engine,
                     },
                     "gateway_config": {"auth": "open", "api_server_count": 1, "label_selector": {"node": "b"}},
                 },
@@ -63,11 +63,11 @@ def hub(lab: Lab) -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def ray_nodes(lab: Lab, hub: Hub) -> Iterator[RayNodes]:
-    """Each node has a cache of its own for the hub's files, in its home folder. A node has room for a stage of two
-    ranks with the coordinator and the gateway, not for two stages."""
+    """Each node has a cache of its own for the hub's files, in its home folder. There is room for the gateway on b,
+    then for a stage of two ranks with the coordinator on a, and one without it on b."""
     cache = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": "~/.cache/huggingface"}
     ray_nodes = RayNodes(lab, environment=cache)
-    ray_nodes.leave_cpus(dict.fromkeys(lab.nodes, 0.45))
+    ray_nodes.leave_cpus({"a": 0.0, "b": 0.1}, {"a": 0.3, "b": 0.2})
     yield ray_nodes
     ray_nodes.close()
 
@@ -91,15 +91,27 @@ def test_the_doctor_sees_each_node_and_what_is_wrong_with_one(ray_nodes: RayNode
         ("b", b.address, False),
     ]
     assert {node["has_model"] for node in found["nodes"]} == {False} and "the model on a, b" in found["notes"][-1]
-    b.run("mount", "-o", "remount,size=32m", "/dev/shm")
-    b.run("mount", "-t", "tmpfs", "tmpfs", str(DEMO_MODEL.parent))
+    wrong = (
+        (changed(b, "mount -o remount,size=32m /dev/shm", "mount -o remount,size=2g /dev/shm"), "/dev/shm has 32 MiB"),
+        (
+            changed(b, f"mount -t tmpfs tmpfs {DEMO_MODEL.parent}", f"umount {DEMO_MODEL.parent}"),
+            "the model's folder is",
+        ),
+    )
+    for breaking, why in wrong:
+        with breaking:
+            (misfit,) = doctor(ray_nodes, "--model", str(DEMO_MODEL))["misfits"]
+        assert misfit.startswith(f"node b ({b.address}): {why}")
+
+
+@contextmanager
+def changed(node: Node, command: str, undo: str) -> Iterator[None]:
+    """What a command changes on a node, until another one."""
+    node.run(*command.split())
     try:
-        shm, folder = doctor(ray_nodes, "--model", str(DEMO_MODEL))["misfits"]
+        yield
     finally:
-        b.run("umount", str(DEMO_MODEL.parent))
-        b.run("mount", "-o", "remount,size=2g", "/dev/shm")
-    assert shm.startswith(f"node b ({b.address}): /dev/shm has 32 MiB")
-    assert folder == f"node b ({b.address}): the model's folder is not there"
+        node.run(*undo.split())
 
 
 def get(node: Node, path: str) -> str:
@@ -151,7 +163,9 @@ def wanted() -> str:
 def test_each_node_downloads_the_model_once(ray_nodes: RayNodes, lab: Lab, hub: Hub, wanted: str) -> None:
     """A group with two ranks on each node; its processes listen where the file says, and are where labels say."""
     a, b = lab.nodes.values()
-    ray_nodes.deploy(serve_file("in(a,b)", tensor_parallel_size=2, pipeline_parallel_size=2))
+    ray_nodes.begin_deploy(serve_file(tensor_parallel_size=2, pipeline_parallel_size=2, kv_offloading_size=0.1))
+    ray_nodes.free("a", "b")
+    wait_for(ray_nodes.is_ready, START_S, "the group serves")
     assert [len(titled(node, "tandem rank ")) for node in (a, b)] == [2, 2]
     assert hub.downloads.count("model.safetensors") == 2
     for node in (a, b):
@@ -163,17 +177,15 @@ def test_each_node_downloads_the_model_once(ray_nodes: RayNodes, lab: Lab, hub: 
         assert any(21000 <= port <= 21999 for port in listening(process)), "the file has a range"
 
 
-def test_a_conversation_finds_its_kv_on_the_node_of_a_killed_group(ray_nodes: RayNodes, lab: Lab, wanted: str) -> None:
+def test_a_conversation_finds_its_kv_on_the_nodes_of_a_killed_group(ray_nodes: RayNodes, lab: Lab, wanted: str) -> None:
+    """Each node has the KV of its own ranks."""
     a, b = lab.nodes.values()
-    ray_nodes.deploy(serve_file("b", kv_offloading_size=0.1))
-    wait_for(lambda: not titled(a, "tandem rank "), START_S, "the group of before has ended")
-    wait_for(ray_nodes.is_ready, START_S, "the next one serves")
-    assert len(titled(b, "tandem host-tier")) == 1 and not titled(a, "tandem host-tier")
-    assert ask(a) == (wanted, 0)
+    assert [len(titled(node, "tandem host-tier")) for node in (a, b)] == [1, 1]
     wait_for(lambda: re.search(r"tandem:kv_host_blocks{.*} 2[5-9]", get(a, "/metrics")), 60, "it is stored")
-    old = [*titled(b, "tandem-coordinator"), *titled(b, "tandem rank ")]
+    old = [*titled(a, "tandem-coordinator"), *titled(a, "tandem rank "), *titled(b, "tandem rank ")]
+    assert len(old) == 5
     for process in old:
         process.kill()
     wait_for(lambda: {*titled(b, "tandem rank ")} - {*old}, START_S, "another group is there")
     wait_for(ray_nodes.is_ready, START_S, "it serves")
-    assert ask(a) == (wanted, 384), "from the memory of the node"
+    assert ask(a) == (wanted, 384), "from the memory of the nodes"

@@ -1,5 +1,6 @@
 """A group whose ranks run on two nodes, without Ray: the tokens of one rank, and a cut link is known on both sides."""
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -50,9 +51,12 @@ def test_tokens_are_those_of_one_rank_and_a_cut_is_known_on_both_sides(
     _, far = group.launcher.processes
     lab.nodes["b"].cut()
     try:
+        cut_s = time.monotonic()
         group.submit(plan_of_one_row())  # the near rank waits for the far one, in a collective that never ends
         with pytest.raises(GroupLost, match="rank 1 has given no sign of life"):
             group.poll(KNOWN_S)
+        print(f"the coordinator knows after {time.monotonic() - cut_s:.1f} s")
         wait_for(lambda: far.poll() is not None, ALONE_S, "the far rank ends by itself")
+        print(f"the far rank has ended after {time.monotonic() - cut_s:.1f} s")
     finally:
         lab.nodes["b"].mend()

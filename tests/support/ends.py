@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.service import Service, run_tandem_status, title_of, wait_for
+from tests.support.service import Service, title_of, wait_for
 from tests.support.stream import Stream
+from tests.support.verbs import run_verb_of
 
 ASKED = {"model": "demo", "prompt": "Once upon a time", "ignore_eos": True}
 LONG = {**ASKED, "max_tokens": 1000, "n": 100}
@@ -120,5 +121,5 @@ def _check_refused(service: Service, headers: Mapping[str, str]) -> None:
     assert (late.status_code, late.json()["error"]["code"]) == (503, "service_unavailable")
     assert late.headers["retry-after"] and late.headers["x-request-id"] and late.headers["connection"] == "close"
     assert service.get("/livez").status_code == 200
-    head, group = run_tandem_status(service).splitlines()[:2]
+    head, group = run_verb_of(service.temp, "status").stdout.splitlines()[:2]
     assert service.url in head and head.endswith(", stopping") and "running" in group

@@ -43,9 +43,9 @@ def rowwise_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "np", Numpy())
 
 
-def run_in_interpreter(file: str) -> None:
-    """Runs a file's tests in the interpreter; all must pass, and some must run."""
-    command = [sys.executable, "-m", "pytest", "-x", file]
+def run_in_interpreter(file: str, *arguments: str) -> None:
+    """Runs a file's tests in the interpreter; all must pass, and some must run. arguments: more of pytest's."""
+    command = [sys.executable, "-m", "pytest", "-x", *arguments, file]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 
-from tandem.configs.environment import short_temp_folder
+from tandem.configs.environment import memory_folder, short_temp_folder
 from tests.support.plain_http import plain_http
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -137,6 +137,7 @@ class Service:
         wait_for(lambda: not self._alive(), timeout_s, f"processes end: {[title_of(p) for p in self._alive()]}")
         left = sorted(str(p.relative_to(self.temp)) for p in self.temp.rglob("*"))
         assert left == [], left
+        assert not [p for p in (memory_folder() or self.temp).glob("td-*/launcher.pid") if self._made(p)]
 
     def clean(self) -> None:
         """Whatever happened: ends what this service started and removes its folder."""
@@ -150,6 +151,12 @@ class Service:
         shutil.rmtree(self.temp, ignore_errors=True)
         shutil.rmtree(self.state, ignore_errors=True)
         self.log.unlink(missing_ok=True)
+
+    def _made(self, file: Path) -> bool:
+        """Whether the process of a private folder is of this service."""
+        with suppress(OSError, ValueError):  # another service's is being made or removed
+            return int(file.read_text()) in self._seen
+        return False
 
     def _alive(self) -> list[psutil.Process]:
         return [p for p in self._seen.values() if is_alive(p)]
@@ -217,9 +224,3 @@ def title_of(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
-
-
-def run_tandem_status(service: Service) -> str:
-    """What `tandem status` prints about it."""
-    env = {**os.environ, "TMPDIR": str(service.temp), "XDG_RUNTIME_DIR": ""}
-    return subprocess.run([BIN / "tandem", "status"], env=env, capture_output=True, text=True, timeout=30).stdout

@@ -1,9 +1,12 @@
 """A verb of the command line in this process: no interpreter starts, no library is loaded anew."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from pathlib import Path
 from unittest.mock import patch
 
 from tandem.cluster.cli.main import run_verb
@@ -21,3 +24,11 @@ def run_verb_here(*arguments: str) -> subprocess.CompletedProcess[str]:
             status = end.code
     assert status is None or isinstance(status, int)
     return subprocess.CompletedProcess(arguments, status or 0, output.getvalue(), errors.getvalue())
+
+
+def run_verb_of(temp: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same as the user of the service whose temp folder this is, so that it finds the run file. Not beside threads
+    that print."""
+    environment = patch.dict(os.environ, {"TMPDIR": str(temp), "XDG_RUNTIME_DIR": ""})
+    with environment, patch.object(tempfile, "tempdir", None):
+        return run_verb_here(*arguments)

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
@@ -47,7 +47,7 @@ from tandem.workers.messages.transfer import TransferOp, TransferResult
 from tandem.workers.planning.start_notes import adapter_notes, graph_notes, kernel_notes, weight_notes
 
 if TYPE_CHECKING:
-    from tandem.workers.executor.tiers import OpenTiers
+    from tandem.offload.kv.tiered_store import TieredStore
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ class RankGroup:
     """Executor over the ranks that `launcher` starts. All calls from one thread but report(), loading() and silent_s().
 
     channel: None for rank processes, which connect by ZeroMQ to `host`, know `secret` (None: a new one) and are probed.
-    name: of the group, in the titles of its processes. groups_on_node: the most groups of this shape that may share a
-    machine with this one, itself included. on_lost(message): called once, on any thread, when a rank is reported lost
-    or frozen, idle or not; submit(), transfer() and poll() raise GroupLost from then on. host_socket(): the host-tier
-    process of the node, if every rank is on it; called when all have loaded.
+    name: of the group, in the titles of its processes. most_ranks(own): the most ranks that may share a machine with
+    `own` of this group, these included. on_lost(message): called once, on any thread, when a rank is reported lost
+    or frozen, idle or not; submit(), transfer() and poll() raise GroupLost from then on. host_sockets(): by machine,
+    the host-tier processes of all that have ranks, or None; called when all have loaded.
     """
 
     def __init__(
@@ -96,12 +96,11 @@ class RankGroup:
         secret: str | None = None,
         name: str = "local",
         host: str = LOOPBACK,
-        groups_on_node: int = 1,
+        most_ranks: Callable[[int], int] = lambda own: own,
         on_lost: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        host_socket: Callable[[], str | None] = lambda: None,
+        host_sockets: Callable[[], Mapping[str, str] | None] = lambda: None,
     ) -> None:
-        assert groups_on_node >= 1, groups_on_node
         self.world_size = settings.parallel.ranks_per_group
         self.launcher = launcher
         self._settings = settings
@@ -109,10 +108,10 @@ class RankGroup:
         self._secret = secret
         self._name = name
         self._host = host
-        self._groups_on_node = groups_on_node
+        self._most_ranks = most_ranks
         self._on_lost = on_lost or _note
-        self._host_socket = host_socket
-        self._tiers: OpenTiers | None = None
+        self._host_sockets = host_sockets
+        self._store: TieredStore | None = None
         self._close_tiers: Callable[[], None] = _nothing
         self._loading: dict[int, RankLoading] = {}
         self._fetching: dict[str, RankFetching] = {}
@@ -266,7 +265,7 @@ class RankGroup:
             load_s=max(message.load_s for message in loaded),
             rank_pids=self.rank_pids,
             num_ranks=self.world_size,
-            store=None if self._tiers is None else self._tiers.store,
+            store=self._store,
             tier_notes=(*kernel_notes(loaded), *of_weights, *adapter_notes(loaded), *graph_notes(self._ready), *notes),
             captures=tuple(one.captures for one in self._ready if one.captures is not None),
             kv_dtype=first.kv_dtype,
@@ -283,7 +282,8 @@ class RankGroup:
         from tandem.workers.executor.tiers import free_bytes, no_tiers, open_tiers
 
         hosts = [hello.host for hello in self.hellos]
-        tiers = open_tiers(self._settings, loaded, free_bytes(loaded, hosts, num_blocks), self._host_socket())
+        free = free_bytes(loaded, hosts, num_blocks)
+        tiers = open_tiers(self._settings, loaded, free, hosts, self._host_sockets())
         if isinstance(tiers, str):
             self._allocate_kv(num_blocks, [None] * self.world_size)
             return (tiers,)
@@ -293,8 +293,8 @@ class RankGroup:
         if errors:
             self._close_tiers()
             return (no_tiers("; ".join(errors)),)
-        self._tiers = tiers
-        return tiers.notes
+        self._store, notes = tiers.build(all(message.has_earlier for message in ready))
+        return notes
 
     def _allocate_kv(self, num_blocks: int, tiers: Sequence[RankTiers | None]) -> list[RankReady]:
         """Tells every rank to allocate its KV and open its tiers; returns their answers."""
@@ -306,7 +306,7 @@ class RankGroup:
     def _send_setups(self, hellos: list[Hello]) -> None:
         """Sends each rank its setup. The rendezvous is on the machine of rank 0, which chooses the port by binding it:
         a port chosen elsewhere could be taken before it is bound."""
-        per_host = Counter(hello.host for hello in hellos)
+        per_host = {host: self._most_ranks(own) for host, own in Counter(hello.host for hello in hellos).items()}
         address = LOOPBACK if len(per_host) == 1 else hellos[0].host
         settings = msgspec.msgpack.encode(self._settings)
 
@@ -316,7 +316,7 @@ class RankGroup:
                 world_size=self.world_size,
                 master_address=address,
                 master_port=port,
-                ranks_on_node=per_host[hello.host] * self._groups_on_node,
+                ranks_on_node=per_host[hello.host],
                 probe_endpoint=None if self._probe is None else self._probe.endpoint,
             )
             self._send(hello.rank, setup)

@@ -6,17 +6,18 @@ note in plain words, never the end of the group: it serves on with the tiers tha
 
 import hashlib
 import logging
-import time
+import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import CacheSettings, EngineSettings
-from tandem.offload.host.host_process import HostTierError, RegionLease, lease
+from tandem.offload.host.host_process import HostTierError, lease_soon
 from tandem.offload.kv.disk_io import file_bytes
 from tandem.offload.kv.disk_tier import DiskTier, open_disk_tier
 from tandem.offload.kv.eviction import make_policy
@@ -30,18 +31,16 @@ from tandem.workers.planning.resolve import fingerprint
 log = logging.getLogger(__name__)
 GIB = 2**30
 LAYOUT_VERSION = "1"
-LEASE_S = 10.0
-LEASE_RETRY_S = 5.0
-RESERVE_S_PER_GIB = 4.0
+STAMP_BYTES = 16
 
 
 @dataclass(frozen=True)
 class OpenTiers:
-    """Tiers below the device: settings for each rank, bookkeeping for the engine, and notes for the log."""
+    """Tiers below the device: settings for each rank. build(has_earlier): the bookkeeping for the engine, and notes for
+    the log, once all ranks have opened them; called once. has_earlier: of all ranks (RankReady)."""
 
     ranks: list[RankTiers]
-    store: TieredStore
-    notes: tuple[str, ...]
+    build: Callable[[bool], tuple[TieredStore, tuple[str, ...]]]
     close: Callable[[], None]
 
 
@@ -53,12 +52,17 @@ def no_tiers(reason: str) -> str:
 
 
 def open_tiers(
-    settings: EngineSettings, loaded: Sequence[RankLoaded], free: Sequence[int], host_socket: str | None = None
+    settings: EngineSettings,
+    loaded: Sequence[RankLoaded],
+    free: Sequence[int],
+    hosts: Sequence[str] = (),
+    sockets: Mapping[str, str] | None = None,
 ) -> OpenTiers | str:
     """Returns the tiers that the settings ask for, or a note of why they cannot be had. free: bytes of its machine that
     each rank may take, beside weights and device KV.
 
-    host_socket: the node's host-tier process, whose memory outlives this group; None: ranks hold it themselves.
+    hosts: the machine of each rank; the coordinator is on rank 0's. sockets: by machine, the host-tier process there,
+    whose memory outlives this group; None: ranks hold it themselves.
     """
     cache = settings.cache
     assert cache.kv_offloading_gib is not None, "no tiers are asked for"
@@ -68,44 +72,82 @@ def open_tiers(
     if num_slots < 1:
         return no_tiers(f"{cache.kv_offloading_gib:g} GiB holds no block of {block_bytes} bytes")
     most_slots = min(there // rank.block_bytes for rank, there in zip(loaded, free, strict=True))
-    if host_socket is None and num_slots > most_slots:
+    if sockets is None and num_slots > most_slots:
         most = most_slots * block_bytes / GIB
         return no_tiers(f"{cache.kv_offloading_gib:g} GiB is more than the {most:.1f} GiB that its machines have free")
     layout = layout_digest(settings, loaded)
-    held: RegionLease | None = None
-    index, found = None, []
-    if host_socket is not None:
+    region: _Region | None = None
+    if sockets is not None:
+        near = [rank for rank, host in zip(loaded, hosts, strict=True) if host == hosts[0]]
         try:
-            held = _lease(Path(host_socket), layout, num_slots, [rank.block_bytes for rank in loaded])
+            region = _Region(Path(sockets[hosts[0]]), layout, num_slots, near, is_whole=len(near) == len(loaded))
         except HostTierError as error:
             return no_tiers(str(error))
-        index = SlotIndex(held.index, num_slots)
-        found = index.items()
     num_groups = loaded[0].num_kv_groups
     tokens = f"{'at least ' if num_groups > 1 else ''}{num_slots // num_groups * cache.block_size} tokens"
     notes = [f"host tier: {num_slots} KV blocks ({tokens}, {size_bytes / GIB:g} GiB), {cache.kv_eviction}"]
     disk = _open_disk(cache, layout, loaded, notes)
-    if found:
-        notes.append(f"host tier: {len(found)} KV blocks of an earlier group are there")
     ranks = [
         RankTiers(
             num_slots=num_slots,
             layout=layout,
-            host_socket=host_socket,
-            host_token=None if held is None else held.token,
+            host_socket=None if sockets is None else sockets[hosts[place]],
             disk_folder=None if disk is None else str(disk.folder(rank_folder(rank.rank))),
+            **({} if region is None else region.of_rank(rank.rank)),
         )
-        for rank in loaded
+        for place, rank in enumerate(loaded)
     ]
-    store = TieredStore(HostTier(num_slots, make_policy(cache.kv_eviction), index, found), disk)
+
+    def build(has_earlier: bool) -> tuple[TieredStore, tuple[str, ...]]:
+        index, found = (None, []) if region is None else region.take_up(has_earlier)
+        if found:
+            notes.append(f"host tier: {len(found)} KV blocks of an earlier group are there")
+        return TieredStore(HostTier(num_slots, make_policy(cache.kv_eviction), index, found), disk), tuple(notes)
 
     def close() -> None:
         if disk is not None:
             disk.close()
-        if held is not None:
-            held.close()
+        if region is not None:
+            region.close()
 
-    return OpenTiers(ranks, store, tuple(notes), close)
+    return OpenTiers(ranks, build, close)
+
+
+class _Region:
+    """The coordinator's lease of host memory on its node, with the index of all slots and the slabs of the ranks there,
+    `near`. Unless it is_whole, others lease theirs on their nodes: then what an earlier group left is of use only if
+    all of them bear the stamp of its index."""
+
+    def __init__(
+        self, socket: Path, layout: bytes, num_slots: int, near: Sequence[RankLoaded], *, is_whole: bool
+    ) -> None:
+        slots_bytes = index_bytes(num_slots)
+        self._slabs = {rank.rank: place for place, rank in enumerate(near)}
+        sizes = [num_slots * rank.block_bytes for rank in near]
+        self._held = lease_soon(socket, layout.hex(), slots_bytes + (0 if is_whole else STAMP_BYTES), sizes)
+        self._stamp = slice(slots_bytes, slots_bytes + STAMP_BYTES)
+        self._stamps = None if is_whole else (bytes(self._held.index[self._stamp]), secrets.token_bytes(STAMP_BYTES))
+        self._index = SlotIndex(self._held.index, num_slots)
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """Returns the fields of RankTiers that say which slab is the rank's."""
+        if (slab := self._slabs.get(rank)) is None:
+            return {"stamps": self._stamps}
+        return {"host_token": self._held.token, "host_slab": slab}
+
+    def take_up(self, has_earlier: bool) -> tuple[SlotIndex, list[tuple[int, bytes]]]:
+        """Returns the index and what is in it, of an earlier group; nothing where a slab is not the one that it is
+        about."""
+        found = self._index.items()
+        if not has_earlier:
+            for slot, _ in found:
+                self._index.clear(slot)
+        if self._stamps is not None:
+            self._held.index[self._stamp] = self._stamps[1]
+        return self._index, found if has_earlier else []
+
+    def close(self) -> None:
+        self._held.close()
 
 
 def free_bytes(loaded: Sequence[RankLoaded], hosts: Sequence[str], num_blocks: int) -> list[int]:
@@ -122,20 +164,6 @@ def free_bytes(loaded: Sequence[RankLoaded], hosts: Sequence[str], num_blocks: i
 def device_bytes(rank: RankLoaded, num_blocks: int) -> int:
     """Return the bytes that a rank's KV and adapters take of its device."""
     return num_blocks * rank.block_bytes + rank.adapter_pages * rank.adapter_page_bytes
-
-
-def _lease(socket: Path, layout: bytes, num_slots: int, block_bytes: list[int]) -> RegionLease:
-    """A region of the host-tier process. A group that this one replaces may still hold the only one for a moment."""
-    sizes = [num_slots * size for size in block_bytes]
-    timeout_s = LEASE_S + sum(sizes) / GIB * RESERVE_S_PER_GIB
-    deadline_s = time.monotonic() + LEASE_RETRY_S
-    while True:
-        try:
-            return lease(socket, layout.hex(), index_bytes(num_slots), sizes, timeout_s)
-        except HostTierError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.2)
 
 
 def rank_folder(rank: int) -> str:

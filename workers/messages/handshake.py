@@ -24,7 +24,9 @@ class RankTiers(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_slots: int  # host slots, of the rank's own block_bytes each
     layout: bytes  # digest of everything that the meaning of stored bytes depends on (workers/executor/tiers.py)
     host_socket: str | None = None  # the host memory process that holds the slots; None: the rank allocates them
-    host_token: str | None = None  # the token of its lease
+    host_token: str | None = None  # the token of the coordinator's lease; None: the rank leases its slab itself
+    host_slab: int = 0  # the rank's slab in that lease
+    stamps: tuple[bytes, bytes] | None = None  # of a slab that the rank leases: what it must bear, and what it gets
     disk_folder: str | None = None  # the rank's folder; None: no disk tier
 
 
@@ -136,11 +138,13 @@ class CaptureReport(msgspec.Struct, frozen=True, array_like=True):
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """Answer of a rank that is ready for steps. `tiers_error`: why it could not open the lower tiers, or None.
-    captures: of a device whose captures are made at the start."""
+    captures: of a device whose captures are made at the start. has_earlier: its host slab is the one that the
+    coordinator's index of an earlier group is about."""
 
     rank: int
     tiers_error: str | None = None
     captures: CaptureReport | None = None
+    has_earlier: bool = True
 
 
 class RankFailed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="failed"):

@@ -61,6 +61,8 @@ class Platform(ABC):
     read_ahead = Bounds()
     """Bounds of what is read of a checkpoint ahead of what is converted, packed or copied to the device."""
 
+    has_core: bool = False
+    """Ranks of the machine have a core each, and may spin while they wait for each other."""
     tunes: bool = False
     """Ranks on the device find the tiles of their kernels by measuring, which they do together."""
     tiles = TunedTiles()
@@ -69,6 +71,9 @@ class Platform(ABC):
     @property
     def facts(self) -> PlatformFacts:
         return PLATFORM_FACTS[self.name]
+
+    def begin_step(self) -> None:  # noqa: B027
+        """Called before each step, on its thread."""
 
     # ---- what layers compute with ----
 

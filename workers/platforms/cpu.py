@@ -4,6 +4,7 @@ Work is done when its call returns, so events and streams hold up nobody, and de
 """
 
 import ctypes
+import logging
 import mmap
 import time
 from collections.abc import Callable, Sequence
@@ -50,11 +51,14 @@ from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.models.spec.arch import Mla
 from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
+from tandem.workers.platforms.core_share import CoreShare
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess, HostRows
 
 if TYPE_CHECKING:
     from tandem.offload.copies.kv_copies import BlockCopier
     from tandem.workers.kernels.expert_ops import ExpertOps
+
+log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 
@@ -132,27 +136,51 @@ class HostAccelerator:
 
 
 class CpuPlatform(Platform):
-    """Ranks on CPU. copies_beside: a core is free to copy while layers compute."""
+    """Ranks on CPU. copies_beside: a core is free to copy while layers compute. cores: that it divides with others,
+    looked at between steps; None: with `ranks`, always. cpu_threads: a fixed number, None for its share."""
 
     name = CPU_FACTS.name
     device = CPU
 
-    def __init__(self, *, copies_beside: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        copies_beside: bool = True,
+        cores: CoreShare | None = None,
+        ranks: int = 1,
+        cpu_threads: int | None = None,
+    ) -> None:
         self.accelerator = HostAccelerator()
         self.backend = GLOO
         self.copies_beside = copies_beside
+        self._cores, self._cpu_threads = cores, cpu_threads
+        self._divide(ranks)
 
     @classmethod
-    def open(cls, cpu_threads: int | None, ranks_on_node: int) -> Self:
+    def open(cls, cpu_threads: int | None, ranks_on_node: int, cores: CoreShare | None = None) -> Self:
         """Return the platform of a rank and set this process's torch threads.
 
-        Never from OMP_NUM_THREADS: Ray sets it to 1, shells to anything. ranks_on_node counts the ranks of all groups
-        that the node may ever hold: a rank with threads to spare costs little, ranks with more threads than cores are
-        slower by an order of magnitude.
+        Never from OMP_NUM_THREADS: Ray sets it to 1, shells to anything. ranks_on_node: all that the node may ever
+        hold, which counts where the system does not tell those that are there: a rank with threads to spare costs
+        little, ranks with more threads than cores are slower by an order of magnitude.
         """
         imitate_cpu()
-        torch.set_num_threads(cpu_threads or max(1, available_cores() // ranks_on_node))
-        return cls(copies_beside=torch.get_num_threads() * ranks_on_node < available_cores())
+        ranks = (None if cores is None else cores.ranks()) or ranks_on_node
+        torch.set_num_threads(cpu_threads or _threads(ranks))
+        beside = torch.get_num_threads() * ranks < available_cores()
+        return cls(copies_beside=beside, cores=cores, ranks=ranks, cpu_threads=cpu_threads)
+
+    def begin_step(self) -> None:
+        if self._cores is None or not self._cores.is_due():
+            return
+        self._divide(self._cores.ranks() or self._ranks)
+        threads = self._cpu_threads or _threads(self._ranks)  # a container's limit may have changed, too
+        if threads != torch.get_num_threads():
+            log.info("%d rank(s) divide the cores: %d thread(s) from now on", self._ranks, threads)
+            torch.set_num_threads(threads)
+
+    def _divide(self, ranks: int) -> None:
+        self._ranks, self.has_core = ranks, ranks <= available_cores()
 
     # ---- what layers compute with ----
 
@@ -286,6 +314,10 @@ class CpuPlatform(Platform):
             return ()
         because = f"{reason}: {words}" if words else reason
         return (f"torch computes instead of kernels compiled for this CPU, slower: {because}",)
+
+
+def _threads(ranks: int) -> int:
+    return max(1, available_cores() // ranks)
 
 
 def _dense(dtype: torch.dtype) -> MakeMethod:

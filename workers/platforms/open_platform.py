@@ -10,22 +10,28 @@ from tandem.configs.schema import Device, EngineSettings
 from tandem.workers.platforms.base import Platform
 
 if TYPE_CHECKING:
+    from tandem.workers.platforms.core_share import CoreShare
     from tandem.workers.platforms.cpu import CpuPlatform
 
 
-def open_platform(settings: EngineSettings, rank: int, ranks_on_node: int, gpu: str | None = None) -> Platform:
+def open_platform(
+    settings: EngineSettings, rank: int, ranks_on_node: int, gpu: str | None = None, cores: "CoreShare | None" = None
+) -> Platform:
     """Return the platform of a rank, as asked; else CUDA when torch sees a device. The calling thread is activated and
     this process's torch threads are set.
 
     gpu: the one that the rank was given, as CUDA_VISIBLE_DEVICES names it; None: ranks of one node spread over its
-    devices by their number. SettingsError (--device) without the device asked for.
+    devices by their number. cores: of a rank process; given up by a rank on a GPU. SettingsError (--device) without
+    the device asked for.
     """
     if settings.device.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("--device cuda, but torch sees no CUDA device here", "--device")
     if is_on_cpu(settings):
-        return _cpu_platform(settings.model.batch_invariant).open(settings.device.cpu_threads, ranks_on_node)
+        return _cpu_platform(settings.model.batch_invariant).open(settings.device.cpu_threads, ranks_on_node, cores)
     from tandem.workers.platforms.cuda import CudaPlatform
 
+    if cores is not None:
+        cores.close()
     torch.set_num_threads(1)
     count = torch.cuda.device_count()
     return CudaPlatform.open(torch.device("cuda", rank % count if gpu is None else _place_of(gpu, count)))

@@ -90,12 +90,13 @@ class LoadedRank:
             loads_E.zero_()
         return runner
 
-    def open_kv_lanes(self, runner: ModelRunner, tiers: RankTiers, lanes: Lanes) -> None:
-        """Opens the lanes between the tiers; the runner's steps wait for their loads from now on. OSError or
-        HostTierError when there is no memory."""
+    def open_kv_lanes(self, runner: ModelRunner, tiers: RankTiers, lanes: Lanes) -> bool:
+        """Opens the lanes between the tiers; the runner's steps wait for their loads from now on. Returns
+        RankReady.has_earlier. OSError or HostTierError when there is no memory."""
         from tandem.workers.rank.transfers.kv_lanes import open_kv_lanes
 
-        runner.gate = open_kv_lanes(lanes, self.facts.rank, runner.kv.layers, tiers, self.platform)
+        runner.gate, has_earlier = open_kv_lanes(lanes, self.facts.rank, runner.kv.layers, tiers, self.platform)
+        return has_earlier
 
     def open_adapter_lanes(self, lanes: Lanes) -> None:
         """Opens the lanes that move adapters; none without --enable-lora."""

@@ -195,6 +195,7 @@ class ModelRunner:
         ends the group, when there is no memory for those copies or for the exchanges either.
         """
         self._platform.accelerator.activate()
+        self._platform.begin_step()
         began = self.record()
         if self._steps and (plan.rolled_back or not self._on_device):
             self.settle(self._steps[-1])

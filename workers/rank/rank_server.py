@@ -25,7 +25,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.limits import listen
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.groups import Backend, init_parallel, use_interface
+from tandem.parallel.groups import init_parallel, use_interface
 from tandem.workers.messages.channel import ChannelContext, connect_dealer
 from tandem.workers.messages.handshake import (
     AllocateKV,
@@ -48,6 +48,8 @@ from tandem.workers.messages.step import AskActivity, CountExperts, ExpertTokens
 from tandem.workers.messages.transfer import TransferResult
 from tandem.workers.planning.model_source import model_here, named_node
 from tandem.workers.planning.resolve import read_spec
+from tandem.workers.platforms.base import Platform
+from tandem.workers.platforms.core_share import CoreShare
 from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.rank.loading import LoadedRank, load_rank
 from tandem.workers.rank.model_runner import ModelRunner, StepHandle
@@ -79,8 +81,8 @@ class RankServer:
     on_loading, on_transferred: called with messages that no call of take() waits for: progress while weights are read;
     on a thread of its own, progress while they are downloaded, and results of transfers. on_placed: called with the
     rank's place, such as "tp0 pp1", once it is known. host: this machine's address as other ranks reach it; ranks with
-    equal hosts share a machine. gpu: the GPU that was given to it alone (open_platform). is_process: it is a process of
-    its own, whose coordinator would miss a thread that stands still (rank_watch.py).
+    equal hosts share a machine. gpu: the GPU that was given to it alone (open_platform). cores: of a rank that is a
+    process of its own, whose coordinator would miss a thread that stands still (rank_watch.py); closed with it.
     """
 
     def __init__(
@@ -92,9 +94,9 @@ class RankServer:
         host: str = LOOPBACK,
         gpu: str | None = None,
         on_placed: Callable[[str], None] = _stay_unnamed,
-        is_process: bool = False,
+        cores: CoreShare | None = None,
     ) -> None:
-        self._is_process = is_process
+        self._cores = cores
         self.hello = Hello(rank, os.getpid(), host)
         self._rank = rank
         self._host = host
@@ -136,6 +138,8 @@ class RankServer:
         """Ends the lanes after their present copies, drops the model and the KV. Idempotent."""
         self._lanes.close()
         self._drop_runner()
+        if self._cores is not None:
+            self._cores.close()
 
     # ---- handshake ----
 
@@ -155,10 +159,10 @@ class RankServer:
             settings = msgspec.structs.replace(settings, model=self._model)
         read_spec(settings)  # refused settings are found before ranks wait for each other
         on_bytes = LoadReports(self._rank, self._on_loading).take
-        platform = open_platform(settings, self._rank, setup.ranks_on_node, self._gpu)
+        platform = open_platform(settings, self._rank, setup.ranks_on_node, self._gpu, self._cores)
         context = ParallelContext.single()
         if setup.world_size > 1:
-            context = yield from self._meet(setup, settings, platform.backend)
+            context = yield from self._meet(setup, settings, platform)
         self._on_placed(f"tp{context.tp_rank} pp{context.pp_rank}")
         self._loaded = load_rank(
             settings, context, platform, rank=self._rank, ranks_on_node=setup.ranks_on_node, on_bytes=on_bytes
@@ -166,7 +170,7 @@ class RankServer:
         yield self._loaded.facts
 
     def _meet(
-        self, setup: RankSetup, settings: EngineSettings, backend: Backend
+        self, setup: RankSetup, settings: EngineSettings, platform: Platform
     ) -> Generator[FromRank, None, ParallelContext]:
         """Joins the other ranks. Rank 0 first listens, at the rendezvous address, and reports its port."""
         on_loopback = setup.master_address.startswith(LOOPBACK_PREFIX)
@@ -187,9 +191,9 @@ class RankServer:
                 settings.parallel.pipeline_parallel_size,
                 setup.master_address,
                 port,
-                backend,
+                platform.backend,
                 listener=listener,
-                ranks_on_node=setup.ranks_on_node,
+                spins=lambda: platform.has_core,
                 expert_parallel=settings.parallel.enable_expert_parallel,
             )
         except torch.distributed.DistBackendError as error:
@@ -205,19 +209,20 @@ class RankServer:
         loaded = self._loaded
         self._runner = loaded.build_runner(allocate.num_blocks)
         loaded.open_adapter_lanes(self._lanes)
-        loaded.open_grammar_lanes(self._lanes, now=self._is_process)
-        tiers_error = None if allocate.tiers is None else self._open_tiers(loaded, self._runner, allocate.tiers)
-        return RankReady(self._rank, tiers_error, self._runner.captures)
+        loaded.open_grammar_lanes(self._lanes, now=self._cores is not None)
+        tiers_error, has_earlier = None, True
+        if allocate.tiers is not None:
+            tiers_error, has_earlier = self._open_tiers(loaded, self._runner, allocate.tiers)
+        return RankReady(self._rank, tiers_error, self._runner.captures, has_earlier)
 
-    def _open_tiers(self, loaded: LoadedRank, runner: ModelRunner, tiers: RankTiers) -> str | None:
-        """Opens the lanes between tiers; returns an error if their memory cannot be allocated."""
+    def _open_tiers(self, loaded: LoadedRank, runner: ModelRunner, tiers: RankTiers) -> tuple[str | None, bool]:
+        """Opens the lanes between tiers; returns an error if their memory cannot be allocated, and has_earlier."""
         from tandem.offload.host.host_messages import HostTierError
 
         try:
-            loaded.open_kv_lanes(runner, tiers, self._lanes)
+            return None, loaded.open_kv_lanes(runner, tiers, self._lanes)
         except (OSError, HostTierError, torch.OutOfMemoryError) as error:
-            return f"{type(error).__name__}: {error}"
-        return None
+            return f"{type(error).__name__}: {error}", False
 
     # ---- steps ----
 
@@ -313,7 +318,7 @@ def run_rank(
         lane_channel.send,
         host=host,
         gpu=gpu,
-        is_process=True,
+        cores=CoreShare(),
         on_placed=lambda place: setproctitle.setproctitle(f"tandem rank {group} {place}"),
     )
 

@@ -25,6 +25,7 @@ import pytest
 from tandem import LLM, SamplingParams, StructuredOutputsParams
 from tandem.cluster.fleet.engine_metrics import decode_stats
 from tandem.cluster.fleet.fleet_view import RECORD_TTL_S
+from tandem.configs.environment import memory_folder
 from tests.support.mixed_requests import PREFIX, PROMPTS, answers, greedy
 from tests.support.plain_http import plain_http
 from tests.support.records import command, group_records, group_reports, rank_pids
@@ -730,6 +731,8 @@ def test_the_service_lives_without_redis_for_a_while(service: Service) -> None:
 def test_the_service_lives_while_rays_gcs_is_started_again(service: Service, long_answers: list[str]) -> None:
     """No stream is lost, new requests are answered, and a Ray that knows all it knew replaces a group afterwards."""
     (gcs,) = gcs_of(service)
+    kept = [file.path for file in gcs.open_files() if "/gcs/" in file.path]
+    assert kept and all(Path(path).is_relative_to(memory_folder() or service.temp) for path in kept), kept
     seen = asyncio.run(hit(service, signal.SIGKILL, gcs.pid))
     assert seen.answers == long_answers
     (again,) = wait_for(lambda: [p for p in gcs_of(service) if p.pid != gcs.pid], 60, "the launcher starts it again")

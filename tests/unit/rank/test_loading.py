@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tandem.workers.executor.in_process_ranks import in_process_group
 from tandem.workers.executor.local_ranks import LocalRanks
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.platforms.base import Platform
+from tandem.workers.platforms.core_share import PERIOD_S, CoreShare
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.rank.loading import LoadedRank, choose_dtype, open_links
@@ -161,6 +164,48 @@ def test_threads_are_the_cores_over_all_ranks_of_the_node(monkeypatch: pytest.Mo
     finally:
         torch.set_num_threads(before)
     assert counts == [8, 4, 2, 2, 1]
+
+
+def test_threads_follow_the_ranks_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores, now_s = [8], [0.0]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores[0])))
+    settings = EngineSettings(model=ModelSettings(model="m"), device=DeviceSettings(device="cpu"))
+    fixed = EngineSettings(model=ModelSettings(model="m"), device=DeviceSettings(device="cpu", cpu_threads=3))
+    before = torch.get_num_threads()
+    share = CoreShare("a test's", clock=lambda: now_s[0])
+
+    def seen(platform: Platform) -> tuple[int, bool]:
+        now_s[0] += PERIOD_S
+        platform.begin_step()
+        return torch.get_num_threads(), platform.has_core
+
+    try:
+        platform = open_platform(settings, 0, ranks_on_node=4, cores=share)
+        assert (torch.get_num_threads(), platform.has_core) == (8, True), "as many as there are, not as there may be"
+        others = [CoreShare("a test's") for _ in range(2)]
+        platform.begin_step()
+        assert torch.get_num_threads() == 8, "it looks once a second"
+        assert seen(platform) == (2, True)
+        cores[0] = 2
+        assert seen(platform) == (1, False), "a container's limit may change"
+        assert seen(open_platform(fixed, 0, ranks_on_node=4, cores=share)) == (3, False)
+        cores[0] = 8
+        for other in others:
+            other.close()
+        assert seen(platform) == (8, True)
+        share.close()
+        assert seen(platform) == (8, True), "a system that does not tell changes nothing"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_each_step_looks_at_the_cores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[bool] = []
+    monkeypatch.setattr(CpuPlatform, "begin_step", lambda self: looked.append(True))
+    settings = settings_for(folder)
+    with closing(in_process_group(settings)) as group:
+        ExecutorDriver(group, group.start(), settings.cache.block_size).generate([Job([3, 1, 4], 4)])
+    assert len(looked) >= 4
 
 
 def test_one_process_refuses_more_than_one_rank(folder: Path) -> None:

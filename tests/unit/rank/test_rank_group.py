@@ -109,13 +109,13 @@ class FakeRank(threading.Thread):
 class Fleet:
     """RankLauncher of two FakeRanks, and their group."""
 
-    def __init__(self, answer: Answer, hosts: tuple[str, str], groups_on_node: int, settings: EngineSettings) -> None:
+    def __init__(self, answer: Answer, hosts: tuple[str, str], groups: int, settings: EngineSettings) -> None:
         self.lost_message: str | None = None
         self.now_s = 0.0
         self.answer, self.hosts = answer, hosts
         self.ranks: list[FakeRank] = []
         self.given_s: list[float] = []
-        self.group = RankGroup(settings, self, groups_on_node=groups_on_node, clock=lambda: self.now_s)
+        self.group = RankGroup(settings, self, most_ranks=lambda own: own * groups, clock=lambda: self.now_s)
 
     def start(self, rank: int, endpoint: str, secret: str) -> None:
         self.ranks.append(FakeRank(rank, endpoint, secret, self.answer, self.hosts[rank]))
@@ -141,10 +141,10 @@ class Fleet:
 def fleet(
     answer: Answer = good_rank,
     hosts: tuple[str, str] = ("h", "h"),
-    groups_on_node: int = 1,
+    groups: int = 1,
     settings: EngineSettings = SETTINGS,
 ) -> Iterator[Fleet]:
-    made = Fleet(answer, hosts, groups_on_node, settings)
+    made = Fleet(answer, hosts, groups, settings)
     try:
         yield made
     finally:
@@ -191,7 +191,7 @@ def test_rank_0_chooses_the_port_and_the_others_get_it() -> None:
 
 
 def test_ranks_of_other_groups_on_the_machine_count() -> None:
-    with fleet(groups_on_node=3) as f:
+    with fleet(groups=3) as f:
         f.group.start()
         assert [f.setup_of(rank).ranks_on_node for rank in (0, 1)] == [6, 6]
 

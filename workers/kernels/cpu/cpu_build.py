@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}
 LATENT_SOURCES = ("cpu_latent_attention.c",)
-CACHE_SOURCES = ("cpu_decode_attention.c", "cpu_kv_quant.c")
+DECODE_SOURCES = ("cpu_decode_attention.c",)
+CACHE_SOURCES = ("cpu_kv_quant.c",)
 SOURCES = (*CACHE_SOURCES, "cpu_fused_ops.c", "cpu_skinny_gemm.c", "cpu_weight_blocks.c")
 CHUNK_SOURCES = ("cpu_chunk_attention.c",)
 LORA_SOURCES = ("cpu_lora.c",)
@@ -33,6 +34,8 @@ INT8_SOURCES = ("cpu_int8_gemm.c",)
 EXPERTS_SOURCES = ("cpu_experts.c", "cpu_grouped_gemm.c")
 SAMPLING_SOURCES = ("cpu_sampling.c",)
 INVARIANT_SOURCES = ("cpu_row_gemm.c",)
+UNROLLED_DIMS = (64, 80, 96, 128)
+"""Head sizes that decode attention is compiled for; others have loops of variable length."""
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 UNFUSED = ("-ffp-contract=off",)
 """Flags of sources whose results are those of other implementations to the last bit."""
@@ -49,11 +52,21 @@ failures: list[str] = []
 def cpu_library(dtype: torch.dtype, storage: torch.dtype | None = None) -> ctypes.CDLL | None:
     """Returns the kernels for tensors of `dtype`; None when there are none for it or no compiler.
 
-    storage: the KV cache's dtype, if it differs; the library then has only the kernels that read the cache.
+    storage: the KV cache's dtype, if it differs; the library then has only what writes and gathers the cache.
     """
     if storage is dtype:
         return cpu_library(dtype)
     return _compiled(SOURCES if storage is None else CACHE_SOURCES, dtype, storage)
+
+
+@cache
+def cpu_decode_library(dtype: torch.dtype, storage: torch.dtype, head_dim: int) -> ctypes.CDLL | None:
+    """Returns decode attention for heads of `head_dim` elements; None, and storage, as for cpu_library.
+
+    A library per head size in UNROLLED_DIMS, and one for all others: with all in one, gcc took a minute.
+    """
+    dim = head_dim if head_dim in UNROLLED_DIMS else 0
+    return _compiled(DECODE_SOURCES, dtype, None if storage is dtype else storage, (f"-DHEAD_DIM={dim}",))
 
 
 @cache

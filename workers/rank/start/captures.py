@@ -98,7 +98,7 @@ def capture_steps(
     failures = dict(zip(by_room, _agreed(own, context, platform.device), strict=True))
     graphs.drop((keys[size], size.num_tokens) for size, why in failures.items() if why is not None)
     counts = {size.num_samples for size, why in failures.items() if why is None}
-    is_ruled = isinstance(fixed, ReportOps) and len(counts) > 0
+    is_ruled = len(counts) > 0 and isinstance(fixed, ReportOps)
     draws, undrawn = _ruled_draws(graphs, parts, counts, platform) if is_ruled else ({}, {})
     for size, why in failures.items():
         if why is None and (captured := graphs.find(keys[size], size.num_tokens)) is not None:

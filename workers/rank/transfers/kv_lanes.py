@@ -11,7 +11,7 @@ import torch
 from tandem.offload.copies.accelerator import Accelerator
 from tandem.offload.copies.host_slab import HostSlab
 from tandem.offload.copies.kv_copies import BlockCopier, bytes_per_slot
-from tandem.offload.host.host_process import attach
+from tandem.offload.host.host_process import attach, lease_soon
 from tandem.offload.kv.disk_io import DiskBlockError, read_block, remove_block, write_block
 from tandem.workers.messages.handshake import RankTiers
 from tandem.workers.messages.transfer import CopyKV, Failure
@@ -87,20 +87,37 @@ class DiskLane:
 
 def open_kv_lanes(
     lanes: Lanes, rank: int, layers: Sequence[Sequence[torch.Tensor]], tiers: RankTiers, platform: Platform
-) -> LoadGate:
-    """Opens the rank's lanes of KV and returns the gate of their loads. OSError or HostTierError without the memory."""
+) -> tuple[LoadGate, bool]:
+    """Opens the rank's lanes of KV; returns the gate of their loads, and RankReady.has_earlier. OSError or
+    HostTierError without the memory."""
+    if tiers.disk_folder is not None and not Path(tiers.disk_folder).is_dir():  # it is there on the coordinator's node
+        raise FileNotFoundError(f"--kv-disk-path: {tiers.disk_folder} is not on the node of this rank")
     accelerator = platform.accelerator
-    slab = _open_slab(rank, tiers, bytes_per_slot([plane for layer in layers for plane in layer]), accelerator)
+    slot_bytes = bytes_per_slot([plane for layer in layers for plane in layer])
+    slab, has_earlier = open_slab(rank, tiers, slot_bytes, accelerator)
     gate = LoadGate(accelerator, by_layer=platform.copies_beside)
     memory = MemoryLane(platform.kv_copier(layers, slab.bytes_SB), slab, gate)
     if tiers.disk_folder is not None:
         lanes.open("disk", accelerator, DiskLane(Path(tiers.disk_folder), tiers.layout, slab))
     lanes.open("memory", accelerator, memory)
-    return gate
+    return gate, has_earlier
 
 
-def _open_slab(rank: int, tiers: RankTiers, slot_bytes: int, accelerator: Accelerator) -> HostSlab:
-    if tiers.host_socket is None or tiers.host_token is None:
-        return HostSlab.allocate(tiers.num_slots, slot_bytes, accelerator)
-    held = attach(Path(tiers.host_socket), tiers.host_token, rank, ATTACH_S)
-    return HostSlab(held.slab, tiers.num_slots, slot_bytes, accelerator, owner=held)
+def open_slab(rank: int, tiers: RankTiers, slot_bytes: int, accelerator: Accelerator) -> tuple[HostSlab, bool]:
+    """Returns the rank's slab of host memory, and RankReady.has_earlier. OSError or HostTierError without it.
+
+    On another node than the coordinator's the rank leases the slab, whose stamp tells whether the coordinator's index
+    is about it; it has the new stamp before the index has, so that a kill in between leaves two that differ."""
+    if tiers.host_socket is None:
+        return HostSlab.allocate(tiers.num_slots, slot_bytes, accelerator), True
+    socket, token, number, leased, has_earlier = Path(tiers.host_socket), tiers.host_token, tiers.host_slab, None, True
+    if token is None:
+        assert tiers.stamps is not None, "a slab of its own has a stamp"
+        earlier, new = tiers.stamps
+        layout = f"{tiers.layout.hex()}-{rank}"
+        leased = lease_soon(socket, layout, len(new), [tiers.num_slots * slot_bytes])
+        has_earlier = leased.index[:] == earlier
+        leased.index[:] = new
+        token, number = leased.token, 0
+    held = attach(socket, token, number, ATTACH_S)
+    return HostSlab(held.slab, tiers.num_slots, slot_bytes, accelerator, owner=(held, leased)), has_earlier

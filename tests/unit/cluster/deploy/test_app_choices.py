@@ -1,4 +1,4 @@
-"""What `serve run` decides from the nodes there are: device, loopback or not, how many groups share a machine."""
+"""What `serve run` decides from the nodes there are: device, loopback or not."""
 
 from typing import Any
 
@@ -7,14 +7,13 @@ import pytest
 from tandem.cluster.deploy.nodes import (
     choose_home,
     cluster_device,
-    cpu_nodes,
     gateways_for,
     memory_note,
     on_cluster,
 )
 from tandem.cluster.group.engine_opener import loading_note, with_own_step_log
 from tandem.cluster.wire.serve_proxy import check_open
-from tandem.cluster.wire.service_facts import check_home, groups_per_node
+from tandem.cluster.wire.service_facts import check_home
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings, settings_from_serve_args
@@ -65,7 +64,6 @@ def test_groups_that_the_nodes_do_not_hold_wait_for_more() -> None:
     line = memory_note(settings, nodes[:2])
     assert line is not None and line.startswith("the 2 nodes that are here now are too small, and groups wait for more")
     assert "--kv-cache-memory-bytes" in line
-    assert cpu_nodes([*nodes, node("d", GPU=1)]) == 3
 
 
 def test_a_single_node_that_cannot_be_is_refused() -> None:
@@ -88,16 +86,6 @@ def test_several_nodes_have_several_gateways_unless_args_say() -> None:
         for name in ("api_server_count", "api-server-count"):
             if (section, name) != ("gateway_config", "api-server-count"):
                 assert settings_from_serve_args({**args, section: {name: 1}}, 3).gateway.num_gateways == 1
-
-
-def test_groups_spread_over_nodes() -> None:
-    assert [groups_per_node(groups, nodes) for groups, nodes in ((1, 1), (4, 1), (4, 3), (2, 8), (3, 0))] == [
-        1,
-        4,
-        2,
-        1,
-        3,
-    ]
 
 
 @pytest.mark.parametrize(("size", "words"), [(3 * 2**20, "3.0 MiB"), (5 * 2**29, "2.5 GiB")])

@@ -15,6 +15,7 @@ import yaml
 
 from tandem.configs.bundled import read_switches
 from tandem.configs.load import settings_from_serve_args
+from tests.lab.ray_nodes import PORTS
 from tests.support.service import wait_for
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -41,6 +42,9 @@ def test_cluster_files_validate(path: Path) -> None:
     for command in starts:
         assert all(name not in command for name in read_switches()), "they are in one file"
         assert command.startswith("set -a; . ~/tandem/configs/switches.env; . ~/.ray/service.env; ")
+        assert [word for word in command.split() if re.fullmatch(r"--[a-z-]+-port=\d+", word)] == [*PORTS], (
+            "a raylet waits 15 s for each of these agents that is to choose its port, and ends then"
+        )
     head, _ = starts
     assert "--dashboard-host=127.0.0.1" in head and ". ~/.ray/head.env" in head
     assert [c for c in commands if "redis" in c] == [head], "only the head is to know Ray's own Redis"

@@ -12,7 +12,7 @@ from tandem.cluster.deploy.placement import (
     surge_percent,
 )
 from tandem.cluster.service import serve_app
-from tandem.cluster.wire.group_shape import GroupShape, group_shape
+from tandem.cluster.wire.group_shape import GroupShape, group_shape, most_ranks
 from tandem.cluster.wire.service_facts import APP
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
@@ -48,6 +48,31 @@ def test_a_stage_that_is_larger_than_a_node_is_divided_evenly() -> None:
     with pytest.raises(SettingsError, match="3 devices of a node do not divide the 8 ranks") as refused:
         build_settings("m", {"tensor_parallel_size": 8, "devices_per_node": 3})
     assert refused.value.flag == "--devices-per-node"
+
+
+@pytest.mark.parametrize(
+    ("own", "ranks", "groups", "nodes", "most"),
+    [
+        (1, 1, 1, 1, 1),
+        (1, 1, 4, 1, 4),
+        (1, 1, 4, 3, 2),
+        (2, 2, 2, 8, 2),
+        (2, 2, 3, 0, 6),
+        (2, 2, 3, 2, 4),  # a group of one stage is on one node
+        (1, 2, 1, 2, 1),  # one of two stages on two
+        (1, 2, 2, 2, 2),
+        (2, 4, 4, 4, 4),
+    ],
+)
+def test_ranks_of_all_groups_spread_over_the_nodes(own: int, ranks: int, groups: int, nodes: int, most: int) -> None:
+    assert most_ranks(own, ranks, groups, SHAPE.of_rank, [{"CPU": 8.0}] * nodes) == most
+
+
+def test_no_node_has_more_ranks_than_gpus() -> None:
+    """Also while there is only one of the nodes that an autoscaler will bring."""
+    of_rank = shape_of(4, 1, "cuda").of_rank
+    assert most_ranks(4, 4, 16, of_rank, [{"GPU": 8.0, "CPU": 64.0}]) == 8
+    assert most_ranks(4, 4, 16, of_rank, []) == 64, "it is not known yet"
 
 
 def test_neighbours_among_the_ranks_of_a_stage_share_a_node() -> None:

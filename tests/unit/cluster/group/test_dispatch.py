@@ -463,7 +463,7 @@ def test_a_frozen_rank_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ray.util, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "a node"}})
     told: list[str] = []
     settings = EngineSettings(model=ModelSettings(model="m"))
-    facts = types.SimpleNamespace(secret="s", groups_on_node=1, host_socket=None, device="cpu")
+    facts = types.SimpleNamespace(secret="s", max_groups=1, host_socket=None, device="cpu")
     group = ray_ranks.ray_group(settings, facts, "g", None, "127.0.0.1", told.append, lambda: None)
     group.report("rank 0 is frozen")
     group.launcher._watch(["run 0"])  # it was killed, and so has ended

@@ -44,4 +44,4 @@ def test_the_rank_opens_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = RankSetup(settings=settings, world_size=1, master_address="127.0.0.1", master_port=None, ranks_on_node=4)
     with pytest.raises(Opened) as found:
         list(RankServer(2, lambda _: None, lambda _: None, gpu="3").take(setup))
-    assert found.value.args == (2, 4, "3")
+    assert found.value.args == (2, 4, "3", None), "a rank that is no process counts no others"

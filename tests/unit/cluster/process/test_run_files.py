@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.cluster.process import run_files
 from tandem.cluster.process.run_files import (
     PrivateFolder,
     RunFile,
@@ -30,6 +31,7 @@ def temp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="tf-") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        monkeypatch.setattr(run_files, "memory_folder", lambda: None)
         yield Path(folder)
 
 
@@ -52,6 +54,22 @@ def test_the_folder_and_its_token_are_the_users_alone(temp: Path) -> None:
     (folder.path / "launcher.pid").write_text(str(dead_pid()))
     sweep()
     assert list(temp.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_what_gcs_keeps_is_in_memory_that_has_room(
+    temp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    monkeypatch.setattr(run_files, "memory_folder", lambda: tmp_path)
+    monkeypatch.setattr(run_files, "GCS_ROOM_BYTES", 1 if has_room else 2**60)
+    folder = PrivateFolder()
+    base = folder.gcs.parent
+    assert base.parent == tmp_path if has_room else base == folder.path
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (base, folder.gcs)] == [0o700, 0o700]
+    for made in (base, folder.path):
+        (made / "launcher.pid").write_text(str(dead_pid()))
+    sweep()
+    assert not [*tmp_path.iterdir(), *temp.iterdir()]
 
 
 def test_folders_of_dead_launchers_are_swept_and_others_stay(temp: Path) -> None:

@@ -95,6 +95,19 @@ def test_parameters_that_leave_monitors_out() -> None:
     assert "ray._private.parameter.RayParams(" in source(ray_worker.init), f"{why}; init() looks it up there"
 
 
+def test_ports_of_agents() -> None:
+    why = "RayParams: the ports of a private Ray's agents, which need not be waited for then (local_node.start_node)"
+    assert set(local_node.AGENT_PORTS) <= set(inspect.signature(parameter.RayParams).parameters), why
+    started = source(ray_nodes.Node.start_raylet)
+    assert all(f"{name}=self._ray_params.{name}" in started for name in local_node.AGENT_PORTS), why
+    ports = local_node._free_ports(local_node.AGENT_PORTS)
+    assert len({*ports.values()}) == len(local_node.AGENT_PORTS)
+    with local_node._trimmed(**ports):
+        made = parameter.RayParams(metrics_export_port=None)
+    assert {name: getattr(made, name) for name in ports} == ports
+    assert made.no_monitor and not made.include_log_monitor
+
+
 def test_processes_are_started_by_console_popen() -> None:
     why = "services.ConsolePopen: a signal to our process group must not end Ray before the drain (local_node._popen)"
     assert "ConsolePopen" in globals_of(services.start_ray_process), why

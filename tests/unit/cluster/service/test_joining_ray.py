@@ -84,6 +84,6 @@ def test_a_private_ray_that_does_not_start_is_one_line(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(ray_node, "start_node", fails)
     with pytest.raises(TandemError) as told:
-        ray_node.start_private(tmp_path, 1, 0)
+        ray_node.start_private(tmp_path, tmp_path, 1, 0)
     words = "The current node timed out during startup. Other work may keep the cores busy; start again then."
     assert str(told.value) == f"Ray does not start: {words}"

@@ -75,4 +75,5 @@ def test_a_private_ray_takes_nothing_of_a_clusters_head(tmp_path: Path, monkeypa
 def test_the_switches_name_each_variable_once() -> None:
     switches = read_switches()
     assert switches["grpc_proxy"] == "" and float(switches["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 120
+    assert float(switches["RAY_agent_register_timeout_ms"]) > 30_000, "Ray's own"
     assert all(name.startswith("RAY_") for name in switches if name != "grpc_proxy")

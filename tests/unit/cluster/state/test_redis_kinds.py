@@ -1,11 +1,8 @@
 """Redis as others run it, with real servers: TLS with an authority of one's own, sentinels, cluster mode."""
 
 import asyncio
-import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -25,8 +22,9 @@ from tandem.cluster.state.redis_client import (
 )
 from tandem.configs.errors import SettingsError
 from tandem.configs.secrets import parse_sentinel_url
-from tests.support.certificates import Authority, Issued
+from tests.support.certificates import Authority
 from tests.support.redis_kinds import free_ports, redis_process
+from tests.support.tls_front import tls_in_front
 
 SET = "return redis.call('SET', KEYS[1], ARGV[1])"
 
@@ -43,7 +41,7 @@ async def test_tls_with_an_authority_of_ones_own(tmp_path: Path, server: RedisSe
     """TLS is in front of the server, as not every build of one speaks it."""
     authority, other = Authority(tmp_path), Authority(tmp_path, "other")
     issued = authority.issue("redis", address="127.0.0.1")
-    async with tls_in_front(server.socket_path, issued) as port:
+    async with tls_in_front(server.socket_path, issued.certfile, issued.keyfile) as port:
         url = f"rediss://127.0.0.1:{port}/0"
         redis = BackgroundClient(f"{url}?ssl_ca_certs={quote(authority.certfile)}")
         assert await redis.command("SET", "k", "v")
@@ -57,31 +55,6 @@ async def test_tls_with_an_authority_of_ones_own(tmp_path: Path, server: RedisSe
         assert "certificate verify failed" in await why(f"?ssl_ca_certs={quote(other.certfile)}")
         assert await why("?ssl_ca_certs=/nowhere.pem") == "ssl_ca_certs=/nowhere.pem: there is no such file"
         assert "ssl_ca_file" in await why("?ssl_ca_file=/nowhere.pem"), "an option there is none of"
-
-
-@asynccontextmanager
-async def tls_in_front(path: Path, issued: Issued) -> AsyncIterator[int]:
-    """A port that speaks TLS, with the server of a socket behind it."""
-
-    passing = set[asyncio.Task[Any]]()
-
-    async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        behind, to_behind = await asyncio.open_unix_connection(path)
-        passing.update(map(asyncio.ensure_future, (copied(reader, to_behind), copied(behind, writer))))
-
-    async def copied(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.CancelledError):
-            while data := await source.read(2**16):
-                target.write(data)
-        target.close()
-
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(issued.certfile, issued.keyfile)
-    async with await asyncio.start_server(passed_on, "127.0.0.1", ssl=context) as listening:
-        yield int(listening.sockets[0].getsockname()[1])
-        for task in passing:
-            task.cancel()
-        await asyncio.gather(*passing)
 
 
 @pytest.mark.chaos

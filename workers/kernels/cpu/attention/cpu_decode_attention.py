@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from tandem.configs.platform_facts import MOST_HEAD_DIM
-from tandem.workers.kernels.cpu.cpu_build import cpu_library
+from tandem.workers.kernels.cpu.cpu_build import cpu_decode_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel, OfHeads, Scratch
 from tandem.workers.kernels.cpu.cpu_kv_quant import address
 from tandem.workers.kernels.kv_store import LayerKV
@@ -114,7 +114,7 @@ class CpuDecodeAttention:
     @classmethod
     def make(cls, dtype: torch.dtype, head_dim: int, storage: torch.dtype) -> "CpuDecodeAttention | None":
         """Returns the kernel; None for unsupported types or head dims, or when compilation failed."""
-        library = cpu_library(dtype, storage) if head_dim <= MOST_HEAD_DIM else None
+        library = cpu_decode_library(dtype, storage, head_dim) if head_dim <= MOST_HEAD_DIM else None
         return None if library is None else cls(library)
 
     def reserve(self, work: DecodeWork, num_heads: int, head_dim: int) -> None:

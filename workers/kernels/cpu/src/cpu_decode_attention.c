@@ -1,4 +1,5 @@
-/* Paged attention of rows with one query each, for CPUs. See cpu_decode_attention.py for shapes and meaning. */
+/* Paged attention of rows with one query each, for CPUs. See cpu_decode_attention.py for shapes and meaning.
+   HEAD_DIM: elements of a head, so that loops over them are unrolled; 0 for any number. */
 #include <omp.h>
 
 #include "cpu_attention.h"
@@ -31,6 +32,16 @@ INLINE long span_end(long position, long last, long block_size) {
   return stop < last ? stop : last;
 }
 
+/* Adds to the products of J tokens' keys with G heads' queries those of `left` elements from element i on; query: there;
+   P: elements of a query. */
+INLINE void multiply_vectors(floats *dot, const query_part *query, const stored *const *key, int i, int left,
+                             const int J, const int P, const int G) {
+  UNROLLED for (int k = 0; k < J; k++) {
+    const operand x = load_key(key[k] + i, left);
+    UNROLLED for (int g = 0; g < G; g++) dot[k * G + g] = multiply_add(dot[k * G + g], load_query(query + g * P), x);
+  }
+}
+
 /* Scores of a span's tokens, of G query heads of D elements that share KV head h. */
 INLINE void span_scores(const work *w, const span *s, long h, const query_part *query, float *score, long length,
                         const int D, const int G) {
@@ -44,18 +55,11 @@ INLINE void span_scores(const work *w, const span *s, long h, const query_part *
       key[k] = s->from + offset;
       prefetch(s->next + offset, D);
     }
-    UNROLLED for (int i = 0; i < whole; i += WIDE)
-      UNROLLED for (int k = 0; k < J; k++) {
-        const operand x = load_key(key[k] + i, WIDE);
-        UNROLLED for (int g = 0; g < G; g++)
-          dot[k * G + g] = multiply_add(dot[k * G + g], load_query(query + g * P + i), x);
-      }
-    if (whole < D)
-      UNROLLED for (int k = 0; k < J; k++) {
-        const operand x = load_key(key[k] + whole, D - whole);
-        UNROLLED for (int g = 0; g < G; g++)
-          dot[k * G + g] = multiply_add(dot[k * G + g], load_query(query + g * P + whole), x);
-      }
+    if (__builtin_constant_p(D))
+      UNROLLED for (int i = 0; i < whole; i += WIDE) multiply_vectors(dot, query + i, key, i, WIDE, J, P, G);
+    else
+      for (int i = 0; i < whole; i += WIDE) multiply_vectors(dot, query + i, key, i, WIDE, J, P, G);
+    if (whole < D) multiply_vectors(dot, query + whole, key, whole, D - whole, J, P, G);
     float sums[8];
     sum_four(dot, sums);
     if (G * J > 4) sum_four(dot + 4, sums + 4);
@@ -67,21 +71,27 @@ INLINE void span_scores(const work *w, const span *s, long h, const query_part *
   }
 }
 
+/* Adds two vectors of a token's values, of which `left` elements exist, to the sums of G heads. */
+INLINE void add_token(floats sum[][2], const stored *value, const stored *next, const float *weight, const int left,
+                      const int G) {
+  floats x[2];
+  load_two(x, value, left);
+  prefetch(next, left);
+  UNROLLED for (int g = 0; g < G; g++) {
+    sum[g][0] += weight[g] * x[0];
+    if (left > LANES) sum[g][1] += weight[g] * x[1];
+  }
+}
+
 /* Adds two vectors of `count` tokens' values, weighed, to the sums of G heads. */
 INLINE void add_two(float *sums, const stored *value, const stored *next, long token, const float *weight,
                     const long count, const int P, const int left, const int G) {
   floats sum[MAX_TILE][2];
   UNROLLED for (int g = 0; g < G; g++) memcpy(sum[g], sums + g * P, sizeof sum[g]);
-  _Pragma("GCC unroll 4")
-  for (long j = 0; j < count; j++) {
-    floats x[2];
-    load_two(x, value + j * token, left);
-    prefetch(next + j * token, left);
-    UNROLLED for (int g = 0; g < G; g++) {
-      sum[g][0] += weight[j * G + g] * x[0];
-      if (left > LANES) sum[g][1] += weight[j * G + g] * x[1];
-    }
-  }
+  if (__builtin_constant_p(count))
+    UNROLLED for (long j = 0; j < count; j++) add_token(sum, value + j * token, next + j * token, weight + j * G, left, G);
+  else
+    for (long j = 0; j < count; j++) add_token(sum, value + j * token, next + j * token, weight + j * G, left, G);
   UNROLLED for (int g = 0; g < G; g++) memcpy(sums + g * P, sum[g], sizeof sum[g]);
 }
 
@@ -151,8 +161,9 @@ INLINE void softmax_head(const work *w, float *row, long n, long first, long que
   }
 
 /* One partition of one row's context, all heads. partial: the sums of all heads, then each one's maximum and weight. */
-INLINE void attend_partition(const work *w, const element *q, float *partial, float *scratch, const int32_t *blocks,
-                             long first, long last, long query_position, const int D) {
+static void attend_partition(const work *w, const element *q, float *partial, float *scratch, const int32_t *blocks,
+                             long first, long last, long query_position) {
+  const int D = HEAD_DIM ? HEAD_DIM : w->dim;
   const long group = w->heads / w->kv_heads, token = w->kv_heads * w->dim;
   const long length = (last - first + LANES - 1) / LANES * LANES; /* of a head's scores, padded */
   query_part *query = (query_part *)scratch;
@@ -194,19 +205,6 @@ INLINE void attend_partition(const work *w, const element *q, float *partial, fl
   }
 }
 
-typedef void partition_function(const work *, const element *, float *, float *, const int32_t *, long, long, long);
-
-/* Constants for the sizes in use, so that loops over a head are unrolled. */
-#define FIXED(name, dim)                                                                                    \
-  static void name(const work *w, const element *q, float *p, float *s, const int32_t *b, long f, long l, long at) { \
-    attend_partition(w, q, p, s, b, f, l, at, dim);                                                         \
-  }
-FIXED(attend_64, 64)
-FIXED(attend_80, 80)
-FIXED(attend_96, 96)
-FIXED(attend_128, 128)
-FIXED(attend_any, w->dim)
-
 /* The sum of a row's partitions, for one head. */
 static void merge_partitions(const work *w, const float *partials, long partial_size, long tasks, long n,
                              element *out) {
@@ -228,18 +226,14 @@ void decode_attention(const element *q, long q_stride, const stored *keys, const
   const long partial_size = (heads * (padded + 2) + LANES - 1) / LANES * LANES;
   const work w = {keys, values, key_scales, value_scales, heads, kv_heads, dim, padded, block_size, scale, softcap,
                   slopes, sinks};
-  partition_function *attend = dim == 64    ? attend_64
-                               : dim == 80  ? attend_80
-                               : dim == 96  ? attend_96
-                               : dim == 128 ? attend_128
-                                            : attend_any;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(dynamic, 1)
     for (long t = 0; t < num_tasks; t++) {
       const int32_t *task = tasks + 5 * t; /* row of the table, token, first position, last position + 1, the query's */
-      attend(&w, q + task[1] * q_stride, partials + t * partial_size, scratch + omp_get_thread_num() * scratch_stride,
-             table + task[0] * table_stride, task[2], task[3], task[4]);
+      attend_partition(&w, q + task[1] * q_stride, partials + t * partial_size,
+                       scratch + omp_get_thread_num() * scratch_stride, table + task[0] * table_stride, task[2],
+                       task[3], task[4]);
     }
 #pragma omp for schedule(static) collapse(2)
     for (long r = 0; r < num_rows; r++)

@@ -39,6 +39,17 @@ INLINE floats load_stored(const stored *at) {
 #ifdef __AVX512F__
   const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at));
   return (floats)_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80)));
+#elif defined(__F16C__)
+  bytes narrow;
+  memcpy(&narrow, at, sizeof narrow);
+  const shorts wide = (__builtin_convertvector(narrow, shorts) << 7) & (int16_t)0xbf80;
+  __m128i half[2];
+  __m256 x[2];
+  memcpy(half, &wide, sizeof wide);
+  UNROLLED for (int i = 0; i < 2; i++) x[i] = _mm256_cvtph_ps(half[i]);
+  floats all;
+  memcpy(&all, x, sizeof all);
+  return all;
 #else
   bytes x;
   memcpy(&x, at, sizeof x);
