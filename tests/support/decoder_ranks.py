@@ -76,11 +76,13 @@ def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None
     if not context.is_last_stage:
         return None
     count = sum(len(work) for work in case.steps)
-    return _told_to_all(torch.cat(outputs), count, context) if context.tp_size > 1 else torch.cat(outputs)
+    return told_to_all(torch.cat(outputs), count, context)
 
 
-def _told_to_all(logits_SV: torch.Tensor, count: int, context: ParallelContext) -> torch.Tensor:
+def told_to_all(logits_SV: torch.Tensor, count: int, context: ParallelContext) -> torch.Tensor:
     """What the first rank of the stage has; the others have none."""
+    if context.tp_size == 1:
+        return logits_SV
     assert len(logits_SV) == (count if context.tp_rank == 0 else 0)
     whole_SV = logits_SV.new_zeros((count, logits_SV.shape[1]))
     whole_SV[: len(logits_SV)] = logits_SV

@@ -22,7 +22,7 @@ from tandem.workers.models.decoder import attention_of, build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tandem.workers.rank.batch import adapter_segments
-from tests.support.decoder_ranks import Work, same_collectives
+from tests.support.decoder_ranks import Work, same_collectives, told_to_all
 from tests.support.paged_rows import PagedRows
 
 CPU = torch.device("cpu")
@@ -77,7 +77,10 @@ def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | N
                 link.send(outputs[-1])
     link.flush()
     decoder.close()
-    return torch.cat(outputs) if context.is_last_stage else None
+    if not context.is_last_stage:
+        return None
+    each = (len(tokens) if case.all_logits else 1 for work in case.steps for _, tokens in work)
+    return told_to_all(torch.cat(outputs), sum(each), context)
 
 
 def put_all(adapters: RankAdapters, folders: list[Path]) -> None:

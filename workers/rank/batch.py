@@ -6,6 +6,7 @@ in consecutive plans; nothing else changes. T tokens, R rows, S rows that sample
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.sampling.processors.device_tokens import DeviceTokens
 from tandem.workers.sampling.sampler import Sampling
-from tandem.workers.sampling.sampling_table import READS_TOKENS
+from tandem.workers.sampling.sampling_table import READS_TOKENS, CapturedSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +116,9 @@ def build_batch(
     slots_T, slots_S = (None, None) if adapters is None else (adapters.slots_T, adapters.slots_S)
     places = None if drafts is None else StepDrafts(drafts_R, back_S > 1, drafts.ids is None)
     logits_rows_S = starts[1:][row_S] - back_S
-    positions_S, beside, sampling, read_rows = end_R[row_S] + 1 - back_S, StepArrays(), None, None
-    own = ruled = None
-    draws = framed is not None and (framed.size.by_shards or (prepare is not None and framed.draws))
-    if framed is not None and draws:
-        own = table.sampling.captured(sample_rows_S, table.prompt_len[sample_rows_S], most_edits(framed.num_samples))
-        read_rows = None if own is None else own.read_rows
-        if own is None and prepare is not None and len(row_S):
-            ruled = _ruled(table, sample_rows_S, positions_S, framed, ruled_by)
-    if ruled is not None:
-        read_rows = ruled.read_rows
-        if not ruled.prepares_late:
-            ruled.prepare(beside.send)
-    elif prepare is not None and len(row_S) and own is None:
-        most_S = positions_S if spare_R is None else positions_S + spare_R[row_S]
-        sampling = prepare(sample_rows_S, positions_S, most_S, beside.send)
-        read_rows = sampling.read_rows
+    positions_S, beside = end_R[row_S] + 1 - back_S, StepArrays()
+    most_S = positions_S if spare_R is None else positions_S + spare_R[row_S]
+    drawn = _drawn(table, (sample_rows_S, positions_S, most_S), beside.send, prepare, framed, ruled_by)
     rows = StepRows(
         rows_R,
         begin_R,
@@ -143,14 +131,53 @@ def build_batch(
         slots_S,
         spare_R,
         places,
-        read_rows,
+        drawn.read_rows,
     )
+    given = rows_R, begin_R, starts, sample_rows_S, positions_S, drawn.behind
     if framed is not None:
-        framed.fill(rows, own, beside)
-        return StepBatch(None, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, None, ruled)
+        framed.fill(rows, drawn.captured, beside)
+        return StepBatch(None, *given, None, drawn.ruled)
     tensors = device_rows.step(rows, beside)
     forward = _forward(tensors, rows, adapters, table.block_size)
-    return StepBatch(forward, rows_R, begin_R, starts, sample_rows_S, positions_S, sampling, tensors.drafts_S)
+    return StepBatch(forward, *given, tensors.drafts_S)
+
+
+class _Drawn(NamedTuple):
+    """The way in which a step's tokens are drawn, at most one of three: in the step's capture, by one with rules behind
+    it, by single operations. read_rows: rows whose tokens that reads on the device."""
+
+    captured: CapturedSampling | None = None
+    ruled: RuledSampling | None = None
+    behind: Sampling | None = None
+
+    @property
+    def read_rows(self) -> Ints | None:
+        own = next((way for way in self if way is not None), None)
+        return None if own is None else own.read_rows
+
+
+def _drawn(
+    table: RowTable,
+    given: tuple[Ints, Ints, Ints],
+    send: Send,
+    prepare: Prepare | None,
+    framed: FramedStep | None,
+    ruled_by: DrawReplay | None,
+) -> _Drawn:
+    """given: as for Prepare. All ranks draw what is drawn by shards, one rank anything else."""
+    rows_S, positions_S, _ = given
+    if framed is not None and (framed.by_shards or (prepare is not None and framed.draws)):
+        own = table.sampling.captured(rows_S, table.prompt_len[rows_S], most_edits(framed.num_samples))
+        if own is not None:
+            return _Drawn(captured=own)
+    if prepare is None or not len(rows_S):
+        return _Drawn()
+    ruled = None if framed is None else _ruled(table, rows_S, positions_S, framed, ruled_by)
+    if ruled is None:
+        return _Drawn(behind=prepare(*given, send))
+    if not ruled.prepares_late:
+        ruled.prepare(send)
+    return _Drawn(ruled=ruled)
 
 
 def _ruled(

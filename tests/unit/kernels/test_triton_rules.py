@@ -2,6 +2,7 @@
 one is: logits as the chain of logits processors leaves them, to the last bit, log probabilities as torch's."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,17 @@ import torch
 
 from tandem.workers.kernels.logit_edits import DTYPES, FILLS, LogitEdits, RowTokens
 from tandem.workers.kernels.sampling_rules import END, HEADER, SamplingRules, free_ends
+from tandem.workers.kernels.step_arrays import sending_with
 from tandem.workers.messages.request import TokenLogprobs
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.messages.thinking import ThinkingBudget
+from tandem.workers.models.decoder import StepRoom
+from tandem.workers.platforms.cpu import CpuPlatform
+from tandem.workers.rank.captured.frame import PaddingRows
+from tandem.workers.rank.captured.framed_step import ReplayOutcome, StepParts
+from tandem.workers.rank.captured.ruled_draw import DrawReplay, RuledDraw, RuledPlaces, RuledSampling, draw_memory
 from tandem.workers.sampling.logprobs import RawLogprobs, ReportedLogprobs
+from tandem.workers.sampling.sampler import sample
 from tandem.workers.sampling.sampling_table import SamplingTable
 from tests.support import platforms
 from tests.support.interpreted import DEVICE, computes, run_in_interpreter, starts
@@ -57,7 +65,7 @@ def some_sampling(rng: random.Random, vocab: int) -> RowSampling:
         fields["logprobs"] = rng.choice((0, 2, 20))
         if rng.random() < 0.3:
             fields["logprob_token_ids"] = (*ids(4), vocab + 1)
-    return RowSampling(temperature=0.0, **fields)
+    return RowSampling(temperature=rng.choice((0.0, 0.8)), top_p=0.9, seed=rng.randrange(99), **fields)
 
 
 def on_device(array: npt.NDArray[Any], room: int, fill: float, dtype: Any) -> torch.Tensor:
@@ -156,6 +164,65 @@ def check(found: TokenLogprobs, wanted: TokenLogprobs) -> None:
     assert found.logprob == pytest.approx(wanted.logprob, abs=1e-5)
     assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
     assert [value for _, value in found.top] == pytest.approx([value for _, value in wanted.top], abs=1e-5)
+
+
+@computes
+def test_a_draw_with_rules_gives_the_tokens_of_single_operations() -> None:
+    """The whole of it, from packed arrays to what the host reads, with room behind the step's places."""
+    room, told = 16, 0
+    for seed in range(3):
+        step = Places(seed, 40, 28)
+        count, rows = len(step.rows_S), step.rows_S
+        wanted = sample(step.logits[:count].clone(), rows, step.positions_S, step.table, step.history, CpuPlatform())
+        logits = torch.zeros(room, 40, device=DEVICE)
+        logits[:count] = step.logits[:count].to(DEVICE)
+        parts = parts_of(StepRoom(logits[:0], logits[:0], logits), step)
+        draw = RuledDraw(parts, room, draw_memory(parts, room, lambda shape, dtype: zeros(shape, dtype)))
+        draw.pad()
+        own = step.table.captured(rows, step.prompts[rows], draw.most_edits, with_rules=True)
+        assert own is not None and draw.has_room(step.rules)
+        positions = on_device(step.positions_S, room, 0, np.int64)
+        outcome = ReplayOutcome(positions, positions, positions[None], positions[:0], positions[:0])
+        draw.fill(torch.from_numpy(draw.packed(own, rows, step.rules)).to(DEVICE), outcome)
+        (flat,) = draw.run()
+        captured = DrawReplay(draw, lambda: None, (flat,))
+        places = RuledPlaces(rows, step.positions_S, step.prompts[rows], step.positions_S, step.history)
+        sampling = RuledSampling(captured, step.table, parts.ops, places, own, step.rules)  # type: ignore[arg-type]
+        sampling.prepare(sending_with(lambda host: host.to(DEVICE)))
+        found = sampling.draw(outcome, lambda tensor: tensor.cpu()).collect()
+        one_by_one = wanted.collect()
+        assert found.token_ids == one_by_one.token_ids and found.failed == one_by_one.failed
+        for mine, its in zip(found.logprobs, one_by_one.logprobs, strict=True):
+            assert (mine is None) == (its is None)
+            if mine is not None and its is not None:
+                check(mine, its)
+                told += 1
+    assert told > 3
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+def parts_of(room: StepRoom, step: Places) -> StepParts:
+    """Those of a rank without layers."""
+    nothing: Any = SimpleNamespace(num_groups=1)
+    return StepParts(
+        decoder=nothing,
+        kv=nothing,
+        clear=nothing,
+        rows=nothing,
+        spare=PaddingRows(len(step.held) - 1, 0),
+        room=room,
+        memory=room.logits_SV,
+        ops=kernels(),
+        shards=None,
+        tokens_NL=torch.from_numpy(step.held).to(DEVICE),
+        counts_SV=zeros((len(room.logits_SV), room.logits_SV.shape[1]), torch.int32),
+        samples=True,
+        adds=False,
+        max_drafts=0,
+    )
 
 
 @computes

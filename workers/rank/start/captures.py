@@ -104,13 +104,11 @@ def capture_steps(
         if why is None and (captured := graphs.find(keys[size], size.num_tokens)) is not None:
             captured.launch()  # the device gets what the first replay takes there
     platform.accelerator.event().wait()
+    total = len(sizes) + len(draws) + len(undrawn)
     failed = {**{_words(size): why for size, why in failures.items() if why is not None}, **undrawn}
     if failed:
-        log.warning(
-            "%d of %d kinds of steps have no capture, so these run eagerly: %s", len(failed), len(sizes), failed
-        )
-    count = len(sizes) + len(draws) + len(undrawn) - len(failed)
-    report = CaptureReport(count, failed, time.perf_counter() - began_s, used_bytes())
+        log.warning("%d of %d kinds of steps have no capture, so these run eagerly: %s", len(failed), total, failed)
+    report = CaptureReport(total - len(failed), failed, time.perf_counter() - began_s, used_bytes())
     return StartCaptures(report, draws)
 
 
