@@ -115,5 +115,7 @@ def test_a_decoder_reads_and_shards_them(
     ids = prompt_ids(24, spec.vocab_size)
     expected = peer_logits(original, ids, sinks)
     alone = logits_with_sinks(folder, ids, ParallelContext.single())
-    for ours in (alone, *ranks.call(logits_with_sinks, 2, 1, folder, ids)):
+    sharded, other = ranks.call(logits_with_sinks, 2, 1, folder, ids)
+    assert len(other) == 0, "whole logits are on the rank that samples"
+    for ours in (alone, sharded):
         torch.testing.assert_close(ours, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
