@@ -235,6 +235,5 @@ def test_ranks_equal_one_rank(
     case = AdaptedCase(base, adapters, slots, steps, 80, tp_size=tp_size, pp_size=pp_size)
     results = ranks.call(run_adapted, tp_size, pp_size, case)
     assert all(result is None for result in results[:-tp_size])
-    first, *others = results[-tp_size:]
-    assert not any(map(len, others)), "whole logits are on the rank that samples"
-    torch.testing.assert_close(first, alone, rtol=0, atol=2e-5 * float(alone.abs().max()))
+    for result in results[-tp_size:]:
+        torch.testing.assert_close(result, alone, rtol=0, atol=2e-5 * float(alone.abs().max()))
