@@ -79,7 +79,8 @@ def init_parallel(
         device_id=backend.device,
     )
     world = TorchCollectives(dist.group.WORLD, list(range(world_size)))
-    stage = _stage_group(mesh, backend, spins or (lambda: world_size <= available_cores()))
+    have_cores = world_size <= available_cores()
+    stage = _stage_group(mesh, backend, spins or (lambda: have_cores))
     return ParallelContext(mesh, StepCollectives(stage, tp_size, mesh.tp_rank), world, dist.destroy_process_group)
 
 

@@ -24,7 +24,7 @@ from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log
 from tandem.configs.schema import EngineSettings
 from tandem.offload.host.host_process import region_bytes
 from tandem.workers.executor.rank_group import RankGroup
-from tandem.workers.executor.rank_process import no_collections
+from tandem.workers.executor.rank_process import rank_imports
 from tandem.workers.messages.channel import life_secret
 
 HELLO_POLL_S = 0.2
@@ -39,7 +39,7 @@ class RankActor:
         check_node(facts)
         open_log_of(facts, f"rank-{group}-{rank}")
         use_rays_titles()
-        with no_collections():
+        with rank_imports():
             from tandem.workers.rank.rank_server import TOLD_TO_END, ToldToEnd, run_rank
 
         def end(number: int, frame: Any) -> None:

@@ -1,13 +1,18 @@
 """Files of a running service, made by the launcher; the reaper sweeps them once the launcher has ended.
 
-<temp>/td-XXXXXXXX/   0700   launcher.pid  token (0600)  ray/  redis/  host/  state/
-<memory>/td-XXXXXXXX/ 0700   launcher.pid  gcs/: it holds keys, and is in the other folder where memory has no room
+<temp>/td-XXXXXXXX/   0700   launcher.lock  token (0600)  ray/  redis/  host/  state/
+<memory>/td-XXXXXXXX/ 0700   launcher.lock  gcs/: it holds keys, and is in the other folder where memory has no room
 <runtime>/PID.json    0600   address of the service of launcher PID, for `tandem status`
+
+The kernel unlocks launcher.lock when its launcher ends, however it ends. The process id in it is for people: containers
+may share /dev/shm, or be started anew with old files, and their process ids say nothing of each other's.
 """
 
+import fcntl
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -16,6 +21,7 @@ import psutil
 from tandem.configs.environment import memory_folder, runtime_folder, short_temp_folder
 
 PREFIX = "td-"
+LOCK = "launcher.lock"
 GCS_ROOM_BYTES = 2**30
 """Room in memory without which GCS's files go to the disk: several times what they have."""
 
@@ -36,14 +42,14 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrivateFolder:
-    """The td-XXXXXXXX folders of one launcher. Making one sweeps those of launchers that have ended."""
+    """The td-XXXXXXXX folders of one launcher, until its process ends. Making one sweeps those of launchers that have
+    ended. locks: descriptors that hold them."""
 
     def __init__(self) -> None:
         sweep()
-        self.path = _new_folder(short_temp_folder())
-        memory = memory_folder()
-        has_room = memory is not None and shutil.disk_usage(memory).free >= GCS_ROOM_BYTES
-        self.gcs = _sub(_new_folder(memory) if memory is not None and has_room else self.path, "gcs")
+        self.locks: list[int] = []
+        self.path = self._new(short_temp_folder())
+        self.gcs = _sub(self._in_memory() or self.path, "gcs")
         self.ray = _sub(self.path, "ray")
         self.redis = _sub(self.path, "redis")
         self.host_tier = _sub(self.path, "host")
@@ -57,6 +63,27 @@ class PrivateFolder:
             file.write(token)
         return path
 
+    def _in_memory(self) -> Path | None:
+        """A folder in memory; None where that has no room, or lets this user make none."""
+        memory = memory_folder()
+        try:
+            has_room = memory is not None and shutil.disk_usage(memory).free >= GCS_ROOM_BYTES
+            return self._new(memory) if memory is not None and has_room else None
+        except OSError:
+            return None
+
+    def _new(self, place: Path) -> Path:
+        """A locked folder of this process there, with mode 700."""
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        new = path / f"{LOCK}.new"
+        lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self.locks.append(lock)
+        with suppress(OSError):  # a file system without locks: nobody else can lock it either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, str(os.getpid()).encode())
+        os.replace(new, path / LOCK)
+        return path
+
 
 def private_folders() -> list[Path]:
     """The td-XXXXXXXX folders of all launchers, other users' too."""
@@ -68,21 +95,20 @@ def private_folders() -> list[Path]:
 def sweep() -> None:
     """Removes this user's folders and run files of launchers that have ended."""
     for folder in private_folders():
-        try:
-            if folder.stat().st_uid == os.getuid() and not psutil.pid_exists(
-                int((folder / "launcher.pid").read_text())
-            ):
-                shutil.rmtree(folder, ignore_errors=True)
-        except (OSError, ValueError):
-            continue  # being made or removed at this moment
+        with suppress(OSError):  # its launcher lives; or it is being made or removed at this moment
+            if folder.stat().st_uid == os.getuid():
+                _remove_unlocked(folder)
     read_run_files()
 
 
-def _new_folder(place: Path) -> Path:
-    """A folder of this process there, with mode 700."""
-    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-    (path / "launcher.pid").write_text(str(os.getpid()))
-    return path
+def _remove_unlocked(folder: Path) -> None:
+    """OSError while its launcher lives."""
+    lock = os.open(folder / LOCK, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def _sub(folder: Path, name: str) -> Path:

@@ -3,7 +3,7 @@
 Called by the coordinator from one thread; the ranks read and write the files (disk_io.py). Files outlive the process: a
 later group with the same layout recovers them. All ranks' folders must be on one file system.
 
-    <root>/<layout>/<n>/LOCK              held by the one living group that uses n
+    <root>/<layout>/<n>/LOCK              held by the one living group that uses n, whose word is in it
     <root>/<layout>/<n>/<rank>/ab/ab...kv
 
     absent -> writing -> stored <-> pinned (being read)       evicted or failed: absent, its files listed for removal
@@ -12,6 +12,7 @@ later group with the same layout recovers them. All ranks' folders must be on on
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -27,7 +28,7 @@ from tandem.offload.kv.disk_io import list_blocks, remove_block
 log = logging.getLogger(__name__)
 FLAG = "--kv-disk-path"
 MAX_GROUPS = 64
-_LOCK_NAME = "LOCK"
+LOCK_NAME = "LOCK"
 _PROBE_NAME = "probe"
 _PROBE_BYTES = 4096
 
@@ -55,6 +56,7 @@ class DiskTier:
         """
         assert capacity_keys > 0 and block_file_bytes > 0
         self.place = place
+        self.word = b""
         self.notes: list[str] = []
         self.disabled_reason: str | None = None
         self._capacity = capacity_keys
@@ -191,6 +193,7 @@ class DiskTier:
 
     def _own(self, lock: "_Lock") -> None:
         self._owned.callback(os.close, lock.descriptor)
+        self.word = lock.word
 
     # ---- invariants, for tests ----
 
@@ -207,8 +210,11 @@ class DiskTier:
 
 
 class _Lock(NamedTuple):
+    """word: in its file, by which ranks of other nodes know the folder for the coordinator's."""
+
     place: Path
     descriptor: int
+    word: bytes
 
 
 def open_disk_tier(
@@ -255,17 +261,22 @@ def _take_lock(root: Path, layout: str) -> _Lock:
     for number in range(MAX_GROUPS):
         place = root / layout / str(number)
         place.mkdir(mode=0o700, exist_ok=True)
-        descriptor = os.open(place / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(place / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return _Lock(place, descriptor, _write_word(place / LOCK_NAME))
         except BlockingIOError:
             os.close(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
-        else:
-            return _Lock(place, descriptor)
     raise SettingsError(f"{FLAG} {root}: {MAX_GROUPS} groups use this folder already", FLAG)
+
+
+def _write_word(file: Path) -> bytes:
+    word = secrets.token_hex(8)
+    file.write_text(word)  # closed, so that other nodes of a network's file system read it
+    return word.encode()
 
 
 def _recover_keys(folders: Sequence[Path], block_file_bytes: int) -> list[bytes]:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 
+from tandem.cluster.process.run_files import LOCK
 from tandem.configs.environment import memory_folder, short_temp_folder
 from tests.support.plain_http import plain_http
 
@@ -137,7 +138,7 @@ class Service:
         wait_for(lambda: not self._alive(), timeout_s, f"processes end: {[title_of(p) for p in self._alive()]}")
         left = sorted(str(p.relative_to(self.temp)) for p in self.temp.rglob("*"))
         assert left == [], left
-        assert not [p for p in (memory_folder() or self.temp).glob("td-*/launcher.pid") if self._made(p)]
+        assert not [p for p in (memory_folder() or self.temp).glob(f"td-*/{LOCK}") if self._made(p)]
 
     def clean(self) -> None:
         """Whatever happened: ends what this service started and removes its folder."""

@@ -17,8 +17,6 @@ from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.planning.stored_model import open_checkpoint
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
-
 
 def local_group(settings: EngineSettings, name: str = "local") -> RankGroup:
     """Returns an executor over spawned rank processes on this machine, not started. `name` is in their titles."""
@@ -67,8 +65,7 @@ class LocalRanks:
 def _spawn(rank: int, group: str, endpoint: str, secret: str) -> subprocess.Popen[bytes]:
     """A rank process in a session of its own (so Ctrl-C reaches only us), importing the same install as we do."""
     install = str(Path(tandem.__file__).parent.parent.absolute())
-    env = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [install, os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [install, os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "-P", "-m", "tandem.workers.executor.rank_process", "--endpoint", endpoint]
     which = ["--rank", str(rank), "--group", group]
     process = subprocess.Popen([*command, *which], stdin=subprocess.PIPE, env=env, start_new_session=True)

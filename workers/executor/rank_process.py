@@ -13,11 +13,22 @@ from contextlib import contextmanager
 
 from tandem.workers.rank.rank_watch import watch_stdin
 
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY",
+)  # fmt: skip
+"""Variables by which others choose threads. torch's libraries look once, when they are imported. Bound threads would be
+on the same first cores in each rank of a machine, and a rank would take its main thread's one core for all that it may
+use."""
+
 
 @contextmanager
-def no_collections() -> Iterator[None]:
-    """Turn garbage collection off for imports. What they make stays, and the garbage collector would walk all of it
+def rank_imports() -> Iterator[None]:
+    """Imports torch for a rank that chooses its threads itself.
+
+    Turns garbage collection off meanwhile: what imports make stays, and the garbage collector would walk all of it
     again and again: a fifth of the time that a rank's imports take. It never looks at these objects later either."""
+    for name in THREAD_VARIABLES:
+        os.environ.pop(name, None)
     gc.disable()
     try:
         yield
@@ -36,7 +47,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format=f"rank {arguments.rank} %(levelname)s %(name)s: %(message)s")
     secret = _read_line(sys.stdin.fileno())
     watch_stdin()
-    with no_collections():
+    with rank_imports():
         from tandem.workers.rank.rank_server import run_rank
     status = run_rank(arguments.rank, arguments.endpoint, secret, group=arguments.group)
     logging.shutdown()

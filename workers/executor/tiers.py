@@ -93,6 +93,7 @@ def open_tiers(
             layout=layout,
             host_socket=None if sockets is None else sockets[hosts[place]],
             disk_folder=None if disk is None else str(disk.folder(rank_folder(rank.rank))),
+            disk_word=b"" if disk is None else disk.word,
             **({} if region is None else region.of_rank(rank.rank)),
         )
         for place, rank in enumerate(loaded)

@@ -28,6 +28,7 @@ class RankTiers(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     host_slab: int = 0  # the rank's slab in that lease
     stamps: tuple[bytes, bytes] | None = None  # of a slab that the rank leases: what it must bear, and what it gets
     disk_folder: str | None = None  # the rank's folder; None: no disk tier
+    disk_word: bytes = b""  # what the lock above the folder holds where that is the coordinator's
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -66,8 +67,8 @@ class RankSetup(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
     world_size: int
     master_address: str
     master_port: int | None  # None, for rank 0: it binds a free port of master_address and answers with RankListening
-    # the most ranks that may share this rank's machine, ranks of other groups included; threads and memory are divided
-    # by it
+    # the most ranks that may share this rank's machine, ranks of other groups included; memory is divided by it, and
+    # threads where the system does not tell which ranks are there
     ranks_on_node: int
     probe_endpoint: str | None = None  # where to echo probes (workers/rank/rank_watch.py)
 

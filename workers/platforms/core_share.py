@@ -3,22 +3,24 @@
 A rank process holds a name in the kernel, an abstract unix socket, which ends with it however it ends; /proc/net/unix
 lists them. Names begin with the cores that their holders may use: ranks that are pinned to other ones, and those of
 other containers with limits of their own, do not count. Groups come and go, so ranks look again between steps.
+
+Names are of a network namespace: containers that have the same cores, no limit and networks of their own do not see
+each other's ranks.
 """
 
 import hashlib
-import itertools
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from tandem.configs.limits import cpu_limit
+from tandem.configs.limits import CGROUP, cpu_limit
 
 NAMES: Final = Path("/proc/net/unix")
 PERIOD_S: Final = 1.0
-_numbers = itertools.count()
 
 
 class CoreShare:
@@ -32,7 +34,8 @@ class CoreShare:
         self._looked_s = clock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            self._socket.bind(f"\0{self._prefix}{os.getpid()}-{next(_numbers)}")
+            # process ids do not tell containers with one network apart
+            self._socket.bind(f"\0{self._prefix}{os.getpid()}-{secrets.token_hex(4)}")
         except OSError:  # a system without such names: it counts none
             self._socket.close()
 
@@ -55,7 +58,8 @@ class CoreShare:
 
 
 def _own_cores() -> str:
-    """Returns words for the cores of this process: those of its affinity, and its container if that has a limit."""
+    """Returns words for the cores of this process: those of its affinity, and the control group that limits it."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    container = os.readlink("/proc/self/ns/pid") if cpu_limit() is not None else ""
-    return hashlib.blake2b(f"{cores}{container}".encode(), digest_size=6).hexdigest()
+    limited = None if cpu_limit() is None else os.stat(CGROUP)
+    group = None if limited is None else (limited.st_dev, limited.st_ino)
+    return hashlib.blake2b(f"{cores}{group}".encode(), digest_size=6).hexdigest()

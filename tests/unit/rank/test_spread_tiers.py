@@ -170,6 +170,11 @@ def test_a_slab_of_another_group_is_not_taken_for_its_own(nodes: Nodes) -> None:
 
 
 def test_a_disk_that_a_ranks_node_does_not_have_is_named(tmp_path: Path) -> None:
-    tiers = RankTiers(num_slots=SLOTS, layout=bytes(16), disk_folder=str(tmp_path / "rank1"))
-    with pytest.raises(FileNotFoundError, match=r"--kv-disk-path: .*rank1 is not on the node of this rank"):
-        open_kv_lanes(Lanes(1, lambda _: None), 1, [], tiers, CpuPlatform())
+    """Also where it has one of its own of that name, as another group's coordinator was there."""
+    folder = tmp_path / "0" / "rank1"
+    tiers = RankTiers(num_slots=SLOTS, layout=bytes(16), disk_folder=str(folder), disk_word=b"of the coordinator")
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError, match=r"--kv-disk-path: .*rank1 of the coordinator is not on the node"):
+            open_kv_lanes(Lanes(1, lambda _: None), 1, [], tiers, CpuPlatform())
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder.parent / "LOCK").write_text("of another one")

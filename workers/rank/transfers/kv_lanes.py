@@ -13,6 +13,7 @@ from tandem.offload.copies.host_slab import HostSlab
 from tandem.offload.copies.kv_copies import BlockCopier, bytes_per_slot
 from tandem.offload.host.host_process import attach, lease_soon
 from tandem.offload.kv.disk_io import DiskBlockError, read_block, remove_block, write_block
+from tandem.offload.kv.disk_tier import LOCK_NAME
 from tandem.workers.messages.handshake import RankTiers
 from tandem.workers.messages.transfer import CopyKV, Failure
 from tandem.workers.platforms.base import Platform
@@ -90,8 +91,10 @@ def open_kv_lanes(
 ) -> tuple[LoadGate, bool]:
     """Opens the rank's lanes of KV; returns the gate of their loads, and RankReady.has_earlier. OSError or
     HostTierError without the memory."""
-    if tiers.disk_folder is not None and not Path(tiers.disk_folder).is_dir():  # it is there on the coordinator's node
-        raise FileNotFoundError(f"--kv-disk-path: {tiers.disk_folder} is not on the node of this rank")
+    if tiers.disk_folder is not None and not _is_the_coordinators(Path(tiers.disk_folder), tiers.disk_word):
+        raise FileNotFoundError(
+            f"--kv-disk-path: {tiers.disk_folder} of the coordinator is not on the node of this rank"
+        )
     accelerator = platform.accelerator
     slot_bytes = bytes_per_slot([plane for layer in layers for plane in layer])
     slab, has_earlier = open_slab(rank, tiers, slot_bytes, accelerator)
@@ -101,6 +104,14 @@ def open_kv_lanes(
         lanes.open("disk", accelerator, DiskLane(Path(tiers.disk_folder), tiers.layout, slab))
     lanes.open("memory", accelerator, memory)
     return gate, has_earlier
+
+
+def _is_the_coordinators(folder: Path, word: bytes) -> bool:
+    """A node's own disk may have a folder of that name, of a coordinator that was there."""
+    try:
+        return folder.is_dir() and (folder.parent / LOCK_NAME).read_bytes() == word
+    except OSError:
+        return False
 
 
 def open_slab(rank: int, tiers: RankTiers, slot_bytes: int, accelerator: Accelerator) -> tuple[HostSlab, bool]:

@@ -13,6 +13,7 @@ import pytest
 
 from tandem.cluster.process import run_files
 from tandem.cluster.process.run_files import (
+    LOCK,
     PrivateFolder,
     RunFile,
     read_run_files,
@@ -26,8 +27,8 @@ from tandem.configs.schema import EngineSettings, GatewaySettings, ModelSettings
 
 
 @pytest.fixture
-def temp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A temp folder of this test's own, short enough for sockets."""
+def temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temp folder of this test's own, short enough for sockets. tmp_path: pytest's own, made before."""
     with tempfile.TemporaryDirectory(prefix="tf-") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -41,6 +42,12 @@ def dead_pid() -> int:
     return child.pid
 
 
+def end(folder: PrivateFolder) -> None:
+    """What the kernel does when its launcher ends."""
+    for lock in folder.locks:
+        os.close(lock)
+
+
 def run_file(pid: int) -> RunFile:
     return RunFile(pid=pid, started_at=1.0, url="http://h:1", model="m", service_id="s", redis_url="unix:///r")
 
@@ -51,7 +58,7 @@ def test_the_folder_and_its_token_are_the_users_alone(temp: Path) -> None:
     assert folder.path.parent == temp
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
-    (folder.path / "launcher.pid").write_text(str(dead_pid()))
+    end(folder)
     sweep()
     assert list(temp.iterdir()) == []
 
@@ -66,18 +73,36 @@ def test_what_gcs_keeps_is_in_memory_that_has_room(
     base = folder.gcs.parent
     assert base.parent == tmp_path if has_room else base == folder.path
     assert [stat.S_IMODE(path.stat().st_mode) for path in (base, folder.gcs)] == [0o700, 0o700]
-    for made in (base, folder.path):
-        (made / "launcher.pid").write_text(str(dead_pid()))
+    end(folder)
     sweep()
     assert not [*tmp_path.iterdir(), *temp.iterdir()]
+
+
+def test_a_user_who_may_not_write_to_memory_has_all_on_disk(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "memory_folder", lambda: Path("/proc/self"))
+    monkeypatch.setattr(run_files, "GCS_ROOM_BYTES", 0)
+    folder = PrivateFolder()
+    assert folder.gcs.parent == folder.path
+    end(folder)
 
 
 def test_folders_of_dead_launchers_are_swept_and_others_stay(temp: Path) -> None:
     live, dead, foreign = PrivateFolder(), PrivateFolder(), temp / "td-12345678"
     foreign.mkdir()
-    (dead.path / "launcher.pid").write_text(str(dead_pid()))
+    end(dead)
     sweep()
     assert live.path.exists() and foreign.exists() and not dead.path.exists()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_process_id_of_another_container_says_nothing(temp: Path, lives: bool) -> None:
+    """Containers with one /dev/shm (--ipc=host), or one that is started again, with the same number."""
+    there = PrivateFolder()
+    (there.path / LOCK).write_text(str(dead_pid() if lives else os.getpid()))
+    if not lives:
+        end(there)
+    sweep()
+    assert there.path.exists() == lives
 
 
 def test_run_files_of_dead_launchers_are_swept(temp: Path) -> None:
