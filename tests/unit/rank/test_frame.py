@@ -58,27 +58,36 @@ def test_a_frame_becomes_padding_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "is_fixed"),
+    ("sampling", "is_fixed", "is_ruled"),
     [
-        ({"temperature": 0.0, "top_k": 4, "top_p": 0.5}, True),
-        ({"temperature": 0.9, "min_p": 0.1, "seed": 2**64 - 1, "choice": 3}, True),
-        ({"temperature": 0.9, "top_k": 4, "top_p": 0.99}, True),
-        ({"temperature": 0.0, "logprobs": 0}, False),
-        ({"temperature": 0.0, "logit_bias": ((3, 1.0),), "frequency_penalty": 0.5}, True),
-        ({"temperature": 0.0, "logit_bias": tuple((i, 1.0) for i in range(20))}, False),
-        ({"temperature": 0.0, "bad_words_token_ids": ((4,), (7,)), "min_tokens": 3, "stop_token_ids": (7, 9)}, True),
-        ({"temperature": 0.0, "bad_words_token_ids": ((4, 5),)}, False),
-        ({"temperature": 0.0, "allowed_token_ids": (4, 5)}, False),
-        ({"temperature": 0.0, "grammar": "any"}, False),
+        ({"temperature": 0.0, "top_k": 4, "top_p": 0.5}, True, True),
+        ({"temperature": 0.9, "min_p": 0.1, "seed": 2**64 - 1, "choice": 3}, True, True),
+        ({"temperature": 0.9, "top_k": 4, "top_p": 0.99}, True, True),
+        ({"temperature": 0.0, "logprobs": 0}, False, True),
+        ({"temperature": 0.0, "logprobs": 21}, False, False),
+        ({"temperature": 0.0, "logit_bias": ((3, 1.0),), "frequency_penalty": 0.5}, True, True),
+        ({"temperature": 0.0, "logit_bias": tuple((i, 1.0) for i in range(20))}, False, False),
+        (
+            {"temperature": 0.0, "bad_words_token_ids": ((4,), (7,)), "min_tokens": 3, "stop_token_ids": (7, 9)},
+            True,
+            True,
+        ),
+        ({"temperature": 0.0, "bad_words_token_ids": ((4, 5),)}, False, True),
+        ({"temperature": 0.0, "bad_words_token_ids": (tuple(range(18)),)}, False, False),
+        ({"temperature": 0.0, "allowed_token_ids": (4, 5)}, False, True),
+        ({"temperature": 0.0, "grammar": "any"}, False, True),
     ],
 )
-def test_a_capture_draws_what_one_sequence_of_calls_serves(sampling: dict[str, object], is_fixed: bool) -> None:
-    """One row that it does not serve is enough."""
+def test_a_capture_draws_what_one_sequence_of_calls_serves(
+    sampling: dict[str, object], is_fixed: bool, is_ruled: bool
+) -> None:
+    """One row that it does not serve is enough. is_ruled: another sequence does, with rules."""
     table = SamplingTable(3, 50)
     table.bind(0, RowSampling(temperature=0.5, seed=9))
     table.bind(2, RowSampling(**sampling))  # type: ignore[arg-type]
     found = table.captured(np.array([2, 0]), np.array([5, 6]), 10)
     assert (found is not None) == is_fixed
+    assert (table.captured(np.array([2, 0]), np.array([5, 6]), 10, with_rules=True) is not None) == is_ruled
     if found is not None:
         draws = found.draws
         greedy = sampling["temperature"] == 0.0
