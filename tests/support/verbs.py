@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ from tandem.cluster.process import supervisor
 
 def run_verb_here(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`tandem ARGUMENTS` with its status and output; it must not begin to start a service."""
-    output, errors = StringIO(), StringIO()
+    output, errors = (TextIOWrapper(BytesIO(), "utf-8", write_through=True) for _ in range(2))  # some verbs write bytes
     started = patch.object(supervisor, "split", side_effect=AssertionError("it begins to start a service"))
     with redirect_stdout(output), redirect_stderr(errors), patch.object(sys, "argv", ["tandem", *arguments]), started:
         try:
@@ -23,7 +23,13 @@ def run_verb_here(*arguments: str) -> subprocess.CompletedProcess[str]:
         except SystemExit as end:
             status = end.code
     assert status is None or isinstance(status, int)
-    return subprocess.CompletedProcess(arguments, status or 0, output.getvalue(), errors.getvalue())
+    return subprocess.CompletedProcess(arguments, status or 0, _text_of(output), _text_of(errors))
+
+
+def _text_of(written: TextIOWrapper) -> str:
+    buffer = written.buffer
+    assert isinstance(buffer, BytesIO)
+    return buffer.getvalue().decode()
 
 
 def run_verb_of(temp: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
