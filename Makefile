@@ -99,9 +99,8 @@ fuzz: $(DEV) ## property and stateful tests with new random examples, ROUNDS (10
 	for i in $$(seq $(ROUNDS)); do $(BIN)/python -m pytest tests/unit -m "hypothesis and not chaos" --hypothesis-profile=fuzz -n 2 || exit; done
 
 gpu: $(DEV) ## on a machine with a CUDA device and a CUDA build of torch: tests of what runs there
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/gpu tests/unit/kernels/test_triton_attention.py tests/unit/kernels/test_triton_decode.py tests/unit/kernels/test_triton_lora.py \
-	  tests/unit/kernels/test_triton_experts.py tests/unit/kernels/test_triton_sampling.py tests/unit/kernels/test_triton_fused_ops.py \
-	  tests/unit/kernels/test_flash_prompts.py \
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/gpu $(wildcard tests/unit/kernels/test_triton_*.py) \
+	  tests/unit/kernels/test_flash_prompts.py tests/unit/tuning/test_model_uses.py \
 	  tests/unit/kernels/test_kv_quant.py tests/parity/test_families_served.py -m "parity or not parity"
 
 gpu-run: $(DEV) ## all that is worth knowing about one GPU in 9 minutes: checks, ceilings, steps, load, service, tests; out/gpu-run. ARGS="--dry": on a CPU
