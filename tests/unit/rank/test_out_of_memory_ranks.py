@@ -181,7 +181,7 @@ def faults_of(num_ranks: int) -> st.SearchStrategy[list[Fault]]:
     return st.lists(fault, min_size=1, max_size=4)
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(group=st.sampled_from(GROUPS), data=st.data())
 def test_any_rank_may_run_out_at_any_operation(
     folder: Path, wanted: Told, group: tuple[int, int], data: st.DataObject
@@ -190,7 +190,7 @@ def test_any_rank_may_run_out_at_any_operation(
     check(serve(folder, *group, *data.draw(faults_of(group[0] * group[1])), drafts=drafts), wanted)
 
 
-@settings(max_examples=4)
+@settings(max_examples=8)
 @given(group=st.sampled_from(GROUPS[:2]), data=st.data())
 def test_so_it_is_where_the_host_learns_of_it_a_step_late(
     folder: Path, wanted: Told, group: tuple[int, int], data: st.DataObject
