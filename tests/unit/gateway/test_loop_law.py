@@ -213,7 +213,7 @@ async def test_no_backlog_of_steps_holds_the_loop(slices: Slices, fields: dict[s
 
 
 async def test_no_call_of_a_long_answer_holds_the_loop(slices: Slices) -> None:
-    text = '<call>f0 {"a": ' + '"+' * 16_000  # as one it takes more
+    text = '<call>f0 {"a": ' + '"+' * 8_000  # below the bound of bytes
     model = {"tool_format": InventedToolFormat(), "max_model_len": 2 * len(text)}
     backend = FakeBackend(script=fixed_script(list(text.encode())))
     worst = []
@@ -223,7 +223,7 @@ async def test_no_call_of_a_long_answer_holds_the_loop(slices: Slices) -> None:
             answer = await rig.chat(tools=tools(1, deep(1)), max_tokens=len(text))
             worst.append(await slices.worst())
             assert answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f0"
-    assert min(worst)[0] < SLICE_S, worst
+    assert min(worst)[0] < SLICE_S / 2, worst  # as one it takes more
 
 
 async def test_no_list_of_adapters_holds_the_loop(slices: Slices) -> None:
