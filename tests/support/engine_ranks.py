@@ -33,9 +33,9 @@ from tandem.workers.messages.step import StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tandem.workers.rank.drafts import Drafts
+from tandem.workers.rank.launched_steps import StepHandle
 from tandem.workers.rank.loading import load_rank
 from tandem.workers.rank.model_runner import ModelRunner
-from tandem.workers.rank.results.launched_steps import StepHandle
 from tests.support.engine_invariants import check_invariants
 from tests.support.platforms import GpuOnHost, replaced
 from tests.support.recorded_graph import RecordedCollectives, recorded

@@ -1,4 +1,4 @@
-"""ModelRunner.launch: one StepPlan on one rank, given to the device. Its outcome: results/launched_steps.py.
+"""ModelRunner.launch: one StepPlan on one rank, given to the device. Its outcome: launched_steps.py.
 
 Called by rank_server.py; every rank of a group launches every plan, in order. In a plan: roll back and free rows, bind
 rows, extend tables, clean new blocks, copy blocks, propose drafts, forward, sample, agree with TP peers. It has no
@@ -34,8 +34,8 @@ from tandem.workers.rank.captured.replays import Replays, SampledPlaces
 from tandem.workers.rank.captured.ruled_draw import RuledSampling
 from tandem.workers.rank.drafts import Drafts, propose
 from tandem.workers.rank.kv_cache import KVCache
+from tandem.workers.rank.launched_steps import OUT_OF_MEMORY, LaunchedSteps, StepHandle, StepTokens, StepWork
 from tandem.workers.rank.pooler import Pooled, Pooler
-from tandem.workers.rank.results.launched_steps import OUT_OF_MEMORY, LaunchedSteps, StepHandle, StepTokens, StepWork
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.start.captures import capture_steps
 from tandem.workers.rank.step_exchanges import StepExchanges, StepVerdict

@@ -16,8 +16,8 @@ from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.messages.step import StepPlan
 from tandem.workers.messages.thinking import ThinkingBudget
+from tandem.workers.rank.launched_steps import LaunchedSteps, StepHandle
 from tandem.workers.rank.model_runner import ModelRunner
-from tandem.workers.rank.results.launched_steps import LaunchedSteps, StepHandle
 from tandem.workers.sampling.processors import chain
 from tandem.workers.sampling.processors.logits_processor import Reads
 from tandem.workers.sampling.processors.penalties import Penalties

@@ -41,8 +41,8 @@ from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.messages.transfer import DropAdapter, TransferResult
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.rank import rank_server
+from tandem.workers.rank.launched_steps import StepHandle
 from tandem.workers.rank.rank_server import RankServer
-from tandem.workers.rank.results.launched_steps import StepHandle
 from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.in_process import runner_of, server_of
 from tests.support.tiny_models import BY_NAME, save_tiny_model

@@ -19,7 +19,7 @@ from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.messages.transfer import CopyKV, TransferResult
 from tandem.workers.platforms import step_buffer
-from tandem.workers.rank.results.launched_steps import LaunchedSteps, StepHandle
+from tandem.workers.rank.launched_steps import LaunchedSteps, StepHandle
 from tandem.workers.rank.transfers.lanes import Lanes
 from tests.support.traced_accelerator import (
     NotActivated,

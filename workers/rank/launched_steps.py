@@ -5,7 +5,7 @@ coordinator gets a StepResult. S rows that sample.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,11 +19,10 @@ from tandem.workers.rank.batch import StepBatch
 from tandem.workers.rank.drafts import Accepted, Drafts, accept
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.pooler import Pooled
-from tandem.workers.rank.results.row_results import row_results
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.step_exchanges import StepVerdict
 from tandem.workers.sampling.prompt_logprobs import Scored
-from tandem.workers.sampling.sampler import Drawn
+from tandem.workers.sampling.sampler import Drawn, Sampled
 
 Ints = npt.NDArray[np.int64]
 OUT_OF_MEMORY = "device out of memory"
@@ -202,7 +201,7 @@ class LaunchedSteps:
                 self._fill_accepted(tokens, accepted)
         if work.drawn is None:
             return []
-        return row_results(rows_S.tolist(), work.drawn.collect(), work.errors, accepted)
+        return _row_results(rows_S.tolist(), work.drawn.collect(), work.errors, accepted)
 
     def _fill(self, tokens: StepTokens) -> None:
         """Enters a step's tokens, but for rows that meanwhile belong to other sequences."""
@@ -221,3 +220,38 @@ class LaunchedSteps:
             rejected = self._table.accept(row.row, [max(0, token) for token in own], row.num_places)
             if not tokens.is_clean and NOT_FINITE_ID in ids[row.first : row.first + row.num_places + 1]:
                 self._kv.clear_slots(rejected)  # attention may read what it then weighs with 0
+
+
+def _row_results(
+    rows_S: Sequence[int], sampled: Sampled, errors: Mapping[int, str], accepted: Sequence[Accepted] | None
+) -> list[RowResult]:
+    """Returns one RowResult for each sampling row, in the plan's order. rows_S: the row of each sampled token. errors:
+    why rows have no token, by row. accepted: the outcome of each row; None: of a step without drafts."""
+    if accepted is not None:
+        return [_result_of(outcome, sampled, errors) for outcome in accepted]
+    if any(sampled.failed) or errors:
+        singles = (Accepted(row, place, 1, 0, 0) for place, row in enumerate(rows_S))
+        return [_result_of(single, sampled, errors) for single in singles]
+    return [
+        RowResult(row=row, token_ids=[token], logprobs=None if entry is None else [entry])
+        for row, token, entry in zip(rows_S, sampled.token_ids, sampled.logprobs, strict=True)
+    ]
+
+
+def _result_of(outcome: Accepted, sampled: Sampled, errors: Mapping[int, str]) -> RowResult:
+    """The tokens up to the first that could not be sampled, and why."""
+    own = slice(outcome.first, outcome.first + outcome.count)
+    error = errors.get(outcome.row)
+    if error is not None:
+        return RowResult(row=outcome.row, token_ids=[], error=error, num_drafts=outcome.num_drafts)
+    if any(sampled.failed[own]):
+        own = slice(own.start, sampled.failed.index(True, own.start))
+        error = sampled.reasons[own.stop]
+    entries = [entry for entry in sampled.logprobs[own] if entry is not None]
+    return RowResult(
+        row=outcome.row,
+        token_ids=sampled.token_ids[own],
+        logprobs=entries or None,
+        error=error,
+        num_drafts=outcome.num_drafts,
+    )
