@@ -18,11 +18,11 @@ from prometheus_client.registry import Collector
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.workers.engine.base.drafting import DraftStats
 from tandem.workers.engine.base.expert_reports import ExpertStats
-from tandem.workers.engine.base.metric_rows import Metric, metrics_of
+from tandem.workers.engine.base.metric_rows import Histogram, Metric, metrics_of
+from tandem.workers.engine.base.request_figures import RequestFigures
 from tandem.workers.engine.base.stats import (
     EngineCounts,
     EngineStats,
-    Histogram,
     OffloadStats,
     TenantCounts,
     TenantStats,
@@ -98,6 +98,8 @@ def add_engines(
     engines = [(labels_of(report), stats) for report in reports if (stats := decode_stats(report)) is not None]
     families.add_rows(EngineStats, engines)
     families.add_rows(EngineCounts, engines)
+    if ended := [(labels, s.requests) for labels, s in engines if s.requests is not None]:
+        families.add_rows(RequestFigures, ended)
     if tiers := [(labels, s.offload) for labels, s in engines if s.offload is not None]:
         _add_offload(families, tiers)
     if drafting := [(labels, s.drafts) for labels, s in engines if s.drafts is not None]:

@@ -22,6 +22,7 @@ from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.workers.messages.request import AdapterRef, SamplingParams
 from tests.support.ends import end_by_a_signal_to_all
+from tests.support.metric_names import not_served
 from tests.support.plain_http import plain_http
 from tests.support.service import BIN, Service, free_port, is_alive, tandem_serve, wait_for
 from tests.support.varied_adapters import save_varied, zipf
@@ -126,6 +127,7 @@ def test_adapters_and_none_at_once_answer_as_each_does_alone(lora_service: Servi
     version = lora_service.get("/v1/models/pirate").json()["version"]
     for model in ("demo:pirate", version, version[:15]):
         assert text_of(chat(lora_service, model, QUESTIONS[0])) == alone["pirate"][0]
+    assert not_served(lora_service.get("/metrics").text, "LoRA adapters") == {}, "panels of the dashboard"
 
 
 def test_what_is_refused_is_not_listed(lora_service: Service, folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tandem import LLM
+from tests.support.metric_names import not_served
 from tests.support.mixed_requests import answers, greedy
 from tests.support.plain_http import plain_http
 from tests.support.service import Service, tandem_serve, wait_for
@@ -157,6 +158,8 @@ def test_a_conversation_survives_eviction_a_killed_rank_and_a_restart(tmp_path: 
         check_drafts(service, llm)
         assert ask(service, CONVERSATION) == (wanted, 384), "read from disk"
         wait_for(lambda: service.metric("kv_offload_fetch_bytes") > 0, 60, "it shows in the metrics")
+        panels = ("KV offload", "Speculative decoding")
+        assert not_served(service.get("/metrics").text, *panels) == {}, "panels of the dashboard"
         assert asyncio.run(answers(service.url)) == greedy(llm), "of the model on one rank, no layer of it streaming"
         assert service.stop(signal.SIGINT) == 0
         service.check_gone()

@@ -4,6 +4,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 
+from tandem.workers.engine.base.request_figures import RequestFigures
 from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import GroupLost, QueueFull
@@ -106,6 +107,8 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
+            requests=RequestFigures.for_contexts(2048),
+            waiting_for={"capacity": 0, "deferred": 0},
             running=len(self.live),
             waiting=0,
             waiting_tokens=0,

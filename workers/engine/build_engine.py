@@ -13,6 +13,7 @@ from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.engine.base.arrivals import Arrivals
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.expert_reports import ExpertReports
+from tandem.workers.engine.base.request_figures import RequestFigures
 from tandem.workers.engine.base.stats import Collector
 from tandem.workers.engine.base.step_observer import StepObserver
 from tandem.workers.engine.blocks.block_manager import BlockManager
@@ -49,7 +50,7 @@ def build_engine(
 
     on_begun(request, cached tokens) is called when a request has got its first row: its prompt is billed from then on.
     """
-    manager, waiting, collector = _block_manager(settings, facts, ready), WaitingQueue(), _collector(ready)
+    manager, waiting, collector = _block_manager(settings, facts, ready), WaitingQueue(), _collector(facts, ready)
     transfers = TransferManager(executor.transfer, ready.num_ranks, clock)
     costs = offload = adapters = experts = step_log = None
     if ready.store is not None:
@@ -150,8 +151,8 @@ def _block_manager(settings: EngineSettings, facts: ModelFacts, ready: ExecutorR
     )
 
 
-def _collector(ready: ExecutorReady) -> Collector:
-    collector = Collector()
+def _collector(facts: ModelFacts, ready: ExecutorReady) -> Collector:
+    collector = Collector(requests=RequestFigures.for_contexts(facts.max_model_len))
     if ready.captures:
         collector.captures["made"] = min(one.num_captures for one in ready.captures)
         collector.captures["failed"] = max(len(one.failures) for one in ready.captures)

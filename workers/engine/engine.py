@@ -206,6 +206,7 @@ class Engine:
             self.requests,
             self.manager,
             self.collector,
+            lambda seq: self.scheduler.waiting.blocker_of(seq) is not None,
             self.scheduler.waiting.tenants.output_tokens(),
             max_model_len=self.facts.max_model_len,
             in_flight_steps=len(self._in_flight_steps),

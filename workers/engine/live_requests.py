@@ -154,7 +154,7 @@ class LiveRequests:
             state = seq.state
             if state.admitted:
                 continue
-            state.admitted = True
+            state.admitted, state.first_step_s = True, now_s
             state.cached_tokens = min(num_cached, seq.prompt_len)
             self._limits.leave(state.request)
             self._on_begun(state.request, state.cached_tokens)
@@ -162,6 +162,7 @@ class LiveRequests:
                 continue  # an earlier group has counted it
             collector.queue_time_s.observe(now_s - state.arrival_s)
             collector.prompt_tokens += seq.prompt_len
+            collector.cached_tokens += state.cached_tokens
             collector.prefix_cache_queries += len(seq.tokens)
             collector.prefix_cache_hits += num_cached
             tenant = collector.tenants.setdefault(seq.tenant, TenantCounts())
@@ -211,7 +212,9 @@ class LiveRequests:
             self._limits.leave(state.request)
         for cache in self._caches:
             cache.leave(state)
-        self.collector.e2e_latency_s.observe(self._clock() - state.arrival_s)
+        now_s = self._clock()
+        self.collector.e2e_latency_s.observe(now_s - state.arrival_s)
+        self.collector.requests.observe(state, now_s)
         self._sink.ended(state.ended(refused), state.request)
 
     def forget_idle_tenants(self) -> None:

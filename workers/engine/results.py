@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from tandem.workers.engine.base.blockers import Awaited, Blocker
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.in_flight_step import InFlightStep
+from tandem.workers.engine.base.metric_rows import Histogram
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
-from tandem.workers.engine.base.stats import Collector, Histogram
+from tandem.workers.engine.base.stats import Collector
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.messages.request import FinishReason, PromptLogprobs, TokenDelta, Usage
@@ -280,6 +281,8 @@ class ResultApplier:
             self.scheduler.admission.unblock(Awaited(Blocker.FORK, seq.state))
 
     def _first_token(self, seq: Sequence, now_s: float) -> None:
+        if seq.state.first_token_s is None:
+            seq.state.first_token_s = now_s
         if seq.choice == 0 and not any(seq.state.request.resume_token_ids):
             self.collector.time_to_first_token_s.observe(now_s - seq.state.arrival_s)
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.workers.engine.base.metric_rows import Metric, metrics_of
-from tandem.workers.engine.base.stats import EngineCounts, EngineStats, Histogram
+from tandem.workers.engine.base.metric_rows import Histogram, Metric, metrics_of
+from tandem.workers.engine.base.stats import EngineCounts, EngineStats
 
 PREFIX = "tandem"
 
@@ -30,7 +30,8 @@ class EngineValue(msgspec.Struct, frozen=True, kw_only=True):
 def engine_values(stats: EngineStats) -> list[EngineValue]:
     """Returns all values that the engine has; of drafts, adapters and tiers only what is in use."""
     sources: list[tuple[type, object]] = [(EngineStats, stats), (EngineCounts, stats)]
-    sources += [(type(part), part) for part in (stats.offload, stats.adapters, stats.drafts, stats.experts) if part]
+    parts = (stats.requests, stats.offload, stats.adapters, stats.drafts, stats.experts)
+    sources += [(type(part), part) for part in parts if part]
     return [
         value
         for kind, source in sources

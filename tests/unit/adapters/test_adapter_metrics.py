@@ -12,7 +12,8 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
-from tandem.workers.engine.base.stats import AdapterStats, Histogram, TenantStats
+from tandem.workers.engine.base.metric_rows import Histogram
+from tandem.workers.engine.base.stats import AdapterStats, TenantStats
 from tests.support.fake_engine import FakeEngine
 
 A, B, GONE = ("a" * 64, "b" * 64, "c" * 64)

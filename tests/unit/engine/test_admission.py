@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem.workers.engine.base.stats import Histogram
+from tandem.workers.engine.base.metric_rows import Histogram
 from tandem.workers.engine.observers.chunk_limiter import StepChunkLimiter
 from tandem.workers.engine.waiting.arrival_queue import ArrivalQueue
 

@@ -8,8 +8,10 @@ from builders import EOS, filled, request
 
 from tandem.workers.engine.base.blockers import Awaited, Blocker
 from tandem.workers.engine.base.in_flight_step import InFlightStep
+from tandem.workers.engine.base.metric_rows import Histogram
+from tandem.workers.engine.base.request_figures import RequestFigures
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
-from tandem.workers.engine.base.stats import Collector, Histogram
+from tandem.workers.engine.base.stats import Collector
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.results import ResultApplier, TokenGaps
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
@@ -60,7 +62,7 @@ class Rig:
 
     def __init__(self, n: int = 1, **sampling: Any) -> None:
         self.manager = BlockManager(32, 2, model_revision="m", kv_dtype="d")
-        self.scheduler, self.collector = Told(self.manager), Collector()
+        self.scheduler, self.collector = Told(self.manager), Collector(requests=RequestFigures.for_contexts(64))
         self.applier = ResultApplier(self.scheduler, self.manager, self.collector, frozenset({EOS}))  # type: ignore[arg-type]
         self.state = RequestState(request("r", 4, 6, n=n, **sampling), arrival_s=40.0, num_live=n, admitted=True)
         for choice in range(n):

@@ -78,6 +78,8 @@ def test_what_an_earlier_group_has_begun_is_charged_and_counted_once():
     assert stats.generation_tokens == 6
     assert stats.queue_time_s.count == 0 and other.engine.stats().queue_time_s.count == 1
     assert stats.time_to_first_token_s.count == 0, "its first token came from another group"
+    assert stats.requests.generation_tokens.total == 10
+    assert stats.requests.time_per_output_token_s.total == pytest.approx(stats.requests.decode_s.total / 5)
     assert h.sink.ends["a"].usage.prompt_tokens == 40
 
 

@@ -177,6 +177,33 @@ def test_stats_count_what_happened():
     assert stats.cached_blocks > 0 and stats.used_blocks == 0
 
 
+def test_requests_are_counted_by_size_and_time_once_they_have_ended():
+    h = harness(num_blocks=100, max_num_seqs=4)
+    h.add(request("a", 9, 5, n=2), request("never", 9, 5, n=4))
+    while h.engine.requests.get("a") is not None:
+        h.step()
+    figures = h.engine.stats().requests
+    totals = {name: getattr(figures, name).total for name in ("prompt_tokens", "generation_tokens", "max_tokens", "n")}
+    assert totals == {"prompt_tokens": 9, "generation_tokens": 10, "max_tokens": 5, "n": 2}
+    assert figures.most_generation_tokens.total == 5
+    assert figures.prefill_s.total + figures.decode_s.total == pytest.approx(figures.inference_s.total)
+    assert figures.time_per_output_token_s.total == pytest.approx(figures.decode_s.total / 4)
+    assert figures.time_per_output_token_s.count == figures.prefill_s.count == 1
+    assert figures.prompt_tokens.bounds[:5] == (1, 2, 5, 10, 20)
+    assert figures.prompt_tokens.bounds[-1] <= h.engine.facts.max_model_len
+    h.run()
+    assert figures.n.count == 1 and h.engine.stats().requests.n.count == 2, "a copy counts no more"
+
+
+def test_those_that_wait_are_counted_by_what_they_wait_for():
+    h = harness(num_blocks=100, max_num_seqs=1)
+    h.add(request("a", 9, 5, n=2), request("b", 9, 5))
+    stats = h.engine.stats()
+    assert stats.waiting_for == {"capacity": 2, "deferred": 1}, "one choice waits for the other's prompt"
+    h.run()
+    assert h.engine.stats().waiting_for == {"capacity": 0, "deferred": 0}
+
+
 @pytest.mark.parametrize("chunk", [4, 8])
 @pytest.mark.parametrize("mode", MODES)
 def test_blocks_of_a_prompt_are_found_while_its_last_chunks_are_still_to_come(mode, chunk):

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable
 from tandem.workers.engine.adapters.adapter_memory import AdapterMemory
 from tandem.workers.engine.adapters.adapter_state import Adapter
 from tandem.workers.engine.adapters.known_adapters import KnownAdapters
+from tandem.workers.engine.base.metric_rows import Histogram
 from tandem.workers.engine.base.sequence import Sequence
-from tandem.workers.engine.base.stats import LOAD_BOUNDS_S, Histogram
+from tandem.workers.engine.base.stats import LOAD_BOUNDS_S
 from tandem.workers.messages.transfer import Failure, PlaceAdapter
 
 LOOK_AGAIN_S = 0.05

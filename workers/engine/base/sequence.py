@@ -136,6 +136,8 @@ class RequestState:
     sequences: list[Sequence] = field(default_factory=list)
     num_live: int = 0  # choices that are not FINISHED
     admitted: bool = False  # some choice has had a row
+    first_step_s: float | None = None  # when that was
+    first_token_s: float | None = None  # when some choice got its first token here
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     is_cleared: bool = False  # it was suspect, ran alone, and nothing happened
     grammar: str | None = None  # digest of the grammar that its choices follow

@@ -5,14 +5,14 @@ A field with a Metric is a row of /metrics: it is named here and counted where i
 writes EngineStats, which any thread may read. Histogram bounds are vLLM's, so that its dashboards fit.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 from tandem.workers.engine.base.drafting import DraftStats
 from tandem.workers.engine.base.expert_reports import ExpertStats
-from tandem.workers.engine.base.metric_rows import Metric
+from tandem.workers.engine.base.metric_rows import Histogram, Metric
+from tandem.workers.engine.base.request_figures import ITL_BOUNDS_S, REQUEST_BOUNDS_S, RequestFigures
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
 from tandem.workers.engine.blocks.block_manager import BlockManager
 
@@ -20,40 +20,8 @@ TTFT_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
     160.0, 640.0, 2560.0,
 )  # fmt: skip
-ITL_BOUNDS_S = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
-REQUEST_BOUNDS_S = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-    1920.0, 7680.0,
-)  # fmt: skip
 LOAD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 ITERATION_BOUNDS_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
-
-@dataclass(slots=True)
-class Histogram:
-    """Counts of values by upper bound, and the sum of the values."""
-
-    bounds: tuple[float, ...]
-    # counts[i]: values in (bounds[i-1], bounds[i]], the last one those above all bounds. Not cumulative.
-    counts: list[int] = field(default_factory=list)
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = self.counts or [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    def snapshot(self) -> "Histogram":
-        """Returns a copy, in which nothing is counted any more."""
-        return Histogram(self.bounds, self.counts.copy(), self.total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +113,9 @@ class EngineCounts:
         ),
     ] = 0
     prompt_tokens: Annotated[int, Metric("counter", "prompt_tokens_total", "Prompt tokens processed.")] = 0
+    cached_tokens: Annotated[
+        int, Metric("counter", "prompt_tokens_cached_total", "Those of them that were found in the prefix cache.")
+    ] = 0
     generation_tokens: Annotated[int, Metric("counter", "generation_tokens_total", "Tokens generated.")] = 0
     wasted_tokens: Annotated[
         int, Metric("counter", "wasted_tokens_total", "Tokens generated that were neither delivered nor billed.")
@@ -197,10 +168,11 @@ class EngineCounts:
     )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Collector(EngineCounts):
     """Counts of an engine so far, written by its thread."""
 
+    requests: RequestFigures
     tenants: dict[str, TenantCounts] = field(default_factory=dict)
 
 
@@ -212,6 +184,11 @@ class EngineStats(EngineCounts):
     running: Annotated[int, Metric("gauge", "num_requests_running", "Requests that hold a row.")]
     # all other live sequences
     waiting: Annotated[int, Metric("gauge", "num_requests_waiting", "Requests that wait to be processed.")]
+    # capacity: for a row or for blocks; deferred: for something else, such as an adapter or the copy of a prefix
+    waiting_for: Annotated[
+        dict[str, int],
+        Metric("gauge", "num_requests_waiting_by_reason", "Requests that wait, for capacity or deferred.", "reason"),
+    ] = field(default_factory=dict)
     kv_usage: Annotated[float, Metric("gauge", "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")]
     allocated_slots: Annotated[
         int, Metric("gauge", "kv_allocated_slots", "Tokens that the KV blocks with a user can hold.")
@@ -231,12 +208,14 @@ class EngineStats(EngineCounts):
     tenants: dict[str, TenantStats] = field(default_factory=dict)
     drafts: DraftStats | None = None
     experts: ExpertStats | None = None
+    requests: RequestFigures | None = None
 
 
 def engine_stats(
     requests: Iterable[RequestState],
     manager: BlockManager,
     collector: Collector,
+    is_deferred: Callable[[Sequence], bool],
     output_tokens: dict[str, int],
     *,
     max_model_len: int,
@@ -247,16 +226,19 @@ def engine_stats(
     drafts: DraftStats | None,
     experts: ExpertStats | None,
 ) -> EngineStats:
-    """Returns a copy of all counts; O(live sequences). output_tokens: charged by tenant, from the start."""
+    """Returns a copy of all counts; O(live sequences). is_deferred: of a sequence without a row, whether it waits for
+    something else than room. output_tokens: charged by tenant, from the start."""
     pool = manager.pool
     live = [seq for state in requests for seq in state.sequences if seq.status is not SequenceStatus.FINISHED]
     queued = [seq for seq in live if seq.status is not SequenceStatus.RUNNING]
     running = (seq for seq in live if seq.status is SequenceStatus.RUNNING)
     counts = _copied(collector) | {"preemptions": preemptions}
+    deferred = sum(map(is_deferred, queued))
     return EngineStats(
         **counts,
         running=len(live) - len(queued),
         waiting=len(queued),
+        waiting_for={"capacity": len(queued) - deferred, "deferred": deferred},
         waiting_tokens=sum(len(seq.tokens) for seq in queued),
         in_flight_steps=in_flight_steps,
         num_blocks=pool.num_blocks,
@@ -273,6 +255,7 @@ def engine_stats(
         tenants=_tenants(live, collector.tenants, dict(output_tokens)),
         drafts=drafts,
         experts=experts,
+        requests=collector.requests.snapshot(),
     )
 
 
