@@ -170,7 +170,7 @@ def settings_from_serve_args(args: Mapping[str, Any], gateways: int = 1) -> Serv
         if not isinstance(args.get(name), bool | None):
             raise SettingsError(f"{args[name]!r} must be true or false", name)
     loading = _section(args, "model_loading_config", ("model_id", "model_source"))
-    deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
+    deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas", "max_surge_percent"))
     values = {**_section(args, "engine_kwargs", None)}
     gateway = _section(args, "gateway_config", GATEWAY_KEYS)
     values |= {GATEWAY_NAMES.get(key, key): value for key, value in gateway.items()}
@@ -188,7 +188,14 @@ def settings_from_serve_args(args: Mapping[str, Any], gateways: int = 1) -> Serv
         values["data_parallel_size"] = deployment["num_replicas"]
     if "api_server_count" not in {name.replace("-", "_") for name in values}:
         values["api_server_count"] = gateways
-    return build_settings(model, values, deployment.get("autoscaling_config"))
+    settings = build_settings(model, values, deployment.get("autoscaling_config"))
+    return msgspec.structs.replace(settings, max_surge_percent=_surge(deployment.get("max_surge_percent")))
+
+
+def _surge(given: Any) -> int | None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= 100):
+        raise SettingsError(f"{given!r} must be a whole number from 0 to 100", "max_surge_percent")
+    return given
 
 
 def _lora_values(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -333,7 +333,12 @@ OPTIONS: tuple[Option, ...] = (
            "End every stream with its usage, as if stream_options.include_usage were true."),
     Option("disable_fastapi_docs", "gateway.disable_fastapi_docs", bool, HTTP, "Do not serve /openapi.json."),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
-           "Seconds that requests in flight have to finish at shutdown.", at_least(0), "at least 0"),
+           "Seconds that requests in flight have to finish at shutdown, and in a group that is taken down until they "
+           "move to another.", at_least(0), "at least 0"),
+    Option("gateway_drain_timeout", "gateway.drain_timeout_s", float, HTTP,
+           "Seconds that streams have to end through a gateway that another one replaces (a new version, fewer "
+           "gateways, a drained node, SIGTERM), --shutdown-timeout if that is more. Those of a model that a new "
+           "version no longer has end in their groups in that time.", at_least(0), "at least 0"),
     Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,
            "Prefix of metric names, before a colon. vllm: the names that vLLM's dashboards expect.",
            _metric_name, "letters, digits, _ and :, and no digit first"),

@@ -211,6 +211,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # The folder for the usage journal and a copy of the tenants and the adapter list. None: they end with the service,
     # or with Redis if that is later.
     state_dir: str | None = None
+    # Seconds for its streams when another gateway takes its place (ServiceSettings.replaced_s)
+    drain_timeout_s: float = 600.0
     usage_days: int = 30
     usage_rows: int = 1_000_000
     # Limits of a request. Above one it gets 400, or the status at its line.
@@ -292,5 +294,13 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     adapters: AdapterSettings = AdapterSettings()
     logs: LogSettings = LogSettings()
     autoscaling_config: dict[str, Any] | None = None
+    max_surge_percent: int | None = (
+        None  # groups of a new version beside those of the old one; None: as nodes have room
+    )
     shutdown_timeout_s: float = 30.0
     without_effect: tuple[str, ...] = ()  # a line for each flag of vLLM that was given and changes nothing here
+
+    @property
+    def replaced_s(self) -> float:
+        """Seconds that streams have to end when another version takes over: never less than at the service's end."""
+        return max(self.gateway.drain_timeout_s, self.shutdown_timeout_s)

@@ -22,6 +22,7 @@ import ray
 from ray import serve
 
 from tandem.cluster.fleet.fleet_view import (
+    FleetView,
     GroupRecord,
     GroupState,
     StartFailure,
@@ -33,9 +34,11 @@ from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_opener import EngineOpener
 from tandem.cluster.group.group_log import GroupLog
+from tandem.cluster.group.last_requests import nobody_takes_over, time_is_over
 from tandem.cluster.group.node_drain import next_drained
 from tandem.cluster.group.ray_ranks import nodes_of_bundles
 from tandem.cluster.group.sharing import Sharing
+from tandem.cluster.ray_private.application_state import application_state
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down
 from tandem.cluster.routing.outstanding import tokens_by_gateway
 from tandem.cluster.routing.route_hint import RouteHint
@@ -102,7 +105,8 @@ class Coordinator:
         context = serve.get_replica_context()
         self._group = context.replica_id.unique_id
         self._node: str = ray.get_runtime_context().get_node_id()
-        self._membership = Membership(context.app_name, facts)
+        self._app = context.app_name
+        self._membership = Membership(self._app, facts)
         self._facts = facts = await self._membership.join()
         open_log_of(facts, f"group-{self._group}")
         log.info("group %s starts in process %d, for %s", self._group, os.getpid(), model_name)
@@ -283,6 +287,20 @@ class Coordinator:
         if self._state == "serving":
             self._state = "draining"
             self.heartbeat_now()
+            self._leaving = self._loop.create_task(self._end_in_time(), name="group is taken down")
+
+    async def _end_in_time(self) -> None:
+        await time_is_over(self._facts.shutdown_timeout_s, self._is_needed)
+        self._end_soon("hands over what it still computes, as it is taken down (--shutdown-timeout)")
+
+    async def _is_needed(self) -> bool:
+        """Returns whether what it computes can end only here."""
+        fleet = FleetView(self._redis, self._facts.service_id)
+        await fleet.refresh()
+        if not nobody_takes_over(self._record(), fleet.records.values()):
+            return False
+        application = await application_state(self._app)
+        return application is None or not application.is_ending
 
     async def _end_with_nodes(self, placement_group: Any) -> None:
         """Ends the group when a node of its ranks is drained; Serve itself looks after the coordinator's."""
@@ -371,6 +389,7 @@ class Coordinator:
             fetching=self._opener.fetching(),
             load_s=self._load_s,
             prefix_resets=self._sharing.resets.done,
+            model_digest=self._facts.model_digest,
         )
 
     def _report(self) -> GroupReport:

@@ -20,6 +20,8 @@ GATEWAY = "tandem-gateway"
 COORDINATOR = "tandem-coordinator"
 CPU_SHARE = 0.1
 """CPUs that Ray counts for an actor that is no GPU rank."""
+GATEWAY_SHARE = 0.01
+"""... for a gateway: next to none, as gateways of a new version always start beside the old ones."""
 MAX_ONGOING_REQUESTS = 100_000
 """Above every queue limit: the engine admits requests, Serve only counts them."""
 
@@ -39,6 +41,7 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_groups: int = 1  # that may run at once, with autoscaling its maximum
     # Ray id of the one machine, when other nodes could join; a process that is placed elsewhere refuses to start
     home_node: str | None = None
+    shutdown_timeout_s: float = 30.0  # for the requests of a group that is taken down
     model_digest: str = ""  # of the model that this version serves, empty: not known
     logs: LogPlace | None = LogPlace()  # None: there are no log files
     host_socket: str | None = None  # of the machine's host-tier process; None when ranks hold that memory themselves

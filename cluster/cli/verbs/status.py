@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from tandem.cluster.fleet.fleet_view import GroupRecord
     from tandem.cluster.fleet.gateway_records import GatewayRecord
     from tandem.cluster.fleet.group_reports import GroupReport
+    from tandem.cluster.ray_private.application_state import ApplicationState
     from tandem.cluster.state.redis_client import BackgroundClient
 
 
 class _Reading(NamedTuple):
     """The state of a service at one moment. reports: of the groups that have answered, by id. gateways: empty where
-    there is only one. running: requests of each tenant, None where no limit needs them counted."""
+    there is only one, of `tandem serve`. running: requests of each tenant, None where no limit needs them counted."""
 
     groups: "Sequence[GroupRecord]"
     reports: "Mapping[str, GroupReport]"
@@ -34,7 +35,7 @@ class _Reading(NamedTuple):
 
 class _Shown(NamedTuple):
     """A service to show. model: of its adapters; None: as its groups say. nodes: whether to say on which node of Ray a
-    group is."""
+    group is. state: what Serve says of an application; None: it is none, or Serve says nothing."""
 
     title: str
     service_id: str
@@ -42,6 +43,7 @@ class _Shown(NamedTuple):
     model: str | None = None
     logs: str | None = None
     nodes: bool = False
+    state: "ApplicationState | None" = None
 
 
 def status(
@@ -83,13 +85,17 @@ def _services_here(url: str | None) -> list[_Shown]:
 def _application(app: str, address: str) -> _Shown:
     from tandem.cluster.service.application import find_application
 
-    return _Shown(f"application {app}", *find_application(app, address), nodes=True)
+    service_id, redis_url, state = find_application(app, address)
+    return _Shown(f"application {app}", service_id, redis_url, nodes=True, state=state)
 
 
 def _show(shown: _Shown, now: _Reading) -> None:
-    typer.echo(f"{shown.title}{', Redis is unavailable' if now.redis_unavailable else ''}")
+    typer.echo(f"{shown.title}{_progress(shown, now)}{', Redis is unavailable' if now.redis_unavailable else ''}")
     for gateway in now.gateways:
-        typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}")
+        leaving = "  leaving" if gateway.is_leaving else ""
+        typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}{leaving}")
+        if gateway.refused:
+            typer.echo(f"    {gateway.refused}")
     for record in now.groups:
         report = now.reports.get(record.group)
         pids = () if report is None else report.rank_pids
@@ -109,6 +115,23 @@ def _show(shown: _Shown, now: _Reading) -> None:
         typer.echo(f"  tenants {len(now.running)}: {', '.join(counts)}")
     if shown.logs is not None:
         typer.echo(f"  logs in {shown.logs}")
+
+
+def _progress(shown: _Shown, now: _Reading) -> str:
+    """Returns what is said behind the title: that a new version comes or has failed, how many requests are held."""
+    words, state = [], shown.state
+    serves = any(record.state == "serving" for record in now.groups)
+    if state is not None and state.status == "DEPLOYING":
+        words.append("updating" if serves else "starting")
+    elif state is not None and state.why_failed is not None:
+        words.append(f"did not start: {state.why_failed}")
+        if serves:
+            words = [f"the new version {words[0]}; the one before serves on"]
+    elif state is not None and state.status != "RUNNING":
+        words.append(f"{state.status.lower()}{f': {state.message}' if state.message else ''}")
+    if held := sum(gateway.held for gateway in now.gateways):
+        words.append(f"{held} held")
+    return f": {', '.join(words)}" if words else ""
 
 
 def _disk_disabled(report: "GroupReport") -> str | None:

@@ -69,6 +69,14 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
     )
 
 
+def use_settings(settings: GatewaySettings, text: TextServices, context: GatewayContext) -> None:
+    """Puts other settings in the place of those that requests are read with (live_settings.LIVE); those that run keep
+    what they were read with."""
+    text.settings = _with_logprobs(settings, text.vocab_size)
+    context.queue_timeout_s = settings.queue_timeout_s
+    context.max_answer_bytes = settings.max_answer_bytes
+
+
 def _with_logprobs(settings: GatewaySettings, vocab_size: int) -> GatewaySettings:
     """Return the settings with the vocabulary's size for a max_logprobs of -1."""
     return replace(settings, max_logprobs=vocab_size) if settings.max_logprobs == -1 else settings

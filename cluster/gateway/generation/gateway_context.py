@@ -1,5 +1,5 @@
-"""GatewayContext: what all requests of one gateway share. Built once (wiring.py); nothing here changes later, except
-inside the objects it points to."""
+"""GatewayContext: what all requests of one gateway share. Built once (wiring.py). Its two limits are replaced later
+(app/live_settings.py); else nothing changes, except inside the objects it points to."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class GatewayTimes:
     unload_s: float = 600.0  # for the last request of an adapter
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class GatewayContext:
     """See the module."""
 

@@ -137,13 +137,17 @@ class ServeDispatch:
 
     def has_group(self, avoid: Collection[str] = ()) -> bool:
         return self._refusal is None and any(
-            record.state == "serving" and record.group not in avoid and record.group not in self._unusable
+            record.state == "serving" and record.group not in avoid and self._is_usable(record)
             for record in self._fleet.records.values()
         )
 
+    def serves_other_model(self) -> bool:
+        """True while groups serve another model than this gateway's: of a version that is replaced, or follows."""
+        return any(r.state == "serving" and r.has_other_model(self._model) for r in self._fleet.records.values())
+
     def ready(self) -> bool:
         return any(
-            record.is_ready and record.group not in self._unusable and self._unreached.for_s(record.group) < UNREACHED_S
+            record.is_ready and self._is_usable(record) and self._unreached.for_s(record.group) < UNREACHED_S
             for record in self._fleet.records.values()
         )
 
@@ -181,8 +185,12 @@ class ServeDispatch:
 
     def _may_dispatch(self) -> bool:
         """True once there may be a group: Serve's router has the groups even when Redis has not."""
-        self._group_seen = self._group_seen or self.has_group()
+        self._group_seen = self._group_seen or self.has_group() or self.serves_other_model()
         return self._group_seen or self._fleet.redis_unavailable
+
+    def held(self) -> int:
+        """Returns how many requests wait because there is no group that could take them."""
+        return 0 if self.has_group() else sum(not part.has_row for part in self._parts.values())
 
     # ---- the gateway ---------------------------------------------------------------------------------------------
 
@@ -201,6 +209,7 @@ class ServeDispatch:
         works, even if its heartbeats do not reach Redis."""
         self._refuse_what_does_not_arrive()
         names = {name: record.group for name, record in self._channel_names()}
+        self._note_other_models()
         self._draining.refresh(self._fleet.records.values())
         if not self.has_group(self._draining.groups):
             return
@@ -264,6 +273,15 @@ class ServeDispatch:
         if error.group not in self._unusable:
             log.warning("group %s cannot be used from this gateway: %s", error.group or "of an older release", error)
         self._unusable = (self._unusable & self._fleet.records.keys()) | ({error.group} - {""})
+
+    def _is_usable(self, record: GroupRecord) -> bool:
+        return record.group not in self._unusable and not record.has_other_model(self._model)
+
+    def _note_other_models(self) -> None:
+        """Requests go to no group with another model, which would refuse them."""
+        others = {group for group, record in self._fleet.records.items() if record.has_other_model(self._model)}
+        if others - self._unusable:
+            self._unusable = (self._unusable & self._fleet.records.keys()) | others
 
     def _is_draining(self, sender: bytes | None) -> bool:
         """True if the group behind this name is being taken down by Serve."""

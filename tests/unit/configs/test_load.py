@@ -122,6 +122,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "disable_fastapi_docs": (True, True),
     "enable_force_include_usage": (True, True),
     "shutdown_timeout": (5, 5.0),
+    "gateway_drain_timeout": (60, 60.0),
     "metrics_prefix": ("vllm", "vllm"),
     "per_request_spec_decode_metrics": ("summary", "summary"),
     "enable_auto_tool_choice": (True, True),
