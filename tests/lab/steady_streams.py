@@ -16,7 +16,7 @@ from tools.lab import Node
 
 URL = f"http://127.0.0.1:{HTTP_PORT}/v1/completions"
 MOST_TOKENS, LEAST_TOKENS = 1900, 20
-KNOCK_PERIOD_S = 1.0
+KNOCK_PERIOD_S, MEASURE_S = 1.0, 3.0
 SILENT_S = 240.0
 
 
@@ -101,9 +101,10 @@ class SteadyStreams:
     async def _run_all(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENT_S, sock_connect=30)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-            knocking = asyncio.create_task(self._knock(session))
+            beside = [asyncio.create_task(self._knock(session)), asyncio.create_task(self._measure())]
             await asyncio.gather(*(self._client(session, number) for number in range(self._count)))
-            knocking.cancel()
+            for task in beside:
+                task.cancel()
 
     async def _client(self, session: aiohttp.ClientSession, number: int) -> None:
         chance = random.Random(number)
@@ -122,9 +123,7 @@ class SteadyStreams:
             stream.ended_s = time.monotonic()
             del self._live[number]
             self.streams.append(stream)
-            if stream.end == "ok":
-                self._rate += 0.05 * (stream.got / stream.lasted_s - self._rate)
-            else:
+            if stream.end != "ok":
                 await asyncio.sleep(1)
 
     async def _stream(self, session: aiohttp.ClientSession, stream: Stream) -> None:
@@ -155,6 +154,16 @@ class SteadyStreams:
             stream.end, stream.why = "cut", f"its last line: {last[:200]!r}"
         else:
             stream.end = "ok" if stream.got == stream.tokens else "short"
+
+    async def _measure(self) -> None:
+        """Follows how many tokens a second one stream gets."""
+        while True:
+            before, began_s = {number: stream.got for number, stream in self._live.items()}, time.monotonic()
+            await asyncio.sleep(MEASURE_S)
+            took_s = time.monotonic() - began_s
+            rates = [(s.got - before[n]) / took_s for n, s in self._live.items() if 0 < before.get(n, 0) <= s.got]
+            if rates:
+                self._rate += 0.3 * (sum(rates) / len(rates) - self._rate)
 
     async def _knock(self, session: aiohttp.ClientSession) -> None:
         asked = {"model": "demo", "prompt": "Once", "max_tokens": 1}
