@@ -150,9 +150,9 @@ class Gateway:
 
     async def _wait_for_own_model(self) -> None:
         """A version with another model: Serve gives this gateway no request, and ends none of the gateways before it,
-        until a group has its model; or until none serves the other one, and requests are held here."""
-        while not self._dispatch.has_group() and self._dispatch.serves_other_model():
-            log.info("gateway %s waits for a group with its model", self._id)
+        until half of the groups that serve have its model, as all new requests are theirs then."""
+        while self._dispatch.is_outnumbered():
+            log.info("gateway %s waits for groups with its model", self._id)
             await asyncio.sleep(MODEL_LOOK_S)
 
     async def _build_services(self) -> None:

@@ -145,6 +145,11 @@ class ServeDispatch:
         """True while groups serve another model than this gateway's: of a version that is replaced, or follows."""
         return any(r.state == "serving" and r.has_other_model(self._model) for r in self._fleet.records.values())
 
+    def is_outnumbered(self) -> bool:
+        """True while more groups serve another model than this gateway's: its version has only begun."""
+        serving = [record for record in self._fleet.records.values() if record.state == "serving"]
+        return 2 * sum(record.has_other_model(self._model) for record in serving) > len(serving)
+
     def ready(self) -> bool:
         return any(
             record.is_ready and self._is_usable(record) and self._unreached.for_s(record.group) < UNREACHED_S

@@ -590,8 +590,13 @@ async def test_a_gateway_tells_its_own_model_from_the_one_before() -> None:
     told = Told(model="b")
     told.fleet.records = of_model("a", "g0")
     assert not told.client.has_group() and not told.client.ready() and told.client.serves_other_model()
+    assert told.client.is_outnumbered()
     told.fleet.records |= of_model("b", "g1")
-    assert told.client.has_group() and told.client.ready()
+    assert told.client.has_group() and told.client.ready() and not told.client.is_outnumbered()
+    told.fleet.records |= of_model("a", "g2")
+    assert told.client.is_outnumbered(), "one group would have the requests of three"
+    told.fleet.records = {}
+    assert not told.client.is_outnumbered(), "requests are held"
     told.fleet.records = of_model("", "g0")
     assert told.client.has_group() and not told.client.serves_other_model(), "a release that does not say"
     await told.client.close()
