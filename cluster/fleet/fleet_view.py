@@ -54,16 +54,16 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     fetching: str = ""  # what nodes download of the model, in words
     load_s: float = 0.0  # from the start of its process until it served
     prefix_resets: int = 0  # number of the last order to forget its prefix cache that it has obeyed
-    model_digest: str = ""  # of what it computes (model_digest()); empty: a release that does not say
+    kind: str = ""  # its wire version and model (kind_of()); empty: a release that does not say
 
     @property
     def is_ready(self) -> bool:
         """True while it takes requests and makes progress."""
         return self.state == "serving" and self.stalled_s <= STALLED_AFTER_S
 
-    def has_other_model(self, digest: str) -> bool:
-        """True if it computes another model than the one of this digest, as far as both are known."""
-        return bool(digest and self.model_digest) and digest != self.model_digest
+    def is_other(self, kind: str) -> bool:
+        """True if it can do nothing for processes of this kind, as far as both are known."""
+        return bool(kind and self.kind) and kind != self.kind
 
 
 class StartFailure(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
 from tandem.cluster.wire.token_channel import TokenSender
-from tandem.cluster.wire.version import OtherVersion, with_version, without_version
+from tandem.cluster.wire.version import OtherVersion, kind_of, with_version, without_version
 from tandem.configs.errors import SettingsError
 from tandem.configs.limits import allow_many_open_files
 from tandem.configs.schema import EngineSettings
@@ -389,7 +389,7 @@ class Coordinator:
             fetching=self._opener.fetching(),
             load_s=self._load_s,
             prefix_resets=self._sharing.resets.done,
-            model_digest=self._facts.model_digest,
+            kind=kind_of(self._facts.model_digest),
         )
 
     def _report(self) -> GroupReport:

@@ -14,10 +14,10 @@ LOOK_PERIOD_S = 2.0
 
 
 def nobody_takes_over(own: GroupRecord, fleet: Iterable[GroupRecord]) -> bool:
-    """True if other groups come or serve and none of those that serve computes the model of `own`."""
+    """True if other groups come or serve and none of those that serve is of the kind of `own`."""
     others = [record for record in fleet if record.group != own.group and record.state != "draining"]
-    comes = any(record.has_other_model(own.model_digest) for record in others)
-    return comes and not any(r.state == "serving" and not r.has_other_model(own.model_digest) for r in others)
+    comes = any(record.is_other(own.kind) for record in others)
+    return comes and not any(r.state == "serving" and not r.is_other(own.kind) for r in others)
 
 
 async def time_is_over(

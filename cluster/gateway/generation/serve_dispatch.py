@@ -24,7 +24,7 @@ from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.routing.unreached_groups import UnreachedGroups
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.token_channel import TokenReceiver
-from tandem.cluster.wire.version import OtherVersion, with_version, without_version
+from tandem.cluster.wire.version import OtherVersion, kind_of, with_version, without_version
 from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.refusals import GROUP_UNUSABLE, lost, refused
@@ -70,6 +70,7 @@ class ServeDispatch:
         self._decode = msgspec.msgpack.Decoder(Ended).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._model = model
+        self._kind = kind_of(model)
         self._by_value = handle.options(method_name="generate", _by_reference=False)
         self._by_reference = handle.options(method_name="generate", _by_reference=True)
         self._fleet = fleet
@@ -143,12 +144,12 @@ class ServeDispatch:
 
     def serves_other_model(self) -> bool:
         """True while groups serve another model than this gateway's: of a version that is replaced, or follows."""
-        return any(r.state == "serving" and r.has_other_model(self._model) for r in self._fleet.records.values())
+        return any(r.state == "serving" and r.is_other(self._kind) for r in self._fleet.records.values())
 
     def is_outnumbered(self) -> bool:
         """True while more groups serve another model than this gateway's: its version has only begun."""
         serving = [record for record in self._fleet.records.values() if record.state == "serving"]
-        return 2 * sum(record.has_other_model(self._model) for record in serving) > len(serving)
+        return 2 * sum(record.is_other(self._kind) for record in serving) > len(serving)
 
     def ready(self) -> bool:
         return any(
@@ -280,11 +281,11 @@ class ServeDispatch:
         self._unusable = (self._unusable & self._fleet.records.keys()) | ({error.group} - {""})
 
     def _is_usable(self, record: GroupRecord) -> bool:
-        return record.group not in self._unusable and not record.has_other_model(self._model)
+        return record.group not in self._unusable and not record.is_other(self._kind)
 
     def _note_other_models(self) -> None:
         """Requests go to no group with another model, which would refuse them."""
-        others = {group for group, record in self._fleet.records.items() if record.has_other_model(self._model)}
+        others = {group for group, record in self._fleet.records.items() if record.is_other(self._kind)}
         if others - self._unusable:
             self._unusable = (self._unusable & self._fleet.records.keys()) | others
 

@@ -20,7 +20,7 @@ from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.gateway.generation.quarantine import MOST, Quarantine, digest_of
 from tandem.cluster.group import coordinator
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.cluster.wire.version import OtherVersion, with_version, without_version
+from tandem.cluster.wire.version import OtherVersion, kind_of, with_version, without_version
 from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import GroupLost, QueueFull, RequestRefused
 from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, TokenDelta, Usage
@@ -563,7 +563,7 @@ async def test_a_group_that_is_killed_while_it_is_taken_down_is_no_loss() -> Non
 
 
 def of_model(digest: str, group: str) -> dict[str, GroupRecord]:
-    return {group: msgspec.structs.replace(serving(group)[group], model_digest=digest)}
+    return {group: msgspec.structs.replace(serving(group)[group], kind=kind_of(digest))}
 
 
 async def test_requests_stay_in_a_group_that_is_taken_down_when_the_new_version_has_another_model() -> None:

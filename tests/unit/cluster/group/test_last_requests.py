@@ -6,11 +6,11 @@ from msgspec.structs import replace
 from tandem.cluster.fleet.fleet_view import GroupRecord, GroupState
 from tandem.cluster.group.last_requests import LOOK_PERIOD_S, nobody_takes_over, time_is_over
 
-OWN = GroupRecord(group="g0", life=1, model="m", state="draining", host="h", pid=1, model_digest="a")
+OWN = GroupRecord(group="g0", life=1, model="m", state="draining", host="h", pid=1, kind="a")
 
 
 def other(digest: str, state: GroupState) -> GroupRecord:
-    return replace(OWN, group="g1", state=state, model_digest=digest)
+    return replace(OWN, group="g1", state=state, kind=digest)
 
 
 @pytest.mark.parametrize(
