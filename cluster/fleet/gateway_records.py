@@ -30,6 +30,7 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int  # HTTP requests whose answers are not complete
     metrics: bytes  # its own families as Prometheus text
     tenant_metrics: bytes  # those that name tenants
+    held: int = 0  # requests that wait while no group serves
     quarantined: list[str] = []  # digests of prompts that have ended a group (gateway/generation/quarantine.py)
 
 

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from tandem.cluster.fleet.fleet_view import GroupRecord
     from tandem.cluster.fleet.gateway_records import GatewayRecord
     from tandem.cluster.fleet.group_reports import GroupReport
+    from tandem.cluster.scaling.scaling_watch import ScalingReport
     from tandem.cluster.state.redis_client import BackgroundClient
 
 
 class _Reading(NamedTuple):
     """The state of a service at one moment. reports: of the groups that have answered, by id. gateways: empty where
-    there is only one. running: requests of each tenant, None where no limit needs them counted."""
+    there is only one. running: requests of each tenant, None where no limit needs them counted. scaling: what the
+    gateways say of the number of groups, if that follows their load."""
 
     groups: "Sequence[GroupRecord]"
     reports: "Mapping[str, GroupReport]"
@@ -30,6 +32,7 @@ class _Reading(NamedTuple):
     redis_unavailable: bool
     adapters: "Sequence[AdapterEntry]"
     running: Mapping[str, int | None]
+    scaling: "ScalingReport | None" = None
 
 
 class _Shown(NamedTuple):
@@ -88,6 +91,9 @@ def _application(app: str, address: str) -> _Shown:
 
 def _show(shown: _Shown, now: _Reading) -> None:
     typer.echo(f"{shown.title}{', Redis is unavailable' if now.redis_unavailable else ''}")
+    if (scaling := now.scaling) is not None:
+        held = f"  held {scaling.held}" if scaling.held else ""
+        typer.echo(f"  groups wanted {scaling.groups}{held}: {scaling.why}")
     for gateway in now.gateways:
         typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}")
     for record in now.groups:
@@ -129,6 +135,7 @@ async def _read(shown: _Shown, redis: "BackgroundClient") -> _Reading:
     from tandem.cluster.adapters.adapter_list import AdapterList
     from tandem.cluster.fleet.fleet_view import FleetView
     from tandem.cluster.fleet.gateway_records import GatewayRecord, read_gateways
+    from tandem.cluster.scaling.scaling_watch import read_scaling
     from tandem.cluster.state.redis_client import RedisUnavailable
     from tandem.cluster.tenants.tenant_admin import running_requests
 
@@ -139,9 +146,11 @@ async def _read(shown: _Shown, redis: "BackgroundClient") -> _Reading:
     listed = AdapterList(redis, shown.model or (models[0] if models else ""))
     running = dict[str, int | None]()
     gateways: list[GatewayRecord] = []
+    scaling = None
     with suppress(RedisUnavailable):
+        scaling = await read_scaling(redis, shown.service_id)
         gateways = await read_gateways(redis, shown.service_id)
         await listed.refresh()
         running = await running_requests(redis)
     groups, adapters = list(fleet.records.values()), list(listed.entries.values())
-    return _Reading(groups, reports, gateways, fleet.redis_unavailable, adapters, running)
+    return _Reading(groups, reports, gateways, fleet.redis_unavailable, adapters, running, scaling)

@@ -23,7 +23,7 @@ from starlette.types import Lifespan
 
 from tandem.cluster.adapters.adapter_service import AdapterService, adapter_limit
 from tandem.cluster.adapters.build_adapters import open_adapter_service, start_adapter_tasks
-from tandem.cluster.fleet.fleet_view import FleetView, StartFailure, report_start_failure
+from tandem.cluster.fleet.fleet_view import FleetView, StartFailure, read_load_s, report_start_failure
 from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.hung_groups import CoordinatorActors, HungGroups
@@ -43,6 +43,7 @@ from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.ray_private.ray_facts import proxy_host
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down, skip_draining_period
 from tandem.cluster.routing.serve_router import GroupRouter
+from tandem.cluster.scaling.scaling_watch import ScalingReport, ScalingWatch, write_scaling
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, Changes
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
@@ -50,6 +51,7 @@ from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
+from tandem.configs.autoscaling import goals_of
 from tandem.configs.environment import short_temp_folder
 from tandem.configs.errors import SettingsError
 from tandem.configs.limits import allow_many_open_files
@@ -115,6 +117,8 @@ class Gateway:
         self._changes.start()
         await self._tenants.start()
         await self._fleet.refresh()
+        goals = goals_of(self._settings.autoscaling_config)
+        self._scaling = None if goals is None else ScalingWatch(goals, self._held)
         self._dispatch = ServeDispatch(
             groups,
             self._fleet,
@@ -126,6 +130,9 @@ class Gateway:
             self._facts.model_digest,
             GroupRouter.unreached,
             self._settings.engine.parallel.ports,
+            self._facts.may_sleep,
+            await read_load_s(self._redis, self._facts.service_id),
+            self._scaling,
         )
         node = ray.get_runtime_context().get_node_id()
         self._missing = MissingGroups(self._fleet, ExitWatch(), node)
@@ -310,11 +317,21 @@ class Gateway:
         self._hung_groups.check()
         if events := self._missing.changes():
             self._event_task = asyncio.get_running_loop().create_task(self._write_events(events), name="group events")
+        if self._scaling is not None and (report := self._scaling.due(self._fleet.records.values())) is not None:
+            self._scaling_task = asyncio.get_running_loop().create_task(self._write_scaling(report), name="scaling")
 
     async def _write_events(self, events: Iterable[GroupEvent]) -> None:
         with suppress(RedisUnavailable):
             for event in events:
                 await write_event(self._redis, self._facts.service_id, event)
+
+    async def _write_scaling(self, report: ScalingReport) -> None:
+        with suppress(RedisUnavailable):
+            await write_scaling(self._redis, self._facts.service_id, report)
+
+    def _held(self) -> int:
+        """Requests that wait in all gateways while no group serves."""
+        return self._dispatch.held + sum(record.held for record in self._others())
 
     def _kv_tokens(self) -> int:
         """KV tokens of all groups together, 0 before their first records."""
@@ -338,6 +355,7 @@ class Gateway:
             pid=os.getpid(),
             ready=self._dispatch.ready(),
             in_flight=self._context.draining.in_flight,
+            held=self._dispatch.held,
             metrics=generate_latest(metrics.registry),
             tenant_metrics=generate_latest(metrics.tenants),
             quarantined=self._context.quarantine.digests(),
