@@ -27,6 +27,7 @@ FIGURES = (
     "waiting",
     "queued_tokens",
     "running",
+    "mean_running",
     "rows",
     "kv_used",
     "prompt_rate",
@@ -46,16 +47,20 @@ LATE, LATE_SAMPLES = 0.1, 10
 CALM = 0.7
 """Share of what groups can do up to which fewer of them will do."""
 MOST_GROWTH = 2
+IDLE_S = 3.0
+"""Time without work after which none is needed: requests may be on their way to a group that has just begun."""
 
 
 class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Load of one group. waiting, running: sequences; rows: the most that run at a time. kv_used: share of its KV
-    blocks. prompt_rate: prompt tokens that it computes a second; prefill_rate: the same while some waited, 0 as long
-    as none have. late_share: of first_tokens, which came in WINDOW_S, later than the goal. age_s: since it serves."""
+    """Load of one group. waiting, running: sequences; mean_running: of WINDOW_S; rows: the most that run at a time.
+    kv_used: share of its KV blocks. prompt_rate: prompt tokens that it computes a second; prefill_rate: the same while
+    some waited, 0 as long as none have. late_share: of first_tokens, which came in WINDOW_S, those later than the goal.
+    age_s: since it serves."""
 
     waiting: float = 0.0
     queued_tokens: float = 0.0
     running: float = 0.0
+    mean_running: float = 0.0
     rows: float = 1.0
     kv_used: float = 0.0
     prompt_rate: float = 0.0
@@ -71,8 +76,13 @@ class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used(self) -> float:
-        """The share of its rows or of its KV that is taken, the larger one."""
-        return max(self.kv_used, self.running / max(1.0, self.rows))
+        """The share of its rows, of late, or of its KV that is taken, the larger one."""
+        return max(self.kv_used, self.mean_running / max(1.0, self.rows))
+
+    @property
+    def prompts(self) -> float:
+        """The share of its time that prompts take, at most: no more than as many as run at a time."""
+        return min(self.prompt_rate / self.prefill_rate, self.mean_running) if self.prefill_rate else 0.0
 
     @property
     def queue_s(self) -> float:
@@ -107,8 +117,9 @@ def decide(
     steps = sum(load.steps for load in loads)
     is_busy = held > 0 or any(load.running or load.waiting for load in loads) or (bool(loads) and steps != state.steps)
     idle_since_s = None if is_busy else at_s if state.idle_since_s is None else state.idle_since_s
-    if idle_since_s is not None:
-        groups, why = 0, f"idle {max(0.0, at_s - idle_since_s):.0f} s"
+    idle_s = None if idle_since_s is None else max(0.0, at_s - idle_since_s)
+    if idle_s is not None:
+        groups, why = 0 if idle_s >= IDLE_S else len(loads), f"idle {idle_s:.0f} s"
     elif not loads:
         groups, why = max(1, now), f"{_count(held, 'request')} held, and no group runs"
     else:
@@ -194,7 +205,7 @@ def _late(loads: Sequence[GroupLoad]) -> tuple[float, float]:
 def _fewest(loads: Sequence[GroupLoad], goals: ScalingGoals) -> Wish:
     """The fewest groups that would be calm, and what they do now."""
     running, used = len(loads), sum(load.used for load in loads)
-    prompts = sum(load.prompt_rate / load.prefill_rate for load in loads if load.prefill_rate)
+    prompts = sum(load.prompts for load in loads)
     queue_s = sum(load.queue_s for load in loads) / running
     late, _ = _late(loads)
     fewest = max(

@@ -22,6 +22,7 @@ assert [TTFT_BOUNDS_S[place] for place in PLACES] == list(LATE_BOUNDS_S), "bound
 class _Sample(NamedTuple):
     at_s: float
     prompt_tokens: int
+    running: int
     is_queued: bool
     first_tokens: tuple[int, ...]  # by bound of the histogram, from the start
 
@@ -60,6 +61,7 @@ class ScalingFigures:
                 "waiting": float(stats.waiting),
                 "queued_tokens": float(stats.waiting_tokens),
                 "running": float(stats.running),
+                "mean_running": sum(sample.running for sample in self._samples) / len(self._samples),
                 "kv_used": stats.kv_usage,
                 "prompt_rate": (last.prompt_tokens - first.prompt_tokens) / max(1.0, last.at_s - first.at_s),
                 "prefill_rate": max(1.0, self._queued_tokens / self._queued_s) if self._queued_s else 0.0,
@@ -71,7 +73,7 @@ class ScalingFigures:
     def _sample(self, stats: EngineStats, now_s: float) -> None:
         """Notes what has been counted by now, and how fast prompts went since the last sample if some waited."""
         counts = tuple(stats.time_to_first_token_s.counts)
-        sample = _Sample(now_s, stats.prompt_tokens, stats.waiting > 0, counts)
+        sample = _Sample(now_s, stats.prompt_tokens, stats.running, stats.waiting > 0, counts)
         if self._samples and now_s - self._samples[-1].at_s < SAMPLE_S:
             return
         if self._samples and self._samples[-1].is_queued and sample.is_queued:

@@ -61,7 +61,7 @@ class ScalingWatch:
             state = ScalingState() if self._made is None else self._made.state
             before, self._made = self._made, decide(loads, held, len(here), self._goals, state, now_s)
             if before is None or before.groups != self._made.groups:
-                log.info("%d groups are wanted: %s", self._made.groups, self._made.why)
+                log.info("groups wanted: %d, %s", self._made.groups, self._made.why)
         return ScalingReport(groups=self._made.groups, why=self._made.why, held=held)
 
     def due(self, records: Iterable[GroupRecord]) -> ScalingReport | None:

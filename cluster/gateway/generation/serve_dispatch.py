@@ -181,6 +181,7 @@ class ServeDispatch:
             "outstanding_tokens": sum(r.outstanding_tokens for r in records),
             "kv_cache_usage_perc": max((r.kv_used for r in records), default=0.0),
             "groups": len(records),
+            "groups_serving": sum(r.state == "serving" for r in records),
             **wanted,
             "requests_held": self.held,
             "requests_in_this_gateway": len(self._parts),

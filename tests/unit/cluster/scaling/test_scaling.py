@@ -15,6 +15,7 @@ from tandem.cluster.scaling import scaling_policy
 from tandem.cluster.scaling.decide import (
     COLD_STEPS,
     FIGURES,
+    IDLE_S,
     LATE_BOUNDS_S,
     MOST_GROWTH,
     WINDOW_S,
@@ -31,8 +32,8 @@ from tandem.configs.autoscaling import ScalingGoals
 from tandem.configs.errors import SettingsError
 
 GOALS = ScalingGoals(low=1, high=8)
-CALM = GroupLoad(running=1, rows=8, kv_used=0.1, steps=1000)
-FULL = GroupLoad(running=8, rows=8, waiting=5, queued_tokens=10_000, prefill_rate=1000, steps=1000)
+CALM = GroupLoad(running=1, mean_running=1, rows=8, kv_used=0.1, steps=1000)
+FULL = GroupLoad(running=8, mean_running=8, rows=8, waiting=5, queued_tokens=10_000, prefill_rate=1000, steps=1000)
 
 
 def made(loads: list[GroupLoad], held: int = 0, now: int | None = None, goals: ScalingGoals = GOALS) -> Decision:
@@ -69,11 +70,13 @@ def test_late_first_tokens_ask_for_one_more_group() -> None:
 def test_fewer_where_fewer_would_be_calm() -> None:
     decision = made([CALM] * 4)
     assert decision.groups == 1 and decision.why.startswith("1 group would do: rows or KV 12%")
-    busy = GroupLoad(running=5, rows=8, steps=1000)
+    busy = GroupLoad(running=2, mean_running=5, rows=8, steps=1000)
     assert made([busy] * 3).groups == 3, "two of them would have nearly all rows taken"
-    prompts = GroupLoad(running=1, rows=64, prompt_rate=600, prefill_rate=1000, steps=1000)
+    prompts = GroupLoad(mean_running=2, rows=64, prompt_rate=600, prefill_rate=1000, steps=1000)
     assert made([prompts] * 4).groups == 4, "four compute 2.4 groups' worth of prompts"
-    late = GroupLoad(running=1, rows=8, steps=1000, first_tokens=50, late_share=0.09)
+    quick = msgspec.structs.replace(prompts, mean_running=0.1, prefill_rate=20)
+    assert made([quick] * 4).groups == 1, "that speed is of a time when all rows were taken: they are hardly used now"
+    late = GroupLoad(mean_running=1, rows=8, steps=1000, first_tokens=50, late_share=0.09)
     assert made([late] * 3).groups == 3
 
 
@@ -91,6 +94,8 @@ def test_idle_is_known_by_steps_and_not_only_by_a_look_at_a_quiet_moment() -> No
 
 def test_none_are_left_when_idle_and_held_requests_ask_for_the_first() -> None:
     goals = ScalingGoals(low=0, high=3)
+    between = decide([GroupLoad(steps=9)], 0, 1, goals, ScalingState(steps=9, idle_since_s=0.0), IDLE_S / 2)
+    assert between.groups == 1, "a request may be on its way to it"
     idle = decide([GroupLoad(steps=9)], 0, 1, goals, ScalingState(steps=9, idle_since_s=0.0), 60.0)
     assert (idle.groups, idle.why) == (0, "idle 60 s")
     gone = decide([], 0, 0, goals, idle.state, 61.0)
@@ -139,6 +144,7 @@ loads_of = st.lists(
         waiting=st.integers(0, 1000).map(float),
         queued_tokens=amounts,
         running=st.integers(0, 64).map(float),
+        mean_running=st.floats(0, 64),
         rows=st.just(64.0),
         kv_used=st.floats(0, 1),
         prompt_rate=amounts,

@@ -14,7 +14,7 @@ class Group:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.ttft = Histogram(TTFT_BOUNDS_S)
-        self.counts: dict[str, Any] = {"prompt_tokens": 0, "waiting": 0, "waiting_tokens": 0, "steps": 0}
+        self.counts: dict[str, Any] = {"prompt_tokens": 0, "waiting": 0, "waiting_tokens": 0, "steps": 0, "running": 0}
         self.figures = ScalingFigures(16, lambda: self.now_s)
 
     def after(self, seconds: float, **counts: int) -> dict[str, float]:
@@ -63,5 +63,5 @@ def test_the_rate_of_prompts_is_that_of_the_window() -> None:
     group = Group()
     group.after(0)
     for second in range(1, 11):
-        figures = group.after(1, prompt_tokens=100 * second)
-    assert figures["prompt_rate"] == 100.0
+        figures = group.after(1, prompt_tokens=100 * second, running=second % 2)
+    assert figures["prompt_rate"] == 100.0 and (figures["running"], figures["mean_running"]) == (0.0, 5 / 11)
