@@ -11,6 +11,7 @@ import httpx
 import pytest
 import yaml
 
+from tests.support.autoscaling_page import scaled_configs
 from tests.support.plain_http import plain_http
 from tests.support.service import Service, tandem_serve, wait_for
 from tests.support.stream import Stream
@@ -18,28 +19,23 @@ from tests.support.verbs import run_verb_of
 
 pytestmark = pytest.mark.cluster
 ASLEEP = {"status": "ok", "asleep": True}
-SLEEPY = {
-    "model": "demo",
-    "device": "cpu",
-    "max_num_seqs": 4,
-    "sse_keep_alive_interval": 1,
-    "autoscaling_config": {
-        "min_replicas": 0,
-        "max_replicas": 1,
-        "look_back_period_s": 2,
-        "metrics_interval_s": 0.5,
-        "downscale_delay_s": 0,
-        "downscale_to_zero_delay_s": 1,
-    },
+SOON = {
+    "look_back_period_s": 2,
+    "metrics_interval_s": 0.5,
+    "downscale_delay_s": 0,
+    "downscale_to_zero_delay_s": 1,
 }
 ASKED = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "ignore_eos": True}
 
 
 def test_a_service_wakes_for_a_request_and_sleeps_again(tmp_path: Path) -> None:
-    file = tmp_path / "sleepy.yaml"
-    file.write_text(yaml.safe_dump(SLEEPY))
+    """The file of docs/serving/autoscaling.md, with shorter delays."""
+    (config,) = (config for config in scaled_configs() if "model" in config)
+    config["autoscaling_config"] |= SOON
+    file = tmp_path / "scaled.yaml"
+    file.write_text(yaml.safe_dump(config | {"device": "cpu", "max_num_seqs": 4, "sse_keep_alive_interval": 1}))
     with tandem_serve("--config", str(file)) as service:
-        wait_for(lambda: "serving demo with 0 groups, up to 1 on" in service.output, 10, "the start's last line")
+        wait_for(lambda: "serving demo with 0 groups, up to 3 on" in service.output, 10, "the start's last line")
         assert "starting the gateway and no group until a request comes ..." in service.output
         assert service.get("/readyz").json() == ASLEEP
         lines = Stream(service, ASKED).join()

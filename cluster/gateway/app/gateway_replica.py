@@ -42,7 +42,7 @@ from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.ray_private.ray_facts import proxy_host
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down, skip_draining_period
-from tandem.cluster.routing.serve_router import GroupRouter
+from tandem.cluster.routing.router_view import router_view
 from tandem.cluster.scaling.scaling_watch import ScalingReport, ScalingWatch, write_scaling
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, Changes
@@ -126,9 +126,9 @@ class Gateway:
             self._host,
             self._settings.gateway.metrics_prefix,
             lambda: self._adapters,
-            DrainingGroups(lambda: GroupRouter.running, self._settings.shutdown_timeout_s, time.monotonic),
+            DrainingGroups(lambda: router_view().running, self._settings.shutdown_timeout_s, time.monotonic),
             self._facts.model_digest,
-            GroupRouter.unreached,
+            router_view().unreached,
             self._settings.engine.parallel.ports,
             self._facts.may_sleep,
             await read_load_s(self._redis, self._facts.service_id),

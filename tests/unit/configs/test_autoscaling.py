@@ -9,6 +9,7 @@ from ray.serve.config import AutoscalingConfig
 
 from tandem.configs.autoscaling import GROUP_SCALING, ScalingGoals, checked_autoscaling, goals_of
 from tandem.configs.errors import SettingsError
+from tests.support.autoscaling_page import scaled_configs
 
 OURS = {"policy_function": GROUP_SCALING, "policy_kwargs": {"ttft_s": 0.5}}
 
@@ -22,6 +23,11 @@ def test_our_policy_chooses_unless_a_target_or_another_one_is_named() -> None:
     users = checked_autoscaling({"policy": {"policy_function": "mine:choose", "policy_kwargs": {"a": "b"}}})
     assert users["policy"]["policy_kwargs"] == {"a": "b"} and goals_of(users) is None
     assert checked_autoscaling(ours) == ours
+
+
+def test_what_the_page_shows_is_taken() -> None:
+    first, second = (goals_of(checked_autoscaling(config["autoscaling_config"])) for config in scaled_configs())
+    assert first == ScalingGoals(low=0, high=3) and second == ScalingGoals(ttft_s=1.0, kv_high=0.8, high=4)
 
 
 def test_serve_takes_what_is_checked_and_finds_our_policy() -> None:
