@@ -16,7 +16,7 @@ from ray.serve.config import RequestRouterConfig
 
 from tandem.cluster.deploy.coming_nodes import coming_resources
 from tandem.cluster.deploy.nodes import alive_nodes, choose_home, gateways_for, on_cluster
-from tandem.cluster.deploy.placement import group_options, max_groups, surge_percent
+from tandem.cluster.deploy.placement import group_options, least_groups, max_groups, surge_percent
 from tandem.cluster.deploy.preflight import check_memory, note_on_redis
 from tandem.cluster.deploy.ray_tokens import check_token
 from tandem.cluster.deploy.resolved_settings import pin_settings, settings_here
@@ -34,6 +34,7 @@ from tandem.cluster.wire.service_facts import (
     MAX_ONGOING_REQUESTS,
     ServiceFacts,
 )
+from tandem.configs.autoscaling import goals_of
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
 from tandem.configs.platform_facts import steps_line
@@ -98,8 +99,13 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResource
     """Builds the application for pinned settings, which every process resolves on its own machine. Needs a connection
     to Ray. free: what each node with such labels has left, where this version may replace another: as far as there is
     room, new replicas start first."""
-    digest, timeout_s = model_digest(settings.engine.model), settings.shutdown_timeout_s
-    facts = replace(facts, model_digest=digest, shutdown_timeout_s=timeout_s)
+    facts = replace(
+        facts,
+        model_digest=model_digest(settings.engine.model),
+        shutdown_timeout_s=settings.shutdown_timeout_s,
+        may_sleep=least_groups(settings) == 0,
+        is_scaled=goals_of(settings.autoscaling_config) is not None,
+    )
     shape = group_shape(settings.engine.parallel, facts.device)
     options = group_options(settings, shape, MAX_ONGOING_REQUESTS)
     room = free(settings.engine.parallel.label_selector) if _has_memory(settings) else ()

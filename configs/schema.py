@@ -238,6 +238,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     strict_fields: bool = False  # refuse fields that cannot change an answer, in place of naming them as ignored
     # Answers
     metrics_prefix: str = "tandem"
+    sse_keep_alive_s: float | None = None  # silence before a comment, also before the first event; None: only after it
     per_request_spec_decode_metrics: SpecDecodeMetrics = "none"  # what they report of their draft tokens
     enable_auto_tool_choice: bool = False  # the model itself may decide to call a tool
     tool_call_parser: ToolCallParser | None = None  # how it writes calls; None: as the chat template says, if it does

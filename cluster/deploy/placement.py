@@ -28,6 +28,12 @@ def min_groups(settings: ServiceSettings) -> int:
     return int(config.get("initial_replicas", config.get("min_replicas", 1)))
 
 
+def least_groups(settings: ServiceSettings) -> int:
+    """The fewest groups that run when nothing is asked of them."""
+    config = settings.autoscaling_config
+    return settings.engine.parallel.data_parallel_size if config is None else int(config.get("min_replicas", 1))
+
+
 def declared_cpus(settings: ServiceSettings, device: Device, cores: int) -> int:
     """The CPU count to start a private Ray with: enough for every bundle; on cuda at least the machine's cores."""
     per_group = sum(bundle["CPU"] for bundle in group_shape(settings.engine.parallel, device).bundles)

@@ -32,8 +32,8 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int  # HTTP requests whose answers are not complete
     metrics: bytes  # its own families as Prometheus text
     tenant_metrics: bytes  # those that name tenants
+    held: int = 0  # requests that wait while no group can take them
     quarantined: list[str] = []  # digests of prompts that have ended a group (gateway/generation/quarantine.py)
-    held: int = 0  # requests that wait because no group can take them
     is_leaving: bool = False  # Serve takes it down, and its streams end
     refused: str = ""  # why the deployment's user_config is not in force
 

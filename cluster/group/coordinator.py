@@ -29,6 +29,7 @@ from tandem.cluster.fleet.fleet_view import (
     channel_name,
     group_heartbeat,
     report_start_failure,
+    write_load_s,
 )
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
@@ -42,6 +43,7 @@ from tandem.cluster.ray_private.application_state import application_state
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down
 from tandem.cluster.routing.outstanding import tokens_by_gateway
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.scaling.scaling_figures import ScalingFigures
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import RedisUnavailable
@@ -113,6 +115,7 @@ class Coordinator:
         self._life = time.time_ns() // 1_000_000
         self._began_s = process_began_s()
         self._load_s = 0.0
+        self._figures = ScalingFigures(settings.scheduler.max_num_seqs)
         self._model_name = model_name
         self._state: GroupState = "loading"
         self._outstanding: dict[tuple[str, int], tuple[str, int]] = {}
@@ -208,12 +211,9 @@ class Coordinator:
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns figures for custom autoscaling policies; the default one counts the handle calls in flight."""
-        stats = self.engine_stats
-        return {
-            "waiting": float(stats.waiting) if stats is not None else 0.0,
-            "kv_used": stats.kv_usage if stats is not None else 0.0,
-        }
+        """Returns figures for autoscaling policies, ours (cluster/scaling/decide.py) or a user's; Serve's own one
+        counts the handle calls in flight."""
+        return self._figures.read(self.engine_stats)
 
     async def __del__(self) -> None:
         """Serve calls this when it has drained the replica, before it ends the process."""
@@ -244,9 +244,7 @@ class Coordinator:
         self._load_s = time.monotonic() - self._began_s
         log.info("group %s serves after %.1f s, ranks %s", self._group, self._load_s, self._opener.rank_pids)
         self.heartbeat_now()
-        self._event_task = self._loop.create_task(
-            self._write_event(GroupEvent("serving", self._group)), name="group serves"
-        )
+        self._event_task = self._loop.create_task(self._tell_that_it_serves(), name="group serves")
         if not self._opened.done():
             self._opened.set_result(None)
 
@@ -330,6 +328,11 @@ class Coordinator:
             async with asyncio.timeout(LAST_WORDS_S):
                 await write_event(self._redis, self._facts.service_id, event)
 
+    async def _tell_that_it_serves(self) -> None:
+        with suppress(RedisUnavailable):
+            await write_load_s(self._redis, self._facts.service_id, self._load_s)
+        await self._write_event(GroupEvent("serving", self._group))
+
     async def _leave(self) -> None:
         """Removes the group's record, so that nobody waits until it expires."""
         try:
@@ -388,9 +391,14 @@ class Coordinator:
             total_bytes=total_bytes,
             fetching=self._opener.fetching(),
             load_s=self._load_s,
+            figures=self._scaled_figures(),
             prefix_resets=self._sharing.resets.done,
             kind=kind_of(self._facts.model_digest),
         )
+
+    def _scaled_figures(self) -> list[float]:
+        is_wanted = self._facts.is_scaled and self._state == "serving"
+        return list(self._figures.read(self.engine_stats).values()) if is_wanted else []
 
     def _report(self) -> GroupReport:
         stats, adapters = self.engine_stats, self._sharing.adapters

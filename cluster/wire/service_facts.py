@@ -39,6 +39,8 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     gateway_node: str | None = None  # address of the node that gateways must run on, because their port is there
     ports: Ports = ANY_PORTS  # --port-range, for the private Redis; others have it of the settings
     max_groups: int = 1  # that may run at once, with autoscaling its maximum
+    may_sleep: bool = False  # there may be no group at all: the first request brings one
+    is_scaled: bool = False  # the number of groups follows their figures (cluster/scaling/decide.py)
     # Ray id of the one machine, when other nodes could join; a process that is placed elsewhere refuses to start
     home_node: str | None = None
     shutdown_timeout_s: float = 30.0  # for the requests of a group that is taken down

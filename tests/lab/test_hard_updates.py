@@ -24,9 +24,11 @@ class Deployed:
         self.ray_nodes = RayNodes(lab)
         self.config = demo({"shutdown_timeout": 5})
         (self._application,) = self.config["applications"]
+        self._first = self._application["args"]["engine_kwargs"]
 
     def change(self, **engine: object) -> None:
-        self._application["args"]["engine_kwargs"] |= engine
+        """Deploys the first version with these settings beside its own."""
+        self._application["args"]["engine_kwargs"] = self._first | engine
         self.ray_nodes.begin_deploy(self.config)
 
     def groups(self) -> set[str]:
@@ -88,6 +90,6 @@ def test_a_version_that_does_not_start_takes_no_traffic(deployed: Deployed, stre
     said = deployed.until_status_has("did not start: ")
     assert said.endswith("; the one before serves on")
     assert deployed.groups() == before
-    deployed.change(kv_cache_memory_bytes=None)
+    deployed.change()
     wait_for(lambda: deployed.status() == "application tandem", 300, "as before", 1.0)
     assert deployed.groups() == before, "the version that runs was not started again"

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from tandem.cluster.fleet.gateway_records import GatewayRecord
     from tandem.cluster.fleet.group_reports import GroupReport
     from tandem.cluster.ray_private.application_state import ApplicationState
+    from tandem.cluster.scaling.scaling_watch import ScalingReport
     from tandem.cluster.state.redis_client import BackgroundClient
 
 
 class _Reading(NamedTuple):
     """The state of a service at one moment. reports: of the groups that have answered, by id. gateways: empty where
-    there is only one, of `tandem serve`. running: requests of each tenant, None where no limit needs them counted."""
+    there is only one, of `tandem serve`. running: requests of each tenant, None where no limit needs them counted.
+    scaling: what the gateways say of the number of groups, if that follows their load."""
 
     groups: "Sequence[GroupRecord]"
     reports: "Mapping[str, GroupReport]"
@@ -31,6 +33,7 @@ class _Reading(NamedTuple):
     redis_unavailable: bool
     adapters: "Sequence[AdapterEntry]"
     running: Mapping[str, int | None]
+    scaling: "ScalingReport | None" = None
 
 
 class _Shown(NamedTuple):
@@ -91,6 +94,9 @@ def _application(app: str, address: str) -> _Shown:
 
 def _show(shown: _Shown, now: _Reading) -> None:
     typer.echo(f"{shown.title}{_progress(shown, now)}{', Redis is unavailable' if now.redis_unavailable else ''}")
+    if (scaling := now.scaling) is not None:
+        held = f"  held {scaling.held}" if scaling.held else ""
+        typer.echo(f"  groups wanted {scaling.groups}{held}: {scaling.why}")
     for gateway in now.gateways:
         leaving = "  leaving" if gateway.is_leaving else ""
         typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}{leaving}")
@@ -122,7 +128,7 @@ def _progress(shown: _Shown, now: _Reading) -> str:
     words, state = [], shown.state
     serves = any(record.state == "serving" for record in now.groups)
     if state is not None and state.status == "DEPLOYING":
-        words.append("updating" if serves else "starting")
+        words.append("updating" if serves or any(g.held or g.is_leaving for g in now.gateways) else "starting")
     elif state is not None and state.why_failed is not None:
         words.append(f"did not start: {state.why_failed}")
         if serves:
@@ -152,6 +158,7 @@ async def _read(shown: _Shown, redis: "BackgroundClient") -> _Reading:
     from tandem.cluster.adapters.adapter_list import AdapterList
     from tandem.cluster.fleet.fleet_view import FleetView
     from tandem.cluster.fleet.gateway_records import GatewayRecord, read_gateways
+    from tandem.cluster.scaling.scaling_watch import read_scaling
     from tandem.cluster.state.redis_client import RedisUnavailable
     from tandem.cluster.tenants.tenant_admin import running_requests
 
@@ -162,9 +169,11 @@ async def _read(shown: _Shown, redis: "BackgroundClient") -> _Reading:
     listed = AdapterList(redis, shown.model or (models[0] if models else ""))
     running = dict[str, int | None]()
     gateways: list[GatewayRecord] = []
+    scaling = None
     with suppress(RedisUnavailable):
+        scaling = await read_scaling(redis, shown.service_id)
         gateways = await read_gateways(redis, shown.service_id)
         await listed.refresh()
         running = await running_requests(redis)
     groups, adapters = list(fleet.records.values()), list(listed.entries.values())
-    return _Reading(groups, reports, gateways, fleet.redis_unavailable, adapters, running)
+    return _Reading(groups, reports, gateways, fleet.redis_unavailable, adapters, running, scaling)

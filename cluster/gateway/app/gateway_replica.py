@@ -22,7 +22,7 @@ from starlette.types import Lifespan
 
 from tandem.cluster.adapters.adapter_service import AdapterService, adapter_limit
 from tandem.cluster.adapters.build_adapters import open_adapter_service, start_adapter_tasks
-from tandem.cluster.fleet.fleet_view import FleetView, StartFailure, report_start_failure
+from tandem.cluster.fleet.fleet_view import FleetView, StartFailure, read_load_s, report_start_failure
 from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.hung_groups import CoordinatorActors, HungGroups
@@ -53,13 +53,15 @@ from tandem.cluster.process.time_to_leave import TimeToLeave
 from tandem.cluster.ray_private.application_state import application_state
 from tandem.cluster.ray_private.ray_facts import proxy_host
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down, skip_draining_period
-from tandem.cluster.routing.serve_router import GroupRouter
+from tandem.cluster.routing.router_view import router_view
+from tandem.cluster.scaling.scaling_watch import ScalingReport, ScalingWatch, write_scaling
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
+from tandem.configs.autoscaling import goals_of
 from tandem.configs.limits import allow_many_open_files
 from tandem.configs.schema import ServiceSettings
 from tandem.workers.planning.model_source import engine_here, named_node
@@ -130,6 +132,8 @@ class Gateway:
         self._changes.start()
         await self._tenants.start()
         await self._fleet.refresh()
+        goals = goals_of(self._settings.autoscaling_config)
+        self._scaling = None if goals is None else ScalingWatch(goals, self._held)
         self._dispatch = ServeDispatch(
             groups,
             self._fleet,
@@ -137,10 +141,13 @@ class Gateway:
             self._host,
             self._settings.gateway.metrics_prefix,
             lambda: self._adapters,
-            DrainingGroups(lambda: GroupRouter.running, self._settings.shutdown_timeout_s, time.monotonic),
+            DrainingGroups(lambda: router_view().running, self._settings.shutdown_timeout_s, time.monotonic),
             self._facts.model_digest,
-            GroupRouter.unreached,
+            router_view().unreached,
             self._settings.engine.parallel.ports,
+            self._facts.may_sleep,
+            await read_load_s(self._redis, self._facts.service_id),
+            self._scaling,
         )
         node = ray.get_runtime_context().get_node_id()
         self._missing = MissingGroups(self._fleet, ExitWatch(), node)
@@ -335,11 +342,21 @@ class Gateway:
         self._hung_groups.check()
         if events := self._missing.changes():
             self._event_task = asyncio.get_running_loop().create_task(self._write_events(events), name="group events")
+        if self._scaling is not None and (report := self._scaling.due(self._fleet.records.values())) is not None:
+            self._scaling_task = asyncio.get_running_loop().create_task(self._write_scaling(report), name="scaling")
 
     async def _write_events(self, events: Iterable[GroupEvent]) -> None:
         with suppress(RedisUnavailable):
             for event in events:
                 await write_event(self._redis, self._facts.service_id, event)
+
+    async def _write_scaling(self, report: ScalingReport) -> None:
+        with suppress(RedisUnavailable):
+            await write_scaling(self._redis, self._facts.service_id, report)
+
+    def _held(self) -> int:
+        """Requests that wait in all gateways while no group serves."""
+        return self._dispatch.held + sum(record.held for record in self._others())
 
     def _kv_tokens(self) -> int:
         """KV tokens of all groups together, 0 before their first records."""
@@ -366,7 +383,7 @@ class Gateway:
             metrics=generate_latest(metrics.registry) if self._has_peers else b"",
             tenant_metrics=generate_latest(metrics.tenants) if self._has_peers else b"",
             quarantined=self._context.quarantine.digests(),
-            held=self._dispatch.held(),
+            held=self._dispatch.held,
             is_leaving=self._leaving.begun,
             refused=self._live.refused,
         )

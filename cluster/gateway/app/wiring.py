@@ -16,7 +16,7 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.sources import roots_of
 from tandem.cluster.gateway.app.model_text import read_model_text
 from tandem.cluster.gateway.generation.dispatch import Dispatch
-from tandem.cluster.gateway.generation.gateway_context import GatewayContext
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext, GatewayTimes
 from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.http.auth import KnownKeys, StaticKeys, TenantKeys
 from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, Peers
@@ -115,11 +115,17 @@ def build_context(
         quarantine=Quarantine(time.monotonic, quarantined),
         max_answer_bytes=settings.gateway.max_answer_bytes,
         queue_timeout_s=settings.gateway.queue_timeout_s,
+        times=_times(settings.gateway.sse_keep_alive_s),
         peers=peers if peers is not None else Alone(),
         adapters=adapters,
         adapter_roots=roots_of(settings.adapters),
         probation_tokens=probation_tokens(settings.engine.max_drafts),
     )
+
+
+def _times(keep_alive_s: float | None) -> GatewayTimes:
+    """keep_alive_s: of --sse-keep-alive-interval, None if it was not given."""
+    return GatewayTimes() if keep_alive_s is None else GatewayTimes(keep_alive_s=keep_alive_s, early_keep_alive=True)
 
 
 def model_names(settings: ServiceSettings) -> tuple[str, ...]:

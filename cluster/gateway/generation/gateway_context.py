@@ -21,6 +21,7 @@ class GatewayTimes:
     """Seconds."""
 
     keep_alive_s: float = 15.0  # silence before an SSE comment
+    early_keep_alive: bool = False  # also before the first event, so that the headers go out with it
     stuck_send_s: float = 60.0  # for a client that does not read
     drain_s: float = 5.0  # for an aborted request's last delta
     usage_s: float = 1.0  # for the counts after a stop string

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 import pytest
@@ -19,6 +19,7 @@ from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import RunFile
 from tandem.cluster.ray_private.application_state import ApplicationState
 from tandem.cluster.routing.residency import adapter_key
+from tandem.cluster.scaling.scaling_watch import ScalingReport, write_scaling
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, RequestClient
 from tandem.cluster.tenants.quota import Quota
@@ -64,6 +65,12 @@ def prepare(url: str) -> None:
     asyncio.run(write())
 
 
+async def write(url: str, command: Callable[[BackgroundClient], Awaitable[object]]) -> None:
+    redis = BackgroundClient(url)
+    await command(redis)
+    await redis.close()
+
+
 async def run_requests(
     url: str, tenants: Named, gateway: str, counts: Mapping[str, int], server_ms: Callable[[], int]
 ) -> None:
@@ -88,6 +95,11 @@ def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch:
         "  adapters 2: pirate@aaaaaaaaaaaa device 1, shout@bbbbbbbbbbbb at its source",
         "  tenants 3: acme running 2, free, idle running 0",
     ]
+    report = ScalingReport(groups=3, why="queue 41k tokens = 6.2 s > 2 s", held=2)
+    asyncio.run(write(server.url, lambda redis: write_scaling(redis, "s", report)))
+    lines = CliRunner().invoke(build_app(), ["status"], catch_exceptions=False).output.splitlines()
+    assert lines[1] == "  groups wanted 3  held 2: queue 41k tokens = 6.2 s > 2 s" and lines[2].startswith("  group g0")
+    asyncio.run(write(server.url, lambda redis: redis.command("DEL", keys.scaling("s"))))
     monkeypatch.setattr(
         "tandem.cluster.process.run_files.read_run_files", lambda: [msgspec.structs.replace(run, stopping=True)]
     )
