@@ -56,7 +56,7 @@ started, over Ray, as only who may use this Ray can."""
 
 def gcs_of(service: Service) -> str:
     """The address of its Ray."""
-    words = [word for process in service.descendants() for word in process.cmdline()]
+    words = [word for process in service.descendants() for word in title_of(process).split()]
     return next(word.partition("=")[2] for word in words if re.match(r"--gcs-address=.", word))
 
 
