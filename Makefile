@@ -16,7 +16,7 @@ TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t
 
 .PHONY: install dev serve check check-kernels format quick test parity gpu gpu-run chaos lab fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
-  bench-invariant bench-speculation bench-routing bench-overload bench-batching bench-fairness bench-multiturn bench-weight-stream \
+  bench-invariant bench-speculation bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
   bench-lora bench-moe bench-gpu performance model-table docs release clean help
 
 help: ## show these goals
@@ -152,6 +152,9 @@ bench-routing: $(DEV) ## the choice of a group in a gateway, with 16, 64 and 256
 
 bench-overload: $(DEV) ## goodput, refusals and memory at 0.5 to 3 times the capacity
 	$(BIN)/python -m benchmarks.service.overload $(ARGS)
+
+bench-scaling: $(DEV) ## groups from none to three and back, with long streams over each change; some 6 minutes, and a plot
+	$(BIN)/python -m benchmarks.service.scaling $(ARGS)
 
 bench-speculation: $(DEV) ## n-gram speculation: acceptance, and speed-up by acceptance, A-B-A-B
 	$(BIN)/python -m benchmarks.engine.speculation $(ARGS)

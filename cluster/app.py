@@ -14,8 +14,9 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from tandem.cluster.deploy.coming_nodes import coming_resources
 from tandem.cluster.deploy.nodes import alive_nodes, choose_home, gateways_for, on_cluster
-from tandem.cluster.deploy.placement import group_options, max_groups, surge_percent
+from tandem.cluster.deploy.placement import group_options, least_groups, max_groups, surge_percent
 from tandem.cluster.deploy.preflight import check_memory, note_on_redis
 from tandem.cluster.deploy.ray_tokens import check_token
 from tandem.cluster.deploy.resolved_settings import pin_settings, settings_here
@@ -28,11 +29,12 @@ from tandem.cluster.wire.group_shape import group_shape
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import (
     COORDINATOR,
-    CPU_SHARE,
     GATEWAY,
+    GATEWAY_SHARE,
     MAX_ONGOING_REQUESTS,
     ServiceFacts,
 )
+from tandem.configs.autoscaling import goals_of
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
 from tandem.configs.platform_facts import steps_line
@@ -90,18 +92,26 @@ def build(args: dict[str, Any]) -> Application:
         log.warning("%s", line)
     if (steps := steps_line(settings.engine, device)) is not None:
         log.info("%s", steps)
-    return build_app(settings, facts, free_resources)
+    return build_app(settings, facts, lambda labels: [*free_resources(labels), *coming_resources(labels)])
 
 
 def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResources = lambda labels: ()) -> Application:
     """Builds the application for pinned settings, which every process resolves on its own machine. Needs a connection
     to Ray. free: what each node with such labels has left, where this version may replace another: as far as there is
     room, new replicas start first."""
-    facts = replace(facts, model_digest=model_digest(settings.engine.model))
+    facts = replace(
+        facts,
+        model_digest=model_digest(settings.engine.model),
+        shutdown_timeout_s=settings.shutdown_timeout_s,
+        may_sleep=least_groups(settings) == 0,
+        is_scaled=goals_of(settings.autoscaling_config) is not None,
+    )
     shape = group_shape(settings.engine.parallel, facts.device)
     options = group_options(settings, shape, MAX_ONGOING_REQUESTS)
     room = free(settings.engine.parallel.label_selector) if _has_memory(settings) else ()
-    options["max_surge_percent"] = surge_percent(max_groups(settings), shape.bundles, room)
+    if (asked := settings.max_surge_percent) is None:
+        asked = surge_percent(max_groups(settings), shape.bundles, room)
+    options["max_surge_percent"] = asked
     coordinator = serve.deployment(name=COORDINATOR, request_router_config=ROUTER, logging_config=QUIET, **options)(
         Coordinator
     )
@@ -109,15 +119,13 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResource
     gateway = serve.deployment(
         name=GATEWAY,
         num_replicas=settings.gateway.num_gateways,
-        max_surge_percent=surge_percent(
-            settings.gateway.num_gateways, [{"CPU": CPU_SHARE}], free(settings.gateway.label_selector)
-        ),
+        max_surge_percent=100,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options=_gateway_resources(facts, settings.gateway.label_selector),
         health_check_period_s=2.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=settings.shutdown_timeout_s + LEAVING_S,
+        graceful_shutdown_timeout_s=settings.replaced_s + LEAVING_S,
         max_constructor_retry_count=3,
         logging_config=QUIET,
     )(Gateway)
@@ -134,7 +142,7 @@ def _gateway_resources(facts: ServiceFacts, labels: Mapping[str, str]) -> dict[s
     """Actor options of a gateway: a share of a CPU, on the node of the service's port if one is named, or on nodes with
     these labels."""
     pinned = {} if facts.gateway_node is None else {"resources": {f"node:{facts.gateway_node}": 0.001}}
-    return {"num_cpus": CPU_SHARE} | pinned | ({"label_selector": dict(labels)} if labels else {})
+    return {"num_cpus": GATEWAY_SHARE} | pinned | ({"label_selector": dict(labels)} if labels else {})
 
 
 def _has_memory(settings: ServiceSettings) -> bool:

@@ -14,9 +14,10 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import yaml
 
+from tandem.configs.autoscaling import AUTOSCALING_KEYS, checked_autoscaling
 from tandem.configs.errors import SettingsError
 from tandem.configs.foreign_flags import SAME_VALUES, check_foreign, is_foreign, unfolded
-from tandem.configs.lora_modules import module_text, served_names
+from tandem.configs.json_flags import draft_settings, module_text, served_names
 from tandem.configs.options import OPTIONS, Option, option_named, parse_size
 from tandem.configs.platform_facts import DEVICE_FLAGS, PLATFORM_FACTS, idle_lines
 from tandem.configs.schema import GatewaySettings, ServiceSettings
@@ -51,18 +52,6 @@ GATEWAY_KEYS = (
 STEP_SIZES = ("max_num_seqs", "max_num_batched_tokens")
 NOT_ENGINE_KEYS = (*PORT_KEYS, "redis_url", "queue_timeout")
 LORA_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes")
-AUTOSCALING_KEYS = (
-    "min_replicas",
-    "max_replicas",
-    "initial_replicas",
-    "target_ongoing_requests",
-    "look_back_period_s",
-    "upscale_delay_s",
-    "downscale_delay_s",
-    "metrics_interval_s",
-    "upscaling_factor",
-    "downscaling_factor",
-)
 
 
 def build_settings(
@@ -170,7 +159,7 @@ def settings_from_serve_args(args: Mapping[str, Any], gateways: int = 1) -> Serv
         if not isinstance(args.get(name), bool | None):
             raise SettingsError(f"{args[name]!r} must be true or false", name)
     loading = _section(args, "model_loading_config", ("model_id", "model_source"))
-    deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas"))
+    deployment = _section(args, "deployment_config", ("autoscaling_config", "num_replicas", "max_surge_percent"))
     values = {**_section(args, "engine_kwargs", None)}
     gateway = _section(args, "gateway_config", GATEWAY_KEYS)
     values |= {GATEWAY_NAMES.get(key, key): value for key, value in gateway.items()}
@@ -188,7 +177,14 @@ def settings_from_serve_args(args: Mapping[str, Any], gateways: int = 1) -> Serv
         values["data_parallel_size"] = deployment["num_replicas"]
     if "api_server_count" not in {name.replace("-", "_") for name in values}:
         values["api_server_count"] = gateways
-    return build_settings(model, values, deployment.get("autoscaling_config"))
+    settings = build_settings(model, values, deployment.get("autoscaling_config"))
+    return msgspec.structs.replace(settings, max_surge_percent=_surge(deployment.get("max_surge_percent")))
+
+
+def _surge(given: Any) -> int | None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= 100):
+        raise SettingsError(f"{given!r} must be a whole number from 0 to 100", "max_surge_percent")
+    return given
 
 
 def _lora_values(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,8 +247,6 @@ def _read(option: Option, value: Any, served: Collection[str]) -> Any:
     if isinstance(value, str) and (origin is dict or hasattr(option.kind, "__struct_fields__")):
         value = _json_object(option, value)
     if option.name == "speculative_config":
-        from tandem.configs.speculative_config import draft_settings
-
         return draft_settings(value)
     return _items(option, value, served) if origin is tuple else value
 
@@ -303,21 +297,7 @@ def _autoscaling(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_unknown(config, AUTOSCALING_KEYS, "autoscaling_config")
     if values.get("data_parallel_size") is not None:
         raise SettingsError("autoscaling_config chooses the number of groups", "data_parallel_size")
-    for key, value in config.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise SettingsError(f"{key}: {value!r} must be a number of at least 0", "autoscaling_config")
-    for key in ("min_replicas", "initial_replicas"):
-        if config.get(key, 1) < 1:
-            message = f"{key}: {config[key]!r} must be at least 1; a service without a group does not start"
-            raise SettingsError(message, "autoscaling_config")
-    low, high = config.get("min_replicas", 1), config.get("max_replicas", 1)
-    first = config.get("initial_replicas", low)
-    if not (isinstance(low, int) and isinstance(high, int) and high >= 1 and low <= high):
-        raise SettingsError(f"min_replicas {low} and max_replicas {high} are no range", "autoscaling_config")
-    if not (isinstance(first, int) and low <= first <= high):
-        message = f"initial_replicas {first} is not between min_replicas {low} and max_replicas {high}"
-        raise SettingsError(message, "autoscaling_config")
-    return dict(config)
+    return checked_autoscaling(config)
 
 
 def _check_together(settings: ServiceSettings) -> None:

@@ -333,7 +333,16 @@ OPTIONS: tuple[Option, ...] = (
            "End every stream with its usage, as if stream_options.include_usage were true."),
     Option("disable_fastapi_docs", "gateway.disable_fastapi_docs", bool, HTTP, "Do not serve /openapi.json."),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
-           "Seconds that requests in flight have to finish at shutdown.", at_least(0), "at least 0"),
+           "Seconds that requests in flight have to finish at shutdown, and in a group that is taken down until they "
+           "move to another.", at_least(0), "at least 0"),
+    Option("gateway_drain_timeout", "gateway.drain_timeout_s", float, HTTP,
+           "Seconds that streams have to end through a gateway that another one replaces (a new version, fewer "
+           "gateways, a drained node, SIGTERM), --shutdown-timeout if that is more. Those of a model that a new "
+           "version no longer has end in their groups in that time.", at_least(0), "at least 0"),
+    Option("sse_keep_alive_interval", "gateway.sse_keep_alive_s", float, HTTP,
+           "Seconds of silence after which a stream gets a comment, for balancers that close silent connections; also "
+           "while it waits for a group or for its first token. Status 200 goes out with it, and what fails later is an "
+           "event. Default: 15, once the stream has begun.", lambda v: 1 <= v <= 3600, "from 1 to 3600"),
     Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,
            "Prefix of metric names, before a colon. vllm: the names that vLLM's dashboards expect.",
            _metric_name, "letters, digits, _ and :, and no digit first"),

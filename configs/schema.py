@@ -211,6 +211,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # The folder for the usage journal and a copy of the tenants and the adapter list. None: they end with the service,
     # or with Redis if that is later.
     state_dir: str | None = None
+    # Seconds for its streams when another gateway takes its place (ServiceSettings.replaced_s)
+    drain_timeout_s: float = 600.0
     usage_days: int = 30
     usage_rows: int = 1_000_000
     # Limits of a request. Above one it gets 400, or the status at its line.
@@ -236,6 +238,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     strict_fields: bool = False  # refuse fields that cannot change an answer, in place of naming them as ignored
     # Answers
     metrics_prefix: str = "tandem"
+    sse_keep_alive_s: float | None = None  # silence before a comment, also before the first event; None: only after it
     per_request_spec_decode_metrics: SpecDecodeMetrics = "none"  # what they report of their draft tokens
     enable_auto_tool_choice: bool = False  # the model itself may decide to call a tool
     tool_call_parser: ToolCallParser | None = None  # how it writes calls; None: as the chat template says, if it does
@@ -292,5 +295,13 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     adapters: AdapterSettings = AdapterSettings()
     logs: LogSettings = LogSettings()
     autoscaling_config: dict[str, Any] | None = None
+    max_surge_percent: int | None = (
+        None  # groups of a new version beside those of the old one; None: as nodes have room
+    )
     shutdown_timeout_s: float = 30.0
     without_effect: tuple[str, ...] = ()  # a line for each flag of vLLM that was given and changes nothing here
+
+    @property
+    def replaced_s(self) -> float:
+        """Seconds that streams have to end when another version takes over: never less than at the service's end."""
+        return max(self.gateway.drain_timeout_s, self.shutdown_timeout_s)

@@ -19,7 +19,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "ray_private",
         "wire",
         "fleet tenants routing",
-        "adapters",
+        "adapters scaling",
         "group gateway",
         "deploy",
         "app",

@@ -65,3 +65,32 @@ Groups tell each other what each tenant's work cost, so that shares hold over th
 {whole(options["charged"])} tenants in a second: an exchange is {charges["bytes_per_exchange"] / 1e3:.0f} kB,
 all together {charges["bytes_per_s"] / 1e6:.1f} MB/s, and Redis is busy for {percent(charges["redis_cpu_s_per_s"])} of
 a core."""
+
+
+def updates_section() -> str:
+    """What a rolling update costs streams, before and now."""
+    found = read_json("rolling-updates.json")
+
+    def row(line: dict[str, Any]) -> list[str]:
+        lasted = " / ".join(f"{seconds:.0f}" for seconds in line["seconds_min_p50_max"])
+        ends = [str(line[end]) for end in ("ok", "refused", "failed", "cut")]
+        return [line["kind"], line["code"], str(line["deploys"]), *ends, lasted, f"{line['longest_silence_s']:.0f}"]
+
+    rows = [
+        row(line | {"code": code})
+        for code in ("before", "now")
+        for line in found[code]
+        if line.get("deploys") is not None
+    ]
+    head = [
+        "what changes", "code", "deploys", "whole", "refused", "failed", "cut", "s, least / median / most",
+        "longest silence, s",
+    ]  # fmt: skip
+    return f"""## Rolling updates
+
+`make chaos` deploys another version of a service of two groups of the demo model, time after time, under 200 streams of
+20 to 90 s: another argument, other code, another revision of the model (`tests/lab/test_rolling_updates.py`). The
+machine was busy with other work, so that streams took longer than they should. Whole streams had all their tokens and
+said what others of their prompt said. "Before" is the commit before decision 095.
+
+{table(head, rows)}"""

@@ -9,6 +9,9 @@ from tandem.cluster.wire.group_shape import GroupShape, group_shape, rooms
 from tandem.cluster.wire.service_facts import CPU_SHARE
 from tandem.configs.schema import Device, ServiceSettings
 
+LAST_WORDS_S = 5.0
+"""Time for a group that ends by itself, until Serve kills it."""
+
 
 def max_groups(settings: ServiceSettings) -> int:
     """The most groups that may run at once, with autoscaling or without."""
@@ -23,6 +26,12 @@ def min_groups(settings: ServiceSettings) -> int:
     if config is None:
         return settings.engine.parallel.data_parallel_size
     return int(config.get("initial_replicas", config.get("min_replicas", 1)))
+
+
+def least_groups(settings: ServiceSettings) -> int:
+    """The fewest groups that run when nothing is asked of them."""
+    config = settings.autoscaling_config
+    return settings.engine.parallel.data_parallel_size if config is None else int(config.get("min_replicas", 1))
 
 
 def declared_cpus(settings: ServiceSettings, device: Device, cores: int) -> int:
@@ -57,7 +66,8 @@ def group_options(settings: ServiceSettings, shape: GroupShape, max_ongoing: int
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 10.0,
         "graceful_shutdown_wait_loop_s": 0.1,
-        "graceful_shutdown_timeout_s": max(settings.shutdown_timeout_s, 0.5),
+        # it ends by itself at --shutdown-timeout, unless what it computes can end nowhere else (group/last_requests.py)
+        "graceful_shutdown_timeout_s": settings.replaced_s + LAST_WORDS_S,
         "max_constructor_retry_count": 3,
     }
     if labels := settings.engine.parallel.label_selector:

@@ -54,11 +54,17 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     fetching: str = ""  # what nodes download of the model, in words
     load_s: float = 0.0  # from the start of its process until it served
     prefix_resets: int = 0  # number of the last order to forget its prefix cache that it has obeyed
+    kind: str = ""  # its wire version and model (kind_of()); empty: a release that does not say
+    figures: list[float] = []  # for the number of groups (scaling/decide.py FIGURES), where that follows the load
 
     @property
     def is_ready(self) -> bool:
         """True while it takes requests and makes progress."""
         return self.state == "serving" and self.stalled_s <= STALLED_AFTER_S
+
+    def is_other(self, kind: str) -> bool:
+        """True if it can do nothing for processes of this kind, as far as both are known."""
+        return bool(kind and self.kind) and kind != self.kind
 
 
 class StartFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,6 +246,21 @@ async def read_start_failure(redis: Commands, service: str) -> StartFailure | No
     """The failure left by a process of this service, if any."""
     value = await redis.command("GET", keys.start_failure(service))
     return msgspec.msgpack.decode(value, type=StartFailure) if isinstance(value, bytes) else None
+
+
+async def write_load_s(redis: Commands, service: str, load_s: float) -> None:
+    """Notes how long a group took to load. RedisUnavailable."""
+    await redis.command("SET", keys.load_s(service), f"{load_s:.3f}", "EX", keys.LOAD_TTL_S)
+
+
+async def read_load_s(redis: Commands, service: str) -> float:
+    """Returns how long a group took to load last; 0.0 where none has loaded yet, or Redis is unavailable."""
+    key = keys.load_s(service)
+    try:
+        value, _ = await redis.pipeline([["GET", key], ["EXPIRE", key, keys.LOAD_TTL_S]])
+    except RedisUnavailable:
+        return 0.0
+    return float(value) if isinstance(value, bytes) else 0.0
 
 
 def channel_name(group: str, life: int) -> str:

@@ -1,7 +1,9 @@
-"""Records of the gateways of a service that has several, so that each can show the metrics of all.
+"""Records of the gateways of a service that has several, so that each can show the metrics of all, and of those under
+Serve, where new ones replace old ones.
 
 One port leads to any of them (SO_REUSEPORT, or Serve's proxy), so a scrape of /metrics meets one at random. Each writes
-its metrics to Redis; the one that is scraped adds the others'. A service with one gateway has no such records.
+its metrics to Redis, where there are several; the one that is scraped adds the others'. The only gateway of `tandem
+serve` has no record.
 """
 
 import asyncio
@@ -30,7 +32,10 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int  # HTTP requests whose answers are not complete
     metrics: bytes  # its own families as Prometheus text
     tenant_metrics: bytes  # those that name tenants
+    held: int = 0  # requests that wait while no group can take them
     quarantined: list[str] = []  # digests of prompts that have ended a group (gateway/generation/quarantine.py)
+    is_leaving: bool = False  # Serve takes it down, and its streams end
+    refused: str = ""  # why the deployment's user_config is not in force
 
 
 class GatewayHeartbeat(Heartbeat[GatewayRecord]):

@@ -13,11 +13,12 @@ from tandem.cluster.state.notifications import announcement
 from tandem.cluster.state.redis_client import Commands
 
 MOST_EVENTS = 200
-Kind = Literal["serving", "failed", "lost", "missing", "returned", "left"]
+Kind = Literal["serving", "failed", "lost", "missing", "returned", "left", "not_updated"]
 
 
 class GroupEvent(msgspec.Struct, frozen=True):
-    """One event. failed: the group did not start. missing: its record is missing. returned: the record is back."""
+    """One event. failed: the group did not start. missing: its record is missing. returned: the record is back.
+    not_updated: a new version of the service did not start, of no one group."""
 
     kind: Kind
     group: str

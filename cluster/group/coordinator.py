@@ -22,30 +22,35 @@ import ray
 from ray import serve
 
 from tandem.cluster.fleet.fleet_view import (
+    FleetView,
     GroupRecord,
     GroupState,
     StartFailure,
     channel_name,
     group_heartbeat,
     report_start_failure,
+    write_load_s,
 )
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_opener import EngineOpener
 from tandem.cluster.group.group_log import GroupLog
+from tandem.cluster.group.last_requests import nobody_takes_over, time_is_over
 from tandem.cluster.group.node_drain import next_drained
 from tandem.cluster.group.ray_ranks import nodes_of_bundles
 from tandem.cluster.group.sharing import Sharing
+from tandem.cluster.ray_private.application_state import application_state
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down
 from tandem.cluster.routing.outstanding import tokens_by_gateway
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.scaling.scaling_figures import ScalingFigures
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
 from tandem.cluster.wire.token_channel import TokenSender
-from tandem.cluster.wire.version import OtherVersion, with_version, without_version
+from tandem.cluster.wire.version import OtherVersion, kind_of, with_version, without_version
 from tandem.configs.errors import SettingsError
 from tandem.configs.limits import allow_many_open_files
 from tandem.configs.schema import EngineSettings
@@ -102,13 +107,15 @@ class Coordinator:
         context = serve.get_replica_context()
         self._group = context.replica_id.unique_id
         self._node: str = ray.get_runtime_context().get_node_id()
-        self._membership = Membership(context.app_name, facts)
+        self._app = context.app_name
+        self._membership = Membership(self._app, facts)
         self._facts = facts = await self._membership.join()
         open_log_of(facts, f"group-{self._group}")
         log.info("group %s starts in process %d, for %s", self._group, os.getpid(), model_name)
         self._life = time.time_ns() // 1_000_000
         self._began_s = process_began_s()
         self._load_s = 0.0
+        self._figures = ScalingFigures(settings.scheduler.max_num_seqs)
         self._model_name = model_name
         self._state: GroupState = "loading"
         self._outstanding: dict[tuple[str, int], tuple[str, int]] = {}
@@ -204,12 +211,9 @@ class Coordinator:
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns figures for custom autoscaling policies; the default one counts the handle calls in flight."""
-        stats = self.engine_stats
-        return {
-            "waiting": float(stats.waiting) if stats is not None else 0.0,
-            "kv_used": stats.kv_usage if stats is not None else 0.0,
-        }
+        """Returns figures for autoscaling policies, ours (cluster/scaling/decide.py) or a user's; Serve's own one
+        counts the handle calls in flight."""
+        return self._figures.read(self.engine_stats)
 
     async def __del__(self) -> None:
         """Serve calls this when it has drained the replica, before it ends the process."""
@@ -240,9 +244,7 @@ class Coordinator:
         self._load_s = time.monotonic() - self._began_s
         log.info("group %s serves after %.1f s, ranks %s", self._group, self._load_s, self._opener.rank_pids)
         self.heartbeat_now()
-        self._event_task = self._loop.create_task(
-            self._write_event(GroupEvent("serving", self._group)), name="group serves"
-        )
+        self._event_task = self._loop.create_task(self._tell_that_it_serves(), name="group serves")
         if not self._opened.done():
             self._opened.set_result(None)
 
@@ -283,6 +285,20 @@ class Coordinator:
         if self._state == "serving":
             self._state = "draining"
             self.heartbeat_now()
+            self._leaving = self._loop.create_task(self._end_in_time(), name="group is taken down")
+
+    async def _end_in_time(self) -> None:
+        await time_is_over(self._facts.shutdown_timeout_s, self._is_needed)
+        self._end_soon("hands over what it still computes, as it is taken down (--shutdown-timeout)")
+
+    async def _is_needed(self) -> bool:
+        """Returns whether what it computes can end only here."""
+        fleet = FleetView(self._redis, self._facts.service_id)
+        await fleet.refresh()
+        if not nobody_takes_over(self._record(), fleet.records.values()):
+            return False
+        application = await application_state(self._app)
+        return application is None or not application.is_ending
 
     async def _end_with_nodes(self, placement_group: Any) -> None:
         """Ends the group when a node of its ranks is drained; Serve itself looks after the coordinator's."""
@@ -311,6 +327,11 @@ class Coordinator:
         with suppress(RedisUnavailable, TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
                 await write_event(self._redis, self._facts.service_id, event)
+
+    async def _tell_that_it_serves(self) -> None:
+        with suppress(RedisUnavailable):
+            await write_load_s(self._redis, self._facts.service_id, self._load_s)
+        await self._write_event(GroupEvent("serving", self._group))
 
     async def _leave(self) -> None:
         """Removes the group's record, so that nobody waits until it expires."""
@@ -370,8 +391,14 @@ class Coordinator:
             total_bytes=total_bytes,
             fetching=self._opener.fetching(),
             load_s=self._load_s,
+            figures=self._scaled_figures(),
             prefix_resets=self._sharing.resets.done,
+            kind=kind_of(self._facts.model_digest),
         )
+
+    def _scaled_figures(self) -> list[float]:
+        is_wanted = self._facts.is_scaled and self._state == "serving"
+        return list(self._figures.read(self.engine_stats).values()) if is_wanted else []
 
     def _report(self) -> GroupReport:
         stats, adapters = self.engine_stats, self._sharing.adapters

@@ -1,12 +1,13 @@
 """Facts that Ray and Serve tell only themselves, for processes of Ray and connected drivers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import ray
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private import worker as ray_worker
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import available_resources_per_node
 from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
@@ -36,6 +37,28 @@ def node_resources(labels: Mapping[str, str], resource: str) -> list[dict[str, f
     """
     alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
     return [node["Resources"] for node in alive if node_labels_match_selector(node.get("Labels", {}), labels)]
+
+
+def labels_match(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Returns whether Ray's selector takes a node with these labels."""
+    return bool(node_labels_match_selector(dict(labels), dict(selector)))
+
+
+def reported_by_monitor() -> bytes | None:
+    """Returns what Ray's monitor last said of nodes and its own process, as JSON; None: no monitor runs.
+
+    Lost without it: room that an autoscaler may bring does not count, and old groups end before new ones start.
+    """
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    told: bytes | None = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
+    return told
+
+
+def on_head(call: Callable[..., Any], argument: Any, timeout_s: float) -> Any:
+    """Runs call(argument) on the head node and returns what it returns. Blocks; Ray's errors."""
+    asked = ray.remote(call).options(num_cpus=0, resources=ON_HEAD).remote(argument)
+    return ray.get(asked, timeout=timeout_s)
 
 
 def session_folder() -> Path:

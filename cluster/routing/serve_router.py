@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -20,7 +20,7 @@ from tandem.cluster.routing.outstanding import Outstanding, elsewhere
 from tandem.cluster.routing.policy import Pick, adapter_affinity, best_few
 from tandem.cluster.routing.residency import Homes, Residency, Tier
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.cluster.routing.unreached_groups import UnreachedGroups
+from tandem.cluster.routing.router_view import router_view
 
 log = logging.getLogger("ray.serve.tandem")
 RECONCILE_S = 2.0
@@ -28,12 +28,8 @@ RECONCILE_S = 2.0
 
 
 class GroupRouter(RequestRouter):  # type: ignore[misc]
-    """Sends each request to a group that the policy finds cheap. running: the groups that Serve lists for this
-    process, None before it has listed any; those that it takes down are no longer among them. unreached: groups that
-    calls of this process do not reach."""
-
-    running: ClassVar[frozenset[str] | None] = None
-    unreached: ClassVar[UnreachedGroups] = UnreachedGroups()
+    """Sends each request to a group that the policy finds cheap. What it sees of groups is in the RouterView of its
+    process: attributes of this class are not those that a gateway would import."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         assert not kwargs, f"unknown router arguments {sorted(kwargs)}"
@@ -52,7 +48,9 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         pending_request.routing_context.should_backoff = True  # otherwise a full fleet is a hot loop
         try:
             request: RouteHint = pending_request.kwargs["hint"]
-            if pause_s := self.unreached.pause_s(replica.replica_id.unique_id for replica in candidate_replicas):
+            if pause_s := router_view().unreached.pause_s(
+                replica.replica_id.unique_id for replica in candidate_replicas
+            ):
                 await asyncio.sleep(pause_s)  # Serve tries again at once, for ever, and takes a core for it
             now_s = time.monotonic()
             self._read_reports(candidate_replicas, request.gateway, now_s)
@@ -69,7 +67,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         """Serve calls this late: for one whole answer only once it is there. So the choice itself counts already, and
         this corrects it when the first rank did not take the request."""
         try:
-            self.unreached.reached(replica_id.unique_id)
+            router_view().unreached.reached(replica_id.unique_id)
             if self._outstanding.holds(pending_request.metadata.internal_request_id):
                 self._begin(pending_request, replica_id.unique_id, pending_request.kwargs["hint"])
         except Exception:
@@ -78,7 +76,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
     def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
         """Serve calls this when a call did not arrive, before it tries again."""
         super().on_replica_actor_unavailable(replica_id)
-        if self.unreached.failed(replica_id.unique_id):
+        if router_view().unreached.failed(replica_id.unique_id):
             log.warning("a call did not reach group %s; it is tried again", replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
@@ -88,10 +86,10 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         """Serve calls this with every change of the groups or of their reports, and then uses another list of them."""
         super().update_replicas(replicas)
         alive = frozenset(replica.replica_id.unique_id for replica in replicas)
-        GroupRouter.running = alive
+        router_view().running = alive
         self._outstanding.keep_only(alive)
         self._residency.keep_only(alive)
-        self.unreached.keep_only(alive)
+        router_view().unreached.keep_only(alive)
         try:
             if self._reports.replicas:  # not in the next choice: with hundreds of groups it takes longer than that
                 self._read_reports(self._replicas_list, self._reports.gateway, time.monotonic())

@@ -37,6 +37,8 @@ class Lines:
             return f"group {event.group} serves"
         if event.kind == "returned":
             return f"group {event.group} is back" if self._ended.pop(event.group, True) is None else None
+        if event.kind == "not_updated":
+            return f"a new version did not start: {event.reason}"
         if event.group in self._ended:
             return None
         self._ended[event.group] = None

@@ -253,7 +253,8 @@ class Launcher:
     def _wait_until_ready(self, app: "ServeApp") -> None:
         groups, count = _groups(min_groups(self._settings)), self._settings.gateway.num_gateways
         gateways = "the gateway" if count == 1 else f"{count} gateways"
-        with self._phase("groups", f"starting {gateways} and {groups}, loading weights ..."):
+        loads = f"{groups}, loading weights" if min_groups(self._settings) else "no group until a request comes"
+        with self._phase("groups", f"starting {gateways} and {loads} ..."):
             try:
                 choices = app.wait_until_ready(self._restart_sidecars, self._console.loading.show)
             finally:
@@ -419,4 +420,4 @@ def cut_off_line(count: int, limit_s: float | None) -> str:
 
 
 def _groups(count: int) -> str:
-    return f"{count} group{'s' if count > 1 else ''}"
+    return f"{count} group{'' if count == 1 else 's'}"

@@ -91,6 +91,21 @@ def events(service: str) -> str:
 
 EVENTS_TTL_S = 3600
 
+SCALING_TTL_MS = 10_000
+LOAD_TTL_S = 30 * 24 * 3600
+
+
+def scaling(service: str) -> str:
+    """ScalingReport (msgpack): the number of groups that is wanted, and why. PX 10 s, renewed every 3 s. Owner: the
+    gateways of a service whose groups are scaled by our policy; each writes the same."""
+    return f"tandem:{service}:scaling"
+
+
+def load_s(service: str) -> str:
+    """Seconds that a group took to load last, as text: for gateways that start while there is none. TTL 30 days,
+    renewed by each load and by each start of a gateway. Owner: coordinators."""
+    return f"tandem:{service}:load-s"
+
 
 def start_failure(service: str) -> str:
     """The reason why a process of this service could not start (msgpack StartFailure). TTL 10 min. Owner: the failing

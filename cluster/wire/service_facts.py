@@ -20,6 +20,8 @@ GATEWAY = "tandem-gateway"
 COORDINATOR = "tandem-coordinator"
 CPU_SHARE = 0.1
 """CPUs that Ray counts for an actor that is no GPU rank."""
+GATEWAY_SHARE = 0.01
+"""... for a gateway: next to none, as gateways of a new version always start beside the old ones."""
 MAX_ONGOING_REQUESTS = 100_000
 """Above every queue limit: the engine admits requests, Serve only counts them."""
 
@@ -37,8 +39,11 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     gateway_node: str | None = None  # address of the node that gateways must run on, because their port is there
     ports: Ports = ANY_PORTS  # --port-range, for the private Redis; others have it of the settings
     max_groups: int = 1  # that may run at once, with autoscaling its maximum
+    may_sleep: bool = False  # there may be no group at all: the first request brings one
+    is_scaled: bool = False  # the number of groups follows their figures (cluster/scaling/decide.py)
     # Ray id of the one machine, when other nodes could join; a process that is placed elsewhere refuses to start
     home_node: str | None = None
+    shutdown_timeout_s: float = 30.0  # for the requests of a group that is taken down
     model_digest: str = ""  # of the model that this version serves, empty: not known
     logs: LogPlace | None = LogPlace()  # None: there are no log files
     host_socket: str | None = None  # of the machine's host-tier process; None when ranks hold that memory themselves

@@ -33,6 +33,12 @@ class OtherModel(OtherVersion):
         self.args = (f"it is for another model ({model}), this process has {ours}",)
 
 
+def kind_of(model: str) -> str:
+    """Returns what replicas must have alike to work for each other: the wire version and the model's digest. Empty: the
+    model is not known."""
+    return f"{WIRE_VERSION}.{model}" if model else ""
+
+
 def with_version(body: bytes, group: str = "", model: str = "") -> bytes:
     """Puts the line of this process's version in front of a body. model: digest of this process's."""
     return b"%s %d %s %s\n%s" % (_NAME, WIRE_VERSION, group.encode(), model.encode(), body)

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.cluster
 QUESTION = [{"role": "user", "content": "Tell me a short story about a whale."}]
 PIRATE = REPOSITORY / "configs" / "demo" / "adapters" / "pirate"
 REPLACED_S = 120.0
+SHUTDOWN_S = 1.0
+"""Much less than a stream lasts: in its old group it has this time, and then moves."""
 LOOK_INSIDE = """
 import json, sys
 import ray
@@ -52,11 +54,15 @@ print(json.dumps([*found, ray._private.worker.global_worker.node.address_info["w
 started, over Ray, as only who may use this Ray can."""
 
 
+def gcs_of(service: Service) -> str:
+    """The address of its Ray."""
+    words = [word for process in service.descendants() for word in title_of(process).split()]
+    return next(word.partition("=")[2] for word in words if re.match(r"--gcs-address=.", word))
+
+
 def look_inside(service: Service) -> tuple[list[str], list[str], str]:
     """The secrets of the channels, the passwords of Redis, and the address of Ray's REST API."""
-    words = [word for process in service.descendants() for word in process.cmdline()]
-    address = next(word.partition("=")[2] for word in words if re.match(r"--gcs-address=.", word))
-    command = [sys.executable, "-c", LOOK_INSIDE, address]
+    command = [sys.executable, "-c", LOOK_INSIDE, gcs_of(service)]
     done = subprocess.run(command, env=service.environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     secrets, passwords, dashboard = json.loads(done.stdout.splitlines()[-1])
@@ -100,7 +106,9 @@ class Deployed:
         self._args["gateway_config"] = {
             "api_key": f"file:{folder / 'keys'}", "admin_api_key": "env:ROOT", "metrics_api_key": "env:SCRAPE"
         }  # fmt: skip
-        self._write("INFO", batch_invariant=True, device="cpu", max_num_seqs=16, max_loras=2, shutdown_timeout=20)
+        self._write(
+            "INFO", batch_invariant=True, device="cpu", max_num_seqs=16, max_loras=2, shutdown_timeout=SHUTDOWN_S
+        )
         env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local", "ROOT": ADMIN, "SCRAPE": METRICS}
         env |= {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}  # as configs/cluster
         env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
@@ -110,9 +118,25 @@ class Deployed:
     def redeploy(self, rest: Rest, log_level: str, **engine: Any) -> None:
         """`serve deploy` with other settings, which does not wait for the new version."""
         self._write(log_level, **engine)
-        command = [str(BIN / "serve"), "deploy", str(self._file), "--address", rest.url]
-        done = subprocess.run(command, env=self.service.environment, capture_output=True, text=True, timeout=60)
+        self.run("serve", "deploy", str(self._file), "--address", rest.url)
+
+    def set_numbers(self, rest: Rest, groups: int, **user_config: Any) -> None:
+        """`serve deploy` with other numbers beside the same args."""
+        (application,) = self._config["applications"]
+        gateway = {"name": "tandem-gateway", "user_config": user_config}
+        application["deployments"] = [{"name": "tandem-coordinator", "num_replicas": groups}, gateway]
+        self.redeploy(rest, "DEBUG")
+
+    def run(self, program: str, *words: str) -> str:
+        """Runs one of the installed programs in the environment of the service; returns what it printed."""
+        command, env = [str(BIN / program), *words], self.service.environment
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def status(self) -> str:
+        """What `tandem status` says."""
+        return self.run("tandem", "status", "--app", "tandem", "--address", gcs_of(self.service))
 
     def replicas(self) -> set[int]:
         """The processes of the replicas, of all versions; one that is just made has a longer title."""
@@ -219,6 +243,28 @@ def test_a_redeploy_keeps_tenants_keys_and_running_streams_and_tells_no_secret(d
         channels, again, _ = look_inside(service)
         assert again == passwords, "the Redis is the same"
         assert_nowhere(service, rest, {*secrets, *channels})
+
+
+def test_numbers_change_without_a_restart(deployed: Deployed) -> None:
+    """The number of groups, and what gateways read for each request; what needs a restart is refused by name."""
+    service = deployed.service
+    _, _, dashboard = look_inside(service)
+    rest, before, (old,) = Rest(dashboard, deployed.token), deployed.replicas(), deployed.groups()
+
+    def status_of_logprobs() -> int:
+        answer = service.post("/v1/completions", {**ASKED, "logprobs": 5}, headers=bearer(API))
+        return int(answer.status_code)
+
+    assert status_of_logprobs() == 200
+    deployed.set_numbers(rest, 2, max_logprobs=2)
+    wait_for(lambda: status_of_logprobs() == 400, 60, "the user_config is in force", 0.5)
+    wait_for(lambda: len(deployed.groups()) == 2, REPLACED_S, "another group serves", 0.5)
+    assert old in deployed.groups() and before <= deployed.replicas(), "nobody was replaced"
+    deployed.set_numbers(rest, 1, max_model_len=100)
+    said = wait_for(lambda: "user_config" in (text := deployed.status()) and text, 60, "it is refused", 1.0)
+    assert said and "max_model_len does not change without a restart" in said
+    wait_for(lambda: len(deployed.groups()) == 1, 60, "one group", 0.5)
+    assert status_of_logprobs() == 400, "as before"
 
 
 def load(service: Service) -> tuple[str, int]:

@@ -103,6 +103,7 @@ class FakeBackend:
     step_s: float | None = None
     manual: bool = False
     is_ready: bool = True
+    sleeps: bool = False
     refuse: Exception | None = None
     lose_at_position: int | None = None
     fail_at_position: int | None = None
@@ -155,6 +156,10 @@ class FakeBackend:
 
     def ready(self) -> bool:
         return self.is_ready
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.sleeps
 
     def load(self) -> Mapping[str, float | int | str]:
         return {"num_requests_running": len(self.streams), "num_requests_waiting": 0}

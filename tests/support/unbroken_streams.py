@@ -9,7 +9,8 @@ import httpx
 
 from tests.support.plain_http import plain_http
 
-TOKENS = 200
+TOKENS = 1200
+"""Of a stream: it takes several seconds."""
 PAUSE_S = 2.0
 KNOCK_PERIOD_S = 0.2
 
@@ -17,7 +18,7 @@ KNOCK_PERIOD_S = 0.2
 class Streams:
     """Greedy streams of one prompt, one after the other on a thread of their own, and requests without a key beside
     them, until stop(). ends: when each began and ended, and its last line; texts: what those said that ended well. A
-    stream takes a second of CPU time in all the processes that it passes: relax() while nothing happens."""
+    stream takes seconds of CPU time in all the processes that it passes: relax() while nothing happens."""
 
     def __init__(self, url: str, key: str) -> None:
         self.ends: list[tuple[float, float, str]] = []

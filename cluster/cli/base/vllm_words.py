@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tandem.configs.errors import SettingsError
-from tandem.configs.lora_modules import FLAG as LORA_MODULES
-from tandem.configs.lora_modules import looks_like_module
+from tandem.configs.json_flags import LORA_MODULES, looks_like_module
 
 MODEL = "--model"
 """vLLM's flag for what is the argument MODEL here."""

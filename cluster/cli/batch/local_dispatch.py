@@ -113,6 +113,10 @@ class LocalDispatch:
     def ready(self) -> bool:
         return self._lost is None
 
+    @property
+    def is_asleep(self) -> bool:
+        return False
+
     def load(self) -> Mapping[str, float | int | str]:
         return {"num_requests_running": len(self._attempts), "num_requests_waiting": 0}
 

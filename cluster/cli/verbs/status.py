@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from tandem.cluster.fleet.fleet_view import GroupRecord
     from tandem.cluster.fleet.gateway_records import GatewayRecord
     from tandem.cluster.fleet.group_reports import GroupReport
+    from tandem.cluster.ray_private.application_state import ApplicationState
+    from tandem.cluster.scaling.scaling_watch import ScalingReport
     from tandem.cluster.state.redis_client import BackgroundClient
 
 
 class _Reading(NamedTuple):
     """The state of a service at one moment. reports: of the groups that have answered, by id. gateways: empty where
-    there is only one. running: requests of each tenant, None where no limit needs them counted."""
+    there is only one, of `tandem serve`. running: requests of each tenant, None where no limit needs them counted.
+    scaling: what the gateways say of the number of groups, if that follows their load."""
 
     groups: "Sequence[GroupRecord]"
     reports: "Mapping[str, GroupReport]"
@@ -30,11 +33,12 @@ class _Reading(NamedTuple):
     redis_unavailable: bool
     adapters: "Sequence[AdapterEntry]"
     running: Mapping[str, int | None]
+    scaling: "ScalingReport | None" = None
 
 
 class _Shown(NamedTuple):
     """A service to show. model: of its adapters; None: as its groups say. nodes: whether to say on which node of Ray a
-    group is."""
+    group is. state: what Serve says of an application; None: it is none, or Serve says nothing."""
 
     title: str
     service_id: str
@@ -42,6 +46,7 @@ class _Shown(NamedTuple):
     model: str | None = None
     logs: str | None = None
     nodes: bool = False
+    state: "ApplicationState | None" = None
 
 
 def status(
@@ -83,13 +88,20 @@ def _services_here(url: str | None) -> list[_Shown]:
 def _application(app: str, address: str) -> _Shown:
     from tandem.cluster.service.application import find_application
 
-    return _Shown(f"application {app}", *find_application(app, address), nodes=True)
+    service_id, redis_url, state = find_application(app, address)
+    return _Shown(f"application {app}", service_id, redis_url, nodes=True, state=state)
 
 
 def _show(shown: _Shown, now: _Reading) -> None:
-    typer.echo(f"{shown.title}{', Redis is unavailable' if now.redis_unavailable else ''}")
+    typer.echo(f"{shown.title}{_progress(shown, now)}{', Redis is unavailable' if now.redis_unavailable else ''}")
+    if (scaling := now.scaling) is not None:
+        held = f"  held {scaling.held}" if scaling.held else ""
+        typer.echo(f"  groups wanted {scaling.groups}{held}: {scaling.why}")
     for gateway in now.gateways:
-        typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}")
+        leaving = "  leaving" if gateway.is_leaving else ""
+        typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}{leaving}")
+        if gateway.refused:
+            typer.echo(f"    {gateway.refused}")
     for record in now.groups:
         report = now.reports.get(record.group)
         pids = () if report is None else report.rank_pids
@@ -111,6 +123,23 @@ def _show(shown: _Shown, now: _Reading) -> None:
         typer.echo(f"  logs in {shown.logs}")
 
 
+def _progress(shown: _Shown, now: _Reading) -> str:
+    """Returns what is said behind the title: that a new version comes or has failed, how many requests are held."""
+    words, state = [], shown.state
+    serves = any(record.state == "serving" for record in now.groups)
+    if state is not None and state.status == "DEPLOYING":
+        words.append("updating" if serves or any(g.held or g.is_leaving for g in now.gateways) else "starting")
+    elif state is not None and state.why_failed is not None:
+        words.append(f"did not start: {state.why_failed}")
+        if serves:
+            words = [f"the new version {words[0]}; the one before serves on"]
+    elif state is not None and state.status != "RUNNING":
+        words.append(f"{state.status.lower()}{f': {state.message}' if state.message else ''}")
+    if held := sum(gateway.held for gateway in now.gateways):
+        words.append(f"{held} held")
+    return f": {', '.join(words)}" if words else ""
+
+
 def _disk_disabled(report: "GroupReport") -> str | None:
     """The reason why a group's disk tier was switched off; None while it is on, or where there is none."""
     from tandem.cluster.fleet.engine_metrics import decode_stats
@@ -129,6 +158,7 @@ async def _read(shown: _Shown, redis: "BackgroundClient") -> _Reading:
     from tandem.cluster.adapters.adapter_list import AdapterList
     from tandem.cluster.fleet.fleet_view import FleetView
     from tandem.cluster.fleet.gateway_records import GatewayRecord, read_gateways
+    from tandem.cluster.scaling.scaling_watch import read_scaling
     from tandem.cluster.state.redis_client import RedisUnavailable
     from tandem.cluster.tenants.tenant_admin import running_requests
 
@@ -139,9 +169,11 @@ async def _read(shown: _Shown, redis: "BackgroundClient") -> _Reading:
     listed = AdapterList(redis, shown.model or (models[0] if models else ""))
     running = dict[str, int | None]()
     gateways: list[GatewayRecord] = []
+    scaling = None
     with suppress(RedisUnavailable):
+        scaling = await read_scaling(redis, shown.service_id)
         gateways = await read_gateways(redis, shown.service_id)
         await listed.refresh()
         running = await running_requests(redis)
     groups, adapters = list(fleet.records.values()), list(listed.entries.values())
-    return _Reading(groups, reports, gateways, fleet.redis_unavailable, adapters, running)
+    return _Reading(groups, reports, gateways, fleet.redis_unavailable, adapters, running, scaling)

@@ -7,11 +7,10 @@ Under `serve run` requests arrive through Serve's proxy. Under `tandem serve` th
 import asyncio
 import logging
 import os
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import ray
@@ -23,41 +22,52 @@ from starlette.types import Lifespan
 
 from tandem.cluster.adapters.adapter_service import AdapterService, adapter_limit
 from tandem.cluster.adapters.build_adapters import open_adapter_service, start_adapter_tasks
-from tandem.cluster.fleet.fleet_view import FleetView, StartFailure, report_start_failure
+from tandem.cluster.fleet.fleet_view import FleetView, StartFailure, read_load_s, report_start_failure
 from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.hung_groups import CoordinatorActors, HungGroups
 from tandem.cluster.fleet.missing_groups import MissingGroups
 from tandem.cluster.gateway.app.gateway_log import GatewayLog
 from tandem.cluster.gateway.app.interpreter import QuietCollections, give_way_soon
+from tandem.cluster.gateway.app.leaving import Leaving
+from tandem.cluster.gateway.app.live_settings import LiveSettings
+from tandem.cluster.gateway.app.opening import listen, open_tenants
 from tandem.cluster.gateway.app.routes import build_gateway_app
-from tandem.cluster.gateway.app.wiring import build_accounts, build_context, build_metrics, build_text_services
+from tandem.cluster.gateway.app.update_watch import UpdateWatch
+from tandem.cluster.gateway.app.wiring import (
+    build_accounts,
+    build_context,
+    build_metrics,
+    build_text_services,
+    use_settings,
+)
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
-from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S, shutting_down
+from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S
 from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import HttpLimits, QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
 from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.process.exit_watch import ExitWatch
+from tandem.cluster.process.time_to_leave import TimeToLeave
+from tandem.cluster.ray_private.application_state import application_state
 from tandem.cluster.ray_private.ray_facts import proxy_host
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down, skip_draining_period
-from tandem.cluster.routing.serve_router import GroupRouter
+from tandem.cluster.routing.router_view import router_view
+from tandem.cluster.scaling.scaling_watch import ScalingReport, ScalingWatch, write_scaling
 from tandem.cluster.state import keys
-from tandem.cluster.state.notifications import Announcements, Changes
-from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
-from tandem.cluster.tenants.tenant_service import TenantService
+from tandem.cluster.state.notifications import Changes
+from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
-from tandem.configs.environment import short_temp_folder
-from tandem.configs.errors import SettingsError
+from tandem.configs.autoscaling import goals_of
 from tandem.configs.limits import allow_many_open_files
 from tandem.configs.schema import ServiceSettings
 from tandem.workers.planning.model_source import engine_here, named_node
 
 log = logging.getLogger("tandem.gateway")
-BACKLOG = 2048
+MODEL_LOOK_S = 1.0
 TAKEN_DOWN_WITHIN_S = 30.0
 """Time for Serve to take an unhealthy replica down: its check fails three times, two seconds apart."""
 
@@ -74,7 +84,7 @@ class Gateway:
             check_open(settings.gateway.auth, await asyncio.to_thread(proxy_host))
         self._settings = settings
         context = serve.get_replica_context()
-        self._id = context.replica_id.unique_id
+        self._id, self._app = context.replica_id.unique_id, context.app_name
         self._host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         self._membership = Membership(context.app_name, facts)
         self._facts = facts = await self._membership.join()
@@ -99,6 +109,7 @@ class Gateway:
         await self._follow_fleet(groups, context.app_name)
         async with self._failures_reported():
             await self._build_services()
+        await self._wait_for_own_model()
         loop = asyncio.get_running_loop()
         on_taken_down(lambda: loop.call_soon_threadsafe(self._end_in_time))
         on_sigterm(lambda: loop.call_soon_threadsafe(self._end_soon))
@@ -110,11 +121,19 @@ class Gateway:
         if self._was_told_to_end:
             raise RuntimeError("this gateway was told to end")
 
+    async def reconfigure(self, user_config: Any) -> None:
+        """Serve calls this with the user_config of the deployment, at the start and when it has changed."""
+        self._live.take(user_config)
+        if self._heartbeat is not None:
+            self._heartbeat.trigger()
+
     async def _follow_fleet(self, groups: Any, app_name: str) -> None:
         """Reads the tenants and the fleet, and keeps up with both from now on. groups: their Serve handle."""
         self._changes.start()
         await self._tenants.start()
         await self._fleet.refresh()
+        goals = goals_of(self._settings.autoscaling_config)
+        self._scaling = None if goals is None else ScalingWatch(goals, self._held)
         self._dispatch = ServeDispatch(
             groups,
             self._fleet,
@@ -122,16 +141,26 @@ class Gateway:
             self._host,
             self._settings.gateway.metrics_prefix,
             lambda: self._adapters,
-            DrainingGroups(lambda: GroupRouter.running, self._settings.shutdown_timeout_s, time.monotonic),
+            DrainingGroups(lambda: router_view().running, self._settings.shutdown_timeout_s, time.monotonic),
             self._facts.model_digest,
-            GroupRouter.unreached,
+            router_view().unreached,
             self._settings.engine.parallel.ports,
+            self._facts.may_sleep,
+            await read_load_s(self._redis, self._facts.service_id),
+            self._scaling,
         )
         node = ray.get_runtime_context().get_node_id()
         self._missing = MissingGroups(self._fleet, ExitWatch(), node)
         self._hung_groups = HungGroups(self._fleet, CoordinatorActors(app_name), node)
         following = self._fleet.run(self._look_after, self._dispatch.has_requests)
         self._following = asyncio.get_running_loop().create_task(following, name="fleet")
+
+    async def _wait_for_own_model(self) -> None:
+        """A version with another model: Serve gives this gateway no request, and ends none of the gateways before it,
+        until half of the groups that serve have its model, as all new requests are theirs then."""
+        while self._dispatch.is_outnumbered():
+            log.info("gateway %s waits for groups with its model", self._id)
+            await asyncio.sleep(MODEL_LOOK_S)
 
     async def _build_services(self) -> None:
         """Opens the adapters, and makes what the routes use."""
@@ -141,8 +170,8 @@ class Gateway:
             engine = await asyncio.to_thread(engine_here, engine, weights=engine.lora.enable_lora)
         settings = replace(self._settings, engine=engine)
         gateway = settings.gateway
-        several = gateway.num_gateways > 1
-        if several or gateway.ssl_ca_certs is not None:  # the launcher has no certificate to ask with
+        several = self._has_peers = gateway.num_gateways > 1
+        if several or not facts.open_port or gateway.ssl_ca_certs is not None:  # the launcher has none to ask with
             self._heartbeat = GatewayHeartbeat(self._redis, facts.service_id, self._record)
         adapters = await open_adapter_service(settings, self._redis, facts.service_id, self._most_adapters)
         if adapters is not None:
@@ -162,6 +191,13 @@ class Gateway:
             quarantined=lambda: (digest for record in self._others() for digest in record.quarantined),
         )
         draining, registries = self._context.draining, (metrics.registry, metrics.tenants)
+        self._live = LiveSettings(gateway, lambda now: use_settings(now, self._text, self._context))
+        self._leaving = Leaving(
+            draining,
+            self._dispatch.refuse_all,
+            settings.shutdown_timeout_s,
+            TimeToLeave(settings.replaced_s, settings.shutdown_timeout_s, self._application_ends),
+        )
         self._log = GatewayLog(registries, gateway.metrics_prefix, lambda: draining.in_flight)
         self._background.append(asyncio.get_running_loop().create_task(self._log.run(), name="gateway log"))
 
@@ -172,6 +208,8 @@ class Gateway:
         self._spare_the_loop()
         if self._facts.open_port:
             await self._open_port(app)
+        else:
+            self._watch_updates()
         if self._heartbeat is not None:  # from now on its requests count
             self._background.append(
                 asyncio.get_running_loop().create_task(self._heartbeat.run(), name="gateway heartbeat")
@@ -204,7 +242,7 @@ class Gateway:
         async def drained_first(app: Any) -> AsyncIterator[Any]:
             async with lifespan(app) as state:
                 yield state
-                await self.drain()
+                await self._leaving.finish()
 
         return drained_first
 
@@ -214,23 +252,12 @@ class Gateway:
 
         `tandem serve` calls this before it deletes the application, while all groups still work.
         """
-        draining = self._context.draining
-        draining.begin()
-        if await draining.wait_idle(self._settings.shutdown_timeout_s):
-            return 0
-        log.warning("%d requests are cut off by --shutdown-timeout", draining.in_flight)
-        return await self.cut_off()
+        return await self._leaving.drain()
 
     async def cut_off(self) -> int:
         """Ends the requests in flight, each with an error as its last event, and returns how many they were.
         `tandem serve` calls it at the second signal."""
-        draining = self._context.draining
-        draining.begin()
-        count = draining.in_flight
-        draining.cut_off()
-        self._dispatch.refuse_all(shutting_down())
-        await draining.wait_idle(LAST_WORDS_S)
-        return count
+        return await self._leaving.cut_off()
 
     async def __del__(self) -> None:
         """Serve calls this at the end: finishes streams, stops listening, removes the record. Later calls wait for the
@@ -241,29 +268,33 @@ class Gateway:
 
     def _end_in_time(self) -> None:
         """Serve takes this gateway down. It calls __del__ once no request is left, and kills the process after
-        --shutdown-timeout and LEAVING_S: streams that still run shortly before get an error as their last event."""
+        --gateway-drain-timeout and LEAVING_S: streams that still run before get an error as their last event."""
+        log.info("gateway %s is taken down with %d requests in flight", self._id, self._context.draining.in_flight)
         self._taken_down.set()
-        self._background.append(
-            asyncio.get_running_loop().create_task(self._cut_off_late(), name="gateway is taken down")
-        )
+        self._leaving.begin()
+        if self._heartbeat is not None:
+            self._heartbeat.trigger()
 
-    async def _cut_off_late(self) -> None:
-        await asyncio.sleep(self._settings.shutdown_timeout_s)
-        if self._context.draining.in_flight:
-            log.warning("%d requests are cut off by --shutdown-timeout", self._context.draining.in_flight)
-            await self.cut_off()
+    async def _application_ends(self) -> bool:
+        state = await application_state(self._app)
+        return state is not None and state.is_ending
+
+    def _watch_updates(self) -> None:
+        watch = UpdateWatch(partial(application_state, self._app), lambda event: self._write_events([event]))
+        self._background.append(asyncio.get_running_loop().create_task(watch.run(), name="updates"))
 
     def _end_soon(self) -> None:
         """SIGTERM: a port of its own is closed at once, for the next gateway; Serve's proxy goes elsewhere as soon as
-        Serve takes this replica down. The streams go on, for as long as --shutdown-timeout."""
+        Serve takes this replica down. The streams go on, for as long as --gateway-drain-timeout."""
         if self._was_told_to_end:
             return
         log.warning("this gateway was told to end")
         self._was_told_to_end = True
         if self._server is not None:
-            self._server.config.timeout_graceful_shutdown = int(self._settings.shutdown_timeout_s + LEAVING_S)
+            self._server.config.timeout_graceful_shutdown = int(self._settings.replaced_s + LEAVING_S)
             self._server.should_exit = True
-        self._leaving = asyncio.get_running_loop().create_task(self._leave(), name="gateway leaves")
+            self._leaving.begin()
+        self._last_task = asyncio.get_running_loop().create_task(self._leave(), name="gateway leaves")
 
     async def _leave(self) -> None:
         if self._server is None and await self._is_taken_down():
@@ -282,7 +313,8 @@ class Gateway:
 
     async def _end(self) -> None:
         log.info("gateway %s ends", self._id)
-        await self.drain()
+        await self._leaving.finish()
+        self._leaving.close()
         self._log.write()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
@@ -310,11 +342,21 @@ class Gateway:
         self._hung_groups.check()
         if events := self._missing.changes():
             self._event_task = asyncio.get_running_loop().create_task(self._write_events(events), name="group events")
+        if self._scaling is not None and (report := self._scaling.due(self._fleet.records.values())) is not None:
+            self._scaling_task = asyncio.get_running_loop().create_task(self._write_scaling(report), name="scaling")
 
     async def _write_events(self, events: Iterable[GroupEvent]) -> None:
         with suppress(RedisUnavailable):
             for event in events:
                 await write_event(self._redis, self._facts.service_id, event)
+
+    async def _write_scaling(self, report: ScalingReport) -> None:
+        with suppress(RedisUnavailable):
+            await write_scaling(self._redis, self._facts.service_id, report)
+
+    def _held(self) -> int:
+        """Requests that wait in all gateways while no group serves."""
+        return self._dispatch.held + sum(record.held for record in self._others())
 
     def _kv_tokens(self) -> int:
         """KV tokens of all groups together, 0 before their first records."""
@@ -338,9 +380,12 @@ class Gateway:
             pid=os.getpid(),
             ready=self._dispatch.ready(),
             in_flight=self._context.draining.in_flight,
-            metrics=generate_latest(metrics.registry),
-            tenant_metrics=generate_latest(metrics.tenants),
+            metrics=generate_latest(metrics.registry) if self._has_peers else b"",
+            tenant_metrics=generate_latest(metrics.tenants) if self._has_peers else b"",
             quarantined=self._context.quarantine.digests(),
+            held=self._dispatch.held,
+            is_leaving=self._leaving.begun,
+            refused=self._live.refused,
         )
 
     async def _open_port(self, app: FastAPI) -> None:
@@ -368,38 +413,3 @@ class Gateway:
             with suppress(RedisUnavailable):
                 await report_start_failure(self._redis, self._facts.service_id, failure)
             raise
-
-
-def listen(host: str, port: int, *, shared: bool) -> socket.socket:
-    """A listening socket; `shared` lets several gateways of one node share the port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def open_tenants(
-    settings: ServiceSettings,
-    facts: ServiceFacts,
-    redis: BackgroundClient,
-    kv_tokens: Callable[[], int],
-    changes: Announcements,
-) -> TenantService:
-    """The tenants of a gateway of these settings. SettingsError when their folder cannot be used."""
-    given = settings.gateway.state_dir
-    try:
-        # one for all gateways of a service on a node, so that each takes up what another leaves behind
-        folder = Path(given) if given is not None else short_temp_folder() / f"tl-{facts.service_id}"
-        timeout_s = settings.redis.timeout_ms / 1000
-        return TenantService(redis, settings.gateway, folder, timeout_s, kv_tokens, changes)
-    except OSError as error:
-        raise SettingsError(f"{given} cannot be used: {error.strerror}", "--state-dir") from error

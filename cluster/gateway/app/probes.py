@@ -23,11 +23,12 @@ async def live(_: Request, __: Principal) -> Response:
 
 
 async def ready(context: GatewayContext, _: Request, __: Principal) -> Response:
-    """200 while a group takes requests and makes progress and the service is not on its way out, else 503."""
+    """200 while a group takes requests and makes progress, or there need be none as the next request brings one, and
+    the service is not on its way out; else 503."""
     context.draining.check()
     if not context.dispatch.ready():
         raise RequestRefused("No worker group is ready.", code="service_unavailable", status=503)
-    return json_response({"status": "ok"})
+    return json_response({"status": "ok"} | ({"asleep": True} if context.dispatch.is_asleep else {}))
 
 
 async def show_version(_: Request, __: Principal) -> Response:

@@ -16,7 +16,7 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.sources import roots_of
 from tandem.cluster.gateway.app.model_text import read_model_text
 from tandem.cluster.gateway.generation.dispatch import Dispatch
-from tandem.cluster.gateway.generation.gateway_context import GatewayContext
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext, GatewayTimes
 from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.http.auth import KnownKeys, StaticKeys, TenantKeys
 from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, Peers
@@ -69,6 +69,14 @@ def build_text_services(settings: ServiceSettings, metrics: GatewayMetrics) -> T
     )
 
 
+def use_settings(settings: GatewaySettings, text: TextServices, context: GatewayContext) -> None:
+    """Puts other settings in the place of those that requests are read with (live_settings.LIVE); those that run keep
+    what they were read with."""
+    text.settings = _with_logprobs(settings, text.vocab_size)
+    context.queue_timeout_s = settings.queue_timeout_s
+    context.max_answer_bytes = settings.max_answer_bytes
+
+
 def _with_logprobs(settings: GatewaySettings, vocab_size: int) -> GatewaySettings:
     """Return the settings with the vocabulary's size for a max_logprobs of -1."""
     return replace(settings, max_logprobs=vocab_size) if settings.max_logprobs == -1 else settings
@@ -107,11 +115,17 @@ def build_context(
         quarantine=Quarantine(time.monotonic, quarantined),
         max_answer_bytes=settings.gateway.max_answer_bytes,
         queue_timeout_s=settings.gateway.queue_timeout_s,
+        times=_times(settings.gateway.sse_keep_alive_s),
         peers=peers if peers is not None else Alone(),
         adapters=adapters,
         adapter_roots=roots_of(settings.adapters),
         probation_tokens=probation_tokens(settings.engine.max_drafts),
     )
+
+
+def _times(keep_alive_s: float | None) -> GatewayTimes:
+    """keep_alive_s: of --sse-keep-alive-interval, None if it was not given."""
+    return GatewayTimes() if keep_alive_s is None else GatewayTimes(keep_alive_s=keep_alive_s, early_keep_alive=True)
 
 
 def model_names(settings: ServiceSettings) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """Delivery: runs a generation as an HTTP answer, whole or streamed, and watches for the client's leaving.
 
-The status is decided by the first step or a refusal: nothing is sent before. All of it runs in the HTTP server's task,
-which waits for steps; the client's leaving and a timer wake it too. Whatever ends it closes the generation, whose task
-does the rest. Next: the format of the API, for chat openai/answers.py, and http/sse.py, which writes to the socket.
+The status is decided by the first step or a refusal: nothing is sent before, but where a stream has been silent for
+--sse-keep-alive-interval. All of it runs in the HTTP server's task, which waits for steps; the client's leaving and a
+timer wake it too. Whatever ends it closes the generation, whose task does the rest. Next: the format of the API, for
+chat openai/answers.py, and http/sse.py, which writes to the socket.
 """
 
 import asyncio
@@ -130,7 +131,11 @@ class Delivery(Response):
         self._leaving.advance()
         if self._leaving.is_over:
             raise ClientLeft
-        await writer.keep_alive(self._context.times.keep_alive_s)
+        times = self._context.times
+        if times.early_keep_alive and self._stream is not None:
+            await writer.keep_alive_early(times.keep_alive_s)
+        else:
+            await writer.keep_alive(times.keep_alive_s)
 
     def _on_timer(self, writer: EventWriter) -> None:
         times, loop = self._context.times, asyncio.get_running_loop()
@@ -138,7 +143,8 @@ class Delivery(Response):
             self._limit.reschedule(loop.time())
             return
         self._generation.wake()
-        self._timer = loop.call_later(times.keep_alive_s, self._on_timer, writer)
+        left_s = times.keep_alive_s - writer.silent_for_s()
+        self._timer = loop.call_later(left_s if left_s > 0 else times.keep_alive_s, self._on_timer, writer)
 
     async def _deliver(self, send: Send, writer: EventWriter) -> None:
         if self._stream is None:
@@ -181,11 +187,12 @@ class Delivery(Response):
         await writer.finish(style.closing(None))
 
     async def _write_steps(self, writer: EventWriter, style: StreamFormat) -> None:
-        chunk = style.chunk
+        chunk, is_open = style.chunk, False
         async for step in self._generation.steps():
             additions = self._take(step)
-            if not writer.started:
-                await self._begin(writer, style)
+            if not is_open:
+                is_open = True
+                await self._open(writer, style)
             if len(additions) == 1:
                 events = chunk(*additions[0])
             else:
@@ -193,10 +200,12 @@ class Delivery(Response):
             if events:
                 await writer.write(events)
 
-    async def _begin(self, writer: EventWriter, style: StreamFormat) -> None:
-        """Admitted: status, headers, and the events that open each choice."""
+    async def _open(self, writer: EventWriter, style: StreamFormat) -> None:
+        """The first step has come: status and headers, unless a comment has been sent, and the events that open each
+        choice."""
         self._first_token()
-        await writer.start()
+        if not writer.started:
+            await writer.start()
         indices = [part.first_choice + i for part in self._generation.parts for i in range(len(part.choices))]
         opening = b"".join(style.opening(index) for index in indices)
         if opening:

@@ -39,7 +39,12 @@ class Dispatch(Protocol):
         ...
 
     def ready(self) -> bool:
-        """True while at least one group would take a request and makes progress."""
+        """True while at least one group would take a request and makes progress, or is_asleep."""
+        ...
+
+    @property
+    def is_asleep(self) -> bool:
+        """True while no group serves and none need: the next request brings one, and is held until then."""
         ...
 
     def load(self) -> Mapping[str, float | int | str]:

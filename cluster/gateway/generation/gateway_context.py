@@ -1,5 +1,5 @@
-"""GatewayContext: what all requests of one gateway share. Built once (wiring.py); nothing here changes later, except
-inside the objects it points to."""
+"""GatewayContext: what all requests of one gateway share. Built once (wiring.py). Its two limits are replaced later
+(app/live_settings.py); else nothing changes, except inside the objects it points to."""
 
 import time
 from collections.abc import Callable
@@ -21,13 +21,14 @@ class GatewayTimes:
     """Seconds."""
 
     keep_alive_s: float = 15.0  # silence before an SSE comment
+    early_keep_alive: bool = False  # also before the first event, so that the headers go out with it
     stuck_send_s: float = 60.0  # for a client that does not read
     drain_s: float = 5.0  # for an aborted request's last delta
     usage_s: float = 1.0  # for the counts after a stop string
     unload_s: float = 600.0  # for the last request of an adapter
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class GatewayContext:
     """See the module."""
 

@@ -22,9 +22,10 @@ from tandem.cluster.gateway.http.tasks import Aside
 from tandem.cluster.ray_private.separate_calls import call_separately
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.routing.unreached_groups import UnreachedGroups
+from tandem.cluster.scaling.scaling_watch import ScalingWatch
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.token_channel import TokenReceiver
-from tandem.cluster.wire.version import OtherVersion, with_version, without_version
+from tandem.cluster.wire.version import OtherVersion, kind_of, with_version, without_version
 from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.refusals import GROUP_UNUSABLE, lost, refused
@@ -38,6 +39,8 @@ UNREACHED_S = 10.0
 """A call that has not arrived for this long, although its group lives, will not."""
 CANCEL_AFTER_S = 5.0
 LEAST_HOLD_S = 30.0
+UNKNOWN_LOAD_S = 300.0
+"""Time for a load, as long as no group of a service that may sleep has ever loaded."""
 WHILE_LOADING = 3.0
 """Times the usual hold: while a group is seen to load."""
 MOST_BY_VALUE = 2**20
@@ -50,7 +53,8 @@ class ServeDispatch:
 
     handle: Serve's, of the coordinator deployment; its router (cluster/routing) picks the group by the hint. adapters:
     whose metrics are shown. draining: groups that Serve is taking down. model: digest of the gateway's. unreached:
-    groups that calls do not reach.
+    groups that calls do not reach. may_sleep: there may be no group, and then the first request brings one. load_s:
+    what a group took to load last, 0 if that is not known. scaling: shows why there are as many groups as there are.
     """
 
     def __init__(
@@ -65,11 +69,15 @@ class ServeDispatch:
         model: str = "",
         unreached: UnreachedGroups | None = None,
         ports: Ports = ANY_PORTS,
+        may_sleep: bool = False,
+        load_s: float = 0.0,
+        scaling: ScalingWatch | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._decode = msgspec.msgpack.Decoder(Ended).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._model = model
+        self._kind = kind_of(model)
         self._by_value = handle.options(method_name="generate", _by_reference=False)
         self._by_reference = handle.options(method_name="generate", _by_reference=True)
         self._fleet = fleet
@@ -82,7 +90,9 @@ class ServeDispatch:
         self._unusable: set[str] = set()
         self._last_message_s: dict[bytes, float] = {}
         self._group_seen = False
-        self._longest_load_s = 0.0
+        self._longest_load_s = load_s
+        self._may_sleep = may_sleep
+        self._scaling = scaling
         self._refusal: RequestRefused | None = None
 
     # ---- Dispatch ------------------------------------------------------------------------------------------------
@@ -132,29 +142,54 @@ class ServeDispatch:
         times as long while one is seen to load: the machine may be busier than it was at the start."""
         records = self._fleet.records.values()
         self._longest_load_s = max(self._longest_load_s, *(record.load_s for record in records), 0.0)
-        hold_s = max(LEAST_HOLD_S, 2 * self._longest_load_s + 10.0)
+        load_s = self._longest_load_s or (UNKNOWN_LOAD_S if self._may_sleep else 0.0)
+        hold_s = max(LEAST_HOLD_S, 2 * load_s + 10.0)
         return WHILE_LOADING * hold_s if any(record.state == "loading" for record in records) else hold_s
 
     def has_group(self, avoid: Collection[str] = ()) -> bool:
         return self._refusal is None and any(
-            record.state == "serving" and record.group not in avoid and record.group not in self._unusable
+            record.state == "serving" and record.group not in avoid and self._is_usable(record)
             for record in self._fleet.records.values()
         )
 
+    def is_outnumbered(self) -> bool:
+        """True while more groups serve another model than this gateway's: its version has only begun."""
+        serving = [record for record in self._fleet.records.values() if record.state == "serving"]
+        return 2 * sum(record.is_other(self._kind) for record in serving) > len(serving)
+
     def ready(self) -> bool:
-        return any(
-            record.is_ready and record.group not in self._unusable and self._unreached.for_s(record.group) < UNREACHED_S
+        return self.is_asleep or any(
+            record.is_ready and self._is_usable(record) and self._unreached.for_s(record.group) < UNREACHED_S
             for record in self._fleet.records.values()
         )
+
+    @property
+    def is_asleep(self) -> bool:
+        serves = any(record.state == "serving" for record in self._fleet.records.values())
+        return self._may_sleep and self._refusal is None and not serves
+
+    @property
+    def held(self) -> int:
+        """Requests that wait here while no group can take them."""
+        if self.has_group():
+            return 0
+        return sum(part.sender is None and part.ended is None for part in self._parts.values())
 
     def load(self) -> Mapping[str, float | int | str]:
         records = list(self._fleet.records.values())
+        scaling = None if self._scaling is None else self._scaling.look(records)
+        wanted: dict[str, float | int | str] = {}
+        if scaling is not None:
+            wanted = {"groups_wanted": scaling.groups, "why": scaling.why}
         return {
             "num_requests_running": sum(r.running for r in records),
             "num_requests_waiting": sum(r.waiting for r in records),
             "outstanding_tokens": sum(r.outstanding_tokens for r in records),
             "kv_cache_usage_perc": max((r.kv_used for r in records), default=0.0),
             "groups": len(records),
+            "groups_serving": sum(r.state == "serving" for r in records),
+            **wanted,
+            "requests_held": self.held,
             "requests_in_this_gateway": len(self._parts),
             "redis": "away" if self._fleet.redis_unavailable else "here",
         }
@@ -180,8 +215,9 @@ class ServeDispatch:
         return await asyncio.to_thread(text)  # a tenth of a second with a thousand tenants
 
     def _may_dispatch(self) -> bool:
-        """True once there may be a group: Serve's router has the groups even when Redis has not."""
-        self._group_seen = self._group_seen or self.has_group()
+        """True once there may be a group: Serve's router has the groups even when Redis has not. Its queue is where
+        requests are held while there is none, and has Serve start one where there need not be any."""
+        self._group_seen = self._group_seen or self._may_sleep or self._longest_load_s > 0.0 or self.has_group()
         return self._group_seen or self._fleet.redis_unavailable
 
     # ---- the gateway ---------------------------------------------------------------------------------------------
@@ -201,6 +237,7 @@ class ServeDispatch:
         works, even if its heartbeats do not reach Redis."""
         self._refuse_what_does_not_arrive()
         names = {name: record.group for name, record in self._channel_names()}
+        self._note_other_models()
         self._draining.refresh(self._fleet.records.values())
         if not self.has_group(self._draining.groups):
             return
@@ -264,6 +301,15 @@ class ServeDispatch:
         if error.group not in self._unusable:
             log.warning("group %s cannot be used from this gateway: %s", error.group or "of an older release", error)
         self._unusable = (self._unusable & self._fleet.records.keys()) | ({error.group} - {""})
+
+    def _is_usable(self, record: GroupRecord) -> bool:
+        return record.group not in self._unusable and not record.is_other(self._kind)
+
+    def _note_other_models(self) -> None:
+        """Requests go to no group with another model, which would refuse them."""
+        others = {group for group, record in self._fleet.records.items() if record.is_other(self._kind)}
+        if others - self._unusable:
+            self._unusable = (self._unusable & self._fleet.records.keys()) | others
 
     def _is_draining(self, sender: bytes | None) -> bool:
         """True if the group behind this name is being taken down by Serve."""

@@ -16,7 +16,7 @@ cut off, connections that do not close, owner tasks that do not end."""
 CUT_OFF_S = LAST_WORDS_S + 1.0
 """The launcher's grace period for a gateway that cuts off: the last events, and the call there and back."""
 LEAVING_S = 3 * LAST_WORDS_S + 1.0
-"""Serve's grace period for a gateway that ends, beyond --shutdown-timeout: all three, and closing what it had open."""
+"""Serve's grace period for a gateway that ends, beyond its time: all three, and closing what it had open."""
 
 
 class Draining:
@@ -65,8 +65,8 @@ class Draining:
         self._in_flight -= 1
         self._changed.set()
 
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """True as soon as nothing is in flight; False after timeout_s."""
+    async def wait_idle(self, timeout_s: float | None) -> bool:
+        """True as soon as nothing is in flight; False after timeout_s, None: never."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._in_flight:

@@ -42,8 +42,18 @@ class EventWriter:
 
     async def keep_alive(self, silence_s: float) -> None:
         """A comment, when nothing was written for silence_s."""
-        if self.started and self._clock() - self._last_write_s >= silence_s:
+        if self.started and self.silent_for_s() >= silence_s:
             await self.write(KEEP_ALIVE)
+
+    async def keep_alive_early(self, silence_s: float) -> None:
+        """The same for a stream that has not begun, which begins with it: status and headers are sent before."""
+        if not self.started and self.silent_for_s() >= silence_s:
+            await self.start()
+        await self.keep_alive(silence_s)
+
+    def silent_for_s(self) -> float:
+        """Returns the time since the last write began, or since the request came."""
+        return self._clock() - self._last_write_s
 
     def stuck_for_s(self) -> float:
         """Returns how long the write under way has waited for the client."""

@@ -1,6 +1,7 @@
 """TextServices: text in and out of one model, for the handlers of all routes.
 
-Built once (wiring.py, tests); nothing here changes later, except inside the objects it points to.
+Built once (wiring.py, tests). `settings` alone is replaced later (app/live_settings.py); else nothing changes, except
+inside the objects it points to.
 """
 
 import secrets
@@ -18,7 +19,7 @@ from tandem.workers.text.pair_judge import PairJudge
 from tandem.workers.text.tokenizer import ModelTokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TextServices:
     """Text services of one model: from bodies to prompts and from tokens to answers."""
 

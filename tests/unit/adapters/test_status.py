@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 import pytest
@@ -13,10 +13,13 @@ from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.cli.main import build_app
 from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.fleet.gateway_records import GatewayRecord
 from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import RunFile
+from tandem.cluster.ray_private.application_state import ApplicationState
 from tandem.cluster.routing.residency import adapter_key
+from tandem.cluster.scaling.scaling_watch import ScalingReport, write_scaling
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, RequestClient
 from tandem.cluster.tenants.quota import Quota
@@ -62,6 +65,12 @@ def prepare(url: str) -> None:
     asyncio.run(write())
 
 
+async def write(url: str, command: Callable[[BackgroundClient], Awaitable[object]]) -> None:
+    redis = BackgroundClient(url)
+    await command(redis)
+    await redis.close()
+
+
 async def run_requests(
     url: str, tenants: Named, gateway: str, counts: Mapping[str, int], server_ms: Callable[[], int]
 ) -> None:
@@ -86,6 +95,11 @@ def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch:
         "  adapters 2: pirate@aaaaaaaaaaaa device 1, shout@bbbbbbbbbbbb at its source",
         "  tenants 3: acme running 2, free, idle running 0",
     ]
+    report = ScalingReport(groups=3, why="queue 41k tokens = 6.2 s > 2 s", held=2)
+    asyncio.run(write(server.url, lambda redis: write_scaling(redis, "s", report)))
+    lines = CliRunner().invoke(build_app(), ["status"], catch_exceptions=False).output.splitlines()
+    assert lines[1] == "  groups wanted 3  held 2: queue 41k tokens = 6.2 s > 2 s" and lines[2].startswith("  group g0")
+    asyncio.run(write(server.url, lambda redis: redis.command("DEL", keys.scaling("s"))))
     monkeypatch.setattr(
         "tandem.cluster.process.run_files.read_run_files", lambda: [msgspec.structs.replace(run, stopping=True)]
     )
@@ -99,9 +113,9 @@ def test_a_service_of_ray_serve_is_named_by_its_application(
     prepare(server.url)
     asked: list[tuple[str, str]] = []
 
-    def find(app: str, address: str) -> tuple[str, str]:
+    def find(app: str, address: str) -> tuple[str, str, None]:
         asked.append((app, address))
-        return "s", server.url
+        return "s", server.url, None
 
     monkeypatch.setattr("tandem.cluster.service.application.find_application", find)
     verb = ["status", "--app", "tandem", "--address", "head:6379"]
@@ -109,5 +123,42 @@ def test_a_service_of_ray_serve_is_named_by_its_application(
     assert asked == [("tandem", "head:6379")]
     assert lines[0] == "application tandem" and lines[1].startswith("  group g0") and "  node h  pid 1  " in lines[1]
     assert lines[3].startswith("  adapters 2: pirate@aaaaaaaaaaaa device 1"), "of the model that its groups serve"
+    assert _title(monkeypatch, server.url, ApplicationState("RUNNING", "", {})) == "application tandem"
+    assert _title(monkeypatch, server.url, ApplicationState("DEPLOYING", "", {})) == "application tandem: updating"
+    failed = ApplicationState("DEPLOY_FAILED", "", {"c": "Error:\nRuntimeError: no layers\n"})
+    assert _title(monkeypatch, server.url, failed) == (
+        "application tandem: the new version did not start: RuntimeError: no layers; the one before serves on"
+    )
     both = CliRunner().invoke(build_app(), [*verb, "--url", "http://x"])
     assert both.exit_code and "not by both" in str(both.exception)
+
+
+def _title(monkeypatch: pytest.MonkeyPatch, url: str, state: ApplicationState) -> str:
+    """The first line for an application in this state."""
+    monkeypatch.setattr("tandem.cluster.service.application.find_application", lambda app, address: ("s", url, state))
+    lines = CliRunner().invoke(build_app(), ["status", "--app", "tandem"], catch_exceptions=False).output.splitlines()
+    return lines[0]
+
+
+def test_held_requests_and_leaving_gateways_are_shown(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(server.url)
+    common = {"host": "h", "ready": True, "metrics": b"", "tenant_metrics": b""}
+    old = GatewayRecord(gateway="g1", pid=3, in_flight=20, held=12, is_leaving=True, **common)
+    new = GatewayRecord(gateway="g2", pid=4, in_flight=0, refused="user_config: port does not change", **common)
+
+    async def write() -> None:
+        redis = BackgroundClient(server.url)
+        for record in (old, new):
+            await redis.command("SADD", keys.gateways("s"), record.gateway)
+            await redis.command("SET", keys.gateway("s", record.gateway), msgspec.msgpack.encode(record))
+        await redis.close()
+
+    asyncio.run(write())
+    state = ApplicationState("DEPLOYING", "", {})
+    assert _title(monkeypatch, server.url, state) == "application tandem: updating, 12 held"
+    lines = CliRunner().invoke(build_app(), ["status", "--app", "tandem"], catch_exceptions=False).output.splitlines()
+    assert lines[1:4] == [
+        "  gateway g1  requests in flight 20  pid 3  leaving",
+        "  gateway g2  requests in flight 0  pid 4",
+        "    user_config: port does not change",
+    ]

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tandem.cluster.deploy.preflight import with_device
+from tandem.configs.autoscaling import GROUP_SCALING
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import (
     LORA_SIZES,
@@ -122,7 +123,9 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "disable_fastapi_docs": (True, True),
     "enable_force_include_usage": (True, True),
     "shutdown_timeout": (5, 5.0),
+    "gateway_drain_timeout": (60, 60.0),
     "metrics_prefix": ("vllm", "vllm"),
+    "sse_keep_alive_interval": (20, 20.0),
     "per_request_spec_decode_metrics": ("summary", "summary"),
     "enable_auto_tool_choice": (True, True),
     "trust_request_chat_template": (True, True),
@@ -262,6 +265,7 @@ BAD = [
     ("grammar_timeout", 0),
     ("grammar_timeout", 601),
     ("max_answer_bytes", "64q"),
+    ("sse_keep_alive_interval", 0),
     ("metrics_prefix", ""),
     ("metrics_prefix", "9lives"),
     ("metrics_prefix", "a-b"),
@@ -448,7 +452,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert settings.engine.model.model == "from-file"
     assert settings.engine.parallel.tensor_parallel_size == 2
     assert settings.engine.scheduler.max_num_seqs == 5
-    assert settings.autoscaling_config == {"max_replicas": 3}
+    assert settings.autoscaling_config == {"max_replicas": 3, "policy": {"policy_function": GROUP_SCALING}}
     assert merge_config(str(file), "given", {}).engine.model.model == "given"
 
 
@@ -460,8 +464,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("a: [", "is not YAML"),
         ("model: m\nautoscaling_config: {min: 1}", "min is not a setting"),
         ("model: m\nautoscaling_config: {min_replicas: 3, max_replicas: 2}", "no range"),
-        ("model: m\nautoscaling_config: {min_replicas: 0, max_replicas: 2}", "min_replicas: 0 must be at least 1"),
-        ("model: m\nautoscaling_config: {initial_replicas: 0}", "initial_replicas: 0 must be at least 1"),
+        ("model: m\nautoscaling_config: {initial_replicas: 0}", "initial_replicas 0 is not between"),
         ("model: m\nautoscaling_config: {initial_replicas: 3, max_replicas: 2}", "initial_replicas 3 is not between"),
         ("model: m\nautoscaling_config: {max_replicas: 2}\ndata_parallel_size: 2", "chooses the number of groups"),
         ("port: 1", "no model"),
@@ -506,7 +509,7 @@ def test_serve_args_in_the_shape_of_ray_serve_llm() -> None:
     assert settings.engine.model.served_model_name == ("name",)
     assert settings.engine.parallel.tensor_parallel_size == 2
     assert settings.gateway.api_keys == ("k",)
-    assert settings.autoscaling_config == {"min_replicas": 1, "max_replicas": 2}
+    assert settings.autoscaling_config is not None and settings.autoscaling_config["max_replicas"] == 2
 
 
 @pytest.mark.parametrize(

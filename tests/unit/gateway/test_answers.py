@@ -444,7 +444,10 @@ async def test_probes() -> None:
         models = (await rig.client.get("/v1/models")).json()["data"]
         assert [model["id"] for model in models] == [MODEL, "alias/echo"]
         assert (await rig.client.get("/v1/models/alias/echo")).json()["max_model_len"] == CONTEXT
-        rig.backend.is_ready = False
+        assert (await rig.client.get("/readyz")).json() == {"status": "ok"}
+        rig.backend.sleeps = True
+        assert (await rig.client.get("/readyz")).json() == {"status": "ok", "asleep": True}
+        rig.backend.is_ready = rig.backend.sleeps = False
         answer = await rig.client.get("/readyz")
         assert answer.status_code == 503
         assert answer.headers["retry-after"]

@@ -322,6 +322,47 @@ async def test_nothing_is_sent_before_the_first_token() -> None:
         await within(call)
 
 
+async def comment(caller: Caller) -> None:
+    """Waits until the client has a comment."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not any(message.get("body", b"").startswith(b":") for message in caller.sent):
+            await asyncio.sleep(0.001)
+
+
+EARLY = GatewayTimes(keep_alive_s=0.01, early_keep_alive=True)
+
+
+async def test_a_stream_that_waits_gets_comments_if_asked_for() -> None:
+    """--sse-keep-alive-interval: the headers go out with the first one, and all else is as without."""
+    async with gateway(manual(), times=EARLY) as rig:
+        caller = Caller(rig, {"prompt": "abc", "stream": True, "max_tokens": 1})
+        call = caller.start()
+        await within(rig.backend.submitted.wait())
+        await within(comment(caller))
+        assert [message["status"] for message in caller.sent if "status" in message] == [200]
+        rig.backend.step()
+        await within(call)
+        assert caller.is_complete()
+        said = b"".join(message.get("body", b"") for message in caller.sent)
+        assert said.startswith(b": keep-alive\n\n") and said.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_fails_after_a_comment_is_an_event_and_a_status_otherwise(stream: bool) -> None:
+    async with gateway(manual(), times=EARLY) as rig:
+        caller = Caller(rig, {"prompt": "abc", "stream": stream, "max_tokens": 1})
+        call = caller.start()
+        await within(rig.backend.submitted.wait())
+        if stream:
+            await within(comment(caller))
+        (held,) = rig.backend.streams.values()
+        held.put(RequestRefused("no worker group became ready", code="service_unavailable", status=503))
+        await within(call)
+        said = b"".join(message.get("body", b"") for message in caller.sent)
+        assert caller.sent[0]["status"] == (200 if stream else 503)
+        assert b'"no worker group became ready"' in said and said.endswith(b"data: [DONE]\n\n") == stream
+
+
 async def test_an_aborted_request_that_never_answers_is_released_in_time() -> None:
     class Deaf(FakeBackend):
         def abort(self, abort: Any) -> None:

@@ -104,6 +104,14 @@ def test_stages_may_start_on_several_nodes() -> None:
     assert surge_percent(2, shape_of(4, 1, "cuda").bundles, one_each) == 0
 
 
+def test_a_group_has_the_time_of_a_replaced_version_and_ends_by_itself_before() -> None:
+    """Serve kills it later than --shutdown-timeout, at which it ends unless its model has gone (last_requests.py)."""
+    options = group_options(build_settings("m", {"shutdown_timeout": 20, "gateway_drain_timeout": 300}), SHAPE, 10)
+    assert options["graceful_shutdown_timeout_s"] == 305
+    longer = build_settings("m", {"shutdown_timeout": 700})
+    assert longer.replaced_s == 700 and group_options(longer, SHAPE, 10)["graceful_shutdown_timeout_s"] == 705
+
+
 def test_declared_cpus_hold_every_bundle_and_a_replacement() -> None:
     settings = build_settings("m", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 3})
     assert declared_cpus(settings, "cpu", 2) >= 0.1 * 5 * 4

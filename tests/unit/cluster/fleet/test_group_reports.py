@@ -12,6 +12,7 @@ import pytest
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord
 from tandem.cluster.fleet.group_reports import GroupReport, GroupReports, ReportWriter
 from tandem.cluster.process.redis_server import RedisServer
+from tandem.cluster.scaling.decide import FIGURES
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import BackgroundClient, Part, RedisUnavailable
@@ -195,4 +196,6 @@ def test_a_heartbeat_is_small_and_nothing_in_it_grows() -> None:
         loaded_bytes=140 * 10**9, total_bytes=140 * 10**9, load_s=123.456789,
     )  # fmt: skip
     assert len(msgspec.msgpack.encode(record)) < 400
-    assert all(isinstance(value, str | int | float) for value in msgspec.structs.astuple(record))
+    scaled = msgspec.structs.replace(record, figures=[0.123456789] * len(FIGURES))
+    assert len(msgspec.msgpack.encode(scaled)) < 600
+    assert all(isinstance(value, str | int | float | list) for value in msgspec.structs.astuple(record))

@@ -10,6 +10,7 @@ import msgspec
 import psutil
 import pytest
 
+from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.gateway.generation import generation as generation_module
 from tandem.cluster.gateway.generation import part as part_module
 from tandem.cluster.gateway.generation import serve_dispatch
@@ -19,7 +20,7 @@ from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
 from tandem.cluster.gateway.generation.quarantine import MOST, Quarantine, digest_of
 from tandem.cluster.group import coordinator
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.cluster.wire.version import OtherVersion, with_version, without_version
+from tandem.cluster.wire.version import OtherVersion, kind_of, with_version, without_version
 from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import GroupLost, QueueFull, RequestRefused
 from tandem.workers.messages.request import Ended, GenerationRequest, SamplingParams, TokenDelta, Usage
@@ -557,6 +558,59 @@ async def test_a_group_that_is_killed_while_it_is_taken_down_is_no_loss() -> Non
     told.client.look_after()
     told.kill()
     assert not (await told.attempt(1)).suspect
+    await stream.aclose()
+    await told.client.close()
+
+
+def of_model(digest: str, group: str) -> dict[str, GroupRecord]:
+    return {group: msgspec.structs.replace(serving(group)[group], kind=kind_of(digest))}
+
+
+async def test_requests_stay_in_a_group_that_is_taken_down_when_the_new_version_has_another_model() -> None:
+    """A gateway of the old version: the stream ends where it is, and what comes is for no group of the new one."""
+    now_s = 100.0
+    running: set[str] = {"g0", "g1"}
+    draining = DrainingGroups(lambda: running, 10.0, lambda: now_s)
+    async with Service(draining=draining, model="a") as service:
+        service.fleet.records = of_model("a", "g0") | of_model("b", "g1")
+        service.client.look_after()
+        stream = await service.client.submit(asked("r", 60))
+        got = [token for delta in await anext(stream) for token in delta.token_ids]
+        running.remove("g0")
+        service.client.look_after()
+        now_s += 60.0
+        service.client.look_after()
+        assert got + await read(stream) == list(range(100, 160))
+        assert not service.groups[1].requests and "g1" in service.caller.hints[-1].avoid
+        assert not service.client.has_group(draining.groups)
+        await stream.aclose()
+
+
+async def test_a_gateway_tells_its_own_model_from_the_one_before() -> None:
+    told = Told(model="b")
+    told.fleet.records = of_model("a", "g0")
+    assert not told.client.has_group() and not told.client.ready()
+    assert told.client.is_outnumbered()
+    told.fleet.records |= of_model("b", "g1")
+    assert told.client.has_group() and told.client.ready() and not told.client.is_outnumbered()
+    told.fleet.records |= of_model("a", "g2")
+    assert told.client.is_outnumbered(), "one group would have the requests of three"
+    told.fleet.records = {}
+    assert not told.client.is_outnumbered(), "requests are held"
+    told.fleet.records = of_model("", "g0")
+    assert told.client.has_group() and not told.client.is_outnumbered(), "a release that does not say"
+    await told.client.close()
+
+
+async def test_held_requests_are_counted() -> None:
+    told = Told(model="b")
+    stream = await told.client.submit(asked("r"))
+    await told.attempt(0)
+    assert told.client.held == 0, "it waits in a queue"
+    told.fleet.records = of_model("a", "g0")
+    assert told.client.held == 1
+    told.fleet.records = of_model("b", "g1")
+    assert told.client.held == 0
     await stream.aclose()
     await told.client.close()
 

@@ -231,6 +231,54 @@ def test_calls_of_one_request_have_numbers_of_their_own() -> None:
     contextvars.copy_context().run(answer)
 
 
+def test_the_state_of_an_application() -> None:
+    why = "serve's controller: a gateway tells its replacement from the end of the service (application_state.py)"
+    from ray.serve._private import application_state, common, controller
+    from ray.serve.generated import serve_pb2
+    from ray.serve.schema import ApplicationStatus
+
+    assert hasattr(controller.ServeController, "get_serve_status"), why
+    assert "self._controller.get_serve_status.remote(" in source(serve_context.ServeControllerClient), why
+    states = {"RUNNING", "DEPLOYING", "DEPLOY_FAILED", "UNHEALTHY", "DELETING", "NOT_STARTED"}
+    assert states <= {status.value for status in ApplicationStatus}, why
+    said = application_state.StatusOverview(
+        application_state.ApplicationStatusInfo(ApplicationStatus.DELETING, "", 0.0),
+        "a",
+        [
+            common.DeploymentStatusInfo(
+                "d", common.DeploymentStatus.DEPLOY_FAILED, common.DeploymentStatusTrigger.REPLICA_STARTUP_FAILED, "why"
+            )
+        ],
+    )
+    read = application_state.StatusOverview.from_proto(
+        serve_pb2.StatusOverview.FromString(said.to_proto().SerializeToString())
+    )
+    assert (read.app_status.status.value, read.deployment_statuses[0].status.value) == ("DELETING", "DEPLOY_FAILED"), (
+        why
+    )
+
+
+def test_a_version_that_does_not_start_ends_no_old_replica() -> None:
+    why = "RAY_SERVE_STOP_FAILED_ROLLING_UPDATES: the version before serves on (docs/serving/start.md)"
+    from ray.serve._private import constants as serve_constants
+
+    assert serve_constants.RAY_SERVE_STOP_FAILED_ROLLING_UPDATES is True, why
+
+
+def test_what_the_monitor_says() -> None:
+    why = "the monitor's report and its file: nodes that may come are room for a new version (coming_nodes.py)"
+    from ray._private import services as ray_services
+    from ray.autoscaler._private import autoscaler, monitor
+
+    said = source(monitor.Monitor)
+    assert '"monitor_pid": os.getpid()' in said and 'status["autoscaler_report"] = asdict(' in said, why
+    assert "DEBUG_AUTOSCALING_STATUS, as_json" in said, why
+    assert {"active_nodes", "pending_nodes", "pending_launches"} <= set(
+        autoscaler.AutoscalerSummary.__dataclass_fields__
+    ), why
+    assert '"--autoscaling-config=" + str(autoscaling_config)' in source(ray_services.start_monitor), why
+
+
 def test_an_application_is_deleted_without_waiting() -> None:
     why = "serve.delete(_blocking): a second signal cuts the end short (application_end.begin_delete)"
     assert "_blocking" in inspect.signature(serve.delete).parameters, why

@@ -1,9 +1,12 @@
 """GroupRouter in Serve's hooks, with replicas and requests made of plain objects; it never raises into Serve."""
 
 import asyncio
+import base64
 import inspect
 import pickle
 import random
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +17,13 @@ import pytest
 from ray.serve._private.constants import RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
 from ray.serve.request_router import RequestRouter
 
+from tandem.cluster.app import ROUTER
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.serve_dispatch import MOST_BY_VALUE, ServeDispatch
 from tandem.cluster.group.coordinator import Coordinator
 from tandem.cluster.routing.policy import FEW
 from tandem.cluster.routing.route_hint import hint_of
+from tandem.cluster.routing.router_view import router_view
 from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
 from tests.support.fake_group import FakeFleet, serving
@@ -109,7 +114,7 @@ def test_reports_are_read_when_serve_brings_them(router: GroupRouter, monkeypatc
         router.update_replicas(router._replicas_list)
         return router._replicas_list
 
-    monkeypatch.setattr(GroupRouter, "running", None)
+    monkeypatch.setattr(router_view(), "running", None)
     monkeypatch.setattr(RequestRouter, "update_replicas", lambda self, replicas: None)
     assert chosen(router, bring(0), pending("c1", 1)) == ["a", "b"]
     router.on_request_completed(replica("a").replica_id, "c1")
@@ -251,9 +256,34 @@ def test_choosing_a_group_takes_no_longer_for_a_long_prompt(router: GroupRouter)
 
 
 def test_groups_that_serve_no_longer_lists_are_known(router: GroupRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupRouter, "running", None)
+    monkeypatch.setattr(router_view(), "running", None)
     monkeypatch.setattr(RequestRouter, "update_replicas", lambda self, replicas: None)
     router.update_replicas([replica("a"), replica("b")])
-    assert GroupRouter.running == {"a", "b"}
+    assert router_view().running == {"a", "b"}
     router.update_replicas([replica("b")])
-    assert GroupRouter.running == {"b"}
+    assert router_view().running == {"b"}
+
+
+SENT = """
+import base64, sys
+from unittest.mock import patch
+from ray import cloudpickle
+from ray.serve.request_router import RequestRouter
+from tandem.cluster.routing.router_view import router_view
+from tandem.cluster.routing import serve_router
+
+sent = cloudpickle.loads(base64.b64decode(sys.stdin.read()))
+assert sent is not serve_router.GroupRouter
+router = sent.__new__(sent)
+router.initialize_state()
+with patch.object(RequestRouter, "update_replicas"):
+    router.update_replicas([])
+assert router_view().running == frozenset(), router_view().running
+"""
+
+
+def test_what_the_router_of_a_gateway_sees_is_seen_by_the_gateway() -> None:
+    """Serve sends its class by value; a copy's own attributes would be nobody else's."""
+    sent = base64.b64encode(ROUTER.get_serialized_request_router_cls() or b"").decode()
+    done = subprocess.run([sys.executable, "-c", SENT], input=sent, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.serve_dispatch import UNREACHED_S, ServeDispatch
 from tandem.cluster.routing import serve_router
 from tandem.cluster.routing.route_hint import hint_of
+from tandem.cluster.routing.router_view import router_view
 from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.cluster.routing.unreached_groups import AGAIN_S, MOST_PAUSE_S, UnreachedGroups
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
@@ -61,7 +62,7 @@ def test_the_router_holds_a_call_that_is_tried_again(monkeypatch: pytest.MonkeyP
     async def sleep(duration_s: float) -> None:
         slept.append(duration_s)
 
-    monkeypatch.setattr(GroupRouter, "unreached", UnreachedGroups(Clock()))
+    monkeypatch.setattr(router_view(), "unreached", UnreachedGroups(Clock()))
     monkeypatch.setattr(RequestRouter, "on_replica_actor_unavailable", lambda self, replica_id: None)
     monkeypatch.setattr(serve_router.asyncio, "sleep", sleep)
     router = GroupRouter.__new__(GroupRouter)

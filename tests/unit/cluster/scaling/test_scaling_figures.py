@@ -1,0 +1,67 @@
+"""The figures of a group, from an engine's counts and a clock of the test's."""
+
+from typing import Any
+
+from tandem.cluster.scaling.decide import FIGURES, WINDOW_S
+from tandem.cluster.scaling.scaling_figures import ScalingFigures
+from tandem.workers.engine.base.stats import TTFT_BOUNDS_S, EngineStats, Histogram
+from tests.support.fake_engine import FakeEngine
+
+
+class Group:
+    """Counts that a test raises."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.ttft = Histogram(TTFT_BOUNDS_S)
+        self.counts: dict[str, Any] = {"prompt_tokens": 0, "waiting": 0, "waiting_tokens": 0, "steps": 0, "running": 0}
+        self.figures = ScalingFigures(16, lambda: self.now_s)
+
+    def after(self, seconds: float, **counts: int) -> dict[str, float]:
+        self.now_s += seconds
+        self.counts |= counts
+        stats: EngineStats = FakeEngine(None).stats()
+        for name, value in self.counts.items():
+            setattr(stats, name, value)
+        stats.time_to_first_token_s = self.ttft.snapshot()
+        return self.figures.read(stats)
+
+
+def test_before_the_engine_says_anything_all_is_nothing() -> None:
+    figures = ScalingFigures(16, lambda: 5.0).read(None)
+    assert list(figures) == list(FIGURES) and figures["rows"] == 16.0 and not sum(figures.values()) - 16.0
+
+
+def test_the_speed_of_prompts_is_known_from_times_with_a_queue() -> None:
+    group = Group()
+    group.after(0)
+    assert group.after(1, prompt_tokens=500)["prefill_rate"] == 0.0, "nobody waited: it may be faster"
+    group.after(1, waiting=3, waiting_tokens=3000)
+    figures = group.after(1, prompt_tokens=1500)
+    assert figures["prefill_rate"] == 1000.0 and figures["queued_tokens"] == 3000.0
+    group.after(1, prompt_tokens=1500)
+    assert 250 < group.after(1)["prefill_rate"] < 400, "rows are full, prompts stand"
+    group.after(1, waiting=0, waiting_tokens=0)
+    kept = group.after(1)["prefill_rate"]
+    assert group.after(60)["prefill_rate"] == kept, "it is remembered"
+
+
+def test_first_tokens_count_for_half_a_minute() -> None:
+    group = Group()
+    group.after(0)
+    group.ttft.observe(0.1, times=3)
+    group.ttft.observe(3.0)
+    figures = group.after(1)
+    assert (figures["first_tokens"], figures["late_0.25"], figures["late_2.5"], figures["late_5"]) == (4, 0.25, 0.25, 0)
+    for _ in range(int(WINDOW_S) + 2):
+        figures = group.after(1)
+    assert figures["first_tokens"] == figures["late_0.25"] == 0
+    assert figures["age_s"] == WINDOW_S + 3
+
+
+def test_the_rate_of_prompts_is_that_of_the_window() -> None:
+    group = Group()
+    group.after(0)
+    for second in range(1, 11):
+        figures = group.after(1, prompt_tokens=100 * second, running=second % 2)
+    assert figures["prompt_rate"] == 100.0 and (figures["running"], figures["mean_running"]) == (0.0, 5 / 11)
