@@ -1,0 +1,84 @@
+"""configs/docker/compose.yaml: its services in the image, one node of a lab each, as the file starts and checks."""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.launch import image as images
+from tests.launch.compose_file import ComposeService, read
+from tests.launch.containers import Container
+from tests.launch.page import blocks
+from tests.launch.play_image import ask_on
+from tests.launch.play_local import KEY, YOURS, check_stream
+from tests.launch.record import LaunchError, Record, check
+from tests.support.service import REPOSITORY
+from tools.lab import Lab
+
+NEEDS = (*images.NEEDS, "curl", "openssl", "venv")
+OWNER = 1000
+HEALTHY_S, DEPLOYED_S, READY_S = 300, 300, 600
+
+
+def play(record: Record) -> None:
+    """LaunchError where something is not as the page says."""
+    (files,) = blocks("Files of yours", {**YOURS, **KEY})
+    redis, up, ask, _ = blocks("Docker Compose", {**YOURS, **KEY})
+    check(up.startswith("docker compose -f configs/docker/compose.yaml up"), "the page starts this file")
+    image = images.image(record, again=False)
+    try:
+        with tempfile.TemporaryDirectory(prefix="launch-") as home:
+            make_files(record, f"{files}\n{redis}", Path(home))
+            services = read(Path(home))
+            with Lab(*services) as lab:
+                hosts = {lab.nodes[name].address: name for name in services}
+                hosts |= {
+                    lab.nodes[name].address: " ".join([name, *one.names]) for name, one in services.items() if one.names
+                }
+                containers = {
+                    name: Container(lab.nodes[name], image, one.shm, hosts, one.binds) for name, one in services.items()
+                }
+                start_in_order(record, services, containers)
+                check_stream(ask_on(record, containers["head"], ask))
+    finally:
+        images.release()
+
+
+def make_files(record: Record, commands: str, home: Path) -> None:
+    """The page's commands make the files of ~/.ray, whose owner is the image's user."""
+    made = subprocess.Popen(
+        ["bash", "-ec", commands], cwd=REPOSITORY, env={**os.environ, "HOME": str(home)}, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    record.told(made, commands, 60)
+    for path in (home, *home.rglob("*")):
+        os.chown(path, OWNER, OWNER)
+
+
+def start_in_order(record: Record, services: Mapping[str, ComposeService], containers: Mapping[str, Container]) -> None:
+    """Starts what waits for nothing, then what waited for that; those that do not last have to end well."""
+    begun: dict[str, subprocess.Popen[bytes]] = {}
+    logs = {name: containers[name].node.folder / "said.txt" for name in services}
+    while len(begun) < len(services):
+        (name, *_) = [one for one in services if one not in begun and set(services[one].after) <= {*begun}]
+        service, container = services[name], containers[name]
+        record.say(f"{name}: {' '.join(service.command)}")
+        begun[name] = container.start(service.command, service.environment, log=logs[name])
+        if not service.is_lasting:
+            status = begun[name].wait(DEPLOYED_S)
+            record.say(f"{name} ended with {status}: {logs[name].read_text().strip()}")
+            check(status == 0, f"{name} ends well")
+        elif service.health:
+            try:
+                record.wait_for(
+                    lambda of=name: is_healthy(services[of], containers[of], begun[of]), HEALTHY_S, f"{name} is healthy"
+                )
+            except LaunchError as error:
+                raise LaunchError(f"{error}: {logs[name].read_text()[-2000:]}") from error
+
+
+def is_healthy(service: ComposeService, container: Container, main: subprocess.Popen[bytes]) -> bool:
+    """What the file's check says; LaunchError if the container has ended."""
+    check(main.poll() is None, f"{' '.join(service.command)} runs")
+    return container.start(service.health, service.environment, log=Path(os.devnull)).wait(60) == 0
