@@ -8,7 +8,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from tests.support.service import REPOSITORY
+
 T = TypeVar("T")
+NOISE = (" VVINFO ", "refers to a file", "To ensure this mount")
+"""Ray's own ssh commands, each a long line, and its warnings on mounts of single files."""
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -42,9 +46,9 @@ class Record:
         assert process.stdout is not None
         deadline_s, said = time.monotonic() + timeout_s, list[str]()
         for line in process.stdout:
-            line = COLORS.sub("", line)
+            line = COLORS.sub("", line).replace("\r", "")
             said.append(line)
-            if " VVINFO " not in line:  # Ray's own ssh commands, each a long line
+            if not any(words in line for words in NOISE):
                 self._write(f"  {line.rstrip()}")
             if time.monotonic() > deadline_s:
                 process.kill()
@@ -64,6 +68,7 @@ class Record:
         return value
 
     def _write(self, line: str) -> None:
+        line = line.replace(str(REPOSITORY), ".")
         print(line, flush=True)
         self._file.write(f"{line}\n")
         self._file.flush()
