@@ -96,12 +96,14 @@ class Machine:
         made = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.disk / "host_key")]
         subprocess.run(made, check=True)
         (self.disk / "sshd_config").write_text(SSHD)
-        with (self.disk / "sshd.log").open("w") as log:
-            self._popen([which("sshd"), "-D", "-e", "-f", f"{DISK_AT}/sshd_config"], stdout=log, stderr=log)
+        self.start([which("sshd"), "-D", "-e", "-f", f"{DISK_AT}/sshd_config"], log="sshd.log")
 
-    def start(self, words: Sequence[str], env: Mapping[str, str] = {}) -> "subprocess.Popen[str]":
-        """Start a program as root, with its output to read."""
-        return self._popen(words, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    def start(self, words: Sequence[str], env: Mapping[str, str] = {}, log: str = "") -> "subprocess.Popen[str]":
+        """Start a program as root, with its output to read, or in a file of the machine's disk."""
+        if not log:
+            return self._popen(words, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with (self.disk / log).open("w") as file:
+            return self._popen(words, env, stdout=file, stderr=file)
 
     def shell(self, record: Record, command: str, timeout_s: float = 600) -> str:
         """Run a command as who sits there would, in the checkout, with `ray` and `tandem` of its environment in PATH;

@@ -26,7 +26,8 @@ def play(record: Record) -> None:
     _, roles, files, up, ask, down = blocks("Amazon EC2", KEY)
     with Lab("you", "cloud") as lab:
         cloud = Machine(lab.nodes["cloud"], "cloud", [CLOUD], wheels)
-        cloud.start([str(place / "bin" / "moto_server"), "-H", CLOUD, "-p", "5000"])
+        server = [str(place / "bin" / "moto_server"), "-H", CLOUD, "-p", "5000"]
+        cloud.start(server, {"MOTO_IAM_LOAD_MANAGED_POLICIES": "true"}, log="moto.log")
         you = Machine(lab.nodes["you"], "you", ["192.0.2.2"], wheels)
         you.write_files(".aws", FILES)
         record.wait_for(lambda: _answers(you), 60, "moto serves")

@@ -18,7 +18,7 @@ from tools.lab import Lab
 
 NEEDS = (*images.NEEDS, "curl", "openssl", "venv")
 OWNER = 1000
-HEALTHY_S, DEPLOYED_S, READY_S = 300, 300, 600
+HEALTHY_S = 300
 
 
 def play(record: Record) -> None:
@@ -57,28 +57,36 @@ def make_files(record: Record, commands: str, home: Path) -> None:
 
 
 def start_in_order(record: Record, services: Mapping[str, ComposeService], containers: Mapping[str, Container]) -> None:
-    """Starts what waits for nothing, then what waited for that; those that do not last have to end well."""
-    begun: dict[str, subprocess.Popen[bytes]] = {}
-    logs = {name: containers[name].node.folder / "said.txt" for name in services}
-    while len(begun) < len(services):
-        (name, *_) = [one for one in services if one not in begun and set(services[one].after) <= {*begun}]
-        service, container = services[name], containers[name]
-        record.say(f"{name}: {' '.join(service.command)}")
-        begun[name] = container.start(service.command, service.environment, log=logs[name])
-        if not service.is_lasting:
-            status = begun[name].wait(DEPLOYED_S)
-            record.say(f"{name} ended with {status}: {logs[name].read_text().strip()}")
-            check(status == 0, f"{name} ends well")
-        elif service.health:
-            try:
-                record.wait_for(
-                    lambda of=name: is_healthy(services[of], containers[of], begun[of]), HEALTHY_S, f"{name} is healthy"
-                )
-            except LaunchError as error:
-                raise LaunchError(f"{error}: {logs[name].read_text()[-2000:]}") from error
+    """Starts what waits for nothing, then what waited for that."""
+    done = set[str]()
+    while rest := [name for name in services if name not in done]:
+        name = next(one for one in rest if done.issuperset(services[one].after))
+        record.say(f"{name}: {' '.join(services[name].command)}")
+        start(record, name, services[name], containers[name])
+        done.add(name)
+
+
+def start(record: Record, name: str, service: ComposeService, container: Container) -> None:
+    """Starts one, and returns when it is healthy. What does not last is run again until it has ended well."""
+    log = container.node.folder / "said.txt"
+    try:
+        if service.is_lasting:
+            main = container.start(service.command, service.environment, log)
+            record.wait_for(lambda: is_healthy(service, container, main), HEALTHY_S, f"{name} is healthy")
+        else:
+            record.wait_for(lambda: ends_well(service, container, log), HEALTHY_S, f"{name} ended well")
+            record.say(log.read_text().strip())
+    except LaunchError as error:
+        raise LaunchError(f"{error}: {log.read_text()[-2000:]}") from error
 
 
 def is_healthy(service: ComposeService, container: Container, main: subprocess.Popen[bytes]) -> bool:
     """What the file's check says; LaunchError if the container has ended."""
     check(main.poll() is None, f"{' '.join(service.command)} runs")
     return container.start(service.health, service.environment, log=Path(os.devnull)).wait(60) == 0
+
+
+def ends_well(service: ComposeService, container: Container, log: Path) -> bool:
+    """Runs what ends by itself."""
+    log.unlink(missing_ok=True)
+    return container.start(service.command, service.environment, log).wait(HEALTHY_S) == 0

@@ -1,5 +1,6 @@
 """configs/kuberay/service.yaml: its containers in the image, one node of a lab each, started and probed as it says."""
 
+import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
@@ -39,35 +40,53 @@ def play(record: Record) -> None:
             with Lab("redis", "operator", *names) as lab:
                 hosts = {lab.nodes["redis"].address: REDIS, lab.nodes[names[0]].address: HEAD_SERVICE}
                 start_redis(lab.nodes["redis"], image)
-                pairs = zip(names, wanted, strict=True)
-                started = [start(record, lab.nodes[name], image, pod, hosts) for name, pod in pairs]
-                head, *workers = started
-                wait_ready(record, head, wanted[0])
+                running = [
+                    PodContainer(record, lab.nodes[n], image, p, hosts) for n, p in zip(names, wanted, strict=True)
+                ]
+                for one in running:  # the operator's init containers wait for the head; one by one, as cores are few
+                    one.wait("readiness" if one is running[0] else "liveness")
                 deploy(record, lab, wanted[0], service["spec"]["serveConfigV2"])
-                for container, pod in zip(workers, wanted[1:], strict=True):
-                    wait_ready(record, container, pod)
+                for one in running:
+                    one.wait("readiness")
                 *_, ask, _ = blocks("Kubernetes", KEY)
                 lines = [line for line in ask.splitlines() if not line.startswith("kubectl ")]
-                check_stream(ask_on(record, workers[0], "\n".join(lines)))
-                for container, pod in zip(started, wanted, strict=True):
-                    check(probe(container.node, pod.probes["liveness"]), f"{container.node.name} is alive by its probe")
+                check_stream(ask_on(record, running[1].container, "\n".join(lines)))
+                for one in running:
+                    one.wait("liveness")
     finally:
         images.release()
 
 
-def start(record: Record, node: Node, image: Image, pod: Pod, hosts: Mapping[str, str]) -> Container:
-    """One pod's Ray container."""
-    check(image.user != "root" and pod.user == 1000, "nothing runs as root")
-    folders = []
-    for number, place in enumerate(pod.folders):
-        folder = node.folder / f"volume-{number}"
-        folder.mkdir(mode=0o777)
-        folder.chmod(0o777)
-        folders.append((folder, place, False))
-    container = Container(node, image._replace(user=str(pod.user)), pod.shm, hosts, folders)
-    record.say(f"{node.name}: {pod.command}")
-    container.start(["/bin/bash", "-c", "--", pod.command], pod.environment, log=node.folder / "said.txt")
-    return container
+class PodContainer:
+    """One pod's Ray container, started at the first wait(), and again when it has ended, as a kubelet does it."""
+
+    def __init__(self, record: Record, node: Node, image: Image, pod: Pod, hosts: Mapping[str, str]) -> None:
+        check(image.user != "root" and pod.user == 1000, "nothing runs as root")
+        folders = [(node.folder / f"volume-{number}", place, False) for number, place in enumerate(pod.folders)]
+        for folder, _, _ in folders:
+            folder.mkdir()
+            folder.chmod(0o777)
+        self.container = Container(node, image._replace(user=str(pod.user)), pod.shm, hosts, folders)
+        self._record = record
+        self._pod = pod
+        self._log = node.folder / "said.txt"
+        self._main: subprocess.Popen[bytes] | None = None
+
+    def wait(self, probe: str) -> None:
+        """Return when a probe of its has succeeded."""
+        name = self.container.node.name
+        try:
+            self._record.wait_for(lambda: self._succeeds(probe), READY_S, f"{name}: its {probe} probe succeeds")
+        except LaunchError as error:
+            raise LaunchError(f"{error}: {self._log.read_text()[-2000:]}") from error
+
+    def _succeeds(self, probe: str) -> bool:
+        if self._main is None or self._main.poll() is not None:
+            again = "" if self._main is None else " again"
+            self._record.say(f"{self.container.node.name}{again}: {self._pod.command}")
+            command = ["/bin/bash", "-c", "--", self._pod.command]
+            self._main = self.container.start(command, self._pod.environment, self._log)
+        return asked(self.container.node, self._pod.probes[probe])
 
 
 def start_redis(node: Node, image: Image) -> None:
@@ -79,16 +98,7 @@ def start_redis(node: Node, image: Image) -> None:
     redis.start(["redis-server", "/etc/redis.conf"], {}, log=node.folder / "said.txt")
 
 
-def wait_ready(record: Record, container: Container, pod: Pod) -> None:
-    """Until its readiness probe succeeds."""
-    node = container.node
-    try:
-        record.wait_for(lambda: probe(node, pod.probes["readiness"]), READY_S, f"{node.name} is ready by its probe")
-    except LaunchError as error:
-        raise LaunchError(f"{error}: {(node.folder / 'said.txt').read_text()[-2000:]}") from error
-
-
-def probe(node: Node, one: Mapping[str, Any]) -> bool:
+def asked(node: Node, one: Mapping[str, Any]) -> bool:
     """What the kubelet asks of a pod."""
     place = one["httpGet"]
     with node.network():

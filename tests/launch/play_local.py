@@ -73,4 +73,4 @@ def start_redis(machine: Machine) -> None:
     """A Redis with the users of docs/serving/cluster.md."""
     (users, *_) = blocks("A Redis for the head", YOURS, page="docs/serving/cluster.md")
     (machine.disk / "tmp" / "redis.conf").write_text(f"bind {machine.address}\nport 6379\ndir /tmp\n{users}\n")
-    machine.start([str(find_binary()), "/tmp/redis.conf"])
+    machine.start([str(find_binary()), "/tmp/redis.conf"], log="redis.log")
