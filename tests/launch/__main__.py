@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from tests.launch import play_aws, play_compose, play_image, play_kuberay, play_local, play_schemas
+from tests.launch import play_aws, play_compose, play_image, play_kuberay, play_local, play_schemas, play_serve
 from tests.launch.machines import WARM
 from tests.launch.needs import NotHereError, check_needs
 from tests.launch.record import LaunchError, Record
@@ -26,6 +26,7 @@ PLAYERS: dict[str, tuple[Callable[[Record], None], tuple[str, ...]]] = {
     "aws": (play_aws.play, play_aws.NEEDS),
     "image": (play_image.play, play_image.NEEDS),
     "compose": (play_compose.play, play_compose.NEEDS),
+    "serve": (play_serve.play, play_serve.NEEDS),
     "kuberay": (play_kuberay.play, play_kuberay.NEEDS),
 }
 

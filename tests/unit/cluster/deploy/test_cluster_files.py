@@ -54,6 +54,8 @@ def test_cluster_files_validate(path: Path) -> None:
     head, _ = starts
     assert "--dashboard-host=127.0.0.1" in head and ". ~/.ray/head.env" in head
     assert [c for c in commands if "redis" in c] == [head], "only the head is to know Ray's own Redis"
+    assert "rm -f ~/.ray/head.env" in config["worker_start_ray_commands"], "nor may workers keep its password"
+    assert ("RAY_enable_autoscaler_v2=0" in head) == (path.stem == "local"), "it would start a worker too few there"
 
 
 @pytest.mark.parametrize("ends_well", [True, False])

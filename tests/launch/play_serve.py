@@ -1,0 +1,66 @@
+"""Every file of configs/serve that is for clusters, deployed as it is on the nodes of compose.yaml, and asked."""
+
+import tempfile
+from pathlib import Path
+
+from tests.launch import image as images
+from tests.launch.compose_file import read
+from tests.launch.containers import Container
+from tests.launch.page import blocks
+from tests.launch.play_compose import NEEDS, make_files, start_in_order
+from tests.launch.play_image import ask_on
+from tests.launch.play_local import KEY, YOURS, check_stream
+from tests.launch.record import Record, check
+from tests.support.service import REPOSITORY
+from tools.lab import Lab
+
+__all__ = ["NEEDS", "play"]
+FILES = sorted(path.name for path in (REPOSITORY / "configs" / "serve").glob("*.yaml") if path.stem != "demo")
+MODELS = {"lora.yaml": "shout"}
+"""The model that is asked for, where it is not the demo itself."""
+DEPLOYED_S = 600
+
+
+def play(record: Record) -> None:
+    """LaunchError where one is not deployed or does not answer."""
+    (files,) = blocks("Files of yours", {**YOURS, **KEY})
+    redis, _, ask, _ = blocks("Docker Compose", {**YOURS, **KEY})
+    image = images.image(record, again=False)
+    try:
+        with tempfile.TemporaryDirectory(prefix="launch-") as home:
+            make_files(record, f"{files}\n{redis}", Path(home))
+            services = read(Path(home))
+            with Lab(*services) as lab:
+                hosts = {lab.nodes[name].address: " ".join([name, *one.names]) for name, one in services.items()}
+                containers = {
+                    name: Container(lab.nodes[name], image, one.shm, hosts, one.binds) for name, one in services.items()
+                }
+                start_in_order(record, services, containers)
+                for name in FILES:
+                    deploy(record, containers["deploy"], services["deploy"].environment, name)
+                    model = MODELS.get(name, "demo")
+                    question = ask.replace('"model": "demo"', f'"model": "{model}"')
+                    check_stream(ask_on(record, containers["head"], question))
+    finally:
+        images.release()
+
+
+def deploy(record: Record, container: Container, environment: dict[str, str], name: str) -> None:
+    """Deploys a file of the image, and returns when its version serves."""
+    head = "http://head:8265"
+    log = container.node.folder / "deploy.txt"
+    words = ["serve", "deploy", "--address", head, f"configs/serve/{name}"]
+    check(container.start(words, environment, log).wait(DEPLOYED_S) == 0, f"{name} is sent: {_said(log)}")
+    status = container.node.folder / "status.txt"
+
+    def runs() -> bool:
+        status.unlink(missing_ok=True)
+        container.start(["serve", "status", "--address", head, "--name", "tandem"], environment, status).wait(60)
+        return _said(status).startswith("status: RUNNING")
+
+    record.wait_for(runs, DEPLOYED_S, f"{name} is RUNNING")
+    record.say(" ".join(line.strip() for line in _said(status).splitlines() if "RUNNING" in line or "tandem-" in line))
+
+
+def _said(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
