@@ -56,7 +56,7 @@ def deploy(record: Record, container: Container, environment: dict[str, str], na
     def runs() -> bool:
         status.unlink(missing_ok=True)
         container.start(["serve", "status", "--address", head, "--name", "tandem"], environment, status).wait(60)
-        return _said(status).startswith("status: RUNNING")
+        return "status: RUNNING" in _said(status).splitlines()
 
     record.wait_for(runs, DEPLOYED_S, f"{name} is RUNNING")
     record.say(" ".join(line.strip() for line in _said(status).splitlines() if "RUNNING" in line or "tandem-" in line))
