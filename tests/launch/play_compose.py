@@ -3,8 +3,10 @@
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.launch import image as images
 from tests.launch.compose_file import ComposeService, read
@@ -23,24 +25,37 @@ HEALTHY_S = 300
 
 def play(record: Record) -> None:
     """LaunchError where something is not as the page says."""
-    (files,) = blocks("Files of yours", {**YOURS, **KEY})
-    redis, up, ask, _ = blocks("Docker Compose", {**YOURS, **KEY})
+    _, up, ask, _ = blocks("Docker Compose", KEY)
     check(up.startswith("docker compose -f configs/docker/compose.yaml up"), "the page starts this file")
+    with composed(record) as nodes:
+        check_stream(ask_on(record, nodes["head"].container, ask))
+
+
+class ComposeNode(NamedTuple):
+    """A service and the container that it is here."""
+
+    service: ComposeService
+    container: Container
+
+
+@contextmanager
+def composed(record: Record) -> Iterator[dict[str, ComposeNode]]:
+    """The services of the file by name, started with the page's files of ~/.ray; gone at the end."""
+    (files,) = blocks("Files of yours", {**YOURS, **KEY})
+    redis, *_ = blocks("Docker Compose", YOURS)
     image = images.image(record, again=False)
     try:
         with tempfile.TemporaryDirectory(prefix="launch-") as home:
             make_files(record, f"{files}\n{redis}", Path(home))
             services = read(Path(home))
             with Lab(*services) as lab:
-                hosts = {lab.nodes[name].address: name for name in services}
-                hosts |= {
-                    lab.nodes[name].address: " ".join([name, *one.names]) for name, one in services.items() if one.names
+                hosts = {lab.nodes[name].address: " ".join([name, *one.names]) for name, one in services.items()}
+                nodes = {
+                    name: ComposeNode(one, Container(lab.nodes[name], image, one.shm, hosts, one.binds))
+                    for name, one in services.items()
                 }
-                containers = {
-                    name: Container(lab.nodes[name], image, one.shm, hosts, one.binds) for name, one in services.items()
-                }
-                start_in_order(record, services, containers)
-                check_stream(ask_on(record, containers["head"], ask))
+                start_in_order(record, nodes)
+                yield nodes
     finally:
         images.release()
 
@@ -56,13 +71,13 @@ def make_files(record: Record, commands: str, home: Path) -> None:
         os.chown(path, OWNER, OWNER)
 
 
-def start_in_order(record: Record, services: Mapping[str, ComposeService], containers: Mapping[str, Container]) -> None:
+def start_in_order(record: Record, nodes: Mapping[str, ComposeNode]) -> None:
     """Starts what waits for nothing, then what waited for that."""
     done = set[str]()
-    while rest := [name for name in services if name not in done]:
-        name = next(one for one in rest if done.issuperset(services[one].after))
-        record.say(f"{name}: {' '.join(services[name].command)}")
-        start(record, name, services[name], containers[name])
+    while rest := [name for name in nodes if name not in done]:
+        name = next(one for one in rest if done.issuperset(nodes[one].service.after))
+        record.say(f"{name}: {' '.join(nodes[name].service.command)}")
+        start(record, name, *nodes[name])
         done.add(name)
 
 

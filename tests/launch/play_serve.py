@@ -1,18 +1,14 @@
 """Every file of configs/serve that is for clusters, deployed as it is on the nodes of compose.yaml, and asked."""
 
-import tempfile
 from pathlib import Path
 
-from tests.launch import image as images
-from tests.launch.compose_file import read
 from tests.launch.containers import Container
 from tests.launch.page import blocks
-from tests.launch.play_compose import NEEDS, make_files, start_in_order
+from tests.launch.play_compose import NEEDS, composed
 from tests.launch.play_image import ask_on
-from tests.launch.play_local import KEY, YOURS, check_stream
+from tests.launch.play_local import KEY, check_stream
 from tests.launch.record import Record, check
 from tests.support.service import REPOSITORY
-from tools.lab import Lab
 
 __all__ = ["NEEDS", "play"]
 FILES = sorted(path.name for path in (REPOSITORY / "configs" / "serve").glob("*.yaml") if path.stem != "demo")
@@ -23,26 +19,13 @@ DEPLOYED_S = 600
 
 def play(record: Record) -> None:
     """LaunchError where one is not deployed or does not answer."""
-    (files,) = blocks("Files of yours", {**YOURS, **KEY})
-    redis, _, ask, _ = blocks("Docker Compose", {**YOURS, **KEY})
-    image = images.image(record, again=False)
-    try:
-        with tempfile.TemporaryDirectory(prefix="launch-") as home:
-            make_files(record, f"{files}\n{redis}", Path(home))
-            services = read(Path(home))
-            with Lab(*services) as lab:
-                hosts = {lab.nodes[name].address: " ".join([name, *one.names]) for name, one in services.items()}
-                containers = {
-                    name: Container(lab.nodes[name], image, one.shm, hosts, one.binds) for name, one in services.items()
-                }
-                start_in_order(record, services, containers)
-                for name in FILES:
-                    deploy(record, containers["deploy"], services["deploy"].environment, name)
-                    model = MODELS.get(name, "demo")
-                    question = ask.replace('"model": "demo"', f'"model": "{model}"')
-                    check_stream(ask_on(record, containers["head"], question))
-    finally:
-        images.release()
+    *_, ask, _ = blocks("Docker Compose", KEY)
+    with composed(record) as nodes:
+        for name in FILES:
+            deploy(record, nodes["deploy"].container, nodes["deploy"].service.environment, name)
+            model = MODELS.get(name, "demo")
+            question = ask.replace('"model": "demo"', f'"model": "{model}"')
+            check_stream(ask_on(record, nodes["head"].container, question))
 
 
 def deploy(record: Record, container: Container, environment: dict[str, str], name: str) -> None:
