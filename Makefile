@@ -14,7 +14,7 @@ DEV     := $(VENV)/.dev-installed
 DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check check-kernels format quick test parity gpu gpu-run chaos lab fuzz mutate bench clients bench-engine bench-serve \
+.PHONY: install dev serve check check-kernels format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
   bench-lora bench-moe bench-gpu performance model-table docs release clean help
@@ -94,6 +94,9 @@ parity: $(DEV) ## every model family through offload, streaming, drafts and half
 
 lab: $(DEV) ## tests of several nodes, as namespaces of this machine, more of them than in test; needs root on Linux
 	$(BIN)/python -m pytest tests/lab -m "not chaos"
+
+launch: $(DEV) ## the launch files as they are shipped, on nodes that are namespaces of this machine; out/launch has what was said. ARGS="local aws": those; needs root on Linux
+	@$(BIN)/python -m tests.launch $(ARGS)
 
 fuzz: $(DEV) ## property and stateful tests with new random examples, ROUNDS (10) times
 	for i in $$(seq $(ROUNDS)); do $(BIN)/python -m pytest tests/unit -m "hypothesis and not chaos" --hypothesis-profile=fuzz -n 2 || exit; done

@@ -189,8 +189,8 @@ class Lab:
         self.folder = Path(tempfile.mkdtemp(prefix="lab-"))
         try:
             self._switch = Namespaces(("--net",), FIRST_OF_SWITCH, "switch")
-            for number, name in enumerate(self._names, 1):
-                self.nodes[name] = Node(name, f"{NETWORK}.{number}", self.folder / name, self._switch)
+            for name in self._names:
+                self.add(name)
         except BaseException:
             self.close()
             raise
@@ -198,6 +198,12 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def add(self, name: str) -> Node:
+        """Add a node; it is the last in `nodes`, also when others have been killed."""
+        assert self._switch is not None
+        self.nodes[name] = Node(name, f"{NETWORK}.{len(self.nodes) + 1}", self.folder / name, self._switch)
+        return self.nodes[name]
 
     def close(self) -> None:
         """End all nodes and remove their files. Idempotent."""
