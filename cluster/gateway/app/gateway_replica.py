@@ -61,6 +61,7 @@ from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
+from tandem.cluster.wire.version import kind_of
 from tandem.configs.autoscaling import goals_of
 from tandem.configs.limits import allow_many_open_files
 from tandem.configs.schema import ServiceSettings
@@ -386,6 +387,7 @@ class Gateway:
             held=self._dispatch.held,
             is_leaving=self._leaving.begun,
             refused=self._live.refused,
+            kind=kind_of(self._facts.model_digest),
         )
 
     async def _open_port(self, app: FastAPI) -> None:
