@@ -55,8 +55,7 @@ def sampling_section() -> str:
 `make bench-sampling` times the sampling of a step of {rows} rows over a vocabulary of {options["vocab"]:,} tokens.
 Every row has the field. The share is that of a decode step of the Qwen3-0.6B shape with as many rows, {step_ms:g} ms
 in the same hour. All means all but `allowed_token_ids`, which leave the others little to do.
-These are of the rule for draws before [decision 069](decisions/069-gumbel-noise.md), which has both in turns: on that
-CPU a random row takes 0.7 to 0.8 times as long since, one with `top_p` 1.5 times.
+[Decision 069](decisions/069-gumbel-noise.md) has the rule for draws, and the one before it in turns.
 
 {table(["fields", "ms", "more than greedy, ms", "share of a step"], lines)}"""
 

@@ -20,6 +20,8 @@ AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_lis
 OUTSIDE = Ports(15_000, 30_000)
 """Ports that no kernel gives to sockets that ask for any, by default."""
 GCS_START_S = 10.0
+RAYLET_START_S = 180.0
+"""Ray's own 30 s are too few for busy cores and cold disks. An agent of Ray has as long (switches.env)."""
 LOOPBACK = {"_node_ip_address": "127.0.0.1"}
 
 
@@ -135,13 +137,33 @@ def keep_workers_off_terminal() -> None:
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
 
 
-def _popen(popen: Callable[..., Any], *args: Any, preexec_fn: Callable[[], None] | None = None, **kwargs: Any) -> Any:
+def _popen(
+    popen: Callable[..., Any],
+    started: list[Any],
+    *args: Any,
+    preexec_fn: Callable[[], None] | None = None,
+    **kwargs: Any,
+) -> Any:
     def before_exec() -> None:
         unblock()
         if preexec_fn is not None:
             preexec_fn()
 
-    return popen(*args, preexec_fn=before_exec, process_group=0, **kwargs)
+    started.append(popen(*args, preexec_fn=before_exec, process_group=0, **kwargs))
+    return started[-1]
+
+
+def _patient(find: Callable[..., Any], started: Sequence[Any], clock: Callable[[], float], *args: Any) -> Any:
+    """Returns what `find` does once it raises no RuntimeError. Raises that when a process of `started` has ended, or
+    RAYLET_START_S after the call."""
+    deadline_s = clock() + RAYLET_START_S
+    while True:
+        try:
+            return find(*args)
+        except RuntimeError:
+            if clock() > deadline_s or any(process.poll() is not None for process in started):
+                raise
+            time.sleep(0.1)
 
 
 def _no_api_server(start: Callable[..., Any], include_dashboard: bool | None, *args: Any, **kwargs: Any) -> Any:
@@ -166,6 +188,7 @@ def _trimmed(**given: int) -> Iterator[None]:
     and ends where an agent takes 15 s to choose its port.
     Lost without ConsolePopen: process groups of their own, so that Ctrl+C ends Ray's processes before the drain.
     Lost without start_api_server: 2 s of start, which waits for that process, and 100 MiB.
+    Lost without get_node: a raylet that is not known to GCS after 30 s, on a busy machine, is a start that fails.
     """
     from ray._private import parameter, services
 
@@ -177,11 +200,13 @@ def _trimmed(**given: int) -> Iterator[None]:
     asked = {"no_monitor": True, "include_log_monitor": False, **given}
     if asked.keys() <= set(inspect.signature(whole).parameters):
         parameter.RayParams = trimmed
-    popen, api_server = services.ConsolePopen, services.start_api_server
-    services.ConsolePopen = functools.partial(_popen, popen)
+    popen, api_server, get_node = services.ConsolePopen, services.start_api_server, services.get_node
+    started: list[Any] = []
+    services.ConsolePopen = functools.partial(_popen, popen, started)
+    services.get_node = functools.partial(_patient, get_node, started, time.monotonic)
     services.start_api_server = functools.partial(_no_api_server, api_server)
     try:
         yield
     finally:
         parameter.RayParams = whole
-        services.ConsolePopen, services.start_api_server = popen, api_server
+        services.ConsolePopen, services.start_api_server, services.get_node = popen, api_server, get_node

@@ -77,7 +77,7 @@ def node_address() -> str:
 
 def start_private(temp_folder: Path, gcs_folder: Path, num_cpus: int, num_gpus: int) -> None:
     """Starts a private Ray on this machine, below this process. TandemError when one of Ray's processes does not start,
-    or not within the 30 s that Ray waits."""
+    or not within RAYLET_START_S (local_node.py)."""
     try:
         start_node(
             temp_folder,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
-from tandem.workers.rank.model_runner import OUT_OF_MEMORY
+from tandem.workers.rank.launched_steps import OUT_OF_MEMORY
 from tests.support.decoder_ranks import RankProcesses
 from tests.support.engine_ranks import EngineCase, Fault, Told, run_engine
 from tests.support.thread_ranks import ThreadRanks

@@ -1,10 +1,13 @@
 """A group of ranks on nodes of a lab, without Ray, and its coordinator in this process on the network of one."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import IO
 
 from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings, ParallelSettings, SchedulerSettings
 from tandem.workers.executor.rank_group import RankGroup
@@ -26,15 +29,21 @@ class LabRanks:
         self.nodes = nodes
         self.program = program
         self.processes: list[subprocess.Popen[str]] = []
+        self.logs: list[IO[str]] = []
 
     def start(self, rank: int, endpoint: str, secret: str) -> None:
         node = self.nodes[rank]
         command = [sys.executable, "-P", "-c", self.program, str(rank), endpoint, node.address]
-        process = node.start(command, stdin=subprocess.PIPE, text=True)
+        self.logs.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - lab_group closes it
+        process = node.start(command, stdin=subprocess.PIPE, stderr=self.logs[-1], text=True)
         assert process.stdin is not None
         process.stdin.write(secret + "\n")
         process.stdin.flush()
         self.processes.append(process)
+
+    def said(self, rank: int) -> str:
+        """Returns all that a rank has written to its log."""
+        return os.pread(self.logs[rank].fileno(), 1 << 20, 0).decode()
 
     def lost(self) -> str | None:
         return next((f"rank {rank} has ended" for rank, p in enumerate(self.processes) if p.poll() is not None), None)
@@ -66,3 +75,5 @@ def lab_group(settings: EngineSettings, launcher: LabRanks, home: Node) -> Itera
                 process.wait(30)
                 assert process.stdin is not None
                 process.stdin.close()
+            for log in launcher.logs:
+                log.close()

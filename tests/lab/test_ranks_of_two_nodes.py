@@ -17,7 +17,7 @@ from tests.support.tiny_models import BY_NAME, save_tiny_model
 from tools.lab import Lab
 
 KNOWN_S = 10
-"""Until a coordinator knows of a cut: 6 s, and more on a busy machine."""
+"""Until a coordinator, or a rank, knows of a cut: 6 s, and more on a busy machine."""
 ALONE_S = 20
 """Until a rank that nobody probes has ended itself: 15 s, and more on a busy machine."""
 
@@ -47,8 +47,9 @@ def test_tokens_are_those_of_one_rank_and_a_cut_is_known_on_both_sides(
     ready = group.start()
     assert {hello.host for hello in group.hellos} == {node.address for node in lab.nodes.values()}
     assert ExecutorDriver(group, ready, BLOCK_SIZE).generate(jobs(), depth=2) == wanted
-    assert isinstance(group.launcher, LabRanks)
-    _, far = group.launcher.processes
+    launcher = group.launcher
+    assert isinstance(launcher, LabRanks)
+    _, far = launcher.processes
     lab.nodes["b"].cut()
     try:
         cut_s = time.monotonic()
@@ -56,6 +57,8 @@ def test_tokens_are_those_of_one_rank_and_a_cut_is_known_on_both_sides(
         with pytest.raises(GroupLost, match="rank 1 has given no sign of life"):
             group.poll(KNOWN_S)
         print(f"the coordinator knows after {time.monotonic() - cut_s:.1f} s")
+        wait_for(lambda: "no probe for 5 s" in launcher.said(1), KNOWN_S, "the far rank says that it is cut off")
+        print(f"the far rank knows after {time.monotonic() - cut_s:.1f} s")
         wait_for(lambda: far.poll() is not None, ALONE_S, "the far rank ends by itself")
         print(f"the far rank has ended after {time.monotonic() - cut_s:.1f} s")
     finally:

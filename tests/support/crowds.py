@@ -30,7 +30,8 @@ from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import HostAccelerator
 from tandem.workers.rank.kv_cache import KVCache
-from tandem.workers.rank.model_runner import ModelRunner, StepHandle
+from tandem.workers.rank.launched_steps import StepHandle
+from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.start.captures import sizes_of
 from tandem.workers.speculation.proposer import make_guess, make_proposer

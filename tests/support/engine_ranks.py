@@ -33,8 +33,9 @@ from tandem.workers.messages.step import StepPlan, StepResult
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform, HostAccelerator
 from tandem.workers.rank.drafts import Drafts
+from tandem.workers.rank.launched_steps import StepHandle
 from tandem.workers.rank.loading import load_rank
-from tandem.workers.rank.model_runner import ModelRunner, StepHandle
+from tandem.workers.rank.model_runner import ModelRunner
 from tests.support.engine_invariants import check_invariants
 from tests.support.platforms import GpuOnHost, replaced
 from tests.support.recorded_graph import RecordedCollectives, recorded
@@ -194,8 +195,9 @@ class FaultyRank:
         self._num_steps = 0
         self._compute = runner._compute
         self._make_up = runner._exchanges.make_up
-        self._settle, self._is_settling = runner.settle, False
-        runner.settle = self._note_settling  # type: ignore[method-assign]
+        steps = runner._steps
+        self._settle, self._is_settling = steps.settle, False
+        steps.settle = self._note_settling  # type: ignore[method-assign]
 
     def submit(self, plan: StepPlan) -> None:
         for fault in self._faults:

@@ -29,7 +29,8 @@ from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.messages.transfer import CopyKV, PlaceAdapter
 from tandem.workers.models.spec.kv_layout import KVLayout
 from tandem.workers.rank.kv_cache import KVCache
-from tandem.workers.rank.model_runner import ModelRunner, StepHandle
+from tandem.workers.rank.launched_steps import StepHandle
+from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.transfers.adapter_lanes import PlaceLane
 from tandem.workers.rank.transfers.kv_lanes import MemoryLane

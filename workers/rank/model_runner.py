@@ -1,4 +1,4 @@
-"""ModelRunner.launch: one StepPlan on one rank, given to the device; StepHandle.result: its outcome.
+"""ModelRunner.launch: one StepPlan on one rank, given to the device. Its outcome: launched_steps.py.
 
 Called by rank_server.py; every rank of a group launches every plan, in order. In a plan: roll back and free rows, bind
 rows, extend tables, clean new blocks, copy blocks, propose drafts, forward, sample, agree with TP peers. It has no
@@ -7,9 +7,8 @@ tokens, V vocabulary.
 """
 
 import logging
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from tandem.workers.attention.forward_batch import StepShape
 from tandem.workers.graphs.graph_runner import StartGraphs
 from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.messages.handshake import CaptureReport
-from tandem.workers.messages.step import RowResult, StepPlan, StepResult
+from tandem.workers.messages.step import StepPlan
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.planning.graph_room import CaptureSize
 from tandem.workers.platforms.base import Platform
@@ -33,10 +32,10 @@ from tandem.workers.rank.batch import StepBatch, build_batch, preparing
 from tandem.workers.rank.captured.framed_step import ReplayOutcome, clean_rejected
 from tandem.workers.rank.captured.replays import Replays, SampledPlaces
 from tandem.workers.rank.captured.ruled_draw import RuledSampling
-from tandem.workers.rank.drafts import Accepted, Drafts, accept, propose
+from tandem.workers.rank.drafts import Drafts, propose
 from tandem.workers.rank.kv_cache import KVCache
+from tandem.workers.rank.launched_steps import OUT_OF_MEMORY, LaunchedSteps, StepHandle, StepTokens, StepWork
 from tandem.workers.rank.pooler import Pooled, Pooler
-from tandem.workers.rank.row_results import row_results
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.start.captures import capture_steps
 from tandem.workers.rank.step_exchanges import StepExchanges, StepVerdict
@@ -49,79 +48,7 @@ if TYPE_CHECKING:
     from tandem.parallel.pipeline import StageLink
     from tandem.workers.rank.transfers.load_gate import LoadGate
 
-Ints = npt.NDArray[np.int64]
-OUT_OF_MEMORY = "device out of memory"
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """The sampled tokens of a step on the way to the row table: the rows that sample and those rows' lives; the ids on
-    the device; where they and the drafts behind them arrive on the host. is_clean: what rejected drafts have left in
-    the cache harms nobody."""
-
-    rows: Ints
-    lives: Ints
-    ids_S: torch.Tensor
-    host_ids_S: torch.Tensor
-    host_drafts_S: torch.Tensor | None
-    is_clean: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Computed:
-    """A step's work on the device."""
-
-    batch: StepBatch
-    drafts: Drafts | None = None
-    drawn: Drawn | None = None
-    tokens: _Tokens | None = None
-    # events around the wait for hidden states, where there was one
-    received: tuple[DeviceEvent, DeviceEvent] | None = None
-    errors: dict[int, str] = field(default_factory=dict)  # of its rows, by row
-    verdict: StepVerdict | None = None  # of all ranks, on the last stage of several
-    is_replayed: bool = False
-    pooled: Pooled | None = None  # its embeddings
-    scored: Scored | None = None  # the log probabilities of its prompts
-
-
-class StepHandle:
-    """A step that was launched. Made by ModelRunner."""
-
-    __slots__ = (
-        "_runner",
-        "began",
-        "computed",
-        "done",
-        "failure",
-        "known_failure",
-        "settled",
-        "step_id",
-        "step_result",
-    )
-
-    def __init__(
-        self, runner: "ModelRunner", plan: StepPlan, began: DeviceEvent, computed: _Computed | None, failure: str | None
-    ) -> None:
-        self._runner = runner
-        self.step_id = plan.step_id
-        self.known_failure = plan.known_failure
-        self.began = began
-        self.computed = computed
-        self.failure = failure
-        self.done = runner.record()
-        self.settled = False
-        self.step_result: StepResult | None = None
-
-    def is_done(self) -> bool:
-        """Returns whether `result` would not wait."""
-        return self.settled or self.done.is_done()
-
-    def result(self) -> StepResult | None:
-        """Waits until the device has run the step, sampled or not; None where this rank does not sample."""
-        if not self.settled:
-            self._runner.settle(self)
-        return self.step_result
 
 
 class ModelRunner:
@@ -155,12 +82,10 @@ class ModelRunner:
         ops = self._ops = platform.sampling_ops() if self._samples else None  # compiled now, not in the first step
         self._prepare = None if ops is None else preparing(table, ops, is_ahead=self._rows.is_ahead)
         self._appends = context.pp_size == 1
-        self._steps: deque[StepHandle] = deque()  # whose tokens the row table lacks
+        self._steps = LaunchedSteps(table, kv, samples=self._samples, record=self.record)
         self._replays = Replays(self._samples)
         self._awaits: list[int] = []
         self._owed: list[int] = []  # of steps before, which this rank has not computed
-        self._failed_step = -1
-        self._last_done = self.record()
 
     @cached_property
     def _pooler(self) -> Pooler:
@@ -197,28 +122,15 @@ class ModelRunner:
         self._platform.accelerator.activate()
         self._platform.begin_step()
         began = self.record()
-        if self._steps and (plan.rolled_back or not self._on_device):
-            self.settle(self._steps[-1])
+        if plan.rolled_back or not self._on_device:
+            self._steps.settle_all()
         self._on_device = True
         self.kv.clear_slots(self._table.roll_back(plan.rolled_back))
         self.kv.clear(self._table.apply(plan))
         self.kv.copy(plan.block_copies)
         self._awaits += plan.awaits
         computed, failure = self._compute_or_fail(plan) if plan.work else (None, None)
-        step = StepHandle(self, plan, began, computed, failure)
-        self._steps.append(step)
-        if step.done.is_done():
-            self.settle(step)
-        return step
-
-    def settle(self, last: StepHandle) -> None:
-        """Waits for all steps up to `last`, enters their tokens into the row table and makes their results."""
-        while not last.settled:
-            step = self._steps[0]
-            step.done.wait()
-            self._steps.popleft()
-            step.settled = True
-            self._settle_one(step)
+        return self._steps.add(plan, began, computed, failure)
 
     def close(self) -> None:
         """No plan may follow. Idempotent."""
@@ -231,7 +143,7 @@ class ModelRunner:
 
     # ---- launch ----
 
-    def _compute_or_fail(self, plan: StepPlan) -> tuple[_Computed | None, str | None]:
+    def _compute_or_fail(self, plan: StepPlan) -> tuple[StepWork | None, str | None]:
         """Returns the step's work, or why this rank has not done it."""
         drafts = self._propose(plan)
         num_scored = sum(work.num_scored for work in plan.work) if self._table.scored else 0
@@ -240,14 +152,14 @@ class ModelRunner:
             partial(self._shape, plan, drafts), lambda shape: self._model.replay_key(shape, self.kv.tensors)
         )
         self._exchanges.begin(plan.work, total, self._table.pooled, num_scored, self._replays.now)
-        failure = self._void(plan.step_id, plan.known_failure)
+        failure = self._steps.void(plan.step_id, plan.known_failure)
         if failure is None:
             try:
                 return self._compute(plan, drafts), None
             except torch.OutOfMemoryError as error:
                 failure = f"{OUT_OF_MEMORY} in step {plan.step_id}: {error}"
             log.warning("%s", failure)
-            self._failed_step = plan.step_id
+            self._steps.fail(plan.step_id)
         self._owed += self._awaits
         self._awaits.clear()
         try:  # outside of the handler above, whose exception keeps the step's memory
@@ -285,21 +197,14 @@ class ModelRunner:
         with_drafts = [work.row for work in plan.work if work.max_drafts]
         if self._rows.guesses and not (self._flags_of(with_drafts) & (READS_LATE | READS_ON_HOST)).any():
             return Drafts.on_device(plan)
-        if self._steps:
-            self.settle(self._steps[-1])
-        if self._void(plan.step_id, plan.known_failure) is not None:
+        self._steps.settle_all()
+        if self._steps.void(plan.step_id, plan.known_failure) is not None:
             return None
         return propose(self._proposer, plan, self._table)
 
-    def _void(self, step_id: int, known_failure: int) -> str | None:
-        """Returns why a plan counts for nothing: it was made before the engine knew of a failed step ahead of it."""
-        if not known_failure < self._failed_step < step_id:
-            return None
-        return f"planned before the failure of step {self._failed_step} was known"
-
-    def _compute(self, plan: StepPlan, drafts: Drafts | None) -> _Computed:
-        if self._steps and self._samples and self._waits_for_tokens(plan):
-            self.settle(self._steps[-1])
+    def _compute(self, plan: StepPlan, drafts: Drafts | None) -> StepWork:
+        if self._samples and self._waits_for_tokens(plan):
+            self._steps.settle_all()
         replays = self._replays
         batch = build_batch(plan, self._table, self._rows, drafts, self._prepare, replays.step, replays.ruled)
         computed = self._run(plan, batch, drafts, self._tensors())
@@ -333,7 +238,7 @@ class ModelRunner:
             return tensors
         return replace(tensors, layers=self.gate.in_turn(tensors.layers, tuple(self._awaits), self.kv.page_of))
 
-    def _run(self, plan: StepPlan, batch: StepBatch, drafts: Drafts | None, kv: KVTensors) -> _Computed:
+    def _run(self, plan: StepPlan, batch: StepBatch, drafts: Drafts | None, kv: KVTensors) -> StepWork:
         """Forward, sampling and pooling."""
         hidden_TH, received = None, None
         if not self._context.is_first_stage:
@@ -344,7 +249,7 @@ class ModelRunner:
         self._exchanges.end_layers()
         if not self._context.is_last_stage:
             self._exchanges.send(output)
-            return _Computed(batch, received=received)
+            return StepWork(batch, received=received)
         count, has_drafts = len(batch.sample_rows_S), drafts is not None
         if self._replays.now is None:
             places = SampledPlaces(batch.drafts_S, batch.forward)
@@ -368,13 +273,12 @@ class ModelRunner:
         tokens = self._tokens(batch, places, host_drafts_S, drawn, verdict) if self._appends and count else None
         errors = {**self._table.sampling.grammars.errors, **self._table.errors}
         is_replayed = self._replays.now is not None
-        return _Computed(batch, drafts, drawn, tokens, received, errors, verdict, is_replayed, pooled, scored)
+        return StepWork(batch, drafts, drawn, tokens, received, errors, verdict, is_replayed, pooled, scored)
 
     def _draw_ruled(self, sampling: RuledSampling, outcome: ReplayOutcome) -> Drawn:
         """Draws by a capture behind the step's."""
         if sampling.prepares_late:
-            if self._steps:
-                self.settle(self._steps[-1])
+            self._steps.settle_all()
             arrays = StepArrays()
             sampling.prepare(arrays.send)
             self._rows.send_late(arrays)
@@ -385,8 +289,7 @@ class ModelRunner:
 
     def _draw(self, sampling: Sampling, places: SampledPlaces, logits_SV: torch.Tensor) -> Drawn:
         if sampling.prepares_late:
-            if self._steps:
-                self.settle(self._steps[-1])
+            self._steps.settle_all()
             arrays = StepArrays()
             sampling.prepare_late(arrays.send)
             self._rows.send_late(arrays)
@@ -454,7 +357,7 @@ class ModelRunner:
         host_drafts_S: torch.Tensor | None,
         drawn: Drawn | None,
         verdict: StepVerdict | None,
-    ) -> _Tokens:
+    ) -> StepTokens:
         """One stage: every TP rank appends what tp0 sampled. A failed row gets some token too, so that a plan made
         before its failure was known still finds what it counts on."""
         if verdict is None:
@@ -469,7 +372,7 @@ class ModelRunner:
             is_clean = is_added or self._clean_rejected(places, ids_S, places.drafts_S)
         self._on_device = is_added or (is_clean and self._rows.append(ids_S))
         table.reserve(rows)
-        return _Tokens(rows, table.lives[rows], ids_S, host_ids_S, host_drafts_S, is_clean)
+        return StepTokens(rows, table.lives[rows], ids_S, host_ids_S, host_drafts_S, is_clean)
 
     def _clean_rejected(self, places: SampledPlaces, ids_S: torch.Tensor, drafts_S: torch.Tensor) -> bool:
         """Zeroes what rejected drafts may have left. Returns False where the host has to do it, before any later
@@ -481,73 +384,3 @@ class ModelRunner:
         except torch.OutOfMemoryError:
             return False
         return True
-
-    # ---- results ----
-
-    def _settle_one(self, step: StepHandle) -> None:
-        computed, step.computed = step.computed, None
-        received_s, num_unguessed, is_replayed = 0.0, 0, False
-        rows: list[RowResult] = []
-        if computed is not None:
-            step.failure, is_replayed = self._failure_of(step, computed), computed.is_replayed
-            if step.failure is None:
-                rows = self._take(computed)
-                if computed.drafts is not None:
-                    num_unguessed = computed.drafts.total - sum(row.num_drafts for row in rows)
-                if computed.pooled is not None:
-                    rows = computed.pooled.merged(rows, computed.errors)
-                if computed.scored is not None:
-                    rows = computed.scored.merged(rows)
-            if computed.received is not None:
-                received_s = computed.received[1].seconds_since(computed.received[0])
-        if self._samples:
-            step.step_result = StepResult(
-                step_id=step.step_id,
-                rows=rows,
-                failure=step.failure,
-                num_unguessed=num_unguessed,
-                is_replayed=is_replayed,
-                device_s=step.done.seconds_since(step.began) - received_s,
-                wait_s=max(0.0, step.began.seconds_since(self._last_done)) + received_s,
-            )
-        self._last_done = step.done
-
-    def _failure_of(self, step: StepHandle, computed: _Computed) -> str | None:
-        """Return why a step that this rank has computed counts for nothing, as far as it can know: a peer has failed,
-        or the step was planned before an earlier one's failure was known."""
-        failure = self._void(step.step_id, step.known_failure)
-        if failure is None and computed.verdict is not None and computed.verdict.is_failed:
-            self._failed_step = step.step_id
-            failure = f"{OUT_OF_MEMORY} in step {step.step_id}, on another rank of the group"
-        return failure
-
-    def _take(self, computed: _Computed) -> list[RowResult]:
-        """Enters a step's tokens into the row table; returns the rows' results where this rank samples."""
-        rows_S, accepted, tokens = computed.batch.sample_rows_S, None, computed.tokens
-        if tokens is not None:
-            if tokens.host_drafts_S is None:
-                self._fill(tokens)
-            else:
-                accepted = accept(rows_S, tokens.host_ids_S.numpy(), tokens.host_drafts_S.numpy())
-                self._fill_accepted(tokens, accepted)
-        if computed.drawn is None:
-            return []
-        return row_results(rows_S.tolist(), computed.drawn.collect(), computed.errors, accepted)
-
-    def _fill(self, tokens: _Tokens) -> None:
-        """Enters a step's tokens, but for rows that meanwhile belong to other sequences."""
-        ids = np.maximum(tokens.host_ids_S.numpy(), 0)  # of a failed row -1 in a capture with drafts
-        live = np.flatnonzero(self._table.lives[tokens.rows] == tokens.lives)
-        self._table.fill(tokens.rows[live], ids[live])
-
-    def _fill_accepted(self, tokens: _Tokens, accepted: list[Accepted]) -> None:
-        """Fill the result of a step with drafts."""
-        ids = tokens.host_ids_S.tolist()
-        is_live = (self._table.lives[tokens.rows] == tokens.lives).tolist()
-        for row, live in zip(accepted, is_live, strict=True):
-            if not live:
-                continue
-            own = ids[row.first : row.first + row.count]
-            rejected = self._table.accept(row.row, [max(0, token) for token in own], row.num_places)
-            if not tokens.is_clean and NOT_FINITE_ID in ids[row.first : row.first + row.num_places + 1]:
-                self.kv.clear_slots(rejected)  # attention may read what it then weighs with 0

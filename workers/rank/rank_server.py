@@ -51,8 +51,9 @@ from tandem.workers.planning.resolve import read_spec
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.core_share import CoreShare
 from tandem.workers.platforms.open_platform import open_platform
+from tandem.workers.rank.launched_steps import StepHandle
 from tandem.workers.rank.loading import LoadedRank, load_rank
-from tandem.workers.rank.model_runner import ModelRunner, StepHandle
+from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.rank_watch import HostActivity, LoadReports, ParentWatch, start_echo
 from tandem.workers.rank.transfers.lanes import Lanes
 

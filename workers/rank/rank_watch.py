@@ -75,20 +75,47 @@ def end_process() -> None:
     os._exit(EXIT_STATUS)
 
 
-def start_echo(context: "zmq.Context[Any]", secret: str, endpoint: str, rank: int) -> None:
-    """Echoes probes until `context` is terminated. A first empty message registers the rank with ProbeWatch."""
+UNPROBED_S = 5.0
+"""Seconds without a probe after which a rank says that it is cut off; a coordinator says the same of a rank then."""
+
+
+def start_echo(
+    context: "zmq.Context[Any]", secret: str, endpoint: str, rank: int, unprobed_s: float = UNPROBED_S
+) -> None:
+    """Echoes probes until `context` is terminated. A first empty message registers the rank with ProbeWatch. A warning
+    says when no probe has come for `unprobed_s`, as where a link is cut, and when one comes again."""
+    heard = context.socket(zmq.PAIR)
+    heard.setsockopt(zmq.RCVHWM, 0)
+    heard.bind(f"inproc://probes-{rank}")
 
     def echo() -> None:
         socket = connect_dealer(context, secret, endpoint, str(rank).encode())
+        copies = context.socket(zmq.PAIR)
+        copies.setsockopt(zmq.SNDHWM, 0)
         try:
+            copies.connect(f"inproc://probes-{rank}")
             socket.send(b"")
-            zmq.proxy(socket, socket)
+            zmq.proxy(socket, socket, copies)
         except zmq.ContextTerminated:
             pass
         finally:
             socket.close(linger=0)
+            copies.close(linger=0)
+
+    def note_silence() -> None:
+        with suppress(zmq.ContextTerminated), heard:
+            heard.recv()
+            while True:
+                if not heard.poll(round(1000 * unprobed_s)):
+                    log.warning(
+                        "rank %d: no probe for %g s; the coordinator is out of reach or stopped", rank, unprobed_s
+                    )
+                    heard.poll()
+                    log.warning("rank %d is probed again", rank)
+                heard.recv()
 
     threading.Thread(target=echo, name="probe echo", daemon=True).start()
+    threading.Thread(target=note_silence, name="probe silence", daemon=True).start()
 
 
 PERIOD_S = 0.5

@@ -89,6 +89,9 @@ def _add_kv(command: argparse.ArgumentParser) -> None:
 def _add_lora(command: argparse.ArgumentParser) -> None:
     command.add_argument("--adapters", type=int, nargs="+", help="of each line of zipf (default: 8 64 512)")
     command.add_argument("--requests", type=int, help="of each line of zipf (default: 300)")
+    command.add_argument(
+        "--room", type=int, default=8, help="adapters that the device has room for in zipf (default: 8)"
+    )
     command.add_argument("--rate", type=float, help="arrivals a second in zipf (default: half of the capacity)")
     command.add_argument("--tokens", type=int, help="of each row of speed and peer (default: 48)")
     command.add_argument("--repeats", type=int, help="A-B pairs of speed (default: 5)")

@@ -31,7 +31,6 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.messages.request import AdapterRef
 
 Bytes = npt.NDArray[np.uint8]
-ROOM = 8
 RANK = 8
 
 
@@ -51,9 +50,9 @@ class Room(NamedTuple):
 
 def run_zipf(options: argparse.Namespace, console: Console) -> dict[str, object]:
     adapters = AdapterSet(options.model, RANK)
-    settings = engine_settings(options, CONCURRENCY, adapters.settings(ROOM, known=max(options.adapters)))
-    room = Room(settings, adapters.references(ROOM), adapters.spec.vocab_size)
-    bound = LoadBound.of(adapters.folders(ROOM))
+    settings = engine_settings(options, CONCURRENCY, adapters.settings(options.room, known=max(options.adapters)))
+    room = Room(settings, adapters.references(options.room), adapters.spec.vocab_size)
+    bound = LoadBound.of(adapters.folders(options.room))
     console.print(
         f"bound of a load of {adapters.nbytes / 2**20:.2f} MiB: {bound.cached_ms:.2f} ms to read from the page cache "
         f"and copy, {bound.disk_ms:.2f} ms from disk",
@@ -62,7 +61,7 @@ def run_zipf(options: argparse.Namespace, console: Console) -> dict[str, object]
     full, measured = capacity(room, max(40, options.requests // 2), options.rate)
     rate = options.rate or full / 2
     console.print(
-        f"{options.model}: capacity with {ROOM} adapters {full:.1f} requests/s; arrivals at {rate:.1f}; "
+        f"{options.model}: capacity with {options.room} adapters {full:.1f} requests/s; arrivals at {rate:.1f}; "
         f"{measured.places} adapters fit, {settings.lora.max_loras} share a step",
         soft_wrap=True,
     )
@@ -79,7 +78,7 @@ def run_zipf(options: argparse.Namespace, console: Console) -> dict[str, object]
         line = run_line(room, arrivals, f"{count} adapters")
         shown = _with_ratios(line["ttft_ms"], base.setdefault("measured", line["ttft_ms"]))
         console.print(
-            f"{count:4d} adapters, room for {ROOM}: TTFT ms, and times the first line's: {shown}; "
+            f"{count:4d} adapters, room for {options.room}: TTFT ms, and times the first line's: {shown}; "
             f"{line['loads']} loads of {line['load_ms']:.0f} ms  other_cpu {line['other_cpu']:.2f}",
             soft_wrap=True,
         )

@@ -16,7 +16,8 @@ from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.messages.step import StepPlan
 from tandem.workers.messages.thinking import ThinkingBudget
-from tandem.workers.rank.model_runner import ModelRunner, StepHandle
+from tandem.workers.rank.launched_steps import LaunchedSteps, StepHandle
+from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.sampling.processors import chain
 from tandem.workers.sampling.processors.logits_processor import Reads
 from tandem.workers.sampling.processors.penalties import Penalties
@@ -86,25 +87,25 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.proposed = self.ahead = self.waited = self.accepted = 0
-        launch, settle_one = ModelRunner.launch, ModelRunner._settle_one
+        launch, settle_one = ModelRunner.launch, LaunchedSteps._settle_one
 
         def counted(runner: ModelRunner, plan: StepPlan) -> StepHandle:
-            unread = [step for step in runner._steps if step.computed is not None and step.computed.drafts is not None]
+            unread = [step for step in runner._steps._waiting if step.work is not None and step.work.drafts is not None]
             step = launch(runner, plan)
-            drafts = None if step.computed is None else step.computed.drafts
+            drafts = None if step.work is None else step.work.drafts
             self.proposed += drafts is not None and drafts.ids is not None
             if unread and plan.work:
                 self.ahead += not unread[-1].settled
                 self.waited += unread[-1].settled
             return step
 
-        def settled(runner: ModelRunner, step: StepHandle) -> None:
-            settle_one(runner, step)
+        def settled(steps: LaunchedSteps, step: StepHandle) -> None:
+            settle_one(steps, step)
             if step.step_result is not None:
                 self.accepted += sum(len(row.token_ids) - 1 for row in step.step_result.rows if row.num_drafts)
 
         monkeypatch.setattr(ModelRunner, "launch", counted)
-        monkeypatch.setattr(ModelRunner, "_settle_one", settled)
+        monkeypatch.setattr(LaunchedSteps, "_settle_one", settled)
 
 
 def served(case: EngineCase) -> Told:

@@ -11,7 +11,8 @@ from tandem.workers.messages.step import NOT_FINITE, RowInit, RowWork, StepPlan,
 from tandem.workers.models.spec.kv_layout import KVLayout
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.rank.kv_cache import KVCache
-from tandem.workers.rank.model_runner import OUT_OF_MEMORY, ModelRunner
+from tandem.workers.rank.launched_steps import OUT_OF_MEMORY
+from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.row_table import RowTable
 from tests.support.faulty_model import Fault, FaultyModel
 from tests.unit.rank.test_model_runner import GREEDY, VOCAB, HashDecoder, expected

@@ -14,7 +14,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.messages.step import NOT_FINITE
 from tandem.workers.planning import graph_room
-from tandem.workers.rank.model_runner import OUT_OF_MEMORY
+from tandem.workers.rank.launched_steps import OUT_OF_MEMORY
 from tests.support.engine_ranks import EngineCase, Fault, Share, Told, run_engine
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.tiny_models import TinyModel, save_tiny_model

@@ -10,9 +10,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from tandem.workers.executor.liveness import DOUBTFUL_AFTER_S, FROZEN_AFTER_S, PERIOD_S, ProbeSilence, ProbeWatch
-from tandem.workers.messages.channel import ChannelContext, new_secret
+from tandem.workers.messages.channel import ChannelContext, bind_router, new_secret
 from tandem.workers.rank.rank_watch import start_echo
+from tests.support.service import wait_for
 
 AFTER_S = 2.0
 
@@ -152,3 +155,16 @@ def test_a_short_stop_is_forgiven_and_shows_meanwhile() -> None:
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
         assert not w.said
+
+
+def test_a_rank_says_that_it_is_cut_off_and_that_it_is_no_longer(caplog: pytest.LogCaptureFixture) -> None:
+    context, secret = ChannelContext(), new_secret()
+    router, endpoint = bind_router(context, secret)
+    start_echo(context, secret, endpoint, 2, unprobed_s=0.2)
+    assert router.recv_multipart() == [b"2", b""]
+    for said in ("rank 2: no probe for 0.2 s", "rank 2 is probed again"):
+        router.send_multipart([b"2", b"?"])
+        assert router.recv_multipart() == [b"2", b"?"]
+        wait_for(lambda said=said: said in caplog.text, 30, f"it says {said!r}")  # type: ignore[misc]
+    router.close(linger=0)
+    context.term()

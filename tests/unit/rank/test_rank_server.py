@@ -41,7 +41,7 @@ from tandem.workers.messages.step import RowInit, RowSampling, RowWork, StepPlan
 from tandem.workers.messages.transfer import DropAdapter, TransferResult
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.rank import rank_server
-from tandem.workers.rank.model_runner import StepHandle
+from tandem.workers.rank.launched_steps import StepHandle
 from tandem.workers.rank.rank_server import RankServer
 from tests.support.executor_driver import ExecutorDriver, Job
 from tests.support.in_process import runner_of, server_of

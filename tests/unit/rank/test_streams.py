@@ -19,7 +19,7 @@ from tandem.workers.lora.device.slab import AdapterSlab
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.messages.transfer import CopyKV, TransferResult
 from tandem.workers.platforms import step_buffer
-from tandem.workers.rank.model_runner import ModelRunner, StepHandle
+from tandem.workers.rank.launched_steps import LaunchedSteps, StepHandle
 from tandem.workers.rank.transfers.lanes import Lanes
 from tests.support.traced_accelerator import (
     NotActivated,
@@ -161,14 +161,14 @@ def test_any_history_of_steps_copies_adapters_and_weights_is_ordered(data: st.Da
 
 def answers_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """R1: only sampling waited for the device, so that what comes after a result began too early."""
-    settle = ModelRunner.settle
+    settle = LaunchedSteps.settle
 
-    def early(self: ModelRunner, last: StepHandle) -> None:
-        if last.computed is not None and last.computed.drawn is None:
+    def early(self: LaunchedSteps, last: StepHandle) -> None:
+        if last.work is not None and last.work.drawn is None:
             last.done.wait = lambda: None  # type: ignore[method-assign]
         settle(self, last)
 
-    monkeypatch.setattr(ModelRunner, "settle", early)
+    monkeypatch.setattr(LaunchedSteps, "settle", early)
     monkeypatch.setattr(TracedEvent, "seconds_since", lambda self, earlier: 0.0)
 
 
@@ -246,7 +246,7 @@ def test_tokens_that_are_read_before_their_event_are_found(rank: Rank) -> None:
     row = rank.add([3, 1, 4], 2)
     rank.launch([(row, 3)])
     assert not rank.steps[0][0].is_done()
-    drawn = rank.steps[0][0].computed.drawn  # type: ignore[union-attr]
+    drawn = rank.steps[0][0].work.drawn  # type: ignore[union-attr]
     assert drawn is not None and drawn.collect().token_ids != [next_token([3, 1, 4])]
     rank.collect()
     assert drawn.collect().token_ids == [next_token([3, 1, 4])]

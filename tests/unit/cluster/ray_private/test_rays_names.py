@@ -8,6 +8,7 @@ import ast
 import contextvars
 import inspect
 import subprocess
+from contextlib import nullcontext
 from types import CodeType
 from typing import Any
 
@@ -126,9 +127,43 @@ def test_the_api_server_is_started_by_one_function() -> None:
     assert (asked, local_node._no_api_server(lambda *given: given, False, "host")) == ((None, "host"), ("", None))
 
 
+def test_a_node_is_waited_for_by_one_function() -> None:
+    why = "services.get_node: a raylet may take longer than Ray's 30 s to be known to GCS (local_node._patient)"
+    made = source(ray_nodes.Node.__init__)
+    assert "ray._private.services.get_node(" in made and "except RuntimeError as e:" in made, why
+    assert "is None" not in source(services.get_node), f"{why}; it raises while there is no such node"
+
+
+class Started:
+    """A process that has ended once `polls` looks at it were made."""
+
+    def __init__(self, polls: int) -> None:
+        self.polls = polls
+
+    def poll(self) -> int | None:
+        self.polls -= 1
+        return None if self.polls >= 0 else 1
+
+
+@pytest.mark.parametrize(("known_at_s", "polls", "took_s"), [(170.0, 99, 170.0), (250.0, 99, 190.0), (250.0, 1, 20.0)])
+def test_a_slow_raylet_is_waited_for_while_rays_processes_live(known_at_s: float, polls: int, took_s: float) -> None:
+    now_s = 0.0
+
+    def find(*given: str) -> str:
+        nonlocal now_s
+        now_s += 10
+        if now_s < known_at_s:
+            raise RuntimeError("no such node")
+        return " ".join(given)
+
+    with pytest.raises(RuntimeError) if took_s != known_at_s else nullcontext():
+        assert local_node._patient(find, [Started(polls)], lambda: now_s, "gcs", "node") == "gcs node"
+    assert now_s == took_s
+
+
 def test_what_is_trimmed_is_put_back() -> None:
     def found() -> tuple[object, ...]:
-        return parameter.RayParams, services.ConsolePopen, services.start_api_server
+        return parameter.RayParams, services.ConsolePopen, services.start_api_server, services.get_node
 
     before = found()
     with local_node._trimmed():
