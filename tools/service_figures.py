@@ -43,6 +43,27 @@ At the highest load goodput is {percent(bars["goodput over the best"]["value"])}
 ![Goodput, times and memory by load](overload.png)"""
 
 
+def scaling_section() -> str:
+    """Groups that come and go under streams, with the plot."""
+    found = read_json("scaling-llama-135m.json")
+    options, streams = found["options"], found["streams"]
+    long = [one for one in streams if one["name"].startswith("long")]
+    seconds = [one["end_s"] - one["first_s"] for one in long]
+    edges = [one["first_s"] - one["began_s"] for one in streams if one["name"].startswith("edge")]
+    pause_s = max(one["longest_gap_s"] for one in long)
+    return f"""## From no group to {options["groups"]} and back
+
+`make bench-scaling` serves the 135M Llama shape with {options["rows"]} rows a group, from none to
+{options["groups"]} groups. One stream of {options["long_tokens"]} tokens wakes the service; {options["rush"]} clients
+bring the third group; {options["long"]} more long streams of {min(seconds):.0f} to {max(seconds):.0f} s go on while two
+groups are taken down, which have {options["shutdown_timeout"]:.0f} s for their requests; the last group goes when
+nothing is left, and requests come at the moment at which it goes. {len(streams)} streams, {found["failed"]} failed.
+The longest pause of a long one, whose prompt and tokens were computed again, was {pause_s:.1f} s. Requests that met no
+group had their first token after {min(edges):.0f} to {max(edges):.0f} s. Others took part of the two cores.
+
+![Groups and streams over time](scaling.png)"""
+
+
 def cluster_section() -> str:
     """What one gateway and one Redis have to do for many groups."""
     routing, charges = read_json("routing.json"), read_json("charges.json")

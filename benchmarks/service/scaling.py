@@ -198,6 +198,15 @@ async def _phases(run: Run, options: argparse.Namespace, console: Console) -> No
     say("requests at the ends of the last group have been answered")
 
 
+def changes(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The samples that differ from the one before in what they say of groups, and the last one."""
+    shown = ("at_s", "groups", "groups_serving", "groups_wanted", "why", "requests_held")
+    short = [{name: sample[name] for name in shown} for sample in samples]
+    before = [{}, *short]
+    kept = [one for last, one in zip(before, short, strict=False) if last | {"at_s": 0} != one | {"at_s": 0}]
+    return kept if not short or kept[-1] is short[-1] else [*kept, short[-1]]
+
+
 def plot(run: Run, file: Path) -> None:
     """Groups over time, wanted and there, above the streams."""
     from matplotlib import pyplot
@@ -259,7 +268,7 @@ def main() -> None:
         options,
         failed=len(failed),
         streams=[asdict(course) for course in run.courses],
-        samples=run.samples,
+        samples=changes(run.samples),
         reasons=reasons,
     )
     plot(run, RESULTS / f"{name}.png")

@@ -36,6 +36,11 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: list[str] = []  # digests of prompts that have ended a group (gateway/generation/quarantine.py)
     is_leaving: bool = False  # Serve takes it down, and its streams end
     refused: str = ""  # why the deployment's user_config is not in force
+    kind: str = ""  # its wire version and model, as in GroupRecord
+
+    def is_other(self, kind: str) -> bool:
+        """True if groups of this kind can do nothing for it, as far as both are known."""
+        return bool(kind and self.kind) and kind != self.kind
 
 
 class GatewayHeartbeat(Heartbeat[GatewayRecord]):

@@ -31,9 +31,11 @@ from tandem.cluster.fleet.fleet_view import (
     report_start_failure,
     write_load_s,
 )
+from tandem.cluster.fleet.gateway_records import read_gateways
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_opener import EngineOpener
+from tandem.cluster.group.gateways_first import are_to_follow, wait_for_gateways
 from tandem.cluster.group.group_log import GroupLog
 from tandem.cluster.group.last_requests import nobody_takes_over, time_is_over
 from tandem.cluster.group.node_drain import next_drained
@@ -151,6 +153,7 @@ class Coordinator:
         on_sigterm(lambda: self._loop.call_soon_threadsafe(self._end_soon, "was told to end"))
         self._thread.start_engine(self._opener.open, self._opener.close)
         await self._wait_until_opened()
+        await wait_for_gateways(self._are_gateways_missing)
         self._changes.start()
         self._sharing.start()
         self._drain_task = self._loop.create_task(self._end_with_nodes(placement_group), name="drain of ranks' nodes")
@@ -290,6 +293,15 @@ class Coordinator:
     async def _end_in_time(self) -> None:
         await time_is_over(self._facts.shutdown_timeout_s, self._is_needed)
         self._end_soon("hands over what it still computes, as it is taken down (--shutdown-timeout)")
+
+    async def _are_gateways_missing(self) -> bool:
+        fleet = FleetView(self._redis, self._facts.service_id)
+        await fleet.refresh()
+        try:
+            gateways = await read_gateways(self._redis, self._facts.service_id)
+        except RedisUnavailable:
+            return False
+        return are_to_follow(self._record(), fleet.records.values(), gateways)
 
     async def _is_needed(self) -> bool:
         """Returns whether what it computes can end only here."""

@@ -63,9 +63,13 @@ class SteadyStreams:
         """How many streams have got tokens and have more to come."""
         return sum(stream.got > 0 for stream in list(self._live.values()))
 
+    def begin_no_more(self) -> None:
+        """Lets those that run end, and no other follow."""
+        self._stop.set()
+
     def stop(self) -> None:
         """Begins no more streams, and returns when all have ended."""
-        self._stop.set()
+        self.begin_no_more()
         self._thread.join()
 
     def bad(self) -> list[str]:

@@ -61,13 +61,15 @@ from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
+from tandem.cluster.wire.version import kind_of
 from tandem.configs.autoscaling import goals_of
 from tandem.configs.limits import allow_many_open_files
 from tandem.configs.schema import ServiceSettings
 from tandem.workers.planning.model_source import engine_here, named_node
 
 log = logging.getLogger("tandem.gateway")
-MODEL_LOOK_S = 1.0
+MODEL_LOOK_S, FLEET_S = 1.0, 10.0
+"""The latter for a Redis that answers late when a gateway starts."""
 TAKEN_DOWN_WITHIN_S = 30.0
 """Time for Serve to take an unhealthy replica down: its check fails three times, two seconds apart."""
 
@@ -158,6 +160,9 @@ class Gateway:
     async def _wait_for_own_model(self) -> None:
         """A version with another model: Serve gives this gateway no request, and ends none of the gateways before it,
         until half of the groups that serve have its model, as all new requests are theirs then."""
+        deadline_s = time.monotonic() + (0.0 if self._facts.open_port else FLEET_S)
+        while self._fleet.redis_unavailable and time.monotonic() < deadline_s:
+            await asyncio.sleep(MODEL_LOOK_S)  # who sees no groups does not know that there are others
         while self._dispatch.is_outnumbered():
             log.info("gateway %s waits for groups with its model", self._id)
             await asyncio.sleep(MODEL_LOOK_S)
@@ -386,6 +391,7 @@ class Gateway:
             held=self._dispatch.held,
             is_leaving=self._leaving.begun,
             refused=self._live.refused,
+            kind=kind_of(self._facts.model_digest),
         )
 
     async def _open_port(self, app: FastAPI) -> None:

@@ -217,7 +217,9 @@ class ServeDispatch:
     def _may_dispatch(self) -> bool:
         """True once there may be a group: Serve's router has the groups even when Redis has not. Its queue is where
         requests are held while there is none, and has Serve start one where there need not be any."""
-        self._group_seen = self._group_seen or self._may_sleep or self._longest_load_s > 0.0 or self.has_group()
+        if not self._group_seen:  # of whatever model
+            serves = any(record.state == "serving" for record in self._fleet.records.values())
+            self._group_seen = self._may_sleep or self._longest_load_s > 0.0 or serves
         return self._group_seen or self._fleet.redis_unavailable
 
     # ---- the gateway ---------------------------------------------------------------------------------------------

@@ -602,6 +602,16 @@ async def test_a_gateway_tells_its_own_model_from_the_one_before() -> None:
     await told.client.close()
 
 
+async def test_a_gateway_that_has_seen_only_another_model_holds_requests() -> None:
+    told = Told(model="b")
+    told.fleet.records = of_model("a", "g0")
+    stream = await told.client.submit(asked("r"))
+    await told.attempt(0)
+    assert told.client.held == 1
+    await stream.aclose()
+    await told.client.close()
+
+
 async def test_held_requests_are_counted() -> None:
     told = Told(model="b")
     stream = await told.client.submit(asked("r"))
