@@ -43,7 +43,8 @@ def cluster(address: str) -> dict[str, Any]:
         "cluster_name": "lab",
         "max_workers": MOST,
         "provider": {
-            "type": "fake_multinode",
+            "type": "external",  # `fake_multinode` reads a file that Ray's package lacks
+            "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
             "launch_multiple": True,
             "head_node_id": HEAD,
             "gcs_address": f"{address}:{GCS_PORT}",
