@@ -134,9 +134,9 @@ class RayNodes:
         self._run("serve", "deploy", str(file))
         wait_for(lambda: self.get("/livez") is not None, START_S, "a gateway answers")
 
-    def shut_serve_down(self) -> None:
-        """Ends the application and Serve, as `serve shutdown` does it; returns when they have ended."""
-        self._run("serve", "shutdown", "-y")
+    def delete(self) -> None:
+        """Deletes the application, and returns when it has ended."""
+        self.script(CONNECT + "from ray import serve; serve.delete('tandem')")
 
     def is_ready(self) -> bool:
         """Whether the service answers at the head's proxy."""

@@ -103,12 +103,13 @@ def test_a_version_that_does_not_start_takes_no_traffic(deployed: Deployed, stre
 
 
 def test_the_end_of_the_service_does_not_wait_for_long_streams(deployed: Deployed) -> None:
-    """`serve shutdown`: they have --shutdown-timeout, and an error as their last event."""
+    """`serve.delete`: they have --shutdown-timeout, and an error as their last event. (`serve shutdown` ends Serve's
+    proxies at once, and with them every stream.)"""
     streams = SteadyStreams(deployed.ray_nodes.head, "", PROMPTS, CLIENTS, (200.0, 300.0), RATE)
     wait_for(lambda: streams.running == CLIENTS, START_S, "all streams run", 0.5)
     streams.begin_no_more()
     began_s = time.monotonic()
-    deployed.ray_nodes.shut_serve_down()
+    deployed.ray_nodes.delete()
     streams.stop()
     took_s = time.monotonic() - began_s
     print(f"ended in {took_s:.1f} s: {streams.counts()}", flush=True)
