@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tandem.cluster.gateway.app import gateway_replica
+from tandem.cluster.gateway.app import opening
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import BackgroundClient
@@ -44,7 +44,7 @@ async def gateway_of_a_version(num_seqs: int, redis: BackgroundClient) -> Tenant
     member = Membership("tandem", ServiceFacts(single_node=True, device="cpu"))
     facts = await member.join()
     member.leave()
-    return gateway_replica.open_tenants(
+    return opening.open_tenants(
         settings_from_serve_args(args), facts, redis, lambda: 0, changes=Announcements()
     )
 
@@ -53,7 +53,7 @@ async def test_the_next_version_sends_what_a_killed_gateway_has_left(
     redis: BackgroundClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(identity, "identity_actor", lambda app, facts: Actor)
-    monkeypatch.setattr(gateway_replica, "short_temp_folder", lambda: tmp_path)
+    monkeypatch.setattr(opening, "short_temp_folder", lambda: tmp_path)
     killed = await gateway_of_a_version(16, redis)
     bill = BillingRecord(id="r1", time_s=time.time(), tenant="acme", model="m")
     killed.ledger.accepted(bill)
