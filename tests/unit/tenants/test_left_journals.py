@@ -44,9 +44,7 @@ async def gateway_of_a_version(num_seqs: int, redis: BackgroundClient) -> Tenant
     member = Membership("tandem", ServiceFacts(single_node=True, device="cpu"))
     facts = await member.join()
     member.leave()
-    return opening.open_tenants(
-        settings_from_serve_args(args), facts, redis, lambda: 0, changes=Announcements()
-    )
+    return opening.open_tenants(settings_from_serve_args(args), facts, redis, lambda: 0, changes=Announcements())
 
 
 async def test_the_next_version_sends_what_a_killed_gateway_has_left(
