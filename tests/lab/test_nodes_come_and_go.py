@@ -37,7 +37,7 @@ CHANGE_S = 300.0
 
 def cluster(address: str) -> dict[str, Any]:
     """What `ray start --autoscaling-config` reads: up to MOST nodes of the label, for one group each."""
-    worker = {"resources": {"CPU": 0.3, "object_store_memory": 80_000_000}, "labels": {"tandem": "engine"}}
+    worker = {"resources": {"CPU": 1, "object_store_memory": 80_000_000}, "labels": {"tandem": "engine"}}
     lists = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
     return {
         "cluster_name": "lab",
@@ -59,13 +59,17 @@ def cluster(address: str) -> dict[str, Any]:
         "auth": {"ssh_user": "nobody"},
         "docker": {},
         "file_mounts": {},
+        "cluster_synced_files": [],
         **{f"{name}_commands": [] for name in lists},
     }
 
 
+RANKS = 8
+"""Of a group: a node has one CPU, as Ray's files count them whole, and a rank asks for a tenth."""
 SCALED = {
     "min_replicas": 0,
     "max_replicas": MOST,
+    "target_ongoing_requests": 2,
     "look_back_period_s": 2,
     "metrics_interval_s": 0.5,
     "upscale_delay_s": 1,
@@ -82,7 +86,8 @@ class Scaled:
         file.write_text(json.dumps(cluster(next(iter(lab.nodes.values())).address)))
         self.ray_nodes = RayNodes(lab, [f"--autoscaling-config={file}"], more=FAKE)
         wait_for(self._is_listening, START_S, f"Ray's dashboard: {self._said()}", 1.0)
-        config = demo({"max_num_seqs": 2, "label_selector": {"tandem": "engine"}})
+        size = {"tensor_parallel_size": RANKS, "devices_per_node": RANKS, "max_num_seqs": 2}
+        config = demo({**size, "label_selector": {"tandem": "engine"}})
         args = config["applications"][0]["args"]
         args["deployment_config"] = {"autoscaling_config": SCALED}
         self.ray_nodes.deploy(config)
@@ -121,7 +126,7 @@ def test_nodes_come_with_groups_and_go_with_them(scaled: Scaled) -> None:
     wait_for(lambda: scaled.engines() == 1, CHANGE_S, "a node for the held request")
     waking.join(CHANGE_S)
     assert first == [200], "it was held while a node came and a group loaded"
-    streams = ManyStreams(ray_nodes.head, [f"In the year {1900 + number} a" for number in range(24)], 400)
+    streams = ManyStreams(ray_nodes.head, [f"In the year {1900 + number} a" for number in range(12)], 100)
     wait_for(lambda: scaled.engines() == MOST, CHANGE_S, "a node for each group")
     streams.result()
     wait_for(lambda: scaled.groups() == 0, CHANGE_S, "no group")
