@@ -42,6 +42,7 @@ OFFLOAD_BYTES = {
 DISK_DISABLED = Metric("gauge", "kv_disk_disabled", "1 once the disk tier was switched off.")
 CACHE_CONFIG = Metric("gauge", "cache_config_info", "Shape of each group's KV cache.")
 REDIS_AWAY = Metric("gauge", "redis_away", "1 while Redis does not answer.")
+WITHOUT_TOTAL = re.compile(r":kv_offload_\w+_bytes$")
 _NO_TOTAL = re.compile(r"^((?:# \w+ )?[^\s{]+:kv_offload_\w+_bytes)_total\b", re.M)
 """Counters that are served without the _total that prometheus_client gives to every counter."""
 

@@ -4,12 +4,13 @@ import asyncio
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import generate_latest
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPEN_METRICS
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal, may_see_tenants
-from tandem.cluster.gateway.http.gateway_metrics import Scrapes
+from tandem.cluster.gateway.http.gateway_metrics import Scrapes, as_open_metrics
 from tandem.cluster.gateway.services.accounts import Accounts
 from tandem.cluster.gateway.serving.answer import json_response
 from tandem.workers.messages.errors import RequestRefused
@@ -48,10 +49,12 @@ async def load(context: GatewayContext, _: Request, __: Principal) -> Response:
 async def metrics(
     accounts: Accounts, context: GatewayContext, scrapes: Scrapes, request: Request, _: Principal
 ) -> Response:
-    """Metrics of the groups, then of the gateways. Families that name tenants are for admins, unless there is neither
-    key nor tenant. Scrapes at the same time get the same text."""
+    """Metrics of the groups, then of the gateways, in the form of OpenMetrics for who accepts it. Families that name
+    tenants are for admins, unless there is neither key nor tenant. Scrapes at the same time get the same text."""
     with_tenants = may_see_tenants(accounts.auth, request.headers.get("authorization"))
     text = await scrapes.text(with_tenants, lambda: _metrics(context, with_tenants=with_tenants))
+    if "application/openmetrics-text" in request.headers.get("accept", ""):
+        return Response(await asyncio.to_thread(as_open_metrics, text), headers={"content-type": OPEN_METRICS})
     return Response(text, headers={"content-type": PROMETHEUS_TEXT})
 
 

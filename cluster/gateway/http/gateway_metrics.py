@@ -9,14 +9,25 @@ from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.openmetrics.exposition import generate_latest as generate_open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.cluster.fleet.engine_metrics import Families
+from tandem.cluster.fleet.engine_metrics import WITHOUT_TOTAL, Families
 from tandem.cluster.fleet.gateway_records import GatewayRecord
 from tandem.cluster.tenants.tenant import DEFAULT_TENANT
 from tandem.workers.messages.request import Usage
 
+disable_created_metrics()  # type: ignore[no-untyped-call]  # vLLM has none either, and they are a third of the series
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
 E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 
@@ -231,3 +242,20 @@ def merged(texts: Iterable[tuple[str, str]]) -> bytes:
             family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
             family.samples += [sample._replace(labels=sample.labels | {LABEL: name}) for sample in found.samples]
     return generate_latest(Families(made=families.values()))
+
+
+def as_open_metrics(text: bytes) -> bytes:
+    """Returns Prometheus text in the form of OpenMetrics 1.0, with the same names of samples. A counter without _total
+    in its name, as vLLM calls some, is of an unknown type there."""
+    families: dict[str, Metric] = {}
+    for found in text_string_to_metric_families(text.decode()):
+        is_bare = WITHOUT_TOTAL.search(found.name) is not None
+        family = families.setdefault(
+            found.name, Metric(found.name, found.documentation, "unknown" if is_bare else found.type)
+        )
+        # the parser gives every counter a _total
+        family.samples += [sample._replace(name=found.name) for sample in found.samples] if is_bare else found.samples
+    rendered: bytes = generate_open_metrics(  # type: ignore[no-untyped-call]
+        Families(made=families.values()), escaping=ALLOWUTF8
+    )
+    return rendered

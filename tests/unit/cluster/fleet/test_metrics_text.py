@@ -4,10 +4,14 @@ what is there; a new family is a row and its line in docs/, and need not be in i
 import dataclasses
 import re
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Metric as Family
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.cluster.adapters.adapter_list import AdapterList
@@ -16,6 +20,7 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
+from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics, as_open_metrics
 from tandem.workers.engine.base.drafting import DraftStats
 from tandem.workers.engine.base.metric_rows import Histogram
 from tandem.workers.engine.base.stats import AdapterStats, EngineStats, OffloadStats, TenantStats
@@ -149,3 +154,21 @@ def test_every_family_has_a_line_in_the_pages() -> None:
     served_names = re.findall(r"^# TYPE tandem:(\w+)", served(reports()), re.M)
     assert len(served_names) > 50
     assert not [name for name in served_names if not re.search(rf"`{name}\W", pages)]
+
+
+def samples(families: Iterable[Family]) -> list[tuple[object, ...]]:
+    return sorted((s.name, sorted(s.labels.items()), s.value) for f in families for s in f.samples)
+
+
+@pytest.mark.parametrize("prefix", ["tandem", "vllm"])
+def test_open_metrics_have_the_same_samples_and_are_read_by_a_strict_parser(prefix: str) -> None:
+    metrics = GatewayMetrics(CollectorRegistry(), prefix, "m")
+    metrics.http_answered("/v1/models", 200)
+    text = served(reports(), prefix) + generate_latest(metrics.registry).decode()
+    rendered = as_open_metrics(text.encode()).decode()
+    wanted = [
+        (re.sub(r"(kv_offload_\w+_bytes)_total", r"\1", name), *rest)
+        for name, *rest in samples(text_string_to_metric_families(text))
+    ]
+    assert samples(open_parser(rendered)) == sorted(wanted)
+    assert rendered.endswith("# EOF\n") and f"{prefix}:kv_offload_load_bytes{{" in rendered
