@@ -468,9 +468,7 @@ async def test_metrics_count_requests_and_hold_no_word_of_clients() -> None:
         assert f'tandem:gateway_requests_open{{model_name="{MODEL}"}} 0.0' in text
         assert "secret" not in text
         assert "_created" not in text, "vLLM has none"
-        accepts = (
-            "application/openmetrics-text;version=1.0.0;q=0.9,text/plain;version=0.0.4;q=0.5"  # as Prometheus does
-        )
+        accepts = "application/openmetrics-text;version=1.0.0;q=0.9,text/plain;version=0.0.4;q=0.5"  # as Prometheus
         answer = await rig.client.get("/metrics", headers={"accept": accepts})
         assert answer.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
         assert "tandem:num_requests_running" in answer.text and answer.text.endswith("# EOF\n")
