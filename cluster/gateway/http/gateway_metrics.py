@@ -249,13 +249,9 @@ def as_open_metrics(text: bytes) -> bytes:
     in its name, as vLLM calls some, is of an unknown type there."""
     families: dict[str, Metric] = {}
     for found in text_string_to_metric_families(text.decode()):
-        is_bare = WITHOUT_TOTAL.search(found.name) is not None
-        family = families.setdefault(
-            found.name, Metric(found.name, found.documentation, "unknown" if is_bare else found.type)
-        )
-        # the parser gives every counter a _total
-        family.samples += [sample._replace(name=found.name) for sample in found.samples] if is_bare else found.samples
-    rendered: bytes = generate_open_metrics(  # type: ignore[no-untyped-call]
-        Families(made=families.values()), escaping=ALLOWUTF8
-    )
+        if WITHOUT_TOTAL.search(found.name):  # the parser gives every counter a _total
+            found.type, found.samples = "unknown", [sample._replace(name=found.name) for sample in found.samples]
+        families.setdefault(found.name, Metric(found.name, found.documentation, found.type)).samples += found.samples
+    made = Families(made=families.values())
+    rendered: bytes = generate_open_metrics(made, escaping=ALLOWUTF8)  # type: ignore[no-untyped-call]
     return rendered
