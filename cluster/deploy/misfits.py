@@ -3,11 +3,13 @@
 Pure functions of the facts that machine_facts.py reads. Called by `tandem doctor`.
 """
 
+import math
+
 from tandem.cluster.deploy.machine_facts import CPU_FEATURES, MachineFacts
 from tandem.configs.platform_facts import PLATFORM_FACTS
 from tandem.configs.schema import Device
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def misfits(facts: MachineFacts, object_store_bytes: int, *, needs_redis: bool = True) -> list[str]:
@@ -86,7 +88,9 @@ def _service_misfits(facts: MachineFacts, object_store_bytes: int) -> list[str]:
     if facts.shm_bytes is not None and facts.shm_bytes < object_store_bytes:
         found.append(
             f"/dev/shm has {facts.shm_bytes // MIB} MiB, and Ray's object store takes {object_store_bytes // MIB} MiB: "
-            f"it would lie on disk; in a container, give it more (`--shm-size 1g`)"
+            "it would lie on disk; in a container, give it more "
+            f"(`--shm-size {math.ceil(object_store_bytes / GIB)}g`), "
+            "or start Ray with a smaller store (`ray start --object-store-memory BYTES`)"
         )
     return found
 

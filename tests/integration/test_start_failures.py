@@ -167,7 +167,10 @@ def test_check_config_takes_ray_serve_files(name: str, tmp_path: Path) -> None:
     done = run_verb_here("check-config", str(file))
     assert done.returncode == 0, done.stderr
     assert "max_num_seqs: 64" in done.stdout
-    assert done.stderr == f"tandem: {file} is a Ray Serve file: start it with `serve run {file}`\n"
+    assert (
+        done.stderr
+        == f"tandem: {file} is a Ray Serve file: start it with `serve run {file}`, on a cluster with `serve deploy`\n"
+    )
     named = run_verb_here("check-config", str(file), "demo")
     assert named.returncode == 2 and "MODEL: demo: " in named.stderr
     both = tmp_path / "both.yaml"

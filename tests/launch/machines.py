@@ -47,6 +47,8 @@ chown {UID}:{UID} {DISK_AT}/upper
 mount -t overlay overlay -o "lowerdir=$earlier,upperdir={DISK_AT}/upper,workdir={DISK_AT}/work" "$place"
 grep -lIs /home/ "$place"/pyvenv.cfg "$place"/bin/* "$place"/lib/python3*/site-packages/*editable* |
   xargs sed -i "s#/home/[a-z]*/#/home/$2/#g"
+chown {UID}:{UID} "$place" "$place"/bin "$place"/bin/tandem "$place"/lib/python3*/site-packages
+find "$place"/lib/python3*/site-packages -maxdepth 1 -name "*tandem*" -exec chown -R {UID}:{UID} {{}} +
 """
 NETWORK = """
 ip address flush dev eth0

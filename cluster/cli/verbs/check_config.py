@@ -24,7 +24,7 @@ def check_config(
         raise SettingsError(f"{model}: {file} is a Ray Serve file, which names its models itself", "MODEL")
     for place, settings in enumerate(services):
         typer.echo(("---\n" if place else "") + resolved_yaml(_checked(settings)), nl=False)
-    say(f"{file} is a Ray Serve file: start it with `serve run {file}`")
+    say(f"{file} is a Ray Serve file: start it with `serve run {file}`, on a cluster with `serve deploy`")
 
 
 def _checked_here(settings: ServiceSettings) -> ServiceSettings:
