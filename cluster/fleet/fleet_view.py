@@ -20,6 +20,7 @@ from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace
 from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable, text_of
+from tandem.cluster.wire.version import are_of_two_kinds
 
 log = logging.getLogger("tandem.fleet")
 PERIOD_S, IDLE_PERIOD_S = 0.5, 1.0
@@ -64,7 +65,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_other(self, kind: str) -> bool:
         """True if it can do nothing for processes of this kind, as far as both are known."""
-        return bool(kind and self.kind) and kind != self.kind
+        return are_of_two_kinds(kind, self.kind)
 
 
 class StartFailure(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.state import keys
 from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace, read_live
 from tandem.cluster.state.redis_client import Commands
+from tandem.cluster.wire.version import are_of_two_kinds
 
 log = logging.getLogger("tandem.fleet")
 PERIOD_S = 2.0
@@ -40,7 +41,7 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_other(self, kind: str) -> bool:
         """True if groups of this kind can do nothing for it, as far as both are known."""
-        return bool(kind and self.kind) and kind != self.kind
+        return are_of_two_kinds(kind, self.kind)
 
 
 class GatewayHeartbeat(Heartbeat[GatewayRecord]):

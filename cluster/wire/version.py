@@ -39,6 +39,11 @@ def kind_of(model: str) -> str:
     return f"{WIRE_VERSION}.{model}" if model else ""
 
 
+def are_of_two_kinds(kind: str, other: str) -> bool:
+    """Returns whether replicas of these kinds (kind_of()) can do nothing for each other, as far as both are known."""
+    return bool(kind and other) and kind != other
+
+
 def with_version(body: bytes, group: str = "", model: str = "") -> bytes:
     """Puts the line of this process's version in front of a body. model: digest of this process's."""
     return b"%s %d %s %s\n%s" % (_NAME, WIRE_VERSION, group.encode(), model.encode(), body)
