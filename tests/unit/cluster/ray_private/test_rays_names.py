@@ -25,6 +25,7 @@ from ray.serve._private import replica as serve_replica
 from ray.serve._private.handle_options import DynamicHandleOptions, InitHandleOptions
 
 from tandem.cluster.ray_private import local_node
+from tandem.cluster.ray_private.ray_facts import gcs_of
 from tandem.cluster.ray_private.replica_end import DRAINING_NAME, EXIT_NAME
 from tandem.cluster.ray_private.separate_calls import call_separately
 
@@ -53,6 +54,17 @@ def test_global_node() -> None:
     assert "_global_node.kill_all_processes" in source(ray_worker.shutdown), (
         f"{why}; shutdown() ends what it finds there"
     )
+
+
+def test_the_address_of_gcs(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "services.canonicalize_bootstrap_address: what ray.init(address) will ask (ray_facts.gcs_of)"
+    monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
+    assert [gcs_of(address) for address in ("auto", "10.9.9.9:1", "ray://h:1")] == [
+        "10.1.2.3:6379",
+        "10.9.9.9:1",
+        None,
+    ], why
+    assert "canonicalize_bootstrap_address(address, _temp_dir)" in source(ray_worker.init), why
 
 
 @pytest.mark.parametrize("name", ["gcs_address", "dead_processes", "kill_all_processes", "get_session_dir_path"])
