@@ -120,6 +120,7 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResource
     gateway = serve.deployment(
         name=GATEWAY,
         num_replicas=settings.gateway.num_gateways,
+        user_config={},  # one that is taken out of the file again is handed over too
         max_surge_percent=100,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options=_gateway_resources(facts, settings.gateway.label_selector),

@@ -219,7 +219,8 @@ OPTIONS: tuple[Option, ...] = (
            "Prompt tokens that may wait in a group. Default: no limit.", at_least(1), "at least 1", size=True),
     Option("queue_timeout", "gateway.queue_timeout_s", float, STEP,
            "Seconds that a request may wait for its first step before it gets 503, and a running one for a group when "
-           "its own is lost. Default: no limit in a queue; without a group twice the time that one takes to load.",
+           "its own is lost. Default: no limit in a queue; without a group twice the time that one takes to load, ten "
+           "minutes at least where there need be none.",
            lambda v: 0 < v <= 604800, "above 0, up to 604800; without it there is no bound"),
     Option("max_itl_ms", "engine.scheduler.max_itl_ms", float, STEP,
            "Milliseconds that a step, and so the time between two tokens, should stay below. Prefill chunks are sized "

@@ -39,8 +39,9 @@ UNREACHED_S = 10.0
 """A call that has not arrived for this long, although its group lives, will not."""
 CANCEL_AFTER_S = 5.0
 LEAST_HOLD_S = 30.0
-UNKNOWN_LOAD_S = 300.0
-"""Time for a load, as long as no group of a service that may sleep has ever loaded."""
+WAKING_S = 300.0
+"""Time for a load in a service that may sleep, at least: a node may have to be launched for it, which no group has
+seen. Not while one could not start."""
 WHILE_LOADING = 3.0
 """Times the usual hold: while a group is seen to load."""
 MOST_BY_VALUE = 2**20
@@ -142,8 +143,8 @@ class ServeDispatch:
         times as long while one is seen to load: the machine may be busier than it was at the start."""
         records = self._fleet.records.values()
         self._longest_load_s = max(self._longest_load_s, *(record.load_s for record in records), 0.0)
-        load_s = self._longest_load_s or (UNKNOWN_LOAD_S if self._may_sleep else 0.0)
-        hold_s = max(LEAST_HOLD_S, 2 * load_s + 10.0)
+        waking_s = WAKING_S if self._may_sleep and self._fleet.start_failure is None else 0.0
+        hold_s = max(LEAST_HOLD_S, 2 * max(self._longest_load_s, waking_s) + 10.0)
         return WHILE_LOADING * hold_s if any(record.state == "loading" for record in records) else hold_s
 
     def has_group(self, avoid: Collection[str] = ()) -> bool:

@@ -98,6 +98,8 @@ def test_a_head_that_is_not_reached_is_named_soon(monkeypatch: pytest.MonkeyPatc
         head = f"127.0.0.1:{closed.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", head)
         for address in (head, "auto"):
-            with pytest.raises(SettingsError, match=f"{address}: no Ray cluster answers there: .*{head[-6:]}") as caught:
+            with pytest.raises(
+                SettingsError, match=f"{address}: no Ray cluster answers there: .*{head[-6:]}"
+            ) as caught:
                 ray_node.join(address)
             assert caught.value.flag == "--address"
