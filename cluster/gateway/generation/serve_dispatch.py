@@ -90,19 +90,18 @@ class ServeDispatch:
         self._parts: dict[str, RequestPart] = {}
         self._unusable: set[str] = set()
         self._last_message_s: dict[bytes, float] = {}
-        self._group_seen = False
         self._longest_load_s = load_s
         self._may_sleep = may_sleep
         self._scaling = scaling
         self._refusal: RequestRefused | None = None
 
     # ---- Dispatch ------------------------------------------------------------------------------------------------
+    # Serve's router has the groups even when Redis has not. Requests are held in its queue while there is none; at the
+    # start too, as another gateway may know the first one already. Where there need be none it has Serve start one.
 
     def send(self, part: RequestPart, hint: RouteHint) -> None:
         if self._refusal is not None:
             raise self._refusal
-        if not self._may_dispatch():
-            raise RequestRefused("no worker group is ready", code="service_unavailable", status=503)
         reply_to = self._receiver.reply_to
         request = part.request = msgspec.structs.replace(part.request, reply_to=reply_to)
         missing = (record.group for record in self._fleet.missing_for())
@@ -214,14 +213,6 @@ class ServeDispatch:
             return families.text()
 
         return await asyncio.to_thread(text)  # a tenth of a second with a thousand tenants
-
-    def _may_dispatch(self) -> bool:
-        """True once there may be a group: Serve's router has the groups even when Redis has not. Its queue is where
-        requests are held while there is none, and has Serve start one where there need not be any."""
-        if not self._group_seen:  # of whatever model
-            serves = any(record.state == "serving" for record in self._fleet.records.values())
-            self._group_seen = self._may_sleep or self._longest_load_s > 0.0 or serves
-        return self._group_seen or self._fleet.redis_unavailable
 
     # ---- the gateway ---------------------------------------------------------------------------------------------
 
