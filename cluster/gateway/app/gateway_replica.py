@@ -47,6 +47,7 @@ from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S
 from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import HttpLimits, QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
+from tandem.cluster.gateway.records.request_log import open_request_lines
 from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.process.time_to_leave import TimeToLeave
@@ -60,7 +61,7 @@ from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.serve_proxy import check_open
-from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
+from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of, with_serves_logging
 from tandem.cluster.wire.version import kind_of
 from tandem.configs.autoscaling import goals_of
 from tandem.configs.limits import allow_many_open_files
@@ -89,7 +90,7 @@ class Gateway:
         self._id, self._app = context.replica_id.unique_id, context.app_name
         self._host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         self._membership = Membership(context.app_name, facts)
-        self._facts = facts = await self._membership.join()
+        self._facts = facts = with_serves_logging(await self._membership.join())
         open_log_of(facts, f"gateway-{self._id}")
         log.info("gateway %s starts in process %d", self._id, os.getpid())
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
@@ -194,6 +195,7 @@ class Gateway:
             adapters=adapters,
             peers=Together(self._id, self._others) if several else None,
             quarantined=lambda: (digest for record in self._others() for digest in record.quarantined),
+            lines=open_request_lines(facts, self._id, settings.logs),
         )
         draining, registries = self._context.draining, (metrics.registry, metrics.tenants)
         self._live = LiveSettings(gateway, lambda now: use_settings(now, self._text, self._context))

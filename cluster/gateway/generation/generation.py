@@ -17,6 +17,7 @@ from functools import partial
 
 import msgspec
 
+from tandem.cluster.gateway.generation.ended_record import ended_record
 from tandem.cluster.gateway.generation.failover import Failover
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.part import RequestPart, terminal_state
@@ -41,6 +42,7 @@ PartDeltas = tuple[RequestPart, list[TokenDelta]]
 
 class Generation:
     """Owns a request from its admission to its bill: start(), read steps(), close(). began_s: of the gateway's clock.
+    first_token_s: seconds from then until the reader has the first token, which it notes.
     held: resources that end with it. prompt_field, grammar_field: names in the client's body, for refusals. at_once:
     parts that are dispatched at a time; None: all."""
 
@@ -59,6 +61,7 @@ class Generation:
     ) -> None:
         self.parts = parts
         self.began_s = began_s
+        self.first_token_s: float | None = None
         self.error: Exception | None = None
         self._context = context
         self._held = held if held is not None else ExitStack()
@@ -370,12 +373,26 @@ class Generation:
     async def _settle(self) -> None:
         await self._count_unread()
         context, terminal = self._context, terminal_state(self.parts, self.error)
-        context.metrics.generation_ended(terminal, context.clock() - self.began_s)
+        usage = self.counted() if terminal != "rejected" else Usage(0, 0)
+        seconds = context.clock() - self.began_s
+        context.metrics.generation_ended(terminal, seconds)
         if terminal == "rejected":
             context.metrics.tenant_rejected(self._tenant, self._why_rejected())
+        arrived_s, first_s = context.wall_clock() - seconds, self.first_token_s
+        context.on_record(
+            ended_record(
+                self._bill,
+                self.parts,
+                terminal,
+                usage,
+                self.error,
+                time_s=arrived_s,
+                first_token_s=first_s,
+                duration_s=seconds,
+            )
+        )
         if self._reservation is None:
             return
-        usage = self.counted() if terminal != "rejected" else Usage(0, 0)
         context.tenancy.settle(self._reservation, usage.prompt_tokens + usage.completion_tokens)
         context.metrics.tenant_billed(self._tenant, usage)
         await context.ledger.settle(self._bill.ended(terminal, usage, context.wall_clock()))
