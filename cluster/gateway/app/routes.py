@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.cluster.gateway.admin import adapter_routes, group_routes, tenant_routes
+from tandem.cluster.gateway.admin import adapter_routes, group_routes, request_routes, tenant_routes
 from tandem.cluster.gateway.anthropic import messages
 from tandem.cluster.gateway.anthropic.anthropic_errors import ANTHROPIC_API, AnthropicErrorBody
 from tandem.cluster.gateway.anthropic.messages_body import CountTokensBody, MessagesBody
@@ -117,6 +117,7 @@ def route_table(
         RouteSpec("PATCH", "/admin/tenants/{name}", admin, partial(tenant_routes.change_tenant, *tenants)),
         RouteSpec("DELETE", "/admin/tenants/{name}", admin, partial(tenant_routes.remove_tenant, accounts)),
         RouteSpec("POST", "/admin/tenants/{name}/rotate-key", admin, partial(tenant_routes.rotate_key, *tenants)),
+        RouteSpec("GET", "/admin/requests/{request_id:path}", admin, partial(request_routes.show_request, context)),
         RouteSpec("POST", "/v1/load_lora_adapter", admin, partial(adapter_routes.load_adapter, *serving)),
         RouteSpec("POST", "/v1/unload_lora_adapter", admin, partial(adapter_routes.unload_adapter, *serving)),
         RouteSpec("GET", "/livez", none, partial(probes.live)),
@@ -148,7 +149,7 @@ def build_gateway_app(
         max_bodies_bytes=text.settings.max_bodies_bytes,
         apis=(ANTHROPIC_API,),
         access_log=context.access_log,
-        on_record=context.on_record,
+        on_record=context.records.add,
     )
     specs = route_table(text, accounts, context, store)
     document = RouteSpec("GET", ROUTE_LIST, AuthLevel.OPEN, _document_handler(specs))

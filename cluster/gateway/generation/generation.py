@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 
-from tandem.cluster.gateway.generation.ended_record import ended_record
+from tandem.cluster.gateway.generation.ended_record import RequestTimes, ended_record
 from tandem.cluster.gateway.generation.failover import Failover
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.part import RequestPart, terminal_state
@@ -79,6 +79,8 @@ class Generation:
         )
         self._now = asyncio.get_running_loop().time
         self._started_s = self._now()
+        self._ready_s = context.clock()
+        self._admitted_s: float | None = None
         self._steps: deque[PartDeltas] = deque()
         self._news = asyncio.Event()
         self._is_started = False
@@ -205,6 +207,7 @@ class Generation:
         output = sum(part.request.sampling.max_tokens * part.request.sampling.n for part in self.parts)
         is_open_ended = any(part.is_open_ended for part in self.parts)
         self._reservation = await context.tenancy.admit(self._tenant, prompt, output, is_open_ended=is_open_ended)
+        self._admitted_s = context.clock()
         context.ledger.accepted(self._bill)
 
     async def _serve_all(self) -> None:
@@ -251,6 +254,8 @@ class Generation:
         None when the request is over."""
         dispatch = self._context.dispatch
         part.begin_attempt()
+        clock = self._context.clock
+        began_s = clock()
         try:
             dispatch.send(part, hint_of(part.request, failover.avoid))
             sent_s = self._now()
@@ -264,6 +269,7 @@ class Generation:
             return ended
         finally:
             part.is_sent = False
+            part.note_attempt(began_s, clock())
             dispatch.cancel(part)
 
     async def _until_ended(self, part: RequestPart) -> Ended | None:
@@ -378,19 +384,9 @@ class Generation:
         context.metrics.generation_ended(terminal, seconds)
         if terminal == "rejected":
             context.metrics.tenant_rejected(self._tenant, self._why_rejected())
-        arrived_s, first_s = context.wall_clock() - seconds, self.first_token_s
-        context.on_record(
-            ended_record(
-                self._bill,
-                self.parts,
-                terminal,
-                usage,
-                self.error,
-                time_s=arrived_s,
-                first_token_s=first_s,
-                duration_s=seconds,
-            )
-        )
+        times = RequestTimes(self.began_s, self._ready_s, self._admitted_s, self.first_token_s, seconds)
+        record = ended_record(self._bill, self.parts, terminal, usage, self.error, times)
+        context.records.add(msgspec.structs.replace(record, time_s=context.wall_clock() - seconds))
         if self._reservation is None:
             return
         context.tenancy.settle(self._reservation, usage.prompt_tokens + usage.completion_tokens)

@@ -4,6 +4,27 @@ from typing import Any
 
 import msgspec
 
+from tandem.workers.messages.course import Course
+
+
+class GroupAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One dispatch of a prompt to a group. Seconds count from the request's arrival at the gateway."""
+
+    group: str  # empty: none is known to have had it
+    sent_s: float
+    begun_s: float | None = None  # the gateway heard that it has a row; None: it never did
+    ended_s: float
+    why: str = ""  # code of the refusal or loss after which another group had it; empty: none had
+    course: Course | None = None  # what the group says of it; None: it was lost, or refused it
+
+
+class PromptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One prompt of a request."""
+
+    prompt_tokens: int
+    n: int = 1
+    attempts: list[GroupAttempt] = []
+
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request. Seconds count from its arrival at the gateway."""
@@ -21,6 +42,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     completion_tokens: int = 0
     first_token_s: float | None = None
     duration_s: float
+    ready_s: float | None = None  # its body was read and its prompts tokenized
+    admitted_s: float | None = None  # its tenant's limits let it pass
+    num_prompts: int = 0
+    prompts: list[PromptRecord] = []  # the first ones
+    gateway: str = ""
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields of its line, in order."""

@@ -12,10 +12,12 @@ from tests.support.service import BIN, REPOSITORY, Service
 
 pytestmark = pytest.mark.cluster
 PAGE = (REPOSITORY / "docs" / "serving" / "logs.md").read_text()
-NOT_RUN = (".venv/bin/tandem serve", "group 8xk2", "127.0.0.1:40312", "request_id=", "logging_config")
+NOT_RUN = (".venv/bin/tandem serve", "group 8xk2", "127.0.0.1:40312", "request", "logging_config")
 """Beginnings of lines that start the service, or show a file."""
 HERE = 'ssh() { shift; bash -c "$@"; }\n'
 """The only node is this machine."""
+WRITTEN = "until [ $(cat $LOGS/requests-*.log | grep -c my-first) = 2 ]; do sleep 0.02; done"
+"""Lines are written when the client has its answer already."""
 
 
 def commands() -> list[str]:
@@ -29,6 +31,7 @@ def test_the_commands(service: Service, tmp_path: Path) -> None:
     (tmp_path / ".local").mkdir()
     (tmp_path / ".local" / "state").symlink_to(service.state, target_is_directory=True)
     script = "\necho ----\n".join(commands()).replace("http://127.0.0.1:8000", service.url)
+    script = script.replace("grep -h my-first", f"{WRITTEN}\ngrep -h my-first")
     environment = {**service.environment, "HOME": str(tmp_path), "no_proxy": "127.0.0.1"}
     done = subprocess.run(
         ["bash", "-e", "-c", HERE + script.replace(".venv/bin/", f"{BIN}/")],
@@ -38,7 +41,7 @@ def test_the_commands(service: Service, tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode == 0, done
-    _, files, launcher, _, nodes, answer, mine, pretty = done.stdout.split("----\n")
+    _, files, launcher, _, nodes, answer, mine, why, pretty = done.stdout.split("----\n")
     for name in ("launcher.log", "gateway-", "requests-", "group-", "rank-"):
         assert name in files
     assert "serving demo with 2 groups" in launcher
@@ -48,4 +51,5 @@ def test_the_commands(service: Service, tmp_path: Path) -> None:
     assert [line["request_id"] for line in lines] == ["my-first"] * 2
     assert {line.get("path") for line in lines} == {None, "/v1/chat/completions"}
     assert {line.get("outcome") for line in lines} == {None, "stop"}
+    assert why.startswith("request my-first: stop after ") and "decode: " in why
     assert '"request_id": "my-first"' in pretty

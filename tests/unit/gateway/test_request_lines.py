@@ -11,6 +11,7 @@ import pytest
 
 from tandem.cluster.gateway.http.auth import StaticKeys
 from tandem.cluster.gateway.records.request_log import AccessLog, RequestLines, open_request_lines, write_request_line
+from tandem.cluster.gateway.records.request_records import RequestRecords
 from tandem.cluster.logs.log_files import REQUESTS, LogPlace
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation, Tenancy
 from tandem.cluster.wire.service_facts import ServiceFacts
@@ -82,7 +83,7 @@ async def test_each_outcome_has_its_lines(tmp_path: Path, lines: RequestLines, f
         auth=StaticKeys((KEY,), (), ()),
         tenancy=Limited(),
         access_log=lines.access_log,
-        on_record=lines.on_record,
+        records=RequestRecords(lines.on_record),
     ) as rig:
         await ask(rig)
     assert not logging.getLogger(REQUESTS).propagate, "no other file has them"
@@ -134,7 +135,7 @@ def check_json(found: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("form", ["text"])
 async def test_a_client_that_leaves_and_a_failure_have_lines(tmp_path: Path, lines: RequestLines) -> None:
     backend = FakeBackend(eos_token_ids=frozenset({EOS}), step_s=0.01)
-    async with gateway(backend, access_log=lines.access_log, on_record=lines.on_record) as rig:
+    async with gateway(backend, access_log=lines.access_log, records=RequestRecords(lines.on_record)) as rig:
         asking = asyncio.create_task(rig.complete(max_tokens=400))
         while not backend.streams:
             await asyncio.sleep(0.001)
