@@ -32,6 +32,7 @@ ToolCallParser = Literal[
 ReasoningParser = Literal["deepseek_r1", "qwen3", "granite", "openai_gptoss"]
 """Names of REASONING_FORMATS there."""
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 NGRAM_TOKENS = 5
 BatchingPolicyName = Literal["continuous", "dynamic", "static"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -284,6 +285,10 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     level: LogLevel = "info"
     dir: str | None = None  # None: the user's folder on each machine (configs/environment.py)
+    format: LogFormat = "text"
+    enable_log_requests: bool = False  # a line for each request that has ended
+    disable_uvicorn_access_log: bool = False  # no line for each HTTP answer
+    disable_access_log_for_endpoints: str | None = None  # paths, with commas: answers without such a line
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -34,8 +34,8 @@ from tandem.cluster.deploy.preflight import (
 )
 from tandem.cluster.deploy.resolved_settings import settings_here
 from tandem.cluster.gateway.http.tls import read_certificate, server_context
+from tandem.cluster.logs.log_files import LogPlace
 from tandem.cluster.process.load_progress import LoadProgress
-from tandem.cluster.process.log_files import LogPlace
 from tandem.cluster.process.reaper import INTERRUPTED, StatusPipe, print_line
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file

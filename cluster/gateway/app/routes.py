@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.cluster.gateway.admin import adapter_routes, group_routes, tenant_routes
+from tandem.cluster.gateway.admin import adapter_routes, group_routes, request_routes, tenant_routes
 from tandem.cluster.gateway.anthropic import messages
 from tandem.cluster.gateway.anthropic.anthropic_errors import ANTHROPIC_API, AnthropicErrorBody
 from tandem.cluster.gateway.anthropic.messages_body import CountTokensBody, MessagesBody
@@ -51,6 +51,11 @@ Handler = partial[Coroutine[Any, Any, Response]]
 SCORE = ("/v1/score", "/score")
 RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Paths of one route each, as in vLLM."""
+GENERATING = {
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
+    *(*SCORE, *RERANK),
+}
+"""Paths whose POST is a request to the groups, with a request line when it has ended."""
 SHUTDOWN_S = 10.0
 BODIES: dict[str, type[Struct]] = {
     "/v1/responses": ResponsesBody,
@@ -112,6 +117,7 @@ def route_table(
         RouteSpec("PATCH", "/admin/tenants/{name}", admin, partial(tenant_routes.change_tenant, *tenants)),
         RouteSpec("DELETE", "/admin/tenants/{name}", admin, partial(tenant_routes.remove_tenant, accounts)),
         RouteSpec("POST", "/admin/tenants/{name}/rotate-key", admin, partial(tenant_routes.rotate_key, *tenants)),
+        RouteSpec("GET", "/admin/requests/{request_id:path}", admin, partial(request_routes.show_request, context)),
         RouteSpec("POST", "/v1/load_lora_adapter", admin, partial(adapter_routes.load_adapter, *serving)),
         RouteSpec("POST", "/v1/unload_lora_adapter", admin, partial(adapter_routes.unload_adapter, *serving)),
         RouteSpec("GET", "/livez", none, partial(probes.live)),
@@ -142,6 +148,8 @@ def build_gateway_app(
         tenancy=accounts.tenancy,
         max_bodies_bytes=text.settings.max_bodies_bytes,
         apis=(ANTHROPIC_API,),
+        access_log=context.access_log,
+        on_record=context.records.add,
     )
     specs = route_table(text, accounts, context, store)
     document = RouteSpec("GET", ROUTE_LIST, AuthLevel.OPEN, _document_handler(specs))
@@ -170,6 +178,7 @@ def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Calla
         if request.scope["path"].endswith("/"):
             raise HTTPException(404)  # of a path with a name that may have slashes; no route ends with one
         request.scope["tandem.route"] = spec.path
+        request.scope["tandem.is_to_generate"] = spec.method == "POST" and spec.path in GENERATING
         principal = check_level(spec.level, auth, sent_authorization(request.headers))
         if spec.level in (AuthLevel.API_KEY, AuthLevel.ADMIN):
             request.scope["tandem.tenant"] = principal.tenant

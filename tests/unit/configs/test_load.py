@@ -40,6 +40,10 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "tokenizer_revision": ("main", "main"),
     "log_level": ("debug", "debug"),
     "log_dir": ("/logs", "/logs"),
+    "log_format": ("json", "json"),
+    "enable_log_requests": (True, True),
+    "disable_uvicorn_access_log": (True, True),
+    "disable_access_log_for_endpoints": ("/health, /metrics", "/health, /metrics"),
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int8", "int8"),
     "batch_invariant": (True, True),
@@ -184,6 +188,9 @@ def test_tiers_that_do_not_go_together_are_refused(values: dict[str, Any], flag:
 
 
 BAD = [
+    ("log_format", "xml"),
+    ("disable_access_log_for_endpoints", "/health,metrics"),
+    ("disable_access_log_for_endpoints", ""),
     ("port_range", "20000"),
     ("port_range", "20999-20000"),
     ("port_range", "80-20000"),
