@@ -17,7 +17,7 @@ TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t
 .PHONY: install dev serve check check-kernels format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
-  bench-lora bench-moe bench-gpu performance model-table docs release clean help
+  bench-lora bench-moe bench-gpu performance model-table reference docs release clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -185,6 +185,9 @@ performance: ## docs/performance.md from benchmarks/results/latest
 
 model-table: $(DEV) ## docs/models.md from the registry of model families
 	$(BIN)/python -m tools.model_table
+
+reference: $(DEV) ## docs/reference from the commands, routes and metrics that there are
+	$(BIN)/python -m tools.reference
 
 docs: $(DOCS) ## the documentation as a site in out/site; broken links and anchors are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
