@@ -7,6 +7,7 @@ MODEL  ?= demo
 ARGS   ?=
 ROUNDS ?= 10
 ISA    ?=
+TORCH  ?=
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check -qq
 RUNTIME := $(VENV)/.runtime-installed
@@ -14,7 +15,7 @@ DEV     := $(VENV)/.dev-installed
 DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check check-kernels format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
+.PHONY: torch-named install dev serve check check-kernels format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
   bench-lora bench-moe bench-gpu performance model-table reference docs release clean help
@@ -22,18 +23,21 @@ TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
-install: $(RUNTIME) ## virtual environment with pinned dependencies
+install: $(RUNTIME) ## virtual environment with pinned dependencies; TORCH=cpu or TORCH=cuda chooses the build of torch
 
 dev: $(DEV) ## the same with the development tools (tests, linters, the openai client)
 
 $(BIN)/python:
 	@echo "tandem: creating $(VENV)"; $(PYTHON) -m venv $(VENV)
 
-# torch goes first and alone: an unpinned torch in a later step would pull another build.
-$(RUNTIME): pyproject.toml setup.py constraints.txt | $(BIN)/python
+# torch goes first and alone: an unpinned torch in a later step would pull another build. Without TORCH it is the CPU
+# build where there is no NVIDIA driver and pip finds one; with TORCH the step runs again.
+$(RUNTIME): pyproject.toml setup.py constraints.txt $(if $(TORCH),torch-named) | $(BIN)/python
 	@echo "tandem: installing pinned dependencies into $(VENV) (once; about a minute with a warm package cache)"
-	@$(call TIMED,$(PIP) install -c constraints.txt torch && $(PIP) install -c constraints.txt -e .,installation)
+	@$(call TIMED,$(BIN)/python tools/install_torch.py $(TORCH) && $(PIP) install -c constraints.txt -e .,installation)
 	@touch $@
+
+torch-named: ;
 
 $(DEV): $(RUNTIME)
 	@$(call TIMED,$(PIP) install -c constraints.txt -e '.[dev]',installation of the development tools)
