@@ -18,7 +18,7 @@ TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t
 .PHONY: torch-named install dev serve check check-kernels format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
-  bench-lora bench-moe bench-gpu performance model-table reference docs release clean help
+  bench-lora bench-moe bench-gpu performance model-table reference docs release release-check clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -196,7 +196,10 @@ reference: $(DEV) ## docs/reference from the commands, routes and metrics that t
 docs: $(DOCS) ## the documentation as a site in out/site; broken links and anchors are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-release: $(DEV) ## tag VERSION and build its archives into dist/; DRY_RUN=1 makes no tag; nothing is pushed
+release-check: $(DEV) ## the archives of this commit: metadata, contents, and the demo served in empty places (Python 3.11, 3.13, Debian 13); out/release. ARGS="--only python3.11"
+	$(BIN)/python -m tools.release_check $(ARGS)
+
+release: $(DEV) ## tag VERSION, once release-check is green, and build its archives into dist/; DRY_RUN=1 makes no tag; nothing is pushed
 	$(if $(VERSION),,$(error VERSION is missing: make release VERSION=x.y.z))$(BIN)/python -m tools.release $(VERSION) $(if $(DRY_RUN),--dry-run)
 
 clean: ## remove what was built here (not the virtual environment)

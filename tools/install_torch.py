@@ -84,12 +84,12 @@ def installed_version() -> str | None:
         return None
 
 
-def main(asked: str) -> int:
+def main(asked: str, constraints: Path = ROOT / "constraints.txt") -> int:
     """Installs torch; returns the exit status."""
     if asked not in ("", "cpu", "cuda"):
         print(f"tandem: TORCH={asked}: there are cpu and cuda", file=sys.stderr)
         return 2
-    version = pinned((ROOT / "constraints.txt").read_text())
+    version = pinned(constraints.read_text())
     has_builds = (platform.system(), platform.machine()) == ("Linux", "x86_64")
     choice = choose(asked, version, installed_version(), has_driver(), is_offered, has_builds=has_builds)
     if choice.words:
@@ -97,8 +97,9 @@ def main(asked: str) -> int:
     if not choice.arguments:
         return 0
     quiet = () if choice.is_large else ("-qq",)  # large ones show a bar
-    return subprocess.call([*PIP, *quiet, "install", "-c", str(ROOT / "constraints.txt"), *choice.arguments])
+    return subprocess.call([*PIP, *quiet, "install", "-c", str(constraints), *choice.arguments])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else ""))
+    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    sys.exit(main(asked, *map(Path, sys.argv[2:3])))
