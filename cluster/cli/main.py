@@ -15,6 +15,7 @@ import typer
 from tandem.cluster.cli.base.flags import Command
 from tandem.cluster.cli.base.terminal import GroupedHelp, say
 from tandem.cluster.cli.explain.explain import explain
+from tandem.cluster.cli.shells.completion import completion
 from tandem.cluster.cli.verbs import adapters, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
 from tandem.cluster.cli.verbs.check_config import check_config
@@ -39,6 +40,7 @@ VERBS: Mapping[str, Command] = {
     "explain": explain,
     "check-config": check_config,
     "doctor": doctor,
+    "completion": completion,
 }
 GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
     "adapters": ("Add, remove and pin LoRA adapters of a running service.", adapters.VERBS),

@@ -21,6 +21,7 @@ log = logging.getLogger("tandem.launcher")
 
 @with_service_options()
 def serve(
+    ctx: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Folder, hub id, or `demo` (the bundled model).")
     ] = None,
@@ -45,6 +46,9 @@ def serve(
     from tandem.cluster.process.supervisor import split
     from tandem.cluster.service.launcher import Console, Launcher
 
+    command: Any = ctx.command
+    if read := command.variables.in_use():
+        say(f"from the environment: {', '.join(read)}")
     if allow_unauthenticated_ray and address is None:
         raise SettingsError("needs --address: a private Ray always asks for a token", "--allow-unauthenticated-ray")
     settings = pin_settings(with_secrets(merge_config(config, model, flags)))

@@ -82,6 +82,11 @@ class RouteSpec(NamedTuple):
         """The handler's docstring."""
         return self.handler.func.__doc__ or ""
 
+    @property
+    def summary(self) -> str:
+        """Its first sentence."""
+        return " ".join(self.description.split()).partition(". ")[0].removesuffix(".") + "."
+
 
 def route_table(
     text: TextServices, accounts: Accounts, context: GatewayContext, store: ResponseStore | None = None
@@ -194,7 +199,7 @@ def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Calla
 def _document_handler(specs: Sequence[RouteSpec]) -> Handler:
     """Serves the OpenAPI document."""
     own = (ROUTE_LIST, "GET", AuthLevel.OPEN, str(_document.__doc__))
-    return partial(_document, (*((s.path, s.method, s.level, s.description.partition("\n")[0]) for s in specs), own))
+    return partial(_document, (*((s.path, s.method, s.level, s.summary) for s in specs), own))
 
 
 async def _document(routes: Sequence[tuple[str, str, AuthLevel, str]], _: Request, __: Principal) -> Response:
