@@ -1,5 +1,5 @@
-"""Names of samples in Prometheus text; those that our dashboard asks for, and stock dashboards of others; those that the
-reference has not."""
+"""Names of samples in Prometheus text; those that our dashboard asks for, and stock dashboards of others; those that
+the reference has not."""
 
 import inspect
 import re
