@@ -167,6 +167,7 @@ async def test_settings_are_sent_and_a_refusal_is_shown(browser: "Browser") -> N
         assert (sampling.temperature, sampling.top_k, sampling.max_tokens, sampling.seed) == (0.5, 7, 5, 3)
         assert "system:Be brief." in bytes(i for i in request.prompt_token_ids if i < 256).decode()
         await page.get_by_text("tokens in, 5 out").wait_for()
+        assert await page.get_by_role("button", name="Copy request id").count() == 1
         await page.get_by_label("Temperature", exact=True).fill("7")
         await say(page, "again")
         await page.get_by_role("alert").get_by_text("temperature").wait_for()

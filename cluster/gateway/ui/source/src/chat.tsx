@@ -39,7 +39,8 @@ export function Chat({ service, models, health }: Props) {
       }
       setProblem(null);
       const control = (running.current = new AbortController());
-      const turn: AssistantTurn = { role: "assistant", model, state: "streaming", error: null, ...emptyAnswer() };
+      const begun = { role: "assistant", model, state: "streaming", error: null, requestId: "" } as const;
+      const turn: AssistantTurn = { ...begun, ...emptyAnswer() };
       const show = () => setTurns([...asked, { ...turn, calls: turn.calls.map((call) => ({ ...call })) }]);
       show();
       let frame = 0;
@@ -51,7 +52,8 @@ export function Chat({ service, models, health }: Props) {
       };
       const startMs = performance.now();
       try {
-        for await (const data of eventsOf(await service.chat(body, control.signal))) {
+        const stream = await service.chat(body, control.signal, (id) => (turn.requestId = id));
+        for await (const data of eventsOf(stream)) {
           take(turn, data, performance.now() - startMs);
           showSoon();
         }

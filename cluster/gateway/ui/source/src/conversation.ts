@@ -12,6 +12,7 @@ export interface AssistantTurn extends Answer {
   model: string;
   state: "streaming" | "done" | "stopped" | "failed";
   error: string | null;
+  requestId: string;
 }
 
 export interface ToolTurn {

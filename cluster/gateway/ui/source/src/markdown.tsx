@@ -154,7 +154,7 @@ export function Code({ text, language }: { text: string; language: string }) {
   );
 }
 
-export function CopyButton({ text, what }: { text: string; what: string }) {
+export function CopyButton({ text, what, label = "Copy" }: { text: string; what: string; label?: string }) {
   const [state, setState] = useState<"" | "Copied" | "Not allowed">("");
   useEffect(() => {
     if (!state) return;
@@ -171,7 +171,7 @@ export function CopyButton({ text, what }: { text: string; what: string }) {
   };
   return (
     <button type="button" class="quiet" aria-label={`Copy ${what}`} onClick={copy}>
-      <span aria-live="polite">{state || "Copy"}</span>
+      <span aria-live="polite">{state || label}</span>
     </button>
   );
 }

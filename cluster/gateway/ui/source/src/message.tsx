@@ -56,6 +56,7 @@ export function AssistantMessage({ turn, isAsleep, onAgain, onResults }: Props) 
         <footer>
           <span class="facts">{facts(turn).join(" · ")}</span>
           {turn.text && <CopyButton text={turn.text} what="answer" />}
+          {turn.requestId && <CopyButton text={turn.requestId} what="request id" label="Copy id" />}
           {onAgain && (
             <button type="button" class="quiet" onClick={onAgain}>
               {turn.state === "failed" ? "Try again" : "Answer again"}

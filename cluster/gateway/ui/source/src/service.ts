@@ -5,7 +5,6 @@ export class Refused extends Error {
   constructor(
     message: string,
     readonly status: number,
-    readonly retryAfterS: number | null = null,
   ) {
     super(message);
   }
@@ -108,13 +107,11 @@ export class Service {
     }
   }
 
-  async chat(body: unknown, signal: AbortSignal): Promise<ReadableStream<Uint8Array>> {
-    const answer = await this.ask("v1/chat/completions", {
-      method: "POST",
-      headers: { "content-type": "application/json" },
-      body: JSON.stringify(body),
-      signal,
-    });
+  /** The body of the answer. onId: called with the id of the request, for `tandem explain`, also if it is refused. */
+  async chat(body: unknown, signal: AbortSignal, onId: (id: string) => void): Promise<ReadableStream<Uint8Array>> {
+    const headers = { "content-type": "application/json" };
+    const options = { method: "POST", headers, body: JSON.stringify(body), signal };
+    const answer = await this.ask("v1/chat/completions", options, onId);
     if (answer.body === null) throw new Refused("The answer has no body.", 0);
     return answer.body;
   }
@@ -123,7 +120,7 @@ export class Service {
     return (await (await this.ask(path)).json()) as T;
   }
 
-  private async ask(path: string, options: RequestInit = {}): Promise<Response> {
+  private async ask(path: string, options: RequestInit = {}, onId: (id: string) => void = () => {}): Promise<Response> {
     const headers = new Headers(options.headers);
     if (this.key) headers.set("authorization", `Bearer ${this.key}`);
     let answer: Response;
@@ -133,15 +130,15 @@ export class Service {
       if (options.signal?.aborted) throw error;
       throw new Refused("The service does not answer. Does it still run?", 0);
     }
+    onId(answer.headers.get("x-request-id") ?? "");
     if (!answer.ok) throw await refusalOf(answer);
     return answer;
   }
 }
 
 async function refusalOf(answer: Response): Promise<Refused> {
-  const after = Number(answer.headers.get("retry-after"));
   const text = await answer.text().catch(() => "");
-  return new Refused(messageIn(text) ?? `The service answered with status ${answer.status}.`, answer.status, after || null);
+  return new Refused(messageIn(text) ?? `The service answered with status ${answer.status}.`, answer.status);
 }
 
 function messageIn(text: string): string | null {
