@@ -14,7 +14,11 @@ const swagger = join(modules, "swagger-ui-dist");
 const files = new Map(); // name in the page's source -> [name in static, content]
 
 function add(name, content, { digest = true } = {}) {
-  const text = content.toString("utf8").replace(/\n?\/[/*]# sourceMappingURL=.*/g, "").trimEnd() + "\n";
+  const text =
+    content
+      .toString("utf8")
+      .replace(/\n?\/[/*]# sourceMappingURL=.*/g, "")
+      .trimEnd() + "\n";
   const hash = createHash("sha256").update(text).digest("hex").slice(0, 8).toUpperCase();
   files.set(name, [digest ? name.replace(/(\.\w+)$/, `-${hash}$1`) : name, text]);
 }
@@ -37,15 +41,22 @@ add("icon.svg", readFileSync(join(here, "src", "icon.svg")));
 add("LICENSES.txt", licences(), { digest: false });
 for (const page of ["index.html", "docs.html"]) {
   const text = readFileSync(join(here, "src", page), "utf8");
-  add(page, text.replace(/\{\{(.+?)\}\}/g, (_, name) => `ui/${files.get(name)[0]}`), { digest: false });
+  add(
+    page,
+    text.replace(/\{\{(.+?)\}\}/g, (_, name) => `ui/${files.get(name)[0]}`),
+    { digest: false },
+  );
 }
 
 function licences() {
-  const head = "Texts of the licences of what is in the files beside this one. All else in them is Tandem's, Apache 2.0.\n";
+  const head =
+    "Texts of the licences of what is in the files beside this one. All else in them is Tandem's, Apache 2.0.\n";
   const parts = ["preact", "marked", "swagger-ui-dist"].map((name) => {
     const folder = join(modules, name);
     const { version, license } = JSON.parse(readFileSync(join(folder, "package.json"), "utf8"));
-    const texts = readdirSync(folder).filter((file) => /^(licen[cs]e|notice|swagger-ui-bundle.*license)/i.test(file)).sort();
+    const texts = readdirSync(folder)
+      .filter((file) => /^(licen[cs]e|notice|swagger-ui-bundle.*license)/i.test(file))
+      .sort();
     const shown = texts.map((file) => readFileSync(join(folder, file), "utf8").trim());
     return [`${"=".repeat(100)}\n${name} ${version} (${license})\n${"=".repeat(100)}`, ...shown].join("\n\n");
   });

@@ -90,7 +90,12 @@ export function Chat({ service, models, health }: Props) {
   const results = (texts: string[]) => {
     if (last?.role !== "assistant") return;
     const calls = last.calls.filter(isObject);
-    const tools = calls.map((call, at): Turn => ({ role: "tool", callId: call.id, name: call.name, text: texts[at] ?? "" }));
+    const tools = calls.map((call, at): Turn => ({
+      role: "tool",
+      callId: call.id,
+      name: call.name,
+      text: texts[at] ?? "",
+    }));
     void answer([...turns, ...tools]);
   };
 
@@ -142,7 +147,15 @@ export function Chat({ service, models, health }: Props) {
             {problem}
           </p>
         )}
-        <Composer draft={draft} onDraft={setDraft} isBusy={isBusy} onSend={send} onStop={stop} input={input} model={model} />
+        <Composer
+          draft={draft}
+          onDraft={setDraft}
+          isBusy={isBusy}
+          onSend={send}
+          onStop={stop}
+          input={input}
+          model={model}
+        />
       </section>
       <SettingsPanel
         settings={settings}
@@ -178,11 +191,13 @@ function Welcome({ model, health, onSend }: { model: string; health: Health | nu
       <p>It runs on this service. Nothing of the conversation is kept: it ends with this tab.</p>
       {health === "asleep" && (
         <p class="notice">
-          The service is asleep: no group runs, as nobody has asked for a while. The first message wakes it, and is answered as
-          soon as the model is loaded.
+          The service is asleep: no group runs, as nobody has asked for a while. The first message wakes it, and is
+          answered as soon as the model is loaded.
         </p>
       )}
-      {health === "starting" && <p class="notice">No group of workers is ready yet. Messages may be refused until one is.</p>}
+      {health === "starting" && (
+        <p class="notice">No group of workers is ready yet. Messages may be refused until one is.</p>
+      )}
       <div class="examples" role="group" aria-label="Examples">
         {EXAMPLES.map((text) => (
           <button type="button" key={text} onClick={() => onSend(text)}>

@@ -26,8 +26,8 @@ export function KeyForm({ isNeeded, onKey }: Props) {
     <form class="key card" onSubmit={submit}>
       <h1>{isNeeded ? "This service asks for a key" : "Use a key"}</h1>
       <p id="key-about">
-        An API key opens the chat, an admin key the state of the service too. The key stays in the memory of this tab: reload
-        the page, and it is gone.
+        An API key opens the chat, an admin key the state of the service too. The key stays in the memory of this tab:
+        reload the page, and it is gone.
       </p>
       <label for="key">Key</label>
       <div class="row">

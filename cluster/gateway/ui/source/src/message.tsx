@@ -91,7 +91,9 @@ function facts(turn: AssistantTurn): string[] {
   const { usage, firstMs, lastMs } = turn;
   if (usage) {
     const cached = usage.prompt_tokens_details?.cached_tokens;
-    found.push(`${usage.prompt_tokens} tokens in${cached ? ` (${cached} cached)` : ""}, ${usage.completion_tokens} out`);
+    found.push(
+      `${usage.prompt_tokens} tokens in${cached ? ` (${cached} cached)` : ""}, ${usage.completion_tokens} out`,
+    );
   }
   if (firstMs !== null) found.push(`first token after ${Math.round(firstMs)} ms`);
   if (usage && firstMs !== null && lastMs !== null && lastMs > firstMs && usage.completion_tokens > 1) {

@@ -2,7 +2,19 @@
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import { Chart } from "./chart";
-import { type Families, type Reading, bytes, parse, percent, quantile, rate, samples, seconds, shortNumber, sum } from "./metrics";
+import {
+  type Families,
+  type Reading,
+  bytes,
+  parse,
+  percent,
+  quantile,
+  rate,
+  samples,
+  seconds,
+  shortNumber,
+  sum,
+} from "./metrics";
 import { type Group, type Health, type Load, type Model, type Service, type Tenant, said } from "./service";
 import { Bar, MOST_ROWS, Table } from "./table";
 
@@ -52,7 +64,9 @@ export function Overview({ service, health, isShown }: Props) {
         </p>
       )}
       {health === "asleep" && (
-        <p class="notice">The service is asleep: no group runs, as nobody has asked for a while. The next request wakes it.</p>
+        <p class="notice">
+          The service is asleep: no group runs, as nobody has asked for a while. The next request wakes it.
+        </p>
       )}
       {!last || !now ? (
         !problem && <p class="waiting">Reading the state of the service …</p>
@@ -62,7 +76,9 @@ export function Overview({ service, health, isShown }: Props) {
           {last.load.redis === "away" && (
             <p class="notice">Redis does not answer. Requests go on with what the gateways knew last.</p>
           )}
-          {last.load.why && <p class="notice">{`Groups wanted: ${last.load.groups_wanted}. ${sentence(last.load.why)}`}</p>}
+          {last.load.why && (
+            <p class="notice">{`Groups wanted: ${last.load.groups_wanted}. ${sentence(last.load.why)}`}</p>
+          )}
           <Charts moments={moments} groups={now.groups} />
           <Groups groups={now.groups} />
           <Tiers groups={now.groups} families={now.families} />
@@ -340,14 +356,26 @@ function Adapters({ models, families }: { models: Model[]; families: Families })
 function Tenants({ tenants, families }: { tenants: Tenant[]; families: Families }) {
   const counted = samples(families, "tenant_tokens_total").map((one) => one.labels.tenant!);
   const used = (tenant: string) => sum(families, "tenant_tokens_total", { tenant, kind: "completion" }) ?? 0;
-  const shares = [...new Set([...tenants.map((one) => one.name), ...counted])].map((name) => ({ name, tokens: used(name) }));
+  const shares = [...new Set([...tenants.map((one) => one.name), ...counted])].map((name) => ({
+    name,
+    tokens: used(name),
+  }));
   shares.sort((a, b) => b.tokens - a.tokens || a.name.localeCompare(b.name));
   return (
     <section>
       <h2>Tenants since the start</h2>
       <Table
         title="Tenants"
-        columns={["Tenant", "Requests", "Prompt tokens", "Of these cached", "Generated tokens", "Waiting", "Mean wait", "Refused"]}
+        columns={[
+          "Tenant",
+          "Requests",
+          "Prompt tokens",
+          "Of these cached",
+          "Generated tokens",
+          "Waiting",
+          "Mean wait",
+          "Refused",
+        ]}
         rows={shares.slice(0, MOST_ROWS).map(({ name: tenant }) => {
           const of = (name: string, labels: Record<string, string> = {}) => sum(families, name, { tenant, ...labels });
           const [waited, queued] = [of("tenant_queue_time_seconds_total"), of("tenant_queued_requests_total")];

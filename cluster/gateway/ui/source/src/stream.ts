@@ -43,7 +43,9 @@ export function emptyAnswer(): Answer {
 
 /** The data of each event. Throws if the stream ends before `[DONE]`. */
 export async function* eventsOf(body: ReadableStream<Uint8Array>): AsyncGenerator<string> {
-  const reader = body.pipeThrough(new TextDecoderStream() as unknown as TransformStream<Uint8Array, string>).getReader();
+  const reader = body
+    .pipeThrough(new TextDecoderStream() as unknown as TransformStream<Uint8Array, string>)
+    .getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
