@@ -344,7 +344,8 @@ OPTIONS: tuple[Option, ...] = (
            "Default: accept them, and name them in the header x-tandem-ignored."),
     Option("enable_force_include_usage", "gateway.enable_force_include_usage", bool, HTTP,
            "End every stream with its usage, as if stream_options.include_usage were true."),
-    Option("disable_fastapi_docs", "gateway.disable_fastapi_docs", bool, HTTP, "Do not serve /openapi.json."),
+    Option("disable_fastapi_docs", "gateway.disable_fastapi_docs", bool, HTTP, "Do not serve /openapi.json and /docs."),
+    Option("disable_ui", "gateway.disable_ui", bool, HTTP, "Do not serve the pages for a browser, / and /docs."),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
            "Seconds that requests in flight have to finish at shutdown, and in a group that is taken down until they "
            "move to another.", _wait, A_WEEK),

@@ -234,7 +234,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_template_kwargs_bytes: int = 16 * 2**10
     max_text_bytes: int | None = None  # None: 1 MiB, or 8 bytes for each token of the context if that is more
     max_answer_bytes: int = 64 * 2**20  # roughly what an answer that is not streamed may take in memory (413)
-    disable_fastapi_docs: bool = False  # no /openapi.json
+    disable_fastapi_docs: bool = False  # no /openapi.json, and no /docs
+    disable_ui: bool = False  # no pages for a browser: no /, no /docs
     enable_force_include_usage: bool = False  # every stream ends with its usage
     strict_fields: bool = False  # refuse fields that cannot change an answer, in place of naming them as ignored
     # Answers

@@ -34,7 +34,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "serving",
         "conversation",
         "openai",
-        "anthropic responses scoring admin",
+        "anthropic responses scoring admin ui",
         "app",
     ),
     "workers": (

@@ -44,6 +44,7 @@ from tandem.cluster.gateway.scoring.scoring_body import RerankBody, ScoreBody
 from tandem.cluster.gateway.services.accounts import Accounts
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
+from tandem.cluster.gateway.ui import pages
 from tandem.workers.messages.errors import TandemError
 
 Handler = partial[Coroutine[Any, Any, Response]]
@@ -116,6 +117,7 @@ def route_table(
         RouteSpec("POST", "/reset_prefix_cache", admin, partial(group_routes.reset_prefix_cache, context)),
         RouteSpec("POST", "/tokenize", key, partial(tokenize, *serving)),
         RouteSpec("POST", "/detokenize", key, partial(detokenize, *serving)),
+        RouteSpec("GET", "/admin/groups", admin, partial(group_routes.list_groups, context)),
         RouteSpec("GET", "/admin/tenants", admin, partial(tenant_routes.list_tenants, accounts)),
         RouteSpec("POST", "/admin/tenants", admin, partial(tenant_routes.add_tenant, *tenants)),
         RouteSpec("GET", "/admin/tenants/{name}", admin, partial(tenant_routes.show_tenant, accounts)),
@@ -133,6 +135,7 @@ def route_table(
         RouteSpec("GET", "/version", none, partial(probes.show_version)),
         RouteSpec("GET", "/load", none, partial(probes.load, context)),
         RouteSpec("GET", "/metrics", metrics, partial(probes.metrics, accounts, context, Scrapes())),
+        *(RouteSpec("GET", path, none, partial(page)) for path, page in pages.served(text.settings).items()),
     )
 
 
@@ -180,8 +183,8 @@ def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Calla
     """The route's ASGI endpoint, which authenticates before the body is read."""
 
     async def endpoint(request: Request) -> Response:
-        if request.scope["path"].endswith("/"):
-            raise HTTPException(404)  # of a path with a name that may have slashes; no route ends with one
+        if request.scope["path"].endswith("/") and spec.path != "/":
+            raise HTTPException(404)  # of a path with a name that may have slashes; no other route ends with one
         request.scope["tandem.route"] = spec.path
         request.scope["tandem.is_to_generate"] = spec.method == "POST" and spec.path in GENERATING
         principal = check_level(spec.level, auth, sent_authorization(request.headers))

@@ -125,6 +125,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "queue_timeout": (30, 30.0),
     "strict_fields": (True, True),
     "disable_fastapi_docs": (True, True),
+    "disable_ui": (True, True),
     "enable_force_include_usage": (True, True),
     "shutdown_timeout": (5, 5.0),
     "gateway_drain_timeout": (60, 60.0),
