@@ -14,7 +14,7 @@ import typer
 
 from tandem.cluster.cli.base.flags import Command
 from tandem.cluster.cli.base.terminal import GroupedHelp, say
-from tandem.cluster.cli.verbs import adapters, tenants
+from tandem.cluster.cli.verbs import adapters, bench, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
 from tandem.cluster.cli.verbs.check_config import check_config
 from tandem.cluster.cli.verbs.doctor import doctor
@@ -39,6 +39,7 @@ VERBS: Mapping[str, Command] = {
     "doctor": doctor,
 }
 GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
+    "bench": ("Measure a running service, or the engine in this process.", bench.VERBS),
     "adapters": ("Add, remove and pin LoRA adapters of a running service.", adapters.VERBS),
     "tenants": ("Add, change and remove tenants of a running service.", tenants.VERBS),
 }

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
-from tandem.cluster.cli.base.vllm_words import respelled
+from tandem.cluster.cli.base.vllm_words import respelled, with_lists
 from tandem.configs.foreign_flags import FOREIGN
 
 ALIKE = 0.8
@@ -30,6 +30,8 @@ class GroupedHelp(TyperCommand):
         }
         if any(f"--{name.replace('_', '-')}" in takes_value for name in FOREIGN):
             args = respelled(args, takes_value)
+        elif not any(isinstance(param, TyperArgument) for param in self.get_params(ctx)):
+            args = with_lists(args, _lists(self.get_params(ctx)))
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -48,6 +50,11 @@ class GroupedHelp(TyperCommand):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+def _lists(params: Any) -> set[str]:
+    """The flags that may be given several times."""
+    return {name for param in params if isinstance(param, TyperOption) and param.multiple for name in param.opts}
 
 
 def _alike(flag: str, flags: Any) -> list[str]:
