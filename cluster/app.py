@@ -34,7 +34,7 @@ from tandem.cluster.wire.service_facts import (
     MAX_ONGOING_REQUESTS,
     ServiceFacts,
 )
-from tandem.configs.autoscaling import goals_of
+from tandem.configs.autoscaling import check_policy, goals_of
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
 from tandem.configs.platform_facts import steps_line
@@ -71,6 +71,7 @@ def build(args: dict[str, Any]) -> Application:
         check_token("this application", gcs_address, "args", "`allow_unauthenticated_ray: true` in its args")
     with named_node(ray.util.get_node_ip_address()):
         settings = pin_settings(with_secrets(settings))
+    check_policy(settings.autoscaling_config)
     check_open(settings.gateway.auth, proxy_host())
     settings = on_cluster(settings, nodes)
     device = settings.engine.device.chosen
@@ -119,6 +120,7 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResource
     gateway = serve.deployment(
         name=GATEWAY,
         num_replicas=settings.gateway.num_gateways,
+        user_config={},  # one that is taken out of the file again is handed over too
         max_surge_percent=100,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options=_gateway_resources(facts, settings.gateway.label_selector),

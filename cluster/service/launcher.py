@@ -46,6 +46,7 @@ from tandem.cluster.service import ray_node
 from tandem.cluster.service.group_event_log import GroupEventLog
 from tandem.cluster.service.joined_ray import JoinedRay
 from tandem.cluster.wire.service_facts import ServiceFacts, new_identity
+from tandem.configs.autoscaling import check_policy
 from tandem.configs.errors import SettingsError
 from tandem.configs.limits import available_cores
 from tandem.configs.platform_facts import steps_line
@@ -171,6 +172,7 @@ class Launcher:
             self._console.print_line(line)
         self._print_if(steps_line(settings.engine, settings.engine.device.chosen))
         check_labels(settings, private=self._address is None)
+        check_policy(settings.autoscaling_config)
         check_port(settings.gateway.host, settings.gateway.port)
         server_context(settings.gateway)
         # ranks elsewhere download a hub's weights themselves

@@ -121,10 +121,10 @@ class Deployed:
         self.run("serve", "deploy", str(self._file), "--address", rest.url)
 
     def set_numbers(self, rest: Rest, groups: int, **user_config: Any) -> None:
-        """`serve deploy` with other numbers beside the same args."""
+        """`serve deploy` with other numbers beside the same args; without a user_config: with none in the file."""
         (application,) = self._config["applications"]
-        gateway = {"name": "tandem-gateway", "user_config": user_config}
-        application["deployments"] = [{"name": "tandem-coordinator", "num_replicas": groups}, gateway]
+        gateways = [{"name": "tandem-gateway", "user_config": user_config}] if user_config else []
+        application["deployments"] = [{"name": "tandem-coordinator", "num_replicas": groups}, *gateways]
         self.redeploy(rest, "DEBUG")
 
     def run(self, program: str, *words: str) -> str:
@@ -265,6 +265,8 @@ def test_numbers_change_without_a_restart(deployed: Deployed) -> None:
     assert said and "max_model_len does not change without a restart" in said
     wait_for(lambda: len(deployed.groups()) == 1, 60, "one group", 0.5)
     assert status_of_logprobs() == 400, "as before"
+    deployed.set_numbers(rest, 1)
+    wait_for(lambda: status_of_logprobs() == 200, 60, "what is no longer in the file is as the args say", 0.5)
 
 
 def load(service: Service) -> tuple[str, int]:

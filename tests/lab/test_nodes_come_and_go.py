@@ -69,7 +69,6 @@ RANKS = 8
 SCALED = {
     "min_replicas": 0,
     "max_replicas": MOST,
-    "target_ongoing_requests": 2,
     "look_back_period_s": 2,
     "metrics_interval_s": 0.5,
     "upscale_delay_s": 1,

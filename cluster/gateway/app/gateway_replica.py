@@ -50,7 +50,7 @@ from tandem.cluster.gateway.http.tls import server_context
 from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.process.time_to_leave import TimeToLeave
-from tandem.cluster.ray_private.application_state import application_state
+from tandem.cluster.ray_private.application_state import application_state, autoscaling_in_force
 from tandem.cluster.ray_private.ray_facts import proxy_host
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down, skip_draining_period
 from tandem.cluster.routing.router_view import router_view
@@ -60,7 +60,7 @@ from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.serve_proxy import check_open
-from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
+from tandem.cluster.wire.service_facts import COORDINATOR, ServiceFacts, check_node, open_log_of
 from tandem.cluster.wire.version import kind_of
 from tandem.configs.autoscaling import goals_of
 from tandem.configs.limits import allow_many_open_files
@@ -175,8 +175,8 @@ class Gateway:
             engine = await asyncio.to_thread(engine_here, engine, weights=engine.lora.enable_lora)
         settings = replace(self._settings, engine=engine)
         gateway = settings.gateway
-        several = self._has_peers = gateway.num_gateways > 1
-        if several or not facts.open_port or gateway.ssl_ca_certs is not None:  # the launcher has none to ask with
+        several = self._has_peers = gateway.num_gateways > 1 or not facts.open_port  # Serve may start more at any time
+        if several or gateway.ssl_ca_certs is not None:  # the launcher has none to ask with
             self._heartbeat = GatewayHeartbeat(self._redis, facts.service_id, self._record)
         adapters = await open_adapter_service(settings, self._redis, facts.service_id, self._most_adapters)
         if adapters is not None:
@@ -285,8 +285,14 @@ class Gateway:
         return state is not None and state.is_ending
 
     def _watch_updates(self) -> None:
-        watch = UpdateWatch(partial(application_state, self._app), lambda event: self._write_events([event]))
+        ask = partial(application_state, self._app)
+        watch = UpdateWatch(ask, lambda event: self._write_events([event]), self._follow_bounds)
         self._background.append(asyncio.get_running_loop().create_task(watch.run(), name="updates"))
+
+    async def _follow_bounds(self) -> None:
+        """A section `deployments:` of the Serve file changes the bounds of the number of groups while all goes on."""
+        if self._scaling is not None and (config := await autoscaling_in_force(self._app, COORDINATOR)) is not None:
+            self._scaling.use(config)
 
     def _end_soon(self) -> None:
         """SIGTERM: a port of its own is closed at once, for the next gateway; Serve's proxy goes elsewhere as soon as

@@ -33,6 +33,7 @@ GAP_S = 1.0
 """Time for last deltas that the group's answer has overtaken."""
 REDISPATCH_S = 0.2
 NO_GROUP_POLL_S = 1.0
+NONE_BECAME_READY = "no worker group became ready; `tandem status` tells the operator why"
 PARTS_AT_ONCE = DELTAS_AT_ONCE = 64  # that begin, that are read, before the event loop turns
 
 PartDeltas = tuple[RequestPart, list[TokenDelta]]
@@ -285,7 +286,7 @@ class Generation:
     def _check_hold(self, since_s: float) -> None:
         """RequestRefused when no group has taken a request since then, and for too long there has been none."""
         if self._now() >= since_s + self._hold_s() and not self._context.dispatch.has_group():
-            raise RequestRefused("no worker group became ready", code="service_unavailable", status=503)
+            raise RequestRefused(NONE_BECAME_READY, code="service_unavailable", status=503)
 
     async def _last_deltas(self, part: RequestPart, ended: Ended) -> Ended | None:
         """The group's answer has overtaken the last deltas, or none will come because of an abort."""
