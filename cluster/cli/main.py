@@ -14,6 +14,7 @@ import typer
 
 from tandem.cluster.cli.base.flags import Command
 from tandem.cluster.cli.base.terminal import GroupedHelp, say
+from tandem.cluster.cli.live.top import top
 from tandem.cluster.cli.verbs import adapters, bench, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
 from tandem.cluster.cli.verbs.check_config import check_config
@@ -34,6 +35,7 @@ VERBS: Mapping[str, Command] = {
     "plan": plan,
     "tune": tune,
     "status": status,
+    "top": top,
     "usage": usage,
     "check-config": check_config,
     "doctor": doctor,

@@ -182,6 +182,16 @@ def test_the_bench_commands(vllm_named: Service, tmp_path: Path, monkeypatch: py
     assert json.loads(found.read_text())["request_goodput"] >= 0 and Path("out/bench/load.png").stat().st_size > 1000
 
 
+def test_top_in_a_pipe_and_as_json(vllm_named: Service) -> None:
+    page = (REPOSITORY / "docs/operations.md").read_text()
+    once, as_json, _ = re.findall(r"^    .venv/bin/tandem (top .*?) *(?:#.*)?$", page, re.M)
+    shown = tandem(vllm_named, *shlex.split(once))
+    assert shown.returncode == 0 and re.search(r"^\w+ +serving +0 +0 ", shown.stdout, re.M), shown
+    told = tandem(vllm_named, *shlex.split(as_json), "--url", vllm_named.url)
+    found = json.loads(told.stdout)
+    assert found["generation_tokens_per_s"] == 0 and [group["state"] for group in found["groups"]] == ["serving"]
+
+
 def test_who_waits_too_long_for_a_first_step_gets_a_503_and_others_go_on(vllm_named: Service) -> None:
     """A hundred choices over four rows last longer than the timeout, at any speed; none of them waits for a first step
     of its request."""

@@ -134,7 +134,9 @@ async def test_32_at_once_equal_the_offline_engine(service: Service, offline: LL
     rows = [row for row in dashboards.ROWS if row not in dashboards.EXTRA]
     text = service.get("/metrics").text
     assert not_served(text, *rows) == {}, "each panel of the dashboard finds its metrics"
-    assert not absent_names(stock_names(), sample_names(text)), "and those of vLLM's and Ray Serve LLM's stock dashboards"
+    assert not absent_names(stock_names(), sample_names(text)), (
+        "and those of vLLM's and Ray Serve LLM's stock dashboards"
+    )
 
 
 def test_embeddings_are_the_offline_engines_beside_requests_that_generate(
