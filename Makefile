@@ -18,7 +18,7 @@ TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t
 .PHONY: torch-named install dev serve check check-kernels ui check-ui format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
-  bench-lora bench-moe bench-gpu performance model-table reference docs release release-check clean help
+  bench-lora bench-moe bench-gpu bench-client performance model-table reference docs release release-check clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -153,6 +153,9 @@ bench-latents: $(DEV) ## latent attention on CPU: share of the roofline, beside 
 
 bench-serve: $(DEV) ## the same workload over HTTP and offline, A-B-A-B
 	$(BIN)/python -m benchmarks.service.serve $(ARGS)
+
+bench-client: $(DEV) ## tandem bench beside vLLM's client on the same load, in turns; ARGS='--peer "vllm bench serve"', --paced: a service by the clock
+	$(BIN)/python -m benchmarks.service.bench_client $(ARGS)
 
 bench-startup: $(DEV) ## seconds to the first answer, idle CPU and memory of all processes
 	$(BIN)/python -m benchmarks.service.startup $(ARGS)

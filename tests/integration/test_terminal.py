@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -170,6 +171,30 @@ def test_the_openai_example(vllm_named: Service) -> None:
     blocks = re.findall(r"```python\n(.*?)```", pasted("README.md", vllm_named), re.DOTALL)
     example = next(block for block in blocks if "from openai" in block)
     assert run([sys.executable, "-c", example]) == "1, 2, 3, 4, 5, 6, 7, 8, 9"
+
+
+def test_the_bench_commands(vllm_named: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"timestamp": at, "input_length": 600, "output_length": 96, "hash_ids": [0, at]} for at in range(1, 4)]
+    Path("conversation_trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    commands = re.findall(r"^    .venv/bin/tandem (bench serve .*)$", pasted("docs/benchmarking.md", vllm_named), re.M)
+    assert len(commands) == 3
+    for command, count in zip(commands, (20, 20, 3), strict=True):
+        done = tandem(vllm_named, *shlex.split(command), "--url", vllm_named.url)
+        assert done.returncode == 0, done.stderr
+        assert f"Successful requests:                     {count} " in done.stdout
+    (found,) = Path("out/bench").glob("openai-20qps-demo-*.json")
+    assert json.loads(found.read_text())["request_goodput"] >= 0 and Path("out/bench/load.png").stat().st_size > 1000
+
+
+def test_top_in_a_pipe_and_as_json(vllm_named: Service) -> None:
+    page = (REPOSITORY / "docs/operations.md").read_text()
+    once, as_json, _ = re.findall(r"^    .venv/bin/tandem (top .*?) *(?:#.*)?$", page, re.M)
+    shown = tandem(vllm_named, *shlex.split(once))
+    assert shown.returncode == 0 and re.search(r"^\w+ +serving +0 +0 ", shown.stdout, re.M), shown
+    told = tandem(vllm_named, *shlex.split(as_json), "--url", vllm_named.url)
+    found = json.loads(told.stdout)
+    assert found["generation_tokens_per_s"] == 0 and [group["state"] for group in found["groups"]] == ["serving"]
 
 
 def test_who_waits_too_long_for_a_first_step_gets_a_503_and_others_go_on(vllm_named: Service) -> None:

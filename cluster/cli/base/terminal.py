@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from tandem.cluster.cli.base.flag_variables import FlagVariables, unknown_variables
-from tandem.cluster.cli.base.vllm_words import respelled
+from tandem.cluster.cli.base.vllm_words import respelled, with_lists
 from tandem.configs.environment import PREFIX
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.configs.foreign_flags import FOREIGN
@@ -43,6 +43,8 @@ class GroupedHelp(TyperCommand):
         }
         if any(f"--{name.replace('_', '-')}" in takes_value for name in FOREIGN):
             args = respelled(args, takes_value)
+        elif not any(isinstance(param, TyperArgument) for param in self.get_params(ctx)):
+            args = with_lists(args, _lists(self.get_params(ctx)))
         self.variables.read(args)
         if set(args).isdisjoint(ctx.help_option_names):
             for line in unknown_variables(ctx.find_root().command):
@@ -83,6 +85,11 @@ class GroupedHelp(TyperCommand):
         """Called by typer. Says how flags are given as variables."""
         formatter.write_paragraph()
         formatter.write_text(VARIABLES)
+
+
+def _lists(params: Any) -> set[str]:
+    """The flags that may be given several times."""
+    return {name for param in params if isinstance(param, TyperOption) and param.multiple for name in param.opts}
 
 
 def _alike(flag: str, flags: Any) -> list[str]:
