@@ -33,7 +33,8 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "serving",
         "conversation",
         "openai",
-        "anthropic responses scoring admin",
+        "anthropic responses scoring admin files",
+        "batches",
         "app",
     ),
     "workers": (

@@ -27,6 +27,7 @@ from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.hung_groups import CoordinatorActors, HungGroups
 from tandem.cluster.fleet.missing_groups import MissingGroups
+from tandem.cluster.gateway.app.batch_wiring import batch_runner, open_batches
 from tandem.cluster.gateway.app.gateway_log import GatewayLog
 from tandem.cluster.gateway.app.interpreter import QuietCollections, give_way_soon
 from tandem.cluster.gateway.app.leaving import Leaving
@@ -41,6 +42,7 @@ from tandem.cluster.gateway.app.wiring import (
     build_text_services,
     use_settings,
 )
+from tandem.cluster.gateway.batches.batch_runner import BatchRunner
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S
@@ -101,6 +103,7 @@ class Gateway:
         self._fleet = FleetView(self._redis, facts.service_id, reseed=self._reseed, on_emptied=self._tenants.tell_again)
         self._adapters: AdapterService | None = None
         self._heartbeat: GatewayHeartbeat | None = None
+        self._batches: BatchRunner | None = None
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
@@ -208,7 +211,13 @@ class Gateway:
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Builds the app; Serve calls it once, after the constructor."""
-        app = build_gateway_app(self._text, self._accounts, self._context, self._response_store())
+        batches = open_batches(self._settings, self._redis, self._id)
+        app = build_gateway_app(self._text, self._accounts, self._context, self._response_store(), batches)
+        self._batches = batch_runner(
+            self._settings, batches, app.state.line_handlers, self._text, self._context, lambda: self._leaving.begun
+        )
+        if self._batches is not None:
+            self._background.append(asyncio.get_running_loop().create_task(self._batches.run(), name="batches"))
         app.router.lifespan_context = self._drained_first(app.router.lifespan_context)
         self._spare_the_loop()
         if self._facts.open_port:
@@ -328,6 +337,8 @@ class Gateway:
             task.cancel()
         self._hung_groups.close()
         await self._changes.close()
+        if self._batches is not None:
+            await self._batches.close(LAST_WORDS_S)
         await self._dispatch.close()
         if self._adapters is not None:
             await self._adapters.adapters.save()

@@ -58,7 +58,7 @@ class RequestMiddleware:
             scope["tandem.api"] = api
             ids.append((api.id_header, request_id))
         started = False
-        body = self._bodies.of_request()
+        body = scope["tandem.body"] = self._bodies.of_request()
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
