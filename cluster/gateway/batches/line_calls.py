@@ -14,12 +14,11 @@ from tandem.cluster.gateway.batches.batch_lines import BatchLine, LineAnswer
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.error_answers import error_response, on_tandem_error
 from tandem.workers.messages.errors import TandemError
+from tandem.workers.messages.request import IDLE_PRIORITY
 
 log = logging.getLogger("tandem.gateway")
 LineHandler = Callable[[Request, Principal], Coroutine[Any, Any, Response]]
 Keep = Callable[[LineAnswer], Awaitable[None]]
-IDLE_PRIORITY = 2**31 - 1
-"""The priority of lines, the last that there is."""
 
 
 class TryAgain(Exception):

@@ -10,12 +10,12 @@ import pytest
 from tandem.cluster.gateway.batches import batch_store
 from tandem.cluster.gateway.batches.batch_lines import ENDPOINTS
 from tandem.cluster.gateway.batches.idle_rows import IdleRows
-from tandem.cluster.gateway.batches.line_calls import IDLE_PRIORITY
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.tenants.tenant import Limits
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation, Tenancy
 from tandem.configs.schema import GatewaySettings
+from tandem.workers.messages.request import IDLE_PRIORITY
 from tests.support.fake_backend import FakeBackend
 from tests.unit.gateway.batch_rig import BATCHES, FILES, Batching, batching, hurry, line
 from tests.unit.gateway.rig import CHAT, COMPLETE, DEADLINE_S, EMBED, EOS, MODEL, USER, error_of
