@@ -15,8 +15,7 @@ from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
 from tandem.workers.engine.blocks.kept_tables import KeptTable, KeptTables
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
-from tandem.workers.engine.waiting.idle_priority import latest_idle
-from tandem.workers.engine.waiting.least_share import gives_way
+from tandem.workers.engine.waiting.least_share import gives_way, latest_idle
 from tandem.workers.engine.waiting.row_shares import HeldBlocks
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.step import RowInit

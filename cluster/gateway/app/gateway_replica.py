@@ -27,7 +27,6 @@ from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.hung_groups import CoordinatorActors, HungGroups
 from tandem.cluster.fleet.missing_groups import MissingGroups
-from tandem.cluster.gateway.app.batch_wiring import batch_runner, open_batches
 from tandem.cluster.gateway.app.gateway_log import GatewayLog
 from tandem.cluster.gateway.app.interpreter import QuietCollections, give_way_soon
 from tandem.cluster.gateway.app.leaving import Leaving
@@ -40,9 +39,11 @@ from tandem.cluster.gateway.app.wiring import (
     build_context,
     build_metrics,
     build_text_services,
+    model_names,
     use_settings,
 )
 from tandem.cluster.gateway.batches.batch_runner import BatchRunner
+from tandem.cluster.gateway.batches.batch_wiring import batch_runner, open_batches
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S
@@ -211,7 +212,7 @@ class Gateway:
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Builds the app; Serve calls it once, after the constructor."""
-        batches = open_batches(self._settings, self._redis, self._id)
+        batches = open_batches(self._settings.gateway, self._redis, model_names(self._settings)[0], self._id)
         app = build_gateway_app(self._text, self._accounts, self._context, self._response_store(), batches)
         self._batches = batch_runner(
             self._settings, batches, app.state.line_handlers, self._text, self._context, lambda: self._leaving.begun

@@ -59,7 +59,7 @@ RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Paths of one route each, as in vLLM."""
 SHUTDOWN_S = 10.0
 NO_BATCHES = Batches(None, None)
-"""Of a gateway that keeps no files."""
+"""Stands for those of a gateway that keeps no files."""
 BODIES: dict[str, type[Struct]] = {
     "/v1/responses": ResponsesBody,
     "/v1/responses/input_tokens": ResponsesBody,

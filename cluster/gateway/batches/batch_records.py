@@ -64,8 +64,8 @@ def window_s(window: str) -> int:
 
 
 class BatchFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change of a batch. Times are seconds of the wall clock. life_s: of its record, output_life_s: of
-    its files. output_file_id, error_file_id: of the files that it may write."""
+    """Facts of a batch that do not change. Times are seconds of the wall clock. life_s: of its record, output_life_s:
+    of its files. output_file_id, error_file_id: of the files that it may write."""
 
     id: str
     tenant: str

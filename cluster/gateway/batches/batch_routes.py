@@ -21,7 +21,7 @@ from tandem.workers.messages.errors import RequestRefused
 
 
 class Batches:
-    """What the routes of files and batches use; None: none are kept. created: set for each new batch."""
+    """Stores of the routes of files and batches; None: none are kept. created: set for each new batch."""
 
     def __init__(self, files: Files, store: BatchStore | None) -> None:
         self.files = files

@@ -47,7 +47,8 @@ OUTPUT, ERRORS = "output", "errors"
 
 @dataclass(frozen=True, kw_only=True)
 class BatchServices:
-    """What all batches of a gateway share. handlers: by url. max_lines: of a file. is_leaving: this gateway goes."""
+    """Services that all batches of a gateway share. handlers: by url. max_lines: of a file. is_leaving: this one
+    goes."""
 
     store: BatchStore
     files: FileStore

@@ -3,7 +3,7 @@
 A gateway knows from the groups' records how many sequences run and wait. What is not its own lines is others', requests
 and other gateways' lines alike. While others wait no line begins, and an eighth of the rows is left free for those that
 come; so lines are never in a group's queue before others, and take no place of its limits. Records are up to a second
-old, so a burst of requests may find rows taken by lines: these give way (workers/engine/waiting/idle_priority.py).
+old, so a burst of requests may find rows taken by lines: these give way (workers/engine/waiting/least_share.py).
 """
 
 import asyncio

@@ -68,7 +68,7 @@ async def answer_line(
 
 
 class _Sent:
-    """What a handler sends, gathered until it is whole."""
+    """An answer of a handler, gathered until it is whole."""
 
     def __init__(self, scope: Scope, request_id: str, keep: Keep) -> None:
         self.is_over = False

@@ -35,7 +35,7 @@ from tandem.workers.messages.errors import RequestRefused
 BATCH = "batch"
 PURPOSES = (BATCH,)
 FORM_BYTES = 64 * 1024
-"""Of a form, beside the file."""
+"""Bytes of a form beside its file."""
 LEAST_LIFE_S = 3600
 STUCK_S = 60.0
 """Time for a client to take a piece of a file."""

@@ -3,6 +3,7 @@ them."""
 
 import asyncio
 import json
+import zlib
 from typing import Any
 
 import pytest
@@ -66,7 +67,15 @@ async def test_lines_become_rows_in_their_order(redis: BackgroundClient) -> None
         assert [row["response"].get("ignored") for row in rows] == [None, None, ["priority"]]
         wrong = [None, "short", "elsewhere", "refused", "no model", "streamed", None]
         assert [row["custom_id"] for row in errors] == wrong
-        assert [(row["response"] or {}).get("status_code") for row in errors] == [None, None, None, 400, 404, None, None]
+        assert [(row["response"] or {}).get("status_code") for row in errors] == [
+            None,
+            None,
+            None,
+            400,
+            404,
+            None,
+            None,
+        ]
         for row, says in zip(errors, ("line 3", "line 2's", CHAT, "", "", "stream", "custom_id"), strict=True):
             assert row["error"] is None if not says else says in row["error"]["message"]
         assert {request.priority for request in batches.rig.backend.requests} == {IDLE_PRIORITY}
@@ -78,14 +87,19 @@ async def test_lines_become_rows_in_their_order(redis: BackgroundClient) -> None
         assert not await redis.command("KEYS", "tandem:batches:*rows*")
         assert not await redis.command("KEYS", "tandem:live-batches:*") and not batches.rig.context.draining.in_flight
         metrics = (await batches.rig.client.get("/metrics")).text
-        for said in ('batches_total{model_name="echo",outcome="completed"} 1.0', 'file="errors",model_name="echo"} 7.0'):
-            assert said in metrics
+        assert 'batches_total{model_name="echo",outcome="completed"} 1.0' in metrics
+        assert 'file="errors",model_name="echo"} 7.0' in metrics
         again = await batches.rig.client.post(BATCHES + f"/{made['id']}/cancel")
         assert again.json() == done, "what is over stays as it is"
 
 
 async def test_every_route_that_is_offered_is_served(redis: BackgroundClient) -> None:
-    bodies = {CHAT: {"messages": USER}, COMPLETE: {"prompt": "x"}, EMBED: {"input": "x"}, "/v1/responses": {"input": "x"}}
+    bodies = {
+        CHAT: {"messages": USER},
+        COMPLETE: {"prompt": "x"},
+        EMBED: {"input": "x"},
+        "/v1/responses": {"input": "x"},
+    }
     async with batching(redis) as batches:
         for url, body in bodies.items():
             asked = json.dumps({"custom_id": "a", "url": url, "body": {"model": MODEL, **body}})
@@ -120,7 +134,9 @@ async def test_what_is_wrong_with_a_batch_is_said(redis: BackgroundClient) -> No
         assert (await batches.rig.client.get(BATCHES)).json()["data"] == []
 
 
-@pytest.mark.parametrize(("content", "code"), [(b"", "empty_file"), (b"\n\n", "empty_file"), (b"a\nb\nc", "too_many_lines")])
+@pytest.mark.parametrize(
+    ("content", "code"), [(b"", "empty_file"), (b"\n\n", "empty_file"), (b"a\nb\nc", "too_many_lines")]
+)
 async def test_a_file_that_is_no_batch_fails_it(redis: BackgroundClient, content: bytes, code: str) -> None:
     async with batching(redis, max_lines=2) as batches:
         failed = await batches.until(await batches.create(content))
@@ -155,7 +171,9 @@ async def test_one_is_cancelled_through_any_gateway(redis: BackgroundClient) -> 
             assert (over["status"], counts(over)) == ("cancelled", (10, 1, 0))
             assert over["cancelling_at"] <= over["cancelled_at"] and over["error_file_id"] is None
             assert [row["custom_id"] for row in await other.rows(over["output_file_id"])] == ["short"]
-            hidden = await other.rig.client.post(f"{BATCHES}/{made['id']}/cancel", headers={"authorization": "Bearer o"})
+            hidden = await other.rig.client.post(
+                f"{BATCHES}/{made['id']}/cancel", headers={"authorization": "Bearer o"}
+            )
             assert hidden.status_code == 404
         assert batches.rig.backend.aborts, "what ran has ended in its group"
         await check_sums(redis, "acme")
@@ -217,8 +235,6 @@ async def test_files_are_written_again_when_their_gateway_is_lost(redis: Backgro
 
 
 def _packed(row: dict[str, Any]) -> bytes:
-    import zlib
-
     return zlib.compress(json.dumps(row).encode())
 
 
@@ -229,7 +245,9 @@ def _pairs(packed: list[bytes]) -> list[Any]:
 async def test_what_the_window_has_no_time_for_is_an_error(redis: BackgroundClient) -> None:
     now = [1_000_000_000.0]
     async with batching(redis, manual(), rows=3, wall_clock=lambda: now[0]) as batches:
-        made = await batches.create([line("short", max_tokens=1), *(line(str(n)) for n in range(4))], completion_window="1m")
+        made = await batches.create(
+            [line("short", max_tokens=1), *(line(str(n)) for n in range(4))], completion_window="1m"
+        )
         await batches.until_asked(2)
         batches.rig.backend.step()
         await batches.until_answered(made, 1)

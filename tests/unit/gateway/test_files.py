@@ -22,7 +22,9 @@ from tests.unit.gateway.rig import DEADLINE_S, error_of, gateway, served
 async def check_sums(redis: BackgroundClient, *tenants: str) -> None:
     """No byte is counted that is not there, and none is there that is not counted."""
     for tenant in tenants:
-        sizes = {name.decode(): int(size) for name, size in (await redis.command("HGETALL", keys.file_sizes(tenant))).items()}
+        sizes = {
+            name.decode(): int(size) for name, size in (await redis.command("HGETALL", keys.file_sizes(tenant))).items()
+        }
         total = sizes.pop(keys.FILES_TOTAL, 0)
         assert total == sum(sizes.values())
         ids = [one.decode() for one in await redis.command("ZRANGE", keys.files(tenant), 0, -1)]
@@ -53,7 +55,9 @@ async def test_a_file_is_taken_shown_read_and_deleted(redis: BackgroundClient) -
             hidden = await one.rig.client.request(method, path, headers={"authorization": "Bearer other"})
             unknown = await one.rig.client.request(method, path.replace(shown["id"], "file-" + "0" * 32))
             assert (hidden.status_code, unknown.status_code) == (404, 404)
-            said = [error_of(answer)["message"].replace(shown["id"], "file-" + "0" * 32) for answer in (hidden, unknown)]
+            said = [
+                error_of(answer)["message"].replace(shown["id"], "file-" + "0" * 32) for answer in (hidden, unknown)
+            ]
             assert said[0] == said[1], "another tenant's file is as one that never was"
         assert (await other.rig.client.delete(place)).json() == {"id": shown["id"], "object": "file", "deleted": True}
         assert (await one.rig.client.get(f"{place}/content")).status_code == 404
@@ -245,7 +249,7 @@ async def test_forms_are_read_however_they_are_cut() -> None:
     contents = [b"", b"\r\n", b"\r\n----x-", b"a\r\n--\r\n----x", b"\x00\xff" * 50, b"----x-y", b"\r\n\r\n--"]
     body = b"preamble"
     for number, content in enumerate(contents):
-        body += b"\r\n----x-y\r\nX: y\r\ncontent-disposition: form-data; name=\"a\\\"%d\"; filename=b.c\r\n\r\n" % number
+        body += b'\r\n----x-y\r\nX: y\r\ncontent-disposition: form-data; name="a\\"%d"; filename=b.c\r\n\r\n' % number
         body += content
     body += b"\r\n----x-y--epilogue"
     wanted = [(FormPart(f'a"{number}', "b.c"), content) for number, content in enumerate(contents)]

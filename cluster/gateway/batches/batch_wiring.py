@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-from tandem.cluster.gateway.app.wiring import model_names
 from tandem.cluster.gateway.batches.batch_routes import Batches
 from tandem.cluster.gateway.batches.batch_run import BatchServices
 from tandem.cluster.gateway.batches.batch_runner import BatchRunner
@@ -13,16 +12,15 @@ from tandem.cluster.gateway.files.file_store import FileStore
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.state.redis_client import Commands
-from tandem.configs.schema import ServiceSettings
+from tandem.configs.schema import GatewaySettings, ServiceSettings
 
 
-def open_batches(settings: ServiceSettings, redis: Commands, gateway: str) -> Batches:
-    """What the routes use. gateway: its id, which leases of batches name."""
-    own = settings.gateway
+def open_batches(own: GatewaySettings, redis: Commands, model: str, gateway: str) -> Batches:
+    """Returns what the routes use. model: the base model's name. gateway: its id, which leases of batches name."""
     if not own.files_ttl_s:
         return Batches(None, None)
     files = FileStore(redis, ttl_s=own.files_ttl_s, max_file_bytes=own.max_file_bytes, max_bytes=own.files_bytes)
-    return Batches(files, BatchStore(redis, model_names(settings)[0], gateway))
+    return Batches(files, BatchStore(redis, model, gateway))
 
 
 def batch_runner(
@@ -33,7 +31,7 @@ def batch_runner(
     context: GatewayContext,
     is_leaving: Callable[[], bool],
 ) -> BatchRunner | None:
-    """What runs batches; None where there are none. handlers: of build_gateway_app()."""
+    """Returns what runs batches; None where there are none. handlers: of build_gateway_app()."""
     if batches.files is None:
         return None
     dispatch = context.dispatch
