@@ -30,11 +30,11 @@ class BatchRunner:
         self._runs: dict[BatchPlace, asyncio.Task[None]] = {}
         self._free_since_s: dict[BatchPlace, float] = {}
         self._created = created
+        self._is_closed = False
 
     async def run(self) -> None:
-        """Looks for batches until it is cancelled."""
-        while True:
-            self._created.clear()
+        """Looks for batches until close()."""
+        while not self._is_closed:  # no cancellation: one that meets a call to Redis may be lost
             if not self._services.is_leaving():
                 try:
                     await self._look()
@@ -45,15 +45,20 @@ class BatchRunner:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._created.wait()
+                    if not self._is_closed:
+                        self._created.clear()
 
     async def close(self, timeout_s: float) -> None:
         """Waits for the runs, which end when the gateway leaves, and ends those that do not."""
+        self._is_closed = True
+        self._created.set()
         runs = set(self._runs.values())
         if runs:
             _, late = await asyncio.wait(runs, timeout=timeout_s)
             for run in late:
                 run.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            if late:
+                await asyncio.wait(late, timeout=timeout_s)
 
     async def _look(self) -> None:
         live = await self._store.live()

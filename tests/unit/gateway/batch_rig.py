@@ -139,8 +139,8 @@ async def batching(
             yield Batching(rig, runner, looking, load, leaving)
         finally:
             leaving[0] = True
-            looking.cancel()
             await runner.close(DEADLINE_S)
+            await asyncio.wait_for(looking, DEADLINE_S)
 
 
 def hurry(monkeypatch: Any) -> None:
