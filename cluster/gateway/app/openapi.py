@@ -28,6 +28,19 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/load_lora_adapter": LoadBody,
     "/v1/unload_lora_adapter": UnloadBody,
 }
+FORMS: dict[str, dict[str, Any]] = {
+    "/v1/files": {
+        "type": "object",
+        "required": ["purpose", "file"],
+        "properties": {
+            "purpose": {"const": "batch"},
+            "file": {"type": "string", "format": "binary"},
+            "expires_after[anchor]": {"const": "created_at"},
+            "expires_after[seconds]": {"type": "integer"},
+        },
+    }
+}
+"""Schemas of bodies that are forms."""
 CREATES = {("POST", "/admin/tenants")}
 """Routes that answer 201 in place of 200."""
 REFUSALS = {
@@ -65,6 +78,9 @@ def openapi_document(
         operation = _operation(path, method, level, summary, errors.get(path, ErrorBody))
         if (body := known.get(path)) is not None and method in ("POST", "PATCH"):
             operation["requestBody"] = {"required": True, "content": _json_of(body)}
+        if path in FORMS and method == "POST":
+            form = {"multipart/form-data": {"schema": FORMS[path]}}
+            operation["requestBody"] = {"required": True, "content": form}
         paths.setdefault(shown, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
