@@ -33,7 +33,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "serving",
         "conversation",
         "openai",
-        "anthropic responses scoring admin files",
+        "anthropic responses scoring admin files idempotency",
         "batches",
         "app",
     ),

@@ -318,6 +318,13 @@ def batch_lease(tenant: str, batch_id: str) -> str:
     return f"tandem:batches:{{{tenant}}}:lease:{batch_id}"
 
 
+def idempotency(tenant: str, digest: str) -> str:
+    """Hash of a request with an Idempotency-Key, by SHA-256 of the key: digest of the request, its nonce, who answers
+    it and until when that is certain, then its answer, compressed. TTL --idempotency-ttl. Owner: gateways
+    (cluster/gateway/idempotency/key_store.py)."""
+    return f"tandem:idempotency:{{{tenant}}}:{digest}"
+
+
 def live_batches(model: str) -> str:
     """Sorted set of the batches of a base model that are not over, TENANT/ID by the time of their creation (s). No TTL:
     desired state. Owner: gateways."""

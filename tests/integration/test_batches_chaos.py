@@ -1,4 +1,5 @@
-"""Batches of a real service through what ends their gateways, groups and services, and files of hundreds of MiB."""
+"""Batches of a real service through what ends their gateways, groups and services, files of hundreds of MiB, and a
+request with a key whose gateway dies."""
 
 import hashlib
 import json
@@ -193,6 +194,45 @@ def test_a_batch_outlives_its_service(service: Service, tmp_path: Path) -> None:
             wait_for(lambda: bills(second, "default")[TOKENS] >= LINES, 60, "rows of the ledger")
             assert bills(second, "default") == {TOKENS: LINES}, "what ran ended before the service did"
             assert second.stop() == 0, second.output
+
+
+def test_a_request_with_a_key_outlives_its_gateway(service: Service) -> None:
+    """It is answered once more, by another gateway, with the same id and tokens, and billed once."""
+    wait_for(lambda: len(service.titled(TITLE)) == 2, 60, "two gateways")
+    key = service.post("/admin/tenants", {"name": "careful"}, headers=ADMIN).json()["key"]
+    headers = {"authorization": f"Bearer {key}", "idempotency-key": "once"}
+    wait_for(lambda: all(service.get("/v1/models", headers=headers).status_code == 200 for _ in range(12)), 60, "known")
+    asked = {"model": "demo", "prompt": "The sun", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with plain_http.stream("POST", service.url + "/v1/completions", json=asked, headers=headers, timeout=60) as cut:
+        seen = cut.iter_lines()
+        first = json.loads(next(line for line in seen if line).removeprefix("data: "))
+        gateway_of(service, cut).kill()
+        with pytest.raises(httpx.HTTPError):
+            list(seen)
+
+    def again() -> httpx.Response:
+        return plain_http.post(service.url + "/v1/completions", json=asked, headers=headers, timeout=120)
+
+    whole = again()
+    assert whole.status_code == 200, whole.text
+    *chunks, done = [line.removeprefix("data: ") for line in whole.text.splitlines() if line]
+    assert done == "[DONE]" and {json.loads(chunk)["id"] for chunk in chunks} == {first["id"]}
+    assert json.loads(chunks[0])["choices"][0]["text"] == first["choices"][0]["text"], "from the start"
+    replayed = again()
+    assert replayed.content == whole.content and replayed.headers["idempotent-replayed"] == "true"
+    other = plain_http.post(service.url + "/v1/completions", json=asked | {"n": 2}, headers=headers, timeout=60)
+    assert other.status_code == 409
+    wait_for(lambda: bills(service, "careful")[1500] == 1, 60, "its row, whatever the dead gateway's journal says")
+    assert bills(service, "careful").total() == 1
+
+
+def gateway_of(service: Service, response: httpx.Response) -> psutil.Process:
+    """The gateway at the other end."""
+    _, port = response.extensions["network_stream"].get_extra_info("client_addr")[:2]
+    for gateway in service.titled(TITLE):
+        if any(c.raddr and c.raddr.port == port for c in gateway.net_connections("tcp")):
+            return gateway
+    raise AssertionError("no gateway has this connection")
 
 
 def test_a_client_may_leave_in_the_middle(service: Service) -> None:

@@ -38,6 +38,7 @@ OF_A_SERVICE = frozenset(
         "enable_force_include_usage",
         "response_store_ttl",
         "response_store_bytes",
+        "idempotency_ttl",
         "files_ttl",
         "max_file_bytes",
         "files_bytes",

@@ -50,6 +50,7 @@ from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S
 from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import HttpLimits, QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
+from tandem.cluster.gateway.idempotency.key_store import KeyStore
 from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.process.time_to_leave import TimeToLeave
@@ -213,7 +214,8 @@ class Gateway:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Builds the app; Serve calls it once, after the constructor."""
         batches = open_batches(self._settings.gateway, self._redis, model_names(self._settings)[0], self._id)
-        app = build_gateway_app(self._text, self._accounts, self._context, self._response_store(), batches)
+        stores = self._response_store(), batches, self._key_store()
+        app = build_gateway_app(self._text, self._accounts, self._context, *stores)
         self._batches = batch_runner(
             self._settings, batches, app.state.line_handlers, self._text, self._context, lambda: self._leaving.begun
         )
@@ -236,6 +238,10 @@ class Gateway:
         collections = QuietCollections(lambda: self._text.workers.is_busy)
         collections.begin()
         self._background.append(asyncio.get_running_loop().create_task(collections.run(), name="garbage"))
+
+    def _key_store(self) -> KeyStore | None:
+        ttl_s = self._settings.gateway.idempotency_ttl_s
+        return KeyStore(self._redis, ttl_s) if ttl_s else None
 
     def _response_store(self) -> ResponseStore | None:
         gateway = self._settings.gateway

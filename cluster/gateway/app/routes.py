@@ -36,6 +36,8 @@ from tandem.cluster.gateway.http.error_answers import ROUTE_LIST, on_tandem_erro
 from tandem.cluster.gateway.http.gateway_metrics import Scrapes
 from tandem.cluster.gateway.http.middleware import RequestMiddleware
 from tandem.cluster.gateway.http.origins import Origins
+from tandem.cluster.gateway.idempotency.key_store import KeyStore
+from tandem.cluster.gateway.idempotency.keyed_requests import HEADER, KeyedRequests
 from tandem.cluster.gateway.openai.chat_completions import chat_completions
 from tandem.cluster.gateway.openai.completions import completions
 from tandem.cluster.gateway.openai.embeddings import embeddings
@@ -57,6 +59,8 @@ Handler = partial[Coroutine[Any, Any, Response]]
 SCORE = ("/v1/score", "/score")
 RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Paths of one route each, as in vLLM."""
+KEYED = (*ENDPOINTS, *SCORE, *RERANK, "/v1/messages", "/v1/batches")
+"""Paths whose POST heeds an Idempotency-Key."""
 SHUTDOWN_S = 10.0
 NO_BATCHES = Batches(None, None)
 """Stands for those of a gateway that keeps no files."""
@@ -160,9 +164,10 @@ def build_gateway_app(
     context: GatewayContext,
     store: ResponseStore | None = None,
     batches: Batches = NO_BATCHES,
+    keys: KeyStore | None = None,
 ) -> FastAPI:
     """The ASGI app over the services. Its lifespan ends their tasks and threads. store, batches: as in route_table().
-    Its state has line_handlers, for who runs batches."""
+    keys: None where no Idempotency-Key is taken. Its state has line_handlers, for who runs batches."""
     lifespan = _lifespan(text, context)
     app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
@@ -178,10 +183,11 @@ def build_gateway_app(
         apis=(ANTHROPIC_API,),
     )
     specs = route_table(text, accounts, context, store, batches)
+    keyed = KeyedRequests(text, context, keys)
     app.state.line_handlers = line_handlers(specs)
     document = RouteSpec("GET", ROUTE_LIST, AuthLevel.OPEN, _document_handler(specs))
     for spec in specs if text.settings.disable_fastapi_docs else (*specs, document):
-        endpoint = _endpoint(spec, accounts.auth, context.draining)
+        endpoint = _endpoint(spec, accounts.auth, context.draining, keyed)
         app.router.routes.append(Route(spec.path, endpoint, methods=[spec.method]))
     return app
 
@@ -198,8 +204,11 @@ def _lifespan(text: TextServices, context: GatewayContext) -> Callable[[FastAPI]
     return lifespan
 
 
-def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(
+    spec: RouteSpec, auth: Authenticator, draining: Draining, keyed: KeyedRequests
+) -> Callable[[Request], Awaitable[Response]]:
     """The route's ASGI endpoint, which authenticates before the body is read."""
+    takes_keys = spec.method == "POST" and spec.path in KEYED
 
     async def endpoint(request: Request) -> Response:
         if request.scope["path"].endswith("/"):
@@ -210,6 +219,8 @@ def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Calla
             request.scope["tandem.tenant"] = principal.tenant
         if spec.method == "POST" and spec.level is not AuthLevel.OPEN:
             draining.check()
+        if takes_keys and HEADER in request.headers:
+            return await keyed.answer(spec.handler, request, principal)
         return await spec.handler(request, principal)
 
     endpoint.__doc__ = spec.description

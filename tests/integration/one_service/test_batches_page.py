@@ -1,4 +1,5 @@
-"""docs/serving/batches.md against the shared service: its commands in a shell, its script as it stands."""
+"""docs/serving/batches.md against the shared service: its commands in a shell, its script as it stands; and those of
+docs/serving/openai.md about requests that are sent again."""
 
 import json
 import re
@@ -35,3 +36,16 @@ def test_its_script_runs_with_openais_client(service: Service, tmp_path: Path) -
     assert [line.split(" ", 1)[0] for line in said.splitlines()] == [f"sum-{n}" for n in range(1, 6)]
     assert all(f"{n} + 3 = {n + 3}" in line for n, line in enumerate(said.splitlines(), 1))
     assert service.metric("batch_lines_total") >= 5 and not service.metric("batch_lines_running")
+
+
+def test_a_request_that_is_sent_again_is_answered_once(service: Service, tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "serving" / "openai.md").read_text()
+    section = page.partition("## Requests that are sent again")[2]
+    commands = section.partition("```bash\n")[2].partition("```")[0]
+    said = run(["bash", "-e", "-c", commands.replace("http://127.0.0.1:8000", service.url)], tmp_path)
+    first, again, other = re.split(r"^HTTP/1.1 ", said, flags=re.MULTILINE)[1:]
+    bodies = [answer.replace("\r", "").partition("\n\n")[2].strip() for answer in (first, again)]
+    assert bodies[0] == bodies[1] and json.loads(bodies[0])["usage"]["completion_tokens"]
+    assert first.startswith("200") and "idempotent-replayed" not in first
+    assert again.startswith("200") and "idempotent-replayed: true" in again
+    assert other.startswith("409") and "idempotency_key_reused" in other
