@@ -62,6 +62,7 @@ from tandem.cluster.scaling.scaling_watch import ScalingReport, ScalingWatch, wr
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import RedisUnavailable
+from tandem.cluster.tenants.tenant import DEFAULT_TENANT
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
@@ -217,7 +218,13 @@ class Gateway:
         stores = self._response_store(), batches, self._key_store()
         app = build_gateway_app(self._text, self._accounts, self._context, *stores)
         self._batches = batch_runner(
-            self._settings, batches, app.state.line_handlers, self._text, self._context, lambda: self._leaving.begun
+            self._settings,
+            batches,
+            app.state.line_handlers,
+            self._text,
+            self._context,
+            lambda: self._leaving.begun,
+            self._is_tenant,
         )
         if self._batches is not None:
             self._background.append(asyncio.get_running_loop().create_task(self._batches.run(), name="batches"))
@@ -421,6 +428,11 @@ class Gateway:
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[listener]), name="http server"
         )
+
+    def _is_tenant(self, name: str) -> bool:
+        """Returns False for a tenant that was removed, as far as this gateway knows."""
+        tenants = self._tenants.directory
+        return name == DEFAULT_TENANT or name in tenants.tenants or not tenants.is_certain
 
     def _most_adapters(self, tenant: str) -> int | None:
         """Returns how many adapters a tenant may have; RequestRefused when there is no such tenant."""

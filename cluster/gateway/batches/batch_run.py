@@ -48,7 +48,7 @@ OUTPUT, ERRORS = "output", "errors"
 @dataclass(frozen=True, kw_only=True)
 class BatchServices:
     """Services that all batches of a gateway share. handlers: by url. max_lines: of a file. is_leaving: this one
-    goes."""
+    goes. is_tenant: there is a tenant of this name."""
 
     store: BatchStore
     files: FileStore
@@ -58,6 +58,7 @@ class BatchServices:
     idle: IdleRows
     max_lines: int
     is_leaving: Callable[[], bool]
+    is_tenant: Callable[[str], bool] = lambda name: True
 
 
 class BatchRun:
@@ -310,11 +311,19 @@ class BatchRun:
                     self._left.set()
                     return
                 self._note(await self._store.status(self._place))
+                if not self._services.is_tenant(self._place.tenant):
+                    await self._cancel()
                 self._is_doubtful = False
             except RedisUnavailable:
                 self._is_doubtful = True
             if self._is_expired():
                 self._left.set()
+
+    async def _cancel(self) -> None:
+        """Cancels the batch of a tenant that was removed."""
+        log.warning("batch %s is cancelled: its tenant %s was removed", self._place.id, self._place.tenant)
+        now_s = self._services.context.wall_clock()
+        self._note(await self._store.move(self._place, "cancelling", now_s, {}, is_owner=False))
 
     def _note(self, status: str) -> None:
         """Takes over what a client has made of the batch: cancelled, or gone."""

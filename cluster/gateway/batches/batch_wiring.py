@@ -30,6 +30,7 @@ def batch_runner(
     text: TextServices,
     context: GatewayContext,
     is_leaving: Callable[[], bool],
+    is_tenant: Callable[[str], bool],
 ) -> BatchRunner | None:
     """Returns what runs batches; None where there are none. handlers: of build_gateway_app()."""
     if batches.files is None:
@@ -45,5 +46,6 @@ def batch_runner(
         idle=IdleRows(dispatch.load, rows, lambda: dispatch.is_asleep),
         max_lines=settings.gateway.max_batch_lines,
         is_leaving=is_leaving,
+        is_tenant=is_tenant,
     )
     return BatchRunner(services, batches.created)

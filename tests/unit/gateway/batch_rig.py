@@ -33,12 +33,14 @@ def line(custom_id: str, prompt: str = "hello", url: str = COMPLETE, **body: Any
 
 @dataclass
 class Batching:
-    """One gateway. load: sequences of others that run ("others") and wait."""
+    """One gateway. load: sequences of others that run ("others") and wait. removed:
+    tenants."""
 
     rig: Rig
     runner: BatchRunner
     looking: "asyncio.Task[None]"
     load: dict[str, int]
+    removed: set[str]
     leaving: list[bool] = field(default_factory=lambda: [False])
 
     async def upload(self, lines: Iterable[str] | bytes, **fields: str) -> dict[str, Any]:
@@ -115,7 +117,7 @@ async def batching(
     async with gateway(backend, **({"auth": ByKey()} | more), batches=batches) as rig:
         rig.client.headers["authorization"] = "Bearer acme"
         load = {"others": 0, "waiting": 0}
-        leaving = [False]
+        leaving, removed = [False], set[str]()
         services = BatchServices(
             store=batches.store,
             files=files,
@@ -132,11 +134,12 @@ async def batching(
             ),
             max_lines=max_lines,
             is_leaving=lambda: leaving[0],
+            is_tenant=lambda name: name not in removed,
         )
         runner = BatchRunner(services, batches.created)
         looking = asyncio.create_task(runner.run())
         try:
-            yield Batching(rig, runner, looking, load, leaving)
+            yield Batching(rig, runner, looking, load, removed, leaving)
         finally:
             leaving[0] = True
             await runner.close(DEADLINE_S)

@@ -179,6 +179,15 @@ async def test_one_is_cancelled_through_any_gateway(redis: BackgroundClient) -> 
         await check_sums(redis, "acme")
 
 
+async def test_that_of_a_removed_tenant_is_cancelled(redis: BackgroundClient) -> None:
+    async with batching(redis, manual(), rows=4) as batches:
+        made = await batches.create([line(str(n), max_tokens=50) for n in range(9)])
+        await batches.until_asked(3)
+        batches.removed.add("acme")
+        assert (await batches.until(made))["status"] == "cancelled"
+        assert batches.rig.backend.aborts
+
+
 async def test_another_gateway_goes_on_when_one_leaves(redis: BackgroundClient) -> None:
     """What runs there ends as requests do, and nothing runs twice."""
     async with batching(redis, manual(), rows=3) as first:
