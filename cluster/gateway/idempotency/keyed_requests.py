@@ -75,21 +75,21 @@ class KeyedRequests:
         self, store: KeyStore, tenant: str, key: str, digest: bytes, request: Request
     ) -> Claim | StoredAnswer:
         """The right to answer, or the answer, once nobody else answers."""
-        left = asyncio.ensure_future(disconnected(request.receive))
+        left: asyncio.Future[None] | None = None
         try:
-            while True:
-                found = await store.claim(tenant, key, digest)
-                if found == "other":
-                    text = f"The Idempotency-Key {printable(key)} was used with another request."
-                    raise RequestRefused(text, code="idempotency_key_reused", status=409, param="Idempotency-Key")
-                if found != "wait":
-                    return found
+            while (found := await store.claim(tenant, key, digest)) == "wait":
                 self._context.draining.check()
+                left = left or asyncio.ensure_future(disconnected(request.receive))
                 await asyncio.wait({left}, timeout=LOOK_S)
                 if left.done():
                     raise RequestRefused("The client left.", code="invalid_value")
         finally:
-            left.cancel()
+            if left is not None:
+                left.cancel()
+        if found == "other":
+            text = f"The Idempotency-Key {printable(key)} was used with another request."
+            raise RequestRefused(text, code="idempotency_key_reused", status=409, param="Idempotency-Key")
+        return found
 
 
 class KeyedAnswer(Response):
