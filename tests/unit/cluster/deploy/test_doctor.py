@@ -1,7 +1,10 @@
 """`tandem doctor`: every misfit in words from faked facts, its exit status, and a process of checks that breaks."""
 
+import ctypes
 import json
 import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Generator
@@ -19,6 +22,7 @@ from tandem.cluster.cli.base.check_process import self_checks
 from tandem.cluster.cli.main import build_app
 from tandem.cluster.cli.verbs.doctor import fact_rows, report_rows
 from tandem.cluster.deploy import machine_facts
+from tandem.cluster.deploy.devices import cuda_device_names
 from tandem.cluster.deploy.machine_facts import (
     MachineFacts,
     compiler_features,
@@ -191,6 +195,28 @@ def test_limits_of_either_version_of_control_groups_are_read(tmp_path: Path) -> 
     assert group_limit("memory", tmp_path) == 1000
     (tmp_path / "memory.max").write_text("2000\n")
     assert group_limit("memory", tmp_path) == 2000
+
+
+DRIVER = """
+#include <string.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGet(int *device, int number) { *device = number; return 0; }
+int cuDeviceGetName(char *name, int room, int device) { strncpy(name, device ? "Large" : "Small", room); return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = ((size_t)8 << device) << 30; return 0; }
+"""
+"""A driver with two devices."""
+
+
+def test_gpus_have_names_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no gcc")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True)
+    driver = ctypes.CDLL(str(library))
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    assert cuda_device_names() == ("Small, 8.0 GiB", "Large, 16.0 GiB")
 
 
 # ---- the verb ----
