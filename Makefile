@@ -15,7 +15,7 @@ DEV     := $(VENV)/.dev-installed
 DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: torch-named install dev serve check check-kernels format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
+.PHONY: torch-named install dev serve check check-kernels ui check-ui format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
   bench-lora bench-moe bench-gpu performance model-table reference docs release release-check clean help
@@ -50,7 +50,7 @@ $(DOCS): $(RUNTIME)
 serve: $(RUNTIME) ## serve MODEL (default: the bundled demo) on http://127.0.0.1:8000; ARGS="-tp 2 ..." are passed on
 	@exec $(BIN)/tandem serve "$(MODEL)" $(ARGS)
 
-check: $(DEV) check-kernels ## format, lint, types on the torch-free half, import rules, documents, check-kernels
+check: $(DEV) check-kernels check-ui ## format, lint, types on the torch-free half, import rules, documents, check-kernels, check-ui
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -58,6 +58,12 @@ check: $(DEV) check-kernels ## format, lint, types on the torch-free half, impor
 
 check-kernels: $(DEV) ## compile every Triton kernel for sm_80, sm_90 and sm_100 (ALL=1: sm_86, 89, 120 and all candidates of tiles too); no GPU is needed. TRITON=FOLDER: another Triton
 	$(BIN)/python -m tools.check_kernels $(if $(ALL),--all) $(if $(TRITON),--triton $(TRITON))
+
+ui: $(DEV) ## build the pages for a browser of cluster/gateway/ui/source; their files are committed. npm downloads what it needs
+	$(BIN)/python -m tools.build_ui
+
+check-ui: $(DEV) ## are the committed pages what their sources and lock file give? Downloads as ui does, the first time
+	@$(call TIMED,$(BIN)/python -m tools.build_ui --check,check of the pages)
 
 format: $(DEV)
 	$(BIN)/ruff format .

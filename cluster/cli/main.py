@@ -14,6 +14,7 @@ import typer
 
 from tandem.cluster.cli.base.flags import Command
 from tandem.cluster.cli.base.terminal import GroupedHelp, say
+from tandem.cluster.cli.explain.explain import explain
 from tandem.cluster.cli.shells.completion import completion
 from tandem.cluster.cli.verbs import adapters, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
@@ -36,6 +37,7 @@ VERBS: Mapping[str, Command] = {
     "tune": tune,
     "status": status,
     "usage": usage,
+    "explain": explain,
     "check-config": check_config,
     "doctor": doctor,
     "completion": completion,

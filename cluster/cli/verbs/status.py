@@ -14,7 +14,7 @@ from tandem.configs.errors import SettingsError, TandemError
 
 if TYPE_CHECKING:
     from tandem.cluster.adapters.entries import AdapterEntry
-    from tandem.cluster.fleet.fleet_view import GroupRecord
+    from tandem.cluster.fleet.fleet_view import GroupRecord, StartFailure
     from tandem.cluster.fleet.gateway_records import GatewayRecord
     from tandem.cluster.fleet.group_reports import GroupReport
     from tandem.cluster.ray_private.application_state import ApplicationState
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class _Reading(NamedTuple):
     """The state of a service at one moment. reports: of the groups that have answered, by id. gateways: empty where
     there is only one, of `tandem serve`. running: requests of each tenant, None where no limit needs them counted.
-    scaling: what the gateways say of the number of groups, if that follows their load."""
+    failure: why a group could not start. scaling: what the gateways say of the number of groups, if that follows their
+    load."""
 
     groups: "Sequence[GroupRecord]"
     reports: "Mapping[str, GroupReport]"
@@ -33,19 +34,20 @@ class _Reading(NamedTuple):
     redis_unavailable: bool
     adapters: "Sequence[AdapterEntry]"
     running: Mapping[str, int | None]
+    failure: "StartFailure | None" = None
     scaling: "ScalingReport | None" = None
 
 
 class _Shown(NamedTuple):
-    """A service to show. model: of its adapters; None: as its groups say. nodes: whether to say on which node of Ray a
-    group is. state: what Serve says of an application; None: it is none, or Serve says nothing."""
+    """A service to show. model: of its adapters; None: as its groups say. addresses: of the nodes of Ray, by id, of an
+    application. state: what Serve says of an application; None: it is none, or Serve says nothing."""
 
     title: str
     service_id: str
     redis_url: str
     model: str | None = None
     logs: str | None = None
-    nodes: bool = False
+    addresses: Mapping[str, str] | None = None
     state: "ApplicationState | None" = None
 
 
@@ -88,8 +90,14 @@ def _services_here(url: str | None) -> list[_Shown]:
 def _application(app: str, address: str) -> _Shown:
     from tandem.cluster.service.application import find_application
 
-    service_id, redis_url, state = find_application(app, address)
-    return _Shown(f"application {app}", service_id, redis_url, nodes=True, state=state)
+    found = find_application(app, address)
+    title = f"application {app}"
+    return _Shown(title, found.service_id, found.redis_url, addresses=found.addresses, state=found.state)
+
+
+def _on_node(shown: _Shown, host: str) -> str:
+    """The address of the node that a gateway or a group is on, in words; empty where all are on this machine."""
+    return "" if shown.addresses is None else f"node {shown.addresses.get(host, host)}  "
 
 
 def _show(shown: _Shown, now: _Reading) -> None:
@@ -99,16 +107,19 @@ def _show(shown: _Shown, now: _Reading) -> None:
         typer.echo(f"  groups wanted {scaling.groups}{held}: {scaling.why}")
     for gateway in now.gateways:
         leaving = "  leaving" if gateway.is_leaving else ""
-        typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  pid {gateway.pid}{leaving}")
+        place = f"{_on_node(shown, gateway.host)}pid {gateway.pid}"
+        typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  {place}{leaving}")
         if gateway.refused:
             typer.echo(f"    {gateway.refused}")
+    if (failure := now.failure) is not None and all(record.state != "serving" for record in now.groups):
+        typer.echo(f"  {failure.part} did not start: {failure.message}")
     for record in now.groups:
         report = now.reports.get(record.group)
         pids = () if report is None else report.rank_pids
         typer.echo(
             f"  group {record.group}  {record.state}  running {record.running}  waiting {record.waiting}  "
             f"KV {record.kv_used:.0%}  outstanding tokens {record.outstanding_tokens}  "
-            f"{f'node {record.host}  ' if shown.nodes else ''}pid {record.pid}  ranks {' '.join(map(str, pids)) or '-'}"
+            f"{_on_node(shown, record.host)}pid {record.pid}  ranks {' '.join(map(str, pids)) or '-'}"
         )
         if record.fetching:
             typer.echo(f"    the model is downloaded: {record.fetching}")
@@ -176,4 +187,5 @@ async def _read(shown: _Shown, redis: "BackgroundClient") -> _Reading:
         await listed.refresh()
         running = await running_requests(redis)
     groups, adapters = list(fleet.records.values()), list(listed.entries.values())
-    return _Reading(groups, reports, gateways, fleet.redis_unavailable, adapters, running, scaling)
+    away, failure = fleet.redis_unavailable, fleet.start_failure
+    return _Reading(groups, reports, gateways, away, adapters, running, failure, scaling)
