@@ -58,6 +58,8 @@ def _subject(record: RequestRecord) -> str:
         f"{record.prompt_tokens} prompt tokens{cached}{prompts}, {record.completion_tokens} output tokens",
         f"came at {at}" + (f" to gateway {record.gateway}" if record.gateway else ""),
     ]
+    if record.trace_id is not None:
+        parts.append(f"trace {record.trace_id}")
     return ", ".join(parts)
 
 

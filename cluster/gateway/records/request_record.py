@@ -47,6 +47,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_prompts: int = 0
     prompts: list[PromptRecord] = []  # the first ones
     gateway: str = ""
+    trace_id: str | None = None  # of its trace, if it has one and is sampled
+    max_tokens: int | None = None  # of its sampling parameters
+    temperature: float | None = None
+    top_p: float | None = None
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields of its line, in order."""
@@ -57,6 +61,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             "tenant": self.tenant or None,
             "model": self.model or None,
             "adapter": self.adapter,
+            "trace_id": self.trace_id,
         }
         fields |= {name: value for name, value in optional.items() if value is not None}
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
