@@ -196,7 +196,9 @@ def test_off_imports_nothing() -> None:
     assert open_tracing(None, "g") is None
     check_tracing(None)
     code = (
-        "import sys; from tandem.cluster.gateway.app import routes; from tandem.cluster.gateway.tracing import tracing\n"
+        "import sys\n"
+        "from tandem.cluster.gateway.app import routes\n"
+        "from tandem.cluster.gateway.tracing import tracing\n"
         "tracing.open_tracing(None, 'g')\n"
         "assert 'opentelemetry.exporter' not in sys.modules"
     )
