@@ -122,7 +122,8 @@ def _pip_settings() -> dict[str, str]:
 def _paths_of(settings: dict[str, str]) -> list[Path]:
     """Folders and files of this machine that pip's settings name, as indexes and certificates."""
     values = " ".join(value for name, value in settings.items() if name.startswith("PIP_"))
-    found = {Path(path) for path in re.findall(r"(?:file://)?(/[\w./-]+)", values)}
+    named = re.findall(r"(file://)?(/[\w./-]+)", values)
+    found = {Path(path).parent if scheme else Path(path) for scheme, path in named}  # an index names files beside it
     return sorted(path for path in found if path.exists())
 
 
