@@ -66,7 +66,7 @@ class ReportWriter:
         self._answered = 0
 
     async def run(self) -> None:
-        while not _is_cancelled():
+        while not is_cancelled():
             try:
                 await self.answer()
             except RedisUnavailable as error:
@@ -88,7 +88,7 @@ class ReportWriter:
         self._answered = asked
 
 
-def _is_cancelled() -> bool:
+def is_cancelled() -> bool:
     """True when this task was told to end: a call of the Redis library may lose the cancellation that comes with its
     result."""
     task = asyncio.current_task()

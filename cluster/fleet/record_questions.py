@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 
+from tandem.cluster.fleet.group_reports import is_cancelled
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, announcement
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
@@ -38,35 +39,40 @@ class RecordQuestions:
     async def ask(self, request_id: str) -> bytes | None:
         """Returns the record that another gateway has; None when none has answered in time, or Redis is away."""
         name, key = secrets.token_hex(NAME_BYTES), keys.records_asked(self._service)
-        with suppress(RedisUnavailable, TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
-                await self._redis.pipeline(
-                    [
-                        ["RPUSH", key, f"{name} {request_id}"],
-                        ["LTRIM", key, -MOST_QUESTIONS, -1],
-                        ["EXPIRE", key, keys.RECORDS_ASKED_TTL_S],
-                        announcement(key),
-                    ]
-                )
-                return await self._answer_to(name)
+        with suppress(RedisUnavailable):
+            await self._redis.pipeline(
+                [
+                    ["RPUSH", key, f"{name} {request_id}"],
+                    ["LTRIM", key, -MOST_QUESTIONS, -1],
+                    ["EXPIRE", key, keys.RECORDS_ASKED_TTL_S],
+                    announcement(key),
+                ]
+            )
+            return await self._answer_to(name)
         return None
 
-    async def _answer_to(self, name: str) -> bytes:
-        pause_s = FIRST_LOOK_S
-        while True:
+    async def _answer_to(self, name: str) -> bytes | None:
+        """Looks until the time is over: by the clock, as a call of the Redis library may lose a cancellation, also that
+        of a timeout."""
+        pause_s, now = FIRST_LOOK_S, asyncio.get_running_loop().time
+        until_s = now() + ANSWER_S
+        while now() < until_s:
             answer = await self._redis.command("GET", keys.record_answer(self._service, name))
             if isinstance(answer, bytes):
                 return answer
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
+        return None
 
     async def run(self) -> None:
         """Answers the questions of others until it is cancelled."""
-        while True:
+        while not is_cancelled():
             try:
                 await self.answer()
             except RedisUnavailable as error:
                 log.debug("nobody could ask for a request's record: %s", error)
+            if is_cancelled():
+                return
             period_s = SUBSCRIBED_POLL_S if self._changes.is_subscribed else POLL_S
             await self._changes.wait(keys.records_asked(self._service), period_s)
 
