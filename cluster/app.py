@@ -23,7 +23,7 @@ from tandem.cluster.deploy.resolved_settings import pin_settings, settings_here
 from tandem.cluster.gateway.app.gateway_replica import Gateway
 from tandem.cluster.gateway.http.draining import LEAVING_S
 from tandem.cluster.group.coordinator import Coordinator
-from tandem.cluster.process.log_files import LogPlace
+from tandem.cluster.logs.log_files import LogPlace
 from tandem.cluster.ray_private.ray_facts import free_resources, proxy_host
 from tandem.cluster.wire.group_shape import group_shape
 from tandem.cluster.wire.serve_proxy import check_open
@@ -34,7 +34,7 @@ from tandem.cluster.wire.service_facts import (
     MAX_ONGOING_REQUESTS,
     ServiceFacts,
 )
-from tandem.configs.autoscaling import goals_of
+from tandem.configs.autoscaling import check_policy, goals_of
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
 from tandem.configs.platform_facts import steps_line
@@ -54,7 +54,8 @@ PRIVATE_REDIS = (
     "no redis_url: the private Redis is a process on the head node, reached over the network without TLS, with its "
     "data in Ray's session folder; `redis_config: {redis_url: ...}` names one that outlives the head"
 )
-QUIET = {"enable_access_log": False, "log_level": "WARNING"}
+QUIET = {"logging_config": {"enable_access_log": False, "log_level": "WARNING"}}
+"""Options of deployments of `tandem serve`. Those of a Serve file have its logging_config (wire/service_facts.py)."""
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -71,6 +72,7 @@ def build(args: dict[str, Any]) -> Application:
         check_token("this application", gcs_address, "args", "`allow_unauthenticated_ray: true` in its args")
     with named_node(ray.util.get_node_ip_address()):
         settings = pin_settings(with_secrets(settings))
+    check_policy(settings.autoscaling_config)
     check_open(settings.gateway.auth, proxy_host())
     settings = on_cluster(settings, nodes)
     device = settings.engine.device.chosen
@@ -86,7 +88,7 @@ def build(args: dict[str, Any]) -> Application:
         ports=settings.engine.parallel.ports,
         max_groups=max_groups(settings),
         home_node=home_node,
-        logs=LogPlace(level=settings.logs.level, base=settings.logs.dir),
+        logs=LogPlace(level=settings.logs.level, base=settings.logs.dir, form=settings.logs.format),
     )
     for line in settings.without_effect:
         log.warning("%s", line)
@@ -112,13 +114,13 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResource
     if (asked := settings.max_surge_percent) is None:
         asked = surge_percent(max_groups(settings), shape.bundles, room)
     options["max_surge_percent"] = asked
-    coordinator = serve.deployment(name=COORDINATOR, request_router_config=ROUTER, logging_config=QUIET, **options)(
-        Coordinator
-    )
+    quiet: dict[str, Any] = QUIET if facts.open_port else {}
+    coordinator = serve.deployment(name=COORDINATOR, request_router_config=ROUTER, **quiet, **options)(Coordinator)
     groups = coordinator.bind(settings.engine, facts, public_name(settings))
     gateway = serve.deployment(
         name=GATEWAY,
         num_replicas=settings.gateway.num_gateways,
+        user_config={},  # one that is taken out of the file again is handed over too
         max_surge_percent=100,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options=_gateway_resources(facts, settings.gateway.label_selector),
@@ -127,7 +129,7 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResource
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=settings.replaced_s + LEAVING_S,
         max_constructor_retry_count=3,
-        logging_config=QUIET,
+        **quiet,
     )(Gateway)
     return gateway.bind(settings, facts, groups)
 

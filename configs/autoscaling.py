@@ -4,6 +4,7 @@ The bounds, factors and delays are Serve's. Which policy chooses the number of g
 Serve's own where `target_ongoing_requests` is; else ours (cluster/scaling/scaling_policy.py), with its defaults.
 """
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +55,22 @@ def checked_autoscaling(config: Mapping[str, Any]) -> dict[str, Any]:
     _check_range(config)
     policy = _policy(config)
     return dict(config) if policy is None else {**config, "policy": policy}
+
+
+def check_policy(config: Mapping[str, Any] | None) -> None:
+    """Checks that the policy of a checked config can be imported on this machine, from where Serve takes it along.
+    SettingsError. Another error in a module of the user's is the user's, and is raised as it is."""
+    name: str = (config or {}).get("policy", {}).get("policy_function", GROUP_SCALING)
+    if name == GROUP_SCALING:
+        return
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except (ModuleNotFoundError, ValueError) as error:  # ValueError: no module at all
+        message = f"policy_function: {name} cannot be imported ({error}); a module of yours belongs on PYTHONPATH"
+        raise SettingsError(message, KEY) from error
+    if not callable(found):
+        raise SettingsError(f"policy_function: {module} has no function or class {attribute}", KEY)
 
 
 def goals_of(config: Mapping[str, Any] | None) -> ScalingGoals | None:

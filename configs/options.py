@@ -17,6 +17,7 @@ from tandem.configs.schema import (
     Device,
     DType,
     KVCacheDType,
+    LogFormat,
     LogLevel,
     Quantization,
     ReasoningParser,
@@ -70,6 +71,13 @@ def at_least(low: float) -> Check:
     return lambda value: bool(value >= low)
 
 
+def _wait(value: float) -> bool:
+    return 0 <= value <= 604800
+
+
+A_WEEK = "from 0 to 604800, a week"
+
+
 def _port(value: int) -> bool:
     return 1 <= value <= 65535
 
@@ -87,6 +95,10 @@ def _selector(value: dict[str, str]) -> bool:
 
 def _origin(value: str) -> bool:
     return value == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", value) is not None
+
+
+def _paths(value: str) -> bool:
+    return all(path.strip().startswith("/") for path in value.split(","))
 
 
 def _metric_name(value: str) -> bool:
@@ -192,11 +204,11 @@ OPTIONS: tuple[Option, ...] = (
            "are given back."),
     Option("kv_offloading_size", "engine.cache.kv_offloading_gib", float, CACHE,
            "GiB of host memory per group for KV that leaves the device. Default: none.",
-           lambda v: v > 0, "above 0"),
+           lambda v: 0 < v < 2**20, "above 0"),
     Option("kv_disk_path", "engine.cache.kv_disk_path", str, CACHE,
            "Folder on disk for KV that leaves host memory. It survives restarts. Needs --kv-offloading-size."),
     Option("kv_disk_size", "engine.cache.kv_disk_gib", float, CACHE,
-           "GiB of disk per group in --kv-disk-path.", lambda v: v > 0, "above 0"),
+           "GiB of disk per group in --kv-disk-path.", lambda v: 0 < v < 2**20, "above 0"),
     Option("kv_eviction", "engine.cache.kv_eviction", Literal["lru", "cost"], CACHE,
            "Blocks that leave host memory first. lru: the least recently used. cost: those that are seldom used and "
            "cheap to recompute."),
@@ -212,8 +224,9 @@ OPTIONS: tuple[Option, ...] = (
            "Prompt tokens that may wait in a group. Default: no limit.", at_least(1), "at least 1", size=True),
     Option("queue_timeout", "gateway.queue_timeout_s", float, STEP,
            "Seconds that a request may wait for its first step before it gets 503, and a running one for a group when "
-           "its own is lost. Default: no limit in a queue; without a group twice the time that one takes to load.",
-           lambda v: v > 0, "above 0; without it there is no bound"),
+           "its own is lost. Default: no limit in a queue; without a group twice the time that one takes to load, ten "
+           "minutes at least where there need be none.",
+           lambda v: 0 < v <= 604800, "above 0, up to 604800; without it there is no bound"),
     Option("max_itl_ms", "engine.scheduler.max_itl_ms", float, STEP,
            "Milliseconds that a step, and so the time between two tokens, should stay below. Prefill chunks are sized "
            "for it. Default: no limit.", lambda v: v > 0, "above 0"),
@@ -344,14 +357,15 @@ OPTIONS: tuple[Option, ...] = (
            "Default: accept them, and name them in the header x-tandem-ignored."),
     Option("enable_force_include_usage", "gateway.enable_force_include_usage", bool, HTTP,
            "End every stream with its usage, as if stream_options.include_usage were true."),
-    Option("disable_fastapi_docs", "gateway.disable_fastapi_docs", bool, HTTP, "Do not serve /openapi.json."),
+    Option("disable_fastapi_docs", "gateway.disable_fastapi_docs", bool, HTTP, "Do not serve /openapi.json and /docs."),
+    Option("disable_ui", "gateway.disable_ui", bool, HTTP, "Do not serve the pages for a browser, / and /docs."),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
            "Seconds that requests in flight have to finish at shutdown, and in a group that is taken down until they "
-           "move to another.", at_least(0), "at least 0"),
+           "move to another.", _wait, A_WEEK),
     Option("gateway_drain_timeout", "gateway.drain_timeout_s", float, HTTP,
            "Seconds that streams have to end through a gateway that another one replaces (a new version, fewer "
            "gateways, a drained node, SIGTERM), --shutdown-timeout if that is more. Those of a model that a new "
-           "version no longer has end in their groups in that time.", at_least(0), "at least 0"),
+           "version no longer has end in their groups in that time.", _wait, A_WEEK),
     Option("sse_keep_alive_interval", "gateway.sse_keep_alive_s", float, HTTP,
            "Seconds of silence after which a stream gets a comment, for balancers that close silent connections; also "
            "while it waits for a group or for its first token. Status 200 goes out with it, and what fails later is an "
@@ -385,6 +399,16 @@ OPTIONS: tuple[Option, ...] = (
     Option("log_dir", "logs.dir", str, LOGS,
            "Folder for log files: a folder in it for each run, of which the last ten are kept. Default: tandem/logs in "
            "XDG_STATE_HOME, or in ~/.local/state."),
+    Option("log_format", "logs.format", LogFormat, LOGS,
+           "The form of lines in the log files. json: an object a line. Under Ray Serve the encoding of its "
+           "logging_config counts too."),
+    Option("enable_log_requests", "logs.enable_log_requests", bool, LOGS,
+           "Write a line when a request has ended: ids, tenant, model, tokens, times and how it ended, without texts."),
+    Option("disable_uvicorn_access_log", "logs.disable_uvicorn_access_log", bool, LOGS,
+           "Write no line for each HTTP answer."),
+    Option("disable_access_log_for_endpoints", "logs.disable_access_log_for_endpoints", str, LOGS,
+           "Paths, separated by commas, whose answers have no such line, e.g. /health,/metrics.", _paths,
+           "paths that begin with /, separated by commas"),
 )  # fmt: skip
 
 

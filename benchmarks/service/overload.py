@@ -32,6 +32,7 @@ from benchmarks.models import MODELS, find_model
 from benchmarks.record import RESULTS, write_record
 from benchmarks.service.serving import Service
 from benchmarks.workload import percentiles, random_prompt
+from tandem.cluster.cli.bench.load_client import answer_events
 from tandem.workers.models.spec.config.config_reader import load_spec
 
 TITLES = {"gateway": "ray::ServeReplica:tandem:tandem-gateway", "coordinator": "ray::ServeReplica:tandem:tandem-coord"}
@@ -160,15 +161,15 @@ class Client:
         try:
             async with session.post(self._url, data=body, headers=headers) as response:
                 has_error = False
-                async for line in response.content:
-                    if line.startswith(b"data: {") and response.status == 200:
-                        event = json.loads(line[6:])
+                async for data in answer_events(response):
+                    if data == b"[DONE]":
+                        request.is_ended = not has_error
+                    elif response.status == 200:
+                        event = json.loads(data)
                         has_error |= "error" in event
                         choices = event.get("choices") or [{}]
                         count = len(choices[0].get("token_ids") or ())
                         request.token_times_s.extend([time.perf_counter()] * count)
-                    elif line.startswith(b"data: [DONE]"):
-                        request.is_ended = not has_error
                 request.status = response.status
         except (aiohttp.ClientError, TimeoutError):
             request.status = 0

@@ -26,6 +26,7 @@ from rich.console import Console
 from benchmarks.models import MODELS, find_model
 from benchmarks.record import RESULTS, write_record
 from benchmarks.service.serving import START_DEADLINE_S, Service
+from tandem.cluster.cli.bench.load_client import answer_events
 
 SAMPLE_S = 0.5
 CHANGE_S = 300.0
@@ -117,9 +118,11 @@ class Run:
 
     async def _read(self, answer: aiohttp.ClientResponse, course: Course) -> None:
         last_s, is_ended = self.now_s(), False
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                chunk = json.loads(line[6:])
+        async for data in answer_events(answer):
+            if data == b"[DONE]":
+                is_ended = True
+            else:
+                chunk = json.loads(data)
                 if "error" in chunk:
                     course.error = str(chunk["error"])[:200]
                 count = len(chunk["choices"][0].get("token_ids") or ()) if chunk.get("choices") else 0
@@ -127,7 +130,6 @@ class Run:
                 course.first_s = course.first_s or self.now_s()
                 course.longest_gap_s = max(course.longest_gap_s, self.now_s() - max(last_s, course.first_s))
                 last_s = self.now_s()
-            is_ended |= line.startswith(b"data: [DONE]")
         if not is_ended and course.error is None:
             course.error = "cut off"
 

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.workload import Job, Timeline
+from tandem.cluster.cli.bench.load_client import answer_events
 
 INSTALLED = Path(sys.executable).parent / "tandem"
 TANDEM = [str(INSTALLED)] if INSTALLED.exists() else [sys.executable, "-m", "tandem.cluster.cli.main"]
@@ -101,9 +102,9 @@ async def stream_completion(
     usage = None
     async with session.post(f"{service.url}/v1/completions", json=body) as response:
         assert response.status == 200, await response.text()
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                chunk = json.loads(line[6:])
+        async for data in answer_events(response):
+            if data != b"[DONE]":
+                chunk = json.loads(data)
                 count = len(chunk["choices"][0].get("token_ids") or ()) if chunk["choices"] else 0
                 timeline.token_times_s.extend([time.perf_counter()] * count)
                 usage = chunk.get("usage") or usage

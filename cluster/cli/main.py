@@ -14,7 +14,10 @@ import typer
 
 from tandem.cluster.cli.base.flags import Command
 from tandem.cluster.cli.base.terminal import GroupedHelp, say
-from tandem.cluster.cli.verbs import adapters, tenants
+from tandem.cluster.cli.explain.explain import explain
+from tandem.cluster.cli.live.top import top
+from tandem.cluster.cli.shells.completion import completion
+from tandem.cluster.cli.verbs import adapters, bench, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
 from tandem.cluster.cli.verbs.check_config import check_config
 from tandem.cluster.cli.verbs.doctor import doctor
@@ -34,11 +37,15 @@ VERBS: Mapping[str, Command] = {
     "plan": plan,
     "tune": tune,
     "status": status,
+    "top": top,
     "usage": usage,
+    "explain": explain,
     "check-config": check_config,
     "doctor": doctor,
+    "completion": completion,
 }
 GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
+    "bench": ("Measure a running service, or the engine in this process.", bench.VERBS),
     "adapters": ("Add, remove and pin LoRA adapters of a running service.", adapters.VERBS),
     "tenants": ("Add, change and remove tenants of a running service.", tenants.VERBS),
 }

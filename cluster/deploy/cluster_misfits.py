@@ -5,7 +5,7 @@ Pure functions of the reports of node_probe.py. Called by `tandem doctor --clust
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from tandem.cluster.deploy.machine_facts import MachineFacts
 from tandem.cluster.deploy.misfits import misfits
@@ -21,6 +21,9 @@ SAME: Final[dict[str, Callable[[MachineFacts], str | None]]] = {
     "torch": lambda facts: facts.torch and facts.torch.partition("+")[0],
 }
 """Versions that nodes must have in common: they exchange pickles (Ray), messages and tensors."""
+
+UNEXPECTED_TERMINATION: Final = 2
+"""Ray's number (NodeDeathInfo in its gcs.proto) for nodes that were not drained and did not stop in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,19 @@ def cluster_notes(nodes: Sequence[NodeReport], *, model_is_local: bool = False) 
     if lacking:
         notes.append(f"not there yet, and downloaded at the start: the model on {', '.join(lacking)}")
     return notes
+
+
+def lost_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each node that the cluster has lost, and that is not back. Those that were drained, and those that
+    were stopped in order, are not lost. nodes: as of ray.nodes()."""
+    back = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+    lost = {
+        node["NodeManagerAddress"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}) is lost: "
+        f"{node.get('DeathReasonMessage') or 'Ray does not say why'}; once it can be reached, `ray start` there again"
+        for node in nodes
+        if not node["Alive"] and node.get("DeathReason") == UNEXPECTED_TERMINATION
+    }
+    return [said for address, said in lost.items() if address not in back]
 
 
 def _other_versions(nodes: Sequence[NodeReport]) -> list[str]:

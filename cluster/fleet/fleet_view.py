@@ -117,6 +117,8 @@ class FleetView:
         self._missing: dict[str, tuple[GroupRecord, float]] = {}
         self.records: dict[str, GroupRecord] = {}
         self.redis_unavailable = False
+        self.start_failure: StartFailure | None = None
+        """The reason why a group or a gateway of the service could not start, in the last minutes."""
         self._reports = GroupReports(redis, service)
 
     async def refresh(self) -> None:
@@ -210,11 +212,19 @@ class FleetView:
             asked, values = ids, await self._redis.command(*self._mget(ids))
         assert isinstance(values, list), values
         self._ids = ids
-        records = dict(zip(asked, values[1:], strict=True))
+        self._note_failure(values[1])
+        records = dict(zip(asked, values[2:], strict=True))
         return values[0], {i: records[i] for i in ids}
 
     def _mget(self, ids: list[str]) -> list[Part]:
-        return ["MGET", keys.SENTINEL, *(keys.group(self._service, i) for i in ids)]
+        own = (keys.SENTINEL, keys.start_failure(self._service))
+        return ["MGET", *own, *(keys.group(self._service, i) for i in ids)]
+
+    def _note_failure(self, value: object) -> None:
+        failure = None if value is None else decode_record(value, StartFailure, "start failure", self._service)
+        if failure is not None and failure != self.start_failure:
+            log.warning("%s did not start: %s", failure.part, failure.message)
+        self.start_failure = failure
 
     async def _remove(self, gone: list[str], sentinel: str) -> None:
         """Takes ids without a record from the set; RedisUnavailable when records may be missing by Redis's own fault.
@@ -238,7 +248,7 @@ class FleetView:
 
 
 async def report_start_failure(redis: Commands, service: str, failure: StartFailure) -> None:
-    """Writes a failure for the launcher to print; the first one stays."""
+    """Writes a failure for the launcher to print, and `tandem status`; the first one stays, for ten minutes."""
     value = msgspec.msgpack.encode(failure)
     await redis.command("SET", keys.start_failure(service), value, "NX", "EX", keys.START_FAILURE_TTL_S)
 

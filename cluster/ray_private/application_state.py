@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 log = logging.getLogger("ray.serve.tandem")
@@ -32,6 +32,25 @@ class ApplicationState(NamedTuple):
         return lines[-1] if lines else "Serve says no reason"
 
 
+async def autoscaling_in_force(app: str, deployment: str) -> Mapping[str, Any] | None:
+    """Asks Serve's controller for the bounds and the policy by which a deployment's replicas are counted, with Serve's
+    keys. None when it does not answer in ASK_S, or their number is fixed.
+
+    Lost without it: gateways tell of the bounds of the args, where a section `deployments:` has others.
+    """
+    from ray.serve._private.config import DeploymentConfig
+    from ray.serve.generated.serve_pb2 import DeploymentRoute
+
+    said = await _asked(app, lambda controller: controller.get_deployment_info.remote(deployment, app))
+    if said is None:
+        return None
+    config = DeploymentConfig.from_proto(DeploymentRoute.FromString(said).deployment_info.deployment_config)
+    if (scaling := config.autoscaling_config) is None:
+        return None
+    policy = {"policy_function": scaling.policy.policy_function, "policy_kwargs": scaling.policy.policy_kwargs or {}}
+    return {"min_replicas": scaling.min_replicas, "max_replicas": scaling.max_replicas, "policy": policy}
+
+
 async def application_state(name: str) -> ApplicationState | None:
     """Asks Serve's controller. None when it does not answer in ASK_S, or Serve does not run.
 
@@ -39,17 +58,24 @@ async def application_state(name: str) -> ApplicationState | None:
     why a new version does not start.
     """
     from ray.serve._private.application_state import StatusOverview
-    from ray.serve.context import _get_global_client
     from ray.serve.generated.serve_pb2 import StatusOverview as Proto
+
+    told = await _asked(name, lambda controller: controller.get_serve_status.remote(name))
+    if told is None:
+        return None
+    said = StatusOverview.from_proto(Proto.FromString(told))
+    failed = {one.name: one.message for one in said.deployment_statuses if one.status.value == "DEPLOY_FAILED"}
+    return ApplicationState(said.app_status.status.value, said.app_status.message, failed)
+
+
+async def _asked(app: str, call: Callable[[Any], Awaitable[bytes]]) -> bytes | None:
+    """The answer of Serve's controller; None without one in ASK_S, and where Serve does not run."""
+    from ray.serve.context import _get_global_client
 
     try:
         async with asyncio.timeout(ASK_S):
             client: Any = await asyncio.to_thread(_get_global_client, raise_if_no_controller_running=False)
-            if client is None:
-                return None
-            said = StatusOverview.from_proto(Proto.FromString(await client._controller.get_serve_status.remote(name)))
+            return None if client is None else await call(client._controller)
     except Exception as error:  # of many kinds, while the head or Serve's controller is away
-        log.info("Serve does not say how %s is: %s", name, str(error).partition("\n")[0] or type(error).__name__)
+        log.info("Serve does not say how %s is: %s", app, str(error).partition("\n")[0] or type(error).__name__)
         return None
-    failed = {one.name: one.message for one in said.deployment_statuses if one.status.value == "DEPLOY_FAILED"}
-    return ApplicationState(said.app_status.status.value, said.app_status.message, failed)

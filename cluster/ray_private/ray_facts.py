@@ -8,6 +8,7 @@ import ray
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private import worker as ray_worker
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
 from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
@@ -16,6 +17,18 @@ ON_HEAD: Final = {HEAD_NODE_RESOURCE_NAME: 0.001}
 """Resources that only the head node has, also one that is started again.
 
 Lost without them: a service's record and its private Redis are on a node that lives as long as the cluster."""
+
+
+def gcs_of(address: str) -> str | None:
+    """Returns HOST:PORT of the GCS that ray.init(address) would ask, from RAY_ADDRESS and Ray's own files for `auto`;
+    None where it would look for one by other means. ValueError for what is no address.
+
+    Lost without it: a machine that is cut off from the head waits for a minute and more, and says nothing.
+    """
+    if "://" in address:
+        return None
+    found: str | None = canonicalize_bootstrap_address(address)
+    return found
 
 
 def free_resources(labels: Mapping[str, str]) -> list[dict[str, float]]:

@@ -7,7 +7,8 @@ Used by Serve's policy class (scaling_policy.py), and by gateways, which show it
 - Nothing to do: none. Serve keeps the fewest, and takes the last one away after its own delay.
 - More: where the prompts that wait before the group with the shortest queue take longer than the goal for first tokens;
   where KV is full; where first tokens are late although no group is new. At most twice the groups that run.
-- Fewer: as many as would be calm, by rows, KV, queues and prompts. Otherwise as many as there are.
+- Fewer: as many as would be calm, by rows, KV, queues and prompts. Otherwise as many as there are, or as were asked for
+  and would be calm: one that takes long to load is not given up because the queue for which it was asked is gone.
 
 It asks for a number that follows from the groups that run, never for one more than was asked for: what is on its way is
 not asked for twice, and what never comes keeps no group from going.
@@ -53,9 +54,9 @@ IDLE_S = 3.0
 
 class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Load of one group. waiting, running: sequences; mean_running: of WINDOW_S; rows: the most that run at a time.
-    kv_used: share of its KV blocks. prompt_rate: prompt tokens that it computes a second; prefill_rate: the same while
-    some waited, 0 as long as none have. late_share: of first_tokens, which came in WINDOW_S, those later than the goal.
-    age_s: since it serves."""
+    kv_used: share of its KV blocks. prompt_rate: prompt tokens that it computes a second; prefill_rate: those that it
+    can, as was seen while some waited, and in its best second of late; 0 as long as none have waited. late_share: of
+    first_tokens, which came in WINDOW_S, those later than the goal. age_s: since it serves."""
 
     waiting: float = 0.0
     queued_tokens: float = 0.0
@@ -123,7 +124,7 @@ def decide(
     elif not loads:
         groups, why = max(1, now), f"{_count(held, 'request')} held, and no group runs"
     else:
-        groups, why = _wanted(loads, goals)
+        groups, why = _wanted(loads, now, goals)
     if len(loads) < groups <= now:
         why += f"; {_count(now - len(loads), 'group')} on the way"
     if groups > goals.high:
@@ -153,15 +154,17 @@ def late_share(late: Sequence[float], ttft_s: float) -> float:
     return above
 
 
-def _wanted(loads: Sequence[GroupLoad], goals: ScalingGoals) -> Wish:
-    """The number of groups for the present work, of groups of which some run."""
+def _wanted(loads: Sequence[GroupLoad], now: int, goals: ScalingGoals) -> Wish:
+    """The number of groups for the present work, of groups of which some run. now: the groups that were asked for."""
     running = len(loads)
     wishes = [wish for wish in (_by_queue(loads, goals), _by_kv(loads, goals), _by_late(loads)) if wish is not None]
     if wishes:
         groups, why = max(wishes)
         return min(groups, MOST_GROWTH * running), why
     fewest, why = _fewest(loads, goals)
-    return (fewest, f"{_count(fewest, 'group')} would do: {why}") if fewest < running else (running, why)
+    if fewest < running:
+        return fewest, f"{_count(fewest, 'group')} would do: {why}"
+    return min(fewest, max(running, now), MOST_GROWTH * running), why
 
 
 def _by_queue(loads: Sequence[GroupLoad], goals: ScalingGoals) -> Wish | None:

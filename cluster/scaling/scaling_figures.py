@@ -6,6 +6,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 from tandem.cluster.scaling.decide import FIGURES, LATE_BOUNDS_S, WINDOW_S
@@ -64,11 +65,23 @@ class ScalingFigures:
                 "mean_running": sum(sample.running for sample in self._samples) / len(self._samples),
                 "kv_used": stats.kv_usage,
                 "prompt_rate": (last.prompt_tokens - first.prompt_tokens) / max(1.0, last.at_s - first.at_s),
-                "prefill_rate": max(1.0, self._queued_tokens / self._queued_s) if self._queued_s else 0.0,
+                "prefill_rate": self._prefill_rate(is_queued=last.is_queued),
                 "steps": float(stats.steps),
                 "first_tokens": float(total),
             }
         )
+
+    def _prefill_rate(self, *, is_queued: bool) -> float:
+        """Returns how fast prompts go. In a queue: as fast as it gets shorter, be it for prompts or for rows that are
+        taken. Without one that may be of other work than now, so the best second counts too."""
+        if not self._queued_s:
+            return 0.0
+        rate = max(1.0, self._queued_tokens / self._queued_s)
+        return rate if is_queued else max(rate, *(self._rate(a, b) for a, b in pairwise(self._samples)), 0.0)
+
+    @staticmethod
+    def _rate(before: _Sample, after: _Sample) -> float:
+        return (after.prompt_tokens - before.prompt_tokens) / (after.at_s - before.at_s)
 
     def _sample(self, stats: EngineStats, now_s: float) -> None:
         """Notes what has been counted by now, and how fast prompts went since the last sample if some waited."""

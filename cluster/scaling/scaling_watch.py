@@ -7,7 +7,8 @@ reasons, which Serve keeps to itself.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -15,12 +16,13 @@ from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.scaling.decide import FIGURES, Decision, ScalingState, decide, load_of
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import Commands
-from tandem.configs.autoscaling import ScalingGoals
+from tandem.configs.autoscaling import ScalingGoals, goals_of
 
 log = logging.getLogger("tandem.gateway")
 PERIOD_S = 1.0
 WRITE_S = 3.0
 """Between two reports without a change; one lives for keys.SCALING_TTL_MS."""
+OTHER_POLICY = "another policy decides: the autoscaling_config below `deployments:` names none, or not the one of args"
 
 
 class ScalingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +34,7 @@ class ScalingReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingWatch:
-    """Looks at the groups of one gateway. goals: of the policy. held: of all gateways. One thread."""
+    """Looks at the groups of one gateway. goals: of the policy in the args. held: of all gateways. One thread."""
 
     def __init__(
         self, goals: ScalingGoals, held: Callable[[], int], clock: Callable[[], float] = time.monotonic
@@ -44,12 +46,22 @@ class ScalingWatch:
         self._seen: object = None
         self._at_s = self._written_s = float("-inf")
         self._written: ScalingReport | None = None
+        self._is_ours = True
+
+    def use(self, config: Mapping[str, Any]) -> None:
+        """Takes the goals of an autoscaling_config that is in force now; says so where its policy is not ours."""
+        if (goals := goals_of(config)) is None and self._is_ours:
+            log.warning("%s", OTHER_POLICY)
+        self._is_ours, self._goals = goals is not None, goals or self._goals
+        self._seen = None  # decided anew at the next look
 
     def look(self, records: Iterable[GroupRecord]) -> ScalingReport:
         """Returns what the groups of these records need, decided anew once a second, and when a group or the first held
         request comes or goes."""
         now_s, held = self._clock(), self._held()
         here = [record for record in records if record.state != "draining"]
+        if not self._is_ours:
+            return ScalingReport(groups=len(here), why=OTHER_POLICY, held=held)
         seen = [(record.group, record.state) for record in here], held > 0
         if self._made is None or seen != self._seen or now_s - self._at_s >= PERIOD_S:
             self._at_s, self._seen = now_s, seen

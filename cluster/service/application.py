@@ -1,7 +1,8 @@
 """An application under Serve, found from outside: the id of its service, its Redis, and what Serve says of it."""
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.cluster.service import ray_node
 from tandem.configs.errors import SettingsError, TandemError
@@ -12,10 +13,19 @@ if TYPE_CHECKING:
 ASK_S = 20.0
 
 
-def find_application(app: str, address: str) -> "tuple[str, str, ApplicationState | None]":
-    """Return the service's id and the URL of its Redis, from the identity of the application (wire/identity.py), and
-    its state, None where Serve does not say. address: of the Ray that it is in. Raises SettingsError when no Ray
-    answers, or none of that name is there; TandemError when it does not say."""
+class Application(NamedTuple):
+    """One application. service_id, redis_url: as its identity (wire/identity.py) says. state: None where Serve
+    does not say. addresses: of the nodes of its Ray, by their ids, also of those that are gone."""
+
+    service_id: str
+    redis_url: str
+    state: "ApplicationState | None" = None
+    addresses: Mapping[str, str] = {}
+
+
+def find_application(app: str, address: str) -> Application:
+    """Finds an application. address: of the Ray that it is in. Raises SettingsError when no Ray answers, or none of
+    that name is there; TandemError when it does not say where its Redis is."""
     ray_node.prepare_environment(None)
     ray_node.load()
     ray_node.join(address, may_be_open=True)
@@ -36,6 +46,11 @@ def find_application(app: str, address: str) -> "tuple[str, str, ApplicationStat
             raise TandemError(f"{app} has not found its Redis yet")
         from tandem.cluster.ray_private.application_state import application_state
 
-        return service_id, url, asyncio.run(application_state(app))
+        addresses = {node["NodeID"]: _address(node) for node in ray.nodes()}
+        return Application(service_id, url, asyncio.run(application_state(app)), addresses)
     finally:
         ray_node.shut_down()
+
+
+def _address(node: Mapping[str, Any]) -> str:
+    return f"{node['NodeManagerAddress']}{'' if node['Alive'] else ' (no longer in the cluster)'}"

@@ -15,6 +15,7 @@ from tandem.cluster.deploy.ray_tokens import check_token
 from tandem.cluster.ray_private.local_node import (
     connect_to_node,
     give_back_node,
+    is_listening,
     keep_workers_off_terminal,
     start_node,
     take_node,
@@ -22,6 +23,7 @@ from tandem.cluster.ray_private.local_node import (
 from tandem.configs.bundled import read_switches
 from tandem.configs.errors import SettingsError, TandemError
 
+CONNECT_S = 5.0
 OBJECT_STORE_BYTES = 80 * 2**20
 DRIVER: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tandem"}
 PROXY = "RAY_grpc_enable_http_proxy"
@@ -119,7 +121,11 @@ def join(address: str, *, may_be_open: bool = False) -> str:
     for a token and may_be_open is False."""
     import ray
 
+    from tandem.cluster.ray_private.ray_facts import gcs_of
+
     try:
+        if (gcs := gcs_of(address)) is not None and not is_listening(gcs, CONNECT_S):
+            raise ConnectionError(f"nothing accepts connections at {gcs}")
         ray.init(address=address, **DRIVER)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise SettingsError(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -23,6 +24,11 @@ import pytest
 from tests.support.plain_http import plain_http
 from tests.support.service import BIN, REPOSITORY, Service, free_port, wait_for
 
+PASTED = [
+    ("README.md", "2 + 3 = 5"),
+    ("docs/serving/openai.md", "data: [DONE]"),
+    ("docs/serving/ui.md", '"state":"serving"'),
+]
 DEFAULT_URL = "http://127.0.0.1:8000"
 pytestmark = pytest.mark.cluster
 
@@ -63,7 +69,7 @@ def run(command: list[str]) -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
-@pytest.mark.parametrize(("page", "answer"), [("README.md", "2 + 3 = 5"), ("docs/serving/openai.md", "data: [DONE]")])
+@pytest.mark.parametrize(("page", "answer"), PASTED)
 def test_the_curl_commands(vllm_named: Service, page: str, answer: str) -> None:
     commands = re.findall(r"^    (curl .*\\\n.*)$", pasted(page, vllm_named), re.MULTILINE)
     assert commands
@@ -167,6 +173,30 @@ def test_the_openai_example(vllm_named: Service) -> None:
     assert run([sys.executable, "-c", example]) == "1, 2, 3, 4, 5, 6, 7, 8, 9"
 
 
+def test_the_bench_commands(vllm_named: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"timestamp": at, "input_length": 600, "output_length": 96, "hash_ids": [0, at]} for at in range(1, 4)]
+    Path("conversation_trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    commands = re.findall(r"^    .venv/bin/tandem (bench serve .*)$", pasted("docs/benchmarking.md", vllm_named), re.M)
+    assert len(commands) == 3
+    for command, count in zip(commands, (20, 20, 3), strict=True):
+        done = tandem(vllm_named, *shlex.split(command), "--url", vllm_named.url)
+        assert done.returncode == 0, done.stderr
+        assert f"Successful requests:                     {count} " in done.stdout
+    (found,) = Path("out/bench").glob("openai-20qps-demo-*.json")
+    assert json.loads(found.read_text())["request_goodput"] >= 0 and Path("out/bench/load.png").stat().st_size > 1000
+
+
+def test_top_in_a_pipe_and_as_json(vllm_named: Service) -> None:
+    page = (REPOSITORY / "docs/operations.md").read_text()
+    once, as_json, _ = re.findall(r"^    .venv/bin/tandem (top .*?) *(?:#.*)?$", page, re.M)
+    shown = tandem(vllm_named, *shlex.split(once))
+    assert shown.returncode == 0 and re.search(r"^\w+ +serving +0 +0 ", shown.stdout, re.M), shown
+    told = tandem(vllm_named, *shlex.split(as_json), "--url", vllm_named.url)
+    found = json.loads(told.stdout)
+    assert found["generation_tokens_per_s"] == 0 and [group["state"] for group in found["groups"]] == ["serving"]
+
+
 def test_who_waits_too_long_for_a_first_step_gets_a_503_and_others_go_on(vllm_named: Service) -> None:
     """A hundred choices over four rows last longer than the timeout, at any speed; none of them waits for a first step
     of its request."""
@@ -217,5 +247,6 @@ def test_a_terminal_from_start_to_end(vllm_named: Service) -> None:
         lines
     )
     assert "loading weights:" not in service.output, "its output is no terminal"
-    assert lines.index(begun[-1]) < next(i for i, line in enumerate(lines) if line.startswith("serving demo"))
+    serving = f"serving demo with 1 group on {service.url}/v1, and a page to try it on {service.url}"
+    assert lines.index(begun[-1]) < lines.index(serving)
     assert re.fullmatch(r"stopped: nothing is left running \(took \d+\.\d s\)", lines[-1]), service.output

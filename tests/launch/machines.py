@@ -47,8 +47,6 @@ chown {UID}:{UID} {DISK_AT}/upper
 mount -t overlay overlay -o "lowerdir=$earlier,upperdir={DISK_AT}/upper,workdir={DISK_AT}/work" "$place"
 grep -lIs /home/ "$place"/pyvenv.cfg "$place"/bin/* "$place"/lib/python3*/site-packages/*editable* |
   xargs sed -i "s#/home/[a-z]*/#/home/$2/#g"
-chown {UID}:{UID} "$place" "$place"/bin "$place"/bin/tandem "$place"/lib/python3*/site-packages
-find "$place"/lib/python3*/site-packages -maxdepth 1 -name "*tandem*" -exec chown -R {UID}:{UID} {{}} +
 """
 NETWORK = """
 ip address flush dev eth0
@@ -152,8 +150,9 @@ class Machine:
 
 
 def keep_installed(machine: Machine) -> None:
-    """Keep what a machine has installed for those of later launches, which are then machines that were used before."""
-    shutil.copytree(machine.disk / "home" / machine.user / WARM.name, WARM, symlinks=True)
+    """Keep what a machine has installed for those of later launches, which are then machines that were used before. It
+    is the user's there too."""
+    subprocess.run(["cp", "-a", machine.disk / "home" / machine.user / WARM.name, WARM], check=True)
 
 
 def _own(folder: Path) -> None:

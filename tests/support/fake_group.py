@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.fleet.fleet_view import GroupRecord, StartFailure
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.token_channel import TokenSender
@@ -133,6 +133,7 @@ class FakeFleet:
         self.missing: list[GroupRecord] = []
         self.reports: list[GroupReport] = []
         self.redis_unavailable = False
+        self.start_failure: StartFailure | None = None
 
     async def read_reports(self, answer_s: float = 1.0) -> list[GroupReport]:
         return self.reports

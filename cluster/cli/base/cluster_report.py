@@ -33,9 +33,9 @@ def report_cluster(address: str | None, model: str | None, port_range: str | Non
 
     pinned = None if model is None else pin_model(ModelSettings(model=model))
     is_local = pinned is not None and pinned.revision is None
-    nodes, open_ray = _asked(address, ports, pinned)
+    nodes, open_ray, lost = _asked(address, ports, pinned)
     problems = [*open_ray, *cluster_misfits(nodes, ports, model_is_local=is_local)]
-    notes = cluster_notes(nodes, model_is_local=is_local)
+    notes = [*lost, *cluster_notes(nodes, model_is_local=is_local)]
     if as_json:
         found = {"fits": not problems, "nodes": list(map(asdict, nodes)), "misfits": problems, "notes": notes}
         typer.echo(json.dumps(found, indent=1))
@@ -64,17 +64,21 @@ def node_row(node: "NodeReport") -> list[str]:
     ]
 
 
-def _asked(address: str, ports: Ports, pinned: ModelSettings | None) -> "tuple[list[NodeReport], list[str]]":
-    """Returns what the nodes of the Ray at an address say, and a sentence if that Ray asks nobody for a token."""
+def _asked(address: str, ports: Ports, pinned: ModelSettings | None) -> "tuple[list[NodeReport], list[str], list[str]]":
+    """Returns what the nodes of the Ray at an address say, a sentence if that Ray asks nobody for a token, and one for
+    each node that it has lost."""
     from tandem.cluster.service import ray_node
 
     ray_node.prepare_environment(None)
     ray_node.load()
+    import ray
+
+    from tandem.cluster.deploy.cluster_misfits import lost_nodes
     from tandem.cluster.deploy.node_probe import ask_nodes
 
     ray_node.join(address, may_be_open=True)
     try:
-        return ask_nodes(ports, pinned), ray_node.openness(address)
+        return ask_nodes(ports, pinned), ray_node.openness(address), lost_nodes(ray.nodes())
     finally:
         ray_node.shut_down()
 

@@ -6,7 +6,7 @@ Called by GroupedHelp for verbs that take the settings of a service. It checks n
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tandem.configs.errors import SettingsError
@@ -30,6 +30,21 @@ SEVERAL: Mapping[str, Callable[[str], bool]] = {
 
 
 OPTIONAL = "--hf-token"  # may stand without a value: the token of `hf auth login` counts anyway
+
+
+def with_lists(words: Sequence[str], lists: Collection[str]) -> list[str]:
+    """Returns the words of a verb without arguments with each value behind a flag of its own: `--goodput a b` becomes
+    `--goodput a --goodput b`. lists: flags that several values may follow."""
+    written: list[str] = []
+    flag: str | None = None  # which the next value belongs to, beyond its first
+    for word in words:
+        if _is_no_flag(word) and flag is not None:
+            written += [word] if written[-1] == flag else [flag, word]
+        else:
+            name = word.partition("=")[0]
+            flag = name if name in lists else None
+            written.append(word)
+    return written
 
 
 class _Item(NamedTuple):

@@ -61,12 +61,15 @@ class _Event(msgspec.Struct, frozen=True):
     error: _Problem | None = None
 
 
-class _ServedModel(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
+    """A model of a service's list. root: the model that it is made of, as vLLM and Tandem say."""
+
     id: str
+    root: str | None = None
 
 
 class _Models(msgspec.Struct, frozen=True):
-    data: list[_ServedModel]
+    data: list[ListedModel]
 
 
 class Endpoint:
@@ -111,10 +114,16 @@ class Endpoint:
 
     def first_model(self) -> str:
         """The first model name in the service's list."""
+        return self.models()[0].id
+
+    def models(self) -> list[ListedModel]:
+        """The models that the service lists, at least one."""
         try:
-            return msgspec.json.decode(self.get("/v1/models"), type=_Models).data[0].id
-        except (msgspec.DecodeError, IndexError) as error:
+            if listed := msgspec.json.decode(self.get("/v1/models"), type=_Models).data:
+                return listed
+        except msgspec.DecodeError as error:
             raise EndpointError(f"{self.url} lists no model; is it an OpenAI-compatible service?") from error
+        raise EndpointError(f"{self.url} lists no model; is it an OpenAI-compatible service?")
 
     def get(self, route: str) -> bytes:
         """Returns the body of the answer to a GET."""
@@ -178,11 +187,22 @@ class Endpoint:
 
 
 def event_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the data of each server-sent event. Only a line feed ends a line: JSON text may contain the other line
-    breaks that httpx splits at."""
+    """Yields the data of each server-sent event."""
     rest = b""
     for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line.removeprefix(b"data:").strip()
+        lines, rest = whole_lines(rest, chunk)
+        yield from data_of(lines)
+
+
+def whole_lines(rest: bytes, chunk: bytes) -> tuple[list[bytes], bytes]:
+    """Returns the lines of a stream that are complete with a chunk, and the begin of the next. Only a line feed ends a
+    line: JSON text may contain the other line breaks that httpx splits at."""
+    *lines, rest = (rest + chunk).split(b"\n")
+    return lines, rest
+
+
+def data_of(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields the data of events, of their lines."""
+    for line in lines:
+        if line.startswith(b"data:"):
+            yield line[5:].strip()

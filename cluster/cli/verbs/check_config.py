@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from tandem.cluster.cli.base.terminal import say
+from tandem.configs.autoscaling import check_policy
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import merge_config, read_serve_file, resolved_yaml
 from tandem.configs.schema import ServiceSettings
@@ -31,8 +32,8 @@ def _checked_here(settings: ServiceSettings) -> ServiceSettings:
     """Resolves and checks settings as `tandem serve` on this machine does. SettingsError."""
     from tandem.cluster.deploy.preflight import check_memory, check_processes, choose_device
 
-    settings = choose_device(settings)
-    settings = _checked(settings)
+    check_policy(settings.autoscaling_config)
+    settings = _checked(choose_device(settings))
     check_processes(settings)
     check_memory(settings)
     return settings

@@ -39,7 +39,7 @@ class LiveSettings:
     not taken; empty: it was."""
 
     def __init__(self, settings: GatewaySettings, use: Callable[[GatewaySettings], None]) -> None:
-        self._settings = settings
+        self._settings = self._used = settings
         self._use = use
         self.refused = ""
 
@@ -53,7 +53,9 @@ class LiveSettings:
             return
         self.refused = ""
         self._use(settings)
-        log.info("user_config is in force: %s", user_config)
+        if settings != self._used:
+            log.info("user_config is in force: %s", user_config)
+        self._used = settings
 
 
 def changed(settings: GatewaySettings, user_config: Any) -> GatewaySettings:

@@ -1,4 +1,5 @@
-"""UpdateWatch: tells the operator when a new version of an application under Serve does not start.
+"""UpdateWatch: tells the operator when a new version of an application under Serve does not start, and follows numbers
+that change without a restart.
 
 Serve gives up after three tries and keeps the version before; that version's gateways see it in Serve's status, and
 write one line in the log and one event. `tandem status --app` says the same for as long as it lasts.
@@ -16,17 +17,23 @@ LOOK_PERIOD_S = 10.0
 
 
 class UpdateWatch:
-    """ask: for the state of the application; None: not known. tell: writes an event."""
+    """ask: for the state of the application; None: not known. tell: writes an event. follow: is called at each look."""
 
     def __init__(
-        self, ask: Callable[[], Awaitable[ApplicationState | None]], tell: Callable[[GroupEvent], Awaitable[None]]
+        self,
+        ask: Callable[[], Awaitable[ApplicationState | None]],
+        tell: Callable[[GroupEvent], Awaitable[None]],
+        follow: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._ask = ask
         self._tell = tell
+        self._follow = follow
         self._told: str | None = None
 
     async def look(self) -> None:
-        """Tells of a failure that was not told of before."""
+        """Tells of a failure that was not told of before; follows what has changed."""
+        if self._follow is not None:
+            await self._follow()
         if (state := await self._ask()) is None:
             return
         if (why := state.why_failed) is not None and why != self._told:

@@ -16,6 +16,7 @@ from tandem.cluster.adapters.adapter_metrics import add_adapters
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, channel_name
+from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.tasks import Aside
@@ -39,8 +40,9 @@ UNREACHED_S = 10.0
 """A call that has not arrived for this long, although its group lives, will not."""
 CANCEL_AFTER_S = 5.0
 LEAST_HOLD_S = 30.0
-UNKNOWN_LOAD_S = 300.0
-"""Time for a load, as long as no group of a service that may sleep has ever loaded."""
+WAKING_S = 300.0
+"""Time for a load in a service that may sleep, at least: a node may have to be launched for it, which no group has
+seen. Not while one could not start."""
 WHILE_LOADING = 3.0
 """Times the usual hold: while a group is seen to load."""
 MOST_BY_VALUE = 2**20
@@ -89,19 +91,18 @@ class ServeDispatch:
         self._parts: dict[str, RequestPart] = {}
         self._unusable: set[str] = set()
         self._last_message_s: dict[bytes, float] = {}
-        self._group_seen = False
         self._longest_load_s = load_s
         self._may_sleep = may_sleep
         self._scaling = scaling
         self._refusal: RequestRefused | None = None
 
     # ---- Dispatch ------------------------------------------------------------------------------------------------
+    # Serve's router has the groups even when Redis has not. Requests are held in its queue while there is none; at the
+    # start too, as another gateway may know the first one already. Where there need be none it has Serve start one.
 
     def send(self, part: RequestPart, hint: RouteHint) -> None:
         if self._refusal is not None:
             raise self._refusal
-        if not self._may_dispatch():
-            raise RequestRefused("no worker group is ready", code="service_unavailable", status=503)
         reply_to = self._receiver.reply_to
         request = part.request = msgspec.structs.replace(part.request, reply_to=reply_to)
         missing = (record.group for record in self._fleet.missing_for())
@@ -142,8 +143,8 @@ class ServeDispatch:
         times as long while one is seen to load: the machine may be busier than it was at the start."""
         records = self._fleet.records.values()
         self._longest_load_s = max(self._longest_load_s, *(record.load_s for record in records), 0.0)
-        load_s = self._longest_load_s or (UNKNOWN_LOAD_S if self._may_sleep else 0.0)
-        hold_s = max(LEAST_HOLD_S, 2 * load_s + 10.0)
+        waking_s = WAKING_S if self._may_sleep and self._fleet.start_failure is None else 0.0
+        hold_s = max(LEAST_HOLD_S, 2 * max(self._longest_load_s, waking_s) + 10.0)
         return WHILE_LOADING * hold_s if any(record.state == "loading" for record in records) else hold_s
 
     def has_group(self, avoid: Collection[str] = ()) -> bool:
@@ -194,6 +195,10 @@ class ServeDispatch:
             "redis": "away" if self._fleet.redis_unavailable else "here",
         }
 
+    async def groups(self) -> list[tuple[GroupRecord, GroupReport | None]]:
+        reports = {report.group: report for report in await self._fleet.read_reports()}
+        return [(record, reports.get(group)) for group, record in sorted(self._fleet.records.items())]
+
     async def reset_prefix_caches(self) -> Collection[str]:
         try:
             return await self._fleet.reset_prefix_caches()
@@ -213,14 +218,6 @@ class ServeDispatch:
             return families.text()
 
         return await asyncio.to_thread(text)  # a tenth of a second with a thousand tenants
-
-    def _may_dispatch(self) -> bool:
-        """True once there may be a group: Serve's router has the groups even when Redis has not. Its queue is where
-        requests are held while there is none, and has Serve start one where there need not be any."""
-        if not self._group_seen:  # of whatever model
-            serves = any(record.state == "serving" for record in self._fleet.records.values())
-            self._group_seen = self._may_sleep or self._longest_load_s > 0.0 or serves
-        return self._group_seen or self._fleet.redis_unavailable
 
     # ---- the gateway ---------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.cli.main import build_app
-from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.fleet.fleet_view import GroupRecord, StartFailure, report_start_failure
 from tandem.cluster.fleet.gateway_records import GatewayRecord
 from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
 from tandem.cluster.process.redis_server import RedisServer
@@ -20,6 +20,7 @@ from tandem.cluster.process.run_files import RunFile
 from tandem.cluster.ray_private.application_state import ApplicationState
 from tandem.cluster.routing.residency import adapter_key
 from tandem.cluster.scaling.scaling_watch import ScalingReport, write_scaling
+from tandem.cluster.service.application import Application
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, RequestClient
 from tandem.cluster.tenants.quota import Quota
@@ -113,15 +114,19 @@ def test_a_service_of_ray_serve_is_named_by_its_application(
     prepare(server.url)
     asked: list[tuple[str, str]] = []
 
-    def find(app: str, address: str) -> tuple[str, str, None]:
+    def find(app: str, address: str) -> Application:
         asked.append((app, address))
-        return "s", server.url, None
+        return Application("s", server.url, addresses={"h": "10.0.0.2"})
 
     monkeypatch.setattr("tandem.cluster.service.application.find_application", find)
     verb = ["status", "--app", "tandem", "--address", "head:6379"]
     lines = CliRunner().invoke(build_app(), verb, catch_exceptions=False).output.splitlines()
     assert asked == [("tandem", "head:6379")]
-    assert lines[0] == "application tandem" and lines[1].startswith("  group g0") and "  node h  pid 1  " in lines[1]
+    assert (
+        lines[0] == "application tandem"
+        and lines[1].startswith("  group g0")
+        and "  node 10.0.0.2  pid 1  " in lines[1]
+    )
     assert lines[3].startswith("  adapters 2: pirate@aaaaaaaaaaaa device 1"), "of the model that its groups serve"
     assert _title(monkeypatch, server.url, ApplicationState("RUNNING", "", {})) == "application tandem"
     assert _title(monkeypatch, server.url, ApplicationState("DEPLOYING", "", {})) == "application tandem: updating"
@@ -135,9 +140,13 @@ def test_a_service_of_ray_serve_is_named_by_its_application(
 
 def _title(monkeypatch: pytest.MonkeyPatch, url: str, state: ApplicationState) -> str:
     """The first line for an application in this state."""
-    monkeypatch.setattr("tandem.cluster.service.application.find_application", lambda app, address: ("s", url, state))
-    lines = CliRunner().invoke(build_app(), ["status", "--app", "tandem"], catch_exceptions=False).output.splitlines()
-    return lines[0]
+    return _lines(monkeypatch, url, state)[0]
+
+
+def _lines(monkeypatch: pytest.MonkeyPatch, url: str, state: ApplicationState) -> list[str]:
+    found = Application("s", url, state, {"h": "10.0.0.2"})
+    monkeypatch.setattr("tandem.cluster.service.application.find_application", lambda app, address: found)
+    return CliRunner().invoke(build_app(), ["status", "--app", "tandem"], catch_exceptions=False).output.splitlines()
 
 
 def test_held_requests_and_leaving_gateways_are_shown(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +167,21 @@ def test_held_requests_and_leaving_gateways_are_shown(server: RedisServer, monke
     assert _title(monkeypatch, server.url, state) == "application tandem: updating, 12 held"
     lines = CliRunner().invoke(build_app(), ["status", "--app", "tandem"], catch_exceptions=False).output.splitlines()
     assert lines[1:4] == [
-        "  gateway g1  requests in flight 20  pid 3  leaving",
-        "  gateway g2  requests in flight 0  pid 4",
+        "  gateway g1  requests in flight 20  node 10.0.0.2  pid 3  leaving",
+        "  gateway g2  requests in flight 0  node 10.0.0.2  pid 4",
         "    user_config: port does not change",
     ]
+
+
+def test_why_no_group_serves_is_shown_until_one_does(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(server.url)
+    state = ApplicationState("RUNNING", "", {})
+    failure = StartFailure(part="group g9", message="no memory for its weights")
+    loading = GroupRecord(group="g0", life=1, model="demo", state="loading", host="gone", pid=1)
+    asyncio.run(write(server.url, lambda redis: report_start_failure(redis, "s", failure)))
+    said = "  group g9 did not start: no memory for its weights"
+    assert said not in _lines(monkeypatch, server.url, state)
+    record = msgspec.msgpack.encode(loading)
+    asyncio.run(write(server.url, lambda redis: redis.command("SET", keys.group("s", "g0"), record)))
+    lines = _lines(monkeypatch, server.url, state)
+    assert lines[1] == said and "  node gone  pid 1  " in lines[2]

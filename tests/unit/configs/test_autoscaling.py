@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingConfig
 
-from tandem.configs.autoscaling import GROUP_SCALING, ScalingGoals, checked_autoscaling, goals_of
+from tandem.configs.autoscaling import GROUP_SCALING, ScalingGoals, check_policy, checked_autoscaling, goals_of
 from tandem.configs.errors import SettingsError
 from tests.support.autoscaling_page import scaled_configs
 
@@ -69,3 +69,25 @@ def test_what_cannot_work_is_refused(config: dict[str, Any], words: str) -> None
     with pytest.raises(SettingsError, match=re.escape(words)) as refused:
         checked_autoscaling(config)
     assert refused.value.flag == "autoscaling_config"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_such_module:choose", "no_such_module:choose cannot be imported (No module named 'no_such_module')"),
+        ("choose", "choose cannot be imported"),
+        ("math:choose", "math has no function or class choose"),
+        ("math.pi", "math has no function or class pi"),
+    ],
+)
+def test_a_policy_that_is_not_there_is_refused_before_anything_starts(name: str, words: str) -> None:
+    config = checked_autoscaling({"policy": {"policy_function": name}})
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        check_policy(config)
+
+
+def test_policies_that_are_there_pass() -> None:
+    for name in ("math:floor", "math.floor", GROUP_SCALING):
+        check_policy(checked_autoscaling({"policy": {"policy_function": name}}))
+    check_policy(None)
+    check_policy(checked_autoscaling({"target_ongoing_requests": 2}))

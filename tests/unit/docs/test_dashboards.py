@@ -11,7 +11,7 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
-from tests.support.metric_names import sample_names
+from tests.support.metric_names import absent_names, sample_names, stock_names
 from tests.unit.cluster.fleet.test_metrics_text import reports, served
 from tools import dashboards
 
@@ -40,6 +40,19 @@ def test_each_panel_asks_for_metrics_that_there_are() -> None:
     known = names_of_a_service_with_everything()
     missing = {row: absent for row in dashboards.ROWS if (absent := dashboards.families(row) - known)}
     assert not missing
+
+
+def test_stock_dashboards_of_others_find_their_metrics() -> None:
+    """By the prefix `vllm`, and for Ray Serve LLM's by the rule of docs/operations.md, which gives them its names."""
+    asked = stock_names()
+    assert {"request_decode_time_seconds_sum", "request_time_per_output_token_seconds", "kv_cache_usage_perc"} <= asked
+    assert not absent_names(asked, names_of_a_service_with_everything())
+    page = (CONFIGS.parent / "docs" / "operations.md").read_text()
+    (config,) = re.findall(r"^( {4}scrape_configs:\n(?: {4}.*\n)+)", page, re.MULTILINE)
+    (job,) = yaml.safe_load(config)["scrape_configs"]
+    (rule,) = job["metric_relabel_configs"]
+    named = [re.sub(f"^(?:{rule['regex']})$", rule["replacement"].replace("$1", r"\1"), f"vllm:{n}") for n in asked]
+    assert sorted(named) == sorted(f"ray_vllm_{name}" for name in asked)
 
 
 def test_each_rule_asks_for_metrics_that_there_are() -> None:

@@ -36,9 +36,14 @@ async def test_it_is_told_once_and_again_when_it_happens_again(caplog: pytest.Lo
     async def tell(event: GroupEvent) -> None:
         events.append(event)
 
-    watch = UpdateWatch(ask, tell)
+    async def follow() -> None:
+        followed.append(len(states))
+
+    followed: list[int] = []
+    watch = UpdateWatch(ask, tell, follow)
     with caplog.at_level(logging.WARNING, "tandem.gateway"):
         while states:
             await watch.look()
     assert events == [GroupEvent("not_updated", "", WHY)] * 2
     assert [WHY in line for line in caplog.messages] == [True, True]
+    assert followed == [7, 6, 5, 4, 3, 2, 1], "also while nothing is known of the application"

@@ -14,7 +14,13 @@ import typer.testing
 
 from tandem.cluster.cli.base import cluster_report
 from tandem.cluster.cli.main import build_app
-from tandem.cluster.deploy.cluster_misfits import NodeReport, cluster_misfits, cluster_notes
+from tandem.cluster.deploy.cluster_misfits import (
+    UNEXPECTED_TERMINATION,
+    NodeReport,
+    cluster_misfits,
+    cluster_notes,
+    lost_nodes,
+)
 from tandem.cluster.deploy.node_probe import first_refusal, memory_threshold, with_reach
 from tandem.configs.limits import Ports
 from tests.unit.cluster.deploy.test_doctor import CPU_BOX, GPU_BOX
@@ -34,6 +40,29 @@ HEAD = NodeReport(
     kernel_ports=RANGE,
 )
 OTHER = replace(HEAD, node_id="b", name="b", address="10.0.0.2", is_head=False)
+
+
+def test_nodes_that_were_lost_and_are_not_back_are_named() -> None:
+    from ray.core.generated.common_pb2 import NodeDeathInfo
+
+    assert NodeDeathInfo.UNEXPECTED_TERMINATION == UNEXPECTED_TERMINATION
+    why = {"DeathReason": UNEXPECTED_TERMINATION, "DeathReasonMessage": "health check failed"}
+    told = [
+        {"NodeManagerAddress": f"10.0.0.{at}", "NodeManagerHostname": name, "Alive": alive, **more}
+        for at, name, alive, more in (
+            (1, "a", True, {}),
+            (2, "b", False, why),
+            (2, "b", True, {}),
+            (3, "c", False, why),
+            (3, "c", False, why),
+            (4, "d", False, {"DeathReason": NodeDeathInfo.EXPECTED_TERMINATION}),
+            (5, "e", False, {**why, "DeathReasonMessage": ""}),
+        )
+    ]
+    assert lost_nodes(told) == [
+        "c (10.0.0.3) is lost: health check failed; once it can be reached, `ray start` there again",
+        "e (10.0.0.5) is lost: Ray does not say why; once it can be reached, `ray start` there again",
+    ]
 
 
 def test_equal_nodes_fit_and_what_ray_kills_is_noted() -> None:
@@ -114,9 +143,9 @@ def test_a_connection_is_to_the_process_that_is_meant() -> None:
 def test_the_report_and_its_exit_status(other: NodeReport, as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
-    def answered(*given: Any) -> tuple[list[NodeReport], list[str]]:
+    def answered(*given: Any) -> tuple[list[NodeReport], list[str], list[str]]:
         asked.append(given)
-        return [replace(HEAD, has_model=True), replace(other, has_model=True)], []
+        return [replace(HEAD, has_model=True), replace(other, has_model=True)], [], ["c is lost"]
 
     monkeypatch.setattr(cluster_report, "_asked", answered)
     words = ["doctor", "--cluster", "--address", "h:1", "--model", "demo", "--port-range", "20000-20999"]
@@ -127,11 +156,12 @@ def test_the_report_and_its_exit_status(other: NodeReport, as_json: bool, monkey
     assert (address, ports, model.model) == ("h:1", RANGE, "demo")
     if as_json:
         found = json.loads(done.stdout)
-        assert found["fits"] is fits and len(found["misfits"]) == (not fits)
+        assert found["notes"][0] == "c is lost" and found["fits"] is fits and len(found["misfits"]) == (not fits)
         assert [node["facts"]["cores"] for node in found["nodes"]] == [2, 2]
     else:
         table = done.stdout.partition("\n\n")[0].splitlines()
         assert len(table) == 3 and "a (head)" in table[1] and table[2].endswith("there")
+        assert "  - c is lost\n" in done.stdout
         assert ("every node reaches every other one" in done.stdout) is fits
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.cluster.fleet.fleet_view import StartFailure
 from tandem.cluster.gateway.generation.gateway_context import GatewayTimes
-from tandem.cluster.gateway.generation.serve_dispatch import LEAST_HOLD_S, UNKNOWN_LOAD_S, WHILE_LOADING
+from tandem.cluster.gateway.generation.serve_dispatch import LEAST_HOLD_S, WAKING_S, WHILE_LOADING, ServeDispatch
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.scaling.scaling_watch import ScalingWatch
 from tandem.cluster.wire.version import without_version
@@ -90,24 +91,43 @@ async def test_a_held_request_whose_client_leaves_is_in_no_queue(sleeper: Sleepe
 
 
 async def test_a_gateway_knows_how_long_a_load_takes_without_having_seen_one() -> None:
-    told, new = Sleeper(load_s=40.0), Sleeper()
-    assert told.client.hold_s == 90.0
-    assert new.client.hold_s == 2 * UNKNOWN_LOAD_S + 10.0, "no group has ever loaded"
+    told, new = Sleeper(load_s=400.0), Sleeper()
+    assert told.client.hold_s == 810.0
+    waking_s = 2 * WAKING_S + 10.0
+    assert new.client.hold_s == waking_s, "no group has ever loaded, and a node may have to be launched"
     (record,) = serving().values()
-    new.fleet.records = {"g": msgspec.structs.replace(record, load_s=2.0)}
-    assert new.client.hold_s == LEAST_HOLD_S
     new.fleet.records = {"g": msgspec.structs.replace(record, state="loading")}
-    assert new.client.hold_s == WHILE_LOADING * LEAST_HOLD_S and new.client.is_asleep
+    assert new.client.hold_s == WHILE_LOADING * waking_s and new.client.is_asleep
+    new.fleet.records = {"g": msgspec.structs.replace(record, load_s=2.0)}
+    assert new.client.hold_s == waking_s, "the next one may need a node too"
+    new.fleet.start_failure = StartFailure(part="group g", message="no memory")
+    assert new.client.hold_s == LEAST_HOLD_S, "nothing is to be waited for"
     for sleeper in (told, new):
         await sleeper.client.close()
 
 
-async def test_one_that_must_not_sleep_waits_for_its_first_group() -> None:
-    fleet = FakeFleet({})
-    client = Client(LateHandle(), fleet, SECRET, "127.0.0.1", "tandem")
+async def test_one_that_must_not_sleep_holds_for_its_first_group() -> None:
+    """Another gateway may have said that the service is ready."""
+    fleet, handle = FakeFleet({}), LateHandle()
+    client = Client(handle, fleet, SECRET, "127.0.0.1", "tandem")
     assert not client.ready() and not client.is_asleep and "groups_wanted" not in client.load()
+    assert client.hold_s == LEAST_HOLD_S
+    reading = await client.submit(request("r", 4))
+    await until(lambda: handle.waiting == 1)
+    assert client.held == 1
+    group = FakeGroup(SECRET, "g")
+    await group.wait_opened()
+    handle.group.set_result(group)
+    assert tokens_of(await read_all(reading)) == list(range(100, 104)), "before the gateway has read a record of it"
+    group.close()
+    await client.close()
+
+
+async def test_who_waits_for_a_first_group_that_never_comes_hears_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServeDispatch, "hold_s", 0.05)
+    client = Client(LateHandle(), FakeFleet({}), SECRET, "127.0.0.1", "tandem")
     reading = await client.submit(request("r", 20))
-    with pytest.raises(RequestRefused, match="no worker group is ready"):
+    with pytest.raises(RequestRefused, match="no worker group became ready; `tandem status` tells the operator why"):
         await read_all(reading)
     await client.close()
 

@@ -7,9 +7,11 @@ read in its source instead.
 import ast
 import contextvars
 import inspect
+import logging
 import subprocess
 from contextlib import nullcontext
-from types import CodeType
+from dataclasses import fields
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +22,22 @@ from ray._private import node as ray_nodes
 from ray._private import parameter, services, state
 from ray._private import worker as ray_worker
 from ray.serve import context as serve_context
-from ray.serve._private import default_impl
+from ray.serve._private import application_state, default_impl
 from ray.serve._private import replica as serve_replica
+from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve._private.handle_options import DynamicHandleOptions, InitHandleOptions
+from ray.serve.context import ReplicaContext
 
 from tandem.cluster.ray_private import local_node
+from tandem.cluster.ray_private.application_state import autoscaling_in_force
+from tandem.cluster.ray_private.ray_facts import gcs_of
 from tandem.cluster.ray_private.replica_end import DRAINING_NAME, EXIT_NAME
+from tandem.cluster.ray_private.replica_logging import SERVES, ReplicaLogging, replica_logging
 from tandem.cluster.ray_private.separate_calls import call_separately
+from tandem.configs.autoscaling import GROUP_SCALING, ScalingGoals, checked_autoscaling, goals_of
+
+OURS = {"policy_function": GROUP_SCALING}
 
 
 def source(of: Any) -> str:
@@ -53,6 +64,40 @@ def test_global_node() -> None:
     assert "_global_node.kill_all_processes" in source(ray_worker.shutdown), (
         f"{why}; shutdown() ends what it finds there"
     )
+
+
+def test_the_address_of_gcs(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "services.canonicalize_bootstrap_address: what ray.init(address) will ask (ray_facts.gcs_of)"
+    monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
+    assert [gcs_of(address) for address in ("auto", "10.9.9.9:1", "ray://h:1")] == [
+        "10.1.2.3:6379",
+        "10.9.9.9:1",
+        None,
+    ], why
+    assert "canonicalize_bootstrap_address(address, _temp_dir)" in source(ray_worker.init), why
+
+
+def test_logging_config_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "ReplicaContext._deployment_config.logging_config: log files have the form that a Serve file says"
+    assert "_deployment_config" in {field.name for field in fields(ReplicaContext)}, why
+    assert "logging_config" in DeploymentConfig.model_fields, why
+    asked = source(application_state.ApplicationState)
+    assert "deploy_info.deployment_config.logging_config is None" in asked, f"{why}; the application's is put there"
+    assert logging.getLogger(SERVES).name == SERVE_LOGGER_NAME, why
+
+    def read(given: Any) -> ReplicaLogging:
+        config = DeploymentConfig(logging_config=given)
+        monkeypatch.setattr(serve, "get_replica_context", lambda: SimpleNamespace(_deployment_config=config))
+        return replica_logging()
+
+    logger = logging.getLogger(SERVES)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    assert read({"encoding": "JSON", "enable_access_log": False}) == (True, False)
+    assert read({"log_level": "DEBUG"}) == (False, True)
+    assert logger.level == logging.INFO
+    assert read(None) == (False, True)
+    assert logger.level == logging.WARNING, "nobody asked for Serve's line of each call"
+    logger.setLevel(logging.INFO)
 
 
 @pytest.mark.parametrize("name", ["gcs_address", "dead_processes", "kill_all_processes", "get_session_dir_path"])
@@ -229,6 +274,51 @@ def test_calls_of_one_request_have_numbers_of_their_own() -> None:
         assert number() == "of the request", "what Serve does with it afterwards is not disturbed"
 
     contextvars.copy_context().run(answer)
+
+
+def overridden(autoscaling_config: dict[str, Any]) -> Any:
+    """What Serve makes of a deployment with our policy where a section `deployments:` has this."""
+    from ray.serve._private import application_state, config, deployment_info
+    from ray.serve.schema import ServeApplicationSchema
+
+    ours = config.AutoscalingConfig(**checked_autoscaling({"min_replicas": 1, "max_replicas": 3}))
+    info = deployment_info.DeploymentInfo(
+        deployment_config=config.DeploymentConfig.from_default(autoscaling_config=ours),
+        replica_config=config.ReplicaConfig.create(lambda: None),
+        start_time_ms=0,
+        deployer_job_id="",
+    )
+    given = {"name": "d", "autoscaling_config": autoscaling_config}
+    file = ServeApplicationSchema(import_path="a:b", deployments=[given])
+    return application_state.override_deployment_info({"d": info}, file)["d"].deployment_config
+
+
+async def test_the_autoscaling_that_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section `deployments:` beats the args whole: what it does not name is Serve's, the policy too."""
+    why = "serve's controller: gateways tell of the bounds that count (application_state.autoscaling_in_force)"
+    from ray.serve._private import controller
+    from ray.serve.generated import serve_pb2
+
+    assert hasattr(controller.ServeController, "get_deployment_info"), why
+    asked: list[tuple[str, str]] = []
+    config = overridden({"min_replicas": 0, "max_replicas": 6})
+
+    async def told(deployment: str, app: str) -> bytes:
+        asked.append((deployment, app))
+        return serve_pb2.DeploymentRoute(
+            deployment_info=serve_pb2.DeploymentInfo(deployment_config=config.to_proto())
+        ).SerializeToString()
+
+    client = SimpleNamespace(_controller=SimpleNamespace(get_deployment_info=SimpleNamespace(remote=told)))
+    monkeypatch.setattr(serve_context, "_get_global_client", lambda **_: client)
+    found = await autoscaling_in_force("app", "d")
+    assert asked == [("d", "app")] and found is not None, why
+    assert (found["min_replicas"], found["max_replicas"]) == (0, 6) and goals_of(found) is None, why
+    config = overridden(checked_autoscaling({"max_replicas": 6, "policy": {**OURS, "policy_kwargs": {"ttft_s": 0.5}}}))
+    assert config.autoscaling_config.policy.get_policy().__name__ == "GroupScaling", why
+    assert goals_of(await autoscaling_in_force("app", "d")) == ScalingGoals(ttft_s=0.5, low=1, high=6), why
+    config = type(config).from_default()
+    assert await autoscaling_in_force("app", "d") is None, f"{why}; the number is fixed"
 
 
 def test_the_state_of_an_application() -> None:

@@ -27,8 +27,8 @@ from tandem.cluster.scaling.decide import (
     load_of,
 )
 from tandem.cluster.scaling.scaling_policy import STALE_S, GroupScaling
-from tandem.cluster.scaling.scaling_watch import WRITE_S, ScalingWatch
-from tandem.configs.autoscaling import ScalingGoals
+from tandem.cluster.scaling.scaling_watch import OTHER_POLICY, WRITE_S, ScalingWatch
+from tandem.configs.autoscaling import GROUP_SCALING, ScalingGoals
 from tandem.configs.errors import SettingsError
 
 GOALS = ScalingGoals(low=1, high=8)
@@ -137,6 +137,16 @@ def test_what_never_comes_keeps_no_group_and_is_not_asked_for_twice() -> None:
     assert idle.groups == 0, "nobody waits for a first group that finds no place"
 
 
+def test_a_group_that_loads_for_long_is_not_given_up_while_it_is_needed() -> None:
+    """Serve would end the one that loads first, once the queue for which it was asked has gone."""
+    rows = GroupLoad(running=7, mean_running=6.64, rows=8, steps=1000)
+    two = made([rows, rows], now=3)
+    assert two.groups == 3 and two.why.endswith("; 1 group on the way"), "a third died, and its replacement loads"
+    assert made([rows, rows], now=2).groups == 2, "it is not asked for by that alone"
+    assert made([rows], now=2).groups == 2 and made([rows], now=5).groups == 2, "no more than would be calm"
+    assert made([CALM, CALM], now=3).groups == 1
+
+
 amounts = st.floats(0, 1e6, allow_nan=False)
 loads_of = st.lists(
     st.builds(
@@ -173,6 +183,8 @@ def test_every_decision_is_within_bounds_and_stands(
         assert decision.groups <= max(MOST_GROWTH * len(loads), goals.low)
         again = decide(loads, held, decision.groups, goals, state, 6.0)
         assert again.groups == decision.groups, "what was asked for is not asked for twice"
+        unasked = decide(loads, held, len(loads), goals, state, 5.0).groups
+        assert min(unasked, now) <= decision.groups <= max(unasked, now, goals.low), "a number that came from nowhere"
     if held:
         assert decision.groups >= 1
 
@@ -277,3 +289,18 @@ def test_a_gateway_shows_what_it_is_decided_by() -> None:
     held[0] = 2
     woken = watch.look([])
     assert (woken.groups, woken.held) == (1, 2), "at once"
+
+
+def test_a_gateway_follows_the_goals_that_are_in_force(caplog: pytest.LogCaptureFixture) -> None:
+    watch = ScalingWatch(ScalingGoals(low=1, high=1), lambda: 0, lambda: 0.0)
+    assert watch.look([record("a", **BUSY)]).why.endswith("; 1 is the most")
+    policy = {"policy_function": GROUP_SCALING, "policy_kwargs": {"ttft_s": 9.5}}
+    watch.use({"min_replicas": 1, "max_replicas": 4, "policy": policy})
+    assert watch.look([record("a", **BUSY), record("b")]).groups == 2, "within the new goal"
+    with caplog.at_level(logging.WARNING, "tandem.gateway"):
+        for _ in range(2):
+            watch.use({"min_replicas": 1, "max_replicas": 4, "policy": {"policy_function": "mine:choose"}})
+    report = watch.look([record("a", **BUSY)])
+    assert (report.groups, report.why) == (1, OTHER_POLICY) and caplog.messages == [OTHER_POLICY]
+    watch.use({"min_replicas": 3, "max_replicas": 4, "policy": policy})
+    assert watch.look([record("a"), record("b")]).groups == 3

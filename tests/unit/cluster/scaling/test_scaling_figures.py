@@ -2,8 +2,11 @@
 
 from typing import Any
 
-from tandem.cluster.scaling.decide import FIGURES, WINDOW_S
+import pytest
+
+from tandem.cluster.scaling.decide import FIGURES, WINDOW_S, ScalingState, decide, load_of
 from tandem.cluster.scaling.scaling_figures import ScalingFigures
+from tandem.configs.autoscaling import ScalingGoals
 from tandem.workers.engine.base.stats import TTFT_BOUNDS_S, EngineStats, Histogram
 from tests.support.fake_engine import FakeEngine
 
@@ -40,10 +43,27 @@ def test_the_speed_of_prompts_is_known_from_times_with_a_queue() -> None:
     figures = group.after(1, prompt_tokens=1500)
     assert figures["prefill_rate"] == 1000.0 and figures["queued_tokens"] == 3000.0
     group.after(1, prompt_tokens=1500)
-    assert 250 < group.after(1)["prefill_rate"] < 400, "rows are full, prompts stand"
-    group.after(1, waiting=0, waiting_tokens=0)
-    kept = group.after(1)["prefill_rate"]
-    assert group.after(60)["prefill_rate"] == kept, "it is remembered"
+    seen = group.after(1)["prefill_rate"]
+    assert 250 < seen < 400, "rows are full, prompts stand"
+    assert group.after(1, waiting=0, waiting_tokens=0)["prefill_rate"] == 1000.0, "what it can, when nobody waits"
+    assert group.after(60)["prefill_rate"] == seen, "it is remembered"
+
+
+def test_the_speed_in_a_queue_for_rows_is_not_that_of_other_work() -> None:
+    """Long answers to short prompts had all rows; an hour later a few long prompts keep no group from going."""
+    group, tokens = Group(), 0
+    group.after(0)
+    for _ in range(120):
+        tokens += 53
+        full = group.after(1, prompt_tokens=tokens, waiting=9, waiting_tokens=450, running=16)
+    assert full["prefill_rate"] == pytest.approx(53)
+    for second in range(90):
+        tokens += 2000 * (second % 3 == 0)
+        figures = group.after(1, prompt_tokens=tokens, waiting=0, waiting_tokens=0, running=1)
+    assert figures["prompt_rate"] == pytest.approx(667, abs=70) and figures["prefill_rate"] == 2000.0
+    load = load_of(figures, 2.0)
+    decision = decide([load] * 3, 0, 3, ScalingGoals(high=3), ScalingState(), 0.0)
+    assert decision.groups == 2, decision.why
 
 
 def test_first_tokens_count_for_half_a_minute() -> None:

@@ -1,5 +1,6 @@
 """Whether a Ray that is to be joined asks for tokens, by what its GCS answers to a call without one."""
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ class Gcs(grpc.GenericRpcHandler):
 def gcs(asks: bool) -> Iterator[tuple[str, Gcs]]:
     server, handler = grpc.server(ThreadPoolExecutor(1)), Gcs(asks)
     server.add_generic_rpc_handlers((handler,))
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port("0.0.0.0:0")  # Ray asks this machine's address where it is told the loopback's
     server.start()
     try:
         yield f"127.0.0.1:{port}", handler
@@ -56,12 +57,12 @@ def test_a_ray_without_tokens_is_joined_only_when_that_is_accepted(
         monkeypatch.setattr(ray, "init", lambda **_: None)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=address))
         if joins:
-            ray_node.join("auto", may_be_open=may_be_open)
+            ray_node.join(address, may_be_open=may_be_open)
         else:
             with pytest.raises(
-                SettingsError, match=r"auto: .*RAY_AUTH_MODE=token.*--allow-unauthenticated-ray"
+                SettingsError, match=r"127\.0\.0\.1:\d+: .*RAY_AUTH_MODE=token.*--allow-unauthenticated-ray"
             ) as caught:
-                ray_node.join("auto", may_be_open=may_be_open)
+                ray_node.join(address, may_be_open=may_be_open)
             assert caught.value.flag == "--address"
         assert asks_for_token(address, "--address", "--allow-unauthenticated-ray") is asks
         assert set(handler.calls) == {"/ray.rpc.NodeInfoGcsService/GetClusterId"}
@@ -87,3 +88,18 @@ def test_a_private_ray_that_does_not_start_is_one_line(tmp_path: Path, monkeypat
         ray_node.start_private(tmp_path, tmp_path, 1, 0)
     words = "The current node timed out during startup. Other work may keep the cores busy; start again then."
     assert str(told.value) == f"Ray does not start: {words}"
+
+
+def test_a_head_that_is_not_reached_is_named_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ray.init() would try for a minute and more."""
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("it is asked"))
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        head = f"127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", head)
+        for address in (head, "auto"):
+            with pytest.raises(
+                SettingsError, match=f"{address}: no Ray cluster answers there: .*{head[-6:]}"
+            ) as caught:
+                ray_node.join(address)
+            assert caught.value.flag == "--address"
