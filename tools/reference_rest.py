@@ -62,8 +62,9 @@ def _route_row(spec: RouteSpec, document: Mapping[str, Any]) -> str:
 
 
 def _body_words(content: Mapping[str, Any]) -> str:
+    """Words for a body: its type, or the fields of a form."""
     if (form := content.get("multipart/form-data")) is not None:
-        return f"a form: {', '.join(f'`{name}`' for name in form['schema']['properties'])}"
+        return f"form: {', '.join(f'`{name}`' for name in form['schema']['properties'])}"
     return type_words(content["application/json"]["schema"])
 
 

@@ -29,6 +29,16 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/load_lora_adapter": LoadBody,
     "/v1/unload_lora_adapter": UnloadBody,
 }
+TAGS = {
+    "Text generation": ("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages"),
+    "Embeddings and scores": ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
+    "Files and batches": ("/v1/files", "/v1/batches"),
+    "Models and tokens": ("/v1/models", "/tokenize", "/detokenize", "/tokenizer_info"),
+    "Administration": ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache"),
+    "State of the service": ("/livez", "/ping", "/health", "/readyz", "/version", "/load", "/metrics"),
+    "Pages": ("/",),
+}
+"""Headings of the reference, and beginnings of the paths below each; the first that fits counts."""
 FORMS: dict[str, dict[str, Any]] = {
     "/v1/files": {
         "type": "object",
@@ -42,16 +52,6 @@ FORMS: dict[str, dict[str, Any]] = {
     }
 }
 """Schemas of bodies that are forms."""
-TAGS = {
-    "Text generation": ("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages"),
-    "Embeddings and scores": ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
-    "Files and batches": ("/v1/files", "/v1/batches"),
-    "Models and tokens": ("/v1/models", "/tokenize", "/detokenize", "/tokenizer_info"),
-    "Administration": ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache"),
-    "State of the service": ("/livez", "/ping", "/health", "/readyz", "/version", "/load", "/metrics"),
-    "Pages": ("/",),
-}
-"""Headings of the reference, and beginnings of the paths below each; the first that fits counts."""
 CREATES = {("POST", "/admin/tenants")}
 """Routes that answer 201 in place of 200."""
 REFUSALS = {
