@@ -14,6 +14,7 @@ import typer
 
 from tandem.cluster.cli.base.flags import Command
 from tandem.cluster.cli.base.terminal import GroupedHelp, say
+from tandem.cluster.cli.live.drain import drain
 from tandem.cluster.cli.live.top import top
 from tandem.cluster.cli.verbs import adapters, bench, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
@@ -36,6 +37,7 @@ VERBS: Mapping[str, Command] = {
     "tune": tune,
     "status": status,
     "top": top,
+    "drain": drain,
     "usage": usage,
     "check-config": check_config,
     "doctor": doctor,

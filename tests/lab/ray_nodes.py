@@ -155,6 +155,10 @@ class RayNodes:
         """Runs a script on the head node; returns what it printed."""
         return self._run("python", "-c", source, *words)
 
+    def tandem(self, *words: str) -> str:
+        """Runs a verb on the head node, for the service at its proxy; returns what it printed."""
+        return self._run("tandem", *words, "--url", f"http://127.0.0.1:{HTTP_PORT}")
+
     def close(self) -> None:
         """Ends Ray on all nodes, which live on."""
         for process in self._started:

@@ -1,6 +1,8 @@
-"""DrainingGroups: groups that Serve is taking down (scaling in, a new version), whose requests are handed over in time.
+"""DrainingGroups: groups that Serve is taking down (scaling in, a new version), whose requests are handed over in time,
+and those that an operator drains, which hand them over themselves. Neither gets new requests.
 
-Serve's router no longer lists such a group while it still serves; at the end of --shutdown-timeout Serve kills it.
+Serve's router no longer lists a group that Serve takes down while it still serves; at the end of --shutdown-timeout
+Serve kills it. One that is drained says so in its record.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -23,19 +25,23 @@ class DrainingGroups:
         self._clock = clock
         self._known: set[str] = set()
         self._since_s: dict[str, float] = {}
+        self._told: set[str] = set()
 
     @property
     def groups(self) -> Collection[str]:
         """The ids of these groups."""
-        return self._since_s.keys()
+        return self._since_s.keys() | self._told
 
     def refresh(self, records: Iterable[GroupRecord]) -> None:
-        """Looks which of these groups the router no longer lists. One that it never listed is about to be."""
+        """Looks which of these groups the router no longer lists, or say that they drain. One that the router never
+        listed is about to be."""
+        states = {record.group: record.state for record in records}
+        self._told = {group for group, state in states.items() if state == "draining"}
         running = self._running()
         if running is None:
             return
         self._known |= set(running)
-        serving = {record.group for record in records}
+        serving = states.keys()
         leaving = (serving & self._known) - set(running)
         self._known &= serving | set(running)
         self._since_s = {group: self._since_s.get(group, self._clock()) for group in leaving}
