@@ -94,8 +94,8 @@ class DrainWatch:
         return found
 
     def _again(self, before: dict[str, Any]) -> dict[str, Any]:
-        """Asks how far it is. What is no longer there has ended; a gateway that ends with its node has another in its place,
-        so one answer that fails says nothing."""
+        """Asks how far it is. What is no longer there has ended. A gateway that ends with its node has another in its
+        place, so one answer that fails says nothing."""
         from tandem.cluster.cli.client.endpoint import EndpointError, NotThere
 
         try:

@@ -25,8 +25,9 @@ class DrainingGroup(Struct, frozen=True, kw_only=True):
 
 
 class DrainState(Struct, frozen=True, kw_only=True):
-    """The course of a drain so far. kind: "group" or "node"; id: of that. groups: those that have not ended; other_groups: the
-    number of groups that serve and stay. gateways: the number of those on a node that have not ended."""
+    """The course of a drain so far. kind: "group" or "node"; id: of that. groups: those that have not ended;
+    other_groups: the number of groups that serve and stay. gateways: the number of those on a node that have not
+    ended."""
 
     kind: str
     id: str
