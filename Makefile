@@ -7,6 +7,7 @@ MODEL  ?= demo
 ARGS   ?=
 ROUNDS ?= 10
 ISA    ?=
+TORCH  ?=
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip --disable-pip-version-check -qq
 RUNTIME := $(VENV)/.runtime-installed
@@ -14,26 +15,29 @@ DEV     := $(VENV)/.dev-installed
 DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: install dev serve check check-kernels format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
+.PHONY: torch-named install dev serve check check-kernels ui check-ui format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
-  bench-lora bench-moe bench-gpu bench-client performance model-table docs release clean help
+  bench-lora bench-moe bench-gpu bench-client performance model-table reference docs release release-check clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
-install: $(RUNTIME) ## virtual environment with pinned dependencies
+install: $(RUNTIME) ## virtual environment with pinned dependencies; TORCH=cpu or TORCH=cuda chooses the build of torch
 
 dev: $(DEV) ## the same with the development tools (tests, linters, the openai client)
 
 $(BIN)/python:
 	@echo "tandem: creating $(VENV)"; $(PYTHON) -m venv $(VENV)
 
-# torch goes first and alone: an unpinned torch in a later step would pull another build.
-$(RUNTIME): pyproject.toml setup.py constraints.txt | $(BIN)/python
+# torch goes first and alone: an unpinned torch in a later step would pull another build. Without TORCH it is the CPU
+# build where there is no NVIDIA driver and pip finds one; with TORCH the step runs again.
+$(RUNTIME): pyproject.toml setup.py constraints.txt $(if $(TORCH),torch-named) | $(BIN)/python
 	@echo "tandem: installing pinned dependencies into $(VENV) (once; about a minute with a warm package cache)"
-	@$(call TIMED,$(PIP) install -c constraints.txt torch && $(PIP) install -c constraints.txt -e .,installation)
+	@$(call TIMED,$(BIN)/python tools/install_torch.py $(TORCH) && $(PIP) install -c constraints.txt -e .,installation)
 	@touch $@
+
+torch-named: ;
 
 $(DEV): $(RUNTIME)
 	@$(call TIMED,$(PIP) install -c constraints.txt -e '.[dev]',installation of the development tools)
@@ -46,7 +50,7 @@ $(DOCS): $(RUNTIME)
 serve: $(RUNTIME) ## serve MODEL (default: the bundled demo) on http://127.0.0.1:8000; ARGS="-tp 2 ..." are passed on
 	@exec $(BIN)/tandem serve "$(MODEL)" $(ARGS)
 
-check: $(DEV) check-kernels ## format, lint, types on the torch-free half, import rules, documents, check-kernels
+check: $(DEV) check-kernels check-ui ## format, lint, types on the torch-free half, import rules, documents, check-kernels, check-ui
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -54,6 +58,12 @@ check: $(DEV) check-kernels ## format, lint, types on the torch-free half, impor
 
 check-kernels: $(DEV) ## compile every Triton kernel for sm_80, sm_90 and sm_100 (ALL=1: sm_86, 89, 120 and all candidates of tiles too); no GPU is needed. TRITON=FOLDER: another Triton
 	$(BIN)/python -m tools.check_kernels $(if $(ALL),--all) $(if $(TRITON),--triton $(TRITON))
+
+ui: $(DEV) ## build the pages for a browser of cluster/gateway/ui/source; their files are committed. npm downloads what it needs
+	$(BIN)/python -m tools.build_ui
+
+check-ui: $(DEV) ## are the committed pages what their sources and lock file give? Downloads as ui does, the first time
+	@$(call TIMED,$(BIN)/python -m tools.build_ui --check,check of the pages)
 
 format: $(DEV)
 	$(BIN)/ruff format .
@@ -189,10 +199,16 @@ performance: ## docs/performance.md from benchmarks/results/latest
 model-table: $(DEV) ## docs/models.md from the registry of model families
 	$(BIN)/python -m tools.model_table
 
+reference: $(DEV) ## docs/reference from the commands, routes and metrics that there are
+	$(BIN)/python -m tools.reference
+
 docs: $(DOCS) ## the documentation as a site in out/site; broken links and anchors are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-release: $(DEV) ## tag VERSION and build its archives into dist/; DRY_RUN=1 makes no tag; nothing is pushed
+release-check: $(DEV) ## the archives of this commit: metadata, contents, and the demo served in empty places (Python 3.11, 3.13, Debian 13); out/release. ARGS="--only python3.11"
+	$(BIN)/python -m tools.release_check $(ARGS)
+
+release: $(DEV) ## tag VERSION, once release-check is green, and build its archives into dist/; DRY_RUN=1 makes no tag; nothing is pushed
 	$(if $(VERSION),,$(error VERSION is missing: make release VERSION=x.y.z))$(BIN)/python -m tools.release $(VERSION) $(if $(DRY_RUN),--dry-run)
 
 clean: ## remove what was built here (not the virtual environment)

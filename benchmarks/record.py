@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).resolve().parents[1] / "out" / "benchmarks"
-AS_LINES = "TANDEM_JSON_LINES"
+AS_LINES = "TANDEM_TEST_JSON_LINES"
 """The variable with which note() prints: whoever set it reads a figure as soon as there is one."""
 
 

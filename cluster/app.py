@@ -23,7 +23,7 @@ from tandem.cluster.deploy.resolved_settings import pin_settings, settings_here
 from tandem.cluster.gateway.app.gateway_replica import Gateway
 from tandem.cluster.gateway.http.draining import LEAVING_S
 from tandem.cluster.group.coordinator import Coordinator
-from tandem.cluster.process.log_files import LogPlace
+from tandem.cluster.logs.log_files import LogPlace
 from tandem.cluster.ray_private.ray_facts import free_resources, proxy_host
 from tandem.cluster.wire.group_shape import group_shape
 from tandem.cluster.wire.serve_proxy import check_open
@@ -54,7 +54,8 @@ PRIVATE_REDIS = (
     "no redis_url: the private Redis is a process on the head node, reached over the network without TLS, with its "
     "data in Ray's session folder; `redis_config: {redis_url: ...}` names one that outlives the head"
 )
-QUIET = {"enable_access_log": False, "log_level": "WARNING"}
+QUIET = {"logging_config": {"enable_access_log": False, "log_level": "WARNING"}}
+"""Options of deployments of `tandem serve`. Those of a Serve file have its logging_config (wire/service_facts.py)."""
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -87,7 +88,7 @@ def build(args: dict[str, Any]) -> Application:
         ports=settings.engine.parallel.ports,
         max_groups=max_groups(settings),
         home_node=home_node,
-        logs=LogPlace(level=settings.logs.level, base=settings.logs.dir),
+        logs=LogPlace(level=settings.logs.level, base=settings.logs.dir, form=settings.logs.format),
     )
     for line in settings.without_effect:
         log.warning("%s", line)
@@ -113,9 +114,8 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResource
     if (asked := settings.max_surge_percent) is None:
         asked = surge_percent(max_groups(settings), shape.bundles, room)
     options["max_surge_percent"] = asked
-    coordinator = serve.deployment(name=COORDINATOR, request_router_config=ROUTER, logging_config=QUIET, **options)(
-        Coordinator
-    )
+    quiet: dict[str, Any] = QUIET if facts.open_port else {}
+    coordinator = serve.deployment(name=COORDINATOR, request_router_config=ROUTER, **quiet, **options)(Coordinator)
     groups = coordinator.bind(settings.engine, facts, public_name(settings))
     gateway = serve.deployment(
         name=GATEWAY,
@@ -129,7 +129,7 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResource
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=settings.replaced_s + LEAVING_S,
         max_constructor_retry_count=3,
-        logging_config=QUIET,
+        **quiet,
     )(Gateway)
     return gateway.bind(settings, facts, groups)
 

@@ -1,11 +1,12 @@
-"""Environment variables: the folders for this user's private, cached and kept files, proxies, the name of the API key's
-variable, and the older CPU to imitate.
+"""Environment variables: those that stand for flags, the folders for this user's private, cached and kept files,
+proxies, and the older CPU to imitate.
 
 No other file names a variable of the environment.
 """
 
 import os
 import pwd
+import re
 import tempfile
 from collections.abc import Mapping
 from enum import StrEnum
@@ -16,13 +17,19 @@ from tandem.configs.errors import SettingsError
 
 SOCKET_PATH_ROOM = 84
 """Characters that the longest socket of Ray adds to the temp folder, ours included; a path may have 107."""
-API_KEY = "TANDEM_API_KEY"
-"""The key that `tandem chat` and `tandem complete` send where no flag gives one. `ps` shows flags to other users."""
+PREFIX: Final = "TANDEM_"
+"""The beginning of our variables' names. What follows is a flag's name (cluster/cli/base/flag_variables.py), but for
+NO_FLAGS and FOR_TESTS. `ps` shows flags to other users, but no variables."""
 CPU_ISA = "TANDEM_CPU_ISA"
 """The older CPU that this process and those that it starts imitate: a word of CpuIsa. Tests set it; services leave it
 unset and use what the CPU has."""
 SHARED_MEMORY = "TANDEM_SHARED_MEMORY"
 """0: CPU ranks of one machine exchange over gloo, as those of several machines do. Tests set it."""
+NO_FLAGS: Final = (CPU_ISA, SHARED_MEMORY)
+FOR_TESTS: Final = "TANDEM_TEST_"
+"""The beginning of names in our tests, benchmarks and tools."""
+_SERVICE_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?")
+_ADDRESS_LINK: Final = re.compile(r"(tcp|udp|sctp)://")
 MEMORY: Final = "dev/shm"
 FIRST_USER: Final = 1000
 """The least id of a user who logs in, and not of a service."""
@@ -47,6 +54,19 @@ LIBRARY_ISA: Final[Mapping[CpuIsa, Mapping[str, str]]] = {
 }
 """Variables of the libraries that multiply for torch. ATen uses nothing beyond AVX512, and believes what it is told: a
 CPU without AVX512 must not read that it has it."""
+
+
+def flag_variables() -> dict[str, str]:
+    """Return the variables that should stand for flags, by name, those that are empty left out. None is what Kubernetes
+    puts into every container for a Service whose name begins with `tandem`, as TANDEM_PORT=tcp://10.0.0.1:8000 and
+    TANDEM_SERVICE_HOST."""
+    named = {name: value for name, value in os.environ.items() if name.startswith(PREFIX) and value}
+    return {
+        name: value
+        for name, value in named.items()
+        if name not in NO_FLAGS and not name.startswith(FOR_TESTS)
+        if not (_SERVICE_LINK.search(name) or (name.endswith("_PORT") and _ADDRESS_LINK.match(value)))
+    }
 
 
 def cpu_isa() -> CpuIsa | None:

@@ -25,10 +25,9 @@ _ALIKE: Final[Mapping[str, str]] = {
         "enable_chunked_prefill max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold "
         "disable_chunked_mm_input scheduler_delay_factor"
     ),
-    "what goes to the log, --log-level says; prompts and answers never do": (
-        "disable_log_stats disable_log_requests enable_log_requests enable_log_deltas max_log_len log_error_stack "
-        "uvicorn_log_level disable_uvicorn_access_log disable_access_log_for_endpoints aggregate_engine_logging "
-        "enable_logging_iteration_details log_config_file"
+    "what goes to the log, the flags under Logs say; prompts and answers never do": (
+        "disable_log_stats disable_log_requests enable_log_deltas max_log_len log_error_stack uvicorn_log_level "
+        "aggregate_engine_logging enable_logging_iteration_details log_config_file"
     ),
     "a sequence that loses its blocks is computed again, or copied to --kv-offloading-size": (
         "swap_space preemption_mode"
@@ -117,8 +116,8 @@ FOREIGN: Final[Mapping[str, str]] = {name: why for why, names in _ALIKE.items() 
 
 SWITCHES: Final[Set[str]] = frozenset({
     "enable_chunked_prefill", "disable_chunked_mm_input", "disable_log_stats", "disable_log_requests",
-    "enable_log_requests", "enable_log_deltas", "log_error_stack", "disable_uvicorn_access_log",
-    "aggregate_engine_logging", "enable_logging_iteration_details", "worker_use_ray", "engine_use_ray",
+    "enable_log_deltas", "log_error_stack", "aggregate_engine_logging", "enable_logging_iteration_details",
+    "worker_use_ray", "engine_use_ray",
     "use_tqdm_on_load", "disable_custom_all_reduce", "disable_cascade_attn", "enable_dbo", "enable_eplb",
     "async_scheduling", "disable_frontend_multiprocessing", "guided_decoding_disable_fallback",
     "guided_decoding_disable_any_whitespace", "guided_decoding_disable_additional_properties",

@@ -17,6 +17,7 @@ from tandem.configs.schema import (
     Device,
     DType,
     KVCacheDType,
+    LogFormat,
     LogLevel,
     Quantization,
     ReasoningParser,
@@ -94,6 +95,10 @@ def _selector(value: dict[str, str]) -> bool:
 
 def _origin(value: str) -> bool:
     return value == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", value) is not None
+
+
+def _paths(value: str) -> bool:
+    return all(path.strip().startswith("/") for path in value.split(","))
 
 
 def _metric_name(value: str) -> bool:
@@ -339,7 +344,8 @@ OPTIONS: tuple[Option, ...] = (
            "Default: accept them, and name them in the header x-tandem-ignored."),
     Option("enable_force_include_usage", "gateway.enable_force_include_usage", bool, HTTP,
            "End every stream with its usage, as if stream_options.include_usage were true."),
-    Option("disable_fastapi_docs", "gateway.disable_fastapi_docs", bool, HTTP, "Do not serve /openapi.json."),
+    Option("disable_fastapi_docs", "gateway.disable_fastapi_docs", bool, HTTP, "Do not serve /openapi.json and /docs."),
+    Option("disable_ui", "gateway.disable_ui", bool, HTTP, "Do not serve the pages for a browser, / and /docs."),
     Option("shutdown_timeout", "shutdown_timeout_s", float, HTTP,
            "Seconds that requests in flight have to finish at shutdown, and in a group that is taken down until they "
            "move to another.", _wait, A_WEEK),
@@ -380,6 +386,16 @@ OPTIONS: tuple[Option, ...] = (
     Option("log_dir", "logs.dir", str, LOGS,
            "Folder for log files: a folder in it for each run, of which the last ten are kept. Default: tandem/logs in "
            "XDG_STATE_HOME, or in ~/.local/state."),
+    Option("log_format", "logs.format", LogFormat, LOGS,
+           "The form of lines in the log files. json: an object a line. Under Ray Serve the encoding of its "
+           "logging_config counts too."),
+    Option("enable_log_requests", "logs.enable_log_requests", bool, LOGS,
+           "Write a line when a request has ended: ids, tenant, model, tokens, times and how it ended, without texts."),
+    Option("disable_uvicorn_access_log", "logs.disable_uvicorn_access_log", bool, LOGS,
+           "Write no line for each HTTP answer."),
+    Option("disable_access_log_for_endpoints", "logs.disable_access_log_for_endpoints", str, LOGS,
+           "Paths, separated by commas, whose answers have no such line, e.g. /health,/metrics.", _paths,
+           "paths that begin with /, separated by commas"),
 )  # fmt: skip
 
 

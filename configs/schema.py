@@ -32,6 +32,7 @@ ToolCallParser = Literal[
 ReasoningParser = Literal["deepseek_r1", "qwen3", "granite", "openai_gptoss"]
 """Names of REASONING_FORMATS there."""
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 NGRAM_TOKENS = 5
 BatchingPolicyName = Literal["continuous", "dynamic", "static"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -233,7 +234,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_template_kwargs_bytes: int = 16 * 2**10
     max_text_bytes: int | None = None  # None: 1 MiB, or 8 bytes for each token of the context if that is more
     max_answer_bytes: int = 64 * 2**20  # roughly what an answer that is not streamed may take in memory (413)
-    disable_fastapi_docs: bool = False  # no /openapi.json
+    disable_fastapi_docs: bool = False  # no /openapi.json, and no /docs
+    disable_ui: bool = False  # no pages for a browser: no /, no /docs
     enable_force_include_usage: bool = False  # every stream ends with its usage
     strict_fields: bool = False  # refuse fields that cannot change an answer, in place of naming them as ignored
     # Answers
@@ -284,6 +286,10 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     level: LogLevel = "info"
     dir: str | None = None  # None: the user's folder on each machine (configs/environment.py)
+    format: LogFormat = "text"
+    enable_log_requests: bool = False  # a line for each request that has ended
+    disable_uvicorn_access_log: bool = False  # no line for each HTTP answer
+    disable_access_log_for_endpoints: str | None = None  # paths, with commas: answers without such a line
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

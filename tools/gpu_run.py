@@ -185,7 +185,7 @@ class Run:
 def environment(dry: bool) -> dict[str, str]:
     """The environment of stages."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
-    own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TANDEM_JSON_LINES": "1", "OMP_WAIT_POLICY": "passive"}
+    own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TANDEM_TEST_JSON_LINES": "1", "OMP_WAIT_POLICY": "passive"}
     return {**os.environ, **own, **({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if dry else {})}
 
 

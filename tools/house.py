@@ -15,7 +15,7 @@ from tools.sources import Source, folder, module_of, sources
 
 ORDERS: dict[str, tuple[str, ...]] = {
     "cluster": (
-        "state process",
+        "state process logs",
         "ray_private",
         "wire",
         "fleet tenants routing",
@@ -27,13 +27,14 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "cli",
     ),
     "cluster/gateway": (
+        "records",
         "http",
         "schemas generation",
         "services",
         "serving",
         "conversation",
         "openai",
-        "anthropic responses scoring admin",
+        "anthropic responses scoring admin ui",
         "app",
     ),
     "workers": (

@@ -1,9 +1,10 @@
-"""Makes a release: checks the tree, builds sdist and wheel, and tags the commit.
+"""Makes a release: checks the tree, builds sdist and wheel, tries them in empty places, and tags the commit.
 
     make release VERSION=0.1.0              # DRY_RUN=1: all but the tag
 
 The version must be that of pyproject.toml and of the newest block of CHANGELOG.md, whose text is the tag's message.
-Nothing is pushed or published. Archives are built from a clone of the commit, so that nothing else gets in.
+Nothing is pushed or published. Archives are built from a clone of the commit, so that nothing else gets in, and are
+installed and served where there is nothing else (tools/release_check.py), which takes minutes.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,11 +74,13 @@ def build(root: Path, target: Path) -> list[Path]:
     return sorted(target.glob(f"tandem_serve-{version}*"))
 
 
-def release(root: Path, version: str, *, dry_run: bool) -> None:
-    """Check, build into dist/ and tag; NotReleasable if it cannot be."""
+def release(root: Path, version: str, try_archives: Callable[[Sequence[Path]], None], *, dry_run: bool) -> None:
+    """Check, build into dist/, try and tag; NotReleasable if it cannot be. try_archives: raises it."""
     notes = check(root, version)
-    for archive in build(root, root / "dist"):
+    archives = build(root, root / "dist")
+    for archive in archives:
         print(f"built {archive.relative_to(root)}, {archive.stat().st_size / 2**20:.1f} MiB")
+    try_archives(archives)
     if dry_run:
         print(f"a dry run: no tag v{version}, whose message would be\n\n{notes}")
         return
@@ -90,8 +94,10 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--root", type=Path, default=ROOT)
     asked = parser.parse_args()
+    from tools.release_check import check_archives  # which builds by this module
+
     try:
-        release(asked.root, asked.version, dry_run=asked.dry_run)
+        release(asked.root, asked.version, check_archives, dry_run=asked.dry_run)
     except NotReleasable as error:
         print(f"tandem: no release: {error}", file=sys.stderr)
         return 1

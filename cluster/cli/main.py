@@ -14,8 +14,10 @@ import typer
 
 from tandem.cluster.cli.base.flags import Command
 from tandem.cluster.cli.base.terminal import GroupedHelp, say
+from tandem.cluster.cli.explain.explain import explain
 from tandem.cluster.cli.live.drain import drain
 from tandem.cluster.cli.live.top import top
+from tandem.cluster.cli.shells.completion import completion
 from tandem.cluster.cli.verbs import adapters, bench, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
 from tandem.cluster.cli.verbs.check_config import check_config
@@ -39,8 +41,10 @@ VERBS: Mapping[str, Command] = {
     "top": top,
     "drain": drain,
     "usage": usage,
+    "explain": explain,
     "check-config": check_config,
     "doctor": doctor,
+    "completion": completion,
 }
 GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
     "bench": ("Measure a running service, or the engine in this process.", bench.VERBS),

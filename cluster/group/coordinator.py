@@ -51,7 +51,7 @@ from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
-from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of
+from tandem.cluster.wire.service_facts import ServiceFacts, check_node, open_log_of, with_serves_logging
 from tandem.cluster.wire.token_channel import TokenSender
 from tandem.cluster.wire.version import OtherVersion, kind_of, with_version, without_version
 from tandem.configs.errors import SettingsError
@@ -112,7 +112,7 @@ class Coordinator:
         self._node: str = ray.get_runtime_context().get_node_id()
         self._app = context.app_name
         self._membership = Membership(self._app, facts)
-        self._facts = facts = await self._membership.join()
+        self._facts = facts = with_serves_logging(await self._membership.join())
         open_log_of(facts, f"group-{self._group}")
         log.info("group %s starts in process %d, for %s", self._group, os.getpid(), model_name)
         self._life = time.time_ns() // 1_000_000

@@ -65,6 +65,8 @@ def work_line(before: EngineStats | None, now: EngineStats, seconds: float) -> s
     ]
     if looked_up:
         parts.append(f"prefix hits {grown('prefix_cache_hits') / looked_up:.1%}")
+    if drafted := _drafts(before, now):
+        parts.append(drafted)
     if preempted := grown("preemptions"):
         parts.append(f"preempted {preempted}")
     return ", ".join([*parts, *_named("ended", ended), *_named("refused", refused), *_adapters(before, now)])
@@ -74,6 +76,17 @@ def _grown(before: Mapping[str, int] | None, now: Mapping[str, int]) -> dict[str
     """Returns what has been added to counts by name, without zeros."""
     each = {name: count - (0 if before is None else before.get(name, 0)) for name, count in now.items()}
     return {name: count for name, count in each.items() if count}
+
+
+def _drafts(before: EngineStats | None, now: EngineStats) -> str:
+    """Returns the share of draft tokens that were accepted meanwhile; empty where there were none."""
+    if now.drafts is None:
+        return ""
+    old = None if before is None else before.drafts
+    drafted, accepted = now.drafts.num_draft_tokens, now.drafts.num_accepted
+    if old is not None:
+        drafted, accepted = drafted - old.num_draft_tokens, accepted - old.num_accepted
+    return f"drafts accepted {accepted / drafted:.1%}" if drafted else ""
 
 
 def _named(what: str, counts: Mapping[str, int]) -> list[str]:

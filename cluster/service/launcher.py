@@ -34,8 +34,8 @@ from tandem.cluster.deploy.preflight import (
 )
 from tandem.cluster.deploy.resolved_settings import settings_here
 from tandem.cluster.gateway.http.tls import read_certificate, server_context
+from tandem.cluster.logs.log_files import LogPlace
 from tandem.cluster.process.load_progress import LoadProgress
-from tandem.cluster.process.log_files import LogPlace
 from tandem.cluster.process.reaper import INTERRUPTED, StatusPipe, print_line
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
@@ -302,7 +302,8 @@ class Launcher:
         if (note := note_on_keys(self._settings, facts.redis_url)) is not None:
             self._console.print_line(note)
         self._console.print_phases(self._phases)
-        self._console.print_url(url, self._run_file.model, min_groups(self._settings), max_groups(self._settings))
+        low, high = min_groups(self._settings), max_groups(self._settings)
+        self._console.print_url(url, self._run_file.model, low, high, has_page=not gateway.disable_ui)
         groups = max_groups(self._settings)
         events = GroupEventLog(facts.redis_url, facts.service_id, groups, self._console.print_line)
         events.start()
@@ -389,10 +390,11 @@ class Console:
         parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases)
         self.print_line(f"started in {total:.1f} s ({parts})")
 
-    def print_url(self, url: str, model: str, low: int, high: int) -> None:
+    def print_url(self, url: str, model: str, low: int, high: int, *, has_page: bool) -> None:
         """Prints the address. low, high: the fewest and the most groups."""
         groups = _groups(low) + (f", up to {high}" if high > low else "")
-        self.print_line(f"serving {model} with {groups} on {url}/v1")
+        page = f", and a page to try it on {url}" if has_page else ""
+        self.print_line(f"serving {model} with {groups} on {url}/v1{page}")
 
 
 def with_state_folder(settings: ServiceSettings, folder: PrivateFolder) -> ServiceSettings:

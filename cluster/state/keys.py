@@ -73,6 +73,21 @@ def prefix_resets(service: str) -> str:
     return f"tandem:{service}:prefix-resets"
 
 
+RECORDS_ASKED_TTL_S = 60
+RECORD_ANSWER_TTL_MS = 10_000
+
+
+def records_asked(service: str) -> str:
+    """List of questions for records of requests (record_questions.py), announced. At most 64, TTL 60 s, renewed by
+    each. Owner: the gateway that asks."""
+    return f"tandem:{service}:records-asked"
+
+
+def record_answer(service: str, question: str) -> str:
+    """RequestRecord (msgpack), the answer to one question. PX 10 s. Owner: the gateway that had the request."""
+    return f"tandem:{service}:record:{question}"
+
+
 DRAINS_TTL_S = 3600
 
 

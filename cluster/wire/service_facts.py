@@ -7,8 +7,9 @@ import logging
 import secrets
 
 import msgspec
+from msgspec.structs import replace
 
-from tandem.cluster.process.log_files import LogPlace, hide_messages, open_log
+from tandem.cluster.logs.log_files import LogPlace, hide_messages, open_log, open_requests_log
 from tandem.configs.errors import SettingsError
 from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.configs.schema import Device
@@ -61,9 +62,35 @@ def open_log_of(facts: ServiceFacts, name: str) -> None:
     if facts.logs is None:
         return
     try:
-        open_log(facts.logs.folder(facts.service_id), name, facts.logs.level)
+        open_log(facts.logs.folder(facts.service_id), name, facts.logs.level, facts.logs.form)
     except OSError as error:
         log.warning("%s has no log file: %s", name, error)
+
+
+def open_requests_log_of(facts: ServiceFacts, name: str) -> bool:
+    """Opens the file of this process's lines about requests. Returns whether there is one."""
+    if facts.logs is None:
+        return False
+    try:
+        open_requests_log(facts.logs.folder(facts.service_id), name, facts.logs.form)
+    except OSError as error:
+        log.warning("%s has no log file: %s", name, error)
+        return False
+    return True
+
+
+def with_serves_logging(facts: ServiceFacts) -> ServiceFacts:
+    """Returns the facts for a replica. Under Serve its log files have the form that the logging_config of Serve says,
+    or --log-format, if one of them says JSON; under `tandem serve` the facts stay as they are."""
+    if facts.open_port:
+        return facts
+    from tandem.cluster.ray_private.replica_logging import replica_logging  # as in check_node()
+
+    serves = replica_logging()
+    if facts.logs is None:
+        return facts
+    form = "json" if serves.is_json else facts.logs.form
+    return replace(facts, logs=replace(facts.logs, form=form, has_access_lines=serves.has_access_lines))
 
 
 def check_node(facts: ServiceFacts) -> None:

@@ -38,6 +38,8 @@ def test_a_service_wakes_for_a_request_and_sleeps_again(tmp_path: Path) -> None:
         wait_for(lambda: "serving demo with 0 groups, up to 3 on" in service.output, 10, "the start's last line")
         assert "starting the gateway and no group until a request comes ..." in service.output
         assert service.get("/readyz").json() == ASLEEP
+        assert [service.get(path).status_code for path in ("/", "/docs", "/v1/models")] == [200, 200, 200]
+        assert service.get("/admin/groups").json()["data"] == []
         lines = Stream(service, ASKED).join()
         assert lines[0] == ": keep-alive" and lines[-1] == "data: [DONE]" and "error" not in "".join(lines), lines
         assert service.get("/readyz").json() in ({"status": "ok"}, ASLEEP)

@@ -42,7 +42,8 @@ def test_a_service_with_tls_and_keys_by_reference(authority: Authority, tmp_path
             "--metrics-api-key",
             "env:SCRAPE",
         )
-        command = [str(BIN / "tandem"), "serve", "demo", *SMALL, *doors, *keys, "--port", str(port)]
+        lines = ("--enable-log-requests", "--log-level", "debug")
+        command = [str(BIN / "tandem"), "serve", "demo", *SMALL, *doors, *keys, *lines, "--port", str(port)]
         env = {"REDIS_AT": redis.url, "ROOT": ADMIN, "SCRAPE": METRICS}
         service = Service(command, port, env=env)
         service.url = f"https://127.0.0.1:{port}"
@@ -64,6 +65,8 @@ def test_a_service_with_tls_and_keys_by_reference(authority: Authority, tmp_path
                 done = run_verb_of(service.temp, "complete", *asked)
                 assert done.returncode == 0 and done.stdout.strip(), done
             assert_unsaid(service, (API, ADMIN, METRICS, SENT, PASSWORD))
+            asked = "".join(text for name, text in service.log_files().items() if name.startswith("requests-"))
+            assert "code=invalid_api_key" in asked and '"GET /metrics HTTP/1.1" 401' in asked
             commands = [" ".join(process.cmdline()) for process in service.descendants()]
             assert not [line for line in commands if API in line or ADMIN in line or PASSWORD in line]
             assert service.stop() == 0, service.output

@@ -1,5 +1,6 @@
 """docs/multi-tenancy.md, pasted from the top to the end into one shell: only the port is the test service's."""
 
+import asyncio
 import re
 import subprocess
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.browser import enter_key, open_browser, say, tab
 from tests.support.ends import end_by_a_dead_ray
 from tests.support.service import BIN, Service, free_port, wait_for
 
@@ -68,6 +70,43 @@ def test_the_page_as_a_newcomer_pastes_it(service: Service) -> None:
     assert "x-ratelimit-remaining-requests: 0" in limit.lower() and "retry-after:" in limit.lower()
     assert re.search(r"alice +pirate +pirate@", usage) and re.search(r"bob +shout +shout@", usage)
     assert rows(usage) == accepted, "a row for each request that was accepted"
+
+
+@pytest.mark.browser
+async def test_the_pages_in_a_browser(service: Service) -> None:
+    """The walk is over, but its service still has two adapters and a tenant: an admin looks at them, and chats."""
+    async with open_browser() as browser, tab(browser, service.url) as page:
+        await page.goto(service.url)
+        await enter_key(page, "boss")
+        model = page.get_by_label("Model", exact=True)
+        await model.select_option("shout")
+        assert "pirate" not in await model.inner_text(), "it is alice's"
+        await page.get_by_role("button", name="Settings").click()
+        await page.get_by_label("Temperature", exact=True).fill("0")
+        await say(page, "Hello! How are you?")
+        answer = page.get_by_role("article", name="Answer of shout").last
+        await answer.get_by_text(re.compile(r"tokens in.* out .* first token after")).wait_for()
+        assert "I AM" in await answer.inner_text()
+        await page.get_by_role("button", name="Fill in an example").click()
+        await page.get_by_label("Tool choice").select_option("required")
+        await say(page, "What is the weather in Paris?")
+        await page.get_by_role("group", name="Call of get_weather").get_by_text('"city"').wait_for()
+        await page.get_by_role("button", name="Reset").click()
+        await page.get_by_label("Temperature", exact=True).fill("2")  # so that it does not find an end
+        await model.select_option("demo")
+        await say(page, "Tell me a long story.")
+        story = page.get_by_role("article", name="Answer of demo").last.locator(".markdown")
+        await story.wait_for()
+        begun = await story.inner_text()
+        await page.get_by_role("button", name="Stop").click()
+        await page.get_by_text("stopped", exact=True).wait_for()
+        assert (await story.inner_text()).startswith(begun.strip()[:20])
+        await asyncio.to_thread(wait_for, lambda: service.get("/load").json()["num_requests_running"] == 0, 30, "ended")
+        await page.get_by_role("button", name="Service").click()
+        await page.get_by_role("table", name="Groups").get_by_text("serving").wait_for()
+        await page.get_by_role("table", name="Adapters").get_by_role("row", name="pirate alice 1 group").wait_for()
+        assert re.search("alice.*[1-9]", await page.get_by_role("table", name="Tenants").inner_text(), re.DOTALL)
+        await page.get_by_role("img", name=re.compile("Time to the first token, now: half within [1-9]")).wait_for()
 
 
 def test_a_service_whose_ray_has_died_ends_with_one_line(service: Service) -> None:

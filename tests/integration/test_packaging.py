@@ -75,13 +75,16 @@ def test_a_wheel_of_a_zip_download_has_every_file(installed: Path) -> None:
     tops = ("cluster", "configs", "offload", "parallel", "workers")
     ours = {name for name in listed.decode().split("\0") if name.startswith(tuple(f"{top}/" for top in tops))}
     kinds = {".py", ".c", ".h", ".yaml", ".json", ".safetensors", ".jinja", ".lua"}
-    wanted = {name for name in ours if Path(name).suffix in kinds and (REPOSITORY / name).exists()}
+    pages, sources = "cluster/gateway/ui/static/", "cluster/gateway/ui/source/"
+    wanted = {name for name in ours if Path(name).suffix in kinds or name.startswith(pages)}
+    wanted = {name for name in wanted if (REPOSITORY / name).exists() and not name.startswith(sources)}
     found = {
         path.relative_to(installed / "tandem").as_posix()
         for path in (installed / "tandem").rglob("*")
         if path.is_file()
     }
-    assert wanted <= found
+    assert wanted <= found and not any(name.startswith(sources) for name in found)
+    assert {f"{pages}index.html", f"{pages}docs.html", f"{pages}LICENSES.txt"} <= wanted
     assert (installed / "tandem" / "py.typed").exists() and not (installed / "configs").exists()
 
 

@@ -150,7 +150,7 @@ class Deployed:
         return {line.partition('engine="')[2].partition('"')[0] for line in found}
 
     def _write(self, log_level: str, **engine: Any) -> None:
-        self._config["logging_config"] = {"log_level": log_level, "enable_access_log": True}
+        self._config["logging_config"] = {"log_level": log_level, "enable_access_log": True, "encoding": "JSON"}
         self._args["engine_kwargs"] |= engine
         self._file.write_text(yaml.safe_dump(self._config))
 
@@ -192,6 +192,15 @@ def assert_nowhere(service: Service, rest: Rest, secrets: Collection[str]) -> No
     for secret in secrets:
         assert secret not in shown
         assert not [line for line in commands if secret in line]
+
+
+def check_json_files(service: Service) -> None:
+    """Files of replicas and of their ranks have the form and the access lines that Serve's logging_config asks for."""
+    files = service.log_files()
+    lines = {name: [json.loads(line) for line in text.splitlines()] for name, text in files.items()}
+    assert {name.partition("-")[0] for name in files} == {"gateway", "requests", "group", "rank"}
+    asked = [line for name, found in lines.items() if name.startswith("requests-") for line in found]
+    assert {401, 200} <= {line["status"] for line in asked if line["path"] == "/v1/completions"}
 
 
 def redeploy_under_streams(deployed: Deployed, rest: Rest, key: str) -> None:
@@ -239,7 +248,8 @@ def test_a_redeploy_keeps_tenants_keys_and_running_streams_and_tells_no_secret(d
         for key in keys:
             answer = client.post("/v1/completions", json=ASKED, headers=bearer(key))
             assert answer.status_code == 200, "the tenant and its keys are there"
-        assert any("DEBUG " in text for text in logged(service).values())
+        assert any('"levelname": "DEBUG"' in text for text in logged(service).values())
+        check_json_files(service)
         channels, again, _ = look_inside(service)
         assert again == passwords, "the Redis is the same"
         assert_nowhere(service, rest, {*secrets, *channels})

@@ -24,6 +24,11 @@ import pytest
 from tests.support.plain_http import plain_http
 from tests.support.service import BIN, REPOSITORY, Service, free_port, wait_for
 
+PASTED = [
+    ("README.md", "2 + 3 = 5"),
+    ("docs/serving/openai.md", "data: [DONE]"),
+    ("docs/serving/ui.md", '"state":"serving"'),
+]
 DEFAULT_URL = "http://127.0.0.1:8000"
 pytestmark = pytest.mark.cluster
 
@@ -64,7 +69,7 @@ def run(command: list[str]) -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
-@pytest.mark.parametrize(("page", "answer"), [("README.md", "2 + 3 = 5"), ("docs/serving/openai.md", "data: [DONE]")])
+@pytest.mark.parametrize(("page", "answer"), PASTED)
 def test_the_curl_commands(vllm_named: Service, page: str, answer: str) -> None:
     commands = re.findall(r"^    (curl .*\\\n.*)$", pasted(page, vllm_named), re.MULTILINE)
     assert commands
@@ -242,5 +247,6 @@ def test_a_terminal_from_start_to_end(vllm_named: Service) -> None:
         lines
     )
     assert "loading weights:" not in service.output, "its output is no terminal"
-    assert lines.index(begun[-1]) < next(i for i, line in enumerate(lines) if line.startswith("serving demo"))
+    serving = f"serving demo with 1 group on {service.url}/v1, and a page to try it on {service.url}"
+    assert lines.index(begun[-1]) < lines.index(serving)
     assert re.fullmatch(r"stopped: nothing is left running \(took \d+\.\d s\)", lines[-1]), service.output

@@ -96,6 +96,27 @@ def test_any_gateway_speaks_for_all(service: Service) -> None:
         }
 
 
+def test_any_gateway_explains_a_request(service: Service) -> None:
+    """It knows its own at once, and asks the other for one that it has not had."""
+    sent = {**ADMIN, "x-request-id": "slow-one"}
+    answer = service.post("/v1/completions", {**ASKED, "max_tokens": 8}, headers=sent)
+    assert answer.status_code == 200
+
+    def asked_of_both() -> list[httpx.Response]:
+        """Most likely. The client has its answer a moment before there is a record."""
+        answers = [service.get("/admin/requests/slow-one", headers=ADMIN) for _ in range(8)]
+        return answers if {one.status_code for one in answers} == {200} else []
+
+    asked = wait_for(asked_of_both, 30, "both find it")
+    (attempt,) = asked[0].json()["prompts"][0]["attempts"]
+    assert attempt["group"] and attempt["begun_s"] >= attempt["sent_s"]
+    shown = run_verb_of(service.temp, "explain", "slow-one", "--url", service.url, "--api-key", "root")
+    assert shown.returncode == 0, shown
+    for words in ("request slow-one: length after", "network: to group", "decode: 8 tokens", "most of it: "):
+        assert words in shown.stdout, shown.stdout
+    assert service.get("/admin/requests/other", headers=ADMIN).status_code == 404
+
+
 def wait_until_known(service: Service, headers: dict[str, str]) -> None:
     def known() -> bool:
         return all(

@@ -15,13 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.lab.many_streams import ManyStreams
 from tests.lab.ray_nodes import CONNECT, GCS_PORT, HTTP_PORT, REST_PORT, START_S, RayNodes, demo
+from tests.lab.steady_streams import SteadyStreams
 from tests.support.service import wait_for
 from tools.lab import Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1500)]
 MOST = 3
+PROMPTS = tuple(f"In the year {1900 + number} a" for number in range(4))
 HEAD = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"
 """The id that Ray's provider of fake nodes knows its head by."""
 FAKE = {
@@ -125,9 +126,12 @@ def test_nodes_come_with_groups_and_go_with_them(scaled: Scaled) -> None:
     wait_for(lambda: scaled.engines() == 1, CHANGE_S, "a node for the held request")
     waking.join(CHANGE_S)
     assert first == [200], "it was held while a node came and a group loaded"
-    streams = ManyStreams(ray_nodes.head, [f"In the year {1900 + number} a" for number in range(12)], 100)
-    wait_for(lambda: scaled.engines() == MOST, CHANGE_S, "a node for each group")
-    streams.result()
+    streams = SteadyStreams(ray_nodes.head, "", PROMPTS, 12, (2.0, 6.0), 20.0)
+    try:
+        wait_for(lambda: scaled.engines() == MOST, CHANGE_S, "a node for each group")
+    finally:
+        streams.stop()
+    assert streams.streams and not streams.bad()
     wait_for(lambda: scaled.groups() == 0, CHANGE_S, "no group")
     wait_for(lambda: scaled.engines() == 0, CHANGE_S, "no node but the head, on which the identity lives")
     assert ray_nodes.get("/readyz") == {"status": "ok", "asleep": True}

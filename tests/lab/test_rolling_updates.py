@@ -1,7 +1,7 @@
 """`serve deploy` of three kinds, three times each, under 200 streams of 20 to 90 s of a tenant with limits: an
 argument, other code, another revision of the model. No stream is refused, fails or is cut, and each says what the
 others of its prompt say. Counts are printed as JSON, a line for each deploy and one for each kind, and appended to the
-file that TANDEM_UPDATES_LOG names."""
+file that TANDEM_TEST_UPDATES_LOG names."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from tests.support.service import REPOSITORY, wait_for
 from tools.lab import Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.chaos, pytest.mark.timeout(3000)]
-GROUPS, STREAMS, SECONDS = 2, int(os.environ.get("TANDEM_UPDATES_STREAMS", "200")), (20.0, 90.0)
-DEPLOYS = int(os.environ.get("TANDEM_UPDATES_DEPLOYS", "3"))
+GROUPS, STREAMS, SECONDS = 2, int(os.environ.get("TANDEM_TEST_UPDATES_STREAMS", "200")), (20.0, 90.0)
+DEPLOYS = int(os.environ.get("TANDEM_TEST_UPDATES_DEPLOYS", "3"))
 PROMPTS = [f"In the year {1900 + number} a" for number in range(16)]
 FIRST_RATE = 5.0
 """Tokens a second of one stream, until the first have ended."""
@@ -102,7 +102,7 @@ def key(deployed: Deployed) -> str:
 def note(**figures: object) -> None:
     line = json.dumps(figures)
     print(line, flush=True)
-    if (file := os.environ.get("TANDEM_UPDATES_LOG")) is not None:
+    if (file := os.environ.get("TANDEM_TEST_UPDATES_LOG")) is not None:
         with Path(file).open("a") as log:
             log.write(line + "\n")
 

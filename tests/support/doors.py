@@ -45,4 +45,10 @@ def ask_with_keys(client: httpx.Client) -> None:
     for key, status in ((None, 401), (API, 401), (METRICS, 200), (ADMIN, 200)):
         headers = {} if key is None else bearer(key)
         assert client.get("/metrics", headers=headers).status_code == status
+    for key, status in ((None, 401), (API, 403), (METRICS, 401), (ADMIN, 200)):
+        headers = {} if key is None else bearer(key)
+        assert client.get("/admin/groups", headers=headers).status_code == status
+    for path in ("/", "/docs"):  # without any
+        page = client.get(path)
+        assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
     assert client.post("/v1/completions", content=f'{{"key": "{API}"', headers={}).status_code == 401

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.gateway.generation.dispatch import DrainState
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.workers.messages.errors import GroupLost, RequestRefused
@@ -121,6 +123,8 @@ class FakeBackend:
     drained: list[tuple[str, float | None]] = field(default_factory=list)
     drain_states: dict[str, DrainState] = field(default_factory=dict)
     unconfirmed: tuple[str, ...] = ()
+    fleet: tuple[tuple[GroupRecord, GroupReport | None], ...] = ()
+    more_metrics: str = ""
     _driver: "asyncio.Task[None] | None" = None
 
     def send(self, part: Any, hint: RouteHint) -> None:
@@ -167,6 +171,9 @@ class FakeBackend:
     def load(self) -> Mapping[str, float | int | str]:
         return {"num_requests_running": len(self.streams), "num_requests_waiting": 0}
 
+    async def groups(self) -> tuple[tuple[GroupRecord, GroupReport | None], ...]:
+        return self.fleet
+
     async def reset_prefix_caches(self) -> Collection[str]:
         self.num_resets += 1
         return self.unconfirmed
@@ -179,7 +186,8 @@ class FakeBackend:
 
     async def metrics(self, *, with_tenants: bool) -> str:
         del with_tenants
-        return f"# TYPE tandem:num_requests_running gauge\ntandem:num_requests_running {len(self.streams)}\n"
+        own = f"# TYPE tandem:num_requests_running gauge\ntandem:num_requests_running {len(self.streams)}\n"
+        return own + self.more_metrics
 
     # ---- the fake engine -----------------------------------------------------------------------------------------
 

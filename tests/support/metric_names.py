@@ -1,4 +1,5 @@
-"""Names of samples in Prometheus text, and of those that the dashboard asks for, and stock dashboards of others."""
+"""Names of samples in Prometheus text; those that our dashboard asks for, and stock dashboards of others; those that
+the reference has not."""
 
 import inspect
 import re
@@ -6,6 +7,7 @@ import re
 from ray.dashboard.modules.metrics.dashboards import serve_llm_dashboard_panels
 
 from tools import dashboards
+from tools.reference import FOLDER
 
 NOT_OURS = re.compile(r"nixl|external_prefix|kv_offload|num_requests_swapped|model_name$")
 """Of Ray Serve LLM's panels: prefill and decode apart, caches beyond the group, LMCache's offload, what vLLM's first
@@ -45,3 +47,9 @@ def not_served(text: str, *rows: str) -> dict[str, set[str]]:
     """Returns the names that panels of the dashboard's rows ask for and a service's metrics lack, by row."""
     served = sample_names(text)
     return {row: absent for row in rows if (absent := dashboards.families(row) - served)}
+
+
+def not_in_the_reference(text: str, prefix: str = "tandem") -> set[str]:
+    """Returns the families of a text that docs/reference/metrics.md has not."""
+    known = re.findall(r"^\| `(\w+)`", (FOLDER / "metrics.md").read_text(), re.MULTILINE)
+    return set(re.findall(rf"^# TYPE {prefix}:(\w+)", text, re.MULTILINE)) - set(known)

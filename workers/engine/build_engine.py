@@ -50,7 +50,8 @@ def build_engine(
 
     on_begun(request, cached tokens) is called when a request has got its first row: its prompt is billed from then on.
     """
-    manager, waiting, collector = _block_manager(settings, facts, ready), WaitingQueue(), _collector(facts, ready)
+    manager, collector = _block_manager(settings, facts, ready), _collector(facts, ready)
+    waiting = WaitingQueue(clock=clock)
     transfers = TransferManager(executor.transfer, ready.num_ranks, clock)
     costs = offload = adapters = experts = step_log = None
     if ready.store is not None:

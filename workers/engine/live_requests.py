@@ -12,6 +12,7 @@ from tandem.workers.engine.base.arrivals import Arrivals, closing_delta, end_of
 from tandem.workers.engine.base.blockers import Blocker
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
 from tandem.workers.engine.base.stats import Collector, TenantCounts
+from tandem.workers.engine.observers.request_course import mark, take_course
 from tandem.workers.engine.results import ResultApplier
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.waiting.waited import WaitedCache
@@ -154,7 +155,7 @@ class LiveRequests:
             state = seq.state
             if state.admitted:
                 continue
-            state.admitted, state.first_step_s = True, now_s
+            state.admitted, state.first_step_s, state.first_step = True, now_s, mark(collector)
             state.cached_tokens = min(num_cached, seq.prompt_len)
             self._limits.leave(state.request)
             self._on_begun(state.request, state.cached_tokens)
@@ -215,6 +216,7 @@ class LiveRequests:
         now_s = self._clock()
         self.collector.e2e_latency_s.observe(now_s - state.arrival_s)
         self.collector.requests.observe(state, now_s)
+        take_course(state, self.collector, now_s)
         self._sink.ended(state.ended(refused), state.request)
 
     def forget_idle_tenants(self) -> None:

@@ -14,9 +14,14 @@ from tandem.workers.engine.base.metric_rows import Histogram
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
 from tandem.workers.engine.base.stats import Collector
 from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.observers.request_course import mark, take_course
 from tandem.workers.engine.scheduler import Scheduler
+from tandem.workers.messages.course import Course
 from tandem.workers.messages.request import FinishReason, PromptLogprobs, TokenDelta, Usage
 from tandem.workers.messages.step import RowResult, RowWork, StepResult
+
+NO_END: tuple[None, None, None] = None, None, None
+"""Stop reason, bill and course of a token that ends nothing."""
 
 
 class TokenGaps:
@@ -167,7 +172,7 @@ class ResultApplier:
                 reason = "stop"
             elif len(tokens) >= seq.max_len:
                 reason = "length"
-        stop_reason, usage = (None, None) if reason is None else self._end(seq, token, reason, out)
+        stop_reason, usage, course = NO_END if reason is None else self._end(seq, token, reason, out)
         out.deltas.append(
             TokenDelta(
                 request_id=request.request_id,
@@ -180,6 +185,7 @@ class ResultApplier:
                 stop_reason=stop_reason,
                 usage=usage,
                 drafts=drafts,
+                course=course,
             )
         )
 
@@ -252,18 +258,22 @@ class ResultApplier:
                 finish_reason=reason,
                 usage=seq.state.usage() if last else None,
                 embedding=embedding,
+                course=take_course(seq.state, self.collector, out.now_s) if last else None,
             )
         )
 
     def _end(
         self, seq: Sequence, token: int, reason: FinishReason, out: StepOutcome
-    ) -> tuple[int | None, Usage | None]:
-        """Ends a choice with its last token; returns the stop token id to name, and the bill if it was the last."""
+    ) -> tuple[int | None, Usage | None, Course | None]:
+        """Ends a choice with its last token; returns the stop token id to name, and the bill and the course if it was
+        the last."""
         is_last = self.finish(seq, reason)
         if is_last:
             out.ended.append(seq.state)
         named = token if reason == "stop" and not self._is_eos(seq, token) else None
-        return named, seq.state.usage() if is_last else None
+        if not is_last:
+            return named, None, None
+        return named, seq.state.usage(), take_course(seq.state, self.collector, out.now_s)
 
     def _is_eos(self, seq: Sequence, token: int) -> bool:
         return token in self._eos and not seq.state.request.sampling.ignore_eos
@@ -282,7 +292,7 @@ class ResultApplier:
 
     def _first_token(self, seq: Sequence, now_s: float) -> None:
         if seq.state.first_token_s is None:
-            seq.state.first_token_s = now_s
+            seq.state.first_token_s, seq.state.first_token = now_s, mark(self.collector)
         if seq.choice == 0 and not any(seq.state.request.resume_token_ids):
             self.collector.time_to_first_token_s.observe(now_s - seq.state.arrival_s)
 
@@ -304,6 +314,7 @@ class ResultApplier:
                     finish_reason="error",
                     usage=state.usage() if last else None,
                     error=error,
+                    course=take_course(state, self.collector, out.now_s) if last else None,
                 )
             )
         out.ended.append(state)

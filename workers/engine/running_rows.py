@@ -122,6 +122,7 @@ class RunningRows:
         seq.status = SequenceStatus.WAITING
         seq.num_scheduled = seq.num_computed = seq.num_loads = 0
         self.num_preemptions += 1
+        seq.state.num_preemptions += 1
 
     def _unbind(self, seq: Sequence) -> None:
         self.charge(seq)

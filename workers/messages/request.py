@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from tandem.workers.messages.course import Course
 from tandem.workers.messages.sampling_check import CheckedCalls, check_together, plain_values
 from tandem.workers.messages.sampling_ranges import RequestOutputKind
 from tandem.workers.messages.structured_outputs import StructuredOutputsParams
@@ -244,6 +245,7 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     # (guessed, accepted) draft tokens of the step, if its row had any; accepted ones behind the end of the choice are
     # counted, not sent
     drafts: tuple[int, int] | None = None
+    course: Course | None = None  # may be set where usage is
 
 
 class DeltaBatch(msgspec.Struct, frozen=True, array_like=True, tag="deltas"):
@@ -281,3 +283,4 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     refused: tuple[int, str, str | None, str] | None = None
     group: str = ""
     loss: Loss | None = None
+    course: Course | None = None  # None: it was not accepted, or nobody knows

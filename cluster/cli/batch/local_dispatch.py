@@ -121,6 +121,9 @@ class LocalDispatch:
     def load(self) -> Mapping[str, float | int | str]:
         return {"num_requests_running": len(self._attempts), "num_requests_waiting": 0}
 
+    async def groups(self) -> tuple[()]:
+        return ()
+
     async def reset_prefix_caches(self) -> Collection[str]:
         def forget(engine: Engine) -> None:
             engine.reset_prefix_cache()

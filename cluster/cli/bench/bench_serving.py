@@ -27,7 +27,7 @@ from tandem.cluster.cli.bench.load_run import LoadResult, run_load, wait_until_r
 from tandem.cluster.cli.client.endpoint import Endpoint, EndpointError, is_here
 from tandem.cluster.cli.client.running_service import certificate_of, newest
 from tandem.cluster.gateway.http.tls import ClientFiles, client_context
-from tandem.configs.environment import API_KEY, variable
+from tandem.configs.environment import variable
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.configs.secrets import read_secret
 
@@ -170,7 +170,7 @@ class _Place:
         """Finds it by --base-url, by --host and --port, or as the newest service of this user here, if one runs.
         SettingsError for flags that contradict each other or name no address."""
         url = _address(target).rstrip("/").removesuffix("/v1")
-        key = target.api_key or variable("OPENAI_API_KEY") or variable(API_KEY)
+        key = target.api_key or variable("OPENAI_API_KEY")
         key = None if key is None else read_secret(key, "--api-key")
         certificate = certificate_of(url)
         files = ClientFiles(target.ssl_certfile, target.ssl_keyfile, target.ssl_ca_certs)

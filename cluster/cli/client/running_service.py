@@ -17,7 +17,7 @@ import psutil
 
 from tandem.cluster.cli.base.flags import Command, flag, with_flags
 from tandem.cluster.cli.base.terminal import say
-from tandem.configs.environment import API_KEY
+from tandem.configs.environment import PREFIX
 from tandem.configs.errors import SettingsError, TandemError
 from tandem.configs.secrets import check_redis_url, read_secret
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tandem.cluster.state.redis_client import BackgroundClient
 
 T = TypeVar("T")
+CLIENT = f"{PREFIX}CLIENT_"
+"""The beginning of variables of flags that `serve` has too, for its own files and not for a client's."""
 EVERYWHERE = ("0.0.0.0", "::")
 SERVICE_FLAGS = (
     flag("url", str, help="Address of a service of yours on this machine. Default: the newest one."),
@@ -34,18 +36,23 @@ SERVICE_FLAGS = (
 )
 ENDPOINT_FLAGS = (
     flag("url", str, help="Address of any OpenAI-compatible service. Default: the newest one here."),
+    flag("api_key", str, help=f"API key to send (or env:NAME, file:PATH). Default: ${PREFIX}API_KEY."),
     flag(
-        "api_key",
+        "ssl_certfile",
         str,
-        envvar=API_KEY,
-        show_envvar=False,
-        help=f"API key to send (or env:NAME, file:PATH). Default: ${API_KEY}.",
+        envvar=f"{CLIENT}SSL_CERTFILE",
+        help="PEM file with a certificate to show to the service. Default: none is shown.",
     ),
-    flag("ssl_certfile", str, help="PEM file with a certificate to show to the service. Default: none is shown."),
-    flag("ssl_keyfile", str, help="PEM file with that certificate's private key. Default: it is in --ssl-certfile."),
+    flag(
+        "ssl_keyfile",
+        str,
+        envvar=f"{CLIENT}SSL_KEYFILE",
+        help="PEM file with that certificate's private key. Default: it is in --ssl-certfile.",
+    ),
     flag(
         "ssl_ca_certs",
         str,
+        envvar=f"{CLIENT}SSL_CA_CERTS",
         help="PEM file with the CA certificates to trust. Default: a service of yours here is known, for others what "
         "the machine trusts.",
     ),

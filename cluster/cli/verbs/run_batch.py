@@ -35,6 +35,7 @@ OF_A_SERVICE = frozenset(
         "metrics_prefix",
         "allowed_origins",
         "disable_fastapi_docs",
+        "disable_ui",
         "enable_force_include_usage",
         "response_store_ttl",
         "response_store_bytes",

@@ -14,13 +14,14 @@ from tandem.configs.schema import LogSettings
 from tandem.configs.secrets import with_secrets
 
 if TYPE_CHECKING:
-    from tandem.cluster.process.log_files import LogPlace
+    from tandem.cluster.logs.log_files import LogPlace
 
 log = logging.getLogger("tandem.launcher")
 
 
 @with_service_options()
 def serve(
+    ctx: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Folder, hub id, or `demo` (the bundled model).")
     ] = None,
@@ -45,6 +46,9 @@ def serve(
     from tandem.cluster.process.supervisor import split
     from tandem.cluster.service.launcher import Console, Launcher
 
+    command: Any = ctx.command
+    if read := command.variables.in_use():
+        say(f"from the environment: {', '.join(read)}")
     if allow_unauthenticated_ray and address is None:
         raise SettingsError("needs --address: a private Ray always asks for a token", "--allow-unauthenticated-ray")
     settings = pin_settings(with_secrets(merge_config(config, model, flags)))
@@ -66,11 +70,11 @@ def serve(
 def open_log_of_run(settings: LogSettings) -> "LogPlace | None":
     """Opens the log file of this process, and of those that it forks; returns the place for all files of the run, None
     where the default one cannot be written. SettingsError when --log-dir cannot be."""
-    from tandem.cluster.process.log_files import LogPlace, open_log, run_name
+    from tandem.cluster.logs.log_files import LogPlace, open_log, run_name
 
-    place = LogPlace(level=settings.level, base=settings.dir, run=run_name())
+    place = LogPlace(level=settings.level, base=settings.dir, run=run_name(), form=settings.format)
     try:
-        open_log(place.folder(""), "launcher", settings.level)
+        open_log(place.folder(""), "launcher", settings.level, settings.format)
     except OSError as error:
         if settings.dir is not None:
             raise SettingsError(f"{settings.dir} cannot be written: {error.strerror}", "--log-dir") from error

@@ -27,6 +27,7 @@ from tandem.cluster.fleet.gateway_records import GatewayHeartbeat, GatewayRecord
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.hung_groups import CoordinatorActors, HungGroups
 from tandem.cluster.fleet.missing_groups import MissingGroups
+from tandem.cluster.fleet.record_questions import RecordQuestions
 from tandem.cluster.gateway.app.gateway_log import GatewayLog
 from tandem.cluster.gateway.app.interpreter import QuietCollections, give_way_soon
 from tandem.cluster.gateway.app.leaving import Leaving
@@ -47,6 +48,8 @@ from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S
 from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import HttpLimits, QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
+from tandem.cluster.gateway.records.request_log import open_request_lines
+from tandem.cluster.gateway.records.request_records import RequestRecords
 from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.process.time_to_leave import TimeToLeave
@@ -60,7 +63,13 @@ from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.serve_proxy import check_open
-from tandem.cluster.wire.service_facts import COORDINATOR, ServiceFacts, check_node, open_log_of
+from tandem.cluster.wire.service_facts import (
+    COORDINATOR,
+    ServiceFacts,
+    check_node,
+    open_log_of,
+    with_serves_logging,
+)
 from tandem.cluster.wire.version import kind_of
 from tandem.configs.autoscaling import goals_of
 from tandem.configs.limits import allow_many_open_files
@@ -89,13 +98,14 @@ class Gateway:
         self._id, self._app = context.replica_id.unique_id, context.app_name
         self._host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
         self._membership = Membership(context.app_name, facts)
-        self._facts = facts = await self._membership.join()
+        self._facts = facts = with_serves_logging(await self._membership.join())
         open_log_of(facts, f"gateway-{self._id}")
         log.info("gateway %s starts in process %d", self._id, os.getpid())
         # no request waits for the fleet, so a loop that is busy with tokens may take its time to read it
         self._redis = await self._membership.open_redis(timeout_s=1.0, retries=1)
+        asked = keys.records_asked(facts.service_id)
         bases = settings.engine.model.served_model_name[:1]
-        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, *map(keys.adapters, bases)))
+        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, *map(keys.adapters, bases), asked))
         async with self._failures_reported():
             self._tenants = open_tenants(settings, facts, self._redis, self._kv_tokens, self._changes)
         self._fleet = FleetView(self._redis, facts.service_id, reseed=self._reseed, on_emptied=self._tenants.tell_again)
@@ -183,7 +193,7 @@ class Gateway:
         if adapters is not None:
             self._background = start_adapter_tasks(adapters, settings, self._redis, facts.service_id, self._changes)
         self._adapters = adapters
-        metrics = build_metrics(settings, self._tenants)
+        metrics, lines = build_metrics(settings, self._tenants), open_request_lines(facts, self._id, settings.logs)
         self._tenants.expose(metrics.registry, gateway.metrics_prefix)
         self._text = build_text_services(settings, metrics)
         self._accounts = build_accounts(gateway, self._tenants, open_port=facts.open_port)
@@ -195,6 +205,8 @@ class Gateway:
             adapters=adapters,
             peers=Together(self._id, self._others) if several else None,
             quarantined=lambda: (digest for record in self._others() for digest in record.quarantined),
+            access_log=lines.access_log,
+            records=RequestRecords(lines.on_record, self._id, self._ask),
         )
         draining, registries = self._context.draining, (metrics.registry, metrics.tenants)
         self._live = LiveSettings(gateway, lambda now: use_settings(now, self._text, self._context))
@@ -204,6 +216,8 @@ class Gateway:
             settings.shutdown_timeout_s,
             TimeToLeave(settings.replaced_s, settings.shutdown_timeout_s, self._application_ends),
         )
+        self._questions = RecordQuestions(self._redis, facts.service_id, self._context.records.encoded, self._changes)
+        self._background.append(asyncio.get_running_loop().create_task(self._questions.run(), name="record questions"))
         self._log = GatewayLog(registries, gateway.metrics_prefix, lambda: draining.in_flight)
         self._background.append(asyncio.get_running_loop().create_task(self._log.run(), name="gateway log"))
 
@@ -379,6 +393,10 @@ class Gateway:
         await self._tenants.seed()
         if self._adapters is not None:
             await self._adapters.adapters.reseed()
+
+    async def _ask(self, request_id: str) -> bytes | None:
+        """Asks the other gateways for the record of a request."""
+        return await self._questions.ask(request_id) if self._others() else None
 
     def _others(self) -> list[GatewayRecord]:
         return [] if self._heartbeat is None else self._heartbeat.others

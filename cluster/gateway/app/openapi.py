@@ -17,6 +17,7 @@ from tandem.cluster.gateway.schemas.chat_body import ChatBody, TokenizeBody
 from tandem.cluster.gateway.schemas.generation_body import CompletionBody
 from tandem.cluster.tenants.tenant import Limits
 
+ABOUT = "The API of this service. A key is sent as `Authorization: Bearer KEY`, if the service asks for one."
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
@@ -30,6 +31,15 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/load_lora_adapter": LoadBody,
     "/v1/unload_lora_adapter": UnloadBody,
 }
+TAGS = {
+    "Text generation": ("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages"),
+    "Embeddings and scores": ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
+    "Models and tokens": ("/v1/models", "/tokenize", "/detokenize", "/tokenizer_info"),
+    "Administration": ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache"),
+    "State of the service": ("/livez", "/ping", "/health", "/readyz", "/version", "/load", "/metrics"),
+    "Pages": ("/",),
+}
+"""Headings of the reference, and beginnings of the paths below each; the first that fits counts."""
 CREATES = {("POST", "/admin/tenants")}
 """Routes that answer 201 in place of 200."""
 REFUSALS = {
@@ -70,7 +80,8 @@ def openapi_document(
         paths.setdefault(shown, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Tandem", "version": "1"},
+        "info": {"title": "Tandem", "version": "1", "description": ABOUT},
+        "tags": [{"name": name} for name in TAGS],
         "paths": paths,
         "components": {
             "schemas": components,
@@ -89,6 +100,7 @@ def _operation(
     error = _json_of(error_body)
     operation: dict[str, Any] = {
         "summary": summary,
+        "tags": [next(tag for tag, begins in TAGS.items() if path.startswith(begins))],
         "responses": {
             "201" if (method, path) in CREATES else "200": {"description": "OK"},
             **{status: {"description": text, "content": error} for status, text in REFUSALS.items()},

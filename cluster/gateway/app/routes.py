@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.cluster.gateway.admin import adapter_routes, drain_routes, group_routes, tenant_routes
+from tandem.cluster.gateway.admin import adapter_routes, drain_routes, group_routes, request_routes, tenant_routes
 from tandem.cluster.gateway.anthropic import messages
 from tandem.cluster.gateway.anthropic.anthropic_errors import ANTHROPIC_API, AnthropicErrorBody
 from tandem.cluster.gateway.anthropic.messages_body import CountTokensBody, MessagesBody
@@ -44,6 +44,7 @@ from tandem.cluster.gateway.scoring.scoring_body import RerankBody, ScoreBody
 from tandem.cluster.gateway.services.accounts import Accounts
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.answer import json_response
+from tandem.cluster.gateway.ui import pages
 from tandem.workers.messages.errors import TandemError
 
 Handler = partial[Coroutine[Any, Any, Response]]
@@ -51,6 +52,11 @@ Handler = partial[Coroutine[Any, Any, Response]]
 SCORE = ("/v1/score", "/score")
 RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Paths of one route each, as in vLLM."""
+GENERATING = {
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
+    *(*SCORE, *RERANK),
+}
+"""Paths whose POST is a request to the groups, with a request line when it has ended."""
 SHUTDOWN_S = 10.0
 BODIES: dict[str, type[Struct]] = {
     "/v1/responses": ResponsesBody,
@@ -76,6 +82,11 @@ class RouteSpec(NamedTuple):
     def description(self) -> str:
         """The handler's docstring."""
         return self.handler.func.__doc__ or ""
+
+    @property
+    def summary(self) -> str:
+        """Its first sentence."""
+        return " ".join(self.description.split()).partition(". ")[0].removesuffix(".") + "."
 
 
 def route_table(
@@ -106,6 +117,7 @@ def route_table(
         RouteSpec("POST", "/reset_prefix_cache", admin, partial(group_routes.reset_prefix_cache, context)),
         RouteSpec("POST", "/tokenize", key, partial(tokenize, *serving)),
         RouteSpec("POST", "/detokenize", key, partial(detokenize, *serving)),
+        RouteSpec("GET", "/admin/groups", admin, partial(group_routes.list_groups, context)),
         RouteSpec("POST", "/admin/drain", admin, partial(drain_routes.drain, *serving)),
         RouteSpec("GET", "/admin/tenants", admin, partial(tenant_routes.list_tenants, accounts)),
         RouteSpec("POST", "/admin/tenants", admin, partial(tenant_routes.add_tenant, *tenants)),
@@ -113,6 +125,7 @@ def route_table(
         RouteSpec("PATCH", "/admin/tenants/{name}", admin, partial(tenant_routes.change_tenant, *tenants)),
         RouteSpec("DELETE", "/admin/tenants/{name}", admin, partial(tenant_routes.remove_tenant, accounts)),
         RouteSpec("POST", "/admin/tenants/{name}/rotate-key", admin, partial(tenant_routes.rotate_key, *tenants)),
+        RouteSpec("GET", "/admin/requests/{request_id:path}", admin, partial(request_routes.show_request, context)),
         RouteSpec("POST", "/v1/load_lora_adapter", admin, partial(adapter_routes.load_adapter, *serving)),
         RouteSpec("POST", "/v1/unload_lora_adapter", admin, partial(adapter_routes.unload_adapter, *serving)),
         RouteSpec("GET", "/livez", none, partial(probes.live)),
@@ -123,6 +136,7 @@ def route_table(
         RouteSpec("GET", "/version", none, partial(probes.show_version)),
         RouteSpec("GET", "/load", none, partial(probes.load, context)),
         RouteSpec("GET", "/metrics", metrics, partial(probes.metrics, accounts, context, Scrapes())),
+        *(RouteSpec("GET", path, none, partial(page)) for path, page in pages.served(text.settings).items()),
     )
 
 
@@ -143,6 +157,8 @@ def build_gateway_app(
         tenancy=accounts.tenancy,
         max_bodies_bytes=text.settings.max_bodies_bytes,
         apis=(ANTHROPIC_API,),
+        access_log=context.access_log,
+        on_record=context.records.add,
     )
     specs = route_table(text, accounts, context, store)
     document = RouteSpec("GET", ROUTE_LIST, AuthLevel.OPEN, _document_handler(specs))
@@ -168,9 +184,10 @@ def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Calla
     """The route's ASGI endpoint, which authenticates before the body is read."""
 
     async def endpoint(request: Request) -> Response:
-        if request.scope["path"].endswith("/"):
-            raise HTTPException(404)  # of a path with a name that may have slashes; no route ends with one
+        if request.scope["path"].endswith("/") and spec.path != "/":
+            raise HTTPException(404)  # of a path with a name that may have slashes; no other route ends with one
         request.scope["tandem.route"] = spec.path
+        request.scope["tandem.is_to_generate"] = spec.method == "POST" and spec.path in GENERATING
         principal = check_level(spec.level, auth, sent_authorization(request.headers))
         if spec.level in (AuthLevel.API_KEY, AuthLevel.ADMIN):
             request.scope["tandem.tenant"] = principal.tenant
@@ -186,7 +203,7 @@ def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Calla
 def _document_handler(specs: Sequence[RouteSpec]) -> Handler:
     """Serves the OpenAPI document."""
     own = (ROUTE_LIST, "GET", AuthLevel.OPEN, str(_document.__doc__))
-    return partial(_document, (*((s.path, s.method, s.level, s.description.partition("\n")[0]) for s in specs), own))
+    return partial(_document, (*((s.path, s.method, s.level, s.summary) for s in specs), own))
 
 
 async def _document(routes: Sequence[tuple[str, str, AuthLevel, str]], _: Request, __: Principal) -> Response:

@@ -21,6 +21,8 @@ from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.http.auth import KnownKeys, StaticKeys, TenantKeys
 from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, Peers
 from tandem.cluster.gateway.http.text_workers import TextWorkers
+from tandem.cluster.gateway.records.request_log import AccessLog
+from tandem.cluster.gateway.records.request_records import RequestRecords
 from tandem.cluster.gateway.services.accounts import Accounts
 from tandem.cluster.gateway.services.text_services import TextServices, extra_stop_token_ids
 from tandem.cluster.tenants.tenant_service import TenantService
@@ -104,6 +106,8 @@ def build_context(
     adapters: AdapterService | None = None,
     peers: Peers | None = None,
     quarantined: Callable[[], Iterable[str]] = lambda: (),
+    access_log: AccessLog | None = None,
+    records: RequestRecords | None = None,
 ) -> GatewayContext:
     """peers: None for a service with one gateway. quarantined: digests of prompts that other gateways have in
     quarantine."""
@@ -120,6 +124,8 @@ def build_context(
         adapters=adapters,
         adapter_roots=roots_of(settings.adapters),
         probation_tokens=probation_tokens(settings.engine.max_drafts),
+        access_log=access_log if access_log is not None else AccessLog(),
+        records=records if records is not None else RequestRecords(),
     )
 
 

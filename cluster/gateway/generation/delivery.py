@@ -212,7 +212,8 @@ class Delivery(Response):
             await writer.write(opening)
 
     def _first_token(self) -> None:
-        self._context.metrics.first_token(self._context.clock() - self._generation.began_s)
+        after_s = self._generation.first_token_s = self._context.clock() - self._generation.began_s
+        self._context.metrics.first_token(after_s)
 
     # ---- whole ---------------------------------------------------------------------------------------------------
 

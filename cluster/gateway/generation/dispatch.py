@@ -5,11 +5,13 @@ Implemented over the Serve handle and the token channel (serve_dispatch.py), ove
 part: take(), end(). Whether a request is tried again is the Generation's decision.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
 
+from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.workers.messages.request import Abort
@@ -74,6 +76,10 @@ class Dispatch(Protocol):
     def load(self) -> Mapping[str, float | int | str]:
         """Returns what `/load` shows: at least `num_requests_running` and `num_requests_waiting`, summed over
         groups."""
+        ...
+
+    async def groups(self) -> Sequence[tuple[GroupRecord, GroupReport | None]]:
+        """Every known group by its id, with its report if it has ever sent one."""
         ...
 
     async def reset_prefix_caches(self) -> Collection[str]:

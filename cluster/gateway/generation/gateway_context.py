@@ -11,6 +11,8 @@ from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.http.draining import Draining
 from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, Peers
 from tandem.cluster.gateway.http.tasks import TaskOwner
+from tandem.cluster.gateway.records.request_log import AccessLog
+from tandem.cluster.gateway.records.request_records import RequestRecords
 from tandem.cluster.tenants.billing_record import Ledger
 from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
@@ -51,5 +53,7 @@ class GatewayContext:
     adapter_roots: tuple[str, ...] = ()
     # how far a suspect must come to be none
     probation_tokens: int = PROBATION_TOKENS
+    access_log: AccessLog = field(default_factory=AccessLog)
+    records: RequestRecords = field(default_factory=RequestRecords)
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time

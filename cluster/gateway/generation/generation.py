@@ -17,6 +17,7 @@ from functools import partial
 
 import msgspec
 
+from tandem.cluster.gateway.generation.ended_record import RequestTimes, ended_record
 from tandem.cluster.gateway.generation.failover import Failover
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.part import RequestPart, terminal_state
@@ -42,6 +43,7 @@ PartDeltas = tuple[RequestPart, list[TokenDelta]]
 
 class Generation:
     """Owns a request from its admission to its bill: start(), read steps(), close(). began_s: of the gateway's clock.
+    first_token_s: seconds from then until the reader has the first token, which it notes.
     held: resources that end with it. prompt_field, grammar_field: names in the client's body, for refusals. at_once:
     parts that are dispatched at a time; None: all."""
 
@@ -60,6 +62,7 @@ class Generation:
     ) -> None:
         self.parts = parts
         self.began_s = began_s
+        self.first_token_s: float | None = None
         self.error: Exception | None = None
         self._context = context
         self._held = held if held is not None else ExitStack()
@@ -77,6 +80,8 @@ class Generation:
         )
         self._now = asyncio.get_running_loop().time
         self._started_s = self._now()
+        self._ready_s = context.clock()
+        self._admitted_s: float | None = None
         self._steps: deque[PartDeltas] = deque()
         self._news = asyncio.Event()
         self._is_started = False
@@ -203,6 +208,7 @@ class Generation:
         output = sum(part.request.sampling.max_tokens * part.request.sampling.n for part in self.parts)
         is_open_ended = any(part.is_open_ended for part in self.parts)
         self._reservation = await context.tenancy.admit(self._tenant, prompt, output, is_open_ended=is_open_ended)
+        self._admitted_s = context.clock()
         context.ledger.accepted(self._bill)
 
     async def _serve_all(self) -> None:
@@ -249,6 +255,8 @@ class Generation:
         None when the request is over."""
         dispatch = self._context.dispatch
         part.begin_attempt()
+        clock = self._context.clock
+        began_s = clock()
         try:
             dispatch.send(part, hint_of(part.request, failover.avoid))
             sent_s = self._now()
@@ -262,6 +270,7 @@ class Generation:
             return ended
         finally:
             part.is_sent = False
+            part.note_attempt(began_s, clock())
             dispatch.cancel(part)
 
     async def _until_ended(self, part: RequestPart) -> Ended | None:
@@ -371,12 +380,16 @@ class Generation:
     async def _settle(self) -> None:
         await self._count_unread()
         context, terminal = self._context, terminal_state(self.parts, self.error)
-        context.metrics.generation_ended(terminal, context.clock() - self.began_s)
+        usage = self.counted() if terminal != "rejected" else Usage(0, 0)
+        seconds = context.clock() - self.began_s
+        context.metrics.generation_ended(terminal, seconds)
         if terminal == "rejected":
             context.metrics.tenant_rejected(self._tenant, self._why_rejected())
+        times = RequestTimes(self.began_s, self._ready_s, self._admitted_s, self.first_token_s, seconds)
+        record = ended_record(self._bill, self.parts, terminal, usage, self.error, times)
+        context.records.add(msgspec.structs.replace(record, time_s=context.wall_clock() - seconds))
         if self._reservation is None:
             return
-        usage = self.counted() if terminal != "rejected" else Usage(0, 0)
         context.tenancy.settle(self._reservation, usage.prompt_tokens + usage.completion_tokens)
         context.metrics.tenant_billed(self._tenant, usage)
         await context.ledger.settle(self._bill.ended(terminal, usage, context.wall_clock()))

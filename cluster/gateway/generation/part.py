@@ -6,13 +6,15 @@ A Dispatch sends it to a group and tells it what comes. Next: delivery.py, which
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from tandem.cluster.gateway.http.tasks import Aside
+from tandem.workers.messages.course import Course
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.refusals import lost
 from tandem.workers.messages.request import (
@@ -30,6 +32,19 @@ from tandem.workers.speculation.acceptance import DraftAcceptance
 from tandem.workers.text.choice_text import TextDelta
 
 AT_ONCE_S = 1.0
+MOST_ATTEMPTS = 16
+"""Attempts of a prompt that are noted for the record of its request."""
+
+
+class AttemptNote(NamedTuple):
+    """An attempt that is over. Moments of the monotonic clock; else as in GroupAttempt (records/request_record.py)."""
+
+    group: str
+    sent_s: float
+    begun_s: float | None
+    ended_s: float
+    why: str
+    course: Course | None
 
 
 class Choice(Protocol):
@@ -81,6 +96,8 @@ class RequestPart:
     unserved_since_s: float | None = None
     # prompt tokens whose log probabilities have been delivered
     num_prompt_logprobs: int = 0
+    # for the record of the request: (group, sent, begun, ended, why, course), of the monotonic clock
+    attempts: list[AttemptNote] = field(default_factory=list)
     # by choice, as groups have sent them
     delivered: list[list[int]] = field(init=False)
     finished: list[bool] = field(init=False)
@@ -97,6 +114,9 @@ class RequestPart:
     # Serve's response, and what becomes of it: advanced by the task that looks. None where the dispatch calls end()
     call: Any = None
     answer: Aside[Ended] | None = None
+    # when it was told that it has a row, and the group's last words on it
+    begun_s: float | None = None
+    course: Course | None = None
     # the group's name on the token channel, once it has sent something; until then aborts are held
     sender: bytes | None = None
     held_aborts: list[Abort] = field(default_factory=list)
@@ -173,6 +193,7 @@ class RequestPart:
     def _take_one(self, delta: TokenDelta) -> TokenDelta | None:
         """Returns what is new in a delta, now delivered; None when nothing is."""
         if delta.cached_tokens is not None:
+            self.begun_s = time.monotonic()
             self._begin(delta.cached_tokens)
             return None
         if delta.prompt_logprobs is not None:
@@ -183,6 +204,7 @@ class RequestPart:
             self.delivered[delta.choice].extend(trimmed.token_ids)
             self.finished[delta.choice] |= trimmed.finish_reason is not None
             if trimmed.usage is not None:
+                self.course = trimmed.course
                 self._settle(trimmed.usage)
             if self.acceptance is not None and trimmed.drafts is not None:
                 self.acceptance.add(*trimmed.drafts)
@@ -233,7 +255,7 @@ class RequestPart:
         self.is_sent = True
         self.has_row = self.is_aborted = False
         self.before = [len(tokens) for tokens in self.delivered]
-        self.ended = self.call = self.answer = self.sender = None
+        self.ended = self.call = self.answer = self.sender = self.begun_s = self.course = None
         self.held_aborts = []
 
     async def wait(self, timeout_s: float | None) -> bool:
@@ -268,6 +290,17 @@ class RequestPart:
         elif self.unserved_since_s is None:
             self.unserved_since_s = sent_s
 
+    def note_attempt(self, sent_s: float, now_s: float) -> None:
+        """Notes the attempt that is over now, for the record of the request."""
+        ended = None if self.is_complete else self.ended
+        group = self.sender.decode(errors="replace").rpartition(":")[0] if self.sender is not None else ""
+        if ended is not None and ended.group:
+            group = ended.group
+        why = "" if ended is None or ended.refused is None else ended.loss or ended.refused[1]
+        course = self.course if ended is None or ended.course is None else ended.course
+        if len(self.attempts) < MOST_ATTEMPTS:
+            self.attempts.append(AttemptNote(group, sent_s, self.begun_s, now_s, why, course))
+
     def has_all(self, ended: Ended) -> bool:
         """True when every token that Ended counts was delivered, or the embedding, and what was asked of the prompt."""
         if self.request.pool is not None and ended.finish_reasons == ["stop"] and not self.finished[0]:
@@ -280,6 +313,7 @@ class RequestPart:
         """Ends with the group's answer, when the last delta did not or will not come."""
         if self.is_complete:
             return
+        self.course = ended.course
         closing = self._closing_deltas(ended)
         self._settle(ended.usage)
         self.on_step(closing)

@@ -16,9 +16,9 @@ from tandem.cluster.adapters.adapter_metrics import add_adapters
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, channel_name
+from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.gateway.generation.dispatch import DrainState
-from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
-from tandem.cluster.gateway.generation.drains import Drains
+from tandem.cluster.gateway.generation.draining_groups import DrainingGroups, Drains
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.tasks import Aside
 from tandem.cluster.ray_private.separate_calls import call_separately
@@ -197,6 +197,10 @@ class ServeDispatch:
             "requests_in_this_gateway": len(self._parts),
             "redis": "away" if self._fleet.redis_unavailable else "here",
         }
+
+    async def groups(self) -> list[tuple[GroupRecord, GroupReport | None]]:
+        reports = {report.group: report for report in await self._fleet.read_reports()}
+        return [(record, reports.get(group)) for group, record in sorted(self._fleet.records.items())]
 
     async def reset_prefix_caches(self) -> Collection[str]:
         try:

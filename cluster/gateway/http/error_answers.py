@@ -123,9 +123,11 @@ async def on_tandem_error(request: Request, error: Exception) -> Response:
         has_list = any(getattr(route, "path", None) == ROUTE_LIST for route in request.app.router.routes)
         listed = f" GET {ROUTE_LIST} lists the routes and their methods." if has_list else ""
         refusal = _routing_refusal(error.status_code, request.method, request.scope["path"], listed)
+        request.scope["tandem.code"] = refusal.code
         headers = {"allow": _methods(request)} if error.status_code == 405 else error.headers
         return error_response(refusal, form, jitter=id(error) >> 4, own_headers=headers)
     assert isinstance(error, TandemError)
+    request.scope["tandem.code"] = as_refusal(error).code
     if isinstance(error, RequestRefused):
         _name_own_tool(error, request.scope.get("tandem.left_out", ()))
     return error_response(error, form, jitter=id(error) >> 4)

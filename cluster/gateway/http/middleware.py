@@ -7,14 +7,17 @@ Pure ASGI (a wrapper per request, one frame per send), so that it costs streams 
 import asyncio
 import logging
 import re
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.cluster.gateway.http.draining import Draining
-from tandem.cluster.gateway.http.error_answers import OtherApi, error_form, error_response
+from tandem.cluster.gateway.http.error_answers import OtherApi, as_refusal, error_form, error_response
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
+from tandem.cluster.gateway.records.request_log import AccessLog, OnRecord
+from tandem.cluster.gateway.records.request_record import RequestRecord
 from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.workers.messages.errors import RequestRefused
 
@@ -29,7 +32,8 @@ _UNSAFE = re.compile(rb"[^\w.:/+=@-]", re.ASCII)
 
 
 class RequestMiddleware:
-    """Wraps the app. apis: those whose error answers have another form than OpenAI's."""
+    """Wraps the app. apis: those whose error answers have another form than OpenAI's. on_record: takes the records of
+    requests that were refused before there was a Generation, which makes that of others."""
 
     def __init__(
         self,
@@ -39,6 +43,8 @@ class RequestMiddleware:
         tenancy: Tenancy,
         max_bodies_bytes: int,
         apis: Sequence[OtherApi] = (),
+        access_log: AccessLog | None = None,
+        on_record: OnRecord = lambda record: None,
     ) -> None:
         self._app = app
         self._metrics = metrics
@@ -46,6 +52,8 @@ class RequestMiddleware:
         self._tenancy = tenancy
         self._bodies = Bodies(max_bodies_bytes)
         self._apis = apis
+        self._access_log = AccessLog() if access_log is None else access_log
+        self._on_record = on_record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,13 +65,14 @@ class RequestMiddleware:
         if (api := next((api for api in self._apis if api.has(scope["path"])), None)) is not None:
             scope["tandem.api"] = api
             ids.append((api.id_header, request_id))
-        started = False
+        status: int | None = None
+        began_s = time.monotonic()
         body = self._bodies.of_request()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 body.release()
                 own = [*ids, *(CLOSE if self._draining.begun else ())]
                 if (tenant := scope.get("tandem.tenant")) is not None:
@@ -82,14 +91,32 @@ class RequestMiddleware:
             _check_headers(scope)
             await self._app(scope, body.counting(receive), send_with_id)
         except Exception as error:
-            if started:
+            if status is not None:
                 raise
+            scope["tandem.code"] = as_refusal(error).code
             if not isinstance(error, RequestRefused):
                 log.exception("request %s failed", scope["tandem.request_id"])
             await error_response(error, error_form(scope))(scope, receive, send_with_id)
         finally:
             body.release()
             self._draining.leave()
+            self._tell(scope, status, time.monotonic() - began_s)
+
+    def _tell(self, scope: Scope, status: int | None, seconds: float) -> None:
+        """Tells of an answer that has ended, and of a request that was refused before it was generated."""
+        self._access_log.answered(scope, status, seconds)
+        if status is not None and status >= 400 and scope.get("tandem.is_to_generate"):
+            self._on_record(
+                RequestRecord(
+                    request_id=scope["tandem.request_id"],
+                    time_s=time.time() - seconds,
+                    tenant=scope.get("tandem.tenant", ""),
+                    outcome="error" if status == 500 else "rejected",
+                    status=status,
+                    code=scope.get("tandem.code"),
+                    duration_s=seconds,
+                )
+            )
 
 
 async def _send_in_pieces(send: Send, message: Message) -> None:

@@ -84,6 +84,7 @@ async def _answer(
         model = held_model(text, context, body.model, principal, held)
         args = (text, context, posted, pairs, scorer, model, name)
         parts = await text.workers.run(principal.tenant, posted.size, _parts, *args)
+        posted.note_generation()
         generation = Generation(
             context,
             parts,

@@ -84,6 +84,7 @@ class Prepared:
     def _make_generation(self) -> Generation:
         """Returns the generation, which owns the parts and what is held from now on: call once."""
         body = self.posted.body
+        self.posted.note_generation()
         named: dict[str, Any] = {
             "tenant": self.posted.principal.tenant,
             "model": self.head.model,

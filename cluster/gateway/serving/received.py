@@ -42,6 +42,10 @@ class Posted(NamedTuple, Generic[Fields]):
     size: int
     began_s: float
 
+    def note_generation(self) -> None:
+        """Notes that there is a Generation, which makes the request's record at its end."""
+        self.request.scope["tandem.is_to_generate"] = False
+
 
 async def received(
     text: TextServices, request: Request, principal: Principal, check: Callable[[dict[str, Any], IgnoredFields], Body]

@@ -1,5 +1,6 @@
 """The service that the tests of this folder share."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ from tests.support.service import Service, tandem_serve, wait_for
 SAID = "The lighthouse keeper's cat has learned to whistle."
 FLAGS = (
     "demo", "-tp", "2", "-dp", "2", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "512",
-    "--log-level", "debug", "--shutdown-timeout", "120",  # longer than any stream lasts on a busy machine
+    "--log-level", "debug", "--log-format", "json", "--enable-log-requests",
+    "--shutdown-timeout", "120",  # longer than any stream lasts on a busy machine
 )  # fmt: skip
 
 
@@ -41,6 +43,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         answer = running.post(
             "/v1/completions", {"model": "demo", "prompt": SAID, "max_tokens": 40, "ignore_eos": True}
         )
+        assert running.post("/v1/completions", {"model": SAID, "prompt": SAID}).status_code == 404
         status = running.stop()
         assert status == 0, running.output
         running.check_gone()
@@ -51,14 +54,20 @@ def check_log_files(service: Service, answered: str) -> None:
     """The files outlive the service; each process has one, and none has what clients or the model said."""
     files = service.log_files()
     parts = Counter(name.partition("-")[0].removesuffix(".log") for name in files if name.endswith(".log"))
-    assert parts.keys() == {"launcher", "gateway", "group", "rank"}
+    assert parts.keys() == {"launcher", "gateway", "requests", "group", "rank"}
     assert parts["launcher"] == 1 and parts["gateway"] >= 1 and parts["group"] >= 2 and parts["rank"] >= 4
-    text = "".join(files.values())
+    lines = [json.loads(line) for text in files.values() for line in text.splitlines()]
+    text = "\n".join(str(value) for line in lines for value in line.values())
     wrong = [phrase for phrase in (SAID, *PROMPTS, *_phrases(answered)) if len(phrase) > 12 and phrase in text]
     assert not wrong, [line for line in text.splitlines() if any(phrase in line for phrase in wrong)]
     assert "nothing is left running" in files["launcher.log"] and "serving demo with 2 groups" in files["launcher.log"]
     for words in ("starts in process", "serves after", "tokens/s", "in flight", "ends, as its coordinator asked"):
         assert words in text, words
+    ended, answers = ([line for line in lines if name in line] for name in ("outcome", "path"))
+    assert {"length", "rejected"} <= {line["outcome"] for line in ended}
+    assert {200, 404} <= {line["status"] for line in answers}
+    ids = Counter(line["request_id"] for line in answers)
+    assert all(ids[line["request_id"]] for line in ended), "each request that ended has an answer too"
 
 
 def _phrases(answered: str) -> Iterator[str]:

@@ -26,7 +26,7 @@ from tandem import LLM, SamplingParams, StructuredOutputsParams
 from tandem.cluster.fleet.engine_metrics import decode_stats
 from tandem.cluster.fleet.fleet_view import RECORD_TTL_S
 from tandem.configs.environment import memory_folder
-from tests.support.metric_names import absent_names, not_served, sample_names, stock_names
+from tests.support.metric_names import absent_names, not_in_the_reference, not_served, sample_names, stock_names
 from tests.support.mixed_requests import PREFIX, PROMPTS, answers, greedy
 from tests.support.plain_http import plain_http
 from tests.support.records import command, group_records, group_reports, rank_pids
@@ -137,6 +137,7 @@ async def test_32_at_once_equal_the_offline_engine(service: Service, offline: LL
     assert not absent_names(stock_names(), sample_names(text)), (
         "and those of vLLM's and Ray Serve LLM's stock dashboards"
     )
+    assert not not_in_the_reference(text), "docs/reference/metrics.md: make reference"
 
 
 def test_embeddings_are_the_offline_engines_beside_requests_that_generate(

@@ -40,6 +40,10 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "tokenizer_revision": ("main", "main"),
     "log_level": ("debug", "debug"),
     "log_dir": ("/logs", "/logs"),
+    "log_format": ("json", "json"),
+    "enable_log_requests": (True, True),
+    "disable_uvicorn_access_log": (True, True),
+    "disable_access_log_for_endpoints": ("/health, /metrics", "/health, /metrics"),
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int8", "int8"),
     "batch_invariant": (True, True),
@@ -121,6 +125,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "queue_timeout": (30, 30.0),
     "strict_fields": (True, True),
     "disable_fastapi_docs": (True, True),
+    "disable_ui": (True, True),
     "enable_force_include_usage": (True, True),
     "shutdown_timeout": (5, 5.0),
     "gateway_drain_timeout": (60, 60.0),
@@ -184,6 +189,9 @@ def test_tiers_that_do_not_go_together_are_refused(values: dict[str, Any], flag:
 
 
 BAD = [
+    ("log_format", "xml"),
+    ("disable_access_log_for_endpoints", "/health,metrics"),
+    ("disable_access_log_for_endpoints", ""),
     ("port_range", "20000"),
     ("port_range", "20999-20000"),
     ("port_range", "80-20000"),

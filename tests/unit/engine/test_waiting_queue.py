@@ -29,6 +29,11 @@ class Seq(SimpleNamespace):
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
+    @property
+    def state(self) -> SimpleNamespace:
+        """Of a request that has had a row; how long it waits is told elsewhere (test_course.py)."""
+        return SimpleNamespace(admitted=True, paused_s=0.0)
+
 
 def machine(queue_class: type[WaitingQueue] = WaitingQueue) -> type[RuleBasedStateMachine]:
     class Machine(RuleBasedStateMachine):

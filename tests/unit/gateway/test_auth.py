@@ -21,7 +21,8 @@ from tandem.workers.messages.errors import RequestRefused
 from tests.unit.gateway.rig import USER, error_of, gateway
 
 KEYS = GatewaySettings(api_keys=("sk-one", "sk-two"))
-OPEN_PATHS = {"/livez", "/readyz", "/health", "/ping", "/version", "/load", "/metrics", "/openapi.json"}
+OPEN_PATHS = {"/livez", "/readyz", "/health", "/ping", "/version", "/load", "/metrics", "/openapi.json", "/", "/docs"}
+OPEN_PATHS |= {"/ui/LICENSES.txt"}
 WRONG = [
     None,
     "",
@@ -42,7 +43,7 @@ async def test_every_route_declares_its_level_and_holds_it() -> None:
             assert isinstance(route, Route)
             level = route.endpoint.__dict__["auth_level"]
             assert isinstance(level, AuthLevel)
-            path = route.path.replace("{model:path}", "echo")
+            path = route.path.replace("{model:path}", "echo").replace("/ui/{name}", "/ui/LICENSES.txt")
             (method,) = (route.methods or set()) - {"HEAD"}
             answer = await rig.client.request(method, path, content=b"not json")
             assert (answer.status_code == 401) == (level in (AuthLevel.API_KEY, AuthLevel.ADMIN)), path

@@ -23,6 +23,7 @@ def routes(rig: Rig) -> list[tuple[Route, str, str]]:
     ]
 
 
+PAGES = ("/", "/docs", "/ui/{name}", "/openapi.json")
 WITHOUT_BODY = ("/v1/responses/{response_id}/cancel", "/reset_prefix_cache", "/ping")
 
 
@@ -47,6 +48,8 @@ async def test_every_route_says_what_it_takes_and_which_key(rig: Rig, document: 
         level = route.endpoint.__dict__["auth_level"]
         assert ("security" in operation) == (level in (AuthLevel.API_KEY, AuthLevel.ADMIN)), path
         assert operation["summary"], path
+        (tag,) = operation["tags"]
+        assert {"name": tag} in document["tags"] and (tag == "Pages") == (path in PAGES), path
 
 
 async def test_every_reference_in_the_document_is_there(document: dict[str, Any]) -> None:

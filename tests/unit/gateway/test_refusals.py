@@ -95,10 +95,10 @@ async def test_headers_have_a_size_limit(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", "/v1/nothing", 404),
         ("POST", "/v1/chat/completions/", 404),
-        ("GET", "/docs", 404),
+        ("GET", "/redoc", 404),
         ("GET", "/v1/models/nobody", 404),
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/completions", 405),

@@ -10,8 +10,10 @@ import pytest
 
 from tools import release
 from tools.release import ROOT, NotReleasable
+from tools.release_archives import source_faults, tracked, wheel_faults
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+COMMANDS = f"tandem_serve-{VERSION}.dist-info/entry_points.txt"
 BLOCK = "## {} (2026-11-27)\n\n### Added\n\n- # a line\n"
 
 
@@ -34,7 +36,11 @@ def committed(folder: Path, changelog: str) -> None:
 def test_archives_are_built_and_the_commit_is_tagged(
     clone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release.release(clone, VERSION, dry_run=True)
+    def refuse(archives: object) -> None:
+        raise NotReleasable("it does not serve")
+
+    seen: list[Path] = []
+    release.release(clone, VERSION, seen.extend, dry_run=True)
     assert "no tag" in capsys.readouterr().out and not release.git(clone, "tag")
     wheel, source = (
         clone / "dist" / f"tandem_serve-{VERSION}-py3-none-any.whl",
@@ -45,8 +51,27 @@ def test_archives_are_built_and_the_commit_is_tagged(
     assert any(name.endswith(".safetensors") for name in names) and any(name.endswith(".c") for name in names)
     with tarfile.open(source) as packed:
         assert f"tandem_serve-{VERSION}/pyproject.toml" in packed.getnames()
+    assert not list(wheel_faults(wheel, tracked(clone)))
+    wanted = tracked(clone) - {"tandem/py.typed"} | {"tandem/cluster/page.html"}
+    assert list(wheel_faults(wheel, wanted)) == [
+        f"{wheel.name} lacks tandem/cluster/page.html",
+        f"{wheel.name} has tandem/py.typed, which is not in git",
+    ]
+    other = clone / "dist" / "other.whl"
+    with zipfile.ZipFile(wheel) as packed, zipfile.ZipFile(other, "w") as changed:
+        for name in packed.namelist():
+            changed.writestr(name, b"x" if name in ("tandem/py.typed", COMMANDS) else packed.read(name))
+    assert list(source_faults(source, other)) == [
+        f"{source.name} builds another {n}" for n in ("tandem/py.typed", COMMANDS)
+    ]
+    assert list(wheel_faults(other, tracked(clone))) == [f"{other.name} has no command tandem"]
+    other.unlink()
     monkeypatch.setattr(release, "build", lambda root, target: [wheel, source])
-    release.release(clone, VERSION, dry_run=False)
+    with pytest.raises(NotReleasable, match="it does not serve"):
+        release.release(clone, VERSION, refuse, dry_run=False)
+    assert not release.git(clone, "tag")
+    release.release(clone, VERSION, seen.extend, dry_run=False)
+    assert seen == [wheel, source] * 2
     assert release.git(clone, "cat-file", "-t", f"v{VERSION}") == "tag"
     assert "- # a line" in release.git(clone, "tag", "--list", "--format=%(contents)", f"v{VERSION}")
     with pytest.raises(NotReleasable, match="exists"):

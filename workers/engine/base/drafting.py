@@ -117,6 +117,8 @@ class Drafting(StepObserver):
         if not num_drafts:
             return
         record.num_empty = 0
+        record.drafted += num_drafts
+        record.accepted += num_accepted
         record.num_drafts = OLDER * record.num_drafts + num_drafts
         record.num_accepted = OLDER * record.num_accepted + num_accepted
         if num_accepted == num_drafts:

@@ -13,8 +13,10 @@ result.
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from tandem.workers.engine.blocks.block_manager import BlockTable
+from tandem.workers.messages.course import Course
 from tandem.workers.messages.request import Ended, FinishReason, GenerationRequest, Usage
 from tandem.workers.messages.step import RowSampling
 
@@ -25,6 +27,15 @@ class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class StepMark(NamedTuple):
+    """The steps of an engine up to a moment, as Phase has them between two."""
+
+    steps: int
+    rows: int
+    tokens: int
+    device_s: float
 
 
 PRIOR_DRAFTS, PRIOR_ACCEPTED = 8.0, 4.0
@@ -40,6 +51,8 @@ class DraftRecord:
     resume_at: int = 0  # number of the sequence's tokens from which it drafts again
     pause: int = 0  # the last pause, in tokens
     num_empty: int = 0  # steps in a row for which nothing was guessed
+    drafted: int = 0  # draft tokens from the start
+    accepted: int = 0  # of those
 
     @property
     def acceptance(self) -> float:
@@ -142,6 +155,12 @@ class RequestState:
     is_cleared: bool = False  # it was suspect, ran alone, and nothing happened
     grammar: str | None = None  # digest of the grammar that its choices follow
     num_prompt_logprobs: int = 0  # prompt tokens whose log probabilities have been delivered
+    waited_s: dict[str, float] = field(default_factory=dict)  # before its first step, by cause
+    paused_s: float = 0.0  # without a row after that, of all choices
+    num_preemptions: int = 0
+    first_step: StepMark | None = None  # the engine's steps before it had a row
+    first_token: StepMark | None = None  # those before it had a token
+    course: Course | None = None  # set at its end
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -161,7 +180,7 @@ class RequestState:
         )
 
     def ended(self, refused: tuple[int, str, str | None, str] | None = None) -> Ended:
-        """Returns the end of the request, all of whose choices are FINISHED. refused: see Ended."""
+        """Returns the end of the request, all of whose choices are FINISHED. refused: as in Ended."""
         reasons = [seq.finish_reason for seq in self.sequences]
         assert all(reason is not None for reason in reasons), "a request ended before its choices"
         return Ended(
@@ -171,6 +190,7 @@ class RequestState:
             finish_reasons=[reason for reason in reasons if reason is not None],
             usage=self.usage(),
             refused=refused,
+            course=self.course,
         )
 
     def fork_source(self, num_tokens: int, done_step: int) -> Sequence | None:

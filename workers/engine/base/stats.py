@@ -174,6 +174,9 @@ class Collector(EngineCounts):
 
     requests: RequestFigures
     tenants: dict[str, TenantCounts] = field(default_factory=dict)
+    # for the courses of requests: steps that have returned, and the sequences in them
+    returned_steps: int = 0
+    returned_rows: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

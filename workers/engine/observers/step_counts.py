@@ -18,4 +18,6 @@ class StepCounts(StepObserver):
 
     def returned(self, step: InFlightStep, num_drafts: int, device_s: float) -> None:
         """Implements StepObserver."""
+        self.collector.returned_steps += 1
+        self.collector.returned_rows += len(step.work)
         self.collector.iteration_tokens.observe(step.num_decode + step.num_prefill_tokens + num_drafts)

@@ -389,4 +389,5 @@ def last_word(ended: Ended) -> TokenDelta:
         first_position=ended.positions[0] if ended.positions else 0,
         token_ids=[],
         usage=ended.usage,
+        course=ended.course,
     )

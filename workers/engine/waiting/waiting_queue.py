@@ -5,11 +5,12 @@ has come, it is reported as Awaited; unblock() is the one way out. Called by the
 engine.
 """
 
+import time
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 from tandem.workers.engine.base.blockers import Awaited, Blocker
-from tandem.workers.engine.base.sequence import Sequence
+from tandem.workers.engine.base.sequence import RequestState, Sequence
 from tandem.workers.engine.waiting.fairness import FairQueue
 
 Cause = tuple[Blocker, Hashable]
@@ -19,10 +20,12 @@ _NOBODY: dict[Sequence, None] = {}
 
 class WaitingQueue:
     """Queued sequences in the order of `tenants`, blocked ones by cause. Blocked ones count for their tenant, forks
-    only once they are queued."""
+    only once they are queued. Each request is told how long it has waited, and for what."""
 
-    def __init__(self, tenants: FairQueue | None = None) -> None:
+    def __init__(self, tenants: FairQueue | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.tenants = FairQueue() if tenants is None else tenants
+        self._clock = clock
+        self._since_s: dict[Sequence, float] = {}
         self._cause_of: dict[Sequence, Cause] = {}
         self._blocked: dict[Cause, dict[Sequence, None]] = {}
         self._with_adapter: dict[str, dict[Sequence, None]] = {}
@@ -65,6 +68,7 @@ class WaitingQueue:
         assert seq not in self._cause_of, "a blocked sequence is queued"
         self._note_adapter(seq)
         self.tenants.push(seq)
+        self._since_s[seq] = self._clock()
 
     def block(self, seq: Sequence, blocker: Blocker, key: Hashable) -> None:
         """Blocks a new, queued or otherwise blocked sequence."""
@@ -75,6 +79,7 @@ class WaitingQueue:
             self.tenants.block(seq)
             if blocker is not Blocker.ADAPTER:
                 self._note_adapter(seq)
+        self._since_s[seq] = self._clock()
 
     def unblock(self, event: Awaited, only: Callable[[Sequence], bool] | None = None) -> list[Sequence]:
         """Returns the sequences that waited for this, longest first; push(), block() or remove() follows for each.
@@ -101,6 +106,7 @@ class WaitingQueue:
         causes = {seq: cause for cause, blocked in self._blocked.items() for seq in blocked}
         assert causes == self._cause_of, "blocked sequences are miscounted"
         assert all(self._blocked.values()), "a cause without a sequence"
+        assert all(map(self.has, self._since_s)), "a sequence that does not wait is timed"
         for seq in causes:
             assert not self.tenants.is_queued(seq), "a sequence is queued and blocked at once"
 
@@ -111,12 +117,23 @@ class WaitingQueue:
             self._with_adapter.setdefault(seq.adapter, {})[seq] = None
 
     def _clear(self, seq: Sequence) -> None:
-        """Removes its cause and its adapter's entry, if it has them."""
+        """Removes its cause and its adapter's entry, if it has them; what it waited until now is its request's."""
         cause = self._cause_of.pop(seq, None)
+        if (since_s := self._since_s.pop(seq, None)) is not None:
+            _count_wait(seq.state, cause, self._clock() - since_s)
         if cause is not None:
             _discard(self._blocked, cause, seq)
         if seq.adapter is not None:
             _discard(self._with_adapter, seq.adapter, seq)
+
+
+def _count_wait(state: RequestState, cause: Cause | None, seconds: float) -> None:
+    """Adds a wait to those of a request. cause: None for a row and blocks, which is the rest of its time in the
+    queue."""
+    if state.admitted:
+        state.paused_s += seconds
+    elif cause is not None and cause[0] is not Blocker.FORK:
+        state.waited_s[cause[0].value] = state.waited_s.get(cause[0].value, 0.0) + seconds
 
 
 def _discard(groups: dict[K, dict[Sequence, None]], key: K, seq: Sequence) -> None:

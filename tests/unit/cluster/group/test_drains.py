@@ -8,8 +8,7 @@ import pytest
 
 from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.fleet.group_drains import DrainFollower, DrainOrder, order_drain
-from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
-from tandem.cluster.gateway.generation.drains import Drains
+from tandem.cluster.gateway.generation.draining_groups import DrainingGroups, Drains
 from tandem.cluster.group.last_requests import DRAIN_PERIOD_S, SEEN_S, drained, others_serve
 from tandem.cluster.ray_private.node_ends import RayNode
 from tandem.cluster.state.notifications import Announcements

@@ -13,6 +13,7 @@ from tandem.cluster.gateway.app.gateway_log import GatewayLog
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.group import group_log
 from tandem.cluster.group.group_log import GroupLog
+from tandem.workers.engine.base.drafting import DraftStats
 from tandem.workers.engine.base.metric_rows import Histogram
 from tandem.workers.engine.base.stats import AdapterStats, EngineStats
 from tandem.workers.messages.request import Usage
@@ -54,19 +55,21 @@ def test_a_group_says_what_its_engine_did(caplog: pytest.LogCaptureFixture) -> N
     counted = {
         "running": 3, "waiting": 2, "kv_usage": 0.25, "prompt_tokens": 1000, "generation_tokens": 50, "steps": 40,
         "prefix_cache_queries": 1000, "prefix_cache_hits": 500, "adapters": adapters(2, 1),
+        "drafts": DraftStats(10, 40, 30, (10, 20)),
         "rejected": {"queue_full": 2, "invalid": 0}, "finished": {"stop": 1, "length": 0},
     }  # fmt: skip
     first = stats(**counted)
     assert after_10_s(first) == [
         "group g: running 3, waiting 2, KV 25.0%, prompt 100.0 tokens/s, generation 5.0 tokens/s, steps 40, "
-        "prefix hits 50.0%, ended stop=1, refused queue_full=2, adapters loads=2 evictions=1"
+        "prefix hits 50.0%, drafts accepted 75.0%, ended stop=1, refused queue_full=2, adapters loads=2 evictions=1"
     ]
     (still,) = after_10_s(first)
     assert still == "group g: running 3, waiting 2, KV 25.0%, prompt 0.0 tokens/s, generation 0.0 tokens/s, steps 0"
     later = stats(**{**counted, "running": 0, "waiting": 0, "steps": 41, "generation_tokens": 60, "preemptions": 4})
+    later.drafts = DraftStats(12, 50, 31, (11, 20))
     later.finished = {"stop": 4, "length": 0}
     (over,) = after_10_s(later)
-    assert over.endswith("generation 1.0 tokens/s, steps 1, preempted 4, ended stop=3")
+    assert over.endswith("generation 1.0 tokens/s, steps 1, drafts accepted 10.0%, preempted 4, ended stop=3")
     assert after_10_s(later) == []
 
 

@@ -7,8 +7,10 @@ read in its source instead.
 import ast
 import contextvars
 import inspect
+import logging
 import subprocess
 from contextlib import nullcontext
+from dataclasses import fields
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -20,14 +22,18 @@ from ray._private import node as ray_nodes
 from ray._private import parameter, services, state
 from ray._private import worker as ray_worker
 from ray.serve import context as serve_context
-from ray.serve._private import default_impl
+from ray.serve._private import application_state, default_impl
 from ray.serve._private import replica as serve_replica
+from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve._private.handle_options import DynamicHandleOptions, InitHandleOptions
+from ray.serve.context import ReplicaContext
 
 from tandem.cluster.ray_private import local_node
 from tandem.cluster.ray_private.application_state import autoscaling_in_force
 from tandem.cluster.ray_private.ray_facts import gcs_of
 from tandem.cluster.ray_private.replica_end import DRAINING_NAME, EXIT_NAME
+from tandem.cluster.ray_private.replica_logging import SERVES, ReplicaLogging, replica_logging
 from tandem.cluster.ray_private.separate_calls import call_separately
 from tandem.configs.autoscaling import GROUP_SCALING, ScalingGoals, checked_autoscaling, goals_of
 
@@ -69,6 +75,29 @@ def test_the_address_of_gcs(monkeypatch: pytest.MonkeyPatch) -> None:
         None,
     ], why
     assert "canonicalize_bootstrap_address(address, _temp_dir)" in source(ray_worker.init), why
+
+
+def test_logging_config_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "ReplicaContext._deployment_config.logging_config: log files have the form that a Serve file says"
+    assert "_deployment_config" in {field.name for field in fields(ReplicaContext)}, why
+    assert "logging_config" in DeploymentConfig.model_fields, why
+    asked = source(application_state.ApplicationState)
+    assert "deploy_info.deployment_config.logging_config is None" in asked, f"{why}; the application's is put there"
+    assert logging.getLogger(SERVES).name == SERVE_LOGGER_NAME, why
+
+    def read(given: Any) -> ReplicaLogging:
+        config = DeploymentConfig(logging_config=given)
+        monkeypatch.setattr(serve, "get_replica_context", lambda: SimpleNamespace(_deployment_config=config))
+        return replica_logging()
+
+    logger = logging.getLogger(SERVES)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    assert read({"encoding": "JSON", "enable_access_log": False}) == (True, False)
+    assert read({"log_level": "DEBUG"}) == (False, True)
+    assert logger.level == logging.INFO
+    assert read(None) == (False, True)
+    assert logger.level == logging.WARNING, "nobody asked for Serve's line of each call"
+    logger.setLevel(logging.INFO)
 
 
 @pytest.mark.parametrize("name", ["gcs_address", "dead_processes", "kill_all_processes", "get_session_dir_path"])

@@ -2,6 +2,7 @@
 
     LOGS/run-20261127-114500-4711/ or LOGS/serve-0123456789ab/     0700, of one run or one application under Serve
         launcher.log  gateway-ID.log  group-ID.log  rank-ID-0.log  ...  and what was rotated away: X.log.1
+        requests-ID.log    a gateway's lines about requests, which leave its other lines alone when they are many
 
 LOGS is --log-dir, else ~/.local/state/tandem/logs. A process holds a lock on the file that it writes, so that nobody
 removes it. Lines never have prompts, answers or keys. Each process calls open_log() once, at its start; those that
@@ -25,11 +26,13 @@ from typing import Any
 
 import msgspec
 
+from tandem.cluster.logs.line_forms import lines_of
 from tandem.configs.environment import state_folder
-from tandem.configs.schema import LogLevel
+from tandem.configs.schema import LogFormat, LogLevel
 
 LOGGERS = ("tandem", "ray.serve.tandem")
-FORM = "%(asctime)s.%(msecs)03d %(levelname)s %(process)d %(name)s: %(message)s"
+REQUESTS = "tandem.requests"
+"""The logger of lines about requests, which have a file of their own."""
 FILE_BYTES, OLD_FILES = 8 * 2**20, 2
 """Bytes of a file before it is rotated, and how many rotated ones are kept beside it."""
 KEPT_RUNS = 10
@@ -42,12 +45,15 @@ RUN = re.compile(r"run-\d{8}-\d{6}-\d+|serve-[0-9a-f]+")
 
 
 class LogPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The place for the log files of a service. base: None for the user's folder on each machine. run: the folder
-    in it; empty where the service's id names it."""
+    """The place for the log files of a service, and their form. base: None for the user's folder on each machine. run:
+    the folder in it; empty where the service's id names it. has_access_lines: False where Serve is told to write
+    none."""
 
     level: LogLevel = "info"
     base: str | None = None
     run: str = ""
+    form: LogFormat = "text"
+    has_access_lines: bool = True
 
     def folder(self, service_id: str) -> Path:
         return self._base() / (self.run or f"serve-{service_id}")
@@ -56,32 +62,14 @@ class LogPlace(msgspec.Struct, frozen=True, kw_only=True):
         return state_folder() / "logs" if self.base is None else Path(self.base)
 
 
-class LogLines(logging.Formatter):
-    """The form of a line. In Serve's replicas `print`, with which logging itself writes tracebacks, is Serve's, which
-    writes to files the tuple of its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__(FORM, "%Y-%m-%d %H:%M:%S")
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Called by logging. Does not take the traceback's text from another formatter."""
-        if record.exc_info:
-            record.exc_text = None
-        return super().format(record)
-
-    def formatException(self, ei: Any) -> str:
-        """Called by logging for a traceback."""
-        return "".join(traceback.format_exception(*ei)).rstrip("\n")
-
-
 class LogFile(RotatingFileHandler):
     """A handler whose file is locked for as long as it is written. Crashes of the interpreter go to the newest file,
     however often it was rotated, and so do lines of a process that was forked from the one that rotated it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, form: LogFormat = "text") -> None:
         self._crashes: int | None = None
         super().__init__(path, maxBytes=FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8")
-        self.setFormatter(LogLines())
+        self.setFormatter(lines_of(form))
 
     def take_crashes(self) -> None:
         """Has the interpreter write where it was when it crashes: by a descriptor, which it keeps as a number."""
@@ -168,11 +156,11 @@ def run_name() -> str:
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
-def open_log(folder: Path, name: str, level: LogLevel) -> LogFile:
+def open_log(folder: Path, name: str, level: LogLevel, form: LogFormat = "text") -> LogFile:
     """Sends what this process logs, from this level on, to NAME.log in the folder, which is made; a crash of the
     interpreter too. Removes old runs beside it, and old files in it. OSError when it cannot be written."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handler = LogFile(folder / f"{name}.log")
+    handler = LogFile(folder / f"{name}.log", form)
     for each in LOGGERS:
         logging.getLogger(each).addHandler(handler)
     logging.getLogger("tandem").setLevel(level.upper())
@@ -180,6 +168,16 @@ def open_log(folder: Path, name: str, level: LogLevel) -> LogFile:
     with suppress(OSError):  # others may do the same
         remove_old(folder)
     return handler
+
+
+def open_requests_log(folder: Path, name: str, form: LogFormat = "text") -> None:
+    """Sends this process's lines about requests to NAME.log in the folder, and to no other file, whatever the level of
+    other lines is. OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    logger = logging.getLogger(REQUESTS)
+    logger.addHandler(LogFile(folder / f"{name}.log", form))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def remove_old(folder: Path) -> None:

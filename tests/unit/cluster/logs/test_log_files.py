@@ -10,16 +10,29 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from ray._common.formatters import JSONFormatter
 
 from tandem.cluster.cli.verbs.serve import open_log_of_run
-from tandem.cluster.process import log_files
+from tandem.cluster.logs import log_files
+from tandem.cluster.logs.log_files import (
+    FILE_BYTES,
+    KEPT_RUNS,
+    LOGGERS,
+    OLD_FILES,
+    REQUESTS,
+    LogPlace,
+    is_written,
+    open_log,
+    open_requests_log,
+)
 from tandem.cluster.process.exit_watch import ExitWatch, ended_words
-from tandem.cluster.process.log_files import FILE_BYTES, KEPT_RUNS, LOGGERS, OLD_FILES, LogPlace, is_written, open_log
 from tandem.cluster.wire.service_facts import ServiceFacts, open_log_of
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import LogSettings
@@ -31,9 +44,11 @@ log = logging.getLogger("tandem.test")
 def handlers() -> Iterator[None]:
     """Takes away what a test adds to the loggers."""
     factory = logging.getLogRecordFactory()
-    before = {name: (list(logging.getLogger(name).handlers), logging.getLogger(name).level) for name in LOGGERS}
+    names = (*LOGGERS, REQUESTS)
+    before = {name: (list(logging.getLogger(name).handlers), logging.getLogger(name).level) for name in names}
     yield
     logging.setLogRecordFactory(factory)
+    logging.getLogger(REQUESTS).propagate = True
     for name, (kept, level) in before.items():
         logger = logging.getLogger(name)
         for handler in set(logger.handlers) - set(kept):
@@ -52,6 +67,53 @@ def test_a_process_writes_a_private_file_of_its_own_from_a_level_on(tmp_path: Pa
     assert [line.partition(": ")[2] for line in lines] == ["shown", "shown too"]
     assert f"INFO {os.getpid()} tandem.test" in lines[0]
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+
+
+def test_lines_as_json_are_an_object_each(tmp_path: Path) -> None:
+    """Their names are those of Ray's own JSON; what is given as `extra` is fields, a traceback one of them."""
+    open_log(tmp_path / "run", "group-a", "debug", "json")
+    began_s = time.time()
+    log.info("two\nlines of %s", '"words"')
+    log.warning("with fields", extra={"request_id": "r1", "tokens": 3, "path": Path("/x")})
+    try:
+        raise KeyError("missing")
+    except KeyError:
+        log.exception("it failed")
+    first, second, third = map(json.loads, (tmp_path / "run" / "group-a.log").read_text().splitlines())
+    assert first.keys() == {
+        *("asctime", "levelname", "message", "name", "filename", "lineno", "process", "timestamp_ns")
+    }
+    said = JSONFormatter().format(logging.makeLogRecord({"msg": "x"}))
+    assert {*json.loads(said)} - {"timestamp_ns"} <= first.keys(), "Ray has no other words"
+    assert first["message"] == 'two\nlines of "words"' and first["levelname"] == "INFO"
+    assert (first["name"], first["filename"], first["process"]) == ("tandem.test", "test_log_files.py", os.getpid())
+    assert began_s <= first["timestamp_ns"] / 1e9 <= time.time()
+    assert datetime.fromisoformat(first["asctime"]).timestamp() == pytest.approx(began_s, abs=5)
+    assert (second["request_id"], second["tokens"], second["path"]) == ("r1", 3, "/x")
+    assert third["exc_text"].startswith("Traceback") and third["exc_text"].endswith("KeyError: 'missing'")
+
+
+def test_messages_of_exceptions_are_hidden_in_json_too(tmp_path: Path) -> None:
+    place = LogPlace(base=str(tmp_path), form="json")
+    open_log_of(ServiceFacts(single_node=True, device="cpu", logs=place), "gateway-a")
+    try:
+        json.loads("my secret plan")
+    except ValueError:
+        log.exception("request %s failed", "r1")
+    (file,) = tmp_path.rglob("gateway-a.log")
+    (line,) = file.read_text().splitlines()
+    assert "secret" not in line and "JSONDecodeError" in json.loads(line)["exc_text"]
+
+
+def test_lines_about_requests_are_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """So that many of them push none of the others out; --log-level is for the others."""
+    open_log(tmp_path / "run", "gateway-a", "warning")
+    open_requests_log(tmp_path / "run", "requests-a")
+    logging.getLogger(REQUESTS).info("an answer")
+    log.info("hidden")
+    assert (tmp_path / "run" / "requests-a.log").read_text().endswith("tandem.requests: an answer\n")
+    assert (tmp_path / "run" / "gateway-a.log").read_text() == ""
+    assert is_written(tmp_path / "run" / "requests-a.log")
 
 
 def test_a_traceback_is_whole_where_print_is_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +196,7 @@ def test_the_last_runs_are_kept_and_none_that_a_process_writes(tmp_path: Path) -
     other = tmp_path / "not a run"
     other.mkdir()
     oldest = tmp_path / "run-20260101-000000-0"
-    script = "import sys; from pathlib import Path; from tandem.cluster.process.log_files import LogFile; "
+    script = "import sys; from pathlib import Path; from tandem.cluster.logs.log_files import LogFile; "
     script += "handler = LogFile(Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", script, str(oldest / "launcher.log")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
@@ -191,7 +253,7 @@ def test_a_crash_of_the_interpreter_is_in_the_file(tmp_path: Path) -> None:
     script = f"""
 import ctypes, logging
 from pathlib import Path
-from tandem.cluster.process.log_files import open_log
+from tandem.cluster.logs.log_files import open_log
 open_log(Path({str(tmp_path)!r}) / "run", "rank-g-0", "info")
 ctypes.string_at(0)
 """
@@ -205,7 +267,7 @@ def test_a_crash_behind_rotations_is_in_the_newest_file(tmp_path: Path) -> None:
     script = f"""
 import ctypes, logging
 from pathlib import Path
-from tandem.cluster.process import log_files
+from tandem.cluster.logs import log_files
 log_files.FILE_BYTES = 300
 log_files.open_log(Path({str(tmp_path)!r}) / "run", "rank-g-0", "info")
 for i in range(40):
@@ -226,7 +288,7 @@ def test_a_forked_process_writes_behind_what_was_rotated_meanwhile(tmp_path: Pat
     script = f"""
 import logging, os
 from pathlib import Path
-from tandem.cluster.process import log_files
+from tandem.cluster.logs import log_files
 log_files.FILE_BYTES = 300
 log_files.open_log(Path({str(tmp_path)!r}) / "run", "launcher", "info")
 log = logging.getLogger("tandem.launcher")

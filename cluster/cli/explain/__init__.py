@@ -1,0 +1,1 @@
+"""The verb `explain`, and its words."""

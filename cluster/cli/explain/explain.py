@@ -1,0 +1,43 @@
+"""`tandem explain`: where the time of one request went."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tandem.cluster.cli.client.running_service import on_endpoint
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from tandem.cluster.cli.client.endpoint import Endpoint
+
+
+@on_endpoint
+def explain(
+    service: "AbstractContextManager[Endpoint]",
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id: x-request-id of its answer.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record itself, as JSON.")] = False,
+) -> None:
+    """Say why a request took as long as it did.
+
+    Each gateway remembers the last requests that have ended, thousands of them, until it ends itself. Where the service
+    has an admin key, --api-key must be one.
+    """
+    from urllib.parse import quote
+
+    import msgspec
+
+    from tandem.cluster.cli.client.endpoint import EndpointError
+    from tandem.cluster.cli.explain.explanation import explanation
+    from tandem.cluster.gateway.records.request_record import RequestRecord
+
+    with service as endpoint:
+        found = endpoint.get(f"/admin/requests/{quote(request_id, safe='')}")
+    if as_json:
+        typer.echo(found)
+        return
+    try:
+        record = msgspec.json.decode(found, type=RequestRecord)
+    except msgspec.DecodeError as error:
+        raise EndpointError(f"{endpoint.url} sent what is no record of a request: {error}") from error
+    typer.echo("\n".join(explanation(record)))

@@ -1,0 +1,1 @@
+"""Records of requests that have ended, and the lines that are written about them."""

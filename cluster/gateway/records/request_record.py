@@ -1,0 +1,66 @@
+"""RequestRecord: what is known of a request once it has ended: counts, names and times, never texts or keys."""
+
+from typing import Any
+
+import msgspec
+
+from tandem.workers.messages.course import Course
+
+
+class GroupAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One dispatch of a prompt to a group. Seconds count from the request's arrival at the gateway."""
+
+    group: str  # empty: none is known to have had it
+    sent_s: float
+    begun_s: float | None = None  # the gateway heard that it has a row; None: it never did
+    ended_s: float
+    why: str = ""  # code of the refusal or loss after which another group had it; empty: none had
+    course: Course | None = None  # what the group says of it; None: it was lost, or refused it
+
+
+class PromptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One prompt of a request."""
+
+    prompt_tokens: int
+    n: int = 1
+    attempts: list[GroupAttempt] = []
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request. Seconds count from its arrival at the gateway."""
+
+    request_id: str  # as the client has it, in x-request-id
+    time_s: float  # wall clock of its arrival
+    tenant: str = ""  # empty: it had no valid key
+    model: str = ""  # as it is served; empty: none was found
+    adapter: str | None = None
+    outcome: str  # stop, length, abort, error or rejected
+    status: int | None = None  # of the error that ended it
+    code: str | None = None  # the same
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt's
+    completion_tokens: int = 0
+    first_token_s: float | None = None
+    duration_s: float
+    ready_s: float | None = None  # its body was read and its prompts tokenized
+    admitted_s: float | None = None  # its tenant's limits let it pass
+    num_prompts: int = 0
+    prompts: list[PromptRecord] = []  # the first ones
+    gateway: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of its line, in order."""
+        fields: dict[str, Any] = {"request_id": self.request_id, "outcome": self.outcome}
+        optional = {
+            "status": self.status,
+            "code": self.code,
+            "tenant": self.tenant or None,
+            "model": self.model or None,
+            "adapter": self.adapter,
+        }
+        fields |= {name: value for name, value in optional.items() if value is not None}
+        for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+            fields[name] = getattr(self, name)
+        if self.first_token_s is not None:
+            fields["first_token_s"] = round(self.first_token_s, 6)
+        return fields | {"duration_s": round(self.duration_s, 6)}
