@@ -138,8 +138,8 @@ def load_clients_section() -> str:
     return f"""## Load clients
 
 `make bench-client` runs `tandem bench serve` and the client of vLLM 0.33 with the same flags and seeds, so the same
-prompts at the same times, in turns. Here both load a service that answers by the clock (`--paced`), the first token after
-{truth["median_ttft_ms"]:.0f} ms and then one every {truth["median_tpot_ms"]:.0f} ms, since other work took up to
+prompts at the same times, in turns. Here both load a service that answers by the clock (`--paced`), the first token
+after {truth["median_ttft_ms"]:.0f} ms and then one every {truth["median_tpot_ms"]:.0f} ms, since other work took up to
 {percent(max(run["other_cpu"] for run in runs))} of the machine: medians of {options["pairs"]} pairs of
 {options["num_prompts"]} requests.
 
