@@ -248,6 +248,12 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     reasoning_parser: ReasoningParser | None = None  # how it writes its thinking; None: that is content
     response_store_ttl_s: int = 3600  # how long one can be named as previous_response_id; 0: none is stored
     response_store_bytes: int = 32 * 2**20  # of one tenant's stored ones, compressed
+    idempotency_ttl_s: int = 3600  # how long an Idempotency-Key is known; 0: none is taken
+    # Files and batches
+    files_ttl_s: int = 30 * 86400  # how long a file is kept; 0: there are neither files nor batches
+    max_file_bytes: int = 512 * 2**20  # 413
+    files_bytes: int = 2 * 2**30  # of one tenant's files together (413)
+    max_batch_lines: int = 50_000
 
     @property
     def is_local(self) -> bool:

@@ -34,7 +34,8 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "serving",
         "conversation",
         "openai",
-        "anthropic responses scoring admin ui",
+        "anthropic responses scoring admin ui files idempotency",
+        "batches",
         "app",
     ),
     "workers": (

@@ -109,6 +109,8 @@ def _gateway_families() -> tuple[list[Shown], list[Shown]]:
     metrics.generation_began()
     metrics.generation_ended("stop", 1.0)
     metrics.response_stored("stored")
+    metrics.batch_ended("completed")
+    metrics.batch_line("output")
     for waited_s in (None, 1.0):
         metrics.text_worked("t", 1.0, waited_s=waited_s)
     metrics.tenant_billed("t", Mock(spec=Usage, prompt_tokens=1, cached_tokens=1, completion_tokens=1))

@@ -57,8 +57,15 @@ def rest_page() -> str:
 def _route_row(spec: RouteSpec, document: Mapping[str, Any]) -> str:
     path = spec.path.replace(":path}", "}")
     body = document["paths"][path][spec.method.lower()].get("requestBody")
-    shown = "" if body is None else type_words(body["content"]["application/json"]["schema"])
+    shown = "" if body is None else _body_words(body["content"])
     return f"| `{spec.method} {path}` | {KEYS[spec.level]} | {cell(spec.summary)} | {shown} |\n"
+
+
+def _body_words(content: Mapping[str, Any]) -> str:
+    """Words for a body: its type, or the fields of a form."""
+    if (form := content.get("multipart/form-data")) is not None:
+        return f"form: {', '.join(f'`{name}`' for name in form['schema']['properties'])}"
+    return type_words(content["application/json"]["schema"])
 
 
 def _section(name: str, schema: Mapping[str, Any]) -> Iterator[str]:

@@ -291,3 +291,65 @@ def response_events(tenant: str, response_id: str) -> str:
 
 
 RESPONSES_TOTAL = "@total"
+
+
+def files(tenant: str) -> str:
+    """Sorted set of a tenant's files by the end of their life (ms of the server's clock), those that are still written
+    too. TTL: the longest of their lives. Owner: gateways (cluster/gateway/files/file_store.py)."""
+    return f"tandem:files:{{{tenant}}}"
+
+
+def file_sizes(tenant: str) -> str:
+    """Hash of a tenant's files to their bytes, not compressed, and of FILES_TOTAL to the sum. TTL as files(). Owner:
+    gateways."""
+    return f"tandem:files:{{{tenant}}}:sizes"
+
+
+def file_record(tenant: str, file_id: str) -> str:
+    """FileRecord (msgpack) of a file that is whole. TTL: its life, --files-ttl at most. Owner: the gateway that took
+    it, or that ran its batch."""
+    return f"tandem:files:{{{tenant}}}:record:{file_id}"
+
+
+def file_data(tenant: str, file_id: str) -> str:
+    """Hash of the pieces of a file, by number from 0, compressed. TTL as file_record(). Owner: as its."""
+    return f"tandem:files:{{{tenant}}}:data:{file_id}"
+
+
+FILES_TOTAL = "@total"
+
+
+def batches(tenant: str) -> str:
+    """Sorted set of a tenant's batches by the end of their life (ms of the server's clock). TTL as batch(). Owner:
+    gateways (cluster/gateway/batches/batch_store.py)."""
+    return f"tandem:batches:{{{tenant}}}"
+
+
+def batch(tenant: str, batch_id: str) -> str:
+    """Hash of a batch: BatchFacts (msgpack), its status, the times of its statuses, counts of lines. TTL --files-ttl,
+    and its completion window as long as it is not over. Owner: the gateway that has its lease."""
+    return f"tandem:batches:{{{tenant}}}:batch:{batch_id}"
+
+
+def batch_rows(tenant: str, batch_id: str) -> str:
+    """Hash of the output rows of a batch that is not over, by the number of their line, compressed. TTL as batch().
+    Owner: the gateway that has its lease."""
+    return f"tandem:batches:{{{tenant}}}:rows:{batch_id}"
+
+
+def batch_lease(tenant: str, batch_id: str) -> str:
+    """The gateway that runs a batch. PX 10 s, renewed every 2 s. Owner: that gateway."""
+    return f"tandem:batches:{{{tenant}}}:lease:{batch_id}"
+
+
+def idempotency(tenant: str, digest: str) -> str:
+    """Hash of a request with an Idempotency-Key, by SHA-256 of the key: digest of the request, its nonce, who answers
+    it and until when that is certain, then its answer, compressed. TTL --idempotency-ttl. Owner: gateways
+    (cluster/gateway/idempotency/key_store.py)."""
+    return f"tandem:idempotency:{{{tenant}}}:{digest}"
+
+
+def live_batches(model: str) -> str:
+    """Sorted set of the batches of a base model that are not over, TENANT/ID by the time of their creation (s). No TTL:
+    desired state. Owner: gateways."""
+    return f"tandem:live-batches:{model}"

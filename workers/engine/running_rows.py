@@ -15,7 +15,7 @@ from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
 from tandem.workers.engine.blocks.kept_tables import KeptTable, KeptTables
 from tandem.workers.engine.transfers.lower_tiers import LowerTiers
 from tandem.workers.engine.waiting.admission_rule import AdmissionRule
-from tandem.workers.engine.waiting.least_share import gives_way
+from tandem.workers.engine.waiting.least_share import gives_way, latest_idle
 from tandem.workers.engine.waiting.row_shares import HeldBlocks
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 from tandem.workers.messages.step import RowInit
@@ -187,9 +187,13 @@ class RunningRows:
     # ---- who gives way ----
 
     def make_way(self) -> None:
-        """Preempts sequences of tenants that have more rows than their share, for queued ones of tenants that lack rows
-        of theirs. All rows are taken."""
+        """Preempts idle work for queued sequences that are none; then, for queued ones of tenants that lack rows of
+        their share, sequences of tenants that have more than theirs. All rows are taken."""
         tenants = self._waiting.tenants
+        for _ in range(tenants.num_urgent):
+            if (idle := latest_idle(self.sequences, self._waiting.peek())) is None:
+                break
+            self.preempt(idle, keeps_blocks=self._may_keep(idle))
         if not tenants.shares.is_shared:
             return
         self.charge_all()
@@ -216,11 +220,17 @@ class RunningRows:
         """Preempts sequences of tenants that have more blocks than their share, for the first in the queue, until it
         has those that it lacks."""
         manager, tenants = self._manager, self._waiting.tenants
-        if not tenants.shares.is_shared:
+        has_idle = latest_idle(self.sequences, first) is not None
+        if not tenants.shares.is_shared and not has_idle:
             return
         need = manager.cost(len(first.tokens), manager.match_prefix(first.table, first.tokens))
         missing = need + self.reserve - manager.pool.num_allocatable - manager.pool.num_pending
         if missing <= 0:
+            return
+        while missing > 0 and (idle := latest_idle(self.sequences, first)) is not None:
+            missing -= _num_blocks(idle)
+            self.preempt(idle)
+        if not tenants.shares.is_shared:
             return
         self.charge_all()
         while missing > 0 and (taker := tenants.claims(first, need, blocks := self._held_blocks())) is not None:

@@ -162,6 +162,10 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return is_url(self.source)
 
 
+IDLE_PRIORITY: Final = 2**31 - 1
+"""The last priority, of work for idle rows: one that has it gives its row to any other request that finds none."""
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Request for `sampling.n` choices of one prompt, or for its embedding."""
 

@@ -5,45 +5,27 @@ included. The output is appended to as answers come, and an interrupted run cont
 """
 
 import asyncio
-import codecs
 import json
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
-from tandem.cluster.gateway.serving.json_body import parse_object
-from tandem.configs.errors import SettingsError
-from tandem.configs.schema import GatewaySettings
-from tandem.workers.messages.errors import RequestRefused
-
-URLS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/responses",
-    "/v1/score",
-    "/v1/rerank",
-    "/score",
-    "/rerank",
-    "/v2/rerank",
+from tandem.cluster.gateway.batches.batch_lines import (
+    BatchLine,
+    CustomIds,
+    LineAnswer,
+    LineCutter,
+    answer_row,
+    parse_line,
+    problem_row,
 )
-"""Routes that batches may ask for; one that this version's gateway does not have answers 404."""
+from tandem.configs.errors import SettingsError
+
 ASGIApp = Callable[..., Any]
-_MAX_DEPTH = GatewaySettings().max_json_depth + 1
-"""The nesting of a line, which has a body in it."""
-
-
-class BatchLine(NamedTuple):
-    """One line of the input. problem: the reason why it cannot be sent, else None."""
-
-    number: int
-    custom_id: str | None
-    url: str
-    body: bytes
-    problem: str | None
+UNBOUNDED = 2**63
+"""Bytes of a line: the gateway's own limit is that of its body."""
 
 
 def read_lines(path: Path) -> list[BatchLine]:
@@ -53,35 +35,9 @@ def read_lines(path: Path) -> list[BatchLine]:
         data = path.read_bytes()
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error}", "-i") from error
-    given = enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1)
-    lines = [parse_line(number, line) for number, line in given if line.strip()]
-    first: dict[str, int] = {}
-    for at, line in enumerate(lines):
-        if line.custom_id is not None and first.setdefault(line.custom_id, line.number) != line.number:
-            problem = f"line {line.number}: custom_id {line.custom_id!r} is line {first[line.custom_id]}'s"
-            lines[at] = line._replace(problem=problem)
-    return lines
-
-
-def parse_line(number: int, line: bytes) -> BatchLine:
-    """Parses one line: {"custom_id", "method", "url", "body"}. An error goes into `problem`."""
-    try:
-        value = parse_object(line, _MAX_DEPTH)
-    except RequestRefused as error:
-        return BatchLine(number, None, "", b"", f"line {number} is not JSON as requests have it: {error}")
-    custom_id, url, body = value.get("custom_id"), value.get("url"), value.get("body")
-    problem = None
-    if not isinstance(custom_id, str):
-        custom_id, problem = None, f"line {number} has no custom_id"
-    elif value.get("method", "POST") != "POST":
-        problem = f"method {value['method']!r} is not POST"
-    elif url not in URLS:
-        problem = f"url {url!r} is not one of {', '.join(URLS)}"
-    elif not isinstance(body, dict):
-        problem = "body is not a JSON object"
-    elif body.get("stream"):
-        problem = "stream is not for batches"
-    return BatchLine(number, custom_id, str(url), json.dumps(body).encode(), problem)
+    cutter, ids = LineCutter(UNBOUNDED), CustomIds()
+    given = [*cutter.feed(data), *cutter.end()]
+    return [ids.checked(parse_line(number, line)) for number, line in given if line is not None]
 
 
 def lines_left(lines: list[BatchLine], finished: frozenset[str]) -> list[BatchLine]:
@@ -97,14 +53,15 @@ def read_finished(path: Path) -> frozenset[str]:
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     try:
-        rows = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
+        texts = [line for line in whole.split(b"\n") if line.strip()]
+        rows = [json.loads(line) for line in texts]
         kept = [row for row in rows if succeeded(row)]
         finished = frozenset(str(row["custom_id"]) for row in kept)
     except (ValueError, LookupError, TypeError) as error:
         raise SettingsError(f"{path} exists and is not the output of run-batch", "-o") from error
     if len(whole) != len(data) or len(kept) != len(rows):
         partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(row_text(row) for row in kept), encoding="utf-8", newline="\n")
+        partial.write_bytes(b"".join(text + b"\n" for text, row in zip(texts, rows, strict=True) if succeeded(row)))
         partial.replace(path)
     return finished
 
@@ -114,43 +71,47 @@ def succeeded(row: Mapping[str, Any]) -> bool:
     return row["response"] is not None and row["response"]["status_code"] == 200
 
 
-def row_text(row: Mapping[str, Any]) -> str:
-    """Returns an output row as one line. Half of a character, which only an escape can write, stays an escape."""
-    text = json.dumps(row, ensure_ascii=False) + "\n"
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def in_order(path: Path, lines: list[BatchLine]) -> None:
+    """Puts the rows of an output file into the order of the input. Rows without a custom_id, and those of lines whose
+    custom_id an earlier one has, stand last, as they were written."""
+    place: dict[str, int] = {}
+    for line in lines:
+        if line.custom_id is not None:
+            place.setdefault(line.custom_id, line.number)
+    rows = [text for text in path.read_bytes().split(b"\n") if text]
+    seen: set[str] = set()
+
+    def at(text: bytes) -> float:
+        name = json.loads(text)["custom_id"]
+        if name is None or name in seen:
+            return float("inf")
+        seen.add(name)
+        return place.get(name, float("inf"))
+
+    ordered = path.with_name(path.name + ".partial")
+    ordered.write_bytes(b"".join(text + b"\n" for text in sorted(rows, key=at)))
+    ordered.replace(path)
 
 
-def record(line: BatchLine, answer: httpx.Response | None) -> dict[str, Any]:
-    """The output row of a line, in OpenAI's format, with the fields that were ignored. answer: None for a line that
-    cannot be sent."""
-    error = None
-    response: dict[str, Any] | None = None
-    if line.problem is not None or answer is None:
-        error = {"code": "invalid_value", "message": line.problem}
-    else:
-        request_id = answer.headers.get("x-request-id", "")
-        response = {"status_code": answer.status_code, "request_id": request_id, "body": answer.json()}
-        if names := answer.headers.get("x-tandem-ignored"):
-            response["ignored"] = names.split(", ")
-    return {
-        "id": f"batch_req_{uuid.uuid4().hex}",
-        "custom_id": line.custom_id,
-        "response": response,
-        "error": error,
-    }
+def _answer(response: httpx.Response) -> LineAnswer:
+    names = response.headers.get("x-tandem-ignored")
+    request_id = response.headers.get("x-request-id", "")
+    return LineAnswer(response.status_code, request_id, response.content, tuple(names.split(", ")) if names else ())
 
 
-async def run_lines(app: ASGIApp, lines: list[BatchLine], at_once: int) -> AsyncIterator[dict[str, Any]]:
-    """Yields output rows in the order in which lines finish. At most `at_once` requests are in flight."""
+async def run_lines(app: ASGIApp, lines: list[BatchLine], at_once: int) -> AsyncIterator[tuple[bytes, bool]]:
+    """Yields output rows in the order in which lines finish, and whether each succeeded. At most `at_once` requests
+    are in flight."""
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", trust_env=False)
     free = asyncio.Semaphore(at_once)
     headers = {"content-type": "application/json"}
 
-    async def one(line: BatchLine) -> dict[str, Any]:
+    async def one(line: BatchLine) -> tuple[bytes, bool]:
         if line.problem is not None:
-            return record(line, None)
+            return problem_row(line), False
         async with free:
-            return record(line, await client.post(line.url, content=line.body, headers=headers))
+            response = await client.post(line.url, content=line.body, headers=headers)
+            return answer_row(line, _answer(response)), response.status_code == 200
 
     tasks = [asyncio.create_task(one(line)) for line in lines]
     try:

@@ -170,7 +170,7 @@ class _Place:
         """Finds it by --base-url, by --host and --port, or as the newest service of this user here, if one runs.
         SettingsError for flags that contradict each other or name no address."""
         url = _address(target).rstrip("/").removesuffix("/v1")
-        key = target.api_key or variable("OPENAI_API_KEY")
+        key = target.api_key or variable("OPENAI_API_KEY")  # $TANDEM_API_KEY is the flag
         key = None if key is None else read_secret(key, "--api-key")
         certificate = certificate_of(url)
         files = ClientFiles(target.ssl_certfile, target.ssl_keyfile, target.ssl_ca_certs)

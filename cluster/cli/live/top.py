@@ -45,7 +45,10 @@ def top(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, a line for each interval.")] = False,
 ) -> None:
-    """Follow a running service: queues, tokens a second, KV, adapters, tenants. Ctrl-C ends it."""
+    """Follow a running service until Ctrl-C.
+
+    Shows groups, their queues, tokens a second, KV, adapters and tenants.
+    """
     if app is not None and url is not None:
         raise SettingsError("a service is named by --url or by --app, not by both", "--app")
     if not interval >= SHORTEST_S:

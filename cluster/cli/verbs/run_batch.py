@@ -39,6 +39,11 @@ OF_A_SERVICE = frozenset(
         "enable_force_include_usage",
         "response_store_ttl",
         "response_store_bytes",
+        "idempotency_ttl",
+        "files_ttl",
+        "max_file_bytes",
+        "files_bytes",
+        "max_batch_lines",
         "state_dir",
         "usage_days",
         "usage_rows",
@@ -64,8 +69,8 @@ def run_batch(
 ) -> None:
     """Answer all requests of a batch file offline.
 
-    The same command continues a run that was interrupted, and tries lines again that failed. Answers come in the order
-    in which they end; custom_id tells them apart.
+    The same command continues a run that was interrupted, and tries lines again that failed. Rows are written as
+    requests end, and stand in the order of the input once all have.
     """
     from tandem.cluster.deploy.resolved_settings import resolve_settings
 
@@ -86,14 +91,7 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
     from tqdm import tqdm
 
     from tandem.cluster.adapters.build_adapters import open_adapter_service
-    from tandem.cluster.cli.batch.batch_files import (
-        lines_left,
-        read_finished,
-        read_lines,
-        row_text,
-        run_lines,
-        succeeded,
-    )
+    from tandem.cluster.cli.batch.batch_files import in_order, lines_left, read_finished, read_lines, run_lines
     from tandem.cluster.cli.batch.local_dispatch import LocalDispatch
     from tandem.cluster.gateway.app import wiring
     from tandem.cluster.gateway.app.routes import build_gateway_app
@@ -104,7 +102,7 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
     engine = offline_settings(settings.engine)
     adapters = await open_adapter_service(settings, None, "")
     try:
-        out = output_file.open("a", encoding="utf-8", newline="\n")
+        out = output_file.open("ab")
     except OSError as error:
         raise SettingsError(f"{output_file} cannot be written: {error.strerror}", "-o") from error
     with out, tqdm(total=len(lines), initial=len(lines) - len(left), unit="request", desc="batch") as bar:
@@ -114,12 +112,13 @@ async def _run(settings: ServiceSettings, input_file: Path, output_file: Path) -
             accounts = wiring.build_accounts(settings.gateway, open_port=False)
             context = wiring.build_context(settings, dispatch, accounts, metrics, adapters=adapters)
             app = build_gateway_app(text, accounts, context)
-            async for row in run_lines(app, left, at_once=4 * engine.scheduler.max_num_seqs):
+            async for row, has_succeeded in run_lines(app, left, at_once=4 * engine.scheduler.max_num_seqs):
                 if not dispatch.ready():
                     raise GroupLost(f"the engine stopped; the same command continues {output_file}")
-                out.write(row_text(row))
+                out.write(row + b"\n")
                 out.flush()
-                failed += not succeeded(row)
+                failed += not has_succeeded
                 bar.update()
+    in_order(output_file, lines)
     say(f"{len(left)} requests run, {len(lines) - len(left)} done before, {failed} failed")
     return failed

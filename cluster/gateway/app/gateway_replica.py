@@ -40,14 +40,18 @@ from tandem.cluster.gateway.app.wiring import (
     build_context,
     build_metrics,
     build_text_services,
+    model_names,
     use_settings,
 )
+from tandem.cluster.gateway.batches.batch_runner import BatchRunner
+from tandem.cluster.gateway.batches.batch_wiring import batch_runner, open_batches
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.gateway.generation.serve_dispatch import ServeDispatch
 from tandem.cluster.gateway.http.draining import LAST_WORDS_S, LEAVING_S
 from tandem.cluster.gateway.http.gateway_metrics import Together
 from tandem.cluster.gateway.http.http_server import HttpLimits, QuietServer, make_server
 from tandem.cluster.gateway.http.tls import server_context
+from tandem.cluster.gateway.idempotency.key_store import KeyStore
 from tandem.cluster.gateway.records.request_log import open_request_lines
 from tandem.cluster.gateway.records.request_records import RequestRecords
 from tandem.cluster.gateway.responses.response_store import ResponseStore
@@ -61,6 +65,7 @@ from tandem.cluster.scaling.scaling_watch import ScalingReport, ScalingWatch, wr
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Changes
 from tandem.cluster.state.redis_client import RedisUnavailable
+from tandem.cluster.tenants.tenant import DEFAULT_TENANT
 from tandem.cluster.wire.identity import Membership
 from tandem.cluster.wire.serve_proxy import check_open
 from tandem.cluster.wire.service_facts import (
@@ -111,6 +116,7 @@ class Gateway:
         self._fleet = FleetView(self._redis, facts.service_id, reseed=self._reseed, on_emptied=self._tenants.tell_again)
         self._adapters: AdapterService | None = None
         self._heartbeat: GatewayHeartbeat | None = None
+        self._batches: BatchRunner | None = None
         self._server: QuietServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
@@ -223,7 +229,20 @@ class Gateway:
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Builds the app; Serve calls it once, after the constructor."""
-        app = build_gateway_app(self._text, self._accounts, self._context, self._response_store())
+        batches = open_batches(self._settings.gateway, self._redis, model_names(self._settings)[0], self._id)
+        stores = self._response_store(), batches, self._key_store()
+        app = build_gateway_app(self._text, self._accounts, self._context, *stores)
+        self._batches = batch_runner(
+            self._settings,
+            batches,
+            app.state.line_handlers,
+            self._text,
+            self._context,
+            lambda: self._leaving.begun,
+            self._is_tenant,
+        )
+        if self._batches is not None:
+            self._background.append(asyncio.get_running_loop().create_task(self._batches.run(), name="batches"))
         app.router.lifespan_context = self._drained_first(app.router.lifespan_context)
         self._spare_the_loop()
         if self._facts.open_port:
@@ -241,6 +260,10 @@ class Gateway:
         collections = QuietCollections(lambda: self._text.workers.is_busy)
         collections.begin()
         self._background.append(asyncio.get_running_loop().create_task(collections.run(), name="garbage"))
+
+    def _key_store(self) -> KeyStore | None:
+        ttl_s = self._settings.gateway.idempotency_ttl_s
+        return KeyStore(self._redis, ttl_s) if ttl_s else None
 
     def _response_store(self) -> ResponseStore | None:
         gateway = self._settings.gateway
@@ -349,6 +372,8 @@ class Gateway:
             task.cancel()
         self._hung_groups.close()
         await self._changes.close()
+        if self._batches is not None:
+            await self._batches.close(LAST_WORDS_S)
         await self._dispatch.close()
         if self._adapters is not None:
             await self._adapters.adapters.save()
@@ -428,6 +453,11 @@ class Gateway:
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[listener]), name="http server"
         )
+
+    def _is_tenant(self, name: str) -> bool:
+        """Returns False for a tenant that was removed, as far as this gateway knows."""
+        tenants = self._tenants.directory
+        return name == DEFAULT_TENANT or name in tenants.tenants or not tenants.is_certain
 
     def _most_adapters(self, tenant: str) -> int | None:
         """Returns how many adapters a tenant may have; RequestRefused when there is no such tenant."""

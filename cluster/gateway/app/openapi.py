@@ -34,12 +34,26 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 TAGS = {
     "Text generation": ("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages"),
     "Embeddings and scores": ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
+    "Files and batches": ("/v1/files", "/v1/batches"),
     "Models and tokens": ("/v1/models", "/tokenize", "/detokenize", "/tokenizer_info"),
     "Administration": ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache"),
     "State of the service": ("/livez", "/ping", "/health", "/readyz", "/version", "/load", "/metrics"),
     "Pages": ("/",),
 }
 """Headings of the reference, and beginnings of the paths below each; the first that fits counts."""
+FORMS: dict[str, dict[str, Any]] = {
+    "/v1/files": {
+        "type": "object",
+        "required": ["purpose", "file"],
+        "properties": {
+            "purpose": {"const": "batch"},
+            "file": {"type": "string", "format": "binary"},
+            "expires_after[anchor]": {"const": "created_at"},
+            "expires_after[seconds]": {"type": "integer"},
+        },
+    }
+}
+"""Schemas of bodies that are forms."""
 CREATES = {("POST", "/admin/tenants")}
 """Routes that answer 201 in place of 200."""
 REFUSALS = {
@@ -77,6 +91,9 @@ def openapi_document(
         operation = _operation(path, method, level, summary, errors.get(path, ErrorBody))
         if (body := known.get(path)) is not None and method in ("POST", "PATCH"):
             operation["requestBody"] = {"required": True, "content": _json_of(body)}
+        if path in FORMS and method == "POST":
+            form = {"multipart/form-data": {"schema": FORMS[path]}}
+            operation["requestBody"] = {"required": True, "content": form}
         paths.setdefault(shown, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",

@@ -5,7 +5,7 @@ handler to the services that it takes; a call adds the request and its principal
 contract's shape. Next, for a chat: openai/chat_completions.py.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -23,6 +23,12 @@ from tandem.cluster.gateway.anthropic.anthropic_errors import ANTHROPIC_API, Ant
 from tandem.cluster.gateway.anthropic.messages_body import CountTokensBody, MessagesBody
 from tandem.cluster.gateway.app import probes
 from tandem.cluster.gateway.app.openapi import openapi_document
+from tandem.cluster.gateway.batches import batch_routes
+from tandem.cluster.gateway.batches.batch_lines import ENDPOINTS
+from tandem.cluster.gateway.batches.batch_records import BatchBody
+from tandem.cluster.gateway.batches.batch_routes import Batches
+from tandem.cluster.gateway.batches.line_calls import LineHandler
+from tandem.cluster.gateway.files import file_routes
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Authenticator, AuthLevel, Principal, check_level, sent_authorization
 from tandem.cluster.gateway.http.draining import Draining
@@ -30,6 +36,8 @@ from tandem.cluster.gateway.http.error_answers import ROUTE_LIST, on_tandem_erro
 from tandem.cluster.gateway.http.gateway_metrics import Scrapes
 from tandem.cluster.gateway.http.middleware import RequestMiddleware
 from tandem.cluster.gateway.http.origins import Origins
+from tandem.cluster.gateway.idempotency.key_store import KeyStore
+from tandem.cluster.gateway.idempotency.keyed_requests import HEADER, KeyedRequests
 from tandem.cluster.gateway.openai.chat_completions import chat_completions
 from tandem.cluster.gateway.openai.completions import completions
 from tandem.cluster.gateway.openai.embeddings import embeddings
@@ -57,10 +65,15 @@ GENERATING = {
     *(*SCORE, *RERANK),
 }
 """Paths whose POST is a request to the groups, with a request line when it has ended."""
+KEYED = (*ENDPOINTS, *SCORE, *RERANK, "/v1/messages", "/v1/batches")
+"""Paths whose POST heeds an Idempotency-Key."""
 SHUTDOWN_S = 10.0
+NO_BATCHES = Batches(None, None)
+"""Stands for those of a gateway that keeps no files."""
 BODIES: dict[str, type[Struct]] = {
     "/v1/responses": ResponsesBody,
     "/v1/responses/input_tokens": ResponsesBody,
+    "/v1/batches": BatchBody,
     "/v1/messages": MessagesBody,
     **dict.fromkeys(SCORE, ScoreBody),
     **dict.fromkeys(RERANK, RerankBody),
@@ -90,13 +103,19 @@ class RouteSpec(NamedTuple):
 
 
 def route_table(
-    text: TextServices, accounts: Accounts, context: GatewayContext, store: ResponseStore | None = None
+    text: TextServices,
+    accounts: Accounts,
+    context: GatewayContext,
+    store: ResponseStore | None = None,
+    batches: Batches = NO_BATCHES,
 ) -> tuple[RouteSpec, ...]:
-    """All routes but the OpenAPI document's, which is made of them. store: None where responses are not stored."""
+    """All routes but the OpenAPI document's, which is made of them. store: None where responses are not stored.
+    batches: with the files."""
     key, admin, metrics, none = AuthLevel.API_KEY, AuthLevel.ADMIN, AuthLevel.METRICS, AuthLevel.OPEN
     serving = (text, context)
     made = BackgroundResponses(store, context)
     tenants = (text, accounts)
+    files = batches.files
     return (
         RouteSpec("POST", "/v1/chat/completions", key, partial(chat_completions, *serving)),
         RouteSpec("POST", "/v1/completions", key, partial(completions, *serving)),
@@ -111,6 +130,15 @@ def route_table(
         RouteSpec("POST", "/v1/embeddings", key, partial(embeddings, *serving)),
         RouteSpec("GET", "/v1/models", key, partial(models, *serving)),
         RouteSpec("GET", "/v1/models/{model:path}", key, partial(model, *serving)),
+        RouteSpec("POST", "/v1/files", key, partial(file_routes.upload_file, files, context)),
+        RouteSpec("GET", "/v1/files", key, partial(file_routes.list_files, files)),
+        RouteSpec("GET", "/v1/files/{file_id}", key, partial(file_routes.show_file, files)),
+        RouteSpec("DELETE", "/v1/files/{file_id}", key, partial(file_routes.delete_file, files)),
+        RouteSpec("GET", "/v1/files/{file_id}/content", key, partial(file_routes.file_content, files)),
+        RouteSpec("POST", "/v1/batches", key, partial(batch_routes.create_batch, *serving, batches)),
+        RouteSpec("GET", "/v1/batches", key, partial(batch_routes.list_batches, batches)),
+        RouteSpec("GET", "/v1/batches/{batch_id}", key, partial(batch_routes.show_batch, batches)),
+        RouteSpec("POST", "/v1/batches/{batch_id}/cancel", key, partial(batch_routes.cancel_batch, batches, context)),
         *(RouteSpec("POST", path, key, partial(score_routes.score, *serving)) for path in SCORE),
         *(RouteSpec("POST", path, key, partial(score_routes.rerank, *serving)) for path in RERANK),
         RouteSpec("GET", "/tokenizer_info", key, partial(tokenizer_info, text)),
@@ -140,10 +168,21 @@ def route_table(
     )
 
 
+def line_handlers(specs: Iterable[RouteSpec]) -> dict[str, LineHandler]:
+    """The handlers of the routes that lines of batches may ask for, by path."""
+    return {spec.path: spec.handler for spec in specs if spec.method == "POST" and spec.path in ENDPOINTS}
+
+
 def build_gateway_app(
-    text: TextServices, accounts: Accounts, context: GatewayContext, store: ResponseStore | None = None
+    text: TextServices,
+    accounts: Accounts,
+    context: GatewayContext,
+    store: ResponseStore | None = None,
+    batches: Batches = NO_BATCHES,
+    keys: KeyStore | None = None,
 ) -> FastAPI:
-    """The ASGI app over the services. Its lifespan ends their tasks and threads. store: as in route_table()."""
+    """The ASGI app over the services. Its lifespan ends their tasks and threads. store, batches: as in route_table().
+    keys: None where no Idempotency-Key is taken. Its state has line_handlers, for who runs batches."""
     lifespan = _lifespan(text, context)
     app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
@@ -160,10 +199,12 @@ def build_gateway_app(
         access_log=context.access_log,
         on_record=context.records.add,
     )
-    specs = route_table(text, accounts, context, store)
+    specs = route_table(text, accounts, context, store, batches)
+    keyed = KeyedRequests(text, context, keys)
+    app.state.line_handlers = line_handlers(specs)
     document = RouteSpec("GET", ROUTE_LIST, AuthLevel.OPEN, _document_handler(specs))
     for spec in specs if text.settings.disable_fastapi_docs else (*specs, document):
-        endpoint = _endpoint(spec, accounts.auth, context.draining)
+        endpoint = _endpoint(spec, accounts.auth, context.draining, keyed)
         app.router.routes.append(Route(spec.path, endpoint, methods=[spec.method]))
     return app
 
@@ -180,8 +221,11 @@ def _lifespan(text: TextServices, context: GatewayContext) -> Callable[[FastAPI]
     return lifespan
 
 
-def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(
+    spec: RouteSpec, auth: Authenticator, draining: Draining, keyed: KeyedRequests
+) -> Callable[[Request], Awaitable[Response]]:
     """The route's ASGI endpoint, which authenticates before the body is read."""
+    takes_keys = spec.method == "POST" and spec.path in KEYED
 
     async def endpoint(request: Request) -> Response:
         if request.scope["path"].endswith("/") and spec.path != "/":
@@ -193,6 +237,8 @@ def _endpoint(spec: RouteSpec, auth: Authenticator, draining: Draining) -> Calla
             request.scope["tandem.tenant"] = principal.tenant
         if spec.method == "POST" and spec.level is not AuthLevel.OPEN:
             draining.check()
+        if takes_keys and HEADER in request.headers:
+            return await keyed.answer(spec.handler, request, principal)
         return await spec.handler(request, principal)
 
     endpoint.__doc__ = spec.description

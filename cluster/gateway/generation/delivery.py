@@ -69,6 +69,7 @@ class Delivery(Response):
     sent; it may not take long.
     """
 
+    _scope: Scope
     _leaving: Aside[None]
     _timer: asyncio.TimerHandle
 
@@ -103,6 +104,7 @@ class Delivery(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer. Returns early when the client leaves or stops reading."""
         writer = EventWriter(send, self._context.clock)
+        self._scope = scope
         try:
             async with self._limit:
                 await self._watched(receive, send, writer)
@@ -182,6 +184,7 @@ class Delivery(Response):
                 raise
             if not isinstance(error, TandemError):
                 log.exception("request %s failed in its stream", self._generation.parts[0].request.request_id)
+            self._scope["tandem.failed"] = True
             await writer.finish(style.closing(error))
             return
         await writer.finish(style.closing(None))

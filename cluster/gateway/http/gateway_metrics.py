@@ -110,6 +110,13 @@ class GatewayMetrics:
         self._e2e = histogram("gateway_request", text, E2E_BUCKETS)
         text = "Answers of /v1/responses that were to be stored: stored, too_large or failed."
         self._responses_stored = counter("responses_stored", text, "model_name", "outcome")
+        text = "Batches of /v1/batches that ended in this gateway, by how: completed, failed, expired or cancelled."
+        self._batches = counter("batches", text, "model_name", "outcome")
+        text = "Lines of batches that got their rows in this gateway: in the output, or among the errors."
+        self._batch_lines = counter("batch_lines", text, "model_name", "file")
+        text = "Lines of batches that run in this gateway."
+        lines = Gauge(f"{prefix}:batch_lines_running", text, ("model_name",), registry=registry)
+        self._lines_running = lines.labels(model_name)
         text = "CPU seconds of parsing, rendering and tokenizing, on threads or at once on the event loop."
         self._text_seconds = counter("gateway_text_seconds", text, "model_name", "place")
         self._text_queue = histogram("gateway_text_queue", "How long text work waited for a thread.", TTFT_BUCKETS)
@@ -136,6 +143,18 @@ class GatewayMetrics:
     def response_stored(self, outcome: str) -> None:
         """Counts an answer that was to be stored. outcome: stored, too_large or failed."""
         self._responses_stored.labels(self._model_name, outcome).inc()
+
+    def batch_ended(self, outcome: str) -> None:
+        """Counts a batch. outcome: its last status."""
+        self._batches.labels(self._model_name, outcome).inc()
+
+    def batch_line(self, file: str) -> None:
+        """Counts a line of a batch that has its row. file: output or errors."""
+        self._batch_lines.labels(self._model_name, file).inc()
+
+    def lines_running(self, change: int) -> None:
+        """Counts lines of batches that begin, and those that end."""
+        self._lines_running.inc(change)
 
     def first_token(self, after_s: float) -> None:
         self._ttft.observe(after_s)

@@ -22,6 +22,8 @@ from tandem.cluster.gateway.http.error_answers import error_json
 from tandem.cluster.gateway.http.middleware import MAX_HEADER_BYTES, headers_too_large
 from tandem.workers.messages.errors import RequestRefused
 
+FILES_PATH = "/v1/files"
+"""The route whose bodies may be larger than one that a gateway holds."""
 OTHER_FILES = 512
 """Files that a gateway has open beside its clients' connections: links to groups and to Redis, Ray's, logs."""
 
@@ -29,13 +31,14 @@ OTHER_FILES = 512
 @dataclass(frozen=True)
 class HttpLimits:
     """head_s: from a connection's start, or a request's first byte, to the end of its headers; also for a TLS
-    handshake. body_s: between two reads of a body; body_total_s: for all of it. linger_*: what a refused client may
-    still send while it reads why. connections: that are open at a time."""
+    handshake. body_s: between two reads of a body; body_total_s: for all of it, file_total_s: of one that is a file.
+    linger_*: what a refused client may still send while it reads why. connections: that are open at a time."""
 
     head_bytes: int = MAX_HEADER_BYTES
     head_s: float = 10.0
     body_s: float = 60.0
     body_total_s: float = 600.0
+    file_total_s: float = 3600.0
     linger_s: float = 2.0
     linger_bytes: int = 2**20
     connections: int = 8192
@@ -182,11 +185,15 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer()
             return
         limits = self.limits
-        due_s = min(self._last_read_s + limits.body_s, self._phase_began_s + limits.body_total_s)
+        total_s = limits.file_total_s if self._takes_file() else limits.body_total_s
+        due_s = min(self._last_read_s + limits.body_s, self._phase_began_s + total_s)
         if self._in_head or self.loop.time() >= due_s:
             self.transport.close()
         else:
             self._timer = self.loop.call_at(due_s, self._on_timer)
+
+    def _takes_file(self) -> bool:
+        return not self._in_head and self.scope["path"] == FILES_PATH
 
     def _done(self) -> bool:
         return self._refused or self.transport.is_closing()

@@ -67,7 +67,7 @@ class RequestMiddleware:
             ids.append((api.id_header, request_id))
         status: int | None = None
         began_s = time.monotonic()
-        body = self._bodies.of_request()
+        body = scope["tandem.body"] = self._bodies.of_request()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

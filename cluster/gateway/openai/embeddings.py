@@ -2,7 +2,6 @@
 
 import base64
 import struct
-import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -79,7 +78,7 @@ async def embeddings(text: TextServices, context: GatewayContext, request: Reque
     body, size = await received(text, request, principal, partial(read_embedding, settings=text.settings))
     with ExitStack() as held:
         model = held_model(text, context, body.model, principal, held)
-        posted, name = Posted(request, principal, body, size, began_s), f"embd-{uuid.uuid4().hex}"
+        posted, name = Posted(request, principal, body, size, began_s), f"embd-{text.random_ids()}"
         pool = _pool_of(text, body)
         parts = await text.workers.run(principal.tenant, size, _parts, text, context, posted, model, name, pool)
         head: dict[str, Any] = {"id": name, "created": int(context.wall_clock())}

@@ -1,6 +1,5 @@
 """POST /v1/score and /v1/rerank: pairs of texts, each prompt an engine request of its own."""
 
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -76,7 +75,7 @@ async def _answer(
     prefix: str,
     worded: Worded,
 ) -> Response:
-    body, principal, name = posted.body, posted.principal, f"{prefix}{uuid.uuid4().hex}"
+    body, principal, name = posted.body, posted.principal, f"{prefix}{text.random_ids()}"
     scorer = scorer_of(text, body)
     if body.use_activation is not None and text.judge is None:
         ignored_fields(posted.request).note("use_activation", "use_activation is of models that judge pairs.")

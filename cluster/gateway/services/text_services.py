@@ -6,6 +6,7 @@ inside the objects it points to.
 
 import secrets
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,6 +52,10 @@ class TextServices:
     judge: PairJudge | None = None
     # the seed of a request that gives none
     random_seed: Callable[[], int] = lambda: secrets.randbits(63)
+    # the hexadecimal part of an answer's id
+    random_ids: Callable[[], str] = lambda: uuid.uuid4().hex
+    # the number of a request's first attempt, above those of a gateway that may have sent it before
+    first_attempt: int = 0
 
     def __post_init__(self) -> None:
         assert self.model_names, "a service has a model name"

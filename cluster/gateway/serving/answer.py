@@ -3,7 +3,6 @@
 Next: generation/generation.py, which the answer starts.
 """
 
-import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 def answer_head(text: TextServices, context: GatewayContext, prefix: str, model: str) -> AnswerHead:
-    return AnswerHead(f"{prefix}{uuid.uuid4().hex}", int(context.wall_clock()), model, text.fingerprint)
+    return AnswerHead(f"{prefix}{text.random_ids()}", int(context.wall_clock()), model, text.fingerprint)
 
 
 def includes_usage(body: CommonBody) -> bool:

@@ -54,6 +54,7 @@ def _requests(
     name: str,
     work: Sequence[PromptWork],
     pool: Pool | None,
+    attempt: int,
 ) -> list[GenerationRequest]:
     """Makes the requests of one HTTP request to the groups."""
     request, principal, body = posted.request, posted.principal, posted.body
@@ -63,6 +64,7 @@ def _requests(
     return [
         GenerationRequest(
             request_id=name if len(work) == 1 else f"{name}-{number}",
+            attempt=attempt,
             prompt_token_ids=one.token_ids,
             sampling=one.sampling,
             adapter=model.adapter,
@@ -90,7 +92,7 @@ def request_parts(
 ) -> list[RequestPart]:
     """Makes the parts of one HTTP request, for each prompt one. name: the answer's id; those of the parts are unique
     even when x-request-id is not."""
-    requests = _requests(context, posted, model, name, work, pool)
+    requests = _requests(context, posted, model, name, work, pool, text.first_attempt)
     return [
         RequestPart(
             request=request,

@@ -20,8 +20,12 @@ import psutil
 from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.gateway.app.interpreter import give_way_soon
+from tandem.cluster.gateway.batches.batch_routes import Batches
+from tandem.cluster.gateway.batches.batch_store import BatchStore
+from tandem.cluster.gateway.files.file_store import FileStore
 from tandem.cluster.gateway.http.auth import StaticKeys, TenantKeys
 from tandem.cluster.gateway.http.http_server import HttpLimits, make_server
+from tandem.cluster.gateway.idempotency.key_store import KeyStore
 from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.state.redis_client import RequestClient
 from tandem.cluster.tenants.directory import TenantDirectory
@@ -57,6 +61,10 @@ async def full_gateway(adapter_root: Path, **more: Any) -> AsyncIterator[Rig]:
             adapters=adapters,
             adapter_roots=(str(adapter_root),),
             store=lambda tasks: ResponseStore(redis, tasks, ttl_s=60, max_bytes=10**6),
+            batches=Batches(
+                FileStore(redis, ttl_s=3600, max_file_bytes=10**6, max_bytes=10**7), BatchStore(redis, MODEL, "g")
+            ),
+            keys=KeyStore(redis, 60),
             **more,
         ) as rig:
             yield rig

@@ -15,8 +15,9 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from tandem.cluster.gateway.app.routes import build_gateway_app
+from tandem.cluster.gateway.app.routes import NO_BATCHES, build_gateway_app
 from tandem.cluster.gateway.app.wiring import static_keys
+from tandem.cluster.gateway.batches.batch_routes import Batches
 from tandem.cluster.gateway.generation.dispatch import Dispatch
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.quarantine import Quarantine
@@ -24,6 +25,7 @@ from tandem.cluster.gateway.http.auth import Authenticator
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.gateway.http.text_workers import TextWorkers
+from tandem.cluster.gateway.idempotency.key_store import KeyStore
 from tandem.cluster.gateway.responses.response_store import ResponseStore
 from tandem.cluster.gateway.services.accounts import Accounts
 from tandem.cluster.gateway.services.text_services import TextServices, extra_stop_token_ids
@@ -164,10 +166,12 @@ async def gateway(
     engine_eos_token_ids: frozenset[int] = frozenset({EOS}),
     text: dict[str, Any] | None = None,
     store: Callable[[TaskOwner], ResponseStore] | None = None,
+    batches: Batches = NO_BATCHES,
+    keys: KeyStore | None = None,
     **more: Any,
 ) -> AsyncIterator[Rig]:
-    """A Rig; on leaving, nothing may be left running. text: of TextServices, store: makes that of responses,
-    more: of GatewayContext."""
+    """A Rig; on leaving, nothing may be left running. text: of TextServices, store: makes that of responses, batches:
+    with the files, keys: of Idempotency-Key, more: of GatewayContext."""
     backend = backend if backend is not None else FakeBackend(eos_token_ids=frozenset({EOS}))
     settings = settings or GatewaySettings()
     tokenizer = make_tokenizer(defaults)
@@ -189,7 +193,8 @@ async def gateway(
         **(text or {}),
     )
     context = make_context(settings, backend, accounts, metrics, **more)
-    app = build_gateway_app(services, accounts, context, store(context.tasks) if store is not None else None)
+    responses = store(context.tasks) if store is not None else None
+    app = build_gateway_app(services, accounts, context, responses, batches, keys)
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         rig = Rig(app, services, accounts, context, backend, ledger, client)

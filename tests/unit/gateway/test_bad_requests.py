@@ -16,7 +16,7 @@ from tests.unit.gateway.listener import (
 )
 
 NOBODY = {"authorization": "Bearer sk-of-nobody"}
-KEYS = [ADMIN_HEADERS] * 6 + [USER_HEADERS] * 2 + [NOBODY, {}]
+KEYS = [ADMIN_HEADERS] * 5 + [USER_HEADERS] * 3 + [NOBODY, {}]
 
 
 @pytest.mark.hypothesis

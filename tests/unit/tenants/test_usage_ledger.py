@@ -297,6 +297,22 @@ async def test_a_gateway_killed_between_journal_and_redis_leaves_each_row_once(
     await books.close()
 
 
+async def test_a_request_that_was_run_again_is_billed_whoever_writes_first(
+    redis: BackgroundClient, tmp_path: Path
+) -> None:
+    """The journal of the gateway that was lost says so of the same id, before or after."""
+    for number, first in enumerate(("client_lost", "stop"), 1):
+        books = [ledger(redis, tmp_path, f"g{number}-{gateway}") for gateway in range(2)]
+        for own, terminal in zip(books, (first, "stop" if first == "client_lost" else "client_lost"), strict=True):
+            own.accepted(opening(number))
+            await own.settle(outcome(number, terminal=terminal))
+            await own.send()
+        for own in books:
+            await own.close()
+    rows = await read_usage(redis, "acme", NOW_S - 1, NOW_S + 1)
+    assert [(row.id, row.terminal, row.completion_tokens) for row in rows] == [("r1", "stop", 2), ("r2", "stop", 4)]
+
+
 async def test_the_journal_of_a_living_gateway_is_its_own(redis: BackgroundClient, tmp_path: Path) -> None:
     clock = Clock()
     living, other = ledger(redis, tmp_path, "living"), ledger(redis, tmp_path, "other", clock)

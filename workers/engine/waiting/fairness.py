@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from tandem.workers.engine.base.sequence import Sequence
+from tandem.workers.engine.waiting.least_share import is_idle_work
 from tandem.workers.engine.waiting.row_shares import HeldBlocks, QueuedTenant, RowShares
 
 
@@ -39,7 +40,7 @@ class FairQueue:
         self._weights: dict[str, float] = {}
         self._heap: list[tuple[float, int, QueuedTenant]] = []
         self._waiting: dict[Sequence, int | None] = {}
-        self._num_queued = 0
+        self._num_queued = self._num_idle = 0
         self._num_tokens = 0
         self._idle_level = 0.0
         self._last: QueuedTenant | None = None
@@ -55,6 +56,7 @@ class FairQueue:
         self._waiting[seq] = len(seq.tokens)
         self._num_tokens += len(seq.tokens)
         self._num_queued += 1
+        self._num_idle += is_idle_work(seq)
         self.shares.note(tenant)
         if not tenant.listed:
             tenant.listed = True
@@ -76,13 +78,20 @@ class FairQueue:
     def peek(self) -> Sequence | None:
         """Returns the next of the queued sequences."""
         tenant = self._first()
-        if tenant is not None and len(self._heap) > 1 and self.shares.are_enough:
+        if 0 < self._num_idle < self._num_queued:
+            tenant = min(self._with_urgent(), key=self._place)
+        elif tenant is not None and len(self._heap) > 1 and self.shares.are_enough:
             tenant = min(self._queued(), key=self._place)
         return None if tenant is None else tenant.queue.peek()
 
     def __len__(self) -> int:
         """The number of queued sequences."""
         return self._num_queued
+
+    @property
+    def num_urgent(self) -> int:
+        """Queued sequences that are not for idle rows only."""
+        return self._num_queued - self._num_idle
 
     def has(self, seq: Sequence) -> bool:
         """Returns whether a sequence waits, queued or blocked."""
@@ -136,11 +145,16 @@ class FairQueue:
         if not self.shares.is_shared or (first := self._first()) is None:
             return []
         queued = sorted(self._queued(), key=self._place) if self.shares.are_enough else [first]
+        if self._num_idle:
+            urgent = list(self._with_urgent())
+            queued = [tenant for tenant in queued if tenant in urgent]
         return [(tenant, lacking) for tenant in queued if (lacking := self.shares.num_lacking(tenant)) > 0]
 
     def claims(self, first: Sequence, num_blocks: int, blocks: HeldBlocks) -> QueuedTenant | None:
         """Returns the tenant of the first in the queue, which lacks so many blocks, if these are within its share."""
         tenant = self._tenant(first.tenant)
+        if is_idle_work(first):
+            return None
         return tenant if self.shares.is_shared and self.shares.may_claim(tenant, num_blocks, blocks) else None
 
     def holding(self, seq: Sequence, blocks: HeldBlocks) -> float:
@@ -215,6 +229,7 @@ class FairQueue:
         queued = [tokens for tokens in self._waiting.values() if tokens is not None]
         assert self._num_queued == len(queued) == sum(len(tenant.queue) for tenant in self._tenants.values())
         assert self._num_tokens == sum(queued)
+        assert self._num_idle == sum(is_idle_work(seq) for seq, tokens in self._waiting.items() if tokens is not None)
         assert len(self._heap) == sum(tenant.listed for tenant in self._tenants.values())
         self.shares.check_invariants(self._tenants.values())
 
@@ -246,6 +261,7 @@ class FairQueue:
             self._waiting[seq] = None
             self._num_tokens -= tokens
             self._num_queued -= 1
+            self._num_idle -= is_idle_work(seq)
             self.shares.note(tenant)
 
     def _lift(self, tenant: QueuedTenant, level: float) -> None:
@@ -255,6 +271,14 @@ class FairQueue:
 
     def _queued(self) -> Iterator[QueuedTenant]:
         return (tenant for _, _, tenant in self._heap if len(tenant.queue))
+
+    def _with_urgent(self) -> Iterator[QueuedTenant]:
+        """The tenants whose next sequence is not for idle rows only."""
+        return (
+            tenant
+            for tenant in self._queued()
+            if (first := tenant.queue.peek()) is not None and not is_idle_work(first)
+        )
 
     def _place(self, tenant: QueuedTenant) -> tuple[float, int]:
         return self.shares.standing(tenant), tenant.number

@@ -1,13 +1,16 @@
-"""The running sequence that gives way to a tenant that lacks a row, or blocks, of its share.
+"""The running sequence that gives way to one that waits.
 
-Without this a tenant whose long answers hold all rows or blocks keeps others waiting until one of them ends. Called by
-RunningRows when a tenant lacks rows, or the first in the queue blocks.
+Work of the last priority, which is for idle rows, gives way to all others, of whatever tenant, and stands behind them
+in the queue. Then, to a tenant that lacks a row, or blocks, of its share, the tenants that have more than theirs:
+without this one whose long answers hold all rows or blocks keeps others waiting until one of them ends. Called by
+FairQueue, and by RunningRows when rows or blocks are lacking.
 """
 
 from collections.abc import Iterable
 
 from tandem.workers.engine.base.sequence import Sequence
 from tandem.workers.engine.waiting.row_shares import HeldBlocks, QueuedTenant, RowShares
+from tandem.workers.messages.request import IDLE_PRIORITY
 
 
 def gives_way(
@@ -20,3 +23,15 @@ def gives_way(
     if giver is None:
         return None
     return max((seq for seq in running if seq.tenant == giver.name), key=lambda seq: seq.order)
+
+
+def is_idle_work(seq: Sequence) -> bool:
+    """Returns whether a sequence is for idle rows only."""
+    return seq.order[0] >= IDLE_PRIORITY
+
+
+def latest_idle(running: Iterable[Sequence], first: Sequence | None) -> Sequence | None:
+    """Returns the running idle work to preempt for the first in the queue, if that is none itself."""
+    if first is None or is_idle_work(first):
+        return None
+    return max(filter(is_idle_work, running), key=lambda seq: seq.order, default=None)

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tandem.cluster.cli.batch.batch_files import lines_left, parse_line, read_finished, read_lines, record
+from tandem.cluster.cli.batch.batch_files import in_order, lines_left, read_finished, read_lines
 from tandem.cluster.cli.verbs.run_batch import NOT_OFFLINE, run_batch
+from tandem.cluster.gateway.batches.batch_lines import LineAnswer, answer_row, parse_line
 from tandem.configs.errors import SettingsError
 from tandem.configs.options import OPTIONS
 from tests.support.verbs import run_verb_here
@@ -61,13 +61,15 @@ def test_answers_errors_and_resumption(tmp_path: Path) -> None:
     assert len(target.read_text().splitlines()) == len(answers) == 6
     assert answers["more"]["body"]["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
     assert [answers[name]["status_code"] for name in ("sum", "bad", "auto", "r")] == [200, 400, 200, 200]
+    assert list(answers) == ["sum", "bad", "more", "auto", "r", None], "in the order of the input"
 
 
 def test_a_row_names_what_was_ignored() -> None:
     line = parse_line(1, chat_line("a", "hi").encode())
-    for headers, ignored in (({}, None), ({"x-tandem-ignored": "store, messages[].id"}, ["store", "messages[].id"])):
-        row = record(line, httpx.Response(200, json={}, headers=headers))
-        assert row["response"].get("ignored") == ignored
+    for names in ((), ("messages[].id", "store")):
+        row = json.loads(answer_row(line, LineAnswer(200, "r", b'{"a": "\\ud83d"}', names)))
+        assert row["response"].get("ignored") == (list(names) or None)
+        assert row["response"]["body"] == {"a": "\ud83d"}, "half of a character, which only an escape can write"
 
 
 @pytest.mark.parametrize("flag", ["--port", "--redis-url", "--data-parallel-size"])
@@ -139,6 +141,16 @@ def test_only_rows_that_succeeded_stay(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_finished(path) == {"fine"}
     assert [json.loads(line)["custom_id"] for line in path.read_text().splitlines()] == ["fine"]
+
+
+def test_rows_stand_in_the_order_of_the_input(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join([chat_line("a", "x"), "not json", chat_line("a", "y"), chat_line("b", "z")]))
+    rows = [("b", 200), (None, 0), ("a", 200), ("of an earlier input", 200), ("a", 0)]
+    target.write_text("".join(json.dumps({"custom_id": name, "n": n}) + "\n" for name, n in rows))
+    in_order(target, read_lines(source))
+    found = [(row["custom_id"], row["n"]) for row in map(json.loads, target.read_text().splitlines())]
+    assert found == [("a", 200), ("b", 200), (None, 0), ("of an earlier input", 200), ("a", 0)]
 
 
 def test_every_flag_that_changes_answers_is_taken() -> None:

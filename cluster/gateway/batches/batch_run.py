@@ -1,0 +1,372 @@
+"""One batch in the gateway that has its lease: its lines are counted, run on idle rows, and written as files.
+
+Nothing is held but a piece of the file, the lines that run, and 16 bytes for each custom_id. While Redis is away rows
+wait in memory and no line begins. When the gateway leaves, the lines that run end as requests do, and another gateway
+goes on; when it dies, those run again there.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from tandem.cluster.gateway.batches.batch_lines import (
+    LINE_OVERHEAD,
+    BatchLine,
+    CustomIds,
+    LineAnswer,
+    LineCutter,
+    answer_row,
+    parse_line,
+    problem_row,
+)
+from tandem.cluster.gateway.batches.batch_records import StoredBatch
+from tandem.cluster.gateway.batches.batch_store import BatchPlace, BatchStore, LeaseLost
+from tandem.cluster.gateway.batches.idle_rows import IdleRows
+from tandem.cluster.gateway.batches.line_calls import LineHandler, TryAgain, answer_line, on_idle_rows
+from tandem.cluster.gateway.files.file_store import FileGone, FileStore, FileWriter
+from tandem.cluster.gateway.generation.gateway_context import GatewayContext
+from tandem.cluster.gateway.services.text_services import TextServices
+from tandem.cluster.gateway.serving.received import PARSED_FASTER
+from tandem.cluster.state.redis_client import RedisUnavailable
+from tandem.workers.messages.errors import RequestRefused
+
+log = logging.getLogger("tandem.gateway")
+T = TypeVar("T")
+RENEW_S = 2.0
+AGAIN_S = 1.0
+"""Pause between two tries of what Redis could not take."""
+ROWS_AT_ONCE = 8
+"""Rows that are read together while files are written."""
+OUTPUT, ERRORS = "output", "errors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchServices:
+    """Services that all batches of a gateway share. handlers: by url. max_lines: of a file. is_leaving: this one
+    goes. is_tenant: there is a tenant of this name."""
+
+    store: BatchStore
+    files: FileStore
+    text: TextServices
+    context: GatewayContext
+    handlers: Mapping[str, LineHandler]
+    idle: IdleRows
+    max_lines: int
+    is_leaving: Callable[[], bool]
+    is_tenant: Callable[[str], bool] = lambda name: True
+
+
+class BatchRun:
+    """One batch, whose lease this gateway has: run() once."""
+
+    def __init__(self, services: BatchServices, batch: StoredBatch) -> None:
+        self._services = services
+        self._store = services.store
+        self._batch = batch
+        self._facts = batch.facts
+        self._place = BatchPlace(batch.facts.tenant, batch.facts.id)
+        self._lease = services.store.lease(self._place)
+        self._left = asyncio.Event()  # lines that run are given up
+        self._over = asyncio.Event()
+        self._is_lost = self._is_doubtful = False
+        self._status = batch.status
+        self._is_full = False
+        self._again_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+
+    async def run(self) -> None:
+        """Goes on with the batch until it is over, this gateway leaves, or another one has the lease."""
+        renewing = asyncio.create_task(self._renew_always(), name=f"lease of {self._place.id}")
+        try:
+            await self._work()
+        except LeaseLost:
+            log.warning("batch %s goes on in another gateway", self._place.id)
+        except FileGone:
+            await self._fail("input_file_gone", "The input file was deleted, or has expired.")
+        finally:
+            self._left.set()
+            self._over.set()  # no cancellation: one that meets a call to Redis may be lost
+            await asyncio.gather(renewing, *self._tasks, return_exceptions=True)
+            with suppress(RedisUnavailable):
+                await self._lease.release()
+
+    async def _work(self) -> None:
+        if self._status == "validating":
+            await self._validate()
+        if self._status == "in_progress" and not await self._run_lines():
+            return
+        if self._status in ("finalizing", "cancelling"):
+            await self._write_files()
+
+    # ---- validating ----
+
+    async def _validate(self) -> None:
+        """Counts the lines."""
+        total = 0
+        async with aclosing(self._lines()) as lines:
+            async for _ in lines:
+                total += 1
+                if self._is_halted():
+                    return
+        if not 0 < total <= self._services.max_lines:
+            limit = self._services.max_lines
+            text = f"The file has {total} lines, above the limit of {limit} (--max-batch-lines)."
+            await self._fail("too_many_lines" if total else "empty_file", text if total else "The file has no lines.")
+            return
+        await self._move("in_progress", {"total": total})
+        log.info("batch %s of %s begins: %d lines", self._place.id, self._place.tenant, total)
+
+    async def _fail(self, code: str, message: str) -> None:
+        error = {"code": code, "message": message, "line": None, "param": "input_file_id"}
+        await self._move("failed", {"errors": msgspec.json.encode([error])})
+
+    async def _lines(self) -> AsyncGenerator[tuple[int, bytes | None]]:
+        """The lines of the input, each with its number; None for one that is longer than a request may be."""
+        services = self._services
+        try:
+            record = await services.files.get(self._place.tenant, self._facts.input_file_id)
+        except RequestRefused as refusal:
+            if refusal.status == 404:
+                raise FileGone from None
+            raise LeaseLost from None  # Redis is away: whoever sees it again goes on
+        cutter = LineCutter(services.text.settings.max_body_bytes + LINE_OVERHEAD)
+        for number in range(record.pieces):
+            at = number
+            piece = await self._patiently(lambda: services.files.piece(self._place.tenant, record, at))  # noqa: B023
+            for line in cutter.feed(piece):
+                yield line
+        for line in cutter.end():
+            yield line
+
+    # ---- in progress ----
+
+    async def _run_lines(self) -> bool:
+        """Runs the lines that have no row. True once all have one, or the batch is cancelled."""
+        done = set(await self._patiently(lambda: self._store.numbers(self._place)))
+        if done:
+            log.info("batch %s goes on here: %d lines have their answers", self._place.id, len(done))
+        ids = CustomIds()
+        async with aclosing(self._lines()) as lines:
+            async for number, text in lines:
+                line = ids.checked(await self._parsed(number, text))
+                if number not in done and not await self._begin(line):
+                    break
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+        if self._error is not None:
+            raise self._error
+        if self._is_lost:
+            raise LeaseLost
+        if self._status == "cancelling":
+            return True
+        if self._services.is_leaving():
+            return False
+        ends_as = "expired" if self._is_expired() else "completed"
+        await self._move("finalizing", {"ends_as": ends_as})
+        return True
+
+    async def _parsed(self, number: int, text: bytes | None) -> BatchLine:
+        endpoint, services = self._facts.endpoint, self._services
+        if text is None:
+            limit = services.text.settings.max_body_bytes
+            return BatchLine(number, None, "", b"", f"line {number} has more than {limit} bytes, the most of a request")
+        size = len(text) // PARSED_FASTER
+        change = on_idle_rows(endpoint)
+        return await services.text.workers.run(
+            self._place.tenant, size, lambda: parse_line(number, text, (endpoint,), change)
+        )
+
+    async def _begin(self, line: BatchLine) -> bool:
+        """Begins a line once a row is idle, or says what is wrong with it. False when no further line begins here."""
+        if line.problem is None and not self._is_expired() and not self._is_full:
+            if await self._take_row():
+                task = asyncio.create_task(self._answer(line), name=f"line {line.number} of {self._place.id}")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                return True
+            if self._is_halted() or not self._is_expired():
+                return False
+        await self._keep_problem(line)
+        return not self._is_halted()
+
+    async def _take_row(self) -> bool:
+        limit = self._services.context.tenancy.limits(self._place.tenant).concurrency
+        most = None if limit is None else max(1, limit // 2)  # the other half is for the tenant's requests
+        while not self._is_over():
+            if (pause_s := self._again_s - asyncio.get_running_loop().time()) > 0 or self._is_doubtful:
+                await self._pause(min(AGAIN_S, pause_s) if pause_s > 0 else AGAIN_S)
+            elif await self._services.idle.take(self._place.tenant, most, self._is_over):
+                return True
+        return False
+
+    async def _answer(self, line: BatchLine) -> None:
+        """The task of one line: tries until it has its row, or nobody wants it any more."""
+        try:
+            while not await self._try(line) and await self._take_row():
+                pass
+            if self._is_expired() and not self._is_halted():
+                await self._keep_problem(line)
+        except (LeaseLost, RequestRefused) as error:
+            self._is_lost = True
+            log.debug("line %d of batch %s is given up: %s", line.number, self._place.id, error)
+        except Exception as error:
+            self._error = error
+            self._left.set()
+
+    async def _try(self, line: BatchLine) -> bool:
+        """Runs a line on the row that was taken. False: it is to be tried again."""
+        services, facts = self._services, self._facts
+
+        async def keep(answer: LineAnswer) -> None:
+            await self._keep(line.number, answer_row(line, answer), succeeded=answer.status == 200)
+
+        services.context.draining.enter()
+        services.context.metrics.lines_running(1)
+        try:
+            request_id = f"{facts.id}-{line.number}"
+            handler = services.handlers[facts.endpoint]
+            await answer_line(handler, facts.tenant, line, request_id, self._left, keep)
+        except TryAgain as later:
+            self._again_s = asyncio.get_running_loop().time() + later.after_s
+            return False
+        finally:
+            services.context.draining.leave()
+            services.context.metrics.lines_running(-1)
+            services.idle.give_back(facts.tenant)
+        return True
+
+    async def _keep_problem(self, line: BatchLine) -> None:
+        """Keeps the row of a line that is not run."""
+        if line.problem is None and self._is_expired():
+            row = problem_row(line, "batch_expired", "The completion window was over before this line could be run.")
+        elif line.problem is None:
+            text = f"Your files have more than {self._services.files.max_bytes} bytes (--files-bytes)."
+            row = problem_row(line, "content_too_large", text)
+        else:
+            row = problem_row(line)
+        await self._keep(line.number, row, succeeded=False)
+
+    async def _keep(self, number: int, row: bytes, *, succeeded: bool) -> None:
+        facts = self._facts
+        status, held = await self._patiently(lambda: self._store.keep_row(facts, number, row, succeeded=succeeded))
+        self._services.context.metrics.batch_line(OUTPUT if succeeded else ERRORS)
+        self._is_full = held > self._services.files.max_bytes
+        self._note(status)
+
+    # ---- finalizing ----
+
+    async def _write_files(self) -> None:
+        """Writes the rows in the order of their lines, those with status 200 into the output."""
+        facts, store = self._facts, self._store
+        numbers = await self._patiently(lambda: store.numbers(self._place))
+        written: dict[str, FileWriter] = {}
+        names = {OUTPUT: facts.output_file_id, ERRORS: facts.error_file_id}
+        for start in range(0, len(numbers), ROWS_AT_ONCE):
+            some = numbers[start : start + ROWS_AT_ONCE]
+            for succeeded, row in await self._patiently(lambda: store.rows(self._place, some)):  # noqa: B023
+                kind = OUTPUT if succeeded else ERRORS
+                if kind not in written:
+                    written[kind] = writer = self._writer(names[kind])
+                    await self._patiently(writer.begin)
+                written[kind].hold(row + b"\n")
+                await self._patiently(written[kind].flush)
+        for kind, writer in written.items():
+            await self._finished(writer, f"{facts.id}_{kind}.jsonl")
+        if OUTPUT not in written:
+            await self._writer(facts.output_file_id).abandon()
+        ends_as = "cancelled" if self._status == "cancelling" else await self._ends_as()
+        has = {f"has_{kind}": int(kind in written) for kind in names}
+        await self._move(ends_as, has)
+
+    def _writer(self, file_id: str) -> FileWriter:
+        return FileWriter(self._services.files, self._place.tenant, file_id, is_limited=False)
+
+    async def _finished(self, writer: FileWriter, filename: str) -> None:
+        now_s = int(self._services.context.wall_clock())
+        life_s = self._facts.output_life_s
+        await self._patiently(lambda: writer.finish(filename, "batch_output", now_s, life_s))
+
+    async def _ends_as(self) -> str:
+        found = await self._patiently(lambda: self._store.get(self._place))
+        return "completed" if found is None else found.ends_as
+
+    # ---- the lease ----
+
+    async def _renew_always(self) -> None:
+        while not self._is_lost:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RENEW_S):
+                    await self._over.wait()
+            if self._over.is_set():
+                return
+            try:
+                if not await self._lease.take():
+                    self._is_lost = True
+                    self._left.set()
+                    return
+                self._note(await self._store.status(self._place))
+                if not self._services.is_tenant(self._place.tenant):
+                    await self._cancel()
+                self._is_doubtful = False
+            except RedisUnavailable:
+                self._is_doubtful = True
+            if self._is_expired():
+                self._left.set()
+
+    async def _cancel(self) -> None:
+        """Cancels the batch of a tenant that was removed."""
+        log.warning("batch %s is cancelled: its tenant %s was removed", self._place.id, self._place.tenant)
+        now_s = self._services.context.wall_clock()
+        self._note(await self._store.move(self._place, "cancelling", now_s, {}, is_owner=False))
+
+    def _note(self, status: str) -> None:
+        """Takes over what a client has made of the batch: cancelled, or gone."""
+        if status == "cancelling" and self._status in ("validating", "in_progress"):
+            self._status = status
+            self._left.set()
+        elif status in ("", "gone"):
+            self._is_lost = True
+            self._left.set()
+
+    def _is_expired(self) -> bool:
+        return self._services.context.wall_clock() >= self._facts.expires_s
+
+    def _is_halted(self) -> bool:
+        """True when this gateway begins no further line, whatever its line is."""
+        return self._is_lost or self._status == "cancelling" or self._services.is_leaving() or self._error is not None
+
+    def _is_over(self) -> bool:
+        return self._is_halted() or self._is_expired() or self._left.is_set()
+
+    async def _move(self, to: str, fields: dict[str, Any]) -> None:
+        """Changes the status. Where a client was first, it is what the client wished."""
+        now_s = self._services.context.wall_clock()
+        status = await self._patiently(lambda: self._store.move(self._place, to, now_s, fields, is_owner=True))
+        self._status = status
+        if status == to and to not in ("in_progress", "finalizing"):
+            self._services.context.metrics.batch_ended(to)
+            log.info("batch %s of %s is over: %s", self._place.id, self._place.tenant, to)
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of a call to Redis, however long that is away. LeaseLost once another has the lease."""
+        while True:
+            try:
+                return await call()
+            except RedisUnavailable as error:
+                log.debug("batch %s waits for Redis: %s", self._place.id, error)
+            if self._is_lost or self._services.context.draining.is_cut_off:
+                raise LeaseLost
+            await self._pause(AGAIN_S)
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._left.wait()
+        if self._left.is_set():
+            await asyncio.sleep(min(seconds, 0.1))

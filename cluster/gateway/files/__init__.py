@@ -1,0 +1,1 @@
+"""/v1/files: files of tenants, in pieces in Redis."""
