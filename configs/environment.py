@@ -40,6 +40,15 @@ PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 """Variables of proxies; in capitals they mean the same to most programs."""
 
 
+_TOLD: Final = (
+    "OMP_", "KMP_", "GOMP_", "MKL_", "ONEDNN_", "ATEN_", "CUDA_", "NVIDIA_VISIBLE_", "NCCL_", "GLOO_", "TORCH_",
+    "PYTORCH_", "TRITON_", "MALLOC_", "LD_",
+)  # fmt: skip
+_NAMED: Final = (PREFIX, "VLLM_", "RAY_", "HF_", "TRANSFORMERS_", "PYTHON", "XDG_")
+"""Beginnings of names in a report of a machine: those whose values say how it computes, and those that may hold keys,
+URLs or a user's folders."""
+
+
 class CpuIsa(StrEnum):
     """The instructions of CPUs that a newer one can imitate."""
 
@@ -103,6 +112,16 @@ def proxies() -> dict[str, str]:
     """Return the variables of proxies that are set, by name. A URL among the values may hold a password."""
     names = (*PROXIES, *(name.upper() for name in PROXIES))
     return {name: value for name in names if (value := os.environ.get(name))}
+
+
+def reported_variables() -> dict[str, str | None]:
+    """Return the variables that matter to who reads a report of this machine, by name, sorted. None for a value that is
+    not told."""
+    return {
+        name: value if name.startswith(_TOLD) else None
+        for name, value in sorted(os.environ.items())
+        if name.startswith((*_TOLD, *_NAMED))
+    }
 
 
 def use_hub_token(token: str) -> None:

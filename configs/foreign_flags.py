@@ -111,6 +111,7 @@ FOREIGN: Final[Mapping[str, str]] = {name: why for why, names in _ALIKE.items() 
     "response_role": "answers are the assistant's",
     "logprobs_mode": "logprobs are those of the model, before sampling parameters",
     "fail_on_environ_validation": "no variable of vLLM is read",
+    "collect_detailed_traces": "a trace always has the phases of a request, and the time of its steps on the device",
 }
 """Flags without an effect, with underscores, and why. A value that is none of NEUTRAL is refused."""
 
@@ -163,8 +164,6 @@ _NOT_THERE = "Tandem does not have this"
 REFUSED: Final[Mapping[str, str]] = {
     "download_dir": "set HF_HUB_CACHE to that folder in the environment instead, or give MODEL as a folder",
     "root_path": "let the proxy in front take the path away; routes begin with /",
-    "otlp_traces_endpoint": _NOT_THERE,
-    "collect_detailed_traces": _NOT_THERE,
     "kv_transfer_config": _NOT_THERE,
     "kv_events_config": _NOT_THERE,
     "ec_transfer_config": _NOT_THERE,

@@ -97,6 +97,10 @@ def _origin(value: str) -> bool:
     return value == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", value) is not None
 
 
+def _collector(value: str) -> bool:
+    return re.fullmatch(r"(?:[a-z][a-z0-9+.-]*://)?[^\s/:@]+(?::\d+)?(?:/\S*)?", value) is not None
+
+
 def _paths(value: str) -> bool:
     return all(path.strip().startswith("/") for path in value.split(","))
 
@@ -370,6 +374,10 @@ OPTIONS: tuple[Option, ...] = (
            "Seconds of silence after which a stream gets a comment, for balancers that close silent connections; also "
            "while it waits for a group or for its first token. Status 200 goes out with it, and what fails later is an "
            "event. Default: 15, once the stream has begun.", lambda v: 1 <= v <= 3600, "from 1 to 3600"),
+    Option("otlp_traces_endpoint", "gateway.otlp_traces_endpoint", str, HTTP,
+           "Collector that traces of requests go to over OTLP: http://HOST:4317 for gRPC, http://HOST:4318/v1/traces "
+           "for HTTP. Variables OTEL_* set sampling and the rest. Needs `pip install 'tandem-serve[traces]'`. Default: "
+           "there are no traces.", _collector, "like http://localhost:4317 or localhost:4317"),
     Option("metrics_prefix", "gateway.metrics_prefix", str, HTTP,
            "Prefix of metric names, before a colon. vllm: the names that vLLM's dashboards expect.",
            _metric_name, "letters, digits, _ and :, and no digit first"),

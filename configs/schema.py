@@ -239,6 +239,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     enable_force_include_usage: bool = False  # every stream ends with its usage
     strict_fields: bool = False  # refuse fields that cannot change an answer, in place of naming them as ignored
     # Answers
+    otlp_traces_endpoint: str | None = None  # None: no traces
     metrics_prefix: str = "tandem"
     sse_keep_alive_s: float | None = None  # silence before a comment, also before the first event; None: only after it
     per_request_spec_decode_metrics: SpecDecodeMetrics = "none"  # what they report of their draft tokens

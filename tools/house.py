@@ -28,6 +28,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
     ),
     "cluster/gateway": (
         "records",
+        "tracing",
         "http",
         "schemas generation",
         "services",

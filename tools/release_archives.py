@@ -1,5 +1,6 @@
 """What the archives of a release hold: all of the package that git has, nothing else, and metadata that PyPI takes."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -11,8 +12,8 @@ from pathlib import Path
 
 TOPS = ("cluster", "configs", "offload", "parallel", "workers")
 OWN = ("tandem/__init__.py", "tandem/py.typed")
-LEFT_OUT = (".md",)
-"""Endings of files of the package's folders that are for readers of the checkout."""
+LEFT_OUT = re.compile(r"\.md$|/ui/source/")
+"""Files of the package's folders that are for readers of the checkout, and sources of built pages."""
 TWINE = "twine>=6,<7"
 
 
@@ -21,7 +22,7 @@ def tracked(root: Path) -> set[str]:
     listed = subprocess.run(
         ["git", "ls-files", *TOPS, *OWN], cwd=root, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    kept = (name for name in listed if not name.endswith(LEFT_OUT))
+    kept = (name for name in listed if not LEFT_OUT.search(name))
     return {name if name in OWN else f"tandem/{name}" for name in kept}
 
 

@@ -11,6 +11,8 @@ from typing import Protocol
 
 DEBIAN_PACKAGES = "python3,python3-venv,ca-certificates"
 MAKE_S = 1200
+QUIET = {"PIP_QUIET": "2", "PIP_PROGRESS_BAR": "off"}
+"""pip says what fails only, whoever calls it."""
 
 
 class NotHereError(Exception):
@@ -97,8 +99,8 @@ class DebianTree:
     def command(self, *words: str) -> list[str]:
         """In a mount namespace, so that nothing stays mounted; with what pip's configuration here names."""
         path = "/srv/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        settings = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", **_pip_settings()}
-        mounts = "".join(_bound(folder, self._folder) for folder in _folders_of(settings))
+        settings = {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", **QUIET, **_pip_settings()}
+        mounts = "".join(_bound(path, self._folder) for path in _paths_of(settings))
         root = str(self._folder)
         variables = shlex.join(f"{name}={value}" for name, value in settings.items())
         script = (
@@ -117,14 +119,18 @@ def _pip_settings() -> dict[str, str]:
     return settings | ({"PIP_CACHE_DIR": cache} if cache and Path(cache).is_dir() else {})
 
 
-def _folders_of(settings: dict[str, str]) -> list[str]:
-    """Folders of this machine that pip's settings name; files are certificates, which a Debian has itself."""
+def _paths_of(settings: dict[str, str]) -> list[Path]:
+    """Folders and files of this machine that pip's settings name, as indexes and certificates."""
     values = " ".join(value for name, value in settings.items() if name.startswith("PIP_"))
-    return sorted({path for path in re.findall(r"(?:file://)?(/[\w./-]+)", values) if Path(path).is_dir()})
+    found = {Path(path) for path in re.findall(r"(?:file://)?(/[\w./-]+)", values)}
+    return sorted(path for path in found if path.exists())
 
 
-def _bound(folder: str, root: Path) -> str:
-    return f"mkdir -p {root}{folder}; mount --bind {folder} {root}{folder}; "
+def _bound(path: Path, root: Path) -> str:
+    """Commands that show a folder or a file of this machine at the same place in a tree."""
+    there = shlex.quote(f"{root}{path}")
+    made = f"mkdir -p {there}" if path.is_dir() else f"mkdir -p $(dirname {there}); touch {there}"
+    return f"{made}; mount --bind {shlex.quote(str(path))} {there}; "
 
 
 def _version(place: Place) -> str:

@@ -42,6 +42,20 @@ def cuda_memory_bytes() -> int | None:
     return total.value
 
 
+def cuda_device_names() -> tuple[str, ...]:
+    """Names of the CUDA devices and their memory in GiB, such as "NVIDIA H200, 139.8 GiB"; () without a device."""
+    if (count := cuda_device_count()) == 0:
+        return ()
+    driver, found = ctypes.CDLL("libcuda.so.1"), []
+    for number in range(count):
+        device, name, total = ctypes.c_int(0), ctypes.create_string_buffer(128), ctypes.c_size_t(0)
+        if driver.cuDeviceGet(ctypes.byref(device), number) or driver.cuDeviceGetName(name, len(name), device):
+            continue
+        driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+        found.append(f"{name.value.decode(errors='replace')}, {total.value / 2**30:.1f} GiB")
+    return tuple(found)
+
+
 def device_memory(asked: Device | None) -> tuple[Device, int | None]:
     """The device `asked`, else cuda where the driver has one, else cpu; and the bytes of one such device here: what is
     available of the machine on cpu, None for cuda without a device."""

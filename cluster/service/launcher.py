@@ -34,6 +34,7 @@ from tandem.cluster.deploy.preflight import (
 )
 from tandem.cluster.deploy.resolved_settings import settings_here
 from tandem.cluster.gateway.http.tls import read_certificate, server_context
+from tandem.cluster.gateway.tracing.tracing import check_tracing
 from tandem.cluster.logs.log_files import LogPlace
 from tandem.cluster.process.load_progress import LoadProgress
 from tandem.cluster.process.reaper import INTERRUPTED, StatusPipe, print_line
@@ -175,6 +176,7 @@ class Launcher:
         check_policy(settings.autoscaling_config)
         check_port(settings.gateway.host, settings.gateway.port)
         server_context(settings.gateway)
+        check_tracing(settings.gateway.otlp_traces_endpoint)
         # ranks elsewhere download a hub's weights themselves
         has_weights = self._address is None or settings.engine.model.revision is None
         here = settings_here(settings, weights=has_weights)

@@ -27,6 +27,7 @@ ONLY_IN = {
     "starlette": ("cluster/",),
     "pydantic": ("cluster/",),
     "redis": ("cluster/state/redis_client.py",),
+    "opentelemetry": ("cluster/gateway/tracing/",),
     "fsspec": ("workers/lora/peft/adapter_source.py",),
     "triton": ("workers/kernels/",),
     "llguidance": ("workers/structured/", "workers/text/grammars.py"),

@@ -43,6 +43,7 @@ def test_the_commands_of_the_guide(command: str) -> None:
         statuses = {check["name"]: check["status"] for check in found["checks"]}
         misfits, chosen = len(found["misfits"]), [choice["subject"] for choice in found["choices"]]
         assert found["fits"] is (done.returncode == 0)
+        assert any("CPU capability" in line for line in found["torch_build"]) and found["report"]["packages"]["torch"]
     else:
         checks = done.stdout.partition("\nChecks\n")[2]
         statuses = {

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.otlp_receiver import Receiver, over_http
 from tests.support.plain_http import plain_http
 from tests.support.service import Service, tandem_serve, wait_for
 from tests.support.verbs import run_verb_of
@@ -20,10 +21,19 @@ TITLE = "ray::ServeReplica:tandem:tandem-gateway"
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
+def collector() -> Iterator[tuple[Receiver, str]]:
+    """A collector of traces, and its endpoint."""
+    with over_http() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def service(collector: tuple[Receiver, str]) -> Iterator[Service]:
     arguments = ("--device", "cpu", "--api-server-count", "2", "--admin-api-key", "root", "--shutdown-timeout", "60")
     patient = ("--redis-timeout-ms", "5000")  # whoever gives Redis up goes on with its own part of the limits
-    with tandem_serve("demo", *arguments, *patient) as running:
+    traces = ("--otlp-traces-endpoint", collector[1])
+    env = {"OTEL_BSP_SCHEDULE_DELAY": "200", "OTEL_TRACES_SAMPLER": "parentbased_always_off", "no_proxy": "127.0.0.1"}
+    with tandem_serve("demo", *arguments, *patient, *traces, env=env) as running:
         wait_for(lambda: "serving demo" in running.output, 60, "both are ready")
         yield running
 
@@ -115,6 +125,25 @@ def test_any_gateway_explains_a_request(service: Service) -> None:
     for words in ("request slow-one: length after", "network: to group", "decode: 8 tokens", "most of it: "):
         assert words in shown.stdout, shown.stdout
     assert service.get("/admin/requests/other", headers=ADMIN).status_code == 404
+
+
+def test_a_trace_goes_from_the_client_to_the_steps(service: Service, collector: tuple[Receiver, str]) -> None:
+    """The client's word on sampling counts; without one, the variable's: none."""
+    trace, client = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    asked = {**ASKED, "max_tokens": 8, "stream": True}
+    for name, headers in (("untraced", {}), ("traced", {"traceparent": f"00-{trace}-{client}-01"})):
+        answer = service.post("/v1/completions", asked, headers={**ADMIN, **headers, "x-request-id": name})
+        assert answer.status_code == 200 and answer.text.rstrip().endswith("[DONE]")
+    spans = {span.name: span for span in collector[0].wait_for(7, "traced")}
+    assert spans.keys() == {"llm_request", "prepare", "limits", "attempt", "queue", "prefill", "decode"}
+    root, attempt = spans["llm_request"], spans["attempt"]
+    assert (root.trace_id, root.parent_id) == (trace, client)
+    assert root.attributes["gen_ai.usage.completion_tokens"] == 8
+    assert spans["decode"].attributes["tandem.steps"] >= 7 and attempt.attributes["tandem.group"]
+    assert root.begin_s <= attempt.begin_s <= spans["decode"].end_s <= root.end_s + 0.5
+    shown = run_verb_of(service.temp, "explain", "traced", "--url", service.url, "--api-key", "root")
+    assert f"trace {trace}" in shown.stdout, shown
+    assert not [span for span in collector[0].spans if span.trace_id != trace]
 
 
 def wait_until_known(service: Service, headers: dict[str, str]) -> None:

@@ -61,8 +61,8 @@ def settings_of(model: str | Path, flags: Mapping[str, Any]) -> tuple[EngineSett
     SettingsError names the flag."""
     for name, value in flags.items():
         option, plain = option_named(name), name.replace("-", "_")
-        if value is None or option is None or plain in ALSO_OFFLINE:
-            continue
+        if value is None or value is False or option is None or plain in ALSO_OFFLINE:
+            continue  # a switch that is off asks for nothing
         if plain in SERVICE_ONLY or not option.path.startswith("engine."):
             raise SettingsError(f"{name} is the service's; an LLM has no use for it", name)
     name = str(model.expanduser().absolute()) if isinstance(model, Path) else model

@@ -2,9 +2,9 @@
 
     python -m tandem.workers.self_checks.self_check_run [--device]
 
---device: the checks of a rank's device alone. First {"choices": [...]}, then {"begins": NAME} and {"name", "status",
-"detail", "seconds"} of each check. A process of its own: a kernel that this CPU cannot run ends it, and the last line
-names the check.
+--device: the checks of a rank's device alone. First {"choices": [...], "torch": [...]}, then {"begins": NAME} and
+{"name", "status", "detail", "seconds"} of each check. A process of its own: a kernel that this CPU cannot run ends it,
+and the last line names the check.
 """
 
 import json
@@ -35,6 +35,12 @@ def all_checks(platform: Platform | None = None) -> list[Check]:
     return [*kernel_checks(), *step_checks(), *speed_checks(), *on_device, *rank_checks()]
 
 
+def torch_build() -> list[str]:
+    """Returns what torch says of its build, a line each: compilers, libraries, the CPU capability that it uses."""
+    lines = (line.strip().removeprefix("- ") for line in torch.__config__.show().splitlines()[1:])
+    return [line for line in lines if not line.startswith("Build settings")]
+
+
 def outcome(check: Check) -> dict[str, object]:
     """Runs a check. status: "ok", "failed", or "not here" where the machine lacks what it is about."""
     started_s = time.perf_counter()
@@ -58,7 +64,8 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no event
     platform = open_platform(SETTINGS, rank=0, ranks_on_node=1)
     torch.set_num_threads(available_cores())  # on a GPU too: many checks compute on the CPU
-    print(json.dumps({"choices": [choice._asdict() for choice in choices(platform)]}), file=lines)
+    chosen = [choice._asdict() for choice in choices(platform)]
+    print(json.dumps({"choices": chosen, "torch": torch_build()}), file=lines)
     for check in device_checks(platform) if "--device" in sys.argv[1:] else all_checks(platform):
         print(json.dumps({"begins": check.name}), file=lines)
         print(json.dumps(outcome(check)), file=lines)

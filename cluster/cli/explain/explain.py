@@ -29,7 +29,7 @@ def explain(
 
     from tandem.cluster.cli.client.endpoint import EndpointError
     from tandem.cluster.cli.explain.explanation import explanation
-    from tandem.cluster.gateway.records.request_record import RequestRecord
+    from tandem.cluster.gateway.records.request_record import read_named
 
     with service as endpoint:
         found = endpoint.get(f"/admin/requests/{quote(request_id, safe='')}")
@@ -37,7 +37,7 @@ def explain(
         typer.echo(found)
         return
     try:
-        record = msgspec.json.decode(found, type=RequestRecord)
-    except msgspec.DecodeError as error:
+        record = read_named(found)
+    except (msgspec.DecodeError, TypeError) as error:
         raise EndpointError(f"{endpoint.url} sent what is no record of a request: {error}") from error
     typer.echo("\n".join(explanation(record)))

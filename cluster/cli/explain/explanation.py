@@ -38,7 +38,7 @@ def explanation(record: RequestRecord) -> list[str]:
         lines.append(f"  {share.seconds:9.3f} s {part:7.1%}  {share.words}")
     if shares:
         most = max(shares, key=lambda share: share.seconds)
-        lines.append(f"  most of it: {most.words}")
+        lines.append(f"  most of it: {most.words.partition(',')[0]}")
     return lines
 
 
@@ -58,6 +58,8 @@ def _subject(record: RequestRecord) -> str:
         f"{record.prompt_tokens} prompt tokens{cached}{prompts}, {record.completion_tokens} output tokens",
         f"came at {at}" + (f" to gateway {record.gateway}" if record.gateway else ""),
     ]
+    if record.trace_id is not None:
+        parts.append(f"trace {record.trace_id}")
     return ", ".join(parts)
 
 
@@ -136,8 +138,9 @@ def _beside(phase: Phase, own: int) -> str:
     step_ms = 1000 * phase.device_s / phase.steps
     steps = "1 step" if phase.steps == 1 else f"{phase.steps} steps"
     more = phase.tokens - phase.rows
-    beside = f" and {more} more tokens of prompts and drafts" if more > 0 else ""
-    return f", {steps} of {step_ms:.1f} ms on the device, beside {others:.1f} others{beside}"
+    company = [f"beside {others:.1f} others"] if others >= 0.05 else []
+    company += [f"with {more} more tokens of prompts and drafts"] if more > 0 else []
+    return ", ".join([f", {steps} of {step_ms:.1f} ms on the device", *company])
 
 
 def _notes(course: Course) -> Iterator[str]:

@@ -18,6 +18,7 @@ from tandem.configs.errors import SettingsError
 
 if TYPE_CHECKING:
     from tandem.cluster.deploy.machine_facts import MachineFacts
+    from tandem.cluster.deploy.report_facts import ReportFacts
 
 MIB, GIB = 2**20, 2**30
 Row = dict[str, Any]
@@ -40,11 +41,12 @@ def doctor(
 ) -> None:
     """Check this machine, or the nodes of a cluster.
 
-    Prints versions and limits, what does not fit together, what is chosen and why, and the outcome of checks. They
-    compare each CPU kernel with torch, replayed with eager steps of the demo model, and KV before and after a copy, run
-    an all-reduce between two processes, and measure speeds; on a GPU all of that for its kernels, steps and copies too,
-    and what two GPUs exchange. With --cluster every node of a Ray tells its versions, devices and limits, and tries to
-    connect to every other one. The exit status is 1 when a check fails or something does not fit.
+    Prints versions and limits, variables of the environment, what does not fit together, what is chosen and why, and
+    the outcome of checks. They compare each CPU kernel with torch, replayed with eager steps of the demo model, and KV
+    before and after a copy, run an all-reduce between two processes, and measure speeds; on a GPU all of that for its
+    kernels, steps and copies too, and what two GPUs exchange. With --cluster every node of a Ray tells its versions,
+    devices and limits, and tries to connect to every other one. The exit status is 1 when a check fails or something
+    does not fit.
     """
     if cluster:
         from tandem.cluster.cli.base.cluster_report import report_cluster
@@ -55,38 +57,41 @@ def doctor(
             raise SettingsError(f"{value}: needs --cluster", flag)
     from tandem.cluster.deploy.machine_facts import read_facts
     from tandem.cluster.deploy.misfits import misfits
+    from tandem.cluster.deploy.report_facts import read_report_facts
     from tandem.cluster.service.ray_node import OBJECT_STORE_BYTES
 
-    facts = read_facts()
+    facts, report = read_facts(), read_report_facts()
     problems = misfits(facts, OBJECT_STORE_BYTES)
     if not as_json:
-        _print_facts(facts, problems)
-    choices, checks = _run(facts, as_json)
+        _print_facts([*fact_rows(facts), *report_rows(report)], problems)
+    choices, checks, torch_build = _run(facts, as_json)
     fits = not problems and all(check["status"] != "failed" for check in checks)
     if as_json:
         found = {"fits": fits, "facts": asdict(facts), "misfits": problems, "choices": choices, "checks": checks}
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(found | {"report": asdict(report), "torch_build": torch_build}, indent=1))
     else:
         typer.echo(f"\n{_verdict(problems, checks)}")
     sys.exit(0 if fits else 1)
 
 
-def _run(facts: "MachineFacts", as_json: bool) -> tuple[list[Row], list[Row]]:
-    """Runs the process of the checks; prints what it finds as it comes. Returns (choices, checks)."""
+def _run(facts: "MachineFacts", as_json: bool) -> tuple[list[Row], list[Row], list[str]]:
+    """Runs the process of the checks; prints what it finds as it comes. Returns (choices, checks, lines of torch's
+    build)."""
     from tandem.cluster.cli.base.check_process import self_checks
 
-    choices, checks = _own_choices(facts), list[Row]()
+    choices, checks, torch_build = _own_choices(facts), list[Row](), list[str]()
     with closing(_shown(self_checks())) as events:
         for event in events:
             if "choices" in event:
                 choices += event["choices"]
+                torch_build += event.get("torch", [])
                 if not as_json:
                     _print_choices(choices)
             elif "name" in event:
                 checks.append(event)
                 line = check_line(event)
                 say(line) if as_json else typer.echo(f"  {line}")
-    return choices, checks
+    return choices, checks, torch_build
 
 
 def _shown(events: Generator[Row]) -> Generator[Row]:
@@ -141,6 +146,24 @@ def fact_rows(facts: "MachineFacts") -> list[list[str]]:
     ]
 
 
+def report_rows(report: "ReportFacts") -> list[list[str]]:
+    """The same of the facts for who reads a report; packages are in the JSON alone."""
+    quota = "" if report.cpu_limit is None else f"{report.cpu_limit:g} CPUs"
+    memory = "" if report.memory_limit_bytes is None else f"{report.memory_limit_bytes / GIB:.1f} GiB"
+    tasks = "" if report.process_limit is None else f"{report.process_limit} processes"
+    told = (name if value is None else f"{name}={value}" for name, value in report.variables.items())
+    files = " to ".join("no limit" if limit is None else str(limit) for limit in report.open_files)
+    return [
+        ["system", f"{report.system}, Linux {report.kernel}, {report.libc}"],
+        ["container", ", ".join(part for part in (quota, memory, tasks) if part) or "no limits"],
+        ["open files", files],
+        *([["GPUs", "; ".join(report.gpus)]] if report.gpus else []),
+        ["variables", ", ".join(told) or "none that matter"],
+        ["installed in", f"{report.folder} ({report.python})"],
+        ["log files", f"{report.log_folder}, the newest {report.newest_log}" if report.newest_log else "none yet"],
+    ]
+
+
 def proxy_words(proxies: Mapping[str, str]) -> str:
     """Words for the proxies of the environment, and for what goes through them."""
     if not proxies:
@@ -152,9 +175,9 @@ def proxy_words(proxies: Mapping[str, str]) -> str:
     )
 
 
-def _print_facts(facts: "MachineFacts", problems: list[str]) -> None:
+def _print_facts(rows: list[list[str]], problems: list[str]) -> None:
     typer.echo("This machine")
-    for line in table([[f"  {name}", value] for name, value in fact_rows(facts)], num_names=2):
+    for line in table([[f"  {name}", value] for name, value in rows], num_names=2):
         typer.echo(line.rstrip())
     typer.echo("\nDoes not fit together" if problems else "\nAll of this fits together")
     for problem in problems:

@@ -7,6 +7,7 @@ from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.http.middleware import MAX_ID_CHARS
+from tandem.cluster.gateway.records.request_record import named
 from tandem.cluster.gateway.serving.answer import json_response
 from tandem.workers.messages.errors import RequestRefused
 
@@ -16,7 +17,7 @@ async def show_request(context: GatewayContext, request: Request, _: Principal) 
     request_id = request.path_params["request_id"]
     record = await context.records.find(request_id) if len(request_id) <= MAX_ID_CHARS else None
     if record is None:
-        named = f"request {printable(request_id, MAX_ID_CHARS)}"
-        message = f"No gateway remembers a {named}: it has not ended yet, or too long ago."
+        shown = f"request {printable(request_id, MAX_ID_CHARS)}"
+        message = f"No gateway remembers a {shown}: it has not ended yet, or too long ago."
         raise RequestRefused(message, code="not_found", status=404)
-    return json_response(record)
+    return json_response(named(record))

@@ -55,6 +55,7 @@ from tandem.cluster.gateway.idempotency.key_store import KeyStore
 from tandem.cluster.gateway.records.request_log import open_request_lines
 from tandem.cluster.gateway.records.request_records import RequestRecords
 from tandem.cluster.gateway.responses.response_store import ResponseStore
+from tandem.cluster.gateway.tracing.tracing import end_within, exporting, open_tracing
 from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.process.time_to_leave import TimeToLeave
 from tandem.cluster.ray_private.application_state import application_state, autoscaling_in_force
@@ -199,6 +200,7 @@ class Gateway:
         if adapters is not None:
             self._background = start_adapter_tasks(adapters, settings, self._redis, facts.service_id, self._changes)
         self._adapters = adapters
+        tracing = open_tracing(gateway.otlp_traces_endpoint, self._id)
         metrics, lines = build_metrics(settings, self._tenants), open_request_lines(facts, self._id, settings.logs)
         self._tenants.expose(metrics.registry, gateway.metrics_prefix)
         self._text = build_text_services(settings, metrics)
@@ -212,7 +214,8 @@ class Gateway:
             peers=Together(self._id, self._others) if several else None,
             quarantined=lambda: (digest for record in self._others() for digest in record.quarantined),
             access_log=lines.access_log,
-            records=RequestRecords(lines.on_record, self._id, self._ask),
+            records=RequestRecords(lines.on_record, self._id, self._ask, exporting(tracing)),
+            tracing=tracing,
         )
         draining, registries = self._context.draining, (metrics.registry, metrics.tenants)
         self._live = LiveSettings(gateway, lambda now: use_settings(now, self._text, self._context))
@@ -382,6 +385,8 @@ class Gateway:
         if self._heartbeat is not None:
             with suppress(RedisUnavailable):
                 await self._heartbeat.leave()
+        if self._context.tracing is not None:
+            await end_within(self._context.tracing, LAST_WORDS_S)
         self._membership.leave()
         await self._redis.close()
 

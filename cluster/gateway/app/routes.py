@@ -31,7 +31,6 @@ from tandem.cluster.gateway.batches.line_calls import LineHandler
 from tandem.cluster.gateway.files import file_routes
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Authenticator, AuthLevel, Principal, check_level, sent_authorization
-from tandem.cluster.gateway.http.draining import Draining
 from tandem.cluster.gateway.http.error_answers import ROUTE_LIST, on_tandem_error
 from tandem.cluster.gateway.http.gateway_metrics import Scrapes
 from tandem.cluster.gateway.http.middleware import RequestMiddleware
@@ -204,7 +203,7 @@ def build_gateway_app(
     app.state.line_handlers = line_handlers(specs)
     document = RouteSpec("GET", ROUTE_LIST, AuthLevel.OPEN, _document_handler(specs))
     for spec in specs if text.settings.disable_fastapi_docs else (*specs, document):
-        endpoint = _endpoint(spec, accounts.auth, context.draining, keyed)
+        endpoint = _endpoint(spec, accounts.auth, context, keyed)
         app.router.routes.append(Route(spec.path, endpoint, methods=[spec.method]))
     return app
 
@@ -222,21 +221,25 @@ def _lifespan(text: TextServices, context: GatewayContext) -> Callable[[FastAPI]
 
 
 def _endpoint(
-    spec: RouteSpec, auth: Authenticator, draining: Draining, keyed: KeyedRequests
+    spec: RouteSpec, auth: Authenticator, context: GatewayContext, keyed: KeyedRequests
 ) -> Callable[[Request], Awaitable[Response]]:
     """The route's ASGI endpoint, which authenticates before the body is read."""
     takes_keys = spec.method == "POST" and spec.path in KEYED
+    is_to_generate = spec.method == "POST" and spec.path in GENERATING
 
     async def endpoint(request: Request) -> Response:
         if request.scope["path"].endswith("/") and spec.path != "/":
             raise HTTPException(404)  # of a path with a name that may have slashes; no other route ends with one
         request.scope["tandem.route"] = spec.path
-        request.scope["tandem.is_to_generate"] = spec.method == "POST" and spec.path in GENERATING
+        if is_to_generate:
+            request.scope["tandem.is_to_generate"] = True
+            if context.tracing is not None:
+                request.scope["tandem.trace"] = context.tracing.begin(request.headers)
         principal = check_level(spec.level, auth, sent_authorization(request.headers))
         if spec.level in (AuthLevel.API_KEY, AuthLevel.ADMIN):
             request.scope["tandem.tenant"] = principal.tenant
         if spec.method == "POST" and spec.level is not AuthLevel.OPEN:
-            draining.check()
+            context.draining.check()
         if takes_keys and HEADER in request.headers:
             return await keyed.answer(spec.handler, request, principal)
         return await spec.handler(request, principal)

@@ -25,6 +25,7 @@ from tandem.cluster.gateway.records.request_log import AccessLog
 from tandem.cluster.gateway.records.request_records import RequestRecords
 from tandem.cluster.gateway.services.accounts import Accounts
 from tandem.cluster.gateway.services.text_services import TextServices, extra_stop_token_ids
+from tandem.cluster.gateway.tracing.tracing import Tracing
 from tandem.cluster.tenants.tenant_service import TenantService
 from tandem.configs.schema import GatewaySettings, ServiceSettings
 from tandem.workers.build import resolve_max_model_len
@@ -108,6 +109,7 @@ def build_context(
     quarantined: Callable[[], Iterable[str]] = lambda: (),
     access_log: AccessLog | None = None,
     records: RequestRecords | None = None,
+    tracing: Tracing | None = None,
 ) -> GatewayContext:
     """peers: None for a service with one gateway. quarantined: digests of prompts that other gateways have in
     quarantine."""
@@ -126,6 +128,7 @@ def build_context(
         probation_tokens=probation_tokens(settings.engine.max_drafts),
         access_log=access_log if access_log is not None else AccessLog(),
         records=records if records is not None else RequestRecords(),
+        tracing=tracing,
     )
 
 

@@ -51,6 +51,9 @@ def ended_record(
         duration_s=times.duration_s,
         ready_s=times.ready_s - began_s,
         admitted_s=None if admitted_s is None else admitted_s - began_s,
+        max_tokens=request.sampling.max_tokens,
+        temperature=request.sampling.temperature,
+        top_p=request.sampling.top_p,
         num_prompts=len(parts),
         prompts=[_prompt(part, began_s) for part in parts[:MOST_PROMPTS]],
     )

@@ -13,6 +13,7 @@ from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, P
 from tandem.cluster.gateway.http.tasks import TaskOwner
 from tandem.cluster.gateway.records.request_log import AccessLog
 from tandem.cluster.gateway.records.request_records import RequestRecords
+from tandem.cluster.gateway.tracing.tracing import Tracing
 from tandem.cluster.tenants.billing_record import Ledger
 from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
@@ -55,5 +56,7 @@ class GatewayContext:
     probation_tokens: int = PROBATION_TOKENS
     access_log: AccessLog = field(default_factory=AccessLog)
     records: RequestRecords = field(default_factory=RequestRecords)
+    # None when there are no traces
+    tracing: Tracing | None = None
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time

@@ -22,6 +22,7 @@ from tandem.cluster.gateway.generation.failover import Failover
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.generation.part import RequestPart, terminal_state
 from tandem.cluster.gateway.generation.quarantine import Convicted
+from tandem.cluster.gateway.records.trace_context import TraceContext
 from tandem.cluster.routing.route_hint import hint_of
 from tandem.cluster.tenants.billing_record import BillingRecord
 from tandem.cluster.tenants.tenant_admission import OverLimit, Reservation
@@ -45,7 +46,7 @@ class Generation:
     """Owns a request from its admission to its bill: start(), read steps(), close(). began_s: of the gateway's clock.
     first_token_s: seconds from then until the reader has the first token, which it notes.
     held: resources that end with it. prompt_field, grammar_field: names in the client's body, for refusals. at_once:
-    parts that are dispatched at a time; None: all."""
+    parts that are dispatched at a time; None: all. trace: its place in a trace, if there are traces."""
 
     def __init__(
         self,
@@ -59,12 +60,14 @@ class Generation:
         prompt_field: str = "prompt",
         grammar_field: str | None = None,
         at_once: int | None = None,
+        trace: TraceContext | None = None,
     ) -> None:
         self.parts = parts
         self.began_s = began_s
         self.first_token_s: float | None = None
         self.error: Exception | None = None
         self._context = context
+        self._trace = trace
         self._held = held if held is not None else ExitStack()
         self._tenant = tenant
         self._prompt_field = prompt_field
@@ -387,7 +390,7 @@ class Generation:
             context.metrics.tenant_rejected(self._tenant, self._why_rejected())
         times = RequestTimes(self.began_s, self._ready_s, self._admitted_s, self.first_token_s, seconds)
         record = ended_record(self._bill, self.parts, terminal, usage, self.error, times)
-        context.records.add(msgspec.structs.replace(record, time_s=context.wall_clock() - seconds))
+        context.records.add(msgspec.structs.replace(record, time_s=context.wall_clock() - seconds), self._trace)
         if self._reservation is None:
             return
         context.tenancy.settle(self._reservation, usage.prompt_tokens + usage.completion_tokens)

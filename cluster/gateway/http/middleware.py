@@ -9,15 +9,16 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.cluster.gateway.http.draining import Draining
 from tandem.cluster.gateway.http.error_answers import OtherApi, as_refusal, error_form, error_response
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
-from tandem.cluster.gateway.records.request_log import AccessLog, OnRecord
+from tandem.cluster.gateway.records.request_log import AccessLog
 from tandem.cluster.gateway.records.request_record import RequestRecord
+from tandem.cluster.gateway.records.trace_context import TraceContext
 from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.workers.messages.errors import RequestRefused
 
@@ -27,6 +28,7 @@ MAX_ID_CHARS = 128
 SMALL_BYTES = 64 * 1024
 PIECE_BYTES = 256 * 1024
 """Bytes of an answer that are given to the connection at once: it copies what the client does not take."""
+OnTracedRecord = Callable[[RequestRecord, TraceContext | None], None]
 CLOSE = ((b"connection", b"close"),)
 _UNSAFE = re.compile(rb"[^\w.:/+=@-]", re.ASCII)
 
@@ -44,7 +46,7 @@ class RequestMiddleware:
         max_bodies_bytes: int,
         apis: Sequence[OtherApi] = (),
         access_log: AccessLog | None = None,
-        on_record: OnRecord = lambda record: None,
+        on_record: OnTracedRecord = lambda record, trace: None,
     ) -> None:
         self._app = app
         self._metrics = metrics
@@ -115,7 +117,8 @@ class RequestMiddleware:
                     status=status,
                     code=scope.get("tandem.code"),
                     duration_s=seconds,
-                )
+                ),
+                scope.get("tandem.trace"),
             )
 
 

@@ -83,10 +83,10 @@ async def embeddings(text: TextServices, context: GatewayContext, request: Reque
         parts = await text.workers.run(principal.tenant, size, _parts, text, context, posted, model, name, pool)
         head: dict[str, Any] = {"id": name, "created": int(context.wall_clock())}
         style = EmbeddingFormat(head, model.name, parts, body.encoding_format or "float")
-        posted.note_generation()
         generation = Generation(
             context,
             parts,
+            trace=posted.note_generation(),
             tenant=principal.tenant,
             model=model.name,
             began_s=began_s,

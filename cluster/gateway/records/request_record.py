@@ -4,13 +4,13 @@ from typing import Any
 
 import msgspec
 
-from tandem.workers.messages.course import Course
+from tandem.workers.messages.course import Course, Phase
 
 
 class GroupAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One dispatch of a prompt to a group. Seconds count from the request's arrival at the gateway."""
 
-    group: str  # empty: none is known to have had it
+    group: str = ""  # empty: none is known to have had it
     sent_s: float
     begun_s: float | None = None  # the gateway heard that it has a row; None: it never did
     ended_s: float
@@ -47,6 +47,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_prompts: int = 0
     prompts: list[PromptRecord] = []  # the first ones
     gateway: str = ""
+    trace_id: str | None = None  # of its trace, if it has one and is sampled
+    max_tokens: int | None = None  # of its sampling parameters
+    temperature: float | None = None
+    top_p: float | None = None
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields of its line, in order."""
@@ -57,6 +61,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             "tenant": self.tenant or None,
             "model": self.model or None,
             "adapter": self.adapter,
+            "trace_id": self.trace_id,
         }
         fields |= {name: value for name, value in optional.items() if value is not None}
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
@@ -64,3 +69,23 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.first_token_s is not None:
             fields["first_token_s"] = round(self.first_token_s, 6)
         return fields | {"duration_s": round(self.duration_s, 6)}
+
+
+def named(value: Any) -> Any:
+    """Returns a record, or a part of one, with names in place of positions, for JSON that people read: as mappings and
+    lists, without fields that say nothing."""
+    if isinstance(value, msgspec.Struct):
+        fields = {name: named(getattr(value, name)) for name in value.__struct_fields__}
+        return {name: each for name, each in fields.items() if each not in (None, "", [], {})}
+    return [named(each) for each in value] if isinstance(value, list) else value
+
+
+def read_named(data: bytes) -> RequestRecord:
+    """Reads what named() has made of a record, as JSON. msgspec.DecodeError."""
+    fields = msgspec.json.decode(data, type=dict[str, Any])
+    for prompt in fields.get("prompts", ()):
+        for attempt in prompt.get("attempts", ()):
+            if (course := attempt.get("course")) is not None:
+                phases = {name: Phase(**course[name]) for name in ("prefill", "decode") if name in course}
+                attempt["course"] = Course(**{**course, **phases})
+    return msgspec.convert(fields, RequestRecord)

@@ -10,10 +10,12 @@ import msgspec
 
 from tandem.cluster.gateway.records.request_log import OnRecord
 from tandem.cluster.gateway.records.request_record import RequestRecord
+from tandem.cluster.gateway.records.trace_context import TraceContext
 
 MOST_BYTES = 4 * 2**20
 OVERHEAD_BYTES = 200
 """Roughly what a record and its id take besides their bytes."""
+Export = Callable[[RequestRecord, TraceContext], None]
 Ask = Callable[[str], Awaitable[bytes | None]]
 
 
@@ -24,26 +26,31 @@ async def _nobody(request_id: str) -> bytes | None:
 
 class RequestRecords:
     """One event loop. write_line: takes each record too. gateway: the name of this one in records. ask: other
-    gateways."""
+    gateways. export: takes the record of a request with a trace."""
 
     def __init__(
         self,
         write_line: OnRecord = lambda record: None,
         gateway: str = "",
         ask: Ask = _nobody,
+        export: Export = lambda record, trace: None,
         most_bytes: int = MOST_BYTES,
     ) -> None:
         self._write_line = write_line
         self._gateway = gateway
         self._ask = ask
+        self._export = export
         self._most_bytes = most_bytes
         self._records: OrderedDict[str, bytes] = OrderedDict()
         self._encode = msgspec.msgpack.Encoder().encode
         self.held_bytes = 0
 
-    def add(self, record: RequestRecord) -> None:
-        """Keeps the record of a request that has ended, in place of an older one with this id, and forgets the
-        oldest."""
+    def add(self, record: RequestRecord, trace: TraceContext | None = None) -> None:
+        """Keeps the record of a request that has ended, in place of an older one with this id, and forgets the oldest.
+        trace: its place in a trace."""
+        if trace is not None and trace.is_sampled:
+            record = msgspec.structs.replace(record, trace_id=trace.trace_name)
+            self._export(record, trace)
         self._write_line(record)
         self._forget(record.request_id)
         self._records[record.request_id] = encoded = self._encode(record)

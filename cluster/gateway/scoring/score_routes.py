@@ -83,10 +83,10 @@ async def _answer(
         model = held_model(text, context, body.model, principal, held)
         args = (text, context, posted, pairs, scorer, model, name)
         parts = await text.workers.run(principal.tenant, posted.size, _parts, *args)
-        posted.note_generation()
         generation = Generation(
             context,
             parts,
+            trace=posted.note_generation(),
             tenant=principal.tenant,
             model=model.name,
             began_s=posted.began_s,

@@ -83,8 +83,8 @@ class Prepared:
     def _make_generation(self) -> Generation:
         """Returns the generation, which owns the parts and what is held from now on: call once."""
         body = self.posted.body
-        self.posted.note_generation()
         named: dict[str, Any] = {
+            "trace": self.posted.note_generation(),
             "tenant": self.posted.principal.tenant,
             "model": self.head.model,
             "began_s": self.posted.began_s,

@@ -60,7 +60,8 @@ def _requests(
     request, principal, body = posted.request, posted.principal, posted.body
     priority = body.priority if body.priority is not None else context.tenancy.limits(principal.tenant).priority
     salt = salted(principal.tenant, body.cache_salt)
-    trace_ids = {"x-request-id": request.scope.get("tandem.request_id", "")}
+    headers = {} if posted.trace is None else posted.trace.headers()
+    trace_ids = {"x-request-id": request.scope.get("tandem.request_id", ""), **headers}
     return [
         GenerationRequest(
             request_id=name if len(work) == 1 else f"{name}-{number}",

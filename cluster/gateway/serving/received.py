@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import read_body
+from tandem.cluster.gateway.records.trace_context import TraceContext
 from tandem.cluster.gateway.schemas.ignored_fields import IgnoredFields
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.json_body import parse_object
@@ -42,9 +43,16 @@ class Posted(NamedTuple, Generic[Fields]):
     size: int
     began_s: float
 
-    def note_generation(self) -> None:
-        """Notes that there is a Generation, which makes the request's record at its end."""
+    @property
+    def trace(self) -> TraceContext | None:
+        """The request's place in a trace; None when there are no traces."""
+        trace: TraceContext | None = self.request.scope.get("tandem.trace")
+        return trace
+
+    def note_generation(self) -> TraceContext | None:
+        """Notes that there is a Generation, which makes the request's record at its end. Returns its trace."""
         self.request.scope["tandem.is_to_generate"] = False
+        return self.trace
 
 
 async def received(

@@ -41,6 +41,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "log_level": ("debug", "debug"),
     "log_dir": ("/logs", "/logs"),
     "log_format": ("json", "json"),
+    "otlp_traces_endpoint": ("http://localhost:4317", "http://localhost:4317"),
     "enable_log_requests": (True, True),
     "disable_uvicorn_access_log": (True, True),
     "disable_access_log_for_endpoints": ("/health, /metrics", "/health, /metrics"),
@@ -195,6 +196,9 @@ def test_tiers_that_do_not_go_together_are_refused(values: dict[str, Any], flag:
 
 BAD = [
     ("log_format", "xml"),
+    ("otlp_traces_endpoint", ""),
+    ("otlp_traces_endpoint", "http://user@host:4317"),
+    ("otlp_traces_endpoint", "http://"),
     ("disable_access_log_for_endpoints", "/health,metrics"),
     ("disable_access_log_for_endpoints", ""),
     ("port_range", "20000"),

@@ -22,7 +22,12 @@ def test_owners_are_of_rooms_that_exist() -> None:
 
 def test_the_bug_template_asks_for_the_machine() -> None:
     texts = {path.stem: path.read_text() for path in TEMPLATES}
-    assert set(texts) == {"bug", "feature"} and "tandem doctor --json" in texts["bug"]
+    assert set(texts) == {"bug", "feature"}
+    page = (ROOT / "docs" / "reporting.md").read_text()
+    for wanted in ("tandem doctor --json", "tandem doctor --cluster --json", "tandem check-config FILE", "SECURITY.md"):
+        assert wanted in " ".join(texts["bug"].split()) and wanted in page
+    asked = {field.get("id") for field in yaml.safe_load(texts["bug"])["body"]}
+    assert {"what", "how", "machine", "config", "logs", "version"} <= asked
     for text in texts.values():
         form = yaml.safe_load(text)
         assert {"name", "description", "body"} <= set(form)

@@ -14,7 +14,7 @@ from tandem.cluster.cli.main import build_app
 from tandem.cluster.fleet import record_questions
 from tandem.cluster.fleet.record_questions import RecordQuestions
 from tandem.cluster.gateway.http.auth import StaticKeys
-from tandem.cluster.gateway.records.request_record import GroupAttempt, PromptRecord, RequestRecord
+from tandem.cluster.gateway.records.request_record import GroupAttempt, PromptRecord, RequestRecord, named, read_named
 from tandem.cluster.gateway.records.request_records import RequestRecords
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.state import keys
@@ -56,7 +56,7 @@ async def test_the_route_knows_what_a_request_met(rig_of_admin: Any) -> None:
         answer = await rig.client.get("/admin/requests/a%2Fb%3A1", headers=asked)
         assert answer.status_code == 200, answer.text
         assert SAID not in answer.text
-        found = msgspec.json.decode(answer.content, type=RequestRecord)
+        found = read_named(answer.content)
         assert (found.request_id, found.model, found.outcome, found.completion_tokens) == ("a/b:1", MODEL, "length", 6)
         assert found.ready_s is not None and found.admitted_s is not None and found.first_token_s is not None
         assert 0 <= found.ready_s <= found.admitted_s <= found.first_token_s <= found.duration_s
@@ -227,6 +227,8 @@ def test_the_words_of_a_request_that_waited_and_moved() -> None:
             )
         ],
     )
+    assert read_named(msgspec.json.encode(named(moved))) == moved, "by names as by positions"
+    assert named(moved)["prompts"][0]["attempts"][1]["course"]["decode"]["steps"] == 40
     lines = explanation(moved)
     assert lines[0] == "request r1: stop after 5.000 s, first token after 1.500 s"
     assert "tenant acme, model demo, adapter pirate, 100 prompt tokens (16 cached), 41 output tokens" in lines[1]
@@ -243,14 +245,14 @@ def test_the_words_of_a_request_that_waited_and_moved() -> None:
             "s",
             "5.0%",
             "prefill: 84 of 100 prompt tokens (16 in the prefix cache), 2 steps of 100.0 ms on the device, beside 2.0 "
-            "others and 894 more tokens of prompts and drafts",
+            "others, with 894 more tokens of prompts and drafts",
         ],
         [
             "2.000",
             "s",
             "40.0%",
-            "decode: 41 tokens, 40 steps of 40.0 ms on the device, beside 5.0 others and 60 more tokens of prompts and "
-            "drafts, 30 of 40 drafts accepted, preempted 2 times, 0.750 s of all choices without a row",
+            "decode: 41 tokens, 40 steps of 40.0 ms on the device, beside 5.0 others, with 60 more tokens of prompts "
+            "and drafts, 30 of 40 drafts accepted, preempted 2 times, 0.750 s of all choices without a row",
         ],
         ["0.100", "s", "2.0%", "network and gateway: its tokens, on their way"],
         ["1.400", "s", "28.0%", "gateway: to the client, which reads, and the end of the answer"],

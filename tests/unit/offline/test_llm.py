@@ -585,6 +585,8 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM) -> None:
         ({"model": "demo", "max_tokens": 5}, "^max_tokens is not a setting"),
         ({"model": "demo", "port": 80}, "^port is the service's; an LLM has no use for it"),
         ({"model": "demo", "data_parallel_size": 2}, "^data_parallel_size is the service's"),
+        ({"model": "demo", "enable_log_requests": True}, "^enable_log_requests is the service's"),
+        ({"model": "demo", "enable_log_requests": False, "max_tokens": 5}, "^max_tokens is not a setting"),
         ({"model": "demo", "revision": "main"}, "^--revision: demo is a folder"),
         ({"model": "demo", "tokenizer": "no-such"}, "^--tokenizer: no-such is no folder here"),
         ({"model": "demo", "tokenizer": str(DEMO_MODEL.parent)}, "^--tokenizer: .*demo holds no tokenizer.json"),

@@ -52,3 +52,19 @@ def test_packages_are_installed_once_for_each_lock_file(tmp_path: Path, monkeypa
 def test_no_package_names_a_server() -> None:
     """The registry is the one that npm is set up with."""
     assert "resolved" not in (build_ui.SOURCE / "package-lock.json").read_text()
+
+
+def test_a_check_without_packages_says_that_it_was_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(npm: list[str]) -> None:
+        raise SystemExit("npm ci failed with status 1")
+
+    monkeypatch.setattr(build_ui, "find_node", lambda: ("node", ["npm"]))
+    monkeypatch.setattr(build_ui, "install", unreachable)
+    monkeypatch.setattr("sys.argv", ["build_ui", "--check"])
+    assert build_ui.main() == 0
+    assert "WERE NOT CHECKED, for want of what builds them: npm ci failed" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["build_ui"])
+    with pytest.raises(SystemExit, match="npm ci failed"):
+        build_ui.main()

@@ -156,7 +156,7 @@ def test_a_start_prints_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"distributed_executor_backend": "external_launcher"}, "--distributed-executor-backend: 'external_launcher'"),
         ({"task": "classify"}, "--task: 'classify' is not supported"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size: 2 is not supported, only 1"),
-        ({"otlp_traces_endpoint": "http://x"}, "--otlp-traces-endpoint: vLLM's flag is not one of Tandem's"),
+        ({"kv_events_config": "{}x"}, "--kv-events-config: vLLM's flag is not one of Tandem's"),
         ({"download-dir": "/big"}, "set HF_HUB_CACHE to that folder"),
         ({"rope_scaling": {"factor": 2}}, "--hf-overrides"),
     ],

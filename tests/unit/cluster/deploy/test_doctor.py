@@ -1,12 +1,15 @@
 """`tandem doctor`: every misfit in words from faked facts, its exit status, and a process of checks that breaks."""
 
+import ctypes
 import json
 import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,9 @@ import typer.testing
 from tandem.cluster.cli.base import check_process
 from tandem.cluster.cli.base.check_process import self_checks
 from tandem.cluster.cli.main import build_app
-from tandem.cluster.cli.verbs.doctor import fact_rows
+from tandem.cluster.cli.verbs.doctor import fact_rows, report_rows
 from tandem.cluster.deploy import machine_facts
+from tandem.cluster.deploy.devices import cuda_device_names
 from tandem.cluster.deploy.machine_facts import (
     MachineFacts,
     compiler_features,
@@ -29,6 +33,7 @@ from tandem.cluster.deploy.machine_facts import (
 )
 from tandem.cluster.deploy.misfits import device_choice, dtype_choice, misfits
 from tandem.cluster.deploy.preflight import choose_device
+from tandem.cluster.deploy.report_facts import group_limit, read_report_facts
 from tandem.configs.load import build_settings
 from tandem.workers.kernels.cpu import cpu_build
 
@@ -154,6 +159,66 @@ def test_the_facts_are_printed_for_any_machine(cuda: int | None) -> None:
     assert rows["locked memory"] == "up to 0 MiB"
 
 
+def test_what_a_report_needs_is_there_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TANDEM_API_KEY", "HF_TOKEN", "RAY_AUTH_TOKEN", "TANDEM_REDIS_URL", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "sk-secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "tandem" / "logs" / "run-1").mkdir(parents=True)
+    for name, text in (("cpu.max", "150000 100000"), ("memory.max", str(2**31)), ("pids.max", "max")):
+        (tmp_path / name).write_text(text)
+    report = read_report_facts(tmp_path)
+    assert "sk-secret" not in json.dumps(asdict(report))
+    assert report.variables["OMP_NUM_THREADS"] == "3" and report.variables["HF_TOKEN"] is None
+    assert "AWS_SECRET_ACCESS_KEY" not in report.variables
+    assert (report.cpu_limit, report.memory_limit_bytes, report.process_limit) == (1.5, 2**31, None)
+    assert report.packages["torch"] == read_facts().torch and "ray" in report.packages
+    assert "openai" not in report.packages, "what is optional"
+    rows = dict(report_rows(report))
+    assert rows["container"] == "1.5 CPUs, 2.0 GiB" and "newest run-1" in rows["log files"]
+    assert "TANDEM_API_KEY" in rows["variables"] and "OMP_NUM_THREADS=3" in rows["variables"]
+    assert Path(report.folder).name == "tandem" or (Path(report.folder) / "cluster").is_dir()
+    bare = replace(
+        report, cpu_limit=None, memory_limit_bytes=None, variables={}, newest_log=None, gpus=("A GPU, 8.0 GiB",)
+    )
+    rows = dict(report_rows(bare))
+    assert (rows["container"], rows["variables"], rows["log files"]) == ("no limits", "none that matter", "none yet")
+    assert rows["GPUs"] == "A GPU, 8.0 GiB"
+
+
+def test_limits_of_either_version_of_control_groups_are_read(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    assert group_limit("memory", tmp_path) is None
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert group_limit("memory", tmp_path) is None, "version 1's word for no limit"
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1000\n")
+    assert group_limit("memory", tmp_path) == 1000
+    (tmp_path / "memory.max").write_text("2000\n")
+    assert group_limit("memory", tmp_path) == 2000
+
+
+DRIVER = """
+#include <string.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGet(int *device, int number) { *device = number; return 0; }
+int cuDeviceGetName(char *name, int room, int device) { strncpy(name, device ? "Large" : "Small", room); return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = ((size_t)8 << device) << 30; return 0; }
+"""
+"""A driver with two devices."""
+
+
+def test_gpus_have_names_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no gcc")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True)
+    driver = ctypes.CDLL(str(library))
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    assert cuda_device_names() == ("Small, 8.0 GiB", "Large, 16.0 GiB")
+
+
 # ---- the verb ----
 
 PASSED = {"name": "a", "status": "ok", "detail": "equal", "seconds": 0.1}
@@ -179,7 +244,7 @@ def test_the_exit_status_says_whether_all_fits(
     as_json: bool,
 ) -> None:
     def events() -> Generator[dict[str, Any]]:
-        yield {"choices": [{"subject": "attention", "chosen": "some", "why": "because"}]}
+        yield {"choices": [{"subject": "attention", "chosen": "some", "why": "because"}], "torch": ["with OpenMP"]}
         for check in checks:
             yield {"begins": check["name"]}
             yield check
@@ -191,6 +256,7 @@ def test_the_exit_status_says_whether_all_fits(
     if as_json:
         found = json.loads(done.stdout)
         assert found["checks"] == checks and found["fits"] is (status == 0)
+        assert found["torch_build"] == ["with OpenMP"] and found["report"]["packages"]["ray"]
         assert found["facts"]["cores"] == 2 and len(found["misfits"]) == (facts.redis is None)
         assert [choice["subject"] for choice in found["choices"]] == ["device", "dtype", "attention"]
         assert all(f"{check['name']}  " in done.stderr for check in checks), "progress"

@@ -78,10 +78,13 @@ export function Chat({ service, models, health }: Props) {
     setDraft("");
     if (!(await asked)) setDraft(text);
   };
-  const stop = () => running.current?.abort();
+  const stop = () => {
+    running.current?.abort();
+    input.current?.focus(); // the button goes
+  };
   const again = () => answer(turns.slice(0, -1));
   const clear = () => {
-    stop();
+    running.current?.abort();
     running.current = null;
     setTurns([]);
     setProblem(null);
@@ -255,12 +258,12 @@ function Composer({ draft, onDraft, isBusy, onSend, onStop, input, model }: Comp
         onKeyDown={onKeyDown}
       />
       {isBusy ? (
-        <button type="button" class="primary stop" onClick={onStop}>
+        <button key="stop" type="button" class="primary stop" onClick={onStop}>
           <span class="square" aria-hidden="true" />
           Stop
         </button>
       ) : (
-        <button type="submit" class="primary" disabled={!draft.trim()}>
+        <button key="send" type="submit" class="primary" disabled={!draft.trim()}>
           Send
         </button>
       )}

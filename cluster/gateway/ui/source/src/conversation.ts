@@ -31,6 +31,7 @@ export interface Settings {
   top_k: string;
   min_p: string;
   max_tokens: string;
+  min_tokens: string;
   presence_penalty: string;
   frequency_penalty: string;
   repetition_penalty: string;
@@ -48,6 +49,7 @@ export const NO_SETTINGS: Settings = {
   top_k: "",
   min_p: "",
   max_tokens: "",
+  min_tokens: "",
   presence_penalty: "",
   frequency_penalty: "",
   repetition_penalty: "",
@@ -64,6 +66,7 @@ export const NUMBERS = [
   "top_k",
   "min_p",
   "max_tokens",
+  "min_tokens",
   "presence_penalty",
   "frequency_penalty",
   "repetition_penalty",

@@ -18,6 +18,7 @@ const FIELDS: Record<NumberName, { label: string; help: string; min?: number; ma
   top_k: { label: "Top-k", help: "so many likeliest tokens", min: -1, step: 1 },
   min_p: { label: "Min-p", help: "tokens above this share of the best", min: 0, max: 1, step: 0.05 },
   max_tokens: { label: "Max tokens", help: "longest answer", min: 1, step: 1 },
+  min_tokens: { label: "Min tokens", help: "no end before so many", min: 0, step: 1 },
   presence_penalty: { label: "Presence penalty", help: "against tokens that occurred", min: -2, max: 2, step: 0.1 },
   frequency_penalty: { label: "Frequency penalty", help: "the same, by their count", min: -2, max: 2, step: 0.1 },
   repetition_penalty: { label: "Repetition penalty", help: "1: none", min: 0, max: 2, step: 0.05 },
