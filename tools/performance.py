@@ -28,7 +28,13 @@ from tools.result_files import (
     table,
     whole,
 )
-from tools.service_figures import cluster_section, overload_section, scaling_section, updates_section
+from tools.service_figures import (
+    cluster_section,
+    load_clients_section,
+    overload_section,
+    scaling_section,
+    updates_section,
+)
 from tools.token_figures import batching_section, sampling_section, speculation_section, structured_section
 from tools.turn_figures import turns_section
 from tools.weight_figures import experts_section, loading_section, quantization_section
@@ -404,6 +410,7 @@ def render() -> str:
         scaling_section(),
         cluster_section(),
         updates_section(),
+        load_clients_section(),
         offload_section(),
         decode_section(),
         attention_section(),

@@ -4,6 +4,13 @@ from typing import Any
 
 from tools.result_files import percent, read_json, table, whole
 
+CLIENT_FIGURES = {
+    "median_ttft_ms": "TTFT, ms",
+    "median_tpot_ms": "TPOT, ms",
+    "output_throughput": "output tokens/s",
+    "cpu_s": "CPU of the client, s",
+}
+
 
 def overload_section() -> str:
     """What happens beyond the capacity, with the plot."""
@@ -115,3 +122,28 @@ machine was busy with other work, so that streams took longer than they should. 
 said what others of their prompt said. "Before" is the commit before decision 095.
 
 {table(head, rows)}"""
+
+
+def load_clients_section() -> str:
+    """The load client beside vLLM's, on a service that answers by the clock."""
+    found = read_json("bench-client-paced.json")
+    options, truth, names = found["options"], found["truth"], ("tandem", "vllm")
+    runs = [run for load, by_client in found["runs"].items() if load != "idle_cpu_s" for run in by_client["tandem"]]
+    rows = []
+    for load, by_client in found["medians"].items():
+        for figure, name in CLIENT_FIGURES.items():
+            ours, theirs = (by_client[client][figure] for client in names)
+            rows.append([load, name, f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.3f}"])
+    head = ["load", "median of", "`tandem bench serve`", "`vllm bench serve`", "ratio"]
+    return f"""## Load clients
+
+`make bench-client` runs `tandem bench serve` and the client of vLLM 0.33 with the same flags and seeds, so the same
+prompts at the same times, in turns. Here both load a service that answers by the clock (`--paced`), the first token
+after {truth["median_ttft_ms"]:.0f} ms and then one every {truth["median_tpot_ms"]:.0f} ms, since other work took up to
+{percent(max(run["other_cpu"] for run in runs))} of the machine: medians of {options["pairs"]} pairs of
+{options["num_prompts"]} requests.
+
+{table(head, rows)}
+
+CPU seconds are of a client's whole process; most of vLLM's are its imports. On a service that computes, with that other
+work, times of both clients changed fivefold from run to run: no comparison there has been made on a quiet machine."""

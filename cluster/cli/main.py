@@ -15,6 +15,7 @@ import typer
 from tandem.cluster.cli.base.flags import Command
 from tandem.cluster.cli.base.terminal import GroupedHelp, say
 from tandem.cluster.cli.explain.explain import explain
+from tandem.cluster.cli.live.drain import drain
 from tandem.cluster.cli.live.top import top
 from tandem.cluster.cli.shells.completion import completion
 from tandem.cluster.cli.verbs import adapters, bench, tenants
@@ -38,6 +39,7 @@ VERBS: Mapping[str, Command] = {
     "tune": tune,
     "status": status,
     "top": top,
+    "drain": drain,
     "usage": usage,
     "explain": explain,
     "check-config": check_config,

@@ -14,6 +14,8 @@ from typing import Literal
 
 import msgspec
 
+from tandem.cluster.fleet.gateway_records import GatewayRecord, read_gateways
+from tandem.cluster.fleet.group_drains import DrainOrder, order_drain
 from tandem.cluster.fleet.group_reports import ANSWER_S, GroupReport, GroupReports, decode_record
 from tandem.cluster.fleet.prefix_resets import order_reset
 from tandem.cluster.state import keys
@@ -56,6 +58,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float = 0.0  # from the start of its process until it served
     prefix_resets: int = 0  # number of the last order to forget its prefix cache that it has obeyed
     kind: str = ""  # its wire version and model (kind_of()); empty: a release that does not say
+    nodes: list[str] = []  # other nodes of its ranks, once their places are known
     figures: list[float] = []  # for the number of groups (scaling/decide.py FIGURES), where that follows the load
 
     @property
@@ -143,6 +146,14 @@ class FleetView:
     async def read_reports(self, answer_s: float = ANSWER_S) -> list[GroupReport]:
         """Asks the groups for their reports, and returns what is known of each after answer_s at most."""
         return await self._reports.read(self.records.keys(), answer_s, may_ask=not self.redis_unavailable)
+
+    async def read_gateways(self) -> list[GatewayRecord]:
+        """The gateways that have records: all but the only one of a service. RedisUnavailable."""
+        return await read_gateways(self._redis, self._service)
+
+    async def order_drain(self, group: str, timeout_s: float) -> None:
+        """Orders a group to drain. RedisUnavailable."""
+        await order_drain(self._redis, self._service, group, DrainOrder(timeout_s=timeout_s))
 
     async def reset_prefix_caches(self, within_s: float = RESET_S) -> list[str]:
         """Orders all groups to forget their prefix caches. Returns those that serve and have not confirmed it after

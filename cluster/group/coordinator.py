@@ -32,12 +32,13 @@ from tandem.cluster.fleet.fleet_view import (
     write_load_s,
 )
 from tandem.cluster.fleet.gateway_records import read_gateways
+from tandem.cluster.fleet.group_drains import DrainFollower, DrainOrder
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_opener import EngineOpener
 from tandem.cluster.group.gateways_first import are_to_follow, wait_for_gateways
 from tandem.cluster.group.group_log import GroupLog
-from tandem.cluster.group.last_requests import nobody_takes_over, time_is_over
+from tandem.cluster.group.last_requests import drained, nobody_takes_over, others_serve, time_is_over
 from tandem.cluster.group.node_drain import next_drained
 from tandem.cluster.group.ray_ranks import nodes_of_bundles
 from tandem.cluster.group.sharing import Sharing
@@ -122,6 +123,8 @@ class Coordinator:
         self._state: GroupState = "loading"
         self._outstanding: dict[tuple[str, int], tuple[str, int]] = {}
         self._stopping = False
+        self._leaving: asyncio.Task[None] | None = None
+        self._far_nodes: list[str] = []
         self.engine_stats: EngineStats | None = None
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._redis = await self._membership.open_redis()
@@ -133,8 +136,9 @@ class Coordinator:
         self._opener = EngineOpener(
             settings, facts, self._group, placement_group, self._thread.lose, self._thread.expect_end
         )
-        asked, resets = keys.reports_asked(facts.service_id), keys.prefix_resets(facts.service_id)
-        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, keys.adapters(model_name), asked, resets))
+        orders = (keys.reports_asked, keys.prefix_resets, keys.drains)
+        own = [key(facts.service_id) for key in orders]
+        self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, keys.adapters(model_name), *own))
         self._sharing = Sharing(
             self._redis,
             self._thread,
@@ -157,6 +161,8 @@ class Coordinator:
         self._changes.start()
         self._sharing.start()
         self._drain_task = self._loop.create_task(self._end_with_nodes(placement_group), name="drain of ranks' nodes")
+        orders_to_drain = DrainFollower(self._redis, facts.service_id, self._group, self._drain, self._changes)
+        self._orders_task = self._loop.create_task(orders_to_drain.run(), name="orders to drain")
 
     async def generate(self, payload: bytes, hint: RouteHint) -> bytes:
         """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack below the line of
@@ -285,10 +291,25 @@ class Coordinator:
 
     def _leave_fleet(self) -> None:
         """Serve takes the group down: everybody sees it before its requests in flight have ended."""
-        if self._state == "serving":
+        if self._state != "loading" and self._leaving is None:
             self._state = "draining"
             self.heartbeat_now()
             self._leaving = self._loop.create_task(self._end_in_time(), name="group is taken down")
+
+    async def _drain(self, order: DrainOrder) -> None:
+        """An operator's order: no new requests, and the end once those it has are over or may go elsewhere."""
+        if self._state != "serving":
+            return
+        self._state = "draining"
+        log.info("group %s is drained, with %d requests", self._group, len(self._outstanding))
+        self.heartbeat_now()
+        why = await drained(order.timeout_s, lambda: len(self._outstanding), self._have_others)
+        self._end_soon(f"ends, as it was drained: {why}")
+
+    async def _have_others(self) -> bool:
+        fleet = FleetView(self._redis, self._facts.service_id)
+        await fleet.refresh()
+        return others_serve(self._record(), fleet.records.values())
 
     async def _end_in_time(self) -> None:
         await time_is_over(self._facts.shutdown_timeout_s, self._is_needed)
@@ -316,6 +337,7 @@ class Coordinator:
         """Ends the group when a node of its ranks is drained; Serve itself looks after the coordinator's."""
         nodes = {*await asyncio.to_thread(nodes_of_bundles, placement_group)}
         if others := nodes - {self._node}:
+            self._far_nodes = sorted(others)
             self._end_soon(f"ends: node {await next_drained(others)}, of its ranks, is drained")
 
     def _end_soon(self, why: str) -> None:
@@ -403,6 +425,7 @@ class Coordinator:
             total_bytes=total_bytes,
             fetching=self._opener.fetching(),
             load_s=self._load_s,
+            nodes=self._far_nodes,
             figures=self._scaled_figures(),
             prefix_resets=self._sharing.resets.done,
             kind=kind_of(self._facts.model_digest),

@@ -1,8 +1,11 @@
-"""The time for which a group that Serve takes down stays for the requests that it still computes.
+"""The time for which a group that is taken down, or that an operator drains, stays for the requests that it has.
 
-Gateways move them to other groups shortly before --shutdown-timeout is over, and the group ends then; what nobody could
-take is held until a group comes. But nobody ever takes requests over that are for another model than the new version's:
-those end where they are, for as long as streams have when a version is replaced.
+Gateways move those of a group that Serve takes down to other groups shortly before --shutdown-timeout is over, and the
+group ends then; what nobody could take is held until a group comes. But nobody ever takes requests over that are for
+another model than the new version's: those end where they are, for as long as streams have when a version is replaced.
+
+A group that is drained takes nothing new and ends with its last request, or when its time is over. Where nobody else
+takes requests it ends at once: they are held, and a new group comes the sooner.
 """
 
 import asyncio
@@ -11,6 +14,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from tandem.cluster.fleet.fleet_view import GroupRecord
 
 LOOK_PERIOD_S = 2.0
+DRAIN_PERIOD_S = 0.5
+SEEN_S = 2.0
+"""Time until all gateways have seen that a group drains, and what they sent before has arrived."""
 
 
 def nobody_takes_over(own: GroupRecord, fleet: Iterable[GroupRecord]) -> bool:
@@ -29,3 +35,27 @@ async def time_is_over(
     await pause(timeout_s)
     while await is_needed():
         await pause(LOOK_PERIOD_S)
+
+
+def others_serve(own: GroupRecord, fleet: Iterable[GroupRecord]) -> bool:
+    """True if another group takes the requests of `own`."""
+    others = (record for record in fleet if record.group != own.group)
+    return any(record.state == "serving" and not record.is_other(own.kind) for record in others)
+
+
+async def drained(
+    timeout_s: float,
+    num_requests: Callable[[], int],
+    has_others: Callable[[], Awaitable[bool]],
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> str:
+    """Returns, in words, why a group that is drained may end now. has_others: another group takes its requests."""
+    waited_s = 0.0
+    while await has_others():
+        if waited_s >= timeout_s:
+            return f"its {num_requests()} requests are handed over after {timeout_s:g} s"
+        if waited_s >= SEEN_S and not num_requests():
+            return "its requests have ended"
+        await pause(DRAIN_PERIOD_S)
+        waited_s += DRAIN_PERIOD_S
+    return f"no other group serves, and its {num_requests()} requests wait for the next one"

@@ -88,6 +88,15 @@ def record_answer(service: str, question: str) -> str:
     return f"tandem:{service}:record:{question}"
 
 
+DRAINS_TTL_S = 3600
+
+
+def drains(service: str) -> str:
+    """Hash of a group's id to the order to drain it (msgpack DrainOrder), announced. TTL 1 h, renewed by each order: a
+    group that has ended never comes back under its id. Owner: gateways."""
+    return f"tandem:{service}:drains"
+
+
 def gateways(service: str) -> str:
     """Set of gateway ids, where a service has several. TTL 1 h, renewed by every heartbeat. Owner: gateways."""
     return f"tandem:{service}:gateways"

@@ -1,5 +1,7 @@
 """What one request, one client or one gateway does to others: nothing. Two groups and two gateways, real processes."""
 
+import re
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +21,7 @@ from tests.support.failover.scene import HEAL_S, TEST_S, Scene, failover_scene
 from tests.support.mixed_requests import PROMPTS
 from tests.support.plain_http import plain_http
 from tests.support.records import group_records, group_reports
-from tests.support.service import is_alive, wait_for
+from tests.support.service import BIN, REPOSITORY, is_alive, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(TEST_S)]
 TOKEN = 241
@@ -100,6 +102,52 @@ def test_a_fault_of_one_row_is_that_rows_alone(scene: Scene, fault: Fault) -> No
     laws.check_ledger(scene.service, [*undisturbed, *beside], frozenset({"length"}))
     laws.check_kv(scene.service)
     laws.check_alive(scene.service, [], scene.known)
+
+
+# ---- a group that is drained ----
+
+
+def drained_by_the_page(scene: Scene, group: str, *more: str) -> str:
+    """What the command of docs/operations.md says of a group."""
+    page = (REPOSITORY / "docs" / "operations.md").read_text()
+    (command,) = re.findall(r"^    .venv/bin/(tandem drain GROUP) +#", page, re.M)
+    words = [*command.replace("GROUP", group).split()[1:], "--url", scene.service.url, *more]
+    done = subprocess.run([BIN / "tandem", *words], capture_output=True, text=True, timeout=HEAL_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_group_is_drained_by_the_pages_command_and_no_stream_notices(scene: Scene) -> None:
+    scene.wait_until_two_serve()
+    undisturbed = [call.result() for call in streams(scene, 4)]
+    lost, running = scene.service.output.count(" is lost: "), streams(scene, 4)
+    for call in running:
+        call.wait_for_tokens(1)
+    group = scene.serving()[0].group
+    assert f"group {group} is drained; groups that serve: " in drained_by_the_page(scene, group)
+    assert group not in {record.group for record in scene.serving()}
+    for call, wanted in zip(running, undisturbed, strict=True):
+        laws.check_tokens(call.result(), wanted, is_exact=True)
+    assert scene.service.output.count(" is lost: ") == lost, "it left as planned"
+    laws.check_ledger(scene.service, [*undisturbed, *running], frozenset({"length"}))
+
+
+@pytest.mark.chaos
+def test_groups_are_drained_one_right_after_the_other_and_what_runs_waits_for_the_next(scene: Scene) -> None:
+    scene.wait_until_two_serve()
+    undisturbed = [call.result() for call in streams(scene, 4)]
+    running, groups = streams(scene, 4), [record.group for record in scene.serving()]
+    for call in running:
+        call.wait_for_tokens(1)
+    drained_by_the_page(scene, groups[0], "--no-wait")
+    wait_for(lambda: len(scene.serving()) == 1, HEAL_S, "the first one is seen to drain")
+    assert "no other group serves: requests are held" in drained_by_the_page(scene, groups[1], "--timeout", "100")
+    late = streams(scene, 1)[0]
+    for call, wanted in zip([*running, late], [*undisturbed, undisturbed[0]], strict=True):
+        laws.check_tokens(call.result(), wanted, is_exact=True)
+    scene.wait_until_two_serve()
+    laws.check_ledger(scene.service, [*undisturbed, *running, late], frozenset({"length"}))
+    laws.check_kv(scene.service)
 
 
 # ---- a query of death ----

@@ -44,6 +44,14 @@ for name in sys.argv[1:]:
     ray.kill(ray.get_actor(name))
 """
 )
+DRAIN = (
+    CONNECT
+    + """
+from tandem.cluster.ray_private.node_ends import drain_node, nodes_called
+found = nodes_called(sys.argv[1])
+print(len(found), found[0].is_head, drain_node(found[0].node_id, "a test", float(sys.argv[2])) or "accepted")
+"""
+)
 NODES = CONNECT + "print(json.dumps({n['NodeManagerAddress']: n['NodeID'] for n in ray.nodes() if n['Alive']}))"
 
 
@@ -117,10 +125,9 @@ class RayNodes:
         self.script(FREE, *(f"{name}-slot" for name in names))
 
     def drain(self, node: Node, deadline_s: int) -> None:
-        """Tells Ray that a node goes, as a cloud's notice of preemption does."""
-        which = ["--node-id", self.ids()[node.address], "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
-        when = ["--reason-message", "a notice", "--deadline-remaining-seconds", str(deadline_s)]
-        self._run("ray", "drain-node", f"--address={self.head.address}:{GCS_PORT}", *which, *when)
+        """Tells Ray that a node goes, as a gateway does for `tandem drain`, and a cloud for a machine that it takes."""
+        said = self.script(DRAIN, node.address, str(deadline_s))
+        assert said.split() == ["1", "False", "accepted"], said
 
     def deploy(self, config: Mapping[str, Any]) -> None:
         """Deploys a Serve file, and returns when its application runs."""

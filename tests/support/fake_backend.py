@@ -14,6 +14,7 @@ import msgspec
 
 from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.fleet.group_reports import GroupReport
+from tandem.cluster.gateway.generation.dispatch import DrainState
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.workers.messages.errors import GroupLost, RequestRefused
 from tandem.workers.messages.request import (
@@ -119,6 +120,8 @@ class FakeBackend:
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     hold_s: float = 3600.0
     num_resets: int = 0
+    drained: list[tuple[str, float | None]] = field(default_factory=list)
+    drain_states: dict[str, DrainState] = field(default_factory=dict)
     unconfirmed: tuple[str, ...] = ()
     fleet: tuple[tuple[GroupRecord, GroupReport | None], ...] = ()
     more_metrics: str = ""
@@ -174,6 +177,12 @@ class FakeBackend:
     async def reset_prefix_caches(self) -> Collection[str]:
         self.num_resets += 1
         return self.unconfirmed
+
+    async def drain(self, target: str, timeout_s: float | None) -> DrainState:
+        self.drained.append((target, timeout_s))
+        if (state := self.drain_states.get(target)) is None:
+            raise RequestRefused(f"There is no {target}.", code="not_found", status=404, param="target")
+        return state
 
     async def metrics(self, *, with_tenants: bool) -> str:
         del with_tenants

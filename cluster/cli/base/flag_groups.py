@@ -30,20 +30,23 @@ def setting(
     names: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
     shown: str | None = None,
+    variable: str | None = None,
     **bounds: float,
 ) -> Any:
     """Makes a field that is a flag. names: of the flag, by default --FIELD with dashes. choices: all values that there
-    are. shown: what the help says of the default, if not the value. bounds: `least`, `above` or `most` of a number."""
+    are. shown: what the help says of the default, if not the value. variable: of the environment, in place
+    of the group's prefix and the name. bounds: `least`, `above` or `most` of a number."""
     words = {"help": help, "names": names, "choices": choices, "shown": shown, "bounds": bounds}
+    words["variable"] = variable
     return field(default=default, metadata=words)
 
 
-def with_group(name: str, group: type[Any], panel: str, leave_out: frozenset[str] = frozenset()) -> Callable[..., Any]:
+def with_group(name: str, group: type[Any], panel: str, prefix: str) -> Callable[..., Any]:
     """Decorates a command: its parameter `name` becomes the flags of `group`'s fields, and gets the object that they
-    make. panel: their title in the help. leave_out: fields that are no flags of this command and keep their defaults.
-    The command raises SettingsError for values out of bounds."""
+    make. panel: their title in the help. prefix: of their variables of the environment. The command raises
+    SettingsError for values out of bounds."""
     hints = get_type_hints(group)
-    flags = [_parameter(one, hints[one.name], panel) for one in fields(group) if one.name not in leave_out]
+    flags = [_parameter(one, hints[one.name], panel, prefix) for one in fields(group)]
     return partial(_decorated, name=name, flags=flags, made=partial(_made, group))
 
 
@@ -57,7 +60,7 @@ def flag_name(one: Field[Any]) -> str:
     return names[0].partition("/")[0] if names else f"--{one.name.replace('_', '-')}"
 
 
-def _parameter(one: Field[Any], kind: Any, panel: str) -> Parameter:
+def _parameter(one: Field[Any], kind: Any, panel: str, prefix: str) -> Parameter:
     kinds = [each for each in get_args(kind) if each is not type(None)] if get_origin(kind) is not tuple else []
     is_list = get_origin(kind) is tuple
     plain = list[str] if is_list else kinds[0] if kinds else kind
@@ -65,6 +68,7 @@ def _parameter(one: Field[Any], kind: Any, panel: str) -> Parameter:
     if plain is bool and one.default is not False:
         names = (f"{names[0]}/--no-{names[0].removeprefix('--')}", *names[1:])
     words = {"help": _help(one), "rich_help_panel": panel, "metavar": _metavar(one, plain)}
+    words["envvar"] = one.metadata["variable"] or f"{prefix}{one.name.upper()}"
     return flag(one.name, plain, *names, **words)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
+from tandem.cluster.gateway.generation.dispatch import DrainState
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.configs.schema import EngineSettings
@@ -129,6 +130,9 @@ class LocalDispatch:
 
         self._thread.call(forget)
         return ()
+
+    async def drain(self, target: str, timeout_s: float | None) -> DrainState:
+        raise RequestRefused("A batch has no groups.", code="not_found", status=404, param="target")
 
     async def metrics(self, *, with_tenants: bool) -> str:
         del with_tenants

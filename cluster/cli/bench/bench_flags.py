@@ -6,6 +6,8 @@ from math import inf
 from typing import Any, Final
 
 from tandem.cluster.cli.base.flag_groups import setting
+from tandem.cluster.cli.client.running_service import CLIENT
+from tandem.configs.environment import PREFIX
 from tandem.configs.errors import SettingsError
 
 BACKENDS: Final = ("openai", "vllm", "openai-chat", "openai-responses", "openai-embeddings")
@@ -32,11 +34,19 @@ class TargetFlags:
     tokenizer: str | None = setting("Folder or hub id of the tokenizer that makes and counts prompts.", shown="--model")
     lora_modules: tuple[str, ...] = setting("Adapters to ask in place of the model.", default=())
     lora_assignment: str = setting("How requests get one.", default="random", choices=("random", "round-robin"))
-    api_key: str | None = setting("Key (or env:NAME, file:PATH).", shown="$OPENAI_API_KEY, else $TANDEM_API_KEY")
+    api_key: str | None = setting(
+        "Key (or env:NAME, file:PATH).", shown="$TANDEM_API_KEY, else $OPENAI_API_KEY", variable=f"{PREFIX}API_KEY"
+    )
     header: tuple[str, ...] = setting("KEY=VALUE of more headers.", default=())
-    ssl_certfile: str | None = setting("PEM file with a certificate to show to the service.")
-    ssl_keyfile: str | None = setting("PEM file with its key.", shown="it is in --ssl-certfile")
-    ssl_ca_certs: str | None = setting("PEM file with the CA certificates to trust.", shown="what the machine trusts")
+    ssl_certfile: str | None = setting(
+        "PEM file with a certificate to show to the service.", variable=f"{CLIENT}SSL_CERTFILE"
+    )
+    ssl_keyfile: str | None = setting(
+        "PEM file with its key.", shown="it is in --ssl-certfile", variable=f"{CLIENT}SSL_KEYFILE"
+    )
+    ssl_ca_certs: str | None = setting(
+        "PEM file with the CA certificates to trust.", shown="what the machine trusts", variable=f"{CLIENT}SSL_CA_CERTS"
+    )
     ready_check_timeout_sec: int = setting("Longest wait for a first answer before the load.", default=0, least=0)
     request_id_prefix: str | None = setting("Requests are named this and a number.", shown="bench- and eight digits")
 

@@ -40,6 +40,10 @@ class EndpointError(TandemError):
     """A service that does not answer, or refuses a request. The message is for the user."""
 
 
+class NotThere(EndpointError):
+    """An answer of 404: what the request names is not there, or no longer."""
+
+
 class _Delta(msgspec.Struct, frozen=True):
     content: str | None = None
 
@@ -134,6 +138,16 @@ class Endpoint:
         self._check(answer)
         return answer.content
 
+    def post(self, route: str, body: Mapping[str, Any]) -> bytes:
+        """Returns the body of the answer to a POST of a JSON object. NotThere for a 404."""
+        headers = {"content-type": "application/json"}
+        try:
+            answer = self._client.post(route, content=msgspec.json.encode(body), headers=headers)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        self._check(answer)
+        return answer.content
+
     def stream(self, route: str, body: Mapping[str, Any]) -> Iterator[str]:
         """Yields the pieces of one answer's text as they come. Closing the iterator ends the request."""
         try:
@@ -175,7 +189,8 @@ class Endpoint:
             problem = msgspec.json.decode(answer.content, type=_Event).error or _Problem()
         except msgspec.DecodeError:
             problem = _Problem("is it an OpenAI-compatible service?")
-        raise EndpointError(f"{self.url} answered {answer.status_code}: {problem.message}")
+        kind = NotThere if answer.status_code == 404 else EndpointError
+        raise kind(f"{self.url} answered {answer.status_code}: {problem.message}")
 
     def _unreachable(self, error: httpx.HTTPError) -> EndpointError:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):

@@ -10,8 +10,11 @@ from tandem.cluster.cli.base.flags import with_service_options
 from tandem.cluster.cli.bench.bench_flags import FieldFlags, ResultFlags, TargetFlags, TrafficFlags
 from tandem.cluster.cli.bench.bench_offline import LatencyFlags, ThroughputFlags
 from tandem.cluster.cli.bench.data_sets.data_flags import DataFlags
+from tandem.configs.environment import PREFIX
 from tandem.configs.options import OPTIONS
 
+VARIABLES = f"{PREFIX}BENCH_"
+"""The beginning of variables of these flags: `serve` has some of the same names, with other meanings."""
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, hub id, or `demo` (the bundled model).")]
 NOT_OF_LLM = frozenset(option.name for option in OPTIONS if not option.path.startswith("engine.")) | {
     "served_model_name", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens",
@@ -19,11 +22,11 @@ NOT_OF_LLM = frozenset(option.name for option in OPTIONS if not option.path.star
 """Options of a service alone, which tandem.LLM has no use for."""
 
 
-@with_group("target", TargetFlags, "Service")
-@with_group("data", DataFlags, "Prompts")
-@with_group("traffic", TrafficFlags, "Traffic")
-@with_group("fields", FieldFlags, "Fields of requests")
-@with_group("results", ResultFlags, "Results")
+@with_group("target", TargetFlags, "Service", VARIABLES)
+@with_group("data", DataFlags, "Prompts", VARIABLES)
+@with_group("traffic", TrafficFlags, "Traffic", VARIABLES)
+@with_group("fields", FieldFlags, "Fields of requests", VARIABLES)
+@with_group("results", ResultFlags, "Results", VARIABLES)
 def serve(
     target: TargetFlags, data: DataFlags, traffic: TrafficFlags, fields: FieldFlags, results: ResultFlags
 ) -> None:
@@ -36,7 +39,7 @@ def serve(
     sys.exit(ServeBench(target, data, traffic, fields, results).run())
 
 
-@with_group("latency", LatencyFlags, "Batch")
+@with_group("latency", LatencyFlags, "Batch", VARIABLES)
 @with_service_options(leave_out=NOT_OF_LLM)
 def latency(model: Model, latency: LatencyFlags, *, flags: dict[str, Any]) -> None:
     """Time a batch in this process, again and again, as `vllm bench latency`."""
@@ -45,8 +48,8 @@ def latency(model: Model, latency: LatencyFlags, *, flags: dict[str, Any]) -> No
     run_latency(model, latency, flags)
 
 
-@with_group("run", ThroughputFlags, "Run")
-@with_group("data", DataFlags, "Prompts")
+@with_group("run", ThroughputFlags, "Run", VARIABLES)
+@with_group("data", DataFlags, "Prompts", VARIABLES)
 @with_service_options(leave_out=NOT_OF_LLM | {"seed"})
 def throughput(model: Model, data: DataFlags, run: ThroughputFlags, *, flags: dict[str, Any]) -> None:
     """Run all prompts of a data set in this process at once, as `vllm bench throughput`.

@@ -167,6 +167,7 @@ class Gateway:
             self._facts.may_sleep,
             await read_load_s(self._redis, self._facts.service_id),
             self._scaling,
+            self._settings.shutdown_timeout_s,
         )
         node = ray.get_runtime_context().get_node_id()
         self._missing = MissingGroups(self._fleet, ExitWatch(), node)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.gateway.admin.adapter_routes import LoadBody, UnloadBody
+from tandem.cluster.gateway.admin.drain_routes import DrainBody
 from tandem.cluster.gateway.admin.tenant_routes import RotateBody, TenantBody
 from tandem.cluster.gateway.http.auth import AuthLevel
 from tandem.cluster.gateway.http.error_answers import ErrorBody
@@ -23,6 +24,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/embeddings": EmbeddingBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/admin/drain": DrainBody,
     "/admin/tenants": TenantBody,
     "/admin/tenants/{name}": Limits,
     "/admin/tenants/{name}/rotate-key": RotateBody,

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.cluster.gateway.admin import adapter_routes, group_routes, request_routes, tenant_routes
+from tandem.cluster.gateway.admin import adapter_routes, drain_routes, group_routes, request_routes, tenant_routes
 from tandem.cluster.gateway.anthropic import messages
 from tandem.cluster.gateway.anthropic.anthropic_errors import ANTHROPIC_API, AnthropicErrorBody
 from tandem.cluster.gateway.anthropic.messages_body import CountTokensBody, MessagesBody
@@ -145,6 +145,7 @@ def route_table(
         RouteSpec("POST", "/tokenize", key, partial(tokenize, *serving)),
         RouteSpec("POST", "/detokenize", key, partial(detokenize, *serving)),
         RouteSpec("GET", "/admin/groups", admin, partial(group_routes.list_groups, context)),
+        RouteSpec("POST", "/admin/drain", admin, partial(drain_routes.drain, *serving)),
         RouteSpec("GET", "/admin/tenants", admin, partial(tenant_routes.list_tenants, accounts)),
         RouteSpec("POST", "/admin/tenants", admin, partial(tenant_routes.add_tenant, *tenants)),
         RouteSpec("GET", "/admin/tenants/{name}", admin, partial(tenant_routes.show_tenant, accounts)),

@@ -8,11 +8,35 @@ part: take(), end(). Whether a request is tried again is the Generation's decisi
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from msgspec import Struct
+
 from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.workers.messages.request import Abort
+
+
+class DrainingGroup(Struct, frozen=True, kw_only=True):
+    """A group that is to end, at one moment."""
+
+    id: str
+    state: str
+    running: int
+    waiting: int
+
+
+class DrainState(Struct, frozen=True, kw_only=True):
+    """The course of a drain so far. kind: "group" or "node"; id: of that. groups: those that have not ended;
+    other_groups: the number of groups that serve and stay. gateways: the number of those on a node that have not
+    ended."""
+
+    kind: str
+    id: str
+    groups: list[DrainingGroup]
+    other_groups: int
+    timeout_s: float
+    gateways: int = 0
 
 
 class Dispatch(Protocol):
@@ -61,6 +85,11 @@ class Dispatch(Protocol):
     async def reset_prefix_caches(self) -> Collection[str]:
         """Has every group forget the KV that no running request uses. Returns the groups that have not confirmed it in
         time. RequestRefused (503) when nobody can be told."""
+        ...
+
+    async def drain(self, target: str, timeout_s: float | None) -> DrainState:
+        """Begins the planned end of a group or a node, or says how far it is. timeout_s: for requests that run; None:
+        the service's. RequestRefused for what cannot be drained."""
         ...
 
     async def metrics(self, *, with_tenants: bool) -> str:

@@ -17,7 +17,8 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, channel_name
 from tandem.cluster.fleet.group_reports import GroupReport
-from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
+from tandem.cluster.gateway.generation.dispatch import DrainState
+from tandem.cluster.gateway.generation.draining_groups import DrainingGroups, Drains
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.tasks import Aside
 from tandem.cluster.ray_private.separate_calls import call_separately
@@ -74,6 +75,7 @@ class ServeDispatch:
         may_sleep: bool = False,
         load_s: float = 0.0,
         scaling: ScalingWatch | None = None,
+        drain_s: float = 0.0,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._decode = msgspec.msgpack.Decoder(Ended).decode
@@ -94,6 +96,7 @@ class ServeDispatch:
         self._longest_load_s = load_s
         self._may_sleep = may_sleep
         self._scaling = scaling
+        self._drains = Drains(fleet, drain_s)
         self._refusal: RequestRefused | None = None
 
     # ---- Dispatch ------------------------------------------------------------------------------------------------
@@ -205,6 +208,9 @@ class ServeDispatch:
         except RedisUnavailable:
             message = "The groups cannot be told now, because Redis is away; try again."
             raise RequestRefused(message, code="service_unavailable", status=503) from None
+
+    async def drain(self, target: str, timeout_s: float | None) -> DrainState:
+        return await self._drains.ask(target, timeout_s)
 
     async def metrics(self, *, with_tenants: bool) -> str:
         reports, redis_unavailable = await self._fleet.read_reports(), self._fleet.redis_unavailable
