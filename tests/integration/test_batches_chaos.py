@@ -22,7 +22,7 @@ from tests.support.verbs import run_verb_of
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]
 ADMIN = {"authorization": "Bearer root"}
 TITLE = "ray::ServeReplica:tandem:tandem-gateway"
-LINES, TOKENS = 120, 300
+LINES, TOKENS = 300, 300
 FILE_MIB = 384
 GROWTH_MIB = 128
 """Most memory that gateways may gain while such a file comes and goes."""
@@ -87,23 +87,29 @@ def bills(service: Service, tenant: str) -> Counter[int]:
     return Counter(json.loads(row)["completion_tokens"] for row in rows)
 
 
-def runner(service: Service) -> int:
+def pids(service: Service) -> dict[str, int]:
+    """The gateways by their names."""
+    shown = run_verb_of(service.temp, "status", "--url", service.url).stdout
+    return {name: int(pid) for name, pid in re.findall(r"^  gateway (\S+) .*pid (\d+)", shown, re.MULTILINE)}
+
+
+def runner(service: Service, named: dict[str, int]) -> int:
     """The pid of the gateway that runs lines, 0 where none does."""
     text = service.get("/metrics", headers=ADMIN).text
     found = re.findall(r'^tandem:batch_lines_running\{gateway="([^"]+)".*\} ([0-9.]+)$', text, re.MULTILINE)
     running = [name for name, count in found if float(count)]
-    shown = run_verb_of(service.temp, "status", "--url", service.url).stdout
-    pids = {name: int(pid) for name, pid in re.findall(r"^  gateway (\S+) .*pid (\d+)", shown, re.MULTILINE)}
-    return pids.get(running[0], 0) if running else 0
+    return named.get(running[0], 0) if running else 0
 
 
 def test_a_batch_outlives_its_gateway_and_a_group(service: Service) -> None:
     """Each line has one row and one bill, and other tenants see nothing of it."""
     client = client_of(service, "steady")
+    named = wait_for(lambda: found if len(found := pids(service)) == 2 else {}, 60, "two gateways")
     batch_id = begin(client, lines())
     wait_for(lambda: answered(client, batch_id) >= 10, 120, "lines are answered")
-    psutil.Process(wait_for(lambda: runner(service), 60, "the gateway that runs it")).kill()
+    psutil.Process(wait_for(lambda: runner(service, named), 60, "the gateway that runs it")).kill()
     before = answered(client, batch_id)
+    assert before + 20 < LINES, "it was killed in the middle"
     wait_for(lambda: answered(client, batch_id) >= before + 10, 120, "another one goes on")
     next(iter(service.titled("tandem rank"))).kill()
     stranger = client_of(service, "stranger")
