@@ -128,7 +128,7 @@ class GroupReports:
             ]
         )
         assert isinstance(number, int), number
-        while missing:
+        while missing and not is_cancelled():
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
             asked = sorted(missing)

@@ -199,3 +199,19 @@ def test_a_heartbeat_is_small_and_nothing_in_it_grows() -> None:
     scaled = msgspec.structs.replace(record, figures=[0.123456789] * len(FIGURES))
     assert len(msgspec.msgpack.encode(scaled)) < 600
     assert all(isinstance(value, str | int | float | list) for value in msgspec.structs.astuple(record))
+
+
+async def test_a_reader_ends_although_its_client_loses_the_cancellation_of_its_time() -> None:
+    class Lossy:
+        """Commands that answer, whatever is cancelled meanwhile."""
+
+        async def pipeline(self, commands: object) -> list[object]:
+            return [1, None, 7, 1]
+
+        async def command(self, *parts: Part) -> list[None]:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(PATIENT_S)
+            return [None]
+
+    async with asyncio.timeout(PATIENT_S / 2):
+        assert await GroupReports(Lossy(), "s").read(["g1"], IMPATIENT_S) == []
