@@ -107,7 +107,7 @@ def end_by_a_drain(service: Service, headers: Mapping[str, str], timeout_s: int)
         assert (whole.result().status_code, "shutting down" in whole.result().text) == (503, True)
     assert service.process.wait(30) == 0
     service.check_gone()
-    said = service.output.partition(f"{service.port}/v1\n")[2].splitlines()
+    said = service.output.partition(f"{service.port}/v1")[2].splitlines()[1:]
     assert len(said) == 3, said
     stopping, cut_off, stopped = said
     assert f"requests in flight have up to {timeout_s} s to finish (--shutdown-timeout)" in stopping

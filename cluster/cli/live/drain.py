@@ -38,7 +38,7 @@ def drain(
     ] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the end. Default: --wait.")] = True,
 ) -> None:
-    """End a group, or all that runs on a node, as planned: no request is lost.
+    """End a group or a node as planned: no request is lost.
 
     New requests go elsewhere, those that run end or move to other groups, and another group is started in place of
     each. The exit status is 1 when it is not over within --timeout and half a minute, though it goes on then.
