@@ -210,7 +210,7 @@ async def test_a_reader_ends_although_its_client_loses_the_cancellation_of_its_t
 
         async def command(self, *parts: Part) -> list[None]:
             with suppress(asyncio.CancelledError):
-                await asyncio.sleep(PATIENT_S)
+                await asyncio.sleep(PATIENT_S)  # until it is cancelled
             return [None]
 
     async with asyncio.timeout(PATIENT_S / 2):
