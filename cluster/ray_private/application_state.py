@@ -41,11 +41,11 @@ async def autoscaling_in_force(app: str, deployment: str) -> Mapping[str, Any] |
     from ray.serve._private.config import DeploymentConfig
     from ray.serve.generated.serve_pb2 import DeploymentRoute
 
-    said = await _asked(app, lambda controller: controller.get_deployment_info.remote(deployment, app))
-    if said is None:
-        return None
-    config = DeploymentConfig.from_proto(DeploymentRoute.FromString(said).deployment_info.deployment_config)
-    if (scaling := config.autoscaling_config) is None:
+    def read(told: bytes) -> Any:
+        return DeploymentConfig.from_proto(DeploymentRoute.FromString(told).deployment_info.deployment_config)
+
+    config = await _asked(app, lambda controller: controller.get_deployment_info.remote(deployment, app), read)
+    if config is None or (scaling := config.autoscaling_config) is None:
         return None
     policy = {"policy_function": scaling.policy.policy_function, "policy_kwargs": scaling.policy.policy_kwargs or {}}
     return {"min_replicas": scaling.min_replicas, "max_replicas": scaling.max_replicas, "policy": policy}
@@ -60,22 +60,25 @@ async def application_state(name: str) -> ApplicationState | None:
     from ray.serve._private.application_state import StatusOverview
     from ray.serve.generated.serve_pb2 import StatusOverview as Proto
 
-    told = await _asked(name, lambda controller: controller.get_serve_status.remote(name))
-    if told is None:
+    def read(told: bytes) -> Any:
+        return StatusOverview.from_proto(Proto.FromString(told))
+
+    said = await _asked(name, lambda controller: controller.get_serve_status.remote(name), read)
+    if said is None:
         return None
-    said = StatusOverview.from_proto(Proto.FromString(told))
     failed = {one.name: one.message for one in said.deployment_statuses if one.status.value == "DEPLOY_FAILED"}
     return ApplicationState(said.app_status.status.value, said.app_status.message, failed)
 
 
-async def _asked(app: str, call: Callable[[Any], Awaitable[bytes]]) -> bytes | None:
-    """The answer of Serve's controller; None without one in ASK_S, and where Serve does not run."""
+async def _asked(app: str, call: Callable[[Any], Awaitable[bytes]], read: Callable[[bytes], Any]) -> Any:
+    """The answer of Serve's controller, as it is read; None without one in ASK_S, for one that cannot be read, and
+    where Serve does not run."""
     from ray.serve.context import _get_global_client
 
     try:
         async with asyncio.timeout(ASK_S):
             client: Any = await asyncio.to_thread(_get_global_client, raise_if_no_controller_running=False)
-            return None if client is None else await call(client._controller)
+            return None if client is None else read(await call(client._controller))
     except Exception as error:  # of many kinds, while the head or Serve's controller is away
         log.info("Serve does not say how %s is: %s", app, str(error).partition("\n")[0] or type(error).__name__)
         return None

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
 
 from tandem.cluster.cli.client.running_service import runs_on
-from tandem.configs.errors import TandemError
+from tandem.configs.errors import SettingsError, TandemError
 
 if TYPE_CHECKING:
     from tandem.cluster.adapters.entries import AdapterEntry
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
     from tandem.cluster.ray_private.application_state import ApplicationState
     from tandem.cluster.scaling.scaling_watch import ScalingReport
     from tandem.cluster.state.redis_client import BackgroundClient
+
+AppFlag = Annotated[str | None, typer.Option("--app", help="A service of Ray Serve instead: its application's name.")]
+AddressFlag = Annotated[
+    str, typer.Option("--address", help="GCS of the Ray that --app is in, HOST:PORT. auto: the one on this node.")
+]
 
 
 class ServiceReading(NamedTuple):
@@ -44,6 +51,12 @@ class ShownService(NamedTuple):
     logs: str | None = None
     addresses: Mapping[str, str] | None = None
     state: "ApplicationState | None" = None
+
+
+def check_one_name(url: str | None, app: str | None) -> None:
+    """SettingsError for a service that is named twice."""
+    if app is not None and url is not None:
+        raise SettingsError("a service is named by --url or by --app, not by both", "--app")
 
 
 def services_here(url: str | None) -> list[ShownService]:

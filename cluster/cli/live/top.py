@@ -14,8 +14,11 @@ import typer
 from tandem.cluster.cli.base.terminal import say
 from tandem.cluster.cli.client.running_service import with_redis
 from tandem.cluster.cli.client.service_reading import (
+    AddressFlag,
+    AppFlag,
     ShownService,
     application_shown,
+    check_one_name,
     progress,
     read_service,
     services_here,
@@ -33,12 +36,8 @@ def top(
         str | None,
         typer.Option("--url", help="Address of a service of yours on this machine. Default: the newest one."),
     ] = None,
-    app: Annotated[
-        str | None, typer.Option("--app", help="Follow a service of Ray Serve instead: its application's name.")
-    ] = None,
-    address: Annotated[
-        str, typer.Option("--address", help="GCS of the Ray that --app is in, HOST:PORT. auto: the one on this node.")
-    ] = "auto",
+    app: AppFlag = None,
+    address: AddressFlag = "auto",
     interval: Annotated[float, typer.Option("--interval", help="Seconds between two readings.")] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print once and exit, as without a terminal: rates of one interval.")
@@ -49,8 +48,7 @@ def top(
 
     Shows groups, their queues, tokens a second, KV, adapters and tenants.
     """
-    if app is not None and url is not None:
-        raise SettingsError("a service is named by --url or by --app, not by both", "--app")
+    check_one_name(url, app)
     if not interval >= SHORTEST_S:
         raise SettingsError(f"{interval:g} must be at least {SHORTEST_S:g} seconds", "--interval")
     shown = _chosen(url) if app is None else application_shown(app, address)

@@ -8,16 +8,18 @@ import typer
 
 from tandem.cluster.cli.client.running_service import with_redis
 from tandem.cluster.cli.client.service_reading import (
+    AddressFlag,
+    AppFlag,
     ServiceReading,
     ShownService,
     application_shown,
+    check_one_name,
     on_node,
     progress,
     read_service,
     services_here,
 )
 from tandem.cluster.cli.verbs.adapters import held_by
-from tandem.configs.errors import SettingsError
 
 if TYPE_CHECKING:
     from tandem.cluster.adapters.entries import AdapterEntry
@@ -28,16 +30,11 @@ def status(
     url: Annotated[
         str | None, typer.Option("--url", help="Show only the service at this address. Default: all services here.")
     ] = None,
-    app: Annotated[
-        str | None, typer.Option("--app", help="Show a service of Ray Serve instead: its application's name.")
-    ] = None,
-    address: Annotated[
-        str, typer.Option("--address", help="GCS of the Ray that --app is in, HOST:PORT. auto: the one on this node.")
-    ] = "auto",
+    app: AppFlag = None,
+    address: AddressFlag = "auto",
 ) -> None:
     """Show the running services: groups, adapters and tenants."""
-    if app is not None and url is not None:
-        raise SettingsError("a service is named by --url or by --app, not by both", "--app")
+    check_one_name(url, app)
     for shown in services_here(url) if app is None else [application_shown(app, address)]:
         _show(shown, with_redis(shown.redis_url, partial(read_service, shown), timeout_s=1.0, retries=1))
 

@@ -30,6 +30,7 @@ from ray.serve._private.handle_options import DynamicHandleOptions, InitHandleOp
 from ray.serve.context import ReplicaContext
 
 from tandem.cluster.ray_private import local_node
+from tandem.cluster.ray_private.application_state import application_state as asked_for_state
 from tandem.cluster.ray_private.application_state import autoscaling_in_force
 from tandem.cluster.ray_private.ray_facts import gcs_of
 from tandem.cluster.ray_private.replica_end import DRAINING_NAME, EXIT_NAME
@@ -319,6 +320,12 @@ async def test_the_autoscaling_that_is_in_force(monkeypatch: pytest.MonkeyPatch)
     assert goals_of(await autoscaling_in_force("app", "d")) == ScalingGoals(ttft_s=0.5, low=1, high=6), why
     config = type(config).from_default()
     assert await autoscaling_in_force("app", "d") is None, f"{why}; the number is fixed"
+
+    async def odd(*_: str) -> bytes:
+        return b"\xff"
+
+    client._controller.get_deployment_info = client._controller.get_serve_status = SimpleNamespace(remote=odd)
+    assert await autoscaling_in_force("app", "d") is None and await asked_for_state("app") is None, "never an error"
 
 
 def test_the_state_of_an_application() -> None:
