@@ -144,6 +144,27 @@ async def test_a_call_that_was_cut_is_no_turn_of_the_next_request(redis: Backgro
         assert (await ask(rig, previous_response_id=cut["id"], max_output_tokens=5)).status_code == 200
 
 
+async def test_a_deletion_whose_reply_is_lost_is_no_404(redis: BackgroundClient) -> None:
+    """The client of Redis asks again then, as it does on a busy machine."""
+
+    class Again:
+        """Runs each script twice, and tells the second reply."""
+
+        async def command(self, *parts: Any) -> object:
+            if parts[0] == "EVAL":
+                await redis.command(*parts)
+            return await redis.command(*parts)
+
+        async def pipeline(self, commands: Any) -> object:
+            return await redis.pipeline(commands)
+
+    async with storing(Again()) as rig:
+        made = (await ask(rig, input="one")).json()
+        assert (await rig.client.delete(f"{PATH}/{made['id']}")).json()["deleted"]
+        assert (await rig.client.delete(f"{PATH}/{made['id']}")).status_code == 404
+        assert (await rig.client.delete(f"{PATH}/resp_x")).status_code == 404
+
+
 async def test_it_is_shown_and_deleted(redis: BackgroundClient) -> None:
     async with storing(redis) as rig:
         first = (await ask(rig)).json()
