@@ -328,6 +328,30 @@ async def test_the_autoscaling_that_is_in_force(monkeypatch: pytest.MonkeyPatch)
     assert await autoscaling_in_force("app", "d") is None and await asked_for_state("app") is None, "never an error"
 
 
+def test_what_a_new_version_is_to_serve() -> None:
+    """docs/serving/start.md, "Numbers that need no restart"."""
+    why = "deploy_utils.get_app_code_version: bounds beside the same policy change while all goes on"
+    from ray.serve._private.deploy_utils import get_app_code_version
+    from ray.serve.schema import ServeApplicationSchema
+
+    def version(*deployments: dict[str, Any]) -> str:
+        return str(get_app_code_version(ServeApplicationSchema(import_path="a:b", deployments=list(deployments))))
+
+    def groups(**config: Any) -> dict[str, Any]:
+        return {"name": "tandem-coordinator", "autoscaling_config": config}
+
+    assert version(groups(max_replicas=1, policy=OURS)) == version(groups(max_replicas=6, policy=OURS)), why
+    with_goal = {**OURS, "policy_kwargs": {"ttft_s": 1.0}}
+    named = [
+        version(),
+        version(groups(policy=OURS)),
+        version(groups(policy=with_goal)),
+        version(groups(max_replicas=1)),
+    ]
+    assert len(set(named)) == 4, f"{why}; another policy is a new version"
+    assert version({"name": "tandem-gateway", "user_config": {"queue_timeout": 3}, "num_replicas": 2}) == version(), why
+
+
 def test_the_state_of_an_application() -> None:
     why = "serve's controller: a gateway tells its replacement from the end of the service (application_state.py)"
     from ray.serve._private import application_state, common, controller
