@@ -424,9 +424,9 @@ class Gateway:
         if self._adapters is not None:
             await self._adapters.adapters.reseed()
 
-    async def _ask(self, request_id: str) -> bytes | None:
+    async def _ask(self, request_id: str, tenant: str) -> bytes | None:
         """Asks the other gateways for the record of a request."""
-        return await self._questions.ask(request_id) if self._others() else None
+        return await self._questions.ask(request_id, tenant) if self._others() else None
 
     def _others(self) -> list[GatewayRecord]:
         return [] if self._heartbeat is None else self._heartbeat.others
