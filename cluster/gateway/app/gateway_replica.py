@@ -265,8 +265,9 @@ class Gateway:
         self._background.append(asyncio.get_running_loop().create_task(collections.run(), name="garbage"))
 
     def _key_store(self) -> KeyStore | None:
-        ttl_s = self._settings.gateway.idempotency_ttl_s
-        return KeyStore(self._redis, ttl_s) if ttl_s else None
+        gateway = self._settings.gateway
+        ttl_s = gateway.idempotency_ttl_s
+        return KeyStore(self._redis, ttl_s, gateway.idempotency_bytes) if ttl_s else None
 
     def _response_store(self) -> ResponseStore | None:
         gateway = self._settings.gateway
