@@ -337,7 +337,10 @@ OPTIONS: tuple[Option, ...] = (
            at_least(1), "at least 1", size=True),
     Option("idempotency_ttl", "gateway.idempotency_ttl_s", int, HTTP,
            "Seconds that a request with an Idempotency-Key is known in Redis, with its answer. 0: none is taken.",
-           lambda v: 0 <= v <= 31 * 86400, "from 0 to 2678400"),
+           lambda v: v == 0 or 60 <= v <= 31 * 86400, "0, or from 60 to 2678400"),
+    Option("idempotency_bytes", "gateway.idempotency_bytes", int, HTTP,
+           "Bytes of the kept answers with an Idempotency-Key of one tenant, compressed; beyond them none is kept, "
+           "e.g. 256M.", at_least(2**20), "at least 1M", size=True),
     Option("files_ttl", "gateway.files_ttl_s", int, HTTP,
            "Seconds that a file of /v1/files is kept in Redis at most. 0: there are neither files nor batches.",
            lambda v: 0 <= v <= 366 * 86400, "from 0 to 31622400"),

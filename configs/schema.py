@@ -250,6 +250,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     response_store_ttl_s: int = 3600  # how long one can be named as previous_response_id; 0: none is stored
     response_store_bytes: int = 32 * 2**20  # of one tenant's stored ones, compressed
     idempotency_ttl_s: int = 3600  # how long an Idempotency-Key is known; 0: none is taken
+    idempotency_bytes: int = 64 * 2**20  # of one tenant's answers with a key, compressed
     # Files and batches
     files_ttl_s: int = 30 * 86400  # how long a file is kept; 0: there are neither files nor batches
     max_file_bytes: int = 512 * 2**20  # 413

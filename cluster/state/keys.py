@@ -344,9 +344,21 @@ def batch_lease(tenant: str, batch_id: str) -> str:
 
 def idempotency(tenant: str, digest: str) -> str:
     """Hash of a request with an Idempotency-Key, by SHA-256 of the key: digest of the request, its nonce, who answers
-    it and until when that is certain, then its answer, compressed. TTL --idempotency-ttl. Owner: gateways
-    (cluster/gateway/idempotency/key_store.py)."""
+    it and until when that is certain, then its answer, compressed. TTL --idempotency-ttl, renewed while it is answered.
+    Owner: gateways (cluster/gateway/idempotency/key_store.py)."""
     return f"tandem:idempotency:{{{tenant}}}:{digest}"
+
+
+def idempotency_keys(tenant: str) -> str:
+    """Sorted set of a tenant's keys, by SHA-256, by the end of their life (ms of the server's clock). TTL as
+    idempotency(). Owner: gateways."""
+    return f"tandem:idempotency:{{{tenant}}}"
+
+
+def idempotency_sizes(tenant: str) -> str:
+    """Hash of a tenant's keys to the bytes of their answers, compressed, and of "@total" to the sum. TTL as
+    idempotency(). Owner: gateways."""
+    return f"tandem:idempotency:{{{tenant}}}:sizes"
 
 
 def live_batches(model: str) -> str:

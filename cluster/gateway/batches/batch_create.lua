@@ -1,10 +1,11 @@
--- Stores a batch that is to be run, once. Returns "many", and stores nothing, where its tenant has too many that are not
--- over; a batch that is there already stays.
+-- Stores a batch that is to be run, once. Returns its facts, those of one that is there already, which stays; "many", and
+-- stores nothing, where its tenant has too many that are not over.
 --
 -- KEYS: the tenant's batches, the batch, the live ones, the tenant's files, their bytes. ARGV: its id, its member among
 -- the live ones, the tenant's prefix there, most live ones of a tenant, its facts, now (s), its life and that of its
 -- output (ms), the id of its output.
-if redis.call('EXISTS', KEYS[2]) == 1 then return 'ok' end
+local facts = redis.call('HGET', KEYS[2], 'facts')
+if facts then return facts end
 local live = 0
 for _, one in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
   if string.sub(one, 1, #ARGV[3]) == ARGV[3] then live = live + 1 end
@@ -23,4 +24,4 @@ redis.call('HSET', KEYS[5], ARGV[9], 0)
 for _, key in ipairs({KEYS[1], KEYS[4], KEYS[5]}) do
   if redis.call('PTTL', key) < life then redis.call('PEXPIRE', key, life) end
 end
-return 'ok'
+return ARGV[5]

@@ -57,9 +57,9 @@ class BatchStore:
         self._gateway = gateway
         self._decode = msgspec.msgpack.Decoder(BatchFacts).decode
 
-    async def create(self, facts: BatchFacts) -> None:
-        """Stores a batch, whose status is "validating". RequestRefused 429 where its tenant has too many. Raises
-        RedisUnavailable."""
+    async def create(self, facts: BatchFacts) -> BatchFacts:
+        """Stores a batch, whose status is "validating". Returns its facts; those of one with this id that is there
+        already, which stays as it is. RequestRefused 429 where its tenant has too many. Raises RedisUnavailable."""
         place = BatchPlace(facts.tenant, facts.id)
         tenant = facts.tenant
         names = (keys.batches(tenant), self._key(place), self._live, keys.files(tenant), keys.file_sizes(tenant))
@@ -70,6 +70,8 @@ class BatchStore:
         if outcome == b"many":
             text = f"You have {MAX_LIVE} batches that are not over, the most that there may be; try again."
             raise RequestRefused(text, code="rate_limit_exceeded", status=429)
+        assert isinstance(outcome, bytes)
+        return self._decode(outcome)
 
     async def get(self, place: BatchPlace) -> StoredBatch | None:
         """A batch, None where there is none. Raises RedisUnavailable."""

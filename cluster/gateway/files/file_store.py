@@ -9,7 +9,7 @@ import asyncio
 import re
 import uuid
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
@@ -222,8 +222,8 @@ def checked_files(store: Files) -> FileStore:
     return store
 
 
-def new_file_id() -> str:
-    return PREFIX + uuid.uuid4().hex
+def new_file_id(ids: Callable[[], str] = lambda: uuid.uuid4().hex) -> str:
+    return PREFIX + ids()
 
 
 def too_large(limit: int) -> RequestRefused:
