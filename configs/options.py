@@ -352,7 +352,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_batch_lines", "gateway.max_batch_lines", int, HTTP,
            "Lines that the file of a batch may have.", at_least(1), "at least 1"),
     Option("state_dir", "gateway.state_dir", str, HTTP,
-           "Folder for the usage journal and a copy of the tenants and the adapter list; the next start reads it. "
+           "Folder for what outlives the service: the private Redis's data, the usage journal, tenants and adapters. "
            "Default: a private folder, removed when the service ends, or, with --redis-url, when Redis has all of it."),
     Option("usage_days", "gateway.usage_days", int, HTTP,
            "Days that usage records are kept, in Redis and in --state-dir.", lambda v: 1 <= v <= 366, "from 1 to 366"),

@@ -209,8 +209,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     metrics_keys: tuple[str, ...] = ()
-    # The folder for the usage journal and a copy of the tenants and the adapter list. None: they end with the service,
-    # or with Redis if that is later.
+    # The folder for the usage journal, a copy of the tenants and the adapter list, and under `tandem serve` the data of
+    # the private Redis. None: they end with the service, or with Redis if that is later.
     state_dir: str | None = None
     # Seconds for its streams when another gateway takes its place (ServiceSettings.replaced_s)
     drain_timeout_s: float = 600.0
