@@ -29,6 +29,7 @@ from tandem.cluster.gateway.batches.batch_records import LIVE, StoredBatch
 from tandem.cluster.gateway.batches.batch_store import BatchPlace, BatchStore
 from tandem.cluster.gateway.batches.idle_rows import IdleRows
 from tandem.cluster.gateway.batches.line_calls import LineHandler, TryAgain, answer_line, on_idle_rows
+from tandem.cluster.gateway.batches.tenant_shares import LineShares
 from tandem.cluster.gateway.files.file_store import FileGone, FileStore, FileWriter
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.services.text_services import TextServices
@@ -61,6 +62,7 @@ class BatchServices:
     context: GatewayContext
     handlers: Mapping[str, LineHandler]
     idle: IdleRows
+    shares: LineShares
     max_lines: int
     is_leaving: Callable[[], bool]
     is_tenant: Callable[[str], bool] = lambda name: True
@@ -80,7 +82,7 @@ class BatchRun:
         self._over = asyncio.Event()
         self._is_lost = self._is_doubtful = False
         self._status = batch.status
-        self._is_full = False
+        self._is_full = self._gives_way = False
         self._ends_as = batch.ends_as
         self._again: deque[BatchLine] = deque()  # those that met a limit; no other line begins before them
         self._again_s = 0.0  # when the next line may begin
@@ -100,6 +102,15 @@ class BatchRun:
             await asyncio.gather(renewing, *self._tasks, return_exceptions=True)
             with suppress(RedisUnavailable):
                 await self._lease.release()
+
+    @property
+    def runs_lines(self) -> bool:
+        """True from when its lines have been counted, as long as it is to begin more of them here."""
+        return self._status == "in_progress" and not self._is_halted()
+
+    def give_way(self) -> None:
+        """Ends run() once the lines that run have ended: another batch takes its place here."""
+        self._gives_way = True
 
     async def _work(self) -> None:
         if self._status == "validating":
@@ -178,7 +189,7 @@ class BatchRun:
             raise LeaseLost
         if self._status == "cancelling":
             return True
-        if self._services.is_leaving():
+        if self._services.is_leaving() or self._gives_way:
             return False
         if is_gone:
             await self._fail(*GONE)
@@ -228,16 +239,18 @@ class BatchRun:
 
     async def _take_row(self) -> bool:
         idle, tenant = self._services.idle, self._place.tenant
-        limit = self._services.context.tenancy.limits(tenant).concurrency
-        most = None if limit is None else max(1, limit // 2)  # the other half is for the tenant's requests
         while not self._is_over():
             if (pause_s := self._pause_s()) > 0:
                 await self._pause(min(AGAIN_S, pause_s))
-            elif await idle.take(tenant, most, self._is_over):
+            elif await idle.take(tenant, self._most_lines, self._is_over):
                 if self._pause_s() <= 0:
                     return True
                 idle.give_back(tenant)  # a line met a limit meanwhile
         return False
+
+    def _most_lines(self) -> int | None:
+        limit = self._services.context.tenancy.limits(self._place.tenant).concurrency
+        return self._services.shares.most(self._place.tenant, limit)
 
     def _pause_s(self) -> float:
         """Seconds for which no line begins, as far as is known."""
@@ -381,7 +394,8 @@ class BatchRun:
 
     def _is_halted(self) -> bool:
         """True when this gateway begins no further line, whatever its line is."""
-        return self._is_lost or self._status == "cancelling" or self._services.is_leaving() or self._error is not None
+        is_ending = self._services.is_leaving() or self._gives_way or self._error is not None
+        return self._is_lost or self._status == "cancelling" or is_ending
 
     def _is_over(self) -> bool:
         return self._is_halted() or self._is_expired() or self._left.is_set()

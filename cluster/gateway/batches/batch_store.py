@@ -124,9 +124,12 @@ class BatchStore:
         """The right of this gateway to write the files of a batch, as long as it has the lease."""
         return WriteRight(self._key(place), self._lease_key(place), self._gateway)
 
-    async def is_held(self, place: BatchPlace) -> bool:
-        """True while some gateway has the lease. Raises RedisUnavailable."""
-        return bool(await self._redis.command("EXISTS", self._lease_key(place)))
+    async def holders(self, places: Sequence[BatchPlace]) -> list[tuple[BatchPlace, str]]:
+        """The gateway that has the lease of each batch, "" for none. Raises RedisUnavailable."""
+        found = await self._redis.command("MGET", *map(self._lease_key, places)) if places else []
+        assert isinstance(found, list)
+        names = [one.decode() if isinstance(one, bytes) else "" for one in found]
+        return list(zip(places, names, strict=True))
 
     async def status(self, place: BatchPlace) -> str:
         """The status of a batch, "" where there is none. Raises RedisUnavailable."""

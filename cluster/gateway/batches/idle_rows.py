@@ -30,6 +30,7 @@ class IdleRows:
         self._rows = rows
         self._is_asleep = is_asleep
         self._mine: Counter[str] = Counter()
+        self._asking: Counter[str] = Counter()
         # the fewest and the most lines in this and the last time of a record
         self._now = self._before = (0, 0)
         self._turned_s = 0.0
@@ -40,18 +41,29 @@ class IdleRows:
         """Lines that run here."""
         return self._mine.total()
 
-    async def take(self, tenant: str, most: int | None, is_over: Callable[[], bool]) -> bool:
-        """Waits for an idle row, and counts a line until give_back(). most: lines of the tenant at once; None: any
-        number. False once is_over."""
+    async def take(self, tenant: str, most: Callable[[], int | None], is_over: Callable[[], bool]) -> bool:
+        """Waits for an idle row, and counts a line until give_back(). Of the tenants that ask, those with the fewest
+        lines come first. most: lines of the tenant at once; None: any number. False once is_over."""
         while not is_over():
-            if (most is None or self._mine[tenant] < most) and self._room() > 0:
+            limit = most()
+            may_have = limit is None or self._mine[tenant] < limit
+            if may_have and self._is_next(tenant) and self._room() > 0:
                 self._count(tenant, 1)
+                self._changed.set()  # others may be next now
                 return True
-            self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._changed.wait()
+            self._asking[tenant] += may_have
+            try:
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._changed.wait()
+            finally:
+                self._asking[tenant] -= may_have
         return False
+
+    def _is_next(self, tenant: str) -> bool:
+        self._asking = +self._asking
+        return all(self._mine[tenant] <= self._mine[other] for other in self._asking)
 
     def give_back(self, tenant: str) -> None:
         """A line is over."""

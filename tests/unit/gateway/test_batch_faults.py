@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.gateway.batches import batch_run, batch_store
+from tandem.cluster.gateway.batches import batch_run, batch_runner, batch_store
 from tandem.cluster.gateway.batches.batch_lines import BatchLine
 from tandem.cluster.gateway.batches.batch_records import StoredBatch
 from tandem.cluster.gateway.batches.batch_store import BatchPlace, BatchStore
+from tandem.cluster.gateway.batches.idle_rows import IdleRows
 from tandem.cluster.gateway.batches.line_calls import TryAgain
+from tandem.cluster.gateway.batches.tenant_shares import TURN_S, LineShares, giver, next_place
 from tandem.cluster.gateway.files import file_routes, file_store
 from tandem.cluster.state import keys
 from tandem.cluster.state.lease import LeaseLost
@@ -268,3 +270,100 @@ async def test_lines_that_met_a_limit_go_before_others_and_one_by_one(
         over = await batches.until(made)
         assert over["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
         assert len(batches.rig.ledger.rows) == 40
+
+
+async def test_no_tenant_keeps_another_ones_batches_out(
+    redis: BackgroundClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """acme has all places of the gateway, and its lines wait for a limit that lasts; other's are run all the same."""
+    monkeypatch.setattr(batch_runner, "MOST", 2)
+    answer_line, refused = batch_run.answer_line, asyncio.Event()
+
+    async def limited(handler: Any, tenant: str, *more: Any) -> None:
+        if tenant == "acme":
+            refused.set()
+            raise TryAgain(3600)
+        await answer_line(handler, tenant, *more)
+
+    monkeypatch.setattr(batch_run, "answer_line", limited)
+    async with batching(redis) as batches:
+        given = [await batches.create([line("a"), line("b")]) for _ in range(2)]
+        await asyncio.wait_for(refused.wait(), DEADLINE_S)
+        for one in given:
+            await batches.until(one, "in_progress")
+        batches.rig.client.headers["authorization"] = "Bearer other"
+        over = await batches.until(await batches.create([line(str(n)) for n in range(3)]))
+        assert over["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+        batches.rig.client.headers["authorization"] = "Bearer acme"
+        for one in given:
+            await batches.rig.client.post(f"{BATCHES}/{one['id']}/cancel")
+            assert (await batches.until(one))["status"] == "cancelled"
+
+
+def places(*names: str) -> list[BatchPlace]:
+    return [BatchPlace(*name.split("/")) for name in names]
+
+
+def test_tenants_take_turns_at_the_places_of_a_gateway() -> None:
+    waiting, running = places("a/2", "a/3", "b/1", "c/1"), places("a/1")
+    assert next_place(waiting, running, {}) == BatchPlace("b", "1"), "the oldest of those who have none"
+    assert next_place(waiting, running, {"b": 5.0, "c": 4.0}) == BatchPlace("c", "1"), "its last turn was earlier"
+    assert next_place(places("a/2"), running, {}) == BatchPlace("a", "2")
+    two = dict.fromkeys(places("a/1", "a/2", "b/1"), 0.0) | {BatchPlace("a", "2"): -1.0}
+    assert giver("c", two, 0.0) == BatchPlace("a", "2"), "the one that has run for longest of who has two more"
+    assert giver("b", two, TURN_S - 2) is None
+    assert giver("b", two, TURN_S) == BatchPlace("a", "2"), "it has one less, and waits its time"
+    assert giver("a", two, TURN_S) is None, "it has as many as anybody"
+    one = dict.fromkeys(places("a/1", "b/1"), 0.0)
+    assert giver("c", one, 0.0) is None and giver("c", one, TURN_S) == BatchPlace("a", "1")
+
+
+async def test_idle_rows_go_to_who_has_the_fewest() -> None:
+    """Four that ask for `a` and one for `b`: b has as many rows as a."""
+    rows = IdleRows(lambda: {"num_requests_running": 0, "num_requests_waiting": 0}, 8, lambda: False)
+    taken: list[str] = []
+    is_over = False
+
+    async def ask(tenant: str) -> None:
+        while await rows.take(tenant, lambda: None, lambda: is_over):
+            taken.append(tenant)
+
+    asking = [asyncio.ensure_future(ask(tenant)) for tenant in "aaaab"]
+    async with asyncio.timeout(DEADLINE_S):
+        while len(taken) < 7:
+            await asyncio.sleep(0)
+        for _ in range(6):  # who gives a row back has one less
+            rows.give_back(taken[0])
+            count = len(taken)
+            while len(taken) == count:
+                await asyncio.sleep(0)
+    is_over = True
+    rows.give_back("a")
+    await asyncio.gather(*asking)
+    assert abs(Counter(taken)["a"] - 6 - Counter(taken)["b"]) <= 1, taken
+
+
+def test_the_half_of_a_tenant_is_dealt_out_to_the_gateways_that_run_its_batches() -> None:
+    shares = {name: LineShares(name) for name in ("g1", "g2", "g3")}
+    held = list(zip(places("a/1", "a/2", "a/3", "b/1", "b/2"), ("g1", "g2", "g2", "g3", ""), strict=True))
+    for one in shares.values():
+        assert one.most("a", None) is None and one.most("a", 8) == 4 and one.most("a", 1) == 1
+        one.note(held)
+    assert [shares[name].most("a", 7) for name in ("g1", "g2")] == [2, 1]
+    assert [shares[name].most("a", 1) for name in ("g1", "g2")] == [1, 0]
+    assert shares["g3"].most("b", 8) == 4, "alone"
+    for limit in range(1, 40):
+        assert sum(shares[name].most("a", limit) or 0 for name in ("g1", "g2")) == max(1, limit // 2)
+
+
+async def test_a_runner_knows_who_holds_the_batches_of_a_tenant(redis: BackgroundClient) -> None:
+    async with batching(redis, manual(), name="g1") as one:
+        made = [await one.create([line("a")]) for _ in range(2)]
+        await one.until_asked(2)
+        places_ = [BatchPlace("acme", batch["id"]) for batch in made]
+        assert await one.runner._store.holders(places_) == [(place, "g1") for place in places_]
+        await redis.command("SET", keys.batch_lease("acme", made[0]["id"]), "g2")
+        async with asyncio.timeout(DEADLINE_S):
+            while one.runner._services.shares.most("acme", 8) != 2:
+                await asyncio.sleep(0.005)
+        await one.rig.client.post(f"{BATCHES}/{made[1]['id']}/cancel")

@@ -330,7 +330,7 @@ async def test_idle_rows_are_what_others_leave() -> None:
     async def taken(tenant: str = "a", most: int | None = None) -> bool:
         nonlocal looks
         looks = iter([False, True])
-        return await rows.take(tenant, most, lambda: next(looks))
+        return await rows.take(tenant, lambda: most, lambda: next(looks))
 
     assert not await taken(), "no group serves"
     asleep[0] = True
