@@ -1,9 +1,9 @@
 """Rows of the groups that nobody else uses: lines of batches take those, and no others.
 
-A gateway knows from the groups' records how many sequences run and wait. What is not its own lines is others', requests
-and other gateways' lines alike. While others wait no line begins, and an eighth of the rows is left free for those that
-come; so lines are never in a group's queue before others, and take no place of its limits. Records are up to a second
-old, so a burst of requests may find rows taken by lines: these give way (workers/engine/waiting/least_share.py).
+A gateway knows from the groups' records how many sequences run and wait, and how many of them are lines of whatever
+gateway. While a request waits no line begins, and an eighth of the rows is left free for those that come. Records are
+up to a second old, and a line may have many prompts or choices, so a burst of requests may find rows taken by lines:
+these give way (workers/engine/waiting/least_share.py).
 """
 
 import asyncio
@@ -75,15 +75,17 @@ class IdleRows:
         if self._is_asleep():
             return 1 - self.lines
         load = self._load()
-        rows = self._rows * int(load.get("groups_serving", 1))
-        if float(load.get("kv_cache_usage_perc", 0.0)) >= KV_FULL:
+        running, waiting = int(load.get("idle_work_running", 0)), int(load.get("idle_work_waiting", 0))
+        requests = int(load["num_requests_running"]) - running
+        if int(load["num_requests_waiting"]) > waiting or float(load.get("kv_cache_usage_perc", 0.0)) >= KV_FULL:
             return 0
+        rows = self._rows * int(load.get("groups_serving", 1))
         free = rows - max(1, rows // 8) if rows > 1 else rows
-        return free - self._others(int(load["num_requests_running"]) + int(load["num_requests_waiting"])) - self.lines
+        return free - requests - self._others(running + waiting) - self.lines
 
     def _others(self, known: int) -> int:
-        """Sequences that are not lines of this gateway, of those that records tell of. Which of its own these count is
-        not known: if the most that ran lately are all of them, there are no others; else the fewest are taken off."""
+        """Sequences of lines of other gateways, of those that records tell of. Which of its own these count is not
+        known: if the most that ran lately are all of them, there are no others; else the fewest are taken off."""
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._turned_s + RECORD_S:
             self._turned_s, self._before, self._now = now_s, self._now, (self.lines, self.lines)

@@ -129,6 +129,7 @@ async def batching(
                 lambda: {
                     "num_requests_running": load["others"] + len(rig.backend.streams),
                     "num_requests_waiting": load["waiting"],
+                    "idle_work_running": len(rig.backend.streams),
                 },
                 rows,
                 lambda: False,
