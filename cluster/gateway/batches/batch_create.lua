@@ -7,25 +7,23 @@
 -- life, the time for which the input is read (ms), the ids of the input and of its output, most files, most batches,
 -- prefix of batches' keys.
 if redis.call('EXISTS', KEYS[2]) == 1 then return 'ok' end
-local live, count = {}, 0
+local OVER = {completed = 1, failed = 1, expired = 1, cancelled = 1}
+local live = 0
 for _, one in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
-  if string.sub(one, 1, #ARGV[3]) == ARGV[3] then
-    live[string.sub(one, #ARGV[3] + 1)] = true
-    count = count + 1
-  end
+  if string.sub(one, 1, #ARGV[3]) == ARGV[3] then live = live + 1 end
 end
-if count >= tonumber(ARGV[4]) then return 'many' end
-if redis.call('ZCARD', KEYS[4]) >= tonumber(ARGV[11]) then return 'files' end
-if redis.call('EXISTS', KEYS[6]) == 0 then return 'gone' end
+if live >= tonumber(ARGV[4]) then return 'many' end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+if redis.call('ZCOUNT', KEYS[4], now, '+inf') >= tonumber(ARGV[11]) then return 'files' end
+if redis.call('EXISTS', KEYS[6]) == 0 then return 'gone' end
 local life, read = tonumber(ARGV[7]), tonumber(ARGV[8])
 local function ends(after) return string.format('%.0f', now + after) end
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 local beyond = redis.call('ZCARD', KEYS[1]) - tonumber(ARGV[12])
 for _, one in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
   if beyond < 0 then break end
-  if not live[one] then
+  if OVER[redis.call('HGET', ARGV[13] .. one, 'status')] then
     redis.call('UNLINK', ARGV[13] .. one)
     redis.call('ZREM', KEYS[1], one)
     beyond = beyond - 1
@@ -38,7 +36,7 @@ redis.call('ZADD', KEYS[3], ARGV[6], ARGV[2])
 -- rows count as bytes of the output from the first on
 redis.call('ZADD', KEYS[4], ends(life), ARGV[10])
 redis.call('HSET', KEYS[5], ARGV[10], 0)
-if tonumber(redis.call('ZSCORE', KEYS[4], ARGV[9])) < now + read then
+if tonumber(redis.call('ZSCORE', KEYS[4], ARGV[9]) or '0') < now + read then
   redis.call('ZADD', KEYS[4], ends(read), ARGV[9])
   redis.call('PEXPIRE', KEYS[6], read)
   redis.call('PEXPIRE', KEYS[7], read)

@@ -25,12 +25,13 @@ from tandem.cluster.gateway.batches.batch_lines import (
     parse_line,
     problem_row,
 )
+from tandem.cluster.gateway.batches.batch_output import ERRORS, OUTPUT, BatchOutput
 from tandem.cluster.gateway.batches.batch_records import LIVE, StoredBatch
 from tandem.cluster.gateway.batches.batch_store import BatchPlace, BatchStore
 from tandem.cluster.gateway.batches.idle_rows import IdleRows
 from tandem.cluster.gateway.batches.line_calls import LineHandler, TryAgain, answer_line, on_idle_rows
 from tandem.cluster.gateway.batches.tenant_shares import LineShares
-from tandem.cluster.gateway.files.file_store import FileGone, FileStore, FileWriter
+from tandem.cluster.gateway.files.file_store import FileGone, FileStore
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.received import PARSED_FASTER
@@ -45,9 +46,6 @@ AGAIN_S = 1.0
 """Pause between two tries of what Redis could not take."""
 PROBE_S = 0.1
 """Time for a line that is tried again to be refused again, before another one is."""
-ROWS_AT_ONCE = 8
-"""Rows that are read together while files are written."""
-OUTPUT, ERRORS = "output", "errors"
 GONE = "input_file_gone", "The input file was deleted, or has expired: lines without a row were not run."
 
 
@@ -82,7 +80,7 @@ class BatchRun:
         self._over = asyncio.Event()
         self._is_lost = self._is_doubtful = False
         self._status = batch.status
-        self._is_full = self._gives_way = False
+        self._is_full = self._gives_way = self._was_expired = False
         self._ends_as = batch.ends_as
         self._again: deque[BatchLine] = deque()  # those that met a limit; no other line begins before them
         self._again_s = 0.0  # when the next line may begin
@@ -321,35 +319,10 @@ class BatchRun:
     # ---- finalizing ----
 
     async def _write_files(self) -> None:
-        """Writes the rows in the order of their lines, those with status 200 into the output."""
-        facts, store = self._facts, self._store
-        numbers = await self._patiently(lambda: store.numbers(self._place))
-        written: dict[str, FileWriter] = {}
-        names = {OUTPUT: facts.output_file_id, ERRORS: facts.error_file_id}
-        for start in range(0, len(numbers), ROWS_AT_ONCE):
-            some = numbers[start : start + ROWS_AT_ONCE]
-            for succeeded, row in await self._patiently(lambda: store.rows(self._place, some)):  # noqa: B023
-                kind = OUTPUT if succeeded else ERRORS
-                if kind not in written:
-                    written[kind] = writer = self._writer(names[kind])
-                    await self._patiently(writer.begin)
-                written[kind].hold(row + b"\n")
-                await self._patiently(written[kind].flush)
-        for kind, writer in written.items():
-            await self._finished(writer, f"{facts.id}_{kind}.jsonl")
-        if OUTPUT not in written:
-            await self._patiently(self._writer(facts.output_file_id).drop)  # the bytes of rows were counted there
+        output = BatchOutput(self._store, self._services.files, self._facts, self._patiently)
+        written = await output.write(int(self._services.context.wall_clock()))
         ends_as = "cancelled" if self._status == "cancelling" else self._ends_as
-        has = {f"has_{kind}": int(kind in written) for kind in names}
-        await self._move(ends_as, has)
-
-    def _writer(self, file_id: str) -> FileWriter:
-        return FileWriter(self._services.files, self._place.tenant, file_id, self._store.right(self._place))
-
-    async def _finished(self, writer: FileWriter, filename: str) -> None:
-        now_s = int(self._services.context.wall_clock())
-        life_s = self._facts.output_life_s
-        await self._patiently(lambda: writer.finish(filename, "batch_output", now_s, life_s))
+        await self._move(ends_as, {f"has_{kind}": int(kind in written) for kind in (OUTPUT, ERRORS)})
 
     # ---- the lease ----
 
@@ -390,7 +363,9 @@ class BatchRun:
             self._left.set()
 
     def _is_expired(self) -> bool:
-        return self._services.context.wall_clock() >= self._facts.expires_s
+        """True from when the window is over, also where the clock is set back then."""
+        self._was_expired |= self._services.context.wall_clock() >= self._facts.expires_s
+        return self._was_expired
 
     def _is_halted(self) -> bool:
         """True when this gateway begins no further line, whatever its line is."""

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tandem.cluster.gateway.batches import batch_run, batch_runner, batch_store
 from tandem.cluster.gateway.batches.batch_lines import BatchLine
@@ -202,18 +203,21 @@ async def test_an_input_lives_as_long_as_it_is_read(redis: BackgroundClient) -> 
 
 async def test_what_a_tenant_has_of_batches_ends(redis: BackgroundClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest that are over go, the list of the live ones with the service, and no batch brings a file too many."""
-    monkeypatch.setattr(batch_store, "MAX_BATCHES", 2)
     async with batching(redis) as batches:
-        made = [await batches.until(await batches.create([line(str(n))])) for n in range(4)]
+        made = [await batches.until(await batches.create([line("first")]))]
+        elsewhere = replace((await facts_of(batches, made[0])).facts, id="batch_1", output_file_id="file-1")
+        await BatchStore(redis, "another-model", "g1").create(elsewhere)
+        monkeypatch.setattr(batch_store, "MAX_BATCHES", 3)
+        made += [await batches.until(await batches.create([line(str(n))])) for n in range(3)]
         listed = (await batches.rig.client.get(BATCHES)).json()["data"]
-        assert {one["id"] for one in listed} == {one["id"] for one in made[-2:]}
-        assert len(await redis.command("KEYS", keys.batch("acme", "*"))) == 2
+        assert {one["id"] for one in listed} == {"batch_1", *(one["id"] for one in made[-2:])}
+        assert len(await redis.command("KEYS", keys.batch("acme", "*"))) == 3
         batches.leaving[0] = True
         asked = {"input_file_id": made[0]["input_file_id"], "endpoint": COMPLETE, "completion_window": "1h"}
         assert (await batches.rig.client.post(BATCHES, json=asked)).status_code == 200
         assert await redis.command("PTTL", keys.live_batches(MODEL)) > 0
-        monkeypatch.setattr(batch_store, "MAX_FILES", 9)
-        assert len(await redis.command("ZRANGE", keys.files("acme"), 0, -1)) == 9
+        monkeypatch.setattr(batch_store, "MAX_FILES", 10)
+        assert len(await redis.command("ZRANGE", keys.files("acme"), 0, -1)) == 10
         assert (await batches.rig.client.post(BATCHES, json=asked)).status_code == 400
 
 
