@@ -410,6 +410,8 @@ class Coordinator:
             pid=os.getpid(),
             waiting=stats.waiting if stats is not None else 0,
             running=stats.running if stats is not None else 0,
+            idle_waiting=stats.idle.waiting if stats is not None else 0,
+            idle_running=stats.idle.running if stats is not None else 0,
             outstanding_tokens=sum(tokens for _, tokens in self._outstanding.values()),
             kv_used=stats.kv_usage if stats is not None else 0.0,
             kv_tokens=stats.kv_tokens if stats is not None else 0,

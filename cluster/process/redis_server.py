@@ -143,8 +143,8 @@ class RedisServer:
             time.sleep(0.005)
 
     def _answer(self) -> bytes:
-        """What it says to PING, empty where it says nothing. While it reads its data, it refuses all commands but those
-        of entering."""
+        """Returns what it says to PING, empty where it says nothing. While it reads its data, it refuses all commands
+        but those of entering."""
         asked = [b"PING\r\n"]
         if self._listen is not None:
             asked.insert(0, f"AUTH {self._listen[2]}\r\n".encode())

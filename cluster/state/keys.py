@@ -306,8 +306,8 @@ def file_sizes(tenant: str) -> str:
 
 
 def file_record(tenant: str, file_id: str) -> str:
-    """FileRecord (msgpack) of a file that is whole. TTL: its life, --files-ttl at most. Owner: the gateway that took
-    it, or that ran its batch."""
+    """FileRecord (msgpack) of a file that is whole. TTL: its life, --files-ttl at most, or until the window of a batch
+    that reads it is over, and an hour. Owner: the gateway that took it, or that ran its batch."""
     return f"tandem:files:{{{tenant}}}:record:{file_id}"
 
 
@@ -362,6 +362,6 @@ def idempotency_sizes(tenant: str) -> str:
 
 
 def live_batches(model: str) -> str:
-    """Sorted set of the batches of a base model that are not over, TENANT/ID by the time of their creation (s). No TTL:
-    desired state. Owner: gateways."""
+    """Sorted set of the batches of a base model that are not over, TENANT/ID by the time of their creation (s). TTL:
+    the longest of their lives. Owner: gateways."""
     return f"tandem:live-batches:{model}"

@@ -237,6 +237,7 @@ class Gateway:
         app = build_gateway_app(self._text, self._accounts, self._context, *stores)
         self._batches = batch_runner(
             self._settings,
+            self._id,
             batches,
             app.state.line_handlers,
             self._text,
