@@ -10,9 +10,8 @@
 #define VECTORS 2    /* of 16 outputs */
 #define TOGETHER 8   /* inputs whose codes stand together: two of each output in a byte, four apart, or a byte each */
 #define RUN 64       /* eights of inputs whose codes stay in the L1 cache while rows pass over them */
-#define TILE_BYTES 12 /* bytes of inputs of a tile, times VECTORS: 24 sums and what feeds them fill the registers */
+#define TILE_BYTES 8 /* bytes of inputs of a tile: with their results and what feeds them, 16 sums fill the registers */
 #define GROUP_ROWS 48 /* rows whose sums are kept at a time */
-#define INPUT_BYTES (ELEMENT == 0 ? 3 : 2) /* of an input that is to keep its precision */
 
 /* How a weight is held: the numbers of cpu_code_gemm.py's CodeLayout, places in bytes; 0: there is none. tables: what
    codes of 4 bits mean, less offset, one or two bytes of it: the higher first. */
@@ -70,7 +69,7 @@ typedef struct {
 } work;
 
 /* Adds what a group's sums stand for to the results. */
-INLINE void add_group(const work *t, long g, const __m512i *sum, const int R, const int P) {
+INLINE void add_group(const work *t, long g, const __m512i *sum, __m512 *result, const int R, const int P) {
   __m512 scale[VECTORS], zero[VECTORS];
   TILE_UNROLLED for (int v = 0; v < VECTORS; v++) {
     const long at = g * BLOCK + v * LANES;
@@ -84,22 +83,23 @@ INLINE void add_group(const work *t, long g, const __m512i *sum, const int R, co
       TILE_UNROLLED for (int p = 1; p < P; p++)
         whole = _mm512_fmadd_ps(whole, _mm512_set1_ps(256), _mm512_cvtepi32_ps(sum[(r * P + p) * VECTORS + v]));
       if (t->zeros) whole = _mm512_fnmadd_ps(zero[v], total, whole);
-      float *at = t->results + r * BLOCK + v * LANES;
-      _mm512_storeu_ps(at, _mm512_fmadd_ps(whole, scale[v], _mm512_loadu_ps(at)));
+      result[r * VECTORS + v] = _mm512_fmadd_ps(whole, scale[v], result[r * VECTORS + v]);
     }
   }
 }
 
 /* R rows of P bytes an input. WIDE: codes of 8 bits. Few rows have a sum of their own for each half of the eight. */
 INLINE void multiply(const work *t, const int R, const int P, const int WIDE) {
-  enum { MOST = TILE_BYTES * VECTORS };
+  enum { SUMS = TILE_BYTES * VECTORS };
   const int split = R * P <= 3, line = WIDE ? 2 * NIBBLES : NIBBLES;
   const uint8_t *w = t->codes, *ahead = t->ahead;
   const int8_t *x = t->x;
+  __m512 result[SUMS];
+  TILE_UNROLLED for (int i = 0; i < R * VECTORS; i++) result[i] = _mm512_loadu_ps(t->results + i * LANES);
   for (long g = t->first; g < t->last; g++) {
     const long eights = eights_of(t->ends, g);
     if (!eights) continue;
-    __m512i sum[MOST], more[MOST];
+    __m512i sum[SUMS], more[SUMS];
     TILE_UNROLLED for (int i = 0; i < R * P; i++) {
       const __m512i start = _mm512_set1_epi32(-(int32_t)t->offset * t->sums[i * t->groups + g]);
       TILE_UNROLLED for (int v = 0; v < VECTORS; v++) {
@@ -133,8 +133,9 @@ INLINE void multiply(const work *t, const int R, const int P, const int WIDE) {
       }
     }
     if (split) TILE_UNROLLED for (int i = 0; i < R * P * VECTORS; i++) sum[i] = _mm512_add_epi32(sum[i], more[i]);
-    add_group(t, g, sum, R, P);
+    add_group(t, g, sum, result, R, P);
   }
+  TILE_UNROLLED for (int i = 0; i < R * VECTORS; i++) _mm512_storeu_ps(t->results + i * LANES, result[i]);
 }
 
 typedef void tile(const work *);
@@ -142,16 +143,14 @@ typedef void tile(const work *);
   static void tile_##R##_##P##_nibbles(const work *t) { multiply(t, R, P, 0); } \
   static void tile_##R##_##P##_bytes(const work *t) { multiply(t, R, P, 1); }
 #define NAMES(R, P) {tile_##R##_##P##_nibbles, tile_##R##_##P##_bytes}
-TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
-TILE(7, 1) TILE(8, 1) TILE(9, 1) TILE(10, 1) TILE(11, 1) TILE(12, 1)
-#define BYTE_TILES NAMES(1, 1), NAMES(2, 1), NAMES(3, 1), NAMES(4, 1), NAMES(5, 1), NAMES(6, 1), NAMES(7, 1), \
-                   NAMES(8, 1), NAMES(9, 1), NAMES(10, 1), NAMES(11, 1), NAMES(12, 1)
+TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1) TILE(7, 1) TILE(8, 1)
+#define BYTE_TILES NAMES(1, 1), NAMES(2, 1), NAMES(3, 1), NAMES(4, 1), NAMES(5, 1), NAMES(6, 1), NAMES(7, 1), NAMES(8, 1)
 #if ELEMENT == 0
-TILE(1, 3) TILE(2, 3) TILE(3, 3) TILE(4, 3)
-#define WHOLE_TILES NAMES(1, 3), NAMES(2, 3), NAMES(3, 3), NAMES(4, 3)
+TILE(1, 3) TILE(2, 3)
+#define WHOLE_TILES NAMES(1, 3), NAMES(2, 3)
 #else
-TILE(1, 2) TILE(2, 2) TILE(3, 2) TILE(4, 2) TILE(5, 2) TILE(6, 2)
-#define WHOLE_TILES NAMES(1, 2), NAMES(2, 2), NAMES(3, 2), NAMES(4, 2), NAMES(5, 2), NAMES(6, 2)
+TILE(1, 2) TILE(2, 2) TILE(3, 2) TILE(4, 2)
+#define WHOLE_TILES NAMES(1, 2), NAMES(2, 2), NAMES(3, 2), NAMES(4, 2)
 #endif
 static tile *const TILES_OF[2][TILE_BYTES][2] = {{BYTE_TILES}, {WHOLE_TILES}};
 
