@@ -119,6 +119,8 @@ def bound(weight: CodedWeight, x: torch.Tensor, planes: int) -> torch.Tensor:
     half_unit = values.unit / 2 if len(values.tables) == 2 else 0.0
     scale_OI = weight.scale_OG.double()[:, weight.group_of_I]
     of_values = half_unit * (x_TI.abs().sum(1, keepdim=True) * scale_OI.amax(1))
+    if len(values.tables) == 2 and planes == 2:  # products of lower bytes are left out
+        of_values += (2**7 * step_T1) * (2**7 * values.unit) * scale_OI.sum(1)
     parts_OI = weight_OI.abs()
     if weight.zero_OG is not None:
         parts_OI = parts_OI + 2 * (weight.zero_OG * weight.scale_OG).double()[:, weight.group_of_I].abs()

@@ -3,10 +3,10 @@
     y[t, o] = s[t] sum_g scale[o, g] sum_{i in g} c[t, i] (value(code[o, i]) - zero[o, g]) + b[o]
 
 c, s: x[t] as integers of one to three bytes and their scale (cpu_int8_gemm.py). A value is an integer of one byte, or
-of two where a table has others (NF4: to 2**-16 of its largest). The sums within a group are of integers and exact,
-those of the groups are added in order in float32: a row's result does not depend on its batch mates. One kernel serves
-every format of up to 4 bits, as codes pass a table of 16 bytes in a register; codes of 5 to 8 bits are integers
-themselves.
+of two where a table has others (NF4: to 2**-16 of its largest; the product of two lower bytes is left out, as far below
+as what inputs of two bytes round away). The sums within a group are of integers and exact, those of the groups are
+added in order in float32: a row's result does not depend on its batch mates. One kernel serves every format of up to 4
+bits, as codes pass a table of 16 bytes in a register; codes of 5 to 8 bits are integers themselves.
 
 The layout, in one piece of memory: codes | scales | zeros | ends of groups | order of inputs. Codes: blocks of 32
 outputs, each [I / 8][32][4], a byte for the codes of inputs i (its lower half) and i + 4 of eight inputs; 8 bits:
@@ -36,7 +36,9 @@ PLANES = {torch.bfloat16: 2, torch.float32: 3}
 """Bytes of an input that is not to lose precision."""
 KINDS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 """Types of scales and zeros. The order is that of cpu_code_gemm.c."""
-LARGEST_BYTE, LARGEST_OF_TWO, HALF_OF_TWO = 255, 2**15 - 1, 2**15
+LARGEST_BYTE, HALF_OF_ONE, HALF_OF_TWO = 255, 2**7, 2**15
+LARGEST_OF_TWO = HALF_OF_TWO - 1 - HALF_OF_ONE
+"""Of values of two bytes; the lower one is from -128 to 127."""
 WORK = (POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER)
 """The arguments that WorkRoom.places are."""
 
@@ -152,8 +154,9 @@ def values_of(coded: CodedWeight) -> Values | None:
     if coded.bits > NIBBLE_BITS:
         return None
     unit = max(map(abs, numbers)) / LARGEST_OF_TWO
-    raised = [round(number / unit) + HALF_OF_TWO for number in numbers]
-    return Values(unit, (HALF_OF_TWO // 256, 0), (tuple(n // 256 for n in raised), tuple(n % 256 for n in raised)))
+    raised = [round(number / unit) + HALF_OF_TWO + HALF_OF_ONE for number in numbers]
+    tables = tuple(number // 256 for number in raised), tuple(number % 256 for number in raised)
+    return Values(unit, (HALF_OF_ONE, HALF_OF_ONE), tables)
 
 
 def _unit_of(numbers: Sequence[float]) -> float | None:

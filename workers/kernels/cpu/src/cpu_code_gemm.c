@@ -57,10 +57,10 @@ typedef struct {
   const int32_t *ends;
   long first, last, groups;
   long offset;      /* what values have been raised by */
-  float factor;     /* of the scales */
+  float factor;     /* of the scales, a power of two */
   __m512i table;
   const int8_t *x;  /* the rows' bytes at the first group: [row][plane][stride] */
-  long stride;
+  long stride, sums_stride; /* of a byte to the next */
   const int32_t *sums;  /* of the inputs: [row][plane][groups] */
   const float *totals;  /* of each row's: [row][groups], where there are zeros */
   float *results;       /* [row][BLOCK] */
@@ -74,7 +74,8 @@ INLINE void add_group(const work *t, long g, const __m512i *sum, __m512 *result,
   TILE_UNROLLED for (int v = 0; v < VECTORS; v++) {
     const long at = g * BLOCK + v * LANES;
     scale[v] = _mm512_mul_ps(load_numbers(t->scales, t->scale_kind, at), _mm512_set1_ps(t->factor));
-    zero[v] = t->zeros ? load_numbers(t->zeros, t->zero_kind, at) : _mm512_setzero_ps();
+    zero[v] = _mm512_setzero_ps();
+    if (t->zeros) zero[v] = _mm512_mul_ps(load_numbers(t->zeros, t->zero_kind, at), _mm512_set1_ps(1 / t->factor));
   }
   TILE_UNROLLED for (int r = 0; r < R; r++) {
     const __m512 total = _mm512_set1_ps(t->zeros ? t->totals[r * t->groups + g] : 0);
@@ -101,7 +102,7 @@ INLINE void multiply(const work *t, const int R, const int P, const int WIDE) {
     if (!eights) continue;
     __m512i sum[SUMS], more[SUMS];
     TILE_UNROLLED for (int i = 0; i < R * P; i++) {
-      const __m512i start = _mm512_set1_epi32(-(int32_t)t->offset * t->sums[i * t->groups + g]);
+      const __m512i start = _mm512_set1_epi32(-(int32_t)t->offset * t->sums[i * t->sums_stride + g]);
       TILE_UNROLLED for (int v = 0; v < VECTORS; v++) {
         sum[i * VECTORS + v] = start;
         if (split) more[i * VECTORS + v] = _mm512_setzero_si512();
@@ -164,43 +165,57 @@ typedef struct {
   int planes;
 } rounded_rows;
 
-/* Up to GROUP_ROWS rows times one block, run by run (each of whole groups), in tiles of nearly equal height, the first
-   two of which fetch the run after it. */
+/* Rows [first, first + count) times the groups of a run, by one table of the codes, in tiles of nearly equal height, of
+   which the first two fetch the run after it if the last table is there. Of inputs of two bytes only the higher is
+   multiplied by the lower byte of values: the lower is as far below as what has been rounded. */
+static void multiply_run(const layout *l, const rounded_rows *rows, long first, long count, work run, long table,
+                         const uint8_t *next) {
+  const int planes = table && rows->planes == 2 ? 1 : rows->planes, is_last = table == l->planes - 1;
+  const long most = TILE_BYTES / planes, tiles = (count + most - 1) / most;
+  uint8_t values[64];
+  for (int i = 0; i < 64; i++) values[i] = l->tables[table][i % 16];
+  run.table = _mm512_loadu_si512(values);
+  run.offset = l->offsets[table];
+  run.factor = (is_last ? 1 : 256) * (planes < rows->planes ? 256 : 1);
+  run.stride = rows->stride * (rows->planes / planes);
+  run.sums_stride = l->groups * (rows->planes / planes);
+  if (table) run.zeros = 0;
+  const int8_t *x = run.x;
+  float *results = run.results;
+  for (long t = 0, row = 0, height; t < tiles; t++, row += height) {
+    const int fetches = is_last && t < 2 && next;
+    height = (count - row + tiles - t - 1) / (tiles - t);
+    run.x = x + (first + row) * rows->planes * rows->stride;
+    run.sums = rows->sums + (first + row) * rows->planes * l->groups;
+    run.totals = rows->totals + (first + row) * l->groups;
+    run.results = results + row * BLOCK;
+    run.ahead = fetches ? next + 64 * t : run.codes;
+    run.apart = fetches && tiles == 1 ? 64 : 0;
+    TILES_OF[planes > 1][height - 1][l->line > NIBBLES](&run);
+  }
+}
+
+/* Up to GROUP_ROWS rows times one block, run by run, each of whole groups. */
 static void multiply_all(const layout *l, const uint8_t *held, long block, const rounded_rows *rows, long first, long count,
                          float *results) {
   const int32_t *ends = (const int32_t *)(held + l->ends_at);
-  const long most = TILE_BYTES / rows->planes, tiles = (count + most - 1) / most;
-  long all = 0;
-  for (long g = 0; g < l->groups; g++) all += eights_of(ends, g);
-  const uint8_t *codes = held + block * all * l->line;
   const long numbers = block * BLOCK * l->groups;
-  for (long g = 0, done = 0, eights; g < l->groups; done += eights) {
-    long last = g;
-    for (eights = 0; last < l->groups && (eights == 0 || eights + eights_of(ends, last) <= RUN); last++)
-      eights += eights_of(ends, last);
-    const uint8_t *here = codes + done * l->line, *next = here + eights * l->line;
-    for (long plane = 0; plane < l->planes; plane++) {
-      uint8_t table[64];
-      for (int i = 0; i < 64; i++) table[i] = l->tables[plane][i % 16];
-      const int is_last = plane == l->planes - 1;
-      for (long t = 0, row = 0; t < tiles; t++) {
-        const long height = (count - row + tiles - t - 1) / (tiles - t), at = first + row;
-        const int fetches = is_last && t < 2 && next < held + l->scale_at;
-        const work part = {
-            .codes = here, .scales = held + l->scale_at + numbers * number_bytes(l->scale_kind),
-            .zeros = l->zero_at && is_last ? held + l->zero_at + numbers * number_bytes(l->zero_kind) : 0,
-            .scale_kind = l->scale_kind, .zero_kind = l->zero_kind, .ends = ends, .first = g, .last = last,
-            .groups = l->groups, .offset = l->offsets[plane], .factor = is_last ? 1 : 256,
-            .table = _mm512_loadu_si512(table),
-            .x = rows->codes + at * rows->planes * rows->stride + done * TOGETHER, .stride = rows->stride,
-            .sums = rows->sums + at * rows->planes * l->groups, .totals = rows->totals + at * l->groups,
-            .results = results + row * BLOCK, .ahead = fetches ? next + 64 * t : here,
-            .apart = fetches && tiles == 1 ? 64 : 0};
-        TILES_OF[rows->planes > 1][height - 1][l->line > NIBBLES](&part);
-        row += height;
-      }
+  long all = 0, eights;
+  for (long g = 0; g < l->groups; g++) all += eights_of(ends, g);
+  work run = {.codes = held + block * all * l->line,
+              .scales = held + l->scale_at + numbers * number_bytes(l->scale_kind),
+              .zeros = l->zero_at ? held + l->zero_at + numbers * number_bytes(l->zero_kind) : 0,
+              .scale_kind = l->scale_kind, .zero_kind = l->zero_kind, .ends = ends, .groups = l->groups,
+              .x = rows->codes, .results = results};
+  for (; run.first < l->groups; run.first = run.last, run.codes += eights * l->line, run.x += eights * TOGETHER) {
+    run.last = run.first + 1;
+    for (eights = eights_of(ends, run.first); run.last < l->groups; run.last++) {
+      if (eights + eights_of(ends, run.last) > RUN) break;
+      eights += eights_of(ends, run.last);
     }
-    g = last;
+    const uint8_t *next = run.codes + eights * l->line;
+    for (long table = 0; table < l->planes; table++)
+      multiply_run(l, rows, first, count, run, table, next < held + l->scale_at ? next : 0);
   }
 }
 
