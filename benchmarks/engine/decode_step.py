@@ -74,7 +74,7 @@ def build(
     platform = platform or CpuPlatform()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
-        spec = load_spec(folder)
+        spec = load_spec(folder, quantization=quantization)
     attention = Switch({kv: attention_of(spec, platform, dtype, kv) for kv in kv_dtypes})
     decoder = build_decoder(
         spec,
@@ -87,7 +87,6 @@ def build(
         progress=True,
         streamed=streamed,
         copier=copier,
-        quantization=quantization,
     )
     return spec, decoder, attention
 

@@ -7,7 +7,8 @@ What a checkpoint's layout is read into (layouts/), and what a product's own for
     value(c) = table[c], or c itself where there is no table.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,3 +64,18 @@ class CodedWeight:
         dense_OI = torch.empty_like(values_OI)
         dense_OI[:, self.order_I] = values_OI
         return dense_OI
+
+
+def joined(weights: Sequence[CodedWeight]) -> CodedWeight:
+    """Returns matrices with the same groups of inputs as one, outputs behind outputs."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    assert all(weight.order_I is None and weight.group == first.group for weight in weights)
+    zeros = [weight.zero_OG for weight in weights if weight.zero_OG is not None]
+    return replace(
+        first,
+        codes_OI=torch.cat([weight.codes_OI for weight in weights]),
+        scale_OG=torch.cat([weight.scale_OG for weight in weights]),
+        zero_OG=torch.cat(zeros) if zeros else None,
+    )

@@ -34,7 +34,7 @@ def read_spec(settings: EngineSettings) -> ArchSpec:
     if not folder.is_dir():
         raise SettingsError(f"{folder} is not a folder with a model", "MODEL")
     try:
-        spec = load_spec(folder, settings.model.hf_overrides or None)
+        spec = load_spec(folder, settings.model.hf_overrides or None, settings.model.quantization)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(str(error), error.flag or "MODEL") from error
     parallel = settings.parallel
@@ -122,11 +122,11 @@ def fingerprint(folder: Path, settings: EngineSettings) -> str:
     digest = hashlib.blake2b(digest_size=16)
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
     dummy = (model.seed or 0) if model.load_format == "dummy" else None
-    digest.update(f"{model.revision}|{overrides}|{dummy}|{model.quantization or ''}".encode())
+    spec = read_spec(settings)
+    digest.update(f"{model.revision}|{overrides}|{dummy}|{spec.weights.digest()}".encode())
     if model.batch_invariant:  # KV of the other mode has other bits
         digest.update(b"batch-invariant")
     digest.update((folder / "config.json").read_bytes())
-    spec = read_spec(settings)
     if spec.short_factors:  # --max-model-len changes what keys are rotated by
         digest.update(repr(spec.ropes).encode())
     for file in sorted(folder.glob("*.safetensors")):

@@ -14,9 +14,10 @@ import torch
 
 from tandem.configs.errors import SettingsError
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear_methods import LinearMethod, Place, as_given
-from tandem.parallel.params import Param
+from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given
+from tandem.parallel.params import Param, Scheme
 from tandem.parallel.quantization.int8 import Int8Method
+from tandem.parallel.quantization.side_by_side import by_scheme
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.latents.cpu_latents import CpuLatents
@@ -32,7 +33,6 @@ from tandem.workers.kernels.cpu.cpu_build import (
     obstacle,
 )
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
-from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
@@ -74,14 +74,18 @@ class InvariantCpuPlatform(CpuPlatform):
         place: Place = as_given,
         *,
         dtype: torch.dtype,
-        quantization: str | None = None,
     ) -> LinearMethod:
         library = _required(cpu_invariant_library, dtype)
-        if quantization is not None and int8_kernel(dtype) is None:
-            raise SettingsError(f"there is no kernel for {quantization} weights on this CPU", FLAG)
-        if quantization is None or not all(weight.takes_format for weight in weights):
-            return row_methods(library, skinny_gemm(dtype, max_rows=sys.maxsize))(weights, context, place=place)
-        method = METHODS[quantization](dtype)(weights, context, place=place)
+
+        def method_of(scheme: Scheme | None) -> MakeMethod:
+            if scheme is None:
+                return row_methods(library, skinny_gemm(dtype, max_rows=sys.maxsize))
+            products = METHODS[type(scheme)]
+            if not products.has_kernel(dtype):
+                raise SettingsError(f"there is no kernel for {scheme.words} weights on this CPU", FLAG)
+            return products.make(dtype, scheme)
+
+        method = by_scheme(method_of)(weights, context, place=place)
         if type(method) is Int8Method:  # the twin that sums in float32; those of the others sum integers
             inputs = weights[0].span(1, context.mesh).length
             raise SettingsError(f"the kernel for int8 weights takes no {inputs} inputs, as {weights[0].name} has", FLAG)
@@ -90,11 +94,11 @@ class InvariantCpuPlatform(CpuPlatform):
     def packs(self, dtype: torch.dtype) -> bool:
         return True
 
-    def experts(self, dtype: torch.dtype, quantization: str | None = None, place: Place = as_given) -> ExpertOps:
+    def experts(self, dtype: torch.dtype, place: Place = as_given) -> ExpertOps:
         """Return operations that take each row alone; forms of weights that they do not multiply go through linear()
         of this class."""
         _required(cpu_experts_library, dtype)
-        return super().experts(dtype, quantization, place)
+        return super().experts(dtype, place)
 
     def fused_ops(self, dtype: torch.dtype) -> FusedOps:
         return CpuFusedOps(_required(cpu_library, dtype))

@@ -259,7 +259,7 @@ def _facts(
         buffer_bytes=decoder.stream.buffer_bytes,
         adapter_pages=0 if adapters is None else adapters.num_pages,
         adapter_page_bytes=0 if adapters is None else adapters.slab.page_bytes,
-        kernel_notes=(*tuning, *chosen.platform.kernel_notes(chosen.dtype, chosen.settings.model.quantization)),
+        kernel_notes=(*tuning, *chosen.platform.kernel_notes(chosen.dtype, chosen.spec.weights)),
     )
 
 
@@ -298,7 +298,6 @@ def _build(chosen: _Chosen, placement: LayerPlacement, on_bytes: OnBytes | None)
             load_format=model.load_format,
             seed=model.seed or 0,
             streamed=placement.streamed,
-            quantization=model.quantization,
             windows=chosen.groups.windows,
             overrides=model.hf_overrides,
         )

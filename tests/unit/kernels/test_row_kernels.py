@@ -13,6 +13,7 @@ from tandem.configs.errors import SettingsError
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import LinearMethod, as_given, packed
 from tandem.parallel.params import Param, Source
+from tandem.parallel.quantization.schemes import Inputs, Int8Rows
 from tandem.workers.kernels.cpu.cpu_build import cpu_invariant_library, cpu_library
 from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
@@ -91,7 +92,7 @@ def test_an_activation_is_the_same_alone_and_among_others(dtype: torch.dtype, ki
 @DTYPES
 def test_the_experts_activation_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
     """Also where a rank's part of an expert is no multiple of a vector."""
-    ops, twin = cpu_experts(dtype, None, packed(None), as_given), TorchExperts(packed(None), as_given)
+    ops, twin = cpu_experts(dtype, packed(None), as_given), TorchExperts(packed(None), as_given)
     spec = ClampedSwiglu(1.702, 7.0)
     for width in (64, 24, 360, 5):
         rows = 4 * draw(ROWS, 2 * width, dtype=dtype)
@@ -134,13 +135,13 @@ def test_int8_products_that_would_sum_in_float32_are_refused(inputs: int, refuse
     if int8_kernel(torch.float32) is None:
         pytest.skip("needs a CPU with AVX512-VNNI")
     platform = InvariantCpuPlatform()
-    weight = replace(param_of(70, inputs), merge="w", takes_format=True)
-    make = partial(platform.linear, dtype=torch.float32, quantization="int8")
+    weight = replace(param_of(70, inputs), merge="w", scheme=Int8Rows())
+    make = partial(platform.linear, dtype=torch.float32)
     if refused is not None:
         with pytest.raises(SettingsError, match=refused) as found:
             make([weight], ParallelContext.single())
         assert found.value.flag == "--batch-invariant"
-        make = partial(platform.linear, dtype=torch.float32, quantization="w8a8")
+        weight = replace(weight, scheme=Int8Rows(Inputs.INT8))
     method = make([weight], ParallelContext.single())
     method.take(draw(70, inputs, dtype=torch.float32), None)
     x = draw(ROWS, inputs, dtype=torch.float32, seed=1)

@@ -24,7 +24,8 @@ from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.expert_methods import ExpertMethod, ExpertParams, Groups, MakeForm, StackedExperts
 from tandem.parallel.linear_methods import Bias, MakeMethod, Place, as_given
-from tandem.parallel.params import Param
+from tandem.parallel.params import Param, Scheme
+from tandem.parallel.quantization.schemes import Inputs, Int8Rows
 from tandem.workers.kernels.cpu.cpu_build import cpu_experts_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
 from tandem.workers.kernels.cpu.cpu_int8_gemm import (
@@ -128,11 +129,11 @@ class Products(NamedTuple):
 
 
 class CpuExperts:
-    """The compiled operations. make: linear methods, for what `products` does not multiply; None: for all."""
+    """The compiled operations. make: linear methods, for what no grouped product multiplies."""
 
-    def __init__(self, library: ctypes.CDLL, products: Products | None, make: MakeMethod, place: Place) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, make: MakeMethod, place: Place) -> None:
         self._twin = TorchExperts(make, place)
-        self._products, self._place = products, place
+        self._library, self._dtype, self._make, self._place = library, dtype, make, place
         self._route = Kernel(
             library, "route", POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, NUMBER, NUMBER,
             NUMBER, NUMBER, COUNT, COUNT, REAL, NUMBER, NUMBER, NUMBER, COUNT,
@@ -148,14 +149,26 @@ class CpuExperts:
 
     @property
     def has_products(self) -> bool:
-        """True if the products too are compiled."""
-        return self._products is not None
+        """True if the products with dense weights too are compiled."""
+        return self._products(None) is not None
 
     def method(self, experts: Sequence[ExpertParams], context: ParallelContext) -> ExpertMethod:
-        inputs, products = experts[0].weights[0].span(1, context.mesh).length, self._products
+        weights = [weight for expert in experts for weight in expert.weights]
+        inputs, schemes = weights[0].span(1, context.mesh).length, {weight.scheme for weight in weights}
+        products = self._products(weights[0].scheme) if len(schemes) == 1 else None
         if products is None or inputs % products.together or inputs > products.most:
             return self._twin.method(experts, context)
         return products.method(experts, context, self._place)
+
+    def _products(self, scheme: Scheme | None) -> Products | None:
+        """Returns the grouped products of weights of one scheme; None where there are none."""
+        if scheme is None:
+            return _dense(self._library) if hasattr(self._library, "grouped_gemm") else None
+        kernel = grouped_int8_kernel(self._dtype)
+        if not isinstance(scheme, Int8Rows) or kernel is None:
+            return None
+        planes = 1 if scheme.inputs is Inputs.INT8 else PLANES[self._dtype]
+        return Products(partial(Int8Experts, kernel, planes, self._make), QUAD, MOST_INPUTS)
 
     def loads(self, num_experts: int) -> torch.Tensor:
         return self._twin.loads(num_experts)
@@ -220,23 +233,13 @@ class CpuExperts:
         return out_TH
 
 
-def cpu_experts(dtype: torch.dtype, quantization: str | None, make: MakeMethod, place: Place) -> ExpertOps:
+def cpu_experts(dtype: torch.dtype, make: MakeMethod, place: Place) -> ExpertOps:
     """Returns a layer's operations: compiled ones, or twins where there are no kernels for the dtype, this CPU or (of
-    the products) the form of weights. make: linear methods of that form. place: where the weights go."""
+    the products) the schemes of weights. make: linear methods. place: where the weights go."""
     library = cpu_experts_library(dtype)
     if library is None:
         return TorchExperts(make, place)
-    return CpuExperts(library, _products(library, dtype, quantization, make), make, place)
-
-
-def _products(library: ctypes.CDLL, dtype: torch.dtype, quantization: str | None, make: MakeMethod) -> Products | None:
-    if quantization is None:
-        return _dense(library) if hasattr(library, "grouped_gemm") else None
-    planes = {"int8": PLANES[dtype], "w8a8": 1}.get(quantization)
-    kernel = grouped_int8_kernel(dtype)
-    if planes is None or kernel is None:
-        return None
-    return Products(partial(Int8Experts, kernel, planes, make), QUAD, MOST_INPUTS)
+    return CpuExperts(library, dtype, make, place)
 
 
 def _dense(library: ctypes.CDLL) -> Products:
