@@ -357,9 +357,15 @@ def _multiplies_int8(dtype: torch.dtype) -> bool:
 
 
 def _coded(dtype: torch.dtype, scheme: Coded) -> MakeMethod:
-    from tandem.parallel.quantization.coded import CodedMethod
+    from tandem.workers.kernels.cpu.cpu_code_gemm import code_methods
 
-    return CodedMethod
+    return code_methods(dtype, scheme)
+
+
+def _multiplies_codes(dtype: torch.dtype) -> bool:
+    from tandem.workers.kernels.cpu.cpu_code_gemm import code_gemm
+
+    return code_gemm(dtype, planes=1) is not None
 
 
 def _undone(dtype: torch.dtype, scheme: Undone) -> MakeMethod:
@@ -370,7 +376,7 @@ def _undone(dtype: torch.dtype, scheme: Undone) -> MakeMethod:
 
 METHODS: dict[type[Any], SchemeProducts] = {
     Int8Rows: SchemeProducts(_int8, _multiplies_int8),
-    Coded: SchemeProducts(_coded, lambda _: False),
+    Coded: SchemeProducts(_coded, _multiplies_codes),
     Undone: SchemeProducts(_undone, lambda _: True),
 }
 """Linear methods by the class of the scheme."""

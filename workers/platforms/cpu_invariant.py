@@ -9,6 +9,7 @@ torch computes some rows otherwise than others.
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from tandem.configs.errors import SettingsError
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given
 from tandem.parallel.params import Param, Scheme
+from tandem.parallel.quantization.coded import CodedMethod
 from tandem.parallel.quantization.int8 import Int8Method
 from tandem.parallel.quantization.side_by_side import by_scheme
 from tandem.workers.attention.backend import AttentionBackend
@@ -83,13 +85,9 @@ class InvariantCpuPlatform(CpuPlatform):
             products = METHODS[type(scheme)]
             if not products.has_kernel(dtype):
                 raise SettingsError(f"there is no kernel for {scheme.words} weights on this CPU", FLAG)
-            return products.make(dtype, scheme)
+            return partial(_no_twin, products.make(dtype, scheme))
 
-        method = by_scheme(method_of)(weights, context, place=place)
-        if type(method) is Int8Method:  # the twin that sums in float32; those of the others sum integers
-            inputs = weights[0].span(1, context.mesh).length
-            raise SettingsError(f"the kernel for int8 weights takes no {inputs} inputs, as {weights[0].name} has", FLAG)
-        return method
+        return by_scheme(method_of)(weights, context, place=place)
 
     def packs(self, dtype: torch.dtype) -> bool:
         return True
@@ -106,6 +104,17 @@ class InvariantCpuPlatform(CpuPlatform):
     def lora_ops(self, dtype: torch.dtype) -> LoraOps:
         """Return operations that give long runs of an adapter's tokens to no matmul either."""
         return CpuLora(_required(cpu_lora_library, dtype), gemm_tokens=sys.maxsize, twin=EachToken())
+
+
+def _no_twin(
+    make: MakeMethod, weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given
+) -> LinearMethod:
+    """Return a method that is no twin that sums in float32; those of the others sum integers."""
+    method = make(weights, context, place=place)
+    if type(method) in (Int8Method, CodedMethod):
+        inputs, words = weights[0].span(1, context.mesh).length, weights[0].scheme and weights[0].scheme.words
+        raise SettingsError(f"the kernel for {words} weights takes no {inputs} inputs, as {weights[0].name} has", FLAG)
+    return method
 
 
 def _required(library: Callable[[torch.dtype], ctypes.CDLL | None], dtype: torch.dtype) -> ctypes.CDLL:

@@ -11,17 +11,24 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.parallel.context import ParallelContext
 from tandem.parallel.expert_methods import Groups
+from tandem.parallel.params import Param, Source
+from tandem.parallel.quantization.coded import CodedMethod
 from tandem.parallel.quantization.coded_weight import CodedWeight
 from tandem.parallel.quantization.int8 import quantize_inputs
+from tandem.parallel.quantization.schemes import Coded, Codes, Inputs
 from tandem.workers.kernels.cpu import cpu_build, cpu_code_gemm
 from tandem.workers.kernels.cpu.cpu_code_gemm import (
     PLANES,
     CodeGemm,
     CodeLayout,
+    CpuCodedMethod,
     code_gemm,
+    code_methods,
     grouped_code_gemm,
     layout_of,
+    values_of,
 )
 from tests.support.cpu_flags import cpu_flags
 
@@ -51,6 +58,11 @@ FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "own order": (96, 256, {"group": 64, "zeros": True, "ordered": True}),
     "own order, ragged": (64, 50, {"table": SYMMETRIC, "ordered": True, "ends": [0, 13, 13, 40, 50]}),
 }
+SCHEMES = (
+    Coded(group=32), Coded(inputs=Inputs.INT8), Coded(bits=3, group=None, zeros=True), Coded(bits=8, group=64),
+    Coded(Codes.NF4, group=64), Coded(Codes.FP4, group=64), Coded(Codes.E2M1, group=32), Coded(group=64, ordered=True),
+)  # fmt: skip
+ALONE = ParallelContext.single()
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
 
 
@@ -114,7 +126,7 @@ def bound(weight: CodedWeight, x: torch.Tensor, planes: int) -> torch.Tensor:
     largest_T1 = x_TI.abs().amax(1, keepdim=True)
     step_T1 = largest_T1 / 127 if planes == 1 else largest_T1 / (2.0 ** (8 * planes - 2) * (1 - 2**-7))
     of_inputs = step_T1 / 2 * weight_OI.abs().sum(1)
-    values = cpu_code_gemm.values_of(weight)
+    values = values_of(weight.table, weight.bits)
     assert values is not None
     half_unit = values.unit / 2 if len(values.tables) == 2 else 0.0
     scale_OI = weight.scale_OG.double()[:, weight.group_of_I]
@@ -269,12 +281,37 @@ def test_a_cpu_without_byte_permutes_has_the_same_bits(tmp_path: Path, monkeypat
         assert torch.equal(other(layout(weight), held, x, None), gemm(BF16, 2)(layout(weight), held, x, None))
 
 
+@ANY_KERNEL
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: f"{scheme.words} {scheme.group}")
+@DTYPES
+def test_methods_are_those_of_the_twin(scheme: Coded, dtype: torch.dtype) -> None:
+    """Same bytes as the planner counts, same products."""
+    weight = Param(name="x.weight", shape=(80, 200), role="x", source=Source(("x",)), merge="x", scheme=scheme)
+    method, twin = (make((weight,), ALONE) for make in (code_methods(dtype, scheme), CodedMethod))
+    assert isinstance(method, CpuCodedMethod)
+    dense_OI, bias_O, x = draw(80, 200), draw(80, seed=1, dtype=dtype), draw(9, 200, seed=2, dtype=dtype)
+    for each in (method, twin):
+        each.take(dense_OI, bias_O)
+    assert method.nbytes == twin.nbytes == weight.held_bytes(ALONE.mesh, dtype.itemsize)
+    found, expected = method.apply(x).float(), twin.apply(x).float()
+    has_two_bytes = scheme.codes in (Codes.NF4, Codes.FP4)  # whose values are rounded
+    ulp, noise = (2.0**-7 if dtype is BF16 else 1e-5), (2.0**-12 if dtype is BF16 or has_two_bytes else 2e-5)
+    torch.testing.assert_close(found, expected, rtol=ulp, atol=noise * 200**0.5)
+
+
+def test_other_weights_stay_with_torch() -> None:
+    fp8, wide = Coded(Codes.E4M3, bits=8, group=None), Coded()
+    for scheme, inputs in ((fp8, 64), (wide, 2**16 + 8)):
+        weight = Param(name="x.weight", shape=(8, inputs), role="x", source=Source(("x",)), merge="x", scheme=scheme)
+        assert type(code_methods(BF16, scheme)((weight,), ALONE)) is CodedMethod
+
+
 def test_what_it_does_not_multiply_is_said() -> None:
     fp8 = torch.arange(256.0) ** 1.5
     assert layout_of(coded(8, 64, group=32, bits=8, table=fp8)) is None
     assert layout_of(coded(8, 2**16 + 8, group=128)) is None
     small = torch.tensor([0.1, 0.3, 0.7, 0.2] * 4)
-    values = cpu_code_gemm.values_of(coded(8, 64, group=32, table=small))
+    values = values_of(small, 4)
     assert values is not None and len(values.tables) == 2
 
 
@@ -284,7 +321,7 @@ def test_weights_of_one_shape_have_room_of_one_size() -> None:
     rooms = {layout(coded(64, 100, ends=ends)).room for ends in ([10, 20, 100], [1, 2, 100], [0, 100, 100])}
     assert len(rooms) == 1
     weight = coded(64, 100, ends=[1, 2, 100], ordered=True)
-    assert layout(weight).nbytes == 64 * (50 + 3 * 2) + 4 * 100 < len(packed(weight, layout(weight)))
+    assert layout(weight).nbytes == 64 * (50 + 3 * 2) + 4 * (100 + 3) < len(packed(weight, layout(weight)))
 
 
 @ANY_KERNEL

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.expert_methods import EachExpert, ExpertMethod, ExpertParams, Groups, StackedExperts
 from tandem.parallel.linear_methods import Arrive, Place, as_given
 from tandem.parallel.params import Param, Scheme, Source
-from tandem.parallel.quantization.schemes import Inputs, Int8Rows
+from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
 from tandem.workers.kernels.cpu.cpu_build import cpu_experts_library
 from tandem.workers.kernels.cpu.cpu_experts import CpuExperts
 from tandem.workers.kernels.expert_ops import ExpertOps, RouterWeights, TorchExperts
@@ -22,7 +23,8 @@ from tandem.workers.platforms.cpu import CpuPlatform
 BF16 = torch.bfloat16
 ALONE = ParallelContext.single()
 DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bf16", "float32"])
-FORMS = pytest.mark.parametrize("form", [None, *map(Int8Rows, Inputs)], ids=lambda form: form and form.words)
+CODED = Coded(group=64), Coded(Codes.NF4, group=32, inputs=Inputs.INT8), Coded(group=128, zeros=True)
+FORMS = pytest.mark.parametrize("form", [None, *map(Int8Rows, Inputs), *CODED], ids=lambda form: form and form.words)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -182,7 +184,9 @@ def test_experts_without_tokens_are_not_read(form: Scheme | None, dtype: torch.d
         held.append(moved)
         return moved, None
 
-    inputs = 4092 if form else 4096  # scales of 64 outputs are 256 bytes
+    inputs = 4092 if isinstance(form, Int8Rows) else 4096  # scales of 64 outputs are 256 bytes
+    if isinstance(form, Coded):
+        form = replace(form, group=4)  # the ends of 1024 groups are a page
     ops, _ = ops_of(dtype, place)
     method = loaded(ops, [draw(64, inputs, seed=seed, dtype=dtype) for seed in range(5)], form=form)
     groups = grouped(ops, torch.tensor([[1], [3], [1]]), range(5))
@@ -209,6 +213,15 @@ def test_numbers_that_are_none_stay_none(dtype: torch.dtype) -> None:
     groups = grouped(ops, experts, range(2))
     out = ops.combine(method.apply(x, groups, gathers=True), weights, groups)
     assert out[1].isnan().all() and out[0].isfinite().all() and out[2].isfinite().all()
+
+
+def test_weights_in_an_order_of_their_own_stay_apart() -> None:
+    """Merged ones have an order each, and no product of experts; a single one has."""
+    ops, _ = ops_of(BF16)
+    ordered = Coded(group=32, ordered=True)
+    (gate, _), *_ = alone = experts_of(2, 8, 64, form=ordered)
+    assert isinstance(ops.method(alone, ALONE), StackedExperts)
+    assert isinstance(ops.method([ExpertParams((*gate, *gate), ())] * 2, ALONE), EachExpert)
 
 
 def test_what_it_does_not_read_stays_with_the_twin() -> None:

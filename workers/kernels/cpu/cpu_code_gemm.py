@@ -8,6 +8,8 @@ as what inputs of two bytes round away). The sums within a group are of integers
 added in order in float32: a row's result does not depend on its batch mates. One kernel serves every format of up to 4
 bits, as codes pass a table of 16 bytes in a register; codes of 5 to 8 bits are integers themselves.
 
+CpuCodedMethod multiplies with it; its twin is CodedMethod. cpu_experts.py has the products with weights of experts.
+
 The layout, in one piece of memory: codes | scales | zeros | ends of groups | order of inputs. Codes: blocks of 32
 outputs, each [I / 8][32][4], a byte for the codes of inputs i (its lower half) and i + 4 of eight inputs; 8 bits:
 [I / 8][2][32][4]. Each group starts with an eight and is padded to whole ones. Scales and zeros: [O / 32][G][32]. Ends
@@ -23,8 +25,14 @@ from typing import NamedTuple
 
 import torch
 
+from tandem.parallel.context import ParallelContext
 from tandem.parallel.expert_methods import Groups
+from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given
+from tandem.parallel.params import Param
+from tandem.parallel.quantization.code_tables import table_of
+from tandem.parallel.quantization.coded import CodedMethod
 from tandem.parallel.quantization.coded_weight import CodedWeight
+from tandem.parallel.quantization.schemes import Coded, Inputs
 from tandem.workers.kernels.cpu.cpu_build import cpu_code_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
 
@@ -38,7 +46,7 @@ KINDS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 """Types of scales and zeros. The order is that of cpu_code_gemm.c."""
 LARGEST_BYTE, HALF_OF_ONE, HALF_OF_TWO = 255, 2**7, 2**15
 LARGEST_OF_TWO = HALF_OF_TWO - 1 - HALF_OF_ONE
-"""Of values of two bytes; the lower one is from -128 to 127."""
+"""The largest value of two bytes; the lower one is from -128 to 127."""
 WORK = (POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER)
 """The arguments that WorkRoom.places are."""
 
@@ -99,9 +107,9 @@ class CodeLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales, zeros and order, without padding."""
+        """Bytes that Coded.parts() counts: without padding."""
         number_bytes = int(self.scale.itemsize) + (0 if self.zero is None else int(self.zero.itemsize))
-        order_bytes = 4 * self.inputs if self.has_order else 0
+        order_bytes = 4 * (self.inputs + self.groups) if self.has_order else 0
         return self.outputs * (self.inputs * self.bits // 8 + self.groups * number_bytes) + order_bytes
 
     @cached_property
@@ -129,7 +137,7 @@ def layout_of(
     scale, zero: types of KINDS that hold the weight's own without loss.
     """
     (outputs, inputs), groups = coded.codes_OI.shape, coded.scale_OG.shape[1]
-    values = values_of(coded)
+    values = values_of(coded.table, coded.bits)
     if values is None or not 0 < inputs <= MOST_INPUTS:
         return None
     if coded.ends_G is None:
@@ -141,17 +149,17 @@ def layout_of(
     return CodeLayout(outputs, inputs, groups, held, bits, values, scale, zero if has_zeros else None, has_order)
 
 
-def values_of(coded: CodedWeight) -> Values | None:
-    """Returns what a weight's codes mean to the kernel; None if it cannot say it."""
-    if coded.table is None:
-        return Values(1.0, (0,), (tuple(range(2**coded.bits)),))
-    numbers = coded.table.tolist()
+def values_of(table: torch.Tensor | None, bits: int) -> Values | None:
+    """Returns what codes of so many bits mean to the kernel; None if it cannot say it. table: as CodedWeight has it."""
+    if table is None:
+        return Values(1.0, (0,), (tuple(range(2**bits)),))
+    numbers = table.tolist()
     if (unit := _unit_of(numbers)) is not None:
         offset = -round(min(numbers) / unit)
         raised = [round(number / unit) + offset for number in numbers]
         if max(raised) <= LARGEST_BYTE:
             return Values(unit, (offset,), (tuple(raised),))
-    if coded.bits > NIBBLE_BITS:
+    if bits > NIBBLE_BITS:
         return None
     unit = max(map(abs, numbers)) / LARGEST_OF_TWO
     raised = [round(number / unit) + HALF_OF_TWO + HALF_OF_ONE for number in numbers]
@@ -272,6 +280,53 @@ def grouped_code_gemm(dtype: torch.dtype, planes: int) -> GroupedCodeGemm | None
     """Returns the kernel for the rows of several weights; None where code_gemm's is."""
     library = _library(dtype, planes)
     return None if library is None else GroupedCodeGemm(library, planes)
+
+
+class CpuCodedMethod(CodedMethod):
+    """Coded weights in the kernel's layout."""
+
+    def __init__(
+        self, gemm: CodeGemm, weights: Sequence[Param], context: ParallelContext, place: Place = as_given
+    ) -> None:
+        super().__init__(weights, context, place)
+        self._gemm = gemm
+        self.layout: CodeLayout | None = None
+
+    def take_coded(self, weight: CodedWeight, bias_O: torch.Tensor | None) -> None:
+        self.layout = layout_of(weight)
+        assert self.layout is not None, "code_methods() asked"
+        self.nbytes = self.layout.nbytes
+        self._held, self._arrive = self._place(self._gemm.pack(weight, self.layout))
+        self._bias_O = bias_O
+
+    def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if self._arrive is not None:
+            self._arrive()
+        assert self.layout is not None, "not loaded"
+        return self._gemm(self.layout, self._held, x_TI, self._bias_O)
+
+
+def code_methods(dtype: torch.dtype, scheme: Coded) -> MakeMethod:
+    """Returns what makes compiled methods of weights that the kernel multiplies, else twins."""
+    gemm = code_gemm(dtype, planes_of(dtype, scheme))
+
+    def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
+        inputs = weights[0].span(1, context.mesh).length
+        if gemm is None or not multiplies(scheme, inputs):
+            return CodedMethod(weights, context, place)
+        return CpuCodedMethod(gemm, weights, context, place)
+
+    return make
+
+
+def planes_of(dtype: torch.dtype, scheme: Coded) -> int:
+    """Returns the bytes of an input that a scheme asks for."""
+    return 1 if scheme.inputs is Inputs.INT8 else PLANES.get(dtype, 1)
+
+
+def multiplies(scheme: Coded, inputs: int) -> bool:
+    """True if the kernel multiplies weights of a scheme with so many inputs."""
+    return 0 < inputs <= MOST_INPUTS and values_of(table_of(scheme), scheme.bits) is not None
 
 
 # ---- inside ----
