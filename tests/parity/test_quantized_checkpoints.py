@@ -18,7 +18,7 @@ from tests.support import quantized as forms
 from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.quantized import Format, save_quantized
-from tests.support.tiny_models import load_peer
+from tests.support.tiny_models import TinyModel, load_peer, save_tiny_model
 
 TinyFolder = Callable[[str], Path]
 IDS = prompt_ids(40, 200)
@@ -44,6 +44,7 @@ FORMS = {
         forms.bytes_of(),
         forms.bytes_of(group=32, sym=False),
         forms.bytes_of(a8=True),
+        *forms.floats(),
     )
 }
 EACH = pytest.mark.parametrize("name", FORMS)
@@ -99,6 +100,43 @@ def test_logits_equal_those_of_transformers_with_the_same_weights(
         assert distance(found, theirs) < 0.02
     else:
         check_near(found, theirs)
+
+
+WILD = [
+    ("phi3", forms.gptq(4, 16)),  # q, k and v in one tensor, whose words they share
+    ("phi3", forms.awq(16)),
+    ("phi3", forms.packed(4, 16, sym=False)),
+    ("bloom", forms.gptq()),  # q, k and v in turn, head by head
+    ("bloom", forms.packed(8, None)),
+    ("gptj", forms.gptq(order=True)),  # heads' elements in another order
+    ("cohere", forms.awq()),
+    ("gpt2", forms.gptq(sym=True)),  # dense matrices are stored turned around
+    ("qwen3", forms.packed()),  # a tied head
+    ("mixtral", forms.gptq()),
+    ("qwen2_moe", forms.gptq(4, 16)),
+    ("qwen3_moe", forms.fp8()),
+    ("deepseek_v3", forms.fp8((16, 16))),  # kv_b is multiplied by parts
+    ("gpt_oss", forms.mxfp4()),  # stacks of experts, gate and up in turn
+]
+
+
+@pytest.mark.parametrize(("model", "form"), WILD, ids=lambda given: getattr(given, "name", given))
+def test_ways_that_layers_are_made_of_matrices(
+    model: str, form: Format, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    quantized, plain = save_quantized(tiny_folder(model), tmp_path, form)
+    check_near(logits_of(quantized), theirs_of(plain, form))
+    for mesh in (Mesh(2, 1, 1), Mesh(2, 1, 1, True)) if load_spec(quantized).has_experts else (Mesh(2, 1, 1),):
+        built(quantized, mesh)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_bitsandbytes_nf4(double: bool, tmp_path: Path) -> None:
+    even = TinyModel("llama-even", "llama", {"intermediate_size": 128, "num_hidden_layers": 2})
+    form = forms.nf4(double=double)
+    quantized, plain = save_quantized(save_tiny_model(even, tmp_path), tmp_path, form)
+    check_near(logits_of(quantized), theirs_of(plain, form))
+    built(quantized, Mesh(2, 1, 1))
 
 
 CUT = ["gptq-3-32", "gptq_v2-3-16-order", "gptq-4-32-order", "awq-32", "packed-3-32", "packed-4-32-order", "bytes-32"]

@@ -26,13 +26,15 @@ Pack = Callable[[torch.Tensor], Packed]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A quantized form. config: quantization_config; head: the head is in it too."""
+    """A quantized form. config: quantization_config; head: the head is in it too; stacks: only stacks of experts are,
+    whose tensors are called NAME_end."""
 
     name: str
     config: Mapping[str, Any]
     pack: Pack
     head: bool = False
     rounds_inputs: bool = False
+    stacks: bool = False
 
 
 def save_quantized(
@@ -42,7 +44,10 @@ def save_quantized(
     stay as they are. config: in place of the form's own."""
     spec = load_spec(folder)
     table, tensors = parameters_of(spec), load_file(folder / "model.safetensors")
+    turned = {p.source.names[0] for layer in table.layers for p in layer.matrices if p.source.transposed}
     names = [param.source.names[0] for layer in table.layers for param in layer.matrices]
+    if form.stacks:
+        names = [name for name in names if tensors[name].dim() == 3]
     names += [f"{table.head_name}.weight"] * (form.head and not spec.tie_word_embeddings)
     unread = [
         param.source.names[0] for layer in table.layers for param in layer.matrices if param.role == Role.SHARED_GATE
@@ -52,18 +57,22 @@ def save_quantized(
         if name in unread or any(part in name for part in dense):
             continue
         stem = name.removesuffix(".weight")
-        parts, plain[name] = form.pack(quantized.pop(name).float())
-        quantized |= {f"{stem}.{end}": tensor.contiguous() for end, tensor in parts.items()}
-    found = []
+        weight = quantized.pop(name).float()
+        is_turned = name in turned and not form.stacks
+        parts, found = form.pack(weight.T if is_turned else weight)
+        plain[name] = found.T if is_turned else found
+        joint = "_" if form.stacks else "."
+        quantized |= {f"{stem}{joint}{end}": tensor.contiguous() for end, tensor in parts.items()}
+    folders = []
     for kind, given in (("quantized", quantized), ("dequantized", plain)):
-        found.append(target / f"{form.name}-{kind}")
-        shutil.copytree(folder, found[-1])
+        folders.append(target / f"{form.name}-{kind}")
+        shutil.copytree(folder, folders[-1])
         save_file(
-            {name: t.contiguous() for name, t in given.items()}, found[-1] / "model.safetensors", {"format": "pt"}
+            {name: t.contiguous() for name, t in given.items()}, folders[-1] / "model.safetensors", {"format": "pt"}
         )
     written = json.loads((folder / "config.json").read_text())
-    (found[0] / "config.json").write_text(json.dumps({**written, "quantization_config": {**(config or form.config)}}))
-    return found[0], found[1]
+    (folders[0] / "config.json").write_text(json.dumps({**written, "quantization_config": {**(config or form.config)}}))
+    return folders[0], folders[1]
 
 
 # ---- bits ----
@@ -208,3 +217,169 @@ def bytes_of(*, a8: bool = False, group: int | None = None, sym: bool = True) ->
 
     name = f"bytes-{group}{'-sym' if sym else ''}{'-a8' if a8 else ''}"
     return Format(name, tensors_config("int-quantized", own), pack, rounds_inputs=a8)
+
+
+# ---- small floats ----
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])  # fmt: skip
+
+
+def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The codes whose values are nearest, uint8."""
+    return (values[..., None] - table).abs().argmin(-1).to(torch.uint8)
+
+
+def low_first(codes: torch.Tensor) -> torch.Tensor:
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def spread(scale: torch.Tensor, shape: torch.Size, rows: int, columns: int) -> torch.Tensor:
+    return scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: shape[0], : shape[1]]
+
+
+def fp8(block: tuple[int, int] | None = (32, 32), config: Mapping[str, Any] | None = None, **more: Any) -> Format:
+    """FP8 with scales by block; by matrix with block None. more: quantization_config's."""
+    given = config or {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block, **more}
+
+    def pack(weight: torch.Tensor) -> Packed:
+        rows, columns = block or weight.shape
+        padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
+        tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        scale = tiles.abs().amax((1, 3)) / 448
+        wide = spread(scale, weight.shape, rows, columns)
+        codes = (weight / wide).to(torch.float8_e4m3fn)
+        name = "weight_scale" if block is None else "weight_scale_inv"
+        parts = {"weight": codes, name: scale[0, 0] if block is None else scale}
+        if given.get("activation_scheme") == "static":
+            parts["input_scale"] = torch.tensor(0.5)
+        return parts, codes.float() * wide
+
+    kind = "block" if block else "matrix"
+    return Format(f"{given['quant_method']}-{kind}-{given.get('activation_scheme', '')}", given, pack)
+
+
+def fp8_rows(name: str, config: Mapping[str, Any]) -> Format:
+    """FP8 with a scale for each output."""
+
+    def pack(weight: torch.Tensor) -> Packed:
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        codes = (weight / scale).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+    return Format(name, config, pack)
+
+
+def float_group(bits: int, strategy: str, group: int | None = None) -> dict[str, Any]:
+    return group_of(bits, group, symmetric=True, type="float", strategy=strategy)
+
+
+def fp4(
+    name: str, config: Mapping[str, Any], *, outer: str | None, multiplies: bool = False, group: int = 16
+) -> Format:
+    """E2M1 with scales by group: FP8 and one of the matrix, or powers of two."""
+
+    def pack(weight: torch.Tensor) -> Packed:
+        largest = weight.unflatten(1, (-1, group)).abs().amax(2)
+        if outer is None:
+            stored = (largest / 6).log2().ceil().clamp(-127, 127)
+            scale, parts = 2**stored, {"weight_scale": (stored + 127).to(torch.uint8)}
+        else:
+            whole = largest.max() / (6 * 448)
+            fp8_scale = (largest / 6 / whole).to(torch.float8_e4m3fn)
+            scale = fp8_scale.float() * whole if multiplies else fp8_scale.float() / (1 / whole)
+            parts = {"weight_scale": fp8_scale, outer: whole if multiplies else (1 / whole).reshape(1)}
+        wide = scale.repeat_interleave(group, 1)
+        codes = nearest(weight / wide, E2M1)
+        parts["weight" if multiplies else "weight_packed"] = low_first(codes)
+        return parts, E2M1[codes.long()] * wide
+
+    return Format(name, config, pack)
+
+
+def nf4(*, double: bool) -> Format:
+    """NF4 of bitsandbytes."""
+    config = {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": double, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": ["lm_head"], "llm_int8_threshold": 6.0,
+    }  # fmt: skip
+
+    def pack(weight: torch.Tensor) -> Packed:
+        blocks = weight.reshape(-1, 64)
+        scale, parts = blocks.abs().amax(1), {}
+        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+        if double:
+            offset, values = float(scale.mean()), torch.linspace(-1, 1, 256) ** 3
+            parts_of = [part.abs().max() for part in (scale - offset).split(256)]
+            outer = torch.stack(parts_of)
+            codes = nearest((scale - offset) / outer.repeat_interleave(256)[: len(scale)], values)
+            scale = values[codes.long()] * outer.repeat_interleave(256)[: len(scale)] + offset
+            parts = {"weight.nested_absmax": outer, "weight.nested_quant_map": values.clone(), "weight.absmax": codes}
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        else:
+            parts["weight.absmax"] = scale
+        codes = nearest(blocks / scale[:, None], NF4).reshape(-1)
+        parts["weight"] = (codes[0::2] << 4 | codes[1::2])[:, None]
+        parts["weight.quant_map"] = NF4.clone()
+        written = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        parts["weight.quant_state.bitsandbytes__nf4"] = written
+        return parts, (NF4[codes.long()].view(-1, 64) * scale[:, None]).view(weight.shape)
+
+    return Format(f"nf4{'-double' if double else ''}", config, pack)
+
+
+def bnb8() -> Format:
+    """Int8 of bitsandbytes."""
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False, "llm_int8_threshold": 6.0}
+
+    def pack(weight: torch.Tensor) -> Packed:
+        largest = weight.abs().amax(1)
+        codes = (weight * 127 / largest[:, None]).round().to(torch.int8)
+        parts = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return parts, codes * (largest / 127)[:, None]
+
+    return Format("bnb8", config, pack)
+
+
+def mxfp4() -> Format:
+    """MXFP4 of experts in stacks: its pack takes a stack [experts, inputs, outputs], as gpt-oss stores dense ones."""
+
+    def pack(stack: torch.Tensor) -> Packed:
+        turned = stack.transpose(1, 2)
+        blocks = turned.unflatten(2, (-1, 32))
+        stored = (blocks.abs().amax(3) / 6).log2().ceil()
+        codes = nearest(blocks / 2 ** stored[..., None], E2M1)
+        parts = {"blocks": codes[..., 0::2] | codes[..., 1::2] << 4, "scales": (stored + 127).to(torch.uint8)}
+        return parts, (E2M1[codes.long()] * 2 ** stored[..., None]).flatten(2).transpose(1, 2)
+
+    return Format("mxfp4", {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, pack, stacks=True)
+
+
+STATIC_INT8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def floats() -> tuple[Format, ...]:
+    """All of them that single matrices have."""
+    nvfp4 = float_group(4, "tensor_group", 16)
+    channel = {**float_group(8, "channel"), "input_activations": STATIC_INT8}
+    return (
+        fp8(),
+        fp8(None, activation_scheme="static"),
+        fp8(None, {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}),
+        fp8_rows("fbgemm", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+        fp8_rows("ct-fp8", tensors_config("float-quantized", channel)),
+        fp4("ct-nvfp4", tensors_config("nvfp4-pack-quantized", nvfp4), outer="weight_global_scale"),
+        fp4("ct-mxfp4", tensors_config("mxfp4-pack-quantized", float_group(4, "group", 32)), outer=None, group=32),
+        fp4(
+            "modelopt-nvfp4",
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
+            outer="weight_scale_2",
+            multiplies=True,
+        ),
+        bnb8(),
+    )

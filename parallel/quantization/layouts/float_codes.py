@@ -97,4 +97,4 @@ def exponents(stored: "torch.Tensor") -> "torch.Tensor":
 
     if stored.dtype is not torch.uint8:
         return stored.float()
-    return torch.ldexp(torch.ones((), device=stored.device), stored.int() - BIAS)
+    return torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - BIAS)

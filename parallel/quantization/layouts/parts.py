@@ -94,7 +94,9 @@ def row_cut(weight: Param, mesh: Mesh, rows: int) -> Cut:
     if rows == CROSSING:
         return Cut(((source.start + span.start, present),), span.length)
     count, of_rows, shard = _rows(weight, rows)
-    base = (of_rows.start + shard.span(count, mesh.tp_rank, mesh.tp_size).start) * rows
+    is_whole = span.length == span.total  # with expert parallelism too
+    first = 0 if is_whole else shard.span(count, mesh.tp_rank, mesh.tp_size).start
+    base = (of_rows.start + first) * rows
     return Cut(((source.start + span.start - base, present),), span.length)
 
 

@@ -10,6 +10,8 @@ from tandem.workers.models.spec.weights.fields import Fields
 from tandem.workers.models.spec.weights.names import KV_SCALES, beginning, containing, rules_but_for
 
 GPTQ_BITS: Final = (2, 3, 4, 8)
+UNPACKED: Final = (r".*\.shared_expert_gate",)
+"""Layers with fewer outputs than a word has codes, which these producers leave as they are."""
 MADE_WITH: Final = (
     *("damp_percent", "true_sequential", "static_groups", "model_name_or_path", "model_file_base_name", "batch_size"),
     *("model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "pad_token_id", "dataset"),
@@ -44,7 +46,7 @@ def gptq(fields: Fields) -> WeightPlan:
         minus_one=form == "gptq",
     )
     head, rules = fields.flag("lm_head"), _dynamic(fields, scheme)
-    return WeightPlan((*rules, *rules_but_for((), scheme)), "gptq", (".g_idx", *KV_SCALES), head=head)
+    return WeightPlan((*rules, *rules_but_for(UNPACKED, scheme)), "gptq", (".g_idx", *KV_SCALES), head=head)
 
 
 def _gptq(bits: int, group_size: int, *, ordered: bool, symmetric: bool, minus_one: bool) -> Coded:
@@ -94,7 +96,7 @@ def awq(fields: Fields) -> WeightPlan:
     group = None if size == -1 else size
     scheme = Coded(group=group, zeros=True, layout=AwqGemm(group))
     dense = containing(fields.texts("modules_to_not_convert"))
-    return WeightPlan(rules_but_for(dense, scheme), "awq", KV_SCALES, head=fields.flag("lm_head"))
+    return WeightPlan(rules_but_for((*dense, *UNPACKED), scheme), "awq", KV_SCALES, head=fields.flag("lm_head"))
 
 
 def auto_round(fields: Fields) -> WeightPlan:
