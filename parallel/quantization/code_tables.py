@@ -16,7 +16,7 @@ NF4: Final = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-HALF_FP4: Final = (0.0, 0.0052083333, 0.6666667, 1.0, 0.3333333, 0.5, 0.1666667, 0.25)
+HALF_FP4: Final = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
 HALF_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -25,6 +25,11 @@ def table_of(scheme: Coded) -> torch.Tensor | None:
     if scheme.zeros:
         return None
     return _table(scheme.codes, scheme.bits)
+
+
+def integer_table(bits: int) -> torch.Tensor:
+    """Returns the integers around 0 that codes of so many bits stand for, on the CPU."""
+    return _table(Codes.INTEGERS, bits)
 
 
 @cache

@@ -51,7 +51,10 @@ class CodedMethod(LinearMethod):
         self._arrive: Arrive | None = None
         self._parts: dict[str, _HeldPart] = {}
         self._held = torch.empty(0, dtype=torch.uint8)
-        self._like: CodedWeight | None = None
+        self._shape = (0, 0)
+        self._group, self._bits = 0, scheme.bits
+        self._table: torch.Tensor | None = None
+        self._ends_G: torch.Tensor | None = None
         self._bias_O: torch.Tensor | None = None
         self.nbytes = 0
 
@@ -79,11 +82,9 @@ class CodedMethod(LinearMethod):
             self._parts[name] = _HeldPart(start, part.dtype, tuple(part.shape))
             self._parts[name].of(held).copy_(part)
             start += part.nbytes
-        ends_G = None if weight.order_I is not None else weight.ends_G
-        self._like = CodedWeight(
-            weight.codes_OI[:0], weight.scale_OG[:0], weight.bits, weight.group, table=weight.table, ends_G=ends_G
-        )
-        self._shape = tuple(weight.codes_OI.shape)
+        self._shape = len(weight.codes_OI), weight.codes_OI.shape[1]
+        self._group, self._bits, self._table = weight.group, weight.bits, weight.table
+        self._ends_G = None if "ends" in parts else weight.ends_G
         self._held, self._arrive = self._place(held)
         self._bias_O = bias_O
 
@@ -104,18 +105,16 @@ class CodedMethod(LinearMethod):
 
     def rows(self, rows: slice) -> CodedWeight:
         """Returns some outputs of the weight."""
-        assert self._like is not None, "not loaded"
-        like, scale_OG, zero_OG = self._like, self._part("scale"), self._part("zero")
-        order_I, ends_G = self._part("order"), self._part("ends")
-        assert scale_OG is not None
+        scale_OG, zero_OG, order_I, ends_G = map(self._part, ("scale", "zero", "order", "ends"))
+        assert scale_OG is not None, "not loaded"
         return CodedWeight(
             self._codes(rows),
             scale_OG[rows],
-            like.bits,
-            like.group,
+            self._bits,
+            self._group,
             None if zero_OG is None else zero_OG[rows],
-            like.table,
-            like.ends_G if ends_G is None else ends_G,
+            self._table,
+            self._ends_G if ends_G is None else ends_G,
             None if order_I is None else order_I.long(),
         )
 
@@ -125,8 +124,8 @@ class CodedMethod(LinearMethod):
 
     def _codes(self, rows: slice) -> torch.Tensor:
         codes, inputs = self._part("codes"), self._shape[1]
-        assert codes is not None and self._like is not None
-        if self._like.bits > 4:
+        assert codes is not None
+        if self._bits > 4:
             return codes[rows]
         first, last = rows.start * inputs, min(rows.stop, self._shape[0]) * inputs
         pairs = codes[first // 2 : -(-last // 2)]

@@ -83,7 +83,8 @@ class Coded:
 
     @property
     def words(self) -> str:
-        kind = f"int{self.bits}" if self.codes is Codes.INTEGERS else self.codes.value
+        names = {Codes.INTEGERS: f"int{self.bits}", Codes.E4M3: "fp8", Codes.E2M1: "fp4"}
+        kind = names.get(self.codes, self.codes.value)
         return f"{kind}{'' if self.inputs is Inputs.AS_THEY_ARE else ' a8'}"
 
     def num_groups(self, inputs: int) -> int:

@@ -27,12 +27,14 @@ class WeightPlan:
 
     method: what the checkpoint says that it is quantized with; None: its weights are dense, whatever is made of them.
     ignored: endings of the names of stored tensors that are not read. remarks: lines about what is not, for the start.
+    head: rules hold for the head too.
     """
 
     rules: tuple[Rule, ...] = ()
     method: str | None = None
     ignored: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+    head: bool = True
 
     def of(self, module: str) -> Scheme | None:
         """Returns the scheme of a stored layer's matrix."""

@@ -67,6 +67,13 @@ class Fields:
         value = self.get(key)
         return None if value is None else Fields(value, f"{self.where}.{key}")
 
+    def numbers(self, key: str) -> tuple[int, ...] | None:
+        """Returns a list of integers; None where it is absent."""
+        value = self.get(key)
+        if value is not None and not (isinstance(value, list | tuple) and all(isinstance(each, int) for each in value)):
+            raise self.refused(key, value, "want a list of integers")
+        return None if value is None else tuple(value)
+
     def all(self) -> dict[str, Any]:
         """Returns all keys and values."""
         return dict(self._given)

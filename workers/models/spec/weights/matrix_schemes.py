@@ -19,8 +19,10 @@ def with_schemes(table: ParameterTable, plan: WeightPlan) -> ParameterTable:
     dense but for the head's product."""
     if not plan.rules:
         return table
-    head = _with_scheme(table.head, plan)
     tied = table.head is table.embedding
+    head = _with_scheme(table.head, plan) if plan.head else table.head
+    if tied and head.scheme is not None and head.scheme.layout is not None:
+        head = table.head  # the table that ids are looked up in is stored as it is
     return replace(
         table,
         embedding=head if tied else table.embedding,

@@ -8,15 +8,43 @@ from typing import Any, Final
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.parallel.quantization.weight_plan import AT_LOAD, DENSE, WeightPlan
+from tandem.workers.models.spec.weights.bitsandbytes import bitsandbytes
+from tandem.workers.models.spec.weights.compressed_tensors import compressed_tensors
 from tandem.workers.models.spec.weights.fields import UNQUANTIZED, Fields
+from tandem.workers.models.spec.weights.float_formats import fbgemm_fp8, fp8, modelopt, mxfp4
+from tandem.workers.models.spec.weights.word_formats import auto_round, awq, gptq
 
 FLAG: Final = "--quantization"
 WHERE: Final = "config.json: quantization_config"
-READERS: Final[Mapping[str, Callable[[Fields], WeightPlan]]] = {}
+READERS: Final[Mapping[str, Callable[[Fields], WeightPlan]]] = {
+    "gptq": gptq,
+    "awq": awq,
+    "auto-round": auto_round,
+    "compressed-tensors": compressed_tensors,
+    "fp8": fp8,
+    "fbgemm_fp8": fbgemm_fp8,
+    "modelopt": modelopt,
+    "modelopt_fp4": modelopt,
+    "bitsandbytes": bitsandbytes,
+    "mxfp4": mxfp4,
+}
 """The readers of the rest of a quantization_config, by its quant_method."""
 BESIDE: Final = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files beside config.json that older quantized checkpoints have, and their quant_method."""
-NAMES: Final[Mapping[str, str]] = {}
+NAMES: Final[Mapping[str, str]] = {
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "auto-round": "auto-round",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8",
+    "fbgemm_fp8": "fbgemm_fp8",
+    "modelopt": "modelopt",
+    "modelopt_fp4": "modelopt",
+    "bitsandbytes": "bitsandbytes",
+    "mxfp4": "mxfp4",
+}
 """Values of --quantization that name what a checkpoint holds, and its quant_method."""
 
 

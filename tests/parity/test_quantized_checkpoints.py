@@ -1,0 +1,168 @@
+"""Checkpoints that others have quantized: logits are those of transformers with the weights that codes stand for, on
+one rank and on several; bytes are those that a plan counts.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.mesh import Mesh
+from tandem.workers.models.decoder import Decoder, build_decoder
+from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.planning.sizes import rank_weights
+from tandem.workers.platforms.cpu import CpuPlatform
+from tests.support import quantized as forms
+from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
+from tests.support.paged_rows import PagedRows, prompt_ids
+from tests.support.quantized import Format, save_quantized
+from tests.support.tiny_models import TinyModel, load_peer, save_tiny_model
+
+TinyFolder = Callable[[str], Path]
+IDS = prompt_ids(40, 200)
+STEPS = [[(0, IDS[:30]), (1, IDS[:7])], [(0, [5]), (1, [9])]]
+FORMS = {
+    form.name: form
+    for form in (
+        forms.gptq(),
+        forms.gptq(sym=True),
+        forms.gptq(v2=True),
+        forms.gptq(2, 32),
+        forms.gptq(3, 32),
+        forms.gptq(8, None, sym=True),
+        forms.gptq(order=True),
+        forms.gptq(3, 16, order=True, v2=True),
+        forms.awq(),
+        forms.awq(16),
+        forms.packed(),
+        forms.packed(4, None, sym=False),
+        forms.packed(3, 32, sym=False),
+        forms.packed(8, 16),
+        forms.packed(order=True, sym=False),
+        forms.bytes_of(),
+        forms.bytes_of(group=32, sym=False),
+        forms.bytes_of(a8=True),
+        *forms.floats(),
+    )
+}
+EACH = pytest.mark.parametrize("name", FORMS)
+
+
+def check_near(found: torch.Tensor, expected: torch.Tensor, share: float = 2e-5) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=share * float(expected.abs().max()))
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The root mean square of the differences, as a share of that of the logits."""
+    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def built(folder: Path, mesh: Mesh = Mesh()) -> Decoder:
+    """A rank's decoder; asserts that it holds the bytes that are planned."""
+    spec = load_spec(folder)
+    decoder = build_decoder(spec, ParallelContext(mesh), folder=folder, dtype=torch.float32, platform=CpuPlatform())
+    assert rank_weights(spec, mesh, 4, CpuPlatform().packs(torch.float32)).total_bytes == decoder.weight_bytes
+    return decoder
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    """Logits of a prompt in chunks."""
+    rows = PagedRows(built(folder), 1, 40)
+    return torch.cat([rows.step([(0, part)], all_logits=True) for part in (IDS[:30], IDS[30:39], IDS[39:])])
+
+
+def theirs_of(folder: Path, form: Format) -> torch.Tensor:
+    """transformers' logits; for forms that round inputs, of layers that do."""
+    model = load_peer(folder)
+    if form.rounds_inputs:
+        for layer in model.model.layers.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.register_forward_pre_hook(_rounded)
+    with torch.inference_mode():
+        return model(torch.tensor([IDS])).logits[0]
+
+
+def _rounded(layer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    scale = given[0].abs().amax(-1, keepdim=True) / 127
+    return ((given[0] / scale).round() * scale,)
+
+
+@EACH
+def test_logits_equal_those_of_transformers_with_the_same_weights(
+    name: str, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    form = FORMS[name]
+    quantized, plain = save_quantized(tiny_folder("llama-mqa-biased"), tmp_path, form)
+    found, theirs = logits_of(quantized), theirs_of(plain, form)
+    if form.rounds_inputs:  # a last bit may round an input otherwise, and then all that follows
+        assert distance(found, theirs) < 0.02
+    else:
+        check_near(found, theirs)
+
+
+WILD = [
+    ("phi3", forms.gptq(4, 16)),  # q, k and v in one tensor, whose words they share
+    ("phi3", forms.awq(16)),
+    ("phi3", forms.packed(4, 16, sym=False)),
+    ("bloom", forms.gptq()),  # q, k and v in turn, head by head
+    ("bloom", forms.packed(8, None)),
+    ("gptj", forms.gptq(order=True)),  # heads' elements in another order
+    ("cohere", forms.awq()),
+    ("gpt2", forms.gptq(sym=True)),  # dense matrices are stored turned around
+    ("qwen3", forms.packed()),  # a tied head
+    ("mixtral", forms.gptq()),
+    ("qwen2_moe", forms.gptq(4, 16)),
+    ("qwen3_moe", forms.fp8()),
+    ("deepseek_v3", forms.fp8((16, 16))),  # kv_b is multiplied by parts
+    ("gpt_oss", forms.mxfp4()),  # stacks of experts, gate and up in turn
+]
+
+
+@pytest.mark.parametrize(("model", "form"), WILD, ids=lambda given: getattr(given, "name", given))
+def test_ways_that_layers_are_made_of_matrices(
+    model: str, form: Format, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    quantized, plain = save_quantized(tiny_folder(model), tmp_path, form)
+    check_near(logits_of(quantized), theirs_of(plain, form))
+    for mesh in (Mesh(2, 1, 1), Mesh(2, 1, 1, True)) if load_spec(quantized).has_experts else (Mesh(2, 1, 1),):
+        built(quantized, mesh)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_bitsandbytes_nf4(double: bool, tmp_path: Path) -> None:
+    even = TinyModel("llama-even", "llama", {"intermediate_size": 128, "num_hidden_layers": 2})
+    form = forms.nf4(double=double)
+    quantized, plain = save_quantized(save_tiny_model(even, tmp_path), tmp_path, form)
+    check_near(logits_of(quantized), theirs_of(plain, form))
+    built(quantized, Mesh(2, 1, 1))
+
+
+CUT = ["gptq-3-32", "gptq_v2-3-16-order", "gptq-4-32-order", "awq-32", "packed-3-32", "packed-4-32-order", "bytes-32"]
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("name", [name for name in FORMS if name in CUT])
+def test_ranks_equal_one_rank(
+    name: str, tp_size: int, pp_size: int, ranks: RankProcesses, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    """Groups, words and orders are cut where ranks are: 96 inputs in groups of 32 by two."""
+    quantized, _ = save_quantized(tiny_folder("llama-gqa"), tmp_path, FORMS[name])
+
+    def case(tp_size: int, pp_size: int) -> DecoderCase:
+        return DecoderCase(quantized, tp_size, pp_size, STEPS, num_rows=2, max_len=40)
+
+    found = ranks.call(run_case, tp_size, pp_size, case(tp_size, pp_size))[-1]
+    alone = run_case(case(1, 1), ParallelContext.single())
+    assert alone is not None
+    check_near(found, alone)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2), Mesh(2, 1, 1), Mesh(4, 1, 3), Mesh(2, 2, 3)], ids=str)
+@EACH
+def test_bytes_of_every_rank_are_those_of_a_plan(
+    name: str, mesh: Mesh, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    quantized, _ = save_quantized(tiny_folder("llama-gqa"), tmp_path, FORMS[name])
+    built(quantized, mesh)
