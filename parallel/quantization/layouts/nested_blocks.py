@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 from tandem.configs.errors import SettingsError
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import WHOLE, Param
-from tandem.parallel.quantization.layouts.parts import column_cut, part_of, whole_of
 from tandem.parallel.quantization.layouts.scales import groups_of
 from tandem.parallel.quantization.schemes import Codes
+from tandem.parallel.quantization.stored_parts import column_cut, part_of, whole_of
 
 if TYPE_CHECKING:
     import torch

@@ -3,8 +3,8 @@
 from typing import Final
 
 from tandem.parallel.params import Scheme
-from tandem.parallel.quantization.layouts.bitsandbytes import FourBits
 from tandem.parallel.quantization.layouts.integer_rows import IntegerRows
+from tandem.parallel.quantization.layouts.nested_blocks import FourBits
 from tandem.parallel.quantization.schemes import Coded, Codes, Int8Rows
 from tandem.parallel.quantization.weight_plan import WeightPlan
 from tandem.workers.models.spec.weights.fields import Fields
