@@ -168,7 +168,7 @@ def test_help_says_what_it_said() -> None:
     words = {option.name: option.help for option in OPTIONS}
     assert words["max_num_seqs"].endswith("in one step; 256 on a GPU of 60 GiB or more.")
     assert words["max_num_batched_tokens"].endswith("; 8,192 on a GPU of 60 GiB or more, 16,384 there for LLM.")
-    assert "faster in large steps. CPU only. Default: neither." in words["quantization"]
+    assert "for what it may hold, and are checked. CPU only. Default: neither." in words["quantization"]
     assert words["batch_invariant"].endswith("Slower. CPU, bfloat16 and float32 only.")
     assert words["gpu_memory_utilization"].endswith("KV cache (GPU only).")
     assert words["dtype"].endswith("auto: the checkpoint's; on CPU, bfloat16 for a float16 checkpoint.")
