@@ -98,24 +98,23 @@ def load(
     before the first slot and after each.
     """
     place = Mesh() if mesh is None else mesh
-    total = sum(torch.Size(slot.local_shape(place)).numel() for slot in slots) * dtype.itemsize
+    sizes = [sum(param.local_bytes(place, dtype.itemsize) for param in slot.params) for slot in slots]
+    total, holders = sum(sizes), {id(slot.holder): slot.holder for slot in slots if slot.holder is not None}
     shares = [_shares(slot, place) for slot in slots]
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
         loaded = held = 0
-        for slot, wanted, found in zip(slots, shares, source.in_turn(shares), strict=True):
+        for slot, num_bytes, wanted, found in zip(slots, sizes, shares, source.in_turn(shares), strict=True):
             if on_bytes is not None:
                 on_bytes(loaded, total)
             tensor = _assemble(slot, wanted, found, dtype, device, place)
-            num_bytes = tensor.numel() * dtype.itemsize
             loaded += num_bytes
             bar.update(num_bytes)
             slot.accept(tensor)
             del tensor  # before the next one is made
-            own_bytes = sum(param.local_bytes(place, dtype.itemsize) for param in slot.params)
-            held += own_bytes if slot.holder is None else slot.holder.nbytes
+            held += num_bytes if slot.holder is None else 0
     if on_bytes is not None:
         on_bytes(total, total)
-    return held
+    return held + sum(holder.nbytes for holder in holders.values())
 
 
 def _shares(slot: ParameterSlot, mesh: Mesh) -> tuple[Share, ...]:
@@ -132,6 +131,8 @@ def _assemble(
     slot: ParameterSlot, wanted: tuple[Share, ...], found: Found, dtype: torch.dtype, device: torch.device, mesh: Mesh
 ) -> torch.Tensor:
     """Returns a slot's tensor: what was read, or a new one with its shares copied in and padding zeroed."""
+    if slot.params[0].source.whole:
+        return found.share(0).to(device, copy=True)
     shape = slot.local_shape(mesh)
     stored = found.dtype or dtype
     kept = stored if slot.as_stored else HELD_AS.get(slot.params[0].dtype, dtype)

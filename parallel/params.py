@@ -4,15 +4,22 @@ A model's table of Params (workers/models/spec/parameters.py) is the one place t
 checkpoint reader, planner, adapters and weight streaming read it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from tandem.parallel.mesh import Mesh
 
-ITEM_BYTES: Final = {"int8": 1, "float32": 4}
-"""Bytes of an element of parameters that have a dtype of their own."""
+if TYPE_CHECKING:
+    import torch
+
+    from tandem.parallel.quantization.coded_weight import CodedWeight
+
+ITEM_BITS: Final = {"int4": 4, "int8": 8, "uint8": 8, "int32": 32, "float32": 32}
+"""Bits of an element of parameters that have a dtype of their own."""
+FLOATS: Final = ("BF16", "F16", "F32")
+"""The dtypes, as safetensors names them, that a checkpoint may have stored a parameter in unless it says otherwise."""
 
 
 class Init(Enum):
@@ -34,6 +41,16 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Each:
+    """The meaning of a dimension's indices: `per` elements each, such as those of a group with one scale, or of a
+    word. total: elements that are shared among ranks; the first index has `before` others ahead of them."""
+
+    total: int
+    per: int
+    before: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """The way in which the ranks of an axis share a parameter. Unless it is padded or replicated, they divide its
     units."""
@@ -43,11 +60,17 @@ class Shard:
     unit: int = 1  # indices that stay together, such as those of a head
     replicate: bool = False  # with more ranks than units, several ranks hold one unit
     pads: bool = False  # the size is rounded up to a multiple of the ranks, by zeros
+    each: Each | None = None  # elements are divided, and a rank has every index that stands for some of its own
 
     def span(self, size: int, rank: int, num_ranks: int) -> Span:
         """Returns the indices along `dim` of a rank of the axis. size: all of them."""
         if self.axis is None:
             return Span(size, 0, size)
+        if (each := self.each) is not None:
+            inside = replace(self, each=None).span(each.total, rank, num_ranks)
+            first = inside.start + each.before
+            start = first // each.per
+            return Span(size, start, -(-(first + inside.length) // each.per) - start if inside.length else 0)
         units = size // self.unit
         if self.pads:
             share = -(-units // num_ranks)
@@ -85,6 +108,8 @@ class Source:
     # of the stored tensor where it has more dimensions than the parameter; but for `index` it is read as if flat
     shape: tuple[int, ...] = ()
     joined: bool = False  # names are those of several tensors, one behind another
+    reshaped: bool = False  # the stored tensor may have any shape with as many elements
+    whole: bool = False  # all of the stored tensor, however long, as if flat
 
     def stored(self, first: int, count: int) -> Iterator[tuple[int, int]]:
         """Yields (first row, rows) of the stored tensor for `count` rows of the parameter, in order."""
@@ -110,6 +135,45 @@ class Source:
             first += taken
 
 
+class Layout(Protocol):
+    """A way in which a producer's checkpoints store a matrix, in one or several tensors (layouts/)."""
+
+    def stored(self, weight: "Param") -> tuple["Param", ...]:
+        """Returns these tensors, the largest last. SettingsError for a matrix that it cannot have stored."""
+        ...
+
+    def coded(self, weight: "Param", found: Sequence["torch.Tensor"], mesh: Mesh) -> "CodedWeight":
+        """Returns this rank's part of the matrix, in memory of its own. found: its shares of what stored() returned, in
+        that order and as they were stored."""
+        ...
+
+
+class Scheme(Protocol):
+    """A form of weights. layout: of checkpoints that have it; None: it is made at load of dense ones.
+
+    apart: each matrix is multiplied by itself, also where others share its inputs.
+    """
+
+    @property
+    def layout(self) -> Layout | None: ...
+
+    @property
+    def apart(self) -> bool: ...
+
+    @property
+    def words(self) -> str:
+        """Its name in lines for the user."""
+        ...
+
+    def parts(self, weight: "Param") -> tuple["Param", ...]:
+        """Returns the parameters that hold a matrix [outputs, inputs] on a rank."""
+        ...
+
+    def unstored(self) -> "Scheme":
+        """Returns the scheme of the same form that is made of dense weights."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
     """One parameter, whole: [outputs, inputs] of a matrix, [outputs] of a bias, [size] of a norm."""
@@ -123,9 +187,9 @@ class Param:
     merge: str | None = None  # names the matmul that it shares with others of its layer; None: it is no linear layer's
     init: Init = Init.NORMAL
     expert: tuple[int, int] | None = None  # (index, number of experts) of an expert's parameter
-    dtype: str | None = None  # a key of ITEM_BYTES; None: the model's
-    # as the weight of a linear layer it is held in the model's weight format; routers are not
-    takes_format: bool = False
+    dtype: str | None = None  # a key of ITEM_BITS; None: the model's
+    stored: tuple[str, ...] = FLOATS  # dtypes in which a checkpoint may have it
+    scheme: Scheme | None = None  # how it is held and multiplied, as the weight of a linear layer; None: dense
     packs: bool = True  # it may be held in a form whose elements cannot be read
 
     @property
@@ -167,7 +231,13 @@ class Param:
 
     def local_bytes(self, mesh: Mesh, element_bytes: int) -> int:
         """Returns the bytes on a rank, padding included. element_bytes: of an element in the model's dtype."""
-        return self.local_elements(mesh) * (element_bytes if self.dtype is None else ITEM_BYTES[self.dtype])
+        bits = 8 * element_bytes if self.dtype is None else ITEM_BITS[self.dtype]
+        return -(-self.local_elements(mesh) * bits // 8)
+
+    def held_bytes(self, mesh: Mesh, element_bytes: int) -> int:
+        """Returns the bytes that a rank holds in place of it, by its scheme."""
+        parts = (self,) if self.scheme is None else self.scheme.parts(self)
+        return sum(part.local_bytes(mesh, element_bytes) for part in parts)
 
 
 def _runs(order: tuple[int, ...]) -> Iterator[tuple[int, int]]:

@@ -70,7 +70,7 @@ class Loop:
     def __init__(self, spec: Moe, params: LayerParams, dtype: torch.dtype, form: str | None) -> None:
         platform = CpuPlatform()
         make, self._middle = (
-            partial(platform.linear, dtype=dtype, quantization=form),
+            partial(platform.linear, dtype=dtype),
             gating(spec.activation, platform.fused_ops(dtype)),
         )
         self._router = Router(spec, params, TorchExperts(make, as_given))
@@ -100,7 +100,7 @@ def grouped(
     spec: Moe, params: LayerParams, dtype: torch.dtype, form: str | None, place: Place = as_given
 ) -> MixtureOfExperts:
     platform = CpuPlatform()
-    make, experts = partial(platform.linear, dtype=dtype, quantization=form), platform.experts(dtype, form, place)
+    make, experts = partial(platform.linear, dtype=dtype), platform.experts(dtype, place)
     return MixtureOfExperts(spec, params, ALONE, platform.fused_ops(dtype), make, experts)
 
 

@@ -17,17 +17,17 @@ from tandem.cluster.tenants.store import TenantStore
 from tandem.cluster.tenants.tenant import Tenant
 from tandem.configs.errors import SettingsError
 from tandem.configs.platform_facts import CPU, PLATFORM_FACTS, check_device, idle_flags, sized
-from tandem.configs.schema import Device, ParallelSettings, Quantization, ServiceSettings
+from tandem.configs.schema import Device, ParallelSettings, ServiceSettings
 from tandem.configs.secrets import without_password
 from tandem.offload.host.host_process import HOST_TIER_SHARE
 from tandem.parallel.mesh import Mesh
-from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.planning.adapter_room import adapter_room
 from tandem.workers.planning.budget import available_bytes, check_offload
 from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.resolve import (
     DTYPE_BYTES,
+    check_weights,
     pooling_facts,
     read_spec,
     resolve_dtype,
@@ -67,7 +67,9 @@ def check_model(settings: ServiceSettings, *, weights: bool = True) -> ArchSpec:
     weights: they are on this machine."""
     model = settings.engine.model
     spec = read_spec(settings.engine)
-    check_batch_invariant(settings.engine, spec, settings.engine.device.device or "cpu")
+    device = settings.engine.device.device or "cpu"
+    check_weights(spec, device)
+    check_batch_invariant(settings.engine, spec, device)
     if weights and model.load_format == "safetensors":
         open_checkpoint(Path(model.model), spec, model.hf_overrides)
     resolve_max_model_len(settings.engine, spec)
@@ -97,11 +99,10 @@ def cpu_weight_bytes(
     spec: ArchSpec,
     dtype: str,
     parallel: ParallelSettings = ParallelSettings(),
-    quantization: Quantization | None = None,
 ) -> int:
     """Bytes of one group's weights on CPU, over all its ranks, in the dtype that is computed in."""
-    element, packs, form = DTYPE_BYTES[dtype], dtype in CPU.packs, weight_format(quantization)
-    return sum(rank_weights(spec, mesh, element, packs, form).total_bytes for mesh in _meshes(parallel))
+    element, packs = DTYPE_BYTES[dtype], dtype in CPU.packs
+    return sum(rank_weights(spec, mesh, element, packs).total_bytes for mesh in _meshes(parallel))
 
 
 def _meshes(parallel: ParallelSettings) -> list[Mesh]:
@@ -122,7 +123,7 @@ def check_memory(settings: ServiceSettings, elsewhere: int | None = None) -> Non
     groups, ranks = max_groups(settings), settings.engine.parallel.ranks_per_group
     spec = read_spec(settings.engine)
     dtype = resolve_dtype(settings.engine, spec, device)
-    weights = cpu_weight_bytes(spec, dtype, settings.engine.parallel, settings.engine.model.quantization)
+    weights = cpu_weight_bytes(spec, dtype, settings.engine.parallel)
     free = available_bytes() if elsewhere is None else elsewhere
     if weights * groups > free:
         raise SettingsError(

@@ -2,26 +2,32 @@
 
 Weights are rounded at load, symmetrically and by output: scale = largest |weight| of its inputs / 127. They are made of
 what the checkpoint stores, whatever the model's dtype, and where ranks share a row's inputs they agree on its largest:
-every dtype and TP degree has the same integers. T tokens, I inputs, O outputs.
+every dtype and TP degree has the same integers. A checkpoint that stores integers and scales is held as it is. T
+tokens, I inputs, O outputs.
 
 Int8Method leaves its inputs as they are. W8A8Method rounds them too, token by token, and sums integers exactly: a
 token's result never depends on the others of its step. Both sum in at least float32 and round to the dtype once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
+from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear_methods import Arrive, LinearMethod, Place, as_given
+from tandem.parallel.linear_methods import Arrive, Bias, LinearMethod, Place, as_given
 from tandem.parallel.params import Param
+from tandem.parallel.quantization.coded_weight import CodedWeight, joined
+from tandem.parallel.quantization.stored_weights import StoredWeights, is_stored
 
 LEVELS = 127
 PIECE_ELEMENTS = 2**22
 """Elements that are converted at a time, so that a matrix is never there twice."""
 EXACT_INPUTS = 1024
-"""Products of two int8 numbers that float32 sums without rounding: 1024 * 127 * 127 < 2**24."""
+"""Products of two int8 numbers that float32 sums without rounding: 1024 * 127 * 128 < 2**24."""
+MIDDLE = 128
+"""The code of 0, where integers are stored from 0 on."""
 
 
 class Int8Method(LinearMethod):
@@ -41,14 +47,38 @@ class Int8Method(LinearMethod):
         self._shape = (0, 0)
         self.nbytes = 0
 
+    def slots(self, weights: Sequence[Param], bias: Bias) -> Iterator[ParameterSlot]:
+        if not is_stored(weights):
+            yield from super().slots(weights, bias)
+            return
+        found = StoredWeights(weights, self._context.mesh, lambda coded: self._take_coded(coded, bias()))
+        yield from found.slots(self)
+
     def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
-        outputs, inputs = self._shape = weight_OI.shape[0], weight_OI.shape[1]
-        self.nbytes = outputs * (inputs + 4)
+        self._begin(*weight_OI.shape)
         scale_O = self._scales(weight_OI)
         held = self._room(weight_OI.device)
-        for piece in _pieces(outputs, inputs):
+        for piece in pieces_of(*self._shape):
             self._fill(held, piece.start, quantize(weight_OI[piece], scale_O[piece]))
-        self._scales_in(held)[:outputs] = scale_O
+        self._keep(held, scale_O, bias_O)
+
+    def _take_coded(self, weights: Sequence[CodedWeight], bias_O: torch.Tensor | None) -> None:
+        """Takes integers that are stored from 0 on, with one scale per output."""
+        weight = joined(weights)
+        assert weight.scale_OG.shape[1] == 1 and weight.zero_OG is None and weight.bits == 8
+        self._begin(*weight.codes_OI.shape)
+        held = self._room(weight.codes_OI.device)
+        for piece in pieces_of(*self._shape):
+            self._fill(held, piece.start, weight.codes_OI[piece].bitwise_xor(MIDDLE).view(torch.int8))
+        self._keep(held, weight.scale_OG[:, 0], bias_O)
+
+    def _begin(self, outputs: int, inputs: int) -> None:
+        self._shape = outputs, inputs
+        self.nbytes = outputs * (inputs + 4)
+
+    def _keep(self, held: torch.Tensor, scale_O: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        """Completes what has been filled, and places it."""
+        self._scales_in(held)[: len(scale_O)] = scale_O
         self._held, self._arrive = self._place(held)
         self._bias_O = bias_O
 
@@ -57,7 +87,7 @@ class Int8Method(LinearMethod):
             self._arrive()
         y_TO = x_TI.new_empty(len(x_TI), self._shape[0])
         wide_TI, weight_OI, scale_O = x_TI.float(), self.weight_OI, self.scale_O
-        for piece in _pieces(*self._shape):
+        for piece in pieces_of(*self._shape):
             y_TO[:, piece] = self._biased(F.linear(wide_TI, weight_OI[piece].float()) * scale_O[piece], piece)
         return y_TO
 
@@ -94,7 +124,7 @@ class Int8Method(LinearMethod):
 
     def _scales(self, weight_OI: torch.Tensor) -> torch.Tensor:
         """Returns the scale of each output: of its whole row, also where ranks share it."""
-        pieces = [weight_OI[piece].abs().amax(1).float() for piece in _pieces(*self._shape)]
+        pieces = [weight_OI[piece].abs().amax(1).float() for piece in pieces_of(*self._shape)]
         largest_O = torch.cat(pieces)
         if self._shares_rows:
             parts_RO = largest_O.new_empty(self._context.tp_size, len(largest_O))
@@ -111,7 +141,7 @@ class W8A8Method(Int8Method):
         y_TO = x_TI.new_empty(len(x_TI), self._shape[0])
         code_TI, scale_T1 = quantize_inputs(x_TI)
         weight_OI, scale_O = self.weight_OI, self.scale_O
-        for piece in _pieces(*self._shape):
+        for piece in pieces_of(*self._shape):
             sums_TO = exact_product(code_TI, weight_OI[piece]).float()
             y_TO[:, piece] = self._biased(sums_TO * scale_T1 * scale_O[piece], piece)
         return y_TO
@@ -141,7 +171,7 @@ def exact_product(code_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tenso
     return sums_TO
 
 
-def _pieces(outputs: int, inputs: int) -> list[slice]:
+def pieces_of(outputs: int, inputs: int) -> list[slice]:
     """Returns ranges of outputs with about PIECE_ELEMENTS elements each; all but the last are multiples of 64 long."""
     step = max(1, PIECE_ELEMENTS // max(1, inputs) // 64) * 64
     return [slice(first, min(first + step, outputs)) for first in range(0, outputs, step)] or [slice(0, 0)]

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, BinaryIO, Final
 
 from tandem.configs.errors import SettingsError
+from tandem.parallel.params import FLOATS
 from tandem.parallel.stored.headers import STORED_BYTES, StoredTensor
 
 PIECE_ELEMENTS: Final = 2**21
@@ -17,7 +18,7 @@ PIECE_ELEMENTS: Final = 2**21
 def equal_values(one: StoredTensor, other: StoredTensor) -> bool:
     """Returns whether two tensors have the same shape and numbers, in whatever dtypes. SettingsError, with the file,
     when one cannot be read. Ends at the first difference."""
-    if one.shape != other.shape or not {one.dtype, other.dtype} <= STORED_BYTES.keys():
+    if one.shape != other.shape or not {one.dtype, other.dtype} <= {*FLOATS}:
         return False
     try:
         return _equal(one, other, _state(one), _state(other))

@@ -19,8 +19,10 @@ OTHERS: Final = "consolidated"
 """Names of files with the same weights under the publisher's own names begin so; they lie beside the others."""
 MOST_HEADER_BYTES: Final = 100_000_000
 """safetensors' own limit."""
-STORED_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}
-"""Bytes of an element in the dtypes that weights are read from."""
+STORED_BYTES: Final = {
+    "BF16": 2, "F16": 2, "F32": 4, "I8": 1, "U8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
+"""Bytes of an element in the dtypes that are read."""
 POINTER: Final = "git has left a pointer in its place; `git lfs pull` in its folder gets the file itself"
 FETCH: Final = "fetch the model's folder again, or this file of it"
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")

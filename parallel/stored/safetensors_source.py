@@ -11,7 +11,18 @@ from tandem.parallel.stored.read_ahead import Bounds, ReadAhead, ReadSlices
 from tandem.parallel.stored.slices import Slice, slice_of
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 
-DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPES: Final = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 
 
 class SafetensorsSource:

@@ -92,6 +92,9 @@ def slice_of(param: Param, stored: tuple[StoredTensor, ...], dim: int, start: in
     """Returns the slice [start, start + length) along `dim` of a parameter. stored: the tensor in which it stands, or
     those that are joined to it."""
     source = param.source
+    if source.whole:
+        count = math.prod(stored[0].shape)
+        return Slice(stored[0].dtype, (_block(stored[0], None, (0, count), (0, 1), flat=True),), (count,))
     ranges = [(0, size) for size in param.shape]
     ranges[dim] = start, length
     pieces = tuple(source.stored(*ranges[0]))
@@ -102,7 +105,7 @@ def slice_of(param: Param, stored: tuple[StoredTensor, ...], dim: int, start: in
         low, high = 0, param.shape[0]
         blocks = tuple(_block(tensor, None, (0, math.prod(tensor.shape)), (0, 1), flat=True) for tensor in stored)
     else:
-        flat = len(stored[0].shape) - (source.index is not None) > len(param.shape)
+        flat = len(param.shape) == 1 and len(stored[0].shape) - (source.index is not None) > 1
         spans = ((low, high - low),) if bounding else pieces
         blocks = tuple(
             _block(stored[0], source.index, *((columns, span) if source.transposed else (span, columns)), flat=flat)

@@ -4,13 +4,15 @@ Ranks read weights through it; the launcher and `tandem plan` make one to refuse
 not load. It reads headers only.
 """
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from tandem.configs.errors import SettingsError
-from tandem.parallel.params import Param
-from tandem.parallel.stored.headers import FETCH, INDEX, STORED_BYTES, StoredTensor, find_weights, read_header
+from tandem.parallel.params import FLOATS, Param
+from tandem.parallel.stored.headers import FETCH, INDEX, StoredTensor, find_weights, read_header
 
 QUANTIZED: Final[dict[str, tuple[str, ...]]] = {
     "GPTQ or AWQ": (".qweight", ".qzeros", ".g_idx"),
@@ -42,7 +44,7 @@ class StoredCheckpoint:
     ) -> None:
         self._folder = folder
         self._described_by = described_by
-        params = tuple(expected)
+        params = tuple(stored for param in expected for stored in stored_params(param))
         wanted = {name for param in params for name in param.source.names}
         self.files, stored = _stored_tensors(folder)
         self._tensors = dict(zip(_whole_names(stored, wanted, base_prefix), stored.values(), strict=True))
@@ -80,14 +82,19 @@ class StoredCheckpoint:
     def _checked(self, param: Param, name: str, rows: int) -> StoredTensor:
         """Returns a stored tensor whose dtype and shape are those of the model."""
         tensor, source = self._tensors[name], param.source
-        if tensor.dtype not in STORED_BYTES:
+        if tensor.dtype not in param.stored:
+            of_scheme = "" if param.stored != FLOATS else ", unless config.json says how they are quantized"
             raise SettingsError(
-                f"{tensor.file}: tensor {name} is stored as {tensor.dtype}; weights are read from "
-                f"{', '.join(STORED_BYTES)}, not from quantized checkpoints",
+                f"{tensor.file}: tensor {name} is stored as {tensor.dtype}; it is read from "
+                f"{', '.join(param.stored)}{of_scheme}",
                 "MODEL",
             )
+        if source.whole:
+            return tensor
         wanted = (rows if source.rows is None else source.rows, *param.shape[1:])
         wanted = source.shape or (wanted[::-1] if source.transposed else wanted)
+        if source.reshaped and math.prod(tensor.shape) == math.prod(wanted):
+            return replace(tensor, shape=wanted)
         if tensor.shape != wanted:
             raise SettingsError(
                 f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, {self._described_by} makes it "
@@ -95,6 +102,12 @@ class StoredCheckpoint:
                 "MODEL",
             )
         return tensor
+
+
+def stored_params(param: Param) -> tuple[Param, ...]:
+    """Returns what a checkpoint stores in place of a parameter: itself, or the parts of its scheme's layout."""
+    layout = None if param.scheme is None else param.scheme.layout
+    return (param,) if layout is None else layout.stored(param)
 
 
 def _stored_tensors(folder: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
@@ -122,4 +135,7 @@ def _quantized(name: str) -> str:
     scheme = next((scheme for scheme, ends in QUANTIZED.items() if name.endswith(ends)), None)
     if scheme is None:
         return ""
-    return f": the checkpoint is quantized with {scheme}, which is not read; take the model that it was made of"
+    return (
+        f": the checkpoint is quantized with {scheme}, of which its config.json says nothing that fits this tensor; "
+        "fetch its config.json again, or take the model that it was made of"
+    )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tandem import LLM, SamplingParams
+from tandem.parallel.quantization.weight_plan import DENSE
 from tandem.workers.attention.prompts.varlen_attention import FlashVarlen
 from tandem.workers.kernels.kv_store import LayerKV, encode
 from tandem.workers.models.spec.arch import AttentionParams
@@ -65,7 +66,7 @@ def test_prompts_are_those_of_our_kernel(
 def test_the_device_passes_the_look_of_a_start(kv_dtype: torch.dtype) -> None:
     platform = CudaPlatform.open(torch.device("cuda", 0))
     assert platform.attention(torch.bfloat16, 128, kv_dtype).name == "triton-paged"
-    assert platform.kernel_notes(torch.bfloat16, None) == ()
+    assert platform.kernel_notes(torch.bfloat16, DENSE) == ()
 
 
 def test_an_engine_reads_its_prompts_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,8 @@ def test_logits_equal_those_of_transformers_with_rounded_weights(
         monkeypatch.setattr(cpu_int8_gemm, "int8_kernel", lambda _: None)
     folder, ids = tiny_folder(name), prompt_ids(50, 200)
     decoder = build_decoder(
-        load_spec(folder), ParallelContext.single(), folder=folder, dtype=torch.float32, platform=CpuPlatform(),
-        quantization="int8",
+        load_spec(folder, quantization="int8"), ParallelContext.single(), folder=folder, dtype=torch.float32,
+        platform=CpuPlatform(),
     )  # fmt: skip
     rows = PagedRows(decoder, 1, 50)
     found = torch.cat([rows.step([(0, part)], all_logits=True) for part in (ids[:30], ids[30:49], ids[49:])])
@@ -98,7 +98,7 @@ def test_ranks_equal_one_rank(
 def integers_of(folder: Path, context: ParallelContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The integers and scales of each linear layer of this rank, in order."""
     decoder = build_decoder(
-        load_spec(folder), context, folder=folder, dtype=torch.float32, platform=CpuPlatform(), quantization="int8"
+        load_spec(folder, quantization="int8"), context, folder=folder, dtype=torch.float32, platform=CpuPlatform()
     )
     methods = [linear._method for linear in decoder.linears() if isinstance(linear, Linear)]
     return [(method.weight_OI.clone(), method.scale_O.clone()) for method in methods if isinstance(method, Int8Method)]

@@ -66,8 +66,10 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def decoder_of(folder: Path, kv_dtype: torch.dtype | None = None, **more: object) -> Decoder:
-    spec = load_spec(folder)
+def decoder_of(
+    folder: Path, kv_dtype: torch.dtype | None = None, quantization: str | None = None, **more: object
+) -> Decoder:
+    spec = load_spec(folder, quantization=quantization)
     attention = attention_of(spec, CpuPlatform(), BF16, kv_dtype)
     context = ParallelContext.single()
     return build_decoder(spec, context, folder=folder, dtype=BF16, platform=CpuPlatform(), attention=attention, **more)  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ class DecoderCase:
 def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None:
     """Runs every step on this rank; on the last stage all steps' logits [sum of S, V], None elsewhere."""
     context = replace(context, mesh=replace(context.mesh, expert_parallel=case.expert_parallel))
-    spec = load_spec(case.folder)
+    spec = load_spec(case.folder, quantization=case.quantization)
     local = range(len(layer_range(spec.num_layers, context.pp_rank, context.pp_size)))
     decoder = build_decoder(
         spec,
@@ -66,7 +66,6 @@ def run_case(case: DecoderCase, context: ParallelContext) -> torch.Tensor | None
         attention=attention_of(spec, CpuPlatform(), case.dtype, case.kv_dtype),
         load_format=case.load_format,  # type: ignore[arg-type]
         streamed=[layer for layer in case.streamed if layer in local],
-        quantization=case.quantization,
     )
     rows = PagedRows(decoder, case.num_rows, case.max_len, case.dtype, kv_dtype=case.kv_dtype)
     link = StageLink(context, spec.hidden_size, case.dtype, CPU)

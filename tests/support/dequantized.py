@@ -19,7 +19,7 @@ def rounded(weight_OI: torch.Tensor) -> torch.Tensor:
 
 def save_dequantized(folder: Path, target: Path) -> Path:
     """The model of `folder` with such weights, its head apart from the embedding."""
-    spec = load_spec(folder)
+    spec = load_spec(folder, quantization="int8")
     table = parameters_of(spec)
     shutil.copytree(folder, target)
     tensors = load_file(target / "model.safetensors")
@@ -28,7 +28,7 @@ def save_dequantized(folder: Path, target: Path) -> Path:
     for layer in table.layers:
         for param in layer.matrices:
             name = param.source.names[0]
-            if param.takes_format and param.source.start == 0:  # a fused tensor once: its rows are independent
+            if param.scheme is not None and param.source.start == 0:  # a fused tensor once: its rows are independent
                 weight = tensors[name].T if param.source.transposed else tensors[name]
                 tensors[name] = (rounded(weight).T if param.source.transposed else rounded(weight)).contiguous()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})

@@ -48,7 +48,7 @@ class AdaptedCase:
 
 def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | None:
     """On this rank; on the last stage all steps' logits [sum of S, V], None elsewhere."""
-    spec = load_spec(case.folder)
+    spec = load_spec(case.folder, quantization=case.quantization)
     attention = attention_of(spec, CpuPlatform(), case.dtype)
     decoder = build_decoder(
         spec,
@@ -57,7 +57,6 @@ def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | N
         dtype=case.dtype,
         platform=CpuPlatform(),
         attention=attention,
-        quantization=case.quantization,
     )
     settings = LoraSettings(enable_lora=True, max_loras=max(1, len(case.adapters)), max_lora_rank=MAX_RANK)
     adapters = open_adapters(

@@ -5,6 +5,7 @@ has no notion of requests, scheduling or sampling. T tokens of a step, S rows th
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +18,6 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.linear import AdaptableLinear, LinearPart
 from tandem.parallel.mesh import layer_range
-from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.workers.attention.backend import DECODE_QUERIES, AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
@@ -86,12 +86,11 @@ class Decoder:
         platform: Platform,
         dtype: torch.dtype,
         stream: WeightStream,
-        quantization: str | None = None,
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
         spec.check_parallel(context.tp_size, context.pp_size, expert_parallel=context.mesh.expert_parallel)
         ops = platform.fused_ops(dtype)
-        make = partial(platform.linear, dtype=dtype, quantization=quantization)
+        make = partial(platform.linear, dtype=dtype)
         self.parameters = parameters_of(spec)
         self.layer_ids = layer_range(spec.num_layers, context.pp_rank, context.pp_size)
         self.kv_layouts = kv_layouts(spec, context.mesh, windows)
@@ -110,7 +109,7 @@ class Decoder:
                 context,
                 ops,
                 partial(make, place=stream.place_of(index)),
-                partial(platform.experts, dtype, quantization, stream.place_of(index)),
+                partial(platform.experts, dtype, stream.place_of(index)),
                 _rope_of(spec.layers[layer], ropes),
             )
             for index, layer in enumerate(self.layer_ids)
@@ -396,7 +395,6 @@ def build_decoder(
     on_bytes: OnBytes | None = None,
     streamed: Sequence[int] = (),
     copier: Copier | None = None,
-    quantization: str | None = None,
     windows: tuple[int | None, ...] = (None,),
     overrides: Mapping[str, Any] | None = None,
 ) -> Decoder:
@@ -404,18 +402,19 @@ def build_decoder(
 
     kv_dtype: the cache's dtype, None for `dtype`; attention and copier: in place of the platform's. `streamed`: indices
     on this rank of layers that are kept in host memory and pass through the device. Such a decoder must be closed.
-    quantization: of linear layers and the head, a key of FORMATS (parallel/quantization/weight_formats.py). windows: of
-    the groups of layers that have block tables of their own (spec/kv_layout.py). overrides: --hf-overrides, for errors.
+    windows: of the groups of layers that have block tables of their own (spec/kv_layout.py). overrides: --hf-overrides,
+    for errors.
     on_bytes: a callback for the loading's progress, on every rank; `progress`: shows a bar, on rank 0. Raises
     SettingsError for a model that cannot be sharded this way, and for a checkpoint that does not match its config.json.
     """
+    if load_format == "dummy":
+        spec = replace(spec, weights=spec.weights.unstored())
     if streamed and copier is None:
-        form = weight_format(quantization)
-        weights = rank_weights(spec, context.mesh, dtype.itemsize, platform.packs(dtype), form)
+        weights = rank_weights(spec, context.mesh, dtype.itemsize, platform.packs(dtype))
         copier = platform.weight_copier(weights.layer_bytes * len(streamed))
     stream = WeightStream(streamed, copier)
     attention = attention or attention_of(spec, platform, dtype, kv_dtype)
-    decoder = Decoder(spec, context, attention, platform, dtype, stream, quantization, windows)
+    decoder = Decoder(spec, context, attention, platform, dtype, stream, windows)
     source: WeightSource
     if load_format == "dummy":
         source = DummySource(seed, dtype, platform.device)

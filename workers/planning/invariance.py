@@ -10,6 +10,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.platform_facts import LANES, MOST_HEAD_DIM, MOST_LATENT, PLATFORM_FACTS
 from tandem.configs.schema import Device, EngineSettings
 from tandem.parallel.mesh import Mesh
+from tandem.parallel.quantization.schemes import Int8Rows
 from tandem.workers.models.spec.arch import ArchSpec, Gqa, Mla, Moe, RopeKind
 from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.planning.resolve import resolve_dtype
@@ -36,8 +37,10 @@ def _obstacles(settings: EngineSettings, spec: ArchSpec, device: Device) -> Iter
     if dtype not in facts.invariant_dtypes:
         yield f"--dtype {dtype}; {' and '.join(facts.invariant_dtypes)} have the kernels"
     yield from _of_model(spec)
-    if settings.model.quantization == "int8":
-        yield from _of_integers(settings, spec)
+    yield from _of_integers(settings, spec)
+    for scheme in spec.weights.schemes:
+        if not isinstance(scheme, Int8Rows):
+            yield f"{scheme.words} weights, which no kernel multiplies yet"
     if settings.lora.enable_lora:
         yield from _of_adapters(settings, spec)
 
@@ -60,7 +63,7 @@ def _of_integers(settings: EngineSettings, spec: ArchSpec) -> Iterator[str]:
     tp_size = settings.parallel.tensor_parallel_size
     mesh = Mesh(tp_size, expert_parallel=settings.parallel.enable_expert_parallel)
     for weight in parameters_of(spec):
-        if weight.takes_format and (inputs := weight.span(1, mesh).length) % INPUTS:
+        if weight.scheme == Int8Rows() and (inputs := weight.span(1, mesh).length) % INPUTS:
             yield f"--quantization int8 of {weight.name}, which has {inputs} inputs on a rank: no multiple of {INPUTS}"
             return
 

@@ -11,7 +11,6 @@ import torch
 from tandem.configs.schema import EngineSettings
 from tandem.offload.weights.layer_placement import LayerPlacement, bytes_to_save, place_layers
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.planning.budget import GIB, MIB, check_offload
 from tandem.workers.planning.resolve import resolve_kv_dtype
@@ -34,8 +33,7 @@ def place_weights(
     of its own, else None; packs: matrices of `dtype` are packed. SettingsError (--cpu-offload-gb) when the host has too
     little memory."""
     mesh = context.mesh
-    form = weight_format(settings.model.quantization)
-    weights = rank_weights(spec, mesh, dtype.itemsize, packs, form)
+    weights = rank_weights(spec, mesh, dtype.itemsize, packs)
     asked_gib = settings.device.cpu_offload_gib
     save = int(asked_gib * GIB)
     if memory is not None:

@@ -13,7 +13,6 @@ from tandem.offload.kv.disk_io import file_bytes
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.offload.weights.layer_placement import LayerPlacement, bytes_to_save, place_layers
 from tandem.parallel.mesh import Mesh
-from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.planning.adapter_room import AdapterRoom, adapter_room
 from tandem.workers.planning.budget import ATTENTION_BYTES, CPU_SHARE, GIB
@@ -211,7 +210,7 @@ def _stage(
     """Plans one rank of the stage at `mesh`. On CPU, _share_machine sets the KV budget later."""
     element, scheduler = DTYPE_BYTES[dtype], settings.scheduler
     packs = dtype in PLATFORM_FACTS[memory.device].packs
-    weights = rank_weights(spec, mesh, element, packs, weight_format(settings.model.quantization))
+    weights = rank_weights(spec, mesh, element, packs)
     save, budget = int(settings.device.cpu_offload_gib * GIB), 0
     if not memory.is_shared:
         budget = int(settings.cache.gpu_memory_utilization * memory.device_bytes)

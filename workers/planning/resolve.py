@@ -19,6 +19,7 @@ from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.config.pooling_config import PoolingFacts, read_pooling
 from tandem.workers.models.spec.family_rows.families import family_of
 from tandem.workers.models.spec.kv_layout import kv_windows
+from tandem.workers.models.spec.weights.fields import UNQUANTIZED
 
 SAMPLE_BYTES = 2**16
 SAMPLES = 16
@@ -34,7 +35,7 @@ def read_spec(settings: EngineSettings) -> ArchSpec:
     if not folder.is_dir():
         raise SettingsError(f"{folder} is not a folder with a model", "MODEL")
     try:
-        spec = load_spec(folder, settings.model.hf_overrides or None)
+        spec = load_spec(folder, settings.model.hf_overrides or None, settings.model.quantization)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(str(error), error.flag or "MODEL") from error
     parallel = settings.parallel
@@ -88,6 +89,16 @@ def _longer(asked: int, spec: ArchSpec) -> str:
     )
 
 
+def check_weights(spec: ArchSpec, device: Device) -> None:
+    """Checks that a device multiplies the weights as the checkpoint has them. SettingsError."""
+    if spec.weights.method is not None and not PLATFORM_FACTS[device].quantizations:
+        raise SettingsError(
+            f"the checkpoint is quantized with {spec.weights.method} ({spec.weights.words}), which ranks with --device "
+            f"{device} do not multiply; --device cpu does, or {UNQUANTIZED}",
+            "MODEL",
+        )
+
+
 def kv_groups(settings: EngineSettings, spec: ArchSpec, max_model_len: int) -> KVGroups:
     """The groups of layers with KV block tables of their own; one group with --disable-hybrid-kv-cache-manager."""
     windows: tuple[int | None, ...] = (None,)
@@ -122,11 +133,11 @@ def fingerprint(folder: Path, settings: EngineSettings) -> str:
     digest = hashlib.blake2b(digest_size=16)
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
     dummy = (model.seed or 0) if model.load_format == "dummy" else None
-    digest.update(f"{model.revision}|{overrides}|{dummy}|{model.quantization or ''}".encode())
+    spec = read_spec(settings)
+    digest.update(f"{model.revision}|{overrides}|{dummy}|{spec.weights.digest()}".encode())
     if model.batch_invariant:  # KV of the other mode has other bits
         digest.update(b"batch-invariant")
     digest.update((folder / "config.json").read_bytes())
-    spec = read_spec(settings)
     if spec.short_factors:  # --max-model-len changes what keys are rotated by
         digest.update(repr(spec.ropes).encode())
     for file in sorted(folder.glob("*.safetensors")):

@@ -11,7 +11,6 @@ from functools import lru_cache
 
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import Param
-from tandem.parallel.quantization.weight_formats import DENSE, WeightFormat, held_bytes
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Mla, Moe
 from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.kv_layout import block_layouts, kv_layout, kv_layouts
@@ -43,25 +42,23 @@ class RankWeights:
         return self.total_bytes - len(self.may_stream) * self.layer_bytes
 
 
-def rank_weights(
-    spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool, form: WeightFormat = DENSE
-) -> RankWeights:
+def rank_weights(spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool) -> RankWeights:
     """Returns the bytes of weights on the rank at `mesh`.
 
     packs: dense matrices are packed (CPU, except float16), so a tied table is held twice where both the lookup and the
-    head are on this rank. form: of the weights of linear layers; the head too then holds a form of its own.
+    head are on this rank; so it is where the head has a scheme of its own.
     """
     table, own = _table_of(spec), layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)
     matrices, all_bytes = [], 0
     for layer in (table.layers[index] for index in own):
-        held = tuple(held_bytes(form, param, mesh, element_bytes) for param in layer.matrices)
+        held = tuple(param.held_bytes(mesh, element_bytes) for param in layer.matrices)
         rest = sum(param.local_bytes(mesh, element_bytes) for param in layer if not param.is_matrix)
         matrices.append(held)
         all_bytes += sum(held) + rest
     kinds = {kind: [i for i, other in enumerate(matrices) if other == kind] for kind in dict.fromkeys(matrices)}
     most = max(kinds, key=lambda kind: sum(kind) * len(kinds[kind]))
     embedding = table.embedding.local_bytes(mesh, element_bytes)
-    head = held_bytes(form, table.head, mesh, element_bytes)
+    head = table.head.held_bytes(mesh, element_bytes)
     head_bias = 0 if table.head_bias is None else table.head_bias.local_bytes(mesh, element_bytes)
     first, last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
     ties_here = spec.tie_word_embeddings and first and last
@@ -71,7 +68,7 @@ def rank_weights(
         layer_bytes=sum(most),
         layer_rest_bytes=all_bytes - len(kinds[most]) * sum(most),
         table_bytes=embedding * first + head * (last and not ties_here),
-        packed_table_bytes=head * (ties_here and (packs or not form.is_dense)),
+        packed_table_bytes=head * (ties_here and (packs or table.head.scheme is not None)),
         norm_bytes=(_whole(table.entry) * first + _whole(table.final_norm) * last) * element_bytes + head_bias * last,
     )
 

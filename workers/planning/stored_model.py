@@ -43,5 +43,10 @@ def _open(folder: Path, spec: ArchSpec, described_by: str) -> StoredCheckpoint:
     behind = range(spec.num_layers, spec.num_layers + spec.extra_layers)
     unread = tuple(names.layer_prefix.format(layer=layer) for layer in behind)
     return StoredCheckpoint(
-        folder, parameters_of(spec), names.ignored_suffixes, names.base_prefix, unread, described_by
+        folder,
+        parameters_of(spec),
+        (*names.ignored_suffixes, *spec.weights.ignored),
+        names.base_prefix,
+        unread,
+        described_by,
     )

@@ -19,6 +19,7 @@ from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import LinearMethod, Place, as_given
 from tandem.parallel.params import Param
+from tandem.parallel.quantization.weight_plan import WeightPlan
 from tandem.parallel.stored.read_ahead import Bounds
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.latents.latent_backend import LatentBackend
@@ -94,10 +95,9 @@ class Platform(ABC):
         place: Place = as_given,
         *,
         dtype: torch.dtype,
-        quantization: str | None = None,
     ) -> LinearMethod:
-        """Return the method of one linear layer. weights: those that it merges. quantization: of weights that take the
-        model's format, a key of FORMATS (parallel/quantization/weight_formats.py); None: dense."""
+        """Return the method of one linear layer. weights: those that it merges, which say by their schemes how they are
+        held."""
 
     def settle(self) -> tuple[str, ...]:
         """Choose what depends on measurements, once all weights that linear() was asked for are in memory; return a
@@ -109,9 +109,8 @@ class Platform(ABC):
         """Return whether linear() holds dense matrices of a dtype in a packed form."""
 
     @abstractmethod
-    def experts(self, dtype: torch.dtype, quantization: str | None = None, place: Place = as_given) -> "ExpertOps":
-        """Return what computes one layer's mixture of experts. quantization: as in linear(). place: where its weights
-        go."""
+    def experts(self, dtype: torch.dtype, place: Place = as_given) -> "ExpertOps":
+        """Return what computes one layer's mixture of experts. place: where its weights go."""
 
     @abstractmethod
     def fused_ops(self, dtype: torch.dtype) -> FusedOps: ...
@@ -173,6 +172,7 @@ class Platform(ABC):
     def obstacle(self, dtype: torch.dtype) -> str | None:
         """Return why this machine compiles no kernels for a dtype, if it should and does not."""
 
-    def kernel_notes(self, dtype: torch.dtype, quantization: str | None) -> tuple[str, ...]:
-        """Return lines for the user about kernels that could not be had, as far as they have been asked for."""
+    def kernel_notes(self, dtype: torch.dtype, plan: WeightPlan) -> tuple[str, ...]:
+        """Return lines for the user about kernels that could not be had, as far as they have been asked for. plan:
+        of the weights."""
         return ()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -25,7 +25,10 @@ from tandem.parallel.exchange.shared_memory import can_share_memory
 from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.groups import GLOO
 from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given, can_pack, packed, plain
-from tandem.parallel.params import Param
+from tandem.parallel.params import Param, Scheme
+from tandem.parallel.quantization.schemes import Coded, Inputs, Int8Rows, Undone
+from tandem.parallel.quantization.side_by_side import by_scheme
+from tandem.parallel.quantization.weight_plan import WeightPlan
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.latents.latent_backend import LatentBackend
@@ -210,20 +213,16 @@ class CpuPlatform(Platform):
         place: Place = as_given,
         *,
         dtype: torch.dtype,
-        quantization: str | None = None,
     ) -> LinearMethod:
-        takes_format = all(weight.takes_format for weight in weights)
-        make = METHODS[quantization if takes_format else None](dtype)
-        return make(weights, context, place=place)
+        return by_scheme(partial(method_of, dtype))(weights, context, place=place)
 
     def packs(self, dtype: torch.dtype) -> bool:
         return can_pack(dtype) or multiplies_by_row(dtype)
 
-    def experts(self, dtype: torch.dtype, quantization: str | None = None, place: Place = as_given) -> "ExpertOps":
+    def experts(self, dtype: torch.dtype, place: Place = as_given) -> "ExpertOps":
         from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 
-        make = partial(self.linear, dtype=dtype, quantization=quantization)
-        return cpu_experts(dtype, quantization, make, place)
+        return cpu_experts(dtype, partial(self.linear, dtype=dtype), place)
 
     def fused_ops(self, dtype: torch.dtype) -> FusedOps:
         library = cpu_library(dtype)
@@ -305,13 +304,10 @@ class CpuPlatform(Platform):
     def obstacle(self, dtype: torch.dtype) -> str | None:
         return obstacle(dtype)
 
-    def kernel_notes(self, dtype: torch.dtype, quantization: str | None) -> tuple[str, ...]:
+    def kernel_notes(self, dtype: torch.dtype, plan: WeightPlan) -> tuple[str, ...]:
         reason, words = obstacle(dtype), compiler_words()
-        if reason is None and quantization is not None and not _multiplies_int8(dtype):
-            name = str(dtype).removeprefix("torch.")
-            return (f"torch multiplies {quantization} weights, slower: there is no kernel for {name} on this CPU",)
         if reason is None:
-            return ()
+            return _slow_schemes(dtype, plan)
         because = f"{reason}: {words}" if words else reason
         return (f"torch computes instead of kernels compiled for this CPU, slower: {because}",)
 
@@ -341,16 +337,17 @@ def _row_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     return library if library is not None and hasattr(library, "row_gemm_fills_registers") else None
 
 
-def _int8(dtype: torch.dtype) -> MakeMethod:
-    from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_methods
+class SchemeProducts(NamedTuple):
+    """The products with weights of a class of schemes. make: by dtype and scheme; has_kernel: of that dtype."""
 
-    return int8_methods(dtype)
+    make: Callable[[torch.dtype, Any], MakeMethod]
+    has_kernel: Callable[[torch.dtype], bool]
 
 
-def _w8a8(dtype: torch.dtype) -> MakeMethod:
-    from tandem.workers.kernels.cpu.cpu_int8_gemm import w8a8_methods
+def _int8(dtype: torch.dtype, scheme: Int8Rows) -> MakeMethod:
+    from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_methods, w8a8_methods
 
-    return w8a8_methods(dtype)
+    return w8a8_methods(dtype) if scheme.inputs is Inputs.INT8 else int8_methods(dtype)
 
 
 def _multiplies_int8(dtype: torch.dtype) -> bool:
@@ -359,12 +356,44 @@ def _multiplies_int8(dtype: torch.dtype) -> bool:
     return int8_kernel(dtype) is not None
 
 
-METHODS: dict[str | None, Callable[[torch.dtype], MakeMethod]] = {
-    None: _dense,
-    "int8": _int8,
-    "w8a8": _w8a8,
+def _coded(dtype: torch.dtype, scheme: Coded) -> MakeMethod:
+    from tandem.workers.kernels.cpu.cpu_code_gemm import code_methods
+
+    return code_methods(dtype, scheme)
+
+
+def _multiplies_codes(dtype: torch.dtype) -> bool:
+    from tandem.workers.kernels.cpu.cpu_code_gemm import code_gemm
+
+    return code_gemm(dtype, planes=1) is not None
+
+
+def _undone(dtype: torch.dtype, scheme: Undone) -> MakeMethod:
+    from tandem.parallel.quantization.coded import UndoneMethod
+
+    return partial(UndoneMethod, dtype)
+
+
+METHODS: dict[type[Any], SchemeProducts] = {
+    Int8Rows: SchemeProducts(_int8, _multiplies_int8),
+    Coded: SchemeProducts(_coded, _multiplies_codes),
+    Undone: SchemeProducts(_undone, lambda _: True),
 }
-"""Linear methods by --quantization."""
+"""Linear methods by the class of the scheme."""
+
+
+def method_of(dtype: torch.dtype, scheme: Scheme | None) -> MakeMethod:
+    """Returns what makes the methods of weights of one scheme."""
+    return _dense(dtype) if scheme is None else METHODS[type(scheme)].make(dtype, scheme)
+
+
+def _slow_schemes(dtype: torch.dtype, plan: WeightPlan) -> tuple[str, ...]:
+    """Returns a line on the schemes that torch multiplies."""
+    slow = [scheme.words for scheme in plan.schemes if not METHODS[type(scheme)].has_kernel(dtype)]
+    if not slow:
+        return ()
+    words, name = " and ".join(dict.fromkeys(slow)), str(dtype).removeprefix("torch.")
+    return (f"torch multiplies {words} weights, slower: there is no kernel for {name} on this CPU",)
 
 
 @cache

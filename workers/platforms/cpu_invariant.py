@@ -9,14 +9,17 @@ torch computes some rows otherwise than others.
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from tandem.configs.errors import SettingsError
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear_methods import LinearMethod, Place, as_given
-from tandem.parallel.params import Param
+from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given
+from tandem.parallel.params import Param, Scheme
+from tandem.parallel.quantization.coded import CodedMethod
 from tandem.parallel.quantization.int8 import Int8Method
+from tandem.parallel.quantization.side_by_side import by_scheme
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.cpu_paged import CpuAttention
 from tandem.workers.attention.latents.cpu_latents import CpuLatents
@@ -32,7 +35,6 @@ from tandem.workers.kernels.cpu.cpu_build import (
     obstacle,
 )
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
-from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
@@ -74,27 +76,27 @@ class InvariantCpuPlatform(CpuPlatform):
         place: Place = as_given,
         *,
         dtype: torch.dtype,
-        quantization: str | None = None,
     ) -> LinearMethod:
         library = _required(cpu_invariant_library, dtype)
-        if quantization is not None and int8_kernel(dtype) is None:
-            raise SettingsError(f"there is no kernel for {quantization} weights on this CPU", FLAG)
-        if quantization is None or not all(weight.takes_format for weight in weights):
-            return row_methods(library, skinny_gemm(dtype, max_rows=sys.maxsize))(weights, context, place=place)
-        method = METHODS[quantization](dtype)(weights, context, place=place)
-        if type(method) is Int8Method:  # the twin that sums in float32; those of the others sum integers
-            inputs = weights[0].span(1, context.mesh).length
-            raise SettingsError(f"the kernel for int8 weights takes no {inputs} inputs, as {weights[0].name} has", FLAG)
-        return method
+
+        def method_of(scheme: Scheme | None) -> MakeMethod:
+            if scheme is None:
+                return row_methods(library, skinny_gemm(dtype, max_rows=sys.maxsize))
+            products = METHODS[type(scheme)]
+            if not products.has_kernel(dtype):
+                raise SettingsError(f"there is no kernel for {scheme.words} weights on this CPU", FLAG)
+            return partial(_no_twin, products.make(dtype, scheme))
+
+        return by_scheme(method_of)(weights, context, place=place)
 
     def packs(self, dtype: torch.dtype) -> bool:
         return True
 
-    def experts(self, dtype: torch.dtype, quantization: str | None = None, place: Place = as_given) -> ExpertOps:
+    def experts(self, dtype: torch.dtype, place: Place = as_given) -> ExpertOps:
         """Return operations that take each row alone; forms of weights that they do not multiply go through linear()
         of this class."""
         _required(cpu_experts_library, dtype)
-        return super().experts(dtype, quantization, place)
+        return super().experts(dtype, place)
 
     def fused_ops(self, dtype: torch.dtype) -> FusedOps:
         return CpuFusedOps(_required(cpu_library, dtype))
@@ -102,6 +104,19 @@ class InvariantCpuPlatform(CpuPlatform):
     def lora_ops(self, dtype: torch.dtype) -> LoraOps:
         """Return operations that give long runs of an adapter's tokens to no matmul either."""
         return CpuLora(_required(cpu_lora_library, dtype), gemm_tokens=sys.maxsize, twin=EachToken())
+
+
+def _no_twin(
+    make: MakeMethod, weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given
+) -> LinearMethod:
+    """Return a method that is no twin that sums in float32; those of the others sum integers."""
+    method = make(weights, context, place=place)
+    if type(method) in (Int8Method, CodedMethod):
+        inputs, words = weights[0].span(1, context.mesh).length, weights[0].scheme and weights[0].scheme.words
+        raise SettingsError(
+            f"there is no kernel for {words} weights of {inputs} inputs, as {weights[0].name} has", FLAG
+        )
+    return method
 
 
 def _required(library: Callable[[torch.dtype], ctypes.CDLL | None], dtype: torch.dtype) -> ctypes.CDLL:

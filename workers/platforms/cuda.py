@@ -23,6 +23,7 @@ from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.groups import Backend
 from tandem.parallel.linear_methods import DenseMethod, LinearMethod, Place, as_given
 from tandem.parallel.params import Param
+from tandem.parallel.quantization.weight_plan import WeightPlan
 from tandem.parallel.stored.read_ahead import BESIDE_COPIES
 from tandem.workers.attention.backend import AttentionBackend
 from tandem.workers.attention.latents.latent_backend import LatentBackend
@@ -268,9 +269,8 @@ class CudaPlatform(Platform):
         place: Place = as_given,
         *,
         dtype: torch.dtype,
-        quantization: str | None = None,
     ) -> LinearMethod:
-        assert quantization is None, "refused before (configs/platform_facts.py)"
+        assert all(weight.scheme is None for weight in weights), "refused before (workers/planning/resolve.py)"
         if not self.has_triton():
             return DenseMethod(place)
         from tandem.workers.kernels.triton.triton_attention import H100
@@ -304,8 +304,8 @@ class CudaPlatform(Platform):
     def packs(self, dtype: torch.dtype) -> bool:
         return False
 
-    def experts(self, dtype: torch.dtype, quantization: str | None = None, place: Place = as_given) -> ExpertOps:
-        make = partial(self.linear, dtype=dtype, quantization=quantization)
+    def experts(self, dtype: torch.dtype, place: Place = as_given) -> ExpertOps:
+        make = partial(self.linear, dtype=dtype)
         if not self.has_triton():
             return TorchExperts(make, place, self.device)
         from tandem.workers.kernels.triton.triton_experts import TritonExperts
@@ -385,7 +385,7 @@ class CudaPlatform(Platform):
     def obstacle(self, dtype: torch.dtype) -> str | None:
         return _triton_obstacle()
 
-    def kernel_notes(self, dtype: torch.dtype, quantization: str | None) -> tuple[str, ...]:
+    def kernel_notes(self, dtype: torch.dtype, plan: WeightPlan) -> tuple[str, ...]:
         reason = _triton_obstacle()
         if reason is not None:
             return (f"torch computes instead of Triton's kernels, slower: {reason}",)

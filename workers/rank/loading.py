@@ -28,7 +28,14 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import described
 from tandem.workers.planning.budget import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
 from tandem.workers.planning.placing import place_weights
-from tandem.workers.planning.resolve import kv_groups, read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
+from tandem.workers.planning.resolve import (
+    check_weights,
+    kv_groups,
+    read_spec,
+    resolve_dtype,
+    resolve_kv_dtype,
+    resolve_max_model_len,
+)
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 from tandem.workers.rank.model_runner import ModelRunner
@@ -178,6 +185,7 @@ class _Chosen:
 def _choose(settings: EngineSettings, context: ParallelContext, platform: Platform, ranks_on_node: int) -> _Chosen:
     spec = read_spec(settings)
     check_formats(settings, platform.name)
+    check_weights(spec, platform.name)
     if settings.model.batch_invariant:
         _check_batch_invariant(settings, spec, context, platform)
     max_model_len = resolve_max_model_len(settings, spec)
@@ -259,7 +267,7 @@ def _facts(
         buffer_bytes=decoder.stream.buffer_bytes,
         adapter_pages=0 if adapters is None else adapters.num_pages,
         adapter_page_bytes=0 if adapters is None else adapters.slab.page_bytes,
-        kernel_notes=(*tuning, *chosen.platform.kernel_notes(chosen.dtype, chosen.settings.model.quantization)),
+        kernel_notes=(*tuning, *chosen.platform.kernel_notes(chosen.dtype, chosen.spec.weights)),
     )
 
 
@@ -298,7 +306,6 @@ def _build(chosen: _Chosen, placement: LayerPlacement, on_bytes: OnBytes | None)
             load_format=model.load_format,
             seed=model.seed or 0,
             streamed=placement.streamed,
-            quantization=model.quantization,
             windows=chosen.groups.windows,
             overrides=model.hf_overrides,
         )

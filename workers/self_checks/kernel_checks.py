@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.expert_methods import ExpertMethod, ExpertParams, StackedExperts
 from tandem.parallel.linear_methods import MakeMethod, as_given, plain
-from tandem.parallel.params import Param, Source
+from tandem.parallel.params import Param, Scheme, Source
 from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
-from tandem.parallel.quantization.weight_formats import FORMATS
+from tandem.parallel.quantization.schemes import Inputs, Int8Rows
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.attention.latents.torch_latents import TorchLatents
@@ -87,7 +87,7 @@ def kernel_checks() -> list[Check]:
 
 def shared_checks(here: Here) -> dict[str, Callable[[], str]]:
     """Returns the checks of the kernels that every device has, by name."""
-    forms = (None, *FORMATS) if here is CPU else (None,)
+    forms = (None, *map(Int8Rows, Inputs)) if here is CPU else (None,)
     return {
         "kernel add_rms_norm": partial(_fused, here, _add_rms_norm, NORMS),
         "kernel norm_rotate": partial(_fused, here, _norm_rotate, ((1, 10, 128), (7, 4, 64), (64, 40, 128))),
@@ -316,18 +316,16 @@ def _int8_gemm() -> str:
     return _worst(errors)
 
 
-def _experts(here: Here, forms: Sequence[str | None], shapes: Sequence[tuple[int, int, int]]) -> str:
+def _experts(here: Here, forms: Sequence[Scheme | None], shapes: Sequence[tuple[int, int, int]]) -> str:
     """8 experts, 3 of them for each token, of which the rank has 4, in every form of weights."""
     errors = []
     for form in forms:
         for tokens, inputs, outputs in shapes:
             platform = here.platform
-            ours, wide = platform.experts(here.dtype, form), here.dtype if form else torch.float32
-            twin = TorchExperts(
-                partial(platform.linear, dtype=here.dtype, quantization=form) if form else plain, as_given
-            )
+            ours, wide = platform.experts(here.dtype), here.dtype if form else torch.float32
+            twin = TorchExperts(partial(platform.linear, dtype=here.dtype) if form else plain, as_given)
             weights = [here.noise(outputs + expert, inputs)[expert:] for expert in range(4)]
-            methods = _grouped(ours, weights), _grouped(twin, [weight.to(wide) for weight in weights])
+            methods = _grouped(ours, weights, form), _grouped(twin, [weight.to(wide) for weight in weights], form)
             if not isinstance(methods[0], StackedExperts):
                 raise here.no_kernel("the CPU and its compiler must know AVX512", "torch multiplies expert by expert")
             x, router = (
@@ -343,10 +341,10 @@ def _experts(here: Here, forms: Sequence[str | None], shapes: Sequence[tuple[int
     return _worst(errors)
 
 
-def _grouped(ops: ExpertOps, weights: Sequence[torch.Tensor]) -> ExpertMethod:
-    """Returns the method of experts with these weights."""
+def _grouped(ops: ExpertOps, weights: Sequence[torch.Tensor], form: Scheme | None) -> ExpertMethod:
+    """Returns the method of experts with these weights, in that form."""
     source = Source(("x.weight",))
-    param = Param(name="x.weight", shape=(*weights[0].shape,), role="x", source=source, merge="x", takes_format=True)
+    param = Param(name="x.weight", shape=(*weights[0].shape,), role="x", source=source, merge="x", scheme=form)
     method = ops.method([ExpertParams((param,), ())] * len(weights), ParallelContext.single())
     for slot, weight in zip(method.slots(), weights, strict=True):
         slot.accept(weight)

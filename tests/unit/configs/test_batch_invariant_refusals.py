@@ -13,6 +13,9 @@ from tandem import LLM
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.params import Param, Source
+from tandem.parallel.quantization.schemes import Int8Rows
+from tandem.workers.kernels.cpu import cpu_int8_gemm
 from tandem.workers.models.spec.arch import Mla
 from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.resolve import fingerprint, read_spec
@@ -104,16 +107,17 @@ def test_an_engine_does_not_start() -> None:
 )
 def test_a_machine_without_a_kernel(missing: str) -> None:
     """torch would compute instead, and otherwise for other rows."""
+    weight = Param(name="w.weight", shape=(64, 64), role="w", source=Source(("w.weight",)), scheme=Int8Rows())
     ALONE, platform = ParallelContext.single(), cpu_invariant.InvariantCpuPlatform()
     asked = {
         "cpu_invariant_library": lambda: platform.linear((), ALONE, dtype=torch.float32),
         "cpu_library": lambda: platform.fused_ops(torch.float32),
         "cpu_lora_library": lambda: platform.lora_ops(torch.float32),
         "cpu_experts_library": lambda: platform.experts(torch.float32),
-        "int8_kernel": lambda: platform.linear((), ALONE, dtype=torch.float32, quantization="int8"),
+        "int8_kernel": lambda: platform.linear((weight,), ALONE, dtype=torch.float32),
     }
     with (
-        mock.patch.object(cpu_invariant, missing, return_value=None),
+        mock.patch.object(cpu_int8_gemm if missing == "int8_kernel" else cpu_invariant, missing, return_value=None),
         pytest.raises(SettingsError, match="kernel") as refused,
     ):
         asked[missing]()

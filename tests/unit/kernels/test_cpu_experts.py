@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.expert_methods import EachExpert, ExpertMethod, ExpertParams, Groups, StackedExperts
 from tandem.parallel.linear_methods import Arrive, Place, as_given
-from tandem.parallel.params import Param, Source
+from tandem.parallel.params import Param, Scheme, Source
+from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
 from tandem.workers.kernels.cpu.cpu_build import cpu_experts_library
 from tandem.workers.kernels.cpu.cpu_experts import CpuExperts
 from tandem.workers.kernels.expert_ops import ExpertOps, RouterWeights, TorchExperts
@@ -21,7 +23,8 @@ from tandem.workers.platforms.cpu import CpuPlatform
 BF16 = torch.bfloat16
 ALONE = ParallelContext.single()
 DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bf16", "float32"])
-FORMS = pytest.mark.parametrize("form", [None, "int8", "w8a8"])
+CODED = Coded(group=64), Coded(Codes.NF4, group=32, inputs=Inputs.INT8), Coded(group=128, zeros=True)
+FORMS = pytest.mark.parametrize("form", [None, *map(Int8Rows, Inputs), *CODED], ids=lambda form: form and form.words)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,25 +37,32 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def experts_of(count: int, outputs: int, inputs: int, *, biased: bool = False) -> list[ExpertParams]:
+def experts_of(
+    count: int, outputs: int, inputs: int, *, biased: bool = False, form: Scheme | None = None
+) -> list[ExpertParams]:
     def param(name: str, *shape: int) -> Param:
-        is_weight = len(shape) == 2
-        return Param(name=name, shape=shape, role="x", source=Source((name,)), merge="x", takes_format=is_weight)
+        scheme = form if len(shape) == 2 else None
+        return Param(name=name, shape=shape, role="x", source=Source((name,)), merge="x", scheme=scheme)
 
     biases = (param("x.bias", outputs),) if biased else ()
     return [ExpertParams((param("x.weight", outputs, inputs),), biases) for _ in range(count)]
 
 
-def ops_of(dtype: torch.dtype, form: str | None = None, place: Place = as_given) -> tuple[ExpertOps, TorchExperts]:
+def ops_of(dtype: torch.dtype, place: Place = as_given) -> tuple[ExpertOps, TorchExperts]:
     """The kernels, and their twin."""
     platform = CpuPlatform()
-    ops = platform.experts(dtype, form, place)
+    ops = platform.experts(dtype, place)
     assert isinstance(ops, CpuExperts)
-    return ops, TorchExperts(partial(platform.linear, dtype=dtype, quantization=form), as_given)
+    return ops, TorchExperts(partial(platform.linear, dtype=dtype), as_given)
 
 
-def loaded(ops: ExpertOps, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()) -> ExpertMethod:
-    method = ops.method(experts_of(len(weights), *weights[0].shape, biased=bool(biases)), ALONE)
+def loaded(
+    ops: ExpertOps,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] = (),
+    form: Scheme | None = None,
+) -> ExpertMethod:
+    method = ops.method(experts_of(len(weights), *weights[0].shape, biased=bool(biases), form=form), ALONE)
     given = [tensor for pair in zip(biases, weights, strict=True) for tensor in pair] if biases else weights
     for slot, tensor in zip(method.slots(), given, strict=True):
         slot.accept(tensor)
@@ -113,13 +123,13 @@ def test_pairs_are_sorted_by_expert_and_counted() -> None:
 @FORMS
 @DTYPES
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (33, 172), (192, 576)])
-def test_products_are_those_of_each_expert(outputs: int, inputs: int, dtype: torch.dtype, form: str | None) -> None:
+def test_products_are_those_of_each_expert(outputs: int, inputs: int, dtype: torch.dtype, form: Scheme | None) -> None:
     """For experts without tokens, with few and with more than a group of rows, those of other ranks left out."""
-    ops, twin = ops_of(dtype, form)
+    ops, twin = ops_of(dtype)
     weights = [draw(outputs, inputs, seed=seed, dtype=dtype) for seed in range(4)]
     biases = [draw(outputs, seed=seed, dtype=dtype) for seed in range(4)]
     for given in ((), biases):
-        method, reference = loaded(ops, weights, given), loaded(twin, weights, given)
+        method, reference = loaded(ops, weights, given, form), loaded(twin, weights, given, form)
         assert isinstance(method, StackedExperts) and isinstance(reference, EachExpert)
         for tokens, here in ((1, range(4)), (7, range(2, 6)), (100, range(4)), (200, range(4, 8))):
             groups = grouped(ops, chosen(tokens, 6, 2), here)
@@ -147,8 +157,8 @@ def test_outputs_are_added_by_their_weights(dtype: torch.dtype) -> None:
 
 
 @FORMS
-def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(form: str | None, threads: None) -> None:
-    method = loaded(ops_of(BF16, form)[0], [draw(320, 256, seed=seed) for seed in range(3)])
+def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(form: Scheme | None, threads: None) -> None:
+    method = loaded(ops_of(BF16)[0], [draw(320, 256, seed=seed) for seed in range(3)], form=form)
     ops, x, expert_TK = ops_of(BF16)[0], draw(150, 256, seed=9), chosen(150, 3, 1)
     groups = grouped(ops, expert_TK, range(3))
     whole = method.apply(x, groups, gathers=True)[groups.place_P]
@@ -161,7 +171,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(form: str | None,
 
 @FORMS
 @DTYPES
-def test_experts_without_tokens_are_not_read(form: str | None, dtype: torch.dtype) -> None:
+def test_experts_without_tokens_are_not_read(form: Scheme | None, dtype: torch.dtype) -> None:
     """Their pages are made unreadable: a read would end the process."""
     protect = ctypes.CDLL(None, use_errno=True).mprotect
     held: list[torch.Tensor] = []
@@ -174,9 +184,11 @@ def test_experts_without_tokens_are_not_read(form: str | None, dtype: torch.dtyp
         held.append(moved)
         return moved, None
 
-    inputs = 4092 if form else 4096  # scales of 64 outputs are 256 bytes
-    ops, _ = ops_of(dtype, form, place)
-    method = loaded(ops, [draw(64, inputs, seed=seed, dtype=dtype) for seed in range(5)])
+    inputs = 4092 if isinstance(form, Int8Rows) else 4096  # scales of 64 outputs are 256 bytes
+    if isinstance(form, Coded):
+        form = replace(form, group=4)  # the ends of 1024 groups are a page
+    ops, _ = ops_of(dtype, place)
+    method = loaded(ops, [draw(64, inputs, seed=seed, dtype=dtype) for seed in range(5)], form=form)
     groups = grouped(ops, torch.tensor([[1], [3], [1]]), range(5))
     x = draw(3, inputs, seed=7, dtype=dtype)
     expected = method.apply(x, groups, gathers=True)
@@ -201,6 +213,15 @@ def test_numbers_that_are_none_stay_none(dtype: torch.dtype) -> None:
     groups = grouped(ops, experts, range(2))
     out = ops.combine(method.apply(x, groups, gathers=True), weights, groups)
     assert out[1].isnan().all() and out[0].isfinite().all() and out[2].isfinite().all()
+
+
+def test_weights_in_an_order_of_their_own_stay_apart() -> None:
+    """Merged ones have an order each, and no product of experts; a single one has."""
+    ops, _ = ops_of(BF16)
+    ordered = Coded(group=32, ordered=True)
+    (gate, _), *_ = alone = experts_of(2, 8, 64, form=ordered)
+    assert isinstance(ops.method(alone, ALONE), StackedExperts)
+    assert isinstance(ops.method([ExpertParams((*gate, *gate), ())] * 2, ALONE), EachExpert)
 
 
 def test_what_it_does_not_read_stays_with_the_twin() -> None:

@@ -31,7 +31,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def column(outputs: int, inputs: int) -> tuple[Param]:
     source = Source(("x.weight",))
-    return (Param(name="x.weight", shape=(outputs, inputs), role="x", source=source, merge="x", takes_format=True),)
+    return (Param(name="x.weight", shape=(outputs, inputs), role="x", source=source, merge="x"),)
 
 
 def made(make: MakeMethod, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearMethod:

@@ -13,6 +13,7 @@ from tandem.configs.errors import SettingsError
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import LinearMethod, as_given, packed
 from tandem.parallel.params import Param, Source
+from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
 from tandem.workers.kernels.cpu.cpu_build import cpu_invariant_library, cpu_library
 from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
@@ -91,7 +92,7 @@ def test_an_activation_is_the_same_alone_and_among_others(dtype: torch.dtype, ki
 @DTYPES
 def test_the_experts_activation_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
     """Also where a rank's part of an expert is no multiple of a vector."""
-    ops, twin = cpu_experts(dtype, None, packed(None), as_given), TorchExperts(packed(None), as_given)
+    ops, twin = cpu_experts(dtype, packed(None), as_given), TorchExperts(packed(None), as_given)
     spec = ClampedSwiglu(1.702, 7.0)
     for width in (64, 24, 360, 5):
         rows = 4 * draw(ROWS, 2 * width, dtype=dtype)
@@ -128,25 +129,41 @@ def test_an_adapter_of_any_width_is_the_same_alone_and_among_others(dtype: torch
 
 
 @pytest.mark.parametrize(
-    ("inputs", "refused"), [(96, None), (94, "the kernel for int8 weights takes no 94 inputs, as w")]
+    ("inputs", "refused"), [(96, None), (94, "there is no kernel for int8 weights of 94 inputs, as w")]
 )
 def test_int8_products_that_would_sum_in_float32_are_refused(inputs: int, refused: str | None) -> None:
     if int8_kernel(torch.float32) is None:
         pytest.skip("needs a CPU with AVX512-VNNI")
     platform = InvariantCpuPlatform()
-    weight = replace(param_of(70, inputs), merge="w", takes_format=True)
-    make = partial(platform.linear, dtype=torch.float32, quantization="int8")
+    weight = replace(param_of(70, inputs), merge="w", scheme=Int8Rows())
+    make = partial(platform.linear, dtype=torch.float32)
     if refused is not None:
         with pytest.raises(SettingsError, match=refused) as found:
             make([weight], ParallelContext.single())
         assert found.value.flag == "--batch-invariant"
-        make = partial(platform.linear, dtype=torch.float32, quantization="w8a8")
+        weight = replace(weight, scheme=Int8Rows(Inputs.INT8))
     method = make([weight], ParallelContext.single())
     method.take(draw(70, inputs, dtype=torch.float32), None)
     x = draw(ROWS, inputs, dtype=torch.float32, seed=1)
     y = method.apply(x)
     for first, last in RUNS:
         assert torch.equal(method.apply(x[first:last]), y[first:last]), (first, last)
+
+
+def test_codes_are_multiplied_row_by_row_or_refused() -> None:
+    if int8_kernel(torch.float32) is None:
+        pytest.skip("needs a CPU with AVX512-VNNI")
+    make = partial(InvariantCpuPlatform().linear, dtype=torch.float32)
+    weight = replace(param_of(70, 94), merge="w", scheme=Coded(Codes.NF4, group=32))
+    method = make([weight], ParallelContext.single())
+    method.take(draw(70, 94, dtype=torch.float32), None)
+    x = draw(ROWS, 94, dtype=torch.float32, seed=1)
+    y = method.apply(x)
+    for first, last in RUNS:
+        assert torch.equal(method.apply(x[first:last]), y[first:last]), (first, last)
+    fp8 = replace(weight, scheme=Coded(Codes.E4M3, bits=8, group=None))
+    with pytest.raises(SettingsError, match="there is no kernel for fp8 weights of 94 inputs, as w"):
+        make([fp8], ParallelContext.single())
 
 
 @DTYPES

@@ -3,8 +3,8 @@
 A model whose weights are all of one size per output loses nothing by it, so its logits are those of the dense model.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from tandem.offload.weights.layer_placement import spread
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear_methods import Arrive, LinearMethod, MakeMethod, Place, as_given
+from tandem.parallel.linear_methods import Arrive, LinearMethod, Place, as_given
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import WHOLE, Param
-from tandem.parallel.quantization import weight_formats as formats
-from tandem.parallel.quantization.weight_formats import weight_format
+from tandem.parallel.quantization import weight_plan
+from tandem.parallel.quantization.weight_plan import ANY, Rule, WeightPlan
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.family_rows.families import parameters_of
@@ -30,17 +30,23 @@ from tests.support.tiny_models import BY_NAME, save_tiny_model
 NAME = "signs"
 
 
+@dataclass(frozen=True, slots=True)
 class Signs:
     """One byte a sign."""
 
-    is_dense = False
+    layout: None = None
+    apart: bool = False
+    words: str = "signs"
 
-    def parameters(self, weight: Param) -> tuple[Param, ...]:
+    def parts(self, weight: Param) -> tuple[Param, ...]:
         by_output = weight.shard if weight.shard.dim == 0 else WHOLE
         return (
             replace(weight, name=f"{weight.stem}.signs", dtype="int8"),
             replace(weight, name=f"{weight.stem}.size", shape=weight.shape[:1], dtype="float32", shard=by_output),
         )
+
+    def unstored(self) -> "Signs":
+        return self
 
 
 class SignsMethod(LinearMethod):
@@ -65,9 +71,8 @@ class SignsMethod(LinearMethod):
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    make: Callable[[torch.dtype], MakeMethod] = lambda _: SignsMethod  # noqa: E731
-    monkeypatch.setitem(formats.FORMATS, NAME, Signs())
-    monkeypatch.setitem(cpu.METHODS, NAME, make)
+    monkeypatch.setitem(weight_plan.AT_LOAD, NAME, WeightPlan((Rule(ANY, Signs()),)))
+    monkeypatch.setitem(cpu.METHODS, Signs, cpu.SchemeProducts(lambda dtype, scheme: SignsMethod, lambda dtype: True))
 
 
 def save_signs(folder: Path) -> Path:
@@ -81,14 +86,14 @@ def save_signs(folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_linear_method_is_a_format_and_a_product(tmp_path: Path) -> None:
+def test_a_linear_method_is_a_scheme_and_a_product(tmp_path: Path) -> None:
     folder = save_signs(save_tiny_model(BY_NAME["llama-mqa-biased"], tmp_path))
-    spec, ids = load_spec(folder), prompt_ids(30, 200)
+    ids = prompt_ids(30, 200)
 
     def build(quantization: str | None, streamed: tuple[int, ...] = ()) -> Decoder:
         return build_decoder(
-            spec, ParallelContext.single(), folder=folder, dtype=torch.float32, platform=CpuPlatform(),
-            quantization=quantization, streamed=streamed,
+            load_spec(folder, quantization=quantization), ParallelContext.single(), folder=folder,
+            dtype=torch.float32, platform=CpuPlatform(), streamed=streamed,
         )  # fmt: skip
 
     def logits(decoder: Decoder) -> torch.Tensor:
@@ -97,6 +102,6 @@ def test_a_linear_method_is_a_format_and_a_product(tmp_path: Path) -> None:
     dense, signs, streamed = build(None), build(NAME), build(NAME, spread(4, 4))
     torch.testing.assert_close(logits(signs), logits(dense), rtol=0, atol=2e-5 * float(logits(dense).abs().max()))
     assert torch.equal(logits(streamed), logits(signs))
-    assert rank_weights(spec, Mesh(), 4, True, weight_format(NAME)).total_bytes == signs.weight_bytes
+    assert rank_weights(load_spec(folder, quantization=NAME), Mesh(), 4, True).total_bytes == signs.weight_bytes
     assert signs.weight_bytes < dense.weight_bytes
     streamed.close()

@@ -13,7 +13,6 @@ from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import can_pack
 from tandem.parallel.mesh import Mesh
-from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec, spec_from_config
@@ -47,7 +46,6 @@ def rank_of(
     mesh: Mesh,
     dtype: torch.dtype,
     streamed: tuple[int, ...] = (),
-    quantization: str | None = None,
 ) -> Decoder:
     """The decoder of one rank, loaded without the others."""
     context = ParallelContext(mesh)
@@ -60,7 +58,6 @@ def rank_of(
         platform=CpuPlatform(),
         attention=attention,
         streamed=streamed,
-        quantization=quantization,
     )
 
 
@@ -94,14 +91,14 @@ def test_bytes_of_quantized_weights_are_predicted(root: Path, name: str) -> None
     """Router, the gate of a shared expert, norms and the table that ids are looked up in stay dense; streamed bytes are
     those of the integers."""
     folder = save_tiny_model(BY_NAME[name], root)
-    spec, form = load_spec(folder), weight_format("int8")
+    spec, dense = load_spec(folder, quantization="int8"), load_spec(folder)
     for tp, pp, dtype in [(1, 1, torch.bfloat16), (2, 1, torch.bfloat16), (1, 2, torch.float32), (2, 2, torch.float16)]:
         for rank in range(tp * pp):
             mesh = Mesh(tp, pp, rank)
-            weights = rank_weights(spec, mesh, dtype.itemsize, can_pack(dtype), form)
-            decoder = rank_of(spec, folder, mesh, dtype, (0,), "int8")
+            weights = rank_weights(spec, mesh, dtype.itemsize, can_pack(dtype))
+            decoder = rank_of(spec, folder, mesh, dtype, (0,))
             assert weights.total_bytes == decoder.weight_bytes, mesh
-            assert weights.total_bytes < rank_weights(spec, mesh, dtype.itemsize, can_pack(dtype)).total_bytes
+            assert weights.total_bytes < rank_weights(dense, mesh, dtype.itemsize, can_pack(dtype)).total_bytes
             assert 1 <= decoder.stream.host_bytes / weights.layer_bytes < 1.8, mesh  # whole blocks of 64 outputs
             decoder.close()
 
@@ -162,5 +159,5 @@ def test_quantizing_holds_one_dense_matrix_at_a_time(root: Path, monkeypatch: py
         return tensor
 
     monkeypatch.setattr(checkpoint, "_assemble", noted)
-    rank_of(load_spec(folder), folder, Mesh(), torch.float32, quantization="int8")
+    rank_of(load_spec(folder, quantization="int8"), folder, Mesh(), torch.float32)
     assert len(made) == 4 * 4 + 1

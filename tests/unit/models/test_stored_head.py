@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.parallel.mesh import Mesh
-from tandem.parallel.quantization.weight_formats import weight_format
 from tandem.parallel.stored import equal_values
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
@@ -118,9 +117,9 @@ def test_no_head_where_config_says_there_is_one_is_refused(folder: Path) -> None
     ("mesh", "quantization"), [(Mesh(), None), (Mesh(2, 1, 1), None), (Mesh(1, 2, 1), "int8")], ids=str
 )
 def test_plan_counts_the_bytes_that_are_held(folder: Path, mesh: Mesh, quantization: Any) -> None:
-    spec, form = load_spec(folder), weight_format(quantization)
-    held = rank_of(spec, folder, mesh, torch.float16, quantization=quantization).weight_bytes
-    assert rank_weights(spec, mesh, 2, packs=False, form=form).total_bytes == held
+    spec = load_spec(folder, quantization=quantization)
+    held = rank_of(spec, folder, mesh, torch.float16).weight_bytes
+    assert rank_weights(spec, mesh, 2, packs=False).total_bytes == held
 
 
 def plan_notes(folder: Path, spec: ArchSpec) -> tuple[str, ...]:

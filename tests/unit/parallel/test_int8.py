@@ -5,18 +5,17 @@ import torch
 
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.mesh import Mesh
-from tandem.parallel.params import Param, Shard, Source
+from tandem.parallel.params import Param, Scheme, Shard, Source
 from tandem.parallel.quantization import int8
 from tandem.parallel.quantization.int8 import Int8Method, W8A8Method, exact_product, quantize_inputs
-from tandem.parallel.quantization.weight_formats import DENSE, FORMATS, held_bytes, weight_format
+from tandem.parallel.quantization.schemes import Int8Rows
+from tandem.parallel.quantization.weight_plan import AT_LOAD, DENSE
 
 SOURCE = Source(("m.up.weight",))
 
 
-def weight_of(shape: tuple[int, int], shard: Shard, *, takes_format: bool = True) -> Param:
-    return Param(
-        name="m.up.weight", shape=shape, role="up", source=SOURCE, shard=shard, merge="up", takes_format=takes_format
-    )
+def weight_of(shape: tuple[int, int], shard: Shard, scheme: Scheme | None = Int8Rows()) -> Param:
+    return Param(name="m.up.weight", shape=shape, role="up", source=SOURCE, shard=shard, merge="up", scheme=scheme)
 
 
 def made(weight_OI: torch.Tensor, kind: type[Int8Method] = Int8Method) -> Int8Method:
@@ -26,22 +25,22 @@ def made(weight_OI: torch.Tensor, kind: type[Int8Method] = Int8Method) -> Int8Me
     return method
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", sorted(AT_LOAD))
 @pytest.mark.parametrize(("dim", "rank_bytes"), [(0, 12 * 40 + 12 * 4), (1, 24 * 20 + 24 * 4)])
 def test_a_weight_becomes_integers_and_scales(name: str, dim: int, rank_bytes: int) -> None:
-    weight = weight_of((24, 40), Shard("tp", dim=dim))
-    form = weight_format(name)
-    integers, scales = form.parameters(weight)
+    scheme = AT_LOAD[name].of("m.up")
+    weight = weight_of((24, 40), Shard("tp", dim=dim), scheme)
+    assert scheme is not None and scheme.layout is None
+    integers, scales = scheme.parts(weight)
     assert (integers.name, integers.dtype, integers.local_shape(Mesh(2))) == (
         "m.up.qweight", "int8", weight.local_shape(Mesh(2)),
     )  # fmt: skip
     assert (scales.name, scales.dtype, scales.local_shape(Mesh(2))) == (
         "m.up.scale", "float32", (12,) if dim == 0 else (24,),
     )  # fmt: skip
-    assert held_bytes(form, weight, Mesh(2), 2) == rank_bytes
-    stays = weight_of((24, 40), Shard("tp", dim=dim), takes_format=False)
-    assert held_bytes(form, stays, Mesh(2), 2) == held_bytes(DENSE, weight, Mesh(2), 2) == 24 * 40
-    assert weight_format(None) is DENSE and DENSE.parameters(weight) == (weight,)
+    assert weight.held_bytes(Mesh(2), 2) == rank_bytes
+    assert weight_of((24, 40), Shard("tp", dim=dim), None).held_bytes(Mesh(2), 2) == 24 * 40
+    assert DENSE.of("m.up") is None and not DENSE.schemes
 
 
 def test_integers_and_scales_by_their_definition(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,9 @@ from tandem.configs.schema import (
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import can_pack
 from tandem.parallel.params import Param, Source
-from tandem.parallel.quantization.weight_formats import FORMATS
+from tandem.parallel.quantization.schemes import Int8Rows
+from tandem.parallel.quantization.weight_plan import AT_LOAD
+from tandem.workers.models.spec.weights.weight_config import NAMES
 from tandem.workers.platforms import cpu
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import METHODS, CpuPlatform
@@ -75,10 +77,13 @@ def test_what_packs(facts: PlatformFacts) -> None:
     assert packs - {"float16"} == set(facts.packs)
 
 
-def test_quantizations_are_the_methods_of_the_class_and_the_flags_values() -> None:
-    assert set(CPU.quantizations) == set(METHODS) - {None} == set(FORMATS) == set(get_args(Quantization))
+def test_quantizations_are_plans_of_schemes_that_the_class_multiplies() -> None:
+    assert set(CPU.quantizations) == {*AT_LOAD, *NAMES} == set(get_args(Quantization))
+    schemes = {scheme for plan in AT_LOAD.values() for scheme in plan.schemes}
+    assert {type(scheme) for scheme in schemes} <= METHODS.keys()
+    weight = Param(name="w.weight", shape=(64, 64), role="w", source=Source(("w.weight",)), scheme=Int8Rows())
     with pytest.raises(AssertionError):
-        platform_of(CUDA).linear((), ParallelContext.single(), dtype=torch.bfloat16, quantization="int8")
+        platform_of(CUDA).linear((weight,), ParallelContext.single(), dtype=torch.bfloat16)
 
 
 @FACTS
@@ -163,7 +168,7 @@ def test_help_says_what_it_said() -> None:
     words = {option.name: option.help for option in OPTIONS}
     assert words["max_num_seqs"].endswith("in one step; 256 on a GPU of 60 GiB or more.")
     assert words["max_num_batched_tokens"].endswith("; 8,192 on a GPU of 60 GiB or more, 16,384 there for LLM.")
-    assert "faster in large steps. CPU only. Default: neither." in words["quantization"]
+    assert "for what it may hold, and are checked. CPU only. Default: neither." in words["quantization"]
     assert words["batch_invariant"].endswith("Slower. CPU, bfloat16 and float32 only.")
     assert words["gpu_memory_utilization"].endswith("KV cache (GPU only).")
     assert words["dtype"].endswith("auto: the checkpoint's; on CPU, bfloat16 for a float16 checkpoint.")

@@ -21,6 +21,7 @@ from tandem.parallel.exchange.collectives import SingleRank
 from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.linear import LinearPart
 from tandem.parallel.params import Span
+from tandem.parallel.quantization.weight_plan import AT_LOAD, DENSE
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.pieces import WORKSPACE_BYTES
 from tandem.workers.attention.torch_sdpa import TorchAttention
@@ -178,7 +179,7 @@ def test_without_what_triton_needs_torch_computes_and_a_note_says_why(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert isinstance(cuda.attention(torch.bfloat16, 128), TorchAttention)
     assert isinstance(cuda.lora_ops(torch.bfloat16), TorchLora)
-    assert cuda.kernel_notes(torch.bfloat16, None) == (f"torch computes instead of Triton's kernels, slower: {words}",)
+    assert cuda.kernel_notes(torch.bfloat16, DENSE) == (f"torch computes instead of Triton's kernels, slower: {words}",)
 
 
 @pytest.mark.skipif(_triton_obstacle() is not None, reason="Triton's kernels cannot be had")
@@ -199,7 +200,7 @@ def test_prompts_are_the_flash_kernels_where_it_passes_a_look(
     assert found == [reason is None, reason is None, False] * 2
     assert looks == [(cuda.device, torch.bfloat16, 128, dtype) for dtype in (torch.bfloat16, torch.int8)]
     words = f"Triton's kernel attends prompts instead of torch's flash attention, slower: {reason}"
-    assert cuda.kernel_notes(torch.bfloat16, None) == (() if reason is None else (words,))
+    assert cuda.kernel_notes(torch.bfloat16, DENSE) == (() if reason is None else (words,))
 
 
 @pytest.mark.usefixtures("asked")
@@ -351,6 +352,6 @@ def test_quantized_weights_without_a_kernel_are_said(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(cpu, "obstacle", lambda dtype: None)
     monkeypatch.setattr("tandem.workers.kernels.cpu.cpu_int8_gemm.int8_kernel", lambda dtype: None)
-    (said,) = cpu.CpuPlatform().kernel_notes(torch.float16, "w8a8")
+    (said,) = cpu.CpuPlatform().kernel_notes(torch.float16, AT_LOAD["w8a8"])
     assert said == "torch multiplies w8a8 weights, slower: there is no kernel for float16 on this CPU"
-    assert cpu.CpuPlatform().kernel_notes(torch.float16, None) == ()
+    assert cpu.CpuPlatform().kernel_notes(torch.float16, DENSE) == ()

@@ -12,10 +12,9 @@ inputs, O outputs.
 """
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +23,18 @@ from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.expert_methods import ExpertMethod, ExpertParams, Groups, MakeForm, StackedExperts
 from tandem.parallel.linear_methods import Bias, MakeMethod, Place, as_given
-from tandem.parallel.params import Param
+from tandem.parallel.params import Param, Scheme
+from tandem.parallel.quantization.schemes import Coded, Inputs, Int8Rows
 from tandem.workers.kernels.cpu.cpu_build import cpu_experts_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
+from tandem.workers.kernels.cpu.cpu_code_gemm import (
+    CodeLayout,
+    CpuCodedMethod,
+    GroupedCodeGemm,
+    grouped_code_gemm,
+    multiplies,
+    planes_of,
+)
 from tandem.workers.kernels.cpu.cpu_int8_gemm import (
     MOST_INPUTS,
     PLANES,
@@ -118,21 +126,46 @@ class Int8Experts(StackedExperts):
         return y_PO
 
 
+class CodeExperts(StackedExperts):
+    """The products with weights that are codes. make: CpuCodedMethods."""
+
+    def __init__(
+        self,
+        multiply: GroupedCodeGemm,
+        make: MakeForm,
+        experts: Sequence[ExpertParams],
+        context: ParallelContext,
+        place: Place = as_given,
+    ) -> None:
+        super().__init__(make, experts, context, place)
+        self._multiply = multiply
+        self._layout: CodeLayout | None = None
+
+    def apply(self, x: torch.Tensor, groups: Groups, *, gathers: bool) -> torch.Tensor:
+        held_E = self.weights()
+        assert self._layout is not None, "not loaded"
+        return self._multiply(self._layout, held_E, x, self._bias_EO, groups, gathers=gathers)
+
+    def _finish(self) -> None:
+        form = self._forms[0]
+        assert isinstance(form, CpuCodedMethod)
+        self._layout = form.layout
+        super()._finish()
+
+
 class Products(NamedTuple):
-    """The grouped products of a form of weights. method: makes those of a projection. together, most: the inputs of a
-    product are a multiple of the one and at most the other."""
+    """The grouped products of a scheme. method: makes those of a projection. takes: by the number of its inputs."""
 
     method: Callable[[Sequence[ExpertParams], ParallelContext, Place], ExpertMethod]
-    together: int
-    most: int = sys.maxsize
+    takes: Callable[[int], bool]
 
 
 class CpuExperts:
-    """The compiled operations. make: linear methods, for what `products` does not multiply; None: for all."""
+    """The compiled operations. make: linear methods, for what no grouped product multiplies."""
 
-    def __init__(self, library: ctypes.CDLL, products: Products | None, make: MakeMethod, place: Place) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, make: MakeMethod, place: Place) -> None:
         self._twin = TorchExperts(make, place)
-        self._products, self._place = products, place
+        self._library, self._dtype, self._make, self._place = library, dtype, make, place
         self._route = Kernel(
             library, "route", POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, NUMBER, NUMBER,
             NUMBER, NUMBER, COUNT, COUNT, REAL, NUMBER, NUMBER, NUMBER, COUNT,
@@ -148,14 +181,24 @@ class CpuExperts:
 
     @property
     def has_products(self) -> bool:
-        """True if the products too are compiled."""
-        return self._products is not None
+        """True if the products with dense weights too are compiled."""
+        return self._products(None) is not None
 
     def method(self, experts: Sequence[ExpertParams], context: ParallelContext) -> ExpertMethod:
-        inputs, products = experts[0].weights[0].span(1, context.mesh).length, self._products
-        if products is None or inputs % products.together or inputs > products.most:
+        weights = [weight for expert in experts for weight in expert.weights]
+        inputs, schemes = weights[0].span(1, context.mesh).length, {weight.scheme for weight in weights}
+        scheme = weights[0].scheme
+        is_apart = scheme is not None and scheme.apart and len(experts[0].weights) > 1
+        products = self._products(scheme) if len(schemes) == 1 and not is_apart else None
+        if products is None or not products.takes(inputs):
             return self._twin.method(experts, context)
         return products.method(experts, context, self._place)
+
+    def _products(self, scheme: Scheme | None) -> Products | None:
+        """Returns the grouped products of weights of one scheme; None where there are none."""
+        if scheme is None:
+            return _dense(self._library) if hasattr(self._library, "grouped_gemm") else None
+        return GROUPED[type(scheme)](self._dtype, scheme, self._make) if type(scheme) in GROUPED else None
 
     def loads(self, num_experts: int) -> torch.Tensor:
         return self._twin.loads(num_experts)
@@ -220,23 +263,13 @@ class CpuExperts:
         return out_TH
 
 
-def cpu_experts(dtype: torch.dtype, quantization: str | None, make: MakeMethod, place: Place) -> ExpertOps:
+def cpu_experts(dtype: torch.dtype, make: MakeMethod, place: Place) -> ExpertOps:
     """Returns a layer's operations: compiled ones, or twins where there are no kernels for the dtype, this CPU or (of
-    the products) the form of weights. make: linear methods of that form. place: where the weights go."""
+    the products) the schemes of weights. make: linear methods. place: where the weights go."""
     library = cpu_experts_library(dtype)
     if library is None:
         return TorchExperts(make, place)
-    return CpuExperts(library, _products(library, dtype, quantization, make), make, place)
-
-
-def _products(library: ctypes.CDLL, dtype: torch.dtype, quantization: str | None, make: MakeMethod) -> Products | None:
-    if quantization is None:
-        return _dense(library) if hasattr(library, "grouped_gemm") else None
-    planes = {"int8": PLANES[dtype], "w8a8": 1}.get(quantization)
-    kernel = grouped_int8_kernel(dtype)
-    if planes is None or kernel is None:
-        return None
-    return Products(partial(Int8Experts, kernel, planes, make), QUAD, MOST_INPUTS)
+    return CpuExperts(library, dtype, make, place)
 
 
 def _dense(library: ctypes.CDLL) -> Products:
@@ -245,4 +278,23 @@ def _dense(library: ctypes.CDLL) -> Products:
         NUMBER, NUMBER, COUNT,
     )  # fmt: skip
     together = ctypes.c_int.in_dll(library, "grouped_together").value
-    return Products(partial(DenseExperts, kernel, together), together)
+    return Products(partial(DenseExperts, kernel, together), lambda inputs: inputs % together == 0)
+
+
+def _int8(dtype: torch.dtype, scheme: Int8Rows, make: MakeMethod) -> Products | None:
+    kernel = grouped_int8_kernel(dtype)
+    if kernel is None:
+        return None
+    planes = 1 if scheme.inputs is Inputs.INT8 else PLANES[dtype]
+    return Products(
+        partial(Int8Experts, kernel, planes, make), lambda inputs: inputs % QUAD == 0 and inputs <= MOST_INPUTS
+    )
+
+
+def _coded(dtype: torch.dtype, scheme: Coded, make: MakeMethod) -> Products | None:
+    multiply = grouped_code_gemm(dtype, planes_of(dtype, scheme))
+    return None if multiply is None else Products(partial(CodeExperts, multiply, make), partial(multiplies, scheme))
+
+
+GROUPED: dict[type[Any], Callable[[torch.dtype, Any, MakeMethod], Products | None]] = {Int8Rows: _int8, Coded: _coded}
+"""Grouped products by the class of the scheme."""

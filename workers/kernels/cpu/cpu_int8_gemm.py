@@ -119,12 +119,12 @@ class RoundedRows(NamedTuple):
 
 
 def int8_methods(dtype: torch.dtype) -> MakeMethod:
-    """Returns what makes the methods of --quantization int8."""
+    """Returns what makes the methods of int8 weights."""
     return _methods(dtype, PLANES.get(dtype, 0), Int8Method)
 
 
 def w8a8_methods(dtype: torch.dtype) -> MakeMethod:
-    """Returns what makes the methods of --quantization w8a8."""
+    """Returns what makes the methods of int8 weights whose inputs are rounded too."""
     return _methods(dtype, 1, W8A8Method)
 
 

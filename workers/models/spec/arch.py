@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tandem.configs.errors import SettingsError
+from tandem.parallel.quantization.weight_plan import DENSE, WeightPlan
 
 
 class RopeKind(StrEnum):
@@ -295,6 +296,7 @@ class ArchSpec:
     short_factors: tuple[float, ...] = ()
     extra_layers: int = 0  # that a checkpoint may have behind the last, to guess further tokens; they are not read
     remarks: tuple[str, ...] = ()  # lines for the start about files that say one thing in two ways
+    weights: WeightPlan = DENSE  # how its matrices are stored and held
 
     def for_context(self, max_model_len: int) -> "ArchSpec":
         """Returns the model for sequences of up to max_model_len tokens: with LongRoPE's short_factors within its

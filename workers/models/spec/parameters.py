@@ -38,8 +38,6 @@ NORMS_OF: Mapping[NormPlace, tuple[Role, ...]] = {
 
 UNADAPTED = (Role.SHARED_GATE, Role.KV_B)
 """Linear layers that take no adapter."""
-DENSE = (Role.SHARED_GATE, Role.KV_B)
-"""Linear layers whose weights are held in no other form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +185,7 @@ class _Group:
     def table(self, role: Role, shape: tuple[int, int], shard: Shard, aliases: tuple[str, ...] = ()) -> Param:
         """A table of vocabulary or positions. aliases: other names under which checkpoints store it."""
         names = self._names.stored("", role, "weight")
-        is_matrix = role is not Role.POSITIONS  # where the head multiplies it
-        return Param(
-            name=names[0],
-            shape=shape,
-            role=role,
-            source=Source((*names, *aliases)),
-            shard=shard,
-            takes_format=is_matrix,
-        )
+        return Param(name=names[0], shape=shape, role=role, source=Source((*names, *aliases)), shard=shard)
 
     def head_bias(self, vocab_size: int, shard: Shard) -> Param:
         """The bias of the logits."""
@@ -330,7 +320,6 @@ class _Group:
             merge=merge,
             init=init,
             expert=self._expert,
-            takes_format=merge is not None and len(shape) == 2 and role not in DENSE,
             packs=role is not Role.KV_B,
         )
 

@@ -122,11 +122,12 @@ def test_a_cpu_plan_is_what_a_rank_finds(folder: Path, offload_gib: float) -> No
 def test_a_plan_of_quantized_weights_is_what_a_rank_finds(folder: Path) -> None:
     settings = settings_for(folder)
     settings = replace(settings, model=replace(settings.model, quantization="int8"))
-    plan = plan_group(settings, load_spec(folder), Memory("cpu", 8 * GIB), "bfloat16", "bfloat16", CONTEXT)
+    spec = load_spec(folder, quantization="int8")
+    plan = plan_group(settings, spec, Memory("cpu", 8 * GIB), "bfloat16", "bfloat16", CONTEXT)
     loaded = load_single(settings)
     [stage] = plan.stages
     assert stage.weights.total_bytes == loaded.facts.weight_bytes
-    assert cpu_weight_bytes(load_spec(folder), "bfloat16", quantization="int8") == loaded.facts.weight_bytes
+    assert cpu_weight_bytes(spec, "bfloat16") == loaded.facts.weight_bytes
     loaded.decoder.close()
 
 

@@ -2,6 +2,7 @@
    integers. See cpu_int8_gemm.py for the layout and the meaning. */
 #include "cpu_grouped.h"
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#include "cpu_rounding.h"
 
 #define TILE_UNROLLED _Pragma("GCC unroll 24")
 #define STEPS_UNROLLED _Pragma("GCC unroll 4")
@@ -11,7 +12,6 @@
 #define LINE (BLOCK * QUAD) /* bytes of a quad of all outputs of a block */
 #define GROUP 64            /* rows of bytes whose sums are kept at a time */
 #define TILE_ROWS 6         /* times 4 vectors of outputs: 24 sums and what feeds them fill the registers */
-#define MOST_PLANES 3
 
 /* The memory that this thread reads next; multiply() fetches `bytes` of it, some lines with each quad. */
 typedef struct {
@@ -69,43 +69,8 @@ static void multiply_all(const uint8_t *w, const uint8_t *end, const int8_t *x, 
     }
 }
 
-/* What a row's inputs are multiplied by to be rounded. One byte: the largest becomes 127. More: a power of two, so that
-   numbers with few bits stay as they are, and the largest fits. */
-INLINE float steps_per_one(float largest, int planes) {
-  if (!(largest > 0)) return 0;
-  if (planes == 1) return 127.0f / largest;
-  int exponent; /* largest = [0.5, 1) * 2^exponent */
-  frexpf(largest, &exponent);
-  const float most = planes == 2 ? 0x1p15f - 0x1p8f : 0x1p23f - 0x1p16f; /* 127 in the highest byte, 0 below */
-  const float steps = ldexpf(1, (planes == 2 ? 15 : 23) - (exponent < -90 ? -90 : exponent));
-  return largest * steps > most ? steps / 2 : steps;
-}
-
-/* One row's inputs as integers of `planes` bytes, the highest first: codes[plane][stride]. Sets its scale and the sums of
-   each plane. */
 INLINE void round_row(const element *x, long inputs, int planes, int8_t *codes, long stride, float *scale, int32_t *sums) {
-  __m512i largest = _mm512_setzero_si512(); /* as bits, which order NaN above all others */
-  for (long i = 0; i < inputs; i += LANES) {
-    const __m512i bits = _mm512_and_si512((__m512i)load_first(x + i, inputs - i), _mm512_set1_epi32(0x7fffffff));
-    largest = _mm512_max_epu32(largest, bits);
-  }
-  const uint32_t bits = _mm512_reduce_max_epu32(largest);
-  float most;
-  memcpy(&most, &bits, sizeof most);
-  const float steps = steps_per_one(most, planes);
-  __m512i total[MOST_PLANES] = {{0}};
-  for (long i = 0; i < inputs; i += LANES) {
-    __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)load_first(x + i, inputs - i), _mm512_set1_ps(steps)));
-    for (int plane = planes - 1; plane >= 0; plane--) {
-      const __m128i low = _mm512_cvtepi32_epi8(code);
-      const __m512i wide = _mm512_cvtepi8_epi32(low);
-      total[plane] = _mm512_add_epi32(total[plane], wide);
-      _mm_storeu_si128((__m128i *)(codes + plane * stride + i), low);
-      code = _mm512_srai_epi32(_mm512_sub_epi32(code, wide), 8);
-    }
-  }
-  for (int plane = 0; plane < planes; plane++) sums[plane] = _mm512_reduce_add_epi32(total[plane]);
-  *scale = planes == 1 || !(most < INFINITY) ? most / 127 : steps > 0 ? 1 / steps : 0; /* NaN stays NaN */
+  round_inputs(x, inputs, row_steps(x, inputs, planes, scale), planes, codes, stride, sums, 1);
 }
 
 /* Rows that have been rounded, the weight that they pass, and where their products go. codes: [rows][planes][stride],

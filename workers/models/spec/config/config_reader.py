@@ -26,7 +26,7 @@ from tandem.workers.models.spec.arch import (
     RopeSpec,
 )
 from tandem.workers.models.spec.config.classifier_config import CLASSIFIER_KEYS, generating
-from tandem.workers.models.spec.config.config_values import ConfigValues, entries, whole, wrong_weights
+from tandem.workers.models.spec.config.config_values import ConfigValues, entries, whole
 from tandem.workers.models.spec.config.layer_patterns import layer_windows, rotary_layers
 from tandem.workers.models.spec.config.mlp_config import layer_mlps
 from tandem.workers.models.spec.config.other_kinds import other_kind
@@ -44,17 +44,27 @@ from tandem.workers.models.spec.config.rope_config import (
 from tandem.workers.models.spec.config.stored_head import with_stored_head
 from tandem.workers.models.spec.family import Family, PositionKind
 from tandem.workers.models.spec.family_rows.families import family_of, short_names
+from tandem.workers.models.spec.weights.weight_config import chosen_plan, stored_plan, with_files_beside
 
 OVERRIDES = "--hf-overrides"
-READ_BESIDE = ("architectures", "dtype", "torch_dtype", "matryoshka_dimensions", "is_matryoshka", *CLASSIFIER_KEYS)
+QUANTIZATION = ("quantization_config",)
+READ_BESIDE = (
+    "architectures",
+    "quantization_config",
+    "dtype",
+    "torch_dtype",
+    "matryoshka_dimensions",
+    "is_matryoshka",
+    *CLASSIFIER_KEYS,
+)
 """Keys of config.json that are read elsewhere."""
-QUANTIZED_BESIDE = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
-"""Files beside config.json that older quantized checkpoints have."""
 
 
-def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> ArchSpec:
+def load_spec(
+    folder: str | Path, overrides: Mapping[str, Any] | None = None, quantization: str | None = None
+) -> ArchSpec:
     """Reads folder/config.json, with `overrides` (--hf-overrides) replacing its keys, and whether the weights beside it
-    have a head of their own.
+    have a head of their own. quantization: --quantization.
 
     Raises SettingsError without a readable config.json, UnsupportedModelError for values that the decoder does not
     support.
@@ -70,11 +80,8 @@ def load_spec(folder: str | Path, overrides: Mapping[str, Any] | None = None) ->
         raise SettingsError(f"{file} is not JSON: {error}", "MODEL") from error
     if not isinstance(config, dict):
         raise SettingsError(f"{file} is not a JSON object", "MODEL")
-    if not config.get("quantization_config"):
-        for name, scheme in QUANTIZED_BESIDE.items():
-            if (file.parent / name).exists():
-                raise wrong_weights(f"{file.parent / name}: a checkpoint quantized by {scheme}")
-    spec = spec_from_config(config, overrides)
+    spec = spec_from_config(with_files_beside(config, file.parent), overrides)
+    spec = replace(spec, weights=chosen_plan(spec.weights, quantization))
     return with_stored_head(spec, file.parent, family_of(spec.architecture).names)
 
 
@@ -149,7 +156,8 @@ def _spec(published: Mapping[str, Any], overrides: Mapping[str, Any]) -> ArchSpe
     layers = _layers(reader, family, num_layers, attention, positions)
     found = _model(reader, family, hidden_size, layers, positions, _dtype(config, frozenset(overrides)))
     _check_overrides(overrides, reader, family, rotates=positions.kind is PositionKind.ROTARY)
-    return found
+    plan = stored_plan(config)
+    return replace(found, weights=plan, remarks=(*found.remarks, *plan.remarks))
 
 
 def _family(config: Mapping[str, Any]) -> Family:

@@ -22,7 +22,6 @@ LLAMA_KEYS: Mapping[str, str] = {
 """The keys of what every family has; a family's `keys` replace some."""
 # Keys of other families or of other uses that would change what is computed: accepted only with these values.
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
     "partial_rotary_factor": (None, 1.0),
     "final_logit_softcapping": (None,),
     "attn_logit_softcapping": (None,),
@@ -52,15 +51,6 @@ _ABSENT = object()
 def wrong(key: str, value: Any, want: str) -> UnsupportedModelError:
     """Returns the error for a value that is not of its key's type."""
     return UnsupportedModelError(f"config.json: {key} is {value!r}, want {want}", "MODEL")
-
-
-def wrong_weights(what: str) -> UnsupportedModelError:
-    """Returns the error for a checkpoint whose weights are quantized. what: what says so."""
-    return UnsupportedModelError(
-        f"{what} is not supported; take the model that it was made of, in bf16, fp16 or float32 "
-        "(--quantization int8 holds that in less memory)",
-        "MODEL",
-    )
 
 
 def number(key: str, value: Any, above: float = -math.inf) -> float:
@@ -153,8 +143,6 @@ class ConfigValues:
 
     def check_neutral(self) -> None:
         """UnsupportedModelError for a key that would change what is computed, but for the family's own."""
-        if (scheme := self._quantized_by()) is not None:
-            raise wrong_weights(f"config.json: quantization_config with quant_method {scheme!r}")
         for key, neutral in {**NEUTRAL_VALUES, **self._family.neutral}.items():
             value = self.get(key, None)
             if key not in self._family.own_keys and value not in neutral:
@@ -163,12 +151,6 @@ class ConfigValues:
             value = self.get(key, None)
             if value is not None and value != self.get(other, None):
                 raise self.unsupported(f"{key} beside {other} {self.get(other, None)!r}:", value)
-
-    def _quantized_by(self) -> str | None:
-        """Returns the scheme in which the checkpoint's weights are quantized, None where it does not say one."""
-        given = self.get("quantization_config", None)
-        scheme = given.get("quant_method") if isinstance(given, Mapping) else None
-        return scheme if isinstance(scheme, str) else None
 
     def positive(self, what: str, default: int | None = None) -> int:
         key = self.key(what)

@@ -11,6 +11,7 @@ from tandem.workers.models.spec.family_rows.expert_families import EXPERT_FAMILI
 from tandem.workers.models.spec.family_rows.gpt_families import GPT_FAMILIES
 from tandem.workers.models.spec.family_rows.llama_families import LLAMA_FAMILIES
 from tandem.workers.models.spec.parameters import ParameterTable, parameters
+from tandem.workers.models.spec.weights.matrix_schemes import with_schemes
 
 FAMILIES: tuple[Family, ...] = (*LLAMA_FAMILIES, *EXPERT_FAMILIES, *GPT_FAMILIES)
 
@@ -58,5 +59,5 @@ def _nearest(architecture: Any) -> str | None:
 
 
 def parameters_of(spec: ArchSpec) -> ParameterTable:
-    """Returns the table of a model's parameters, under its family's names."""
-    return parameters(spec, family_of(spec.architecture).names)
+    """Returns the table of a model's parameters, under its family's names, with the schemes of its matrices."""
+    return with_schemes(parameters(spec, family_of(spec.architecture).names), spec.weights)

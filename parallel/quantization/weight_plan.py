@@ -1,0 +1,80 @@
+"""WeightPlan: the scheme of each matrix of a model, by the name of its stored layer. Torch-free.
+
+Made once, of config.json (workers/models/spec/weights/) or of --quantization; the table of parameters is made by it.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from hashlib import blake2b
+
+from tandem.parallel.params import Scheme
+from tandem.parallel.quantization.schemes import Inputs, Int8Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A scheme for layers whose whole name a regular expression matches; None: they are dense."""
+
+    pattern: str
+    scheme: Scheme | None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """Rules, of which the first that matches counts; layers that none matches are dense.
+
+    method: what the checkpoint says that it is quantized with; None: its weights are dense, whatever is made of them.
+    ignored: endings of the names of stored tensors that are not read. remarks: lines about what is not, for the start.
+    head: rules hold for the head too.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    method: str | None = None
+    ignored: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    head: bool = True
+
+    def of(self, module: str) -> Scheme | None:
+        """Returns the scheme of a stored layer's matrix."""
+        return next((rule.scheme for rule in self.rules if _compiled(rule.pattern).fullmatch(module)), None)
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """Its different schemes."""
+        return tuple(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme is not None))
+
+    @property
+    def words(self) -> str:
+        """The forms of weights, for the user."""
+        return ", ".join(dict.fromkeys(scheme.words for scheme in self.schemes))
+
+    def unstored(self) -> "WeightPlan":
+        """Returns the plan of weights that are made up, in no checkpoint's layout."""
+        rules = tuple(replace(rule, scheme=rule.scheme and rule.scheme.unstored()) for rule in self.rules)
+        return replace(self, rules=rules)
+
+    def digest(self) -> str:
+        """Returns hex digits that differ for plans that compute differently."""
+        return blake2b(repr(self.rules).encode(), digest_size=8).hexdigest()
+
+
+DENSE = WeightPlan()
+ANY = ".*"
+AT_LOAD = {
+    "int8": WeightPlan((Rule(ANY, Int8Rows()),)),
+    "w8a8": WeightPlan((Rule(ANY, Int8Rows(Inputs.INT8)),)),
+}
+"""The plans of --quantization that are made of dense weights. w8a8 holds the same weights as int8, and multiplies them
+by rounded inputs."""
+
+
+def exactly(modules: Iterable[str]) -> str:
+    """Returns the pattern of layers with these names, and of those within them."""
+    return f"(?:{'|'.join(map(re.escape, modules))})(?:\\..*)?"
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
