@@ -18,7 +18,7 @@ TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t
 .PHONY: torch-named install dev serve check check-kernels ui check-ui format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
   bench-invariant bench-speculation bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
-  bench-lora bench-moe bench-gpu bench-client performance model-table reference docs release release-check clean help
+  bench-lora bench-moe bench-gpu bench-client bench-observability performance model-table reference docs release release-check clean help
 
 help: ## show these goals
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -56,8 +56,8 @@ check: $(DEV) check-kernels check-ui ## format, lint, types on the torch-free ha
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/architecture
 
-check-kernels: $(DEV) ## compile every Triton kernel for sm_80, sm_90 and sm_100 (ALL=1: sm_86, 89, 120 and all candidates of tiles too); no GPU is needed. TRITON=FOLDER: another Triton
-	$(BIN)/python -m tools.check_kernels $(if $(ALL),--all) $(if $(TRITON),--triton $(TRITON))
+check-kernels: $(DEV) ## compile every Triton kernel for sm_80, sm_90 and sm_100 (ALL=1: sm_86, 89, 120 too; CANDIDATES=1: all candidates of tiles, hours); no GPU is needed. TRITON=FOLDER: another Triton
+	$(BIN)/python -m tools.check_kernels $(if $(ALL),--all) $(if $(CANDIDATES),--candidates) $(if $(TRITON),--triton $(TRITON))
 
 ui: $(DEV) ## build the pages for a browser of cluster/gateway/ui/source; their files are committed. npm downloads what it needs
 	$(BIN)/python -m tools.build_ui
@@ -156,6 +156,9 @@ bench-serve: $(DEV) ## the same workload over HTTP and offline, A-B-A-B
 
 bench-client: $(DEV) ## tandem bench beside vLLM's client on the same load, in turns; ARGS='--peer "vllm bench serve"', --paced: a service by the clock
 	$(BIN)/python -m benchmarks.service.bench_client $(ARGS)
+
+bench-observability: $(DEV) ## a gateway's CPU per token with logs, traces and scrapes on and off, in turns; ARGS="--against CHECKOUT": off, beside another
+	$(BIN)/python -m benchmarks.service.observability $(ARGS)
 
 bench-startup: $(DEV) ## seconds to the first answer, idle CPU and memory of all processes
 	$(BIN)/python -m benchmarks.service.startup $(ARGS)

@@ -337,7 +337,10 @@ OPTIONS: tuple[Option, ...] = (
            at_least(1), "at least 1", size=True),
     Option("idempotency_ttl", "gateway.idempotency_ttl_s", int, HTTP,
            "Seconds that a request with an Idempotency-Key is known in Redis, with its answer. 0: none is taken.",
-           lambda v: 0 <= v <= 31 * 86400, "from 0 to 2678400"),
+           lambda v: v == 0 or 60 <= v <= 31 * 86400, "0, or from 60 to 2678400"),
+    Option("idempotency_bytes", "gateway.idempotency_bytes", int, HTTP,
+           "Bytes of the kept answers with an Idempotency-Key of one tenant, compressed; beyond them none is kept, "
+           "e.g. 256M.", at_least(2**20), "at least 1M", size=True),
     Option("files_ttl", "gateway.files_ttl_s", int, HTTP,
            "Seconds that a file of /v1/files is kept in Redis at most. 0: there are neither files nor batches.",
            lambda v: 0 <= v <= 366 * 86400, "from 0 to 31622400"),
@@ -349,7 +352,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_batch_lines", "gateway.max_batch_lines", int, HTTP,
            "Lines that the file of a batch may have.", at_least(1), "at least 1"),
     Option("state_dir", "gateway.state_dir", str, HTTP,
-           "Folder for the usage journal and a copy of the tenants and the adapter list; the next start reads it. "
+           "Folder for what outlives the service: the private Redis's data, the usage journal, tenants and adapters. "
            "Default: a private folder, removed when the service ends, or, with --redis-url, when Redis has all of it."),
     Option("usage_days", "gateway.usage_days", int, HTTP,
            "Days that usage records are kept, in Redis and in --state-dir.", lambda v: 1 <= v <= 366, "from 1 to 366"),

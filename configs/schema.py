@@ -209,8 +209,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     metrics_keys: tuple[str, ...] = ()
-    # The folder for the usage journal and a copy of the tenants and the adapter list. None: they end with the service,
-    # or with Redis if that is later.
+    # The folder for the usage journal, a copy of the tenants and the adapter list, and under `tandem serve` the data of
+    # the private Redis. None: they end with the service, or with Redis if that is later.
     state_dir: str | None = None
     # Seconds for its streams when another gateway takes its place (ServiceSettings.replaced_s)
     drain_timeout_s: float = 600.0
@@ -250,6 +250,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     response_store_ttl_s: int = 3600  # how long one can be named as previous_response_id; 0: none is stored
     response_store_bytes: int = 32 * 2**20  # of one tenant's stored ones, compressed
     idempotency_ttl_s: int = 3600  # how long an Idempotency-Key is known; 0: none is taken
+    idempotency_bytes: int = 64 * 2**20  # of one tenant's answers with a key, compressed
     # Files and batches
     files_ttl_s: int = 30 * 86400  # how long a file is kept; 0: there are neither files nor batches
     max_file_bytes: int = 512 * 2**20  # 413

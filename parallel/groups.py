@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tandem.configs.limits import Ports, available_cores, listen
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.collectives import Collectives, SingleRank, TorchCollectives
+from tandem.parallel.exchange.small_sums import Seconds
 from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.mesh import Mesh
 
@@ -28,11 +29,13 @@ frozen and stuck ranks long before."""
 @dataclass(frozen=True, slots=True)
 class Backend:
     """The library that carries collectives. device: the one that it is bound to at the start, if any. shares_memory:
-    ranks of one machine may sum through memory that they share."""
+    ranks of one machine may sum through memory of the CPU's that they share. seconds_of: times a device whose ranks may
+    sum small tensors through the devices' memory."""
 
     name: str
     device: torch.device | None
     shares_memory: bool
+    seconds_of: Seconds | None = None
 
 
 GLOO = Backend("gloo", None, shares_memory=True)
@@ -116,4 +119,8 @@ def _stage_group(mesh: Mesh, backend: Backend, spins: Callable[[], bool]) -> Col
         segment = open_segment(mine, mesh.tp_rank, mesh.tp_size)
         if segment is not None:
             return SharedMemoryCollectives(segment, mesh.tp_rank, mesh.tp_size, mine, spins)
+    if (seconds_of := backend.seconds_of) is not None and (device := backend.device) is not None:
+        from tandem.parallel.exchange.symmetric_memory import symmetric_sums
+
+        return symmetric_sums(groups[mesh.pp_rank], mine, mesh.tp_size, device, device.index, seconds_of)
     return mine

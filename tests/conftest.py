@@ -72,7 +72,7 @@ KEPT = Path(__file__).resolve().parents[1] / "out" / "tests" / "cache"
 WAITING = ("tests/integration/", "tests/distributed/", "tests/lab/")
 """Tests that start services or ranks, and often wait for them."""
 SHARING = {
-    "one service": ("integration/one_service/test_service", "integration/one_service/test_official_clients"),
+    "one service": ("integration/one_service/",),
     "lab": ("lab/test_lab", "lab/test_ranks_of_two_nodes", "lab/test_service_of_two_nodes"),
     "four ranks": (
         "distributed/test_memory_faults", "parity/test_decoder_parallel", "parity/test_kv_quant_logits",
@@ -80,14 +80,16 @@ SHARING = {
         "unit/parallel/test_shared_memory", "unit/rank/test_weight_placement",
     ),
 }  # fmt: skip
-"""Files that one worker runs one after the other, as they share processes that take long to start."""
-SCOPES = {f"tests/{stem}.py": name for name, stems in SHARING.items() for stem in stems}
+"""Files, or folders of them, that one worker runs one after the other, as they share processes that take long to
+start."""
+SCOPES = {f"tests/{stem}": name for name, stems in SHARING.items() for stem in stems}
 
 
 def scope_of(nodeid: str) -> str:
     """The test's file, or the name of what its file shares with others."""
     file = nodeid.partition("::")[0]
-    return SCOPES.get(file, file)
+    folder = f"{file.rpartition('/')[0]}/"
+    return SCOPES.get(file.removesuffix(".py")) or SCOPES.get(folder, file)
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are taken away

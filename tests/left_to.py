@@ -61,6 +61,8 @@ PARITY: Final[tuple[str, ...]] = (
     "unit/graphs/test_cuda_graphs.py::test_replays_equal_eager_steps[late]",
     "unit/graphs/test_drafts_in_flight.py::test_replays_with_drafts_in_flight_equal_eager_steps[qwen3-2-samplings0]",
     "unit/graphs/test_replaying_ranks.py::test_replays_equal_eager_steps[adapters-grammar]",
+    "unit/graphs/test_replaying_ranks.py::test_replays_equal_eager_steps[drafts-shards]",
+    "unit/graphs/test_replaying_ranks.py::test_replays_equal_eager_steps[tp4-adapters-shards]",
     "unit/graphs/test_replaying_ranks.py::test_replays_equal_eager_steps[tp4]",
     "unit/kernels/test_triton_attention.py::test_half_precision[torch.float8_e4m3fn",
     "unit/kernels/test_triton_attention.py::test_random_steps[0-torch.float8_e4m3fn",

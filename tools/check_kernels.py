@@ -1,10 +1,10 @@
 """Compiles every Triton kernel of the tree for GPUs, without one, and prints registers, spills and shared memory.
 
-    python -m tools.check_kernels [--all] [--triton FOLDER]
+    python -m tools.check_kernels [--all] [--candidates] [--triton FOLDER]
 
 The launching code itself runs, on CPU tensors, with a driver that has no device: Triton specializes and compiles the
 variants that those launches choose, for each of TARGETS (--all: OTHERS too) with its own ptxas, and launches nothing.
---all also compiles the tiles of workers/kernels/triton/tiles.py that are no defaults, for TARGETS.
+--candidates: the tiles of workers/kernels/triton/tiles.py that are no defaults too, for TARGETS, which takes hours.
 --triton: a folder with another Triton, made by `pip install --target FOLDER --no-deps triton==3.6.0`. The exit status
 is 1 for a compile error, a spill, more shared memory than the target has, attention whose inner loop fetches nothing
 ahead (tools/kernel_pipelines.py), and for a @triton.jit function that no launch in LAUNCHES (tools/kernel_launches.py)
@@ -38,6 +38,8 @@ TARGETS: Mapping[int, int] = {80: 163, 90: 227, 100: 227}
 """Compute capability (A100, H100, B200) and KiB of shared memory that one block may have."""
 OTHERS: Mapping[int, int] = {86: 99, 89: 99, 120: 99}
 """Those with `--all` (RTX 30, RTX 40 and L40S, RTX 50)."""
+PROGRESS = 50
+"""Entries, each for a target, between two lines of progress where nobody watches."""
 ROOMS: Mapping[int, int] = {**TARGETS, **OTHERS}
 
 FETCHING: Mapping[str, int] = {
@@ -267,17 +269,21 @@ def compiled(jobs: Sequence[tuple[str, int]]) -> list[Compiled]:
     if not jobs:
         return []
     workers = min(len(jobs), len(os.sched_getaffinity(0)))
+    found: list[Compiled] = []
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         results = [pool.submit(compile_launches, *job) for job in jobs]
-        return [one for result in results for one in result.result()]
+        for count, result in enumerate(results, 1):
+            found += result.result()
+            if sys.stderr.isatty() or count % PROGRESS == 0:
+                print(f"{count} of {len(jobs)}: {len(found)} variants", file=sys.stderr, flush=True)
+    return found
 
 
 def main() -> int:
     """Compiles in one process per core; prints the table, then what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--all", action="store_true", help="for sm_86, sm_89 and sm_120 too, and the tiles that are no defaults"
-    )
+    parser.add_argument("--all", action="store_true", help="for sm_86, sm_89 and sm_120 too")
+    parser.add_argument("--candidates", action="store_true", help="the tiles that are no defaults too; takes hours")
     parser.add_argument("--triton", type=Path, metavar="FOLDER", help="of another Triton than the installed one")
     options = parser.parse_args()
     started_s = time.perf_counter()
@@ -285,7 +291,7 @@ def main() -> int:
     if options.triton is not None:
         use_triton(options.triton)
     found = compiled(list(product(LAUNCHES, ROOMS if options.all else TARGETS)))
-    others = compiled(list(product(candidate_launches(), TARGETS))) if options.all else []
+    others = compiled(list(product(candidate_launches(), TARGETS))) if options.candidates else []
     print("\n".join(table([*found, *others])))
     wrong = [
         *faults(found),

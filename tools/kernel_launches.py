@@ -3,7 +3,23 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tandem.workers.kernels.triton.triton_attention import Multiprocessors
+
+
+SHARED_KIB: Mapping[int, int] = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
+"""KiB of shared memory of a multiprocessor, by compute capability: kernels choose tiles by it."""
+
+
+def multiprocessors() -> "Multiprocessors":
+    """Returns those of the target that is compiled for."""
+    from triton.runtime.driver import driver
+
+    from tandem.workers.kernels.triton.triton_attention import H100, Multiprocessors
+
+    return Multiprocessors(H100.number, SHARED_KIB[int(driver.active.get_current_target().arch)] * 2**10)
 
 
 class LoraShape(NamedTuple):
@@ -138,10 +154,9 @@ def launch_attention(shape: AttentionShape, candidate: int = 0) -> None:
 
     from tandem.workers.attention.triton_paged import CHUNKS, DECODES
     from tandem.workers.kernels.kv_store import LayerKV
-    from tandem.workers.kernels.triton.tiles import CHUNKS as CHUNK_TILES
     from tandem.workers.kernels.triton.tiles import DECODES as DECODE_TILES
     from tandem.workers.kernels.triton.tiles import TunedTiles, attention_class, attention_use, words
-    from tandem.workers.kernels.triton.triton_attention import FEWEST_ROWS, Kept, Rows, attend_chunks
+    from tandem.workers.kernels.triton.triton_attention import FEWEST_ROWS, Kept, Rows, attend_chunks, chunk_tiles
     from tandem.workers.kernels.triton.triton_decode import WorkLists, attend_decodes
     from tandem.workers.models.spec.arch import AttentionParams
 
@@ -152,7 +167,8 @@ def launch_attention(shape: AttentionShape, candidate: int = 0) -> None:
     each = (1.0,) * heads
     params = AttentionParams(1.0) if shape.is_plain else AttentionParams(1.0, 100, 5.0, each, each)
     of, chosen = attention_class(dtype.itemsize, shape.dim, scales is not None), {}
-    for kernel, table in (("attend_parts", DECODE_TILES[of]), ("attend_tiles", CHUNK_TILES[of])):
+    here = multiprocessors()
+    for kernel, table in (("attend_parts", DECODE_TILES[of]), ("attend_tiles", chunk_tiles(of, here))):
         use = attention_use(kernel, dtype, shape.dim, shape.group, kv_dtype)
         if candidate < len(table):
             chosen[words(use)] = table[candidate]
@@ -165,10 +181,10 @@ def launch_attention(shape: AttentionShape, candidate: int = 0) -> None:
         table = torch.zeros(num_rows, 16, dtype=torch.int32)
         rows = Rows(torch.zeros(num_rows + 1, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64), table)
         if queries is CHUNKS:
-            attend_chunks(q_TND, kv, torch.empty_like(q_TND), rows, params, Kept(tiles=TunedTiles(chosen)), queries)
+            attend_chunks(q_TND, kv, torch.empty_like(q_TND), rows, params, Kept(here, TunedTiles(chosen)), queries)
         else:
             lists = WorkLists(rows.starts, rows.positions_T, queries)
-            attend_decodes(q_TND, kv, torch.empty_like(q_TND), rows, params, Kept(tiles=TunedTiles(chosen)), lists)
+            attend_decodes(q_TND, kv, torch.empty_like(q_TND), rows, params, Kept(here, TunedTiles(chosen)), lists)
 
 
 class LatentShape(NamedTuple):
@@ -218,10 +234,10 @@ def launch_latents(shape: LatentShape) -> None:
         queries = LatentQueries(q_TNL, torch.empty(tokens, shape.heads, 128 + shape.rope, dtype=dtype), shape.rope, 1.0)
         rows = Rows(torch.zeros(3, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int64), table)
         if lengths is CHUNKS:
-            attend_latent_chunks(queries, kv, torch.empty_like(q_TNL), rows, Kept(), lengths)
+            attend_latent_chunks(queries, kv, torch.empty_like(q_TNL), rows, Kept(multiprocessors()), lengths)
         else:
             lists = WorkLists(rows.starts, rows.positions_T, lengths)
-            attend_latent_decodes(queries, kv, torch.empty_like(q_TNL), rows, Kept(), lists)
+            attend_latent_decodes(queries, kv, torch.empty_like(q_TNL), rows, Kept(multiprocessors()), lists)
 
 
 class GatherShape(NamedTuple):

@@ -61,7 +61,8 @@ class Server(uvicorn.Server):
         yield
 
 
-def new_app(folder: Path, tokenizer: ModelTokenizer, backend: FakeBackend) -> FastAPI:
+def new_app(folder: Path, tokenizer: ModelTokenizer, backend: FakeBackend, **watched: Any) -> FastAPI:
+    """watched: fields of the context that watch its requests."""
     settings = GatewaySettings()
     metrics = GatewayMetrics(CollectorRegistry(), settings.metrics_prefix, "bench")
     text = TextServices(
@@ -85,6 +86,7 @@ def new_app(folder: Path, tokenizer: ModelTokenizer, backend: FakeBackend) -> Fa
         quarantine=Quarantine(time.monotonic),
         max_answer_bytes=settings.max_answer_bytes,
         queue_timeout_s=settings.queue_timeout_s,
+        **watched,
     )
     return build_gateway_app(text, accounts, context)
 

@@ -49,6 +49,9 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: int  # on that node
     waiting: int = 0
     running: int = 0
+    # of those that wait and run, for idle rows only
+    idle_waiting: int = 0
+    idle_running: int = 0
     outstanding_tokens: int = 0
     kv_used: float = 0.0
     kv_tokens: int = 0  # that its KV cache can hold, 0 before it is there

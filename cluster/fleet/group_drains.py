@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from tandem.cluster.fleet.group_reports import is_cancelled
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, announcement
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
@@ -25,7 +26,7 @@ class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DrainFollower:
-    """A group's side. drain: called once, with the order."""
+    """A group's side. drain: called with the order, until it does not raise."""
 
     def __init__(
         self,
@@ -42,16 +43,21 @@ class DrainFollower:
 
     async def run(self) -> None:
         """Looks until there is an order, or until it is cancelled."""
-        while not await self._obeyed():
+        while not is_cancelled():
+            try:
+                if await self._obeyed():
+                    return
+            except RedisUnavailable as error:
+                log.debug("orders to drain were not read: %s", error)
+            except Exception:
+                log.exception("an order to drain was not followed")
+            if is_cancelled():
+                return
             await self._changes.wait(self._key, SUBSCRIBED_POLL_S if self._changes.is_subscribed else POLL_S)
 
     async def _obeyed(self) -> bool:
-        try:
-            value = await self._redis.command("HGET", self._key, self._group)
-        except RedisUnavailable as error:
-            log.debug("orders to drain were not read: %s", error)
-            return False
-        if not isinstance(value, bytes):
+        value = await self._redis.command("HGET", self._key, self._group)
+        if not isinstance(value, bytes) or is_cancelled():
             return False
         try:
             order = msgspec.msgpack.decode(value, type=DrainOrder)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from tandem.cluster.fleet.group_reports import is_cancelled
 from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements, announcement
 from tandem.cluster.state.redis_client import Commands, RedisUnavailable
@@ -38,11 +39,15 @@ class ResetFollower:
 
     async def run(self) -> None:
         """Obeys until it is cancelled."""
-        while True:
+        while not is_cancelled():
             try:
                 await self.look()
             except RedisUnavailable as error:
                 log.debug("orders to forget prefix caches were not read: %s", error)
+            except Exception:
+                log.exception("an order to forget the prefix cache was not followed")
+            if is_cancelled():
+                return
             await self._changes.wait(self._key, SUBSCRIBED_POLL_S if self._changes.is_subscribed else POLL_S)
 
     async def look(self) -> None:

@@ -1,7 +1,7 @@
 """Questions of one gateway to all others for the record of a request, which only the one that had it has.
 
-A question is an entry of a list in Redis, which is announced: a fresh name and the request's id. Whoever knows the
-request answers under that name; who asks looks for the answer for a second or so.
+A question is an entry of a list in Redis, which is announced: a fresh name, the request's id and, where that matters,
+its tenant. Whoever knows the request answers under that name; who asks looks for the answer for a second or so.
 """
 
 import asyncio
@@ -25,10 +25,11 @@ NAME_BYTES = 8
 
 
 class RecordQuestions:
-    """Both sides, in one gateway. find: its own record of a request, None when it has none. One event loop."""
+    """Both sides, in one gateway. find: its own record of a request, by its id and its tenant, '' for any; None when it
+    has none. One event loop."""
 
     def __init__(
-        self, redis: Commands, service: str, find: Callable[[str], bytes | None], changes: Announcements
+        self, redis: Commands, service: str, find: Callable[[str, str], bytes | None], changes: Announcements
     ) -> None:
         self._redis = redis
         self._service = service
@@ -36,13 +37,14 @@ class RecordQuestions:
         self._changes = changes
         self._seen: set[bytes] = set()
 
-    async def ask(self, request_id: str) -> bytes | None:
-        """Returns the record that another gateway has; None when none has answered in time, or Redis is away."""
+    async def ask(self, request_id: str, tenant: str) -> bytes | None:
+        """Returns the record that another gateway has; None when none has answered in time, or Redis is away. tenant:
+        whose; '': anybody's."""
         name, key = secrets.token_hex(NAME_BYTES), keys.records_asked(self._service)
         with suppress(RedisUnavailable):
             await self._redis.pipeline(
                 [
-                    ["RPUSH", key, f"{name} {request_id}"],
+                    ["RPUSH", key, " ".join((name, request_id, tenant)).rstrip()],
                     ["LTRIM", key, -MOST_QUESTIONS, -1],
                     ["EXPIRE", key, keys.RECORDS_ASKED_TTL_S],
                     announcement(key),
@@ -71,6 +73,8 @@ class RecordQuestions:
                 await self.answer()
             except RedisUnavailable as error:
                 log.debug("nobody could ask for a request's record: %s", error)
+            except Exception:
+                log.exception("questions for requests' records were not answered")
             if is_cancelled():
                 return
             period_s = SUBSCRIBED_POLL_S if self._changes.is_subscribed else POLL_S
@@ -83,7 +87,7 @@ class RecordQuestions:
         new = [entry for entry in asked if entry not in self._seen]
         self._seen = set(asked)
         for entry in new:
-            name, _, request_id = entry.decode(errors="replace").partition(" ")
-            if (record := self._find(request_id)) is not None:
+            name, request_id, *tenants = entry.decode(errors="replace").split(" ")
+            if (record := self._find(request_id, "".join(tenants))) is not None:
                 key = keys.record_answer(self._service, name)
                 await self._redis.command("SET", key, record, "PX", keys.RECORD_ANSWER_TTL_MS)

@@ -31,14 +31,13 @@ from tandem.cluster.fleet.fleet_view import (
     report_start_failure,
     write_load_s,
 )
-from tandem.cluster.fleet.gateway_records import read_gateways
 from tandem.cluster.fleet.group_drains import DrainFollower, DrainOrder
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
 from tandem.cluster.group.engine_opener import EngineOpener
 from tandem.cluster.group.gateways_first import are_to_follow, wait_for_gateways
 from tandem.cluster.group.group_log import GroupLog
-from tandem.cluster.group.last_requests import drained, nobody_takes_over, others_serve, time_is_over
+from tandem.cluster.group.last_requests import OtherGroups, drained, time_is_over
 from tandem.cluster.group.node_drain import next_drained
 from tandem.cluster.group.ray_ranks import nodes_of_bundles
 from tandem.cluster.group.sharing import Sharing
@@ -128,6 +127,8 @@ class Coordinator:
         self.engine_stats: EngineStats | None = None
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._redis = await self._membership.open_redis()
+        self._fleet = FleetView(self._redis, facts.service_id)
+        self._others = OtherGroups(self._fleet, self._record)
         self._heartbeat = group_heartbeat(self._redis, facts.service_id, self._record)
         self._heartbeat_task = self._loop.create_task(self._heartbeat.run(), name="group heartbeat")
         placement_group = ray.util.get_current_placement_group()
@@ -298,37 +299,29 @@ class Coordinator:
 
     async def _drain(self, order: DrainOrder) -> None:
         """An operator's order: no new requests, and the end once those it has are over or may go elsewhere."""
-        if self._state != "serving":
+        if self._leaving is not None or self._stopping:
             return
         self._state = "draining"
         log.info("group %s is drained, with %d requests", self._group, len(self._outstanding))
         self.heartbeat_now()
-        why = await drained(order.timeout_s, lambda: len(self._outstanding), self._have_others)
+        why = await drained(order.timeout_s, lambda: len(self._outstanding), self._others.may_serve)
         self._end_soon(f"ends, as it was drained: {why}")
-
-    async def _have_others(self) -> bool:
-        fleet = FleetView(self._redis, self._facts.service_id)
-        await fleet.refresh()
-        return others_serve(self._record(), fleet.records.values())
 
     async def _end_in_time(self) -> None:
         await time_is_over(self._facts.shutdown_timeout_s, self._is_needed)
         self._end_soon("hands over what it still computes, as it is taken down (--shutdown-timeout)")
 
     async def _are_gateways_missing(self) -> bool:
-        fleet = FleetView(self._redis, self._facts.service_id)
-        await fleet.refresh()
+        await self._fleet.refresh()
         try:
-            gateways = await read_gateways(self._redis, self._facts.service_id)
+            gateways = await self._fleet.read_gateways()
         except RedisUnavailable:
             return False
-        return are_to_follow(self._record(), fleet.records.values(), gateways)
+        return are_to_follow(self._record(), self._fleet.records.values(), gateways)
 
     async def _is_needed(self) -> bool:
         """Returns whether what it computes can end only here."""
-        fleet = FleetView(self._redis, self._facts.service_id)
-        await fleet.refresh()
-        if not nobody_takes_over(self._record(), fleet.records.values()):
+        if not await self._others.may_be_of_no_use():
             return False
         application = await application_state(self._app)
         return application is None or not application.is_ending
@@ -417,6 +410,8 @@ class Coordinator:
             pid=os.getpid(),
             waiting=stats.waiting if stats is not None else 0,
             running=stats.running if stats is not None else 0,
+            idle_waiting=stats.idle.waiting if stats is not None else 0,
+            idle_running=stats.idle.running if stats is not None else 0,
             outstanding_tokens=sum(tokens for _, tokens in self._outstanding.values()),
             kv_used=stats.kv_usage if stats is not None else 0.0,
             kv_tokens=stats.kv_tokens if stats is not None else 0,

@@ -5,13 +5,14 @@ group ends then; what nobody could take is held until a group comes. But nobody 
 another model than the new version's: those end where they are, for as long as streams have when a version is replaced.
 
 A group that is drained takes nothing new and ends with its last request, or when its time is over. Where nobody else
-takes requests it ends at once: they are held, and a new group comes the sooner.
+takes requests it ends at once: they are held, and a new group comes the sooner. While Redis does not answer, nobody
+knows: it stays, as long as its time is.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
-from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord
 
 LOOK_PERIOD_S = 2.0
 DRAIN_PERIOD_S = 0.5
@@ -37,6 +38,25 @@ async def time_is_over(
         await pause(LOOK_PERIOD_S)
 
 
+class OtherGroups:
+    """Answers of the fleet to a group that is to end. fleet: one view, which is kept: a new one that cannot be read is
+    empty, and says that there are no others. own: the group's record of now."""
+
+    def __init__(self, fleet: FleetView, own: Callable[[], GroupRecord]) -> None:
+        self._fleet = fleet
+        self._own = own
+
+    async def may_serve(self) -> bool:
+        """True if another group takes its requests, and while that is not known."""
+        await self._fleet.refresh()
+        return self._fleet.redis_unavailable or others_serve(self._own(), self._fleet.records.values())
+
+    async def may_be_of_no_use(self) -> bool:
+        """True if nobody takes its requests over, and while that is not known."""
+        await self._fleet.refresh()
+        return self._fleet.redis_unavailable or nobody_takes_over(self._own(), self._fleet.records.values())
+
+
 def others_serve(own: GroupRecord, fleet: Iterable[GroupRecord]) -> bool:
     """True if another group takes the requests of `own`."""
     others = (record for record in fleet if record.group != own.group)
@@ -46,12 +66,13 @@ def others_serve(own: GroupRecord, fleet: Iterable[GroupRecord]) -> bool:
 async def drained(
     timeout_s: float,
     num_requests: Callable[[], int],
-    has_others: Callable[[], Awaitable[bool]],
+    may_have_others: Callable[[], Awaitable[bool]],
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> str:
-    """Returns, in words, why a group that is drained may end now. has_others: another group takes its requests."""
+    """Returns, in words, why a group that is drained may end now. may_have_others: another group takes its requests, as
+    far as is known."""
     waited_s = 0.0
-    while await has_others():
+    while await may_have_others():
         if waited_s >= timeout_s:
             return f"its {num_requests()} requests are handed over after {timeout_s:g} s"
         if waited_s >= SEEN_S and not num_requests():

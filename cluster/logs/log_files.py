@@ -35,6 +35,8 @@ REQUESTS = "tandem.requests"
 """The logger of lines about requests, which have a file of their own."""
 FILE_BYTES, OLD_FILES = 8 * 2**20, 2
 """Bytes of a file before it is rotated, and how many rotated ones are kept beside it."""
+LOOK_S = 1.0
+"""Longest time in which lines go to a file that is no longer the newest."""
 KEPT_RUNS = 10
 MOST_FILES = 200
 """Files in a folder of a run, beyond which those of processes that have ended go, the oldest first."""
@@ -66,8 +68,11 @@ class LogFile(RotatingFileHandler):
     """A handler whose file is locked for as long as it is written. Crashes of the interpreter go to the newest file,
     however often it was rotated, and so do lines of a process that was forked from the one that rotated it."""
 
+    stream: io.TextIOWrapper
+
     def __init__(self, path: Path, form: LogFormat = "text") -> None:
         self._crashes: int | None = None
+        self._size, self._look_at_s = 0, 0.0
         super().__init__(path, maxBytes=FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8")
         self.setFormatter(lines_of(form))
 
@@ -76,23 +81,46 @@ class LogFile(RotatingFileHandler):
         self._crashes = self._descriptor()
         faulthandler.enable(self._crashes)
 
-    def shouldRollover(self, record: logging.LogRecord) -> int:
-        """Called by logging before each line."""
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by logging for each line. Whether the file is the newest still is asked once in LOOK_S, and before it
+        is rotated: to ask takes as long as to write."""
+        try:
+            line = self.format(record) + self.terminator
+            is_full = self._size + len(line) > FILE_BYTES
+            if (is_full or time.monotonic() >= self._look_at_s) and self._takes_newest():
+                is_full = self._size + len(line) > FILE_BYTES
+            if is_full:
+                self.doRollover()
+            self._size += len(line)
+            self.stream.write(line)
+            self.flush()
+        except Exception:
+            self.handleError(record)
+
+    def _takes_newest(self) -> bool:
+        """Opens the newest file if this one is it no longer, and returns whether it did."""
+        self._look_at_s = time.monotonic() + LOOK_S
+        before = self.stream
         with suppress(OSError):  # the folder is gone
-            if (before := self.stream) is not None and not self._is_newest(before):
-                self.stream = self._open()
-                before.close()
-        return super().shouldRollover(record)
+            if self._is_newest(before):
+                return False
+            self.stream = self._open()
+            before.close()
+            return True
+        return False
 
     def _is_newest(self, stream: io.TextIOWrapper) -> bool:
+        found = os.fstat(stream.fileno())
+        self._size = found.st_size
         try:
-            return os.path.samestat(os.stat(self.baseFilename), os.fstat(stream.fileno()))
+            return os.path.samestat(os.stat(self.baseFilename), found)
         except FileNotFoundError:
             return False
 
     def _open(self) -> io.TextIOWrapper:
         """Called by logging for each new file."""
         stream = super()._open()
+        self._size = os.fstat(stream.fileno()).st_size
         with suppress(OSError):  # file systems without locks
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if self._crashes is not None:

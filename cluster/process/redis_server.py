@@ -4,6 +4,8 @@ Started by the launcher, or by the tandem-redis deployment under `serve run`. It
 request only, with a password; the server ends with the process that started it.
 """
 
+import fcntl
+import json
 import os
 import shutil
 import socket
@@ -35,13 +37,16 @@ def find_binary() -> str:
 
 
 class RedisServer:
-    """One server process with its data in `folder`. start() and stop() may be called again; a restart keeps the data.
+    """One server process with its files in `folder`. start() and stop() may be called again; a restart keeps the data.
 
-    listen: (host, port, password), for other nodes.
+    data: a folder that outlives the service, for its data; one server at a time has it. listen: (host, port, password),
+    for other nodes.
     """
 
-    def __init__(self, folder: Path, *, listen: tuple[str, int, str] | None = None) -> None:
+    def __init__(self, folder: Path, *, data: Path | None = None, listen: tuple[str, int, str] | None = None) -> None:
         self._folder = folder
+        self._data = data
+        self._lock: int | None = None
         self._listen = listen
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -61,11 +66,14 @@ class RedisServer:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Starts the server and returns when it answers; SettingsError if it does not in START_TIMEOUT_S.
+        """Starts the server and returns when it answers; SettingsError if it does not in START_TIMEOUT_S, or longer
+        while it reads its data, or where another has the data.
 
         The server ends with the calling thread.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._data is not None and self._lock is None:
+            self._lock = _locked(self._data)
         self.socket_path.unlink(missing_ok=True)
         config = self._folder / "redis.conf"
         config.touch(mode=0o600)
@@ -103,7 +111,7 @@ class RedisServer:
             "appendonly yes",
             "appendfsync everysec",
             'save ""',
-            f"dir {self._folder}",
+            f"dir {json.dumps(str(self._data or self._folder), ensure_ascii=False)}",
             f"logfile {self._folder / 'redis.log'}",
             "maxmemory-policy noeviction",
             "set-proc-title no",
@@ -123,14 +131,20 @@ class RedisServer:
     def _wait_until_it_answers(self) -> None:
         assert self._process is not None
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
+        while not (answer := self._answer()).startswith(b"+PONG"):
+            if answer.startswith(b"-LOADING"):
+                deadline_s = time.monotonic() + START_TIMEOUT_S
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 self.stop()
-                raise SettingsError(f"the private Redis server did not start: {self._last_log_line()}", "--redis-url")
+                where, flag = (
+                    ("", "--redis-url") if self._data is None else (f" with the data in {self._data}", "--state-dir")
+                )
+                raise SettingsError(f"the private Redis server did not start{where}: {self._last_log_line()}", flag)
             time.sleep(0.005)
 
-    def _answers(self) -> bool:
-        """True if it serves; while it reads what an earlier one left, it refuses all commands but those of entering."""
+    def _answer(self) -> bytes:
+        """Returns what it says to PING, empty where it says nothing. While it reads its data, it refuses all commands
+        but those of entering."""
         asked = [b"PING\r\n"]
         if self._listen is not None:
             asked.insert(0, f"AUTH {self._listen[2]}\r\n".encode())
@@ -140,15 +154,30 @@ class RedisServer:
                 client.connect(str(self.socket_path))
                 client.sendall(b"".join(asked))
                 with client.makefile("rb") as reader:
-                    return [reader.readline() for _ in asked][-1].startswith(b"+PONG")
+                    return [reader.readline() for _ in asked][-1]
         except OSError:
-            return False
+            return b""
 
     def _last_log_line(self) -> str:
         try:
             return (self._folder / "redis.log").read_text(errors="replace").strip().splitlines()[-1]
         except (OSError, IndexError):
             return "no log was written"
+
+
+def _locked(data: Path) -> int:
+    """Makes the folder and holds it until this process ends. SettingsError while another does, or where it cannot be
+    made."""
+    try:
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = f"another service has its data in {data}; give --redis-url to both, or a folder to each"
+        raise SettingsError(text, "--state-dir") from None
+    except OSError as error:
+        raise SettingsError(f"{data} cannot be used: {error.strerror}", "--state-dir") from error
+    return lock
 
 
 def _before_exec(parent: int) -> Callable[[], None]:

@@ -10,6 +10,8 @@ Used by Serve's policy class (scaling_policy.py), and by gateways, which show it
 - Fewer: as many as would be calm, by rows, KV, queues and prompts. Otherwise as many as there are, or as were asked for
   and would be calm: one that takes long to load is not given up because the queue for which it was asked is gone.
 
+Work for idle rows, as batches' lines are, has no part in this: it keeps the last group, and no other.
+
 It asks for a number that follows from the groups that run, never for one more than was asked for: what is on its way is
 not asked for twice, and what never comes keeps no group from going.
 """
@@ -37,6 +39,7 @@ FIGURES = (
     "age_s",
     "first_tokens",
     *(f"late_{bound:g}" for bound in LATE_BOUNDS_S),
+    "idle_work",
 )
 """Names of what a group reports (scaling_figures.py), in the order of its record."""
 WINDOW_S = 30.0
@@ -53,10 +56,11 @@ IDLE_S = 3.0
 
 
 class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Load of one group. waiting, running: sequences; mean_running: of WINDOW_S; rows: the most that run at a time.
-    kv_used: share of its KV blocks. prompt_rate: prompt tokens that it computes a second; prefill_rate: those that it
-    can, as was seen while some waited, and in its best second of late; 0 as long as none have waited. late_share: of
-    first_tokens, which came in WINDOW_S, those later than the goal. age_s: since it serves."""
+    """Load of one group, without work for idle rows, of which idle_work sequences run or wait. waiting, running:
+    sequences; mean_running: of WINDOW_S; rows: the most that run at a time. kv_used: share of its KV blocks.
+    prompt_rate: prompt tokens that it computes a second; prefill_rate: those that it can, as was seen while some
+    waited, and in its best second of late; 0 as long as none have waited. late_share: of first_tokens, which came in
+    WINDOW_S, those later than the goal. age_s: since it serves."""
 
     waiting: float = 0.0
     queued_tokens: float = 0.0
@@ -70,6 +74,11 @@ class GroupLoad(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float = math.inf
     first_tokens: float = 0.0
     late_share: float = 0.0
+    idle_work: float = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting or self.idle_work)
 
     @property
     def is_cold(self) -> bool:
@@ -116,7 +125,7 @@ def decide(
     """Returns how many groups there should be. loads: of the groups that run. held: requests that no group has taken.
     now: the groups that were asked for, those on their way among them. at_s: the time, on any clock."""
     steps = sum(load.steps for load in loads)
-    is_busy = held > 0 or any(load.running or load.waiting for load in loads) or (bool(loads) and steps != state.steps)
+    is_busy = held > 0 or any(load.has_work for load in loads) or (bool(loads) and steps != state.steps)
     idle_since_s = None if is_busy else at_s if state.idle_since_s is None else state.idle_since_s
     idle_s = None if idle_since_s is None else max(0.0, at_s - idle_since_s)
     if idle_s is not None:

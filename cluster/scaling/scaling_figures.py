@@ -1,12 +1,14 @@
 """Figures of a group for the choice of the number of groups (cluster/scaling/decide.py): its load of now, and its
-rates and first tokens of the last half minute, from counts of the engine that only grow. Pure but for the clock.
+rates and first tokens of the last half minute, from counts of the engine that only grow, without work for idle rows.
+Pure but for the clock.
 """
 
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, repeat
+from operator import sub
 from typing import NamedTuple
 
 from tandem.cluster.scaling.decide import FIGURES, LATE_BOUNDS_S, WINDOW_S
@@ -59,15 +61,16 @@ class ScalingFigures:
             values
             | late
             | {
-                "waiting": float(stats.waiting),
-                "queued_tokens": float(stats.waiting_tokens),
-                "running": float(stats.running),
+                "waiting": float(stats.waiting - stats.idle.waiting),
+                "queued_tokens": float(stats.waiting_tokens - stats.idle.waiting_tokens),
+                "running": float(stats.running - stats.idle.running),
                 "mean_running": sum(sample.running for sample in self._samples) / len(self._samples),
-                "kv_used": stats.kv_usage,
+                "kv_used": max(0.0, stats.kv_usage - stats.idle.kv_usage),
                 "prompt_rate": (last.prompt_tokens - first.prompt_tokens) / max(1.0, last.at_s - first.at_s),
                 "prefill_rate": self._prefill_rate(is_queued=last.is_queued),
                 "steps": float(stats.steps),
                 "first_tokens": float(total),
+                "idle_work": float(stats.idle.running + stats.idle.waiting),
             }
         )
 
@@ -85,8 +88,10 @@ class ScalingFigures:
 
     def _sample(self, stats: EngineStats, now_s: float) -> None:
         """Notes what has been counted by now, and how fast prompts went since the last sample if some waited."""
-        counts = tuple(stats.time_to_first_token_s.counts)
-        sample = _Sample(now_s, stats.prompt_tokens, stats.running, stats.waiting > 0, counts)
+        idle = stats.idle
+        counts = tuple(map(sub, stats.time_to_first_token_s.counts, idle.first_tokens or repeat(0)))
+        prompt_tokens, running = stats.prompt_tokens - idle.prompt_tokens, stats.running - idle.running
+        sample = _Sample(now_s, prompt_tokens, running, stats.waiting > idle.waiting, counts)
         if self._samples and now_s - self._samples[-1].at_s < SAMPLE_S:
             return
         if self._samples and self._samples[-1].is_queued and sample.is_queued:

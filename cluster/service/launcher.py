@@ -212,7 +212,8 @@ class Launcher:
     def _start_redis(self, folder: Path) -> str:
         if self._settings.redis.url is not None:
             return self._settings.redis.url
-        redis = RedisServer(folder)
+        kept = self._settings.gateway.state_dir
+        redis = RedisServer(folder, data=None if kept is None else Path(kept).absolute() / "redis")
         self._stack.callback(redis.stop)
         redis.start()
         self._keep_running(redis, "the private Redis server", "requests go on")

@@ -306,8 +306,8 @@ def file_sizes(tenant: str) -> str:
 
 
 def file_record(tenant: str, file_id: str) -> str:
-    """FileRecord (msgpack) of a file that is whole. TTL: its life, --files-ttl at most. Owner: the gateway that took
-    it, or that ran its batch."""
+    """FileRecord (msgpack) of a file that is whole. TTL: its life, --files-ttl at most, or until the window of a batch
+    that reads it is over, and an hour. Owner: the gateway that took it, or that ran its batch."""
     return f"tandem:files:{{{tenant}}}:record:{file_id}"
 
 
@@ -344,12 +344,24 @@ def batch_lease(tenant: str, batch_id: str) -> str:
 
 def idempotency(tenant: str, digest: str) -> str:
     """Hash of a request with an Idempotency-Key, by SHA-256 of the key: digest of the request, its nonce, who answers
-    it and until when that is certain, then its answer, compressed. TTL --idempotency-ttl. Owner: gateways
-    (cluster/gateway/idempotency/key_store.py)."""
+    it and until when that is certain, then its answer, compressed. TTL --idempotency-ttl, renewed while it is answered.
+    Owner: gateways (cluster/gateway/idempotency/key_store.py)."""
     return f"tandem:idempotency:{{{tenant}}}:{digest}"
 
 
+def idempotency_keys(tenant: str) -> str:
+    """Sorted set of a tenant's keys, by SHA-256, by the end of their life (ms of the server's clock). TTL as
+    idempotency(). Owner: gateways."""
+    return f"tandem:idempotency:{{{tenant}}}"
+
+
+def idempotency_sizes(tenant: str) -> str:
+    """Hash of a tenant's keys to the bytes of their answers, compressed, and of "@total" to the sum. TTL as
+    idempotency(). Owner: gateways."""
+    return f"tandem:idempotency:{{{tenant}}}:sizes"
+
+
 def live_batches(model: str) -> str:
-    """Sorted set of the batches of a base model that are not over, TENANT/ID by the time of their creation (s). No TTL:
-    desired state. Owner: gateways."""
+    """Sorted set of the batches of a base model that are not over, TENANT/ID by the time of their creation (s). TTL:
+    the longest of their lives. Owner: gateways."""
     return f"tandem:live-batches:{model}"

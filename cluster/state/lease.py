@@ -6,6 +6,10 @@ from tandem.cluster.state.redis_client import Commands
 _TAKE, _RELEASE = load_lua(__file__, "lease_take.lua"), load_lua(__file__, "lease_release.lua")
 
 
+class LeaseLost(Exception):
+    """Another holds the lease, or what was to be done under it is done."""
+
+
 class RedisLease:
     """One process's part in the lease at `key`. Who was frozen may believe that it holds a lease which has ended: work
     under it must be safe when two do it. Every method raises RedisUnavailable."""

@@ -17,6 +17,8 @@ from tools.lab import Lab, LabError, Node
 
 GCS_PORT, REST_PORT, HTTP_PORT = 6399, 8265, 8000
 START_S = 300
+RAY_START_S = 200
+"""Of one node; less than pytest's limit of a test, so that what Ray says of it is seen."""
 STARTED = "Ray runtime started"
 PORTS = ("--metrics-export-port=8266", "--dashboard-agent-grpc-port=8267", "--runtime-env-agent-port=8268")
 """Of Ray's agents, as in configs/cluster."""
@@ -183,9 +185,12 @@ class RayNodes:
         process = node.start(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         self._started.append(process)
         said = Path(log.name)
-        wait_for(
-            lambda: STARTED in said.read_text() or process.poll() is not None, START_S, f"Ray starts on {node.name}"
-        )
+        try:
+            wait_for(lambda: STARTED in said.read_text() or process.poll() is not None, RAY_START_S, "Ray starts")
+        except AssertionError as error:
+            logs = [file for file in node.folder.glob("session_*/logs/*") if file.is_file()]
+            ends = [f"{file.name}: {file.read_text(errors='replace')[-300:]}" for file in logs]
+            raise AssertionError(f"{error} on {node.name}: {said.read_text()}", *ends) from None
         assert process.poll() is None, said.read_text()
 
 

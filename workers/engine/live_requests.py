@@ -10,7 +10,7 @@ from tandem.configs.schema import SchedulerSettings
 from tandem.workers.engine.admission import Deadlines, ModelFacts, QueueLimits, check_request
 from tandem.workers.engine.base.arrivals import Arrivals, closing_delta, end_of
 from tandem.workers.engine.base.blockers import Blocker
-from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
+from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus, is_idle_work
 from tandem.workers.engine.base.stats import Collector, TenantCounts
 from tandem.workers.engine.observers.request_course import mark, take_course
 from tandem.workers.engine.results import ResultApplier
@@ -69,7 +69,8 @@ class LiveRequests:
         self._sink = sink
         self._clock = clock
         self._on_begun = on_begun
-        self._limits = QueueLimits(settings)
+        # idle work stands behind all others, and takes none of their places in the queue
+        self._limits, self._idle_limits = QueueLimits(settings), QueueLimits(settings)
         self._deadlines = Deadlines()
         self._states: dict[str, RequestState] = {}
         self._complete_at_start: list[tuple[RequestState, list[TokenDelta]]] = []
@@ -88,11 +89,6 @@ class LiveRequests:
         """Returns an unfinished request."""
         return self._states.get(request_id)
 
-    @property
-    def num_queued(self) -> int:
-        """Requests that never had a row, of those that count for the queue's limits."""
-        return self._limits.num_requests
-
     # ---- beginnings ----
 
     def add(self, request: GenerationRequest) -> None:
@@ -100,7 +96,7 @@ class LiveRequests:
         older = self._states.get(request.request_id)
         try:
             state = self._check(request, older)
-            self._limits.enter(request)
+            self._limits_of(request).enter(request)
         except RequestRefused as refusal:
             self.collector.rejected[_cause(refusal)] += 1
             raise
@@ -157,12 +153,14 @@ class LiveRequests:
                 continue
             state.admitted, state.first_step_s, state.first_step = True, now_s, mark(collector)
             state.cached_tokens = min(num_cached, seq.prompt_len)
-            self._limits.leave(state.request)
+            self._limits_of(state.request).leave(state.request)
             self._on_begun(state.request, state.cached_tokens)
             if state.request.begun:
                 continue  # an earlier group has counted it
             collector.queue_time_s.observe(now_s - state.arrival_s)
             collector.prompt_tokens += seq.prompt_len
+            if is_idle_work(seq):
+                collector.idle.prompt_tokens += seq.prompt_len
             collector.cached_tokens += state.cached_tokens
             collector.prefix_cache_queries += len(seq.tokens)
             collector.prefix_cache_hits += num_cached
@@ -210,7 +208,7 @@ class LiveRequests:
         """Ends an accepted request, all of whose choices are FINISHED. Everything that ends one comes here."""
         del self._states[state.request.request_id]
         if not state.admitted:
-            self._limits.leave(state.request)
+            self._limits_of(state.request).leave(state.request)
         for cache in self._caches:
             cache.leave(state)
         now_s = self._clock()
@@ -232,6 +230,9 @@ class LiveRequests:
 
     # ---- inside ----
 
+    def _limits_of(self, request: GenerationRequest) -> QueueLimits:
+        return self._idle_limits if request.is_idle_work else self._limits
+
     def _refuse(self, state: RequestState, refused: Refused) -> None:
         for seq in state.sequences:
             self._abort_sequence(seq, None)
@@ -250,7 +251,7 @@ class LiveRequests:
         state.num_live = 0  # its deadline finds nobody
         if self._states.get(state.request.request_id) is state:
             del self._states[state.request.request_id]
-        self._limits.leave(state.request)
+        self._limits_of(state.request).leave(state.request)
         for cache in self._caches:
             cache.leave(state)
 

@@ -11,7 +11,7 @@ from tandem.workers.engine.base.blockers import Awaited, Blocker
 from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.metric_rows import Histogram
-from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
+from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus, is_idle_work
 from tandem.workers.engine.base.stats import Collector
 from tandem.workers.engine.blocks.block_manager import BlockManager
 from tandem.workers.engine.observers.request_course import mark, take_course
@@ -294,7 +294,10 @@ class ResultApplier:
         if seq.state.first_token_s is None:
             seq.state.first_token_s, seq.state.first_token = now_s, mark(self.collector)
         if seq.choice == 0 and not any(seq.state.request.resume_token_ids):
-            self.collector.time_to_first_token_s.observe(now_s - seq.state.arrival_s)
+            seconds = now_s - seq.state.arrival_s
+            self.collector.time_to_first_token_s.observe(seconds)
+            if is_idle_work(seq):
+                self.collector.idle.first_tokens.observe(seconds)
 
     def _fail_request(self, state: RequestState, error: str, out: StepOutcome) -> None:
         """Ends the request of a row that failed on the ranks, and removes its blocks from the index."""

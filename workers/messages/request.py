@@ -189,6 +189,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     pool: Pool | None = None  # None to generate; else the prompt is embedded, and sampling is NO_TOKENS
 
     @property
+    def is_idle_work(self) -> bool:
+        """True if it is for idle rows only, as a line of a batch is."""
+        return self.priority >= IDLE_PRIORITY
+
+    @property
     def is_resumed(self) -> bool:
         """True if another group has accepted it before."""
         return self.attempt > 0 or any(self.resume_token_ids)

@@ -39,6 +39,7 @@ from tandem.workers.models.spec.arch import Mla
 from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
 from tandem.workers.platforms.tensor_rows import TensorRows
+from tandem.workers.tuning.call_timer import queued_seconds
 
 if TYPE_CHECKING:
     from tandem.workers.kernels.triton.triton_attention import Multiprocessors
@@ -211,7 +212,8 @@ class CudaPlatform(Platform):
         torch.backends.cuda.enable_cudnn_sdp(False)
         accelerator = CudaAccelerator(device)
         accelerator.activate()
-        return cls(device, accelerator, Backend("nccl", device, shares_memory=False))
+        seconds_of = partial(queued_seconds, accelerator, device)
+        return cls(device, accelerator, Backend("nccl", device, shares_memory=False, seconds_of=seconds_of))
 
     def has_triton(self) -> bool:
         return _triton_obstacle() is None

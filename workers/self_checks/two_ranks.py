@@ -14,7 +14,9 @@ import torch
 from tandem.configs.limits import listen
 from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.exchange.collectives import Collectives
 from tandem.parallel.exchange.shared_memory import SharedMemoryCollectives
+from tandem.parallel.exchange.small_sums import SmallSums
 from tandem.parallel.groups import init_parallel
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform
@@ -62,7 +64,7 @@ def sum_of_two(platform: Platform) -> str:
     try:
         with _joined(0, port, platform, listener=listener) as context:
             total, best_s = _run(context, platform)
-            uses_memory = isinstance(context.tp.group, SharedMemoryCollectives)
+            way = _way(context.tp.group, platform)
             expected = ROUNDS * 3 * torch.arange(WIDTH, dtype=torch.float32) + ROUNDS * (ROUNDS - 1)
             require(torch.equal(total.cpu(), expected), "two ranks got a wrong sum")
             status = child.wait(CHILD_END_S)  # in here: the store of the rendezvous is this process's
@@ -70,8 +72,15 @@ def sum_of_two(platform: Platform) -> str:
         child.kill()
         child.wait()
     require(status == 0, f"the second rank ended with exit status {status}")
-    way = "shared memory" if uses_memory else platform.backend.name
     return f"through {way}, {best_s * 1e6:.0f} us for {WIDTH * 4 // 1024} KiB"
+
+
+def _way(group: Collectives, platform: Platform) -> str:
+    if isinstance(group, SharedMemoryCollectives):
+        return "shared memory"
+    if isinstance(group, SmallSums):
+        return f"one shot up to {group.most_bytes // 1024} KiB, {platform.backend.name} above"
+    return platform.backend.name
 
 
 if __name__ == "__main__":

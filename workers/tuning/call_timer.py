@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import torch
+
 from tandem.offload.copies.accelerator import Accelerator
 from tandem.workers.graphs.cuda_graphs import CaptureGraph
 
@@ -38,3 +40,21 @@ class CallTimer:
         calls()  # what is made at the first call is there
         replay, _ = self._capture(calls)
         return device_seconds(self._accelerator, replay, REPEATS) / CALLS
+
+
+def queued_seconds(accelerator: Accelerator, device: torch.device, call: Callable[[], object]) -> float:
+    """Returns the time of a call on the device, the least of some turns. Makes it as often whatever it takes, so that
+    all ranks may time a sum; calls are queued behind products, of a third of a millisecond on a device of 2022, so that
+    none waits for its launch, nor is captured, which one rank could fail to do."""
+    ahead = torch.zeros(2048, 2048, dtype=torch.bfloat16, device=device)
+    times = []
+    for _ in range(2 + REPEATS):
+        for _ in range(16):
+            ahead @ ahead
+        begin = accelerator.event(timed=True)
+        for _ in range(CALLS):
+            call()
+        end = accelerator.event(timed=True)
+        end.wait()
+        times.append(end.seconds_since(begin) / CALLS)
+    return min(times[2:])

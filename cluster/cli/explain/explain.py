@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def explain(
     service: "AbstractContextManager[Endpoint]",
     request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id: x-request-id of its answer.")],
+    tenant: Annotated[str, typer.Option(help="Whose request, where several tenants have used the id.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the record itself, as JSON.")] = False,
 ) -> None:
     """Say why a request took as long as it did.
@@ -32,7 +33,8 @@ def explain(
     from tandem.cluster.gateway.records.request_record import read_named
 
     with service as endpoint:
-        found = endpoint.get(f"/admin/requests/{quote(request_id, safe='')}")
+        of_whom = f"?tenant={quote(tenant, safe='')}" if tenant else ""
+        found = endpoint.get(f"/admin/requests/{quote(request_id, safe='')}{of_whom}")
     if as_json:
         typer.echo(found)
         return

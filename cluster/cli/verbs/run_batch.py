@@ -40,6 +40,7 @@ OF_A_SERVICE = frozenset(
         "response_store_ttl",
         "response_store_bytes",
         "idempotency_ttl",
+        "idempotency_bytes",
         "files_ttl",
         "max_file_bytes",
         "files_bytes",

@@ -13,11 +13,14 @@ from tandem.workers.messages.errors import RequestRefused
 
 
 async def show_request(context: GatewayContext, request: Request, _: Principal) -> Response:
-    """Times and counts of a request that has ended lately, by its x-request-id, whichever gateway it went through."""
-    request_id = request.path_params["request_id"]
-    record = await context.records.find(request_id) if len(request_id) <= MAX_ID_CHARS else None
+    """Times and counts of a request that has ended lately, by its x-request-id, whichever gateway it went through.
+    `tenant` in the query: whose request, where several have used the id."""
+    request_id, tenant = request.path_params["request_id"], request.query_params.get("tenant", "")
+    is_short = max(len(request_id), len(tenant)) <= MAX_ID_CHARS
+    record = await context.records.find(request_id, tenant) if is_short else None
     if record is None:
-        shown = f"request {printable(request_id, MAX_ID_CHARS)}"
+        of_whom = f" of tenant {printable(tenant, MAX_ID_CHARS)}" if tenant else ""
+        shown = f"request {printable(request_id, MAX_ID_CHARS)}{of_whom}"
         message = f"No gateway remembers a {shown}: it has not ended yet, or too long ago."
         raise RequestRefused(message, code="not_found", status=404)
     return json_response(named(record))

@@ -238,6 +238,7 @@ class Gateway:
         app = build_gateway_app(self._text, self._accounts, self._context, *stores)
         self._batches = batch_runner(
             self._settings,
+            self._id,
             batches,
             app.state.line_handlers,
             self._text,
@@ -266,8 +267,9 @@ class Gateway:
         self._background.append(asyncio.get_running_loop().create_task(collections.run(), name="garbage"))
 
     def _key_store(self) -> KeyStore | None:
-        ttl_s = self._settings.gateway.idempotency_ttl_s
-        return KeyStore(self._redis, ttl_s) if ttl_s else None
+        gateway = self._settings.gateway
+        ttl_s = gateway.idempotency_ttl_s
+        return KeyStore(self._redis, ttl_s, gateway.idempotency_bytes) if ttl_s else None
 
     def _response_store(self) -> ResponseStore | None:
         gateway = self._settings.gateway
@@ -425,9 +427,9 @@ class Gateway:
         if self._adapters is not None:
             await self._adapters.adapters.reseed()
 
-    async def _ask(self, request_id: str) -> bytes | None:
+    async def _ask(self, request_id: str, tenant: str) -> bytes | None:
         """Asks the other gateways for the record of a request."""
-        return await self._questions.ask(request_id) if self._others() else None
+        return await self._questions.ask(request_id, tenant) if self._others() else None
 
     def _others(self) -> list[GatewayRecord]:
         return [] if self._heartbeat is None else self._heartbeat.others

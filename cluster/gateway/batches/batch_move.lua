@@ -4,9 +4,9 @@
 -- KEYS: the batch, the live ones, its rows, its lease. ARGV: the wish, now (s), its member among the live ones, who asks
 -- ('' for a client, who needs no lease), then fields and values to set with it.
 local BEFORE = {
-  in_progress = {validating = 1}, finalizing = {in_progress = 1}, completed = {finalizing = 1},
-  expired = {finalizing = 1}, cancelling = {validating = 1, in_progress = 1}, cancelled = {cancelling = 1},
-  failed = {validating = 1, in_progress = 1, finalizing = 1, cancelling = 1},
+  in_progress = {validating = 1}, finalizing = {validating = 1, in_progress = 1},
+  completed = {finalizing = 1}, failed = {finalizing = 1}, expired = {finalizing = 1},
+  cancelling = {validating = 1, in_progress = 1}, cancelled = {cancelling = 1},
 }
 local OVER = {completed = 1, failed = 1, expired = 1, cancelled = 1}
 local status = redis.call('HGET', KEYS[1], 'status')

@@ -1,7 +1,7 @@
 """POST and GET /v1/batches, GET of one, and POST of its cancellation."""
 
 import asyncio
-import uuid
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -45,24 +45,25 @@ async def create_batch(
     record = await files.get(principal.tenant, body.input_file_id, "input_file_id")
     if record.purpose != BATCH:
         raise invalid("input_file_id", f'input_file_id: its purpose is "{record.purpose}", not "batch".')
-    facts = _facts(body, principal.tenant, int(context.wall_clock()), files)
+    facts = _facts(body, principal.tenant, int(context.wall_clock()), files, text.random_ids)
     try:
         if await files.held_bytes(principal.tenant) >= files.max_bytes:
             message = f"Your files have {files.max_bytes} bytes or more (--files-bytes); delete some."
             raise RequestRefused(message, code="content_too_large", status=413, param="input_file_id")
-        await store.create(facts)
+        facts = await store.create(facts)
     except RedisUnavailable as error:
         raise unavailable(error) from None
     batches.created.set()
     return json_response(StoredBatch(facts=facts, status="validating", times={}).shown())
 
 
-def _facts(body: BatchBody, tenant: str, now_s: int, files: FileStore) -> BatchFacts:
+def _facts(body: BatchBody, tenant: str, now_s: int, files: FileStore, ids: Callable[[], str]) -> BatchFacts:
+    """ids: of a request with an Idempotency-Key the same ones when it runs again."""
     window, life_s = window_s(body.completion_window), files.ttl_s
     if body.output_expires_after is not None:
         life_s = checked_life("output_expires_after.seconds", body.output_expires_after.seconds, files)
     return BatchFacts(
-        id=PREFIX + uuid.uuid4().hex,
+        id=PREFIX + ids(),
         tenant=tenant,
         input_file_id=body.input_file_id,
         endpoint=body.endpoint,
@@ -71,8 +72,8 @@ def _facts(body: BatchBody, tenant: str, now_s: int, files: FileStore) -> BatchF
         expires_s=now_s + window,
         life_s=files.ttl_s + window,
         output_life_s=life_s,
-        output_file_id=new_file_id(),
-        error_file_id=new_file_id(),
+        output_file_id=new_file_id(ids),
+        error_file_id=new_file_id(ids),
         metadata=body.metadata,
     )
 

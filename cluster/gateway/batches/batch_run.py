@@ -7,6 +7,7 @@ goes on; when it dies, those run again there.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -24,14 +25,17 @@ from tandem.cluster.gateway.batches.batch_lines import (
     parse_line,
     problem_row,
 )
-from tandem.cluster.gateway.batches.batch_records import StoredBatch
-from tandem.cluster.gateway.batches.batch_store import BatchPlace, BatchStore, LeaseLost
+from tandem.cluster.gateway.batches.batch_output import ERRORS, OUTPUT, BatchOutput
+from tandem.cluster.gateway.batches.batch_records import LIVE, StoredBatch
+from tandem.cluster.gateway.batches.batch_store import BatchPlace, BatchStore
 from tandem.cluster.gateway.batches.idle_rows import IdleRows
 from tandem.cluster.gateway.batches.line_calls import LineHandler, TryAgain, answer_line, on_idle_rows
-from tandem.cluster.gateway.files.file_store import FileGone, FileStore, FileWriter
+from tandem.cluster.gateway.batches.tenant_shares import LineShares
+from tandem.cluster.gateway.files.file_store import FileGone, FileStore
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.received import PARSED_FASTER
+from tandem.cluster.state.lease import LeaseLost
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.workers.messages.errors import RequestRefused
 
@@ -40,9 +44,9 @@ T = TypeVar("T")
 RENEW_S = 2.0
 AGAIN_S = 1.0
 """Pause between two tries of what Redis could not take."""
-ROWS_AT_ONCE = 8
-"""Rows that are read together while files are written."""
-OUTPUT, ERRORS = "output", "errors"
+PROBE_S = 0.1
+"""Time for a line that is tried again to be refused again, before another one is."""
+GONE = "input_file_gone", "The input file was deleted, or has expired: lines without a row were not run."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,7 @@ class BatchServices:
     context: GatewayContext
     handlers: Mapping[str, LineHandler]
     idle: IdleRows
+    shares: LineShares
     max_lines: int
     is_leaving: Callable[[], bool]
     is_tenant: Callable[[str], bool] = lambda name: True
@@ -75,8 +80,10 @@ class BatchRun:
         self._over = asyncio.Event()
         self._is_lost = self._is_doubtful = False
         self._status = batch.status
-        self._is_full = False
-        self._again_s = 0.0
+        self._is_full = self._gives_way = self._was_expired = False
+        self._ends_as = batch.ends_as
+        self._again: deque[BatchLine] = deque()  # those that met a limit; no other line begins before them
+        self._again_s = 0.0  # when the next line may begin
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
 
@@ -87,14 +94,21 @@ class BatchRun:
             await self._work()
         except LeaseLost:
             log.warning("batch %s goes on in another gateway", self._place.id)
-        except FileGone:
-            await self._fail("input_file_gone", "The input file was deleted, or has expired.")
         finally:
             self._left.set()
             self._over.set()  # no cancellation: one that meets a call to Redis may be lost
             await asyncio.gather(renewing, *self._tasks, return_exceptions=True)
             with suppress(RedisUnavailable):
                 await self._lease.release()
+
+    @property
+    def runs_lines(self) -> bool:
+        """True from when its lines have been counted, as long as it is to begin more of them here."""
+        return self._status == "in_progress" and not self._is_halted()
+
+    def give_way(self) -> None:
+        """Ends run() once the lines that run have ended: another batch takes its place here."""
+        self._gives_way = True
 
     async def _work(self) -> None:
         if self._status == "validating":
@@ -109,11 +123,15 @@ class BatchRun:
     async def _validate(self) -> None:
         """Counts the lines."""
         total = 0
-        async with aclosing(self._lines()) as lines:
-            async for _ in lines:
-                total += 1
-                if self._is_halted():
-                    return
+        try:
+            async with aclosing(self._lines()) as lines:
+                async for _ in lines:
+                    total += 1
+                    if self._is_halted():
+                        return
+        except FileGone:
+            await self._fail(*GONE)
+            return
         if not 0 < total <= self._services.max_lines:
             limit = self._services.max_lines
             text = f"The file has {total} lines, above the limit of {limit} (--max-batch-lines)."
@@ -123,8 +141,13 @@ class BatchRun:
         log.info("batch %s of %s begins: %d lines", self._place.id, self._place.tenant, total)
 
     async def _fail(self, code: str, message: str) -> None:
+        """The batch fails, once the rows that it has are written."""
         error = {"code": code, "message": message, "line": None, "param": "input_file_id"}
-        await self._move("failed", {"errors": msgspec.json.encode([error])})
+        await self._end_as("failed", {"errors": msgspec.json.encode([error])})
+
+    async def _end_as(self, ends_as: str, fields: dict[str, Any]) -> None:
+        self._ends_as = ends_as
+        await self._move("finalizing", {"ends_as": ends_as, **fields})
 
     async def _lines(self) -> AsyncGenerator[tuple[int, bytes | None]]:
         """The lines of the input, each with its number; None for one that is longer than a request may be."""
@@ -147,16 +170,15 @@ class BatchRun:
     # ---- in progress ----
 
     async def _run_lines(self) -> bool:
-        """Runs the lines that have no row. True once all have one, or the batch is cancelled."""
+        """Runs the lines that have no row. True once no line is to be run any more."""
         done = set(await self._patiently(lambda: self._store.numbers(self._place)))
         if done:
             log.info("batch %s goes on here: %d lines have their answers", self._place.id, len(done))
-        ids = CustomIds()
-        async with aclosing(self._lines()) as lines:
-            async for number, text in lines:
-                line = ids.checked(await self._parsed(number, text))
-                if number not in done and not await self._begin(line):
-                    break
+        is_gone = False
+        try:
+            await self._begin_lines(done)
+        except FileGone:
+            is_gone = True
         if self._tasks:
             await asyncio.wait(set(self._tasks))
         if self._error is not None:
@@ -165,11 +187,27 @@ class BatchRun:
             raise LeaseLost
         if self._status == "cancelling":
             return True
-        if self._services.is_leaving():
+        if self._services.is_leaving() or self._gives_way:
             return False
-        ends_as = "expired" if self._is_expired() else "completed"
-        await self._move("finalizing", {"ends_as": ends_as})
+        if is_gone:
+            await self._fail(*GONE)
+        else:
+            await self._end_as("expired" if self._is_expired() else "completed", {})
         return True
+
+    async def _begin_lines(self, done: set[int]) -> None:
+        """Begins lines until each has a row, or none begins here any more. Raises FileGone."""
+        ids = CustomIds()
+        async with aclosing(self._lines()) as lines:
+            async for number, text in lines:
+                line = ids.checked(await self._parsed(number, text))
+                if number not in done and not await self._begin(line):
+                    return
+        while self._again or self._tasks:
+            if not self._again:
+                await asyncio.wait(set(self._tasks), return_when=asyncio.FIRST_COMPLETED)
+            elif not await self._begin(self._again.popleft()):
+                return
 
     async def _parsed(self, number: int, text: bytes | None) -> BatchLine:
         endpoint, services = self._facts.endpoint, self._services
@@ -183,35 +221,52 @@ class BatchRun:
         )
 
     async def _begin(self, line: BatchLine) -> bool:
-        """Begins a line once a row is idle, or says what is wrong with it. False when no further line begins here."""
+        """Begins a line once a row is idle, and before it those that met a limit, or says what is wrong with it. False
+        when no further line begins here."""
         if line.problem is None and not self._is_expired() and not self._is_full:
-            if await self._take_row():
-                task = asyncio.create_task(self._answer(line), name=f"line {line.number} of {self._place.id}")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-                return True
+            while await self._take_row():
+                is_first = not self._again
+                self._start(line if is_first else self._again.popleft())
+                if is_first:
+                    return True
+                self._wait_for(PROBE_S)
             if self._is_halted() or not self._is_expired():
                 return False
         await self._keep_problem(line)
         return not self._is_halted()
 
     async def _take_row(self) -> bool:
-        limit = self._services.context.tenancy.limits(self._place.tenant).concurrency
-        most = None if limit is None else max(1, limit // 2)  # the other half is for the tenant's requests
+        idle, tenant = self._services.idle, self._place.tenant
         while not self._is_over():
-            if (pause_s := self._again_s - asyncio.get_running_loop().time()) > 0 or self._is_doubtful:
-                await self._pause(min(AGAIN_S, pause_s) if pause_s > 0 else AGAIN_S)
-            elif await self._services.idle.take(self._place.tenant, most, self._is_over):
-                return True
+            if (pause_s := self._pause_s()) > 0:
+                await self._pause(min(AGAIN_S, pause_s))
+            elif await idle.take(tenant, self._most_lines, self._is_over):
+                if self._pause_s() <= 0:
+                    return True
+                idle.give_back(tenant)  # a line met a limit meanwhile
         return False
 
+    def _most_lines(self) -> int | None:
+        limit = self._services.context.tenancy.limits(self._place.tenant).concurrency
+        return self._services.shares.most(self._place.tenant, limit)
+
+    def _pause_s(self) -> float:
+        """Seconds for which no line begins, as far as is known."""
+        return AGAIN_S if self._is_doubtful else self._again_s - asyncio.get_running_loop().time()
+
+    def _wait_for(self, seconds: float) -> None:
+        self._again_s = max(self._again_s, asyncio.get_running_loop().time() + seconds)
+
+    def _start(self, line: BatchLine) -> None:
+        task = asyncio.create_task(self._answer(line), name=f"line {line.number} of {self._place.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _answer(self, line: BatchLine) -> None:
-        """The task of one line: tries until it has its row, or nobody wants it any more."""
+        """The task of one line. Without a row it waits to be begun again."""
         try:
-            while not await self._try(line) and await self._take_row():
-                pass
-            if self._is_expired() and not self._is_halted():
-                await self._keep_problem(line)
+            if not await self._try(line):
+                self._again.append(line)
         except (LeaseLost, RequestRefused) as error:
             self._is_lost = True
             log.debug("line %d of batch %s is given up: %s", line.number, self._place.id, error)
@@ -220,10 +275,13 @@ class BatchRun:
             self._left.set()
 
     async def _try(self, line: BatchLine) -> bool:
-        """Runs a line on the row that was taken. False: it is to be tried again."""
+        """Runs a line on the row that was taken. False: it has no row."""
         services, facts = self._services, self._facts
+        is_kept = False
 
         async def keep(answer: LineAnswer) -> None:
+            nonlocal is_kept
+            is_kept = True
             await self._keep(line.number, answer_row(line, answer), succeeded=answer.status == 200)
 
         services.context.draining.enter()
@@ -233,13 +291,12 @@ class BatchRun:
             handler = services.handlers[facts.endpoint]
             await answer_line(handler, facts.tenant, line, request_id, self._left, keep)
         except TryAgain as later:
-            self._again_s = asyncio.get_running_loop().time() + later.after_s
-            return False
+            self._wait_for(max(PROBE_S, later.after_s))
         finally:
             services.context.draining.leave()
             services.context.metrics.lines_running(-1)
             services.idle.give_back(facts.tenant)
-        return True
+        return is_kept
 
     async def _keep_problem(self, line: BatchLine) -> None:
         """Keeps the row of a line that is not run."""
@@ -262,39 +319,10 @@ class BatchRun:
     # ---- finalizing ----
 
     async def _write_files(self) -> None:
-        """Writes the rows in the order of their lines, those with status 200 into the output."""
-        facts, store = self._facts, self._store
-        numbers = await self._patiently(lambda: store.numbers(self._place))
-        written: dict[str, FileWriter] = {}
-        names = {OUTPUT: facts.output_file_id, ERRORS: facts.error_file_id}
-        for start in range(0, len(numbers), ROWS_AT_ONCE):
-            some = numbers[start : start + ROWS_AT_ONCE]
-            for succeeded, row in await self._patiently(lambda: store.rows(self._place, some)):  # noqa: B023
-                kind = OUTPUT if succeeded else ERRORS
-                if kind not in written:
-                    written[kind] = writer = self._writer(names[kind])
-                    await self._patiently(writer.begin)
-                written[kind].hold(row + b"\n")
-                await self._patiently(written[kind].flush)
-        for kind, writer in written.items():
-            await self._finished(writer, f"{facts.id}_{kind}.jsonl")
-        if OUTPUT not in written:
-            await self._writer(facts.output_file_id).abandon()
-        ends_as = "cancelled" if self._status == "cancelling" else await self._ends_as()
-        has = {f"has_{kind}": int(kind in written) for kind in names}
-        await self._move(ends_as, has)
-
-    def _writer(self, file_id: str) -> FileWriter:
-        return FileWriter(self._services.files, self._place.tenant, file_id, is_limited=False)
-
-    async def _finished(self, writer: FileWriter, filename: str) -> None:
-        now_s = int(self._services.context.wall_clock())
-        life_s = self._facts.output_life_s
-        await self._patiently(lambda: writer.finish(filename, "batch_output", now_s, life_s))
-
-    async def _ends_as(self) -> str:
-        found = await self._patiently(lambda: self._store.get(self._place))
-        return "completed" if found is None else found.ends_as
+        output = BatchOutput(self._store, self._services.files, self._facts, self._patiently)
+        written = await output.write(int(self._services.context.wall_clock()))
+        ends_as = "cancelled" if self._status == "cancelling" else self._ends_as
+        await self._move(ends_as, {f"has_{kind}": int(kind in written) for kind in (OUTPUT, ERRORS)})
 
     # ---- the lease ----
 
@@ -326,20 +354,23 @@ class BatchRun:
         self._note(await self._store.move(self._place, "cancelling", now_s, {}, is_owner=False))
 
     def _note(self, status: str) -> None:
-        """Takes over what a client has made of the batch: cancelled, or gone."""
+        """Takes over what others have made of the batch: it is cancelled, gone, or over."""
         if status == "cancelling" and self._status in ("validating", "in_progress"):
             self._status = status
             self._left.set()
-        elif status in ("", "gone"):
+        elif status not in LIVE:
             self._is_lost = True
             self._left.set()
 
     def _is_expired(self) -> bool:
-        return self._services.context.wall_clock() >= self._facts.expires_s
+        """True from when the window is over, also where the clock is set back then."""
+        self._was_expired |= self._services.context.wall_clock() >= self._facts.expires_s
+        return self._was_expired
 
     def _is_halted(self) -> bool:
         """True when this gateway begins no further line, whatever its line is."""
-        return self._is_lost or self._status == "cancelling" or self._services.is_leaving() or self._error is not None
+        is_ending = self._services.is_leaving() or self._gives_way or self._error is not None
+        return self._is_lost or self._status == "cancelling" or is_ending
 
     def _is_over(self) -> bool:
         return self._is_halted() or self._is_expired() or self._left.is_set()

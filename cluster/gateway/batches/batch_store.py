@@ -1,10 +1,11 @@
 """Batches of all tenants in Redis: any gateway shows and cancels them, one at a time runs each.
 
     validating -> in_progress -> finalizing -> completed, expired
-    validating, in_progress -- cancel --> cancelling -> cancelled;  any of these --> failed
+    validating, in_progress -- no input --> finalizing -> failed;  -- cancel --> cancelling -> cancelled
 
 Rows of lines that were answered are kept, each as soon as it is there, until they are written as files: whoever goes on
-with a batch runs only lines without a row. The right to go on is a lease; who has lost it keeps nothing.
+with a batch runs only lines without a row. The right to go on is a lease, at which every script of a runner looks; who
+has lost it keeps, writes and reads nothing.
 """
 
 import asyncio
@@ -15,25 +16,27 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.gateway.batches.batch_records import TIMED, BatchFacts, StoredBatch
+from tandem.cluster.gateway.files.file_store import MAX_FILES, WriteRight, not_found, too_many_files
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.state import keys
-from tandem.cluster.state.lease import RedisLease
+from tandem.cluster.state.lease import LeaseLost, RedisLease
 from tandem.cluster.state.lua import load_lua
 from tandem.cluster.state.redis_client import Commands
 from tandem.workers.messages.errors import RequestRefused
 
 MAX_LIVE = 64
 """Batches of one tenant that are not over."""
+MAX_BATCHES = 1000
+"""Batches of one tenant that are kept."""
 LEASE_MS = 10_000
+READ_AFTER_S = 3600
+"""Time for which an input is kept beyond the window, in which the lines that are left get their errors."""
 PREFIX = "batch_"
 SUCCEEDED, FAILED = b"1", b"0"
 CREATE_SCRIPT = load_lua(__file__, "batch_create.lua")
 MOVE_SCRIPT = load_lua(__file__, "batch_move.lua")
 ROW_SCRIPT = load_lua(__file__, "batch_row.lua")
-
-
-class LeaseLost(Exception):
-    """Another gateway runs the batch."""
+READ_SCRIPT = load_lua(__file__, "batch_read.lua")
 
 
 class BatchPlace(msgspec.Struct, frozen=True, order=True):
@@ -57,19 +60,29 @@ class BatchStore:
         self._gateway = gateway
         self._decode = msgspec.msgpack.Decoder(BatchFacts).decode
 
-    async def create(self, facts: BatchFacts) -> None:
-        """Stores a batch, whose status is "validating". RequestRefused 429 where its tenant has too many. Raises
-        RedisUnavailable."""
+    async def create(self, facts: BatchFacts) -> BatchFacts:
+        """Stores a batch, whose status is "validating", and keeps its input until its window is over. Returns its
+        facts; those of one with this id that is there already, which stays as it is. RequestRefused where its tenant
+        has too many (429), or too many files, or the input has gone. Raises RedisUnavailable."""
         place = BatchPlace(facts.tenant, facts.id)
-        tenant = facts.tenant
-        names = (keys.batches(tenant), self._key(place), self._live, keys.files(tenant), keys.file_sizes(tenant))
-        packed, life_ms = msgspec.msgpack.encode(facts), facts.life_s * 1000
-        member = (place.member, f"{tenant}/", MAX_LIVE, packed, facts.created_s)
-        more = (life_ms, facts.output_life_s * 1000, facts.output_file_id)
-        outcome = await self._redis.command("EVAL", CREATE_SCRIPT, len(names), *names, facts.id, *member, *more)
+        tenant, given = facts.tenant, facts.input_file_id
+        of_files = (keys.files(tenant), keys.file_sizes(tenant), keys.file_record(tenant, given))
+        of_batch = (keys.batches(tenant), self._key(place), self._live)
+        names = (*of_batch, *of_files, keys.file_data(tenant, given))
+        member = (place.member, f"{tenant}/", MAX_LIVE, msgspec.msgpack.encode(facts), facts.created_s)
+        read_s = facts.expires_s - facts.created_s + READ_AFTER_S
+        more = (facts.life_s * 1000, read_s * 1000, given, facts.output_file_id)
+        most = (MAX_FILES, MAX_BATCHES, keys.batch(tenant, ""))
+        outcome = await self._redis.command("EVAL", CREATE_SCRIPT, len(names), *names, facts.id, *member, *more, *most)
         if outcome == b"many":
             text = f"You have {MAX_LIVE} batches that are not over, the most that there may be; try again."
             raise RequestRefused(text, code="rate_limit_exceeded", status=429)
+        if outcome == b"files":
+            raise too_many_files()
+        if outcome == b"gone":
+            raise not_found(given, "input_file_id")
+        assert isinstance(outcome, bytes)
+        return self._decode(outcome)
 
     async def get(self, place: BatchPlace) -> StoredBatch | None:
         """A batch, None where there is none. Raises RedisUnavailable."""
@@ -110,9 +123,16 @@ class BatchStore:
         """The lease of a batch."""
         return RedisLease(self._redis, self._lease_key(place), self._gateway, LEASE_MS)
 
-    async def is_held(self, place: BatchPlace) -> bool:
-        """True while some gateway has the lease. Raises RedisUnavailable."""
-        return bool(await self._redis.command("EXISTS", self._lease_key(place)))
+    def right(self, place: BatchPlace) -> WriteRight:
+        """The right of this gateway to write the files of a batch, as long as it has the lease."""
+        return WriteRight(self._key(place), self._lease_key(place), self._gateway)
+
+    async def holders(self, places: Sequence[BatchPlace]) -> list[tuple[BatchPlace, str]]:
+        """The gateway that has the lease of each batch, "" for none. Raises RedisUnavailable."""
+        found = await self._redis.command("MGET", *map(self._lease_key, places)) if places else []
+        assert isinstance(found, list)
+        names = [one.decode() if isinstance(one, bytes) else "" for one in found]
+        return list(zip(places, names, strict=True))
 
     async def status(self, place: BatchPlace) -> str:
         """The status of a batch, "" where there is none. Raises RedisUnavailable."""
@@ -121,7 +141,7 @@ class BatchStore:
 
     async def keep_row(self, facts: BatchFacts, number: int, row: bytes, *, succeeded: bool) -> tuple[str, int]:
         """Keeps the row of a line. Returns the batch's status, and the bytes of all of its tenant's files. Raises
-        LeaseLost and RedisUnavailable."""
+        LeaseLost, where its lines are over too, and RedisUnavailable."""
         place = BatchPlace(facts.tenant, facts.id)
         rows, sizes = keys.batch_rows(place.tenant, place.id), keys.file_sizes(place.tenant)
         names = (self._key(place), rows, self._lease_key(place), sizes)
@@ -135,15 +155,12 @@ class BatchStore:
         return found[0].decode(), int(found[1])
 
     async def numbers(self, place: BatchPlace) -> list[int]:
-        """The numbers of the lines that have a row, in order. Raises RedisUnavailable."""
-        found = await self._redis.command("HKEYS", keys.batch_rows(place.tenant, place.id))
-        assert isinstance(found, list)
-        return sorted(map(int, found))
+        """The numbers of the lines that have a row, in order. Raises LeaseLost and RedisUnavailable."""
+        return sorted(map(int, await self._read(place, "HKEYS")))
 
     async def rows(self, place: BatchPlace, numbers: Sequence[int]) -> list[tuple[bool, bytes]]:
         """The rows of these lines, and whether each was answered with 200. Raises LeaseLost and RedisUnavailable."""
-        found = await self._redis.command("HMGET", keys.batch_rows(place.tenant, place.id), *numbers)
-        assert isinstance(found, list)
+        found = await self._read(place, "HMGET", *numbers)
         if None in found:
             raise LeaseLost  # another has written the files
         return await asyncio.to_thread(
@@ -151,6 +168,14 @@ class BatchStore:
         )
 
     # ---- inside ----
+
+    async def _read(self, place: BatchPlace, *asked: str | int) -> list[Any]:
+        names = (keys.batch_rows(place.tenant, place.id), self._lease_key(place))
+        found = await self._redis.command("EVAL", READ_SCRIPT, len(names), *names, self._gateway, *asked)
+        if found == b"lost":
+            raise LeaseLost
+        assert isinstance(found, list)
+        return found
 
     def _key(self, place: BatchPlace) -> str:
         return keys.batch(place.tenant, place.id)

@@ -8,6 +8,7 @@ from tandem.cluster.gateway.batches.batch_runner import BatchRunner
 from tandem.cluster.gateway.batches.batch_store import BatchStore
 from tandem.cluster.gateway.batches.idle_rows import IdleRows
 from tandem.cluster.gateway.batches.line_calls import LineHandler
+from tandem.cluster.gateway.batches.tenant_shares import LineShares
 from tandem.cluster.gateway.files.file_store import FileStore
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.services.text_services import TextServices
@@ -25,6 +26,7 @@ def open_batches(own: GatewaySettings, redis: Commands, model: str, gateway: str
 
 def batch_runner(
     settings: ServiceSettings,
+    gateway: str,
     batches: Batches,
     handlers: Mapping[str, LineHandler],
     text: TextServices,
@@ -32,7 +34,8 @@ def batch_runner(
     is_leaving: Callable[[], bool],
     is_tenant: Callable[[str], bool],
 ) -> BatchRunner | None:
-    """Returns what runs batches; None where there are none. handlers: of build_gateway_app()."""
+    """Returns what runs batches; None where there are none. gateway: as open_batches(). handlers: of
+    build_gateway_app()."""
     if batches.files is None:
         return None
     dispatch = context.dispatch
@@ -47,5 +50,6 @@ def batch_runner(
         max_lines=settings.gateway.max_batch_lines,
         is_leaving=is_leaving,
         is_tenant=is_tenant,
+        shares=LineShares(gateway),
     )
     return BatchRunner(services, batches.created)

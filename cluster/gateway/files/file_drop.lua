@@ -1,6 +1,12 @@
 -- Counts and drops a tenant's files (file_store.py), for the scripts that begin with this.
 --
--- KEYS: its files by the end of their life, their bytes. ARGV[1..2]: prefix of their keys, an id.
+-- KEYS: its files by the end of their life, their bytes; for the output of a batch also that and its lease. ARGV[1..2]:
+-- prefix of their keys, an id. For an output the last one is who asks: returns "lost", changing nothing, unless it has
+-- the lease of a batch whose files are being written.
+local WRITTEN = {finalizing = 1, cancelling = 1}
+if KEYS[3] and not (redis.call('GET', KEYS[4]) == ARGV[#ARGV] and WRITTEN[redis.call('HGET', KEYS[3], 'status')]) then
+  return 'lost'
+end
 local TOTAL = '@total'
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)

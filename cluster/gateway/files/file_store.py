@@ -9,13 +9,15 @@ import asyncio
 import re
 import uuid
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
 
 import msgspec
 
 from tandem.cluster.gateway.http.body import printable
 from tandem.cluster.gateway.schemas.reading import unsupported
 from tandem.cluster.state import keys
+from tandem.cluster.state.lease import LeaseLost
 from tandem.cluster.state.lua import load_lua
 from tandem.cluster.state.redis_client import Commands, RedisRefused, RedisUnavailable
 from tandem.workers.messages.errors import RequestRefused
@@ -61,6 +63,14 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class FileGone(Exception):
     """The file is not there any more."""
+
+
+class WriteRight(NamedTuple):
+    """The right to write the output of a batch, at which each script looks. batch, lease: their keys."""
+
+    batch: str
+    lease: str
+    holder: str
 
 
 class FileStore:
@@ -124,31 +134,38 @@ class FileStore:
             raise FileGone(record.id)
         return await asyncio.to_thread(zlib.decompress, packed)
 
-    async def script(self, script: str, tenant: str, file_id: str, *more: str | bytes | int) -> object:
-        """Runs a script over the tenant's files, which may run twice where a reply is lost. Raises RedisUnavailable."""
-        places = (keys.files(tenant), keys.file_sizes(tenant))
-        prefix = f"{keys.files(tenant)}:"
-        return await self._redis.command("EVAL", script, len(places), *places, prefix, file_id, *more)
+    async def script(
+        self, script: str, tenant: str, file_id: str, *more: str | bytes | int, right: WriteRight | None = None
+    ) -> object:
+        """Runs a script over the tenant's files, which may run twice where a reply is lost. right: to write an output;
+        LeaseLost without it. Raises RedisUnavailable."""
+        places = (keys.files(tenant), keys.file_sizes(tenant), *(right or ())[:2])
+        asked = (f"{keys.files(tenant)}:", file_id, *more, *(right or ())[2:])
+        outcome = await self._redis.command("EVAL", script, len(places), *places, *asked)
+        if outcome == b"lost":
+            raise LeaseLost
+        return outcome
 
 
 class FileWriter:
-    """One file that is written: begin(), write() as often as there are bytes, then finish(), or abandon().
-    is_limited False: it may exceed the tenant's bytes and the number of files, as the output of a batch does."""
+    """One file that is written: begin(), write() as often as there are bytes, then finish(), or drop(). right: to write
+    the output of a batch, which may exceed the tenant's bytes and the number of files; without it each call raises
+    LeaseLost."""
 
-    def __init__(self, store: FileStore, tenant: str, file_id: str, *, is_limited: bool = True) -> None:
+    def __init__(self, store: FileStore, tenant: str, file_id: str, right: WriteRight | None = None) -> None:
         self.bytes = 0
         self._store = store
         self._tenant = tenant
         self._id = file_id
-        self._is_limited = is_limited
+        self._right = right
         self._held = bytearray()
         self._pieces = 0
 
     async def begin(self) -> None:
         """Takes a place among the tenant's files. RequestRefused 400 where it has too many."""
-        most = MAX_FILES if self._is_limited else 2 * MAX_FILES
+        most = MAX_FILES if self._right is None else 2 * MAX_FILES
         if await self._script(BEGIN_SCRIPT, UNFINISHED_MS, most) == b"many":
-            raise RequestRefused(f"There are {MAX_FILES} files, the most that may be kept.", code="invalid_value")
+            raise too_many_files()
 
     async def write(self, data: bytes) -> None:
         """Adds bytes. RequestRefused 413 above the limits of a file and of its tenant."""
@@ -158,7 +175,7 @@ class FileWriter:
     def hold(self, data: bytes) -> None:
         """Adds bytes, which flush() writes. RequestRefused 413 above the limit of a file."""
         self.bytes += len(data)
-        if self._is_limited and self.bytes > self._store.max_file_bytes:
+        if self._right is None and self.bytes > self._store.max_file_bytes:
             raise too_large(self._store.max_file_bytes)
         self._held += data
 
@@ -186,16 +203,13 @@ class FileWriter:
         self._check(await self._script(FINISH_SCRIPT, msgspec.msgpack.encode(record), life_s * 1000))
         return record
 
-    async def abandon(self) -> None:
-        """Gives up what was written. Where Redis is away it goes by itself, later."""
-        try:
-            await self._store.script(DELETE_SCRIPT, self._tenant, self._id)
-        except RedisUnavailable:
-            pass
+    async def drop(self) -> None:
+        """Drops what was written, and its place. Raises RedisUnavailable; it may be called again."""
+        await self._script(DELETE_SCRIPT)
 
     async def _append(self, piece: bytes) -> None:
         packed = await asyncio.to_thread(zlib.compress, piece, 1)
-        most = self._store.max_bytes if self._is_limited else 0
+        most = self._store.max_bytes if self._right is None else 0
         self._check(await self._script(APPEND_SCRIPT, self._pieces, packed, len(piece), most, UNFINISHED_MS))
         self._pieces += 1
 
@@ -207,7 +221,7 @@ class FileWriter:
             raise RequestRefused(text, code="content_too_large", status=413, param="file")
 
     async def _script(self, script: str, *more: str | bytes | int) -> object:
-        return await self._store.script(script, self._tenant, self._id, *more)
+        return await self._store.script(script, self._tenant, self._id, *more, right=self._right)
 
 
 Files = FileStore | None
@@ -222,14 +236,19 @@ def checked_files(store: Files) -> FileStore:
     return store
 
 
-def new_file_id() -> str:
-    return PREFIX + uuid.uuid4().hex
+def new_file_id(ids: Callable[[], str] = lambda: uuid.uuid4().hex) -> str:
+    return PREFIX + ids()
 
 
 def too_large(limit: int) -> RequestRefused:
     """The refusal of a file beyond the limit of one."""
     text = f"The file has more than {limit} bytes, the most that one may have (--max-file-bytes)."
     return RequestRefused(text, code="content_too_large", status=413, param="file")
+
+
+def too_many_files() -> RequestRefused:
+    """The refusal of a file, or of a batch, which will have one, to a tenant that has as many as there may be."""
+    return RequestRefused(f"There are {MAX_FILES} files, the most that may be kept.", code="invalid_value")
 
 
 def not_found(file_id: str, param: str | None) -> RequestRefused:

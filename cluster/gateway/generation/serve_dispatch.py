@@ -190,6 +190,8 @@ class ServeDispatch:
         return {
             "num_requests_running": sum(r.running for r in records),
             "num_requests_waiting": sum(r.waiting for r in records),
+            "idle_work_running": sum(r.idle_running for r in records),
+            "idle_work_waiting": sum(r.idle_waiting for r in records),
             "outstanding_tokens": sum(r.outstanding_tokens for r in records),
             "kv_cache_usage_perc": max((r.kv_used for r in records), default=0.0),
             "groups": len(records),

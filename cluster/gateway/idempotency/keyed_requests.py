@@ -1,9 +1,9 @@
 """Requests with an Idempotency-Key. Sent again while it is answered, one waits; afterwards it gets the same bytes.
 
-What was begun is made to its end, whether its client is there or not, and the answer is stored before its last bytes
-are sent: a client that has not got the end can ask for it again. What fails is forgotten, so that it may be tried
+What was begun is made to its end, whether its client is there, reads or not, and the answer is stored before its last
+bytes are sent: a client that has not got the end can ask for it again. What fails is forgotten, so that it may be tried
 again. An answer that is longer than what is kept runs again, with the same id and the same seeds, and is on the bill
-once.
+once. Next: client_side.py.
 """
 
 import asyncio
@@ -11,11 +11,11 @@ import hashlib
 import logging
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,7 +25,16 @@ from tandem.cluster.gateway.generation.delivery import disconnected
 from tandem.cluster.gateway.generation.gateway_context import GatewayContext
 from tandem.cluster.gateway.http.auth import Principal
 from tandem.cluster.gateway.http.body import printable, read_body
-from tandem.cluster.gateway.idempotency.key_store import MAX_ANSWER_BYTES, Claim, KeyStore, StoredAnswer
+from tandem.cluster.gateway.idempotency.again_limits import AgainLimits
+from tandem.cluster.gateway.idempotency.client_side import ClientSide
+from tandem.cluster.gateway.idempotency.key_store import (
+    MAX_ANSWER_BYTES,
+    Claim,
+    KeyPlace,
+    KeyStore,
+    StoredAnswer,
+    key_place,
+)
 from tandem.cluster.gateway.schemas.reading import invalid
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.state.redis_client import RedisUnavailable
@@ -34,8 +43,8 @@ from tandem.workers.messages.errors import RequestRefused
 log = logging.getLogger("tandem.gateway")
 HEADER = "idempotency-key"
 MAX_KEY_CHARS = 255
-LOOK_S = 0.25
-"""Pause between two looks of a request that waits for the one before it."""
+LOOK_S, MOST_LOOK_S = 0.25, 2.0
+"""Pauses between two looks of a request that waits for the one before it: each is twice the last, up to the most."""
 RENEW_S = 2.0
 STORE_S = 5.0
 """Time for the answer to be stored, before its last bytes are sent in any case."""
@@ -54,6 +63,7 @@ class KeyedRequests:
         self._text = text
         self._context = context
         self._store = store
+        self._again = AgainLimits(context.tenancy.limits, context.clock)
 
     async def answer(self, handler: Handler, request: Request, principal: Principal) -> Response:
         """The answer to a request with a key. RequestRefused 409 for a key that was used with another request."""
@@ -65,31 +75,53 @@ class KeyedRequests:
             raise invalid("Idempotency-Key", f"Idempotency-Key must be 1 to {MAX_KEY_CHARS} characters of ASCII.")
         body = await read_body(request, self._text.settings.max_body_bytes)
         digest = hashlib.sha256(b"\0".join((request.scope["tandem.route"].encode(), body))).hexdigest().encode()
-        found = await self._claimed(self._store, principal.tenant, key, digest, request)
+        try:
+            found = await self._found(self._store, key_place(principal.tenant, key), digest, request)
+        except RedisUnavailable:
+            text = "An Idempotency-Key cannot be honoured now, because Redis is away; try again."
+            raise RequestRefused(text, code="service_unavailable", status=503) from None
+        if found == "other":
+            text = f"The Idempotency-Key {printable(key)} was used with another request."
+            raise RequestRefused(text, code="idempotency_key_reused", status=409, param="Idempotency-Key")
         if isinstance(found, StoredAnswer):
             return _replayed(found)
         own = _with_services(handler, self._text, found)
         return KeyedAnswer(self._context, self._store, found, own, request, principal, body)
 
-    async def _claimed(
-        self, store: KeyStore, tenant: str, key: str, digest: bytes, request: Request
-    ) -> Claim | StoredAnswer:
-        """The right to answer, or the answer, once nobody else answers."""
-        left: asyncio.Future[None] | None = None
+    async def _found(
+        self, store: KeyStore, place: KeyPlace, digest: bytes, request: Request
+    ) -> Claim | StoredAnswer | Literal["other"]:
+        """The right to answer, or the answer, once nobody else answers. Raises RedisUnavailable."""
+        found = await store.claim(place, digest)
+        if found == "wait" or found == "answer":
+            self._again.count(place.tenant)
+        while True:
+            if found == "wait":
+                found = await self._waited(store, place, digest, request)
+            if found != "answer":
+                return found
+            if (stored := await store.answer(place)) is not None:
+                return stored
+            found = await store.claim(place, digest)  # its life was over just now
+
+    async def _waited(
+        self, store: KeyStore, place: KeyPlace, digest: bytes, request: Request
+    ) -> Claim | Literal["other", "answer"]:
+        """Returns what becomes of it once nobody answers it any more. RequestRefused when the client leaves, or the
+        gateway does."""
+        left = asyncio.ensure_future(disconnected(request.receive))
         try:
-            while (found := await store.claim(tenant, key, digest)) == "wait":
-                self._context.draining.check()
-                left = left or asyncio.ensure_future(disconnected(request.receive))
-                await asyncio.wait({left}, timeout=LOOK_S)
-                if left.done():
-                    raise RequestRefused("The client left.", code="invalid_value")
+            with self._again.waiting(place.tenant):
+                pauses_s = look_pauses_s()
+                while True:
+                    self._context.draining.check()
+                    await asyncio.wait({left}, timeout=next(pauses_s))
+                    if left.done():
+                        raise RequestRefused("The client left.", code="invalid_value")
+                    if (found := await store.claim(place, digest)) != "wait":
+                        return found
         finally:
-            if left is not None:
-                left.cancel()
-        if found == "other":
-            text = f"The Idempotency-Key {printable(key)} was used with another request."
-            raise RequestRefused(text, code="idempotency_key_reused", status=409, param="Idempotency-Key")
-        return found
+            left.cancel()
 
 
 class KeyedAnswer(Response):
@@ -110,7 +142,7 @@ class KeyedAnswer(Response):
         self._handler, self._request, self._principal = handler, request, principal
         self._posted = body
         self._given_up = asyncio.Event()
-        self._has_client = True
+        self._client = ClientSide(MAX_ANSWER_BYTES, context.times.stuck_send_s)
         self._is_over = asyncio.Event()
         self._status = 0
         self._sent_headers: list[tuple[bytes, bytes]] = []
@@ -120,26 +152,25 @@ class KeyedAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer as it is made. Its making is a task of its own, which goes on without the client."""
         self._context.draining.enter()
-        made = self._context.tasks.start(self._make(scope, send), f"keyed request {self._claim.nonce}")
-        try:
+        made = self._context.tasks.start(self._make(scope), f"keyed request {self._claim.nonce}")
+        if await self._client.serve(receive, send):
             await asyncio.shield(made)
-        finally:
-            self._has_client = False
 
-    async def _make(self, scope: Scope, send: Send) -> None:
+    async def _make(self, scope: Scope) -> None:
         renewing = asyncio.create_task(self._renew(), name=f"key of {self._claim.nonce}")
         try:
-            request = Request(scope, receive := self._client())
+            request = Request(scope, receive := self._patient_client())
             response = await self._handler(request, self._principal)
-            await response(scope, receive, partial(self._send, scope, send))
+            await response(scope, receive, partial(self._send, scope))
         finally:
             self._is_over.set()
+            self._client.end()
             if not self._is_whole:
                 await self._kept_or_not(self._store.forget(self._claim))
             self._context.draining.leave()
             await asyncio.wait({renewing})
 
-    def _client(self) -> Receive:
+    def _patient_client(self) -> Receive:
         """A client that has sent its body, and stays until nobody can get the answer."""
         is_sent = False
 
@@ -153,20 +184,19 @@ class KeyedAnswer(Response):
 
         return receive
 
-    async def _send(self, scope: Scope, send: Send, message: Message) -> None:
+    async def _send(self, scope: Scope, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status, self._sent_headers = message["status"], list(message.get("headers", ()))
         else:
             await self._keep(message["body"], is_last=not message.get("more_body", False), has_failed=_failed(scope))
-        if self._has_client:
-            await send(message)
+        await self._client.put(message)
 
     async def _keep(self, body: bytes, *, is_last: bool, has_failed: bool) -> None:
         """Gathers the answer; before its end is sent it is stored."""
         if len(self._kept) <= MAX_ANSWER_BYTES:
             self._kept += body
         is_long = len(self._kept) > MAX_ANSWER_BYTES
-        if is_long and not self._has_client:
+        if is_long and not self._client.is_there:
             self._given_up.set()  # nobody can get it any more
         if not is_last or self._status != 200 or has_failed:
             return
@@ -189,9 +219,21 @@ class KeyedAnswer(Response):
             with suppress(TimeoutError):
                 async with asyncio.timeout(RENEW_S):
                     await self._is_over.wait()
-            if not self._is_over.is_set():
-                with suppress(RedisUnavailable):
-                    await self._store.renew(self._claim)
+            if self._is_over.is_set():
+                return
+            with suppress(RedisUnavailable):
+                is_held = await self._store.renew(self._claim)
+                if not (is_held or self._is_whole or self._is_over.is_set()):
+                    log.warning("an Idempotency-Key is not held any more: sent again, its request may run anew")
+                    return
+
+
+def look_pauses_s() -> Iterator[float]:
+    """Seconds between the looks of a request that waits, without an end."""
+    pause_s = LOOK_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, MOST_LOOK_S)
 
 
 def _failed(scope: Scope) -> bool:

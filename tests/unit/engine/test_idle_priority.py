@@ -6,6 +6,8 @@ import pytest
 from builders import Harness, assert_as_expected, harness, request
 from test_engine_outputs import MODES
 
+from tandem.workers.engine.base.stats import TTFT_BOUNDS_S, IdleWork
+from tandem.workers.messages.errors import QueueFull
 from tandem.workers.messages.request import IDLE_PRIORITY, GenerationRequest
 
 ROWS, SOON = 4, 12
@@ -81,3 +83,56 @@ def test_others_have_blocks_too() -> None:
     assert 0 < h.engine.stats().preemptions <= 3
     h.run()
     assert_as_expected(h, *lines, other)
+
+
+def test_lines_take_no_place_in_the_queue_of_others() -> None:
+    """Those that wait have limits of their own: 2 lines wait, and 2 requests beside them."""
+    h = engine({}, max_num_queued_reqs=2)
+
+    def add(name: str, **more: Any) -> GenerationRequest:
+        h.add(one := request(name, 3, 4, **more))
+        return one
+
+    taken = [add(f"line{i}", priority=IDLE_PRIORITY) for i in range(2)]
+    with pytest.raises(QueueFull):
+        add("line2", priority=IDLE_PRIORITY)
+    taken += [add(f"quick{i}") for i in range(2)]
+    with pytest.raises(QueueFull):
+        add("quick2")
+    h.run()
+    assert_as_expected(h, *taken)
+    assert add("line3", priority=IDLE_PRIORITY) and add("quick3")
+    h.run()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_idle_work_is_told_apart(mode: dict[str, Any]) -> None:
+    """Blocks that a request shares with lines are not theirs, blocks that lines share among themselves count once."""
+    h = engine(mode)
+    prompt = list(range(2, 42))
+    assert h.engine.stats().idle == IdleWork(first_tokens=[0] * (len(TTFT_BOUNDS_S) + 1))
+    h.add(*(request(f"line{i}", prompt, 30, priority=IDLE_PRIORITY) for i in range(ROWS + 1)))
+    for _ in range(8):
+        h.step()
+    stats = h.engine.stats()
+    idle = stats.idle
+    assert (idle.running, idle.waiting, idle.waiting_tokens) == (stats.running, stats.waiting, stats.waiting_tokens)
+    assert (idle.running, idle.waiting) == (ROWS, 1) and idle.waiting_tokens == len(prompt)
+    assert idle.prompt_tokens == stats.prompt_tokens == ROWS * len(prompt)
+    assert idle.first_tokens == stats.time_to_first_token_s.counts and sum(idle.first_tokens) > 0
+    in_tables = {b for state in h.engine.requests for seq in state.sequences for b in seq.table.block_ids}
+    assert round(idle.kv_usage * stats.num_blocks) == len(in_tables)
+    h.add(other := request("quick", prompt, 20))
+    until_token(h, "quick")
+    stats, idle = h.engine.stats(), h.engine.stats().idle
+    assert stats.running - idle.running == 1 and stats.waiting == idle.waiting
+    assert stats.prompt_tokens - idle.prompt_tokens == len(prompt)
+    assert stats.time_to_first_token_s.count - sum(idle.first_tokens) == 1
+    (quick,) = h.engine.requests.get(other.request_id).sequences
+    lines = {
+        b for state in h.engine.requests for seq in state.sequences if seq is not quick for b in seq.table.block_ids
+    }
+    assert round(idle.kv_usage * stats.num_blocks) == len(lines - {*quick.table.block_ids})
+    assert lines & {*quick.table.block_ids}, "they share the prompt"
+    h.run()
+    assert h.engine.stats().idle.running == h.engine.stats().idle.kv_usage == 0

@@ -16,6 +16,7 @@ from tandem.cluster.gateway.batches.batch_run import BatchServices
 from tandem.cluster.gateway.batches.batch_runner import BatchRunner
 from tandem.cluster.gateway.batches.batch_store import BatchStore
 from tandem.cluster.gateway.batches.idle_rows import IdleRows
+from tandem.cluster.gateway.batches.tenant_shares import LineShares
 from tandem.cluster.gateway.files.file_store import FileStore
 from tests.support.fake_backend import FakeBackend
 from tests.unit.gateway.rig import COMPLETE, DEADLINE_S, MODEL, Rig, gateway
@@ -128,6 +129,7 @@ async def batching(
                 lambda: {
                     "num_requests_running": load["others"] + len(rig.backend.streams),
                     "num_requests_waiting": load["waiting"],
+                    "idle_work_running": len(rig.backend.streams),
                 },
                 rows,
                 lambda: False,
@@ -135,6 +137,7 @@ async def batching(
             max_lines=max_lines,
             is_leaving=lambda: leaving[0],
             is_tenant=lambda name: name not in removed,
+            shares=LineShares(name),
         )
         runner = BatchRunner(services, batches.created)
         looking = asyncio.create_task(runner.run())

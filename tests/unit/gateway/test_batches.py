@@ -330,7 +330,7 @@ async def test_idle_rows_are_what_others_leave() -> None:
     async def taken(tenant: str = "a", most: int | None = None) -> bool:
         nonlocal looks
         looks = iter([False, True])
-        return await rows.take(tenant, most, lambda: next(looks))
+        return await rows.take(tenant, lambda: most, lambda: next(looks))
 
     assert not await taken(), "no group serves"
     asleep[0] = True
@@ -339,19 +339,30 @@ async def test_idle_rows_are_what_others_leave() -> None:
     rows.give_back("a")
     load["groups_serving"] = 2
     assert [await taken() for _ in range(2)] == [True, True] and not await taken(most=2)
-    load["num_requests_running"] = 2  # its own
+
+    def run(requests: int, lines: int) -> None:
+        load["num_requests_running"], load["idle_work_running"] = requests + lines, lines
+
+    run(0, 2)  # its own
     assert [await taken("b") for _ in range(26)] == [True] * 26
-    load["num_requests_running"] = 28
+    run(0, 28)
     assert not await taken("b"), "4 of 32 rows are left free"
     rows.give_back("b")
+    run(1, 27)
+    assert not await taken("b"), "a request has come"
+    run(0, 27)
     load["kv_cache_usage_perc"] = 0.95
     assert not await taken("b")
     load["kv_cache_usage_perc"] = 0.5
-    assert await taken("b") and rows.lines == 28
+    load["num_requests_waiting"] = 1
+    assert not await taken("b"), "a request waits, in whatever group"
+    load["idle_work_waiting"] = 1
+    assert await taken("b") and rows.lines == 28, "what waits is a line"
+    load["num_requests_waiting"] = load["idle_work_waiting"] = 0
     for _ in range(18):
         rows.give_back("b")
-    load["num_requests_running"] = 29
-    assert not await taken("b"), "how many of the 29 are its own is not known: of 10 it is sure"
+    run(0, 29)
+    assert not await taken("b"), "how many of the 29 lines are its own is not known: of 10 it is sure"
 
 
 async def test_a_tenant_has_so_many_batches(redis: BackgroundClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ async def test_one_whose_gateway_is_lost_runs_again_as_the_same(
         monkeypatch.setattr(keyed_requests, "RENEW_S", 100.0)
         first = asyncio.ensure_future(post(rig, "a"))
         await rig.backend.submitted.wait()
-        (place,) = await redis.command("KEYS", "tandem:idempotency:*")
+        (place,) = await redis.command("KEYS", "tandem:idempotency:{acme}:[0-9a-f]*")
         await redis.command("HSET", place, "until", 1)
         again = await post(other, "a")
         one, two = rig.backend.requests[0], other.backend.requests[0]

@@ -46,6 +46,21 @@ def test_records_are_bounded_in_bytes_and_the_oldest_go() -> None:
     assert records.encoded("r99") is not None, "an id that comes again takes the place of its older one"
 
 
+async def test_no_tenant_takes_the_place_of_anothers_record() -> None:
+    records = RequestRecords()
+    for tenant, outcome in (("acme", "stop"), ("acme", "length"), ("other", "abort"), ("", "rejected")):
+        records.add(record("r", tenant=tenant, outcome=outcome))
+
+    async def outcome_of(tenant: str) -> str | None:
+        found = await records.find("r", tenant)
+        return None if found is None else found.outcome
+
+    assert [await outcome_of(tenant) for tenant in ("acme", "other", "nobody")] == ["length", "abort", None]
+    assert await outcome_of("") == "abort", "the last one that had a valid key"
+    records.add(record("without a key", outcome="rejected"))
+    assert await records.find("without a key") is not None
+
+
 async def test_the_route_knows_what_a_request_met(rig_of_admin: Any) -> None:
     async with rig_of_admin() as rig:
         body = {"prompt": SAID, "max_tokens": 3, "n": 2}
@@ -67,12 +82,15 @@ async def test_the_route_knows_what_a_request_met(rig_of_admin: Any) -> None:
         for path, key, status in (
             ("/admin/requests/a%2Fb%3A1", "sk", 403),
             ("/admin/requests/nobody", "root", 404),
+            ("/admin/requests/a%2Fb%3A1?tenant=default", "root", 200),
+            ("/admin/requests/a%2Fb%3A1?tenant=acme", "root", 404),
+            (f"/admin/requests/a%2Fb%3A1?tenant={'x' * 1000}", "root", 404),
             (f"/admin/requests/{'x' * 1000}", "root", 404),
             ("/admin/requests/", "root", 404),
         ):
             refused = await rig.client.get(path, headers={"authorization": f"Bearer {key}"})
             assert refused.status_code == status, (path, refused.text)
-            assert error_of(refused)["message"]
+            assert status == 200 or error_of(refused)["message"]
 
 
 @pytest.fixture
@@ -118,6 +136,8 @@ async def test_the_verb(rig_of_admin: Any) -> None:
         assert shown.stdout.startswith("request mine: length after ") and "tenant default, model echo" in shown.stdout
         assert SAID not in shown.stdout
         assert '"request_id":"mine"' in (await tandem("explain", "mine", "--json", *at)).stdout
+        assert (await tandem("explain", "mine", "--tenant", "default", *at)).stdout == shown.stdout
+        assert 'of tenant "acme"' in str((await tandem("explain", "mine", "--tenant", "acme", *at)).exception)
         missing = await tandem("explain", "yours", *at)
         assert "No gateway remembers" in str(missing.exception)
 
@@ -138,8 +158,8 @@ async def two_gateways(
     made: list[RequestRecords] = []
     asking: list[RecordQuestions] = []
 
-    def ask(number: int) -> Callable[[str], Awaitable[bytes | None]]:
-        return lambda request_id: asking[number].ask(request_id)
+    def ask(number: int) -> Callable[[str, str], Awaitable[bytes | None]]:
+        return lambda request_id, tenant: asking[number].ask(request_id, tenant)
 
     for number, each in enumerate(changes):
         made.append(RequestRecords(gateway=f"g{number}", ask=ask(number)))
@@ -165,13 +185,20 @@ async def test_any_gateway_finds_it(
     monkeypatch.setattr(record_questions, "ANSWER_S", 20.0)
     async with two_gateways(redis, server, announced=announced) as (here, there):
         there.add(record("mine", tenant="acme"))
+        there.add(record("mine", tenant="other"))
+        here.add(record("mine", tenant="third"))
         here.add(record("own"))
-        found = await asyncio.gather(*(here.find("mine") for _ in range(3)), there.find("mine"), here.find("own"))
-        assert [one is not None and (one.request_id, one.gateway) for one in found] == [
-            *[("mine", "")] * 3,
-            ("mine", "g1"),
-            ("own", "g0"),
+        found = await asyncio.gather(
+            *(here.find("mine", "acme") for _ in range(3)), there.find("mine"), here.find("own")
+        )
+        assert [one is not None and (one.request_id, one.tenant, one.gateway) for one in found] == [
+            *[("mine", "acme", "")] * 3,
+            ("mine", "other", "g1"),
+            ("own", "", "g0"),
         ]
+        there.add(record("yours", tenant="acme"))
+        yours = await here.find("yours")
+        assert yours is not None and yours.tenant == "acme", "whoever's it is"
         monkeypatch.setattr(record_questions, "ANSWER_S", 0.05)
         assert await here.find("nobody's") is None
     assert await redis.command("TTL", keys.records_asked("s")) > 0
@@ -181,7 +208,7 @@ async def test_without_redis_a_gateway_knows_its_own(server: RedisServer) -> Non
     client = patient(server)
     await client.close()
     away = BackgroundClient("redis://127.0.0.1:1", timeout_s=0.05)
-    questions = RecordQuestions(away, "s", lambda _: None, Announcements())
+    questions = RecordQuestions(away, "s", lambda *_: None, Announcements())
     records = RequestRecords(ask=questions.ask)
     records.add(record("own"))
     assert await records.find("own") is not None and await records.find("other") is None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tandem.workers.engine.blocks.block_manager import BlockTable
 from tandem.workers.messages.course import Course
-from tandem.workers.messages.request import Ended, FinishReason, GenerationRequest, Usage
+from tandem.workers.messages.request import IDLE_PRIORITY, Ended, FinishReason, GenerationRequest, Usage
 from tandem.workers.messages.step import RowSampling
 
 
@@ -200,3 +200,9 @@ class RequestState:
             if seq.status is SequenceStatus.RUNNING and seq.num_computed >= num_tokens and seq.bound_step <= done_step:
                 return seq
         return None
+
+
+def is_idle_work(seq: Sequence) -> bool:
+    """Returns whether a sequence is for idle rows only, as a batch's line is. It gives way to all others, so whoever
+    judges how much there is to do leaves it out."""
+    return seq.order[0] >= IDLE_PRIORITY

@@ -5,6 +5,7 @@ A field with a Metric is a row of /metrics: it is named here and counted where i
 writes EngineStats, which any thread may read. Histogram bounds are vLLM's, so that its dashboards fit.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
@@ -13,8 +14,9 @@ from tandem.workers.engine.base.drafting import DraftStats
 from tandem.workers.engine.base.expert_reports import ExpertStats
 from tandem.workers.engine.base.metric_rows import Histogram, Metric
 from tandem.workers.engine.base.request_figures import ITL_BOUNDS_S, REQUEST_BOUNDS_S, RequestFigures
-from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
-from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus, is_idle_work
+from tandem.workers.engine.blocks.block_manager import NO_BLOCK, BlockManager
+from tandem.workers.engine.blocks.block_pool import BlockPool
 
 TTFT_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -168,12 +170,35 @@ class EngineCounts:
     )
 
 
+@dataclass(slots=True, eq=False)
+class IdleCounts:
+    """Prompt tokens and first tokens of idle work, counted from the start."""
+
+    prompt_tokens: int = 0
+    first_tokens: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleWork:
+    """The part of an engine's work that is for idle rows only. running, waiting: sequences. waiting_tokens: known
+    tokens of the latter. kv_usage: share of the KV blocks that no other work uses. prompt_tokens, first_tokens: from
+    the start, the latter by TTFT_BOUNDS_S."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    kv_usage: float = 0.0
+    prompt_tokens: int = 0
+    first_tokens: list[int] = field(default_factory=list)
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Collector(EngineCounts):
     """Counts of an engine so far, written by its thread."""
 
     requests: RequestFigures
     tenants: dict[str, TenantCounts] = field(default_factory=dict)
+    idle: IdleCounts = field(default_factory=IdleCounts)
     # for the courses of requests: steps that have returned, and the sequences in them
     returned_steps: int = 0
     returned_rows: int = 0
@@ -206,6 +231,7 @@ class EngineStats(EngineCounts):
     cached_blocks: int
     reserved_blocks: int  # of those without a user, how many chunks of running prompts will take
     kv_tokens: int = 0  # that all blocks hold, in contexts as long as the model takes
+    idle: IdleWork = field(default_factory=IdleWork)  # of all that is counted here
     offload: OffloadStats | None = None
     adapters: AdapterStats | None = None
     tenants: dict[str, TenantStats] = field(default_factory=dict)
@@ -253,12 +279,28 @@ def engine_stats(
         reserved_blocks=pool.num_reserved,
         allocated_slots=(pool.num_used - pool.num_pending) * manager.block_size,
         empty_slots=sum(seq.table.capacity - seq.num_scheduled for seq in running) * manager.groups.count,
+        idle=_idle_work(live, pool, collector.idle),
         offload=offload,
         adapters=adapters,
         tenants=_tenants(live, collector.tenants, dict(output_tokens)),
         drafts=drafts,
         experts=experts,
         requests=collector.requests.snapshot(),
+    )
+
+
+def _idle_work(live: Iterable[Sequence], pool: BlockPool, counts: IdleCounts) -> IdleWork:
+    """The idle work among the live sequences; O(its blocks)."""
+    idle = list(filter(is_idle_work, live))
+    waiting = [seq for seq in idle if seq.status is not SequenceStatus.RUNNING]
+    users = Counter(block_id for seq in idle for block_id in seq.table.block_ids if block_id != NO_BLOCK)
+    return IdleWork(
+        running=len(idle) - len(waiting),
+        waiting=len(waiting),
+        waiting_tokens=sum(len(seq.tokens) for seq in waiting),
+        kv_usage=sum(pool.num_users(block_id) <= count for block_id, count in users.items()) / pool.num_blocks,
+        prompt_tokens=counts.prompt_tokens,
+        first_tokens=counts.first_tokens.counts.copy(),
     )
 
 

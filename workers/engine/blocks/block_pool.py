@@ -66,6 +66,10 @@ class BlockPool:
         """Returns the block that lookup() finds."""
         return self._index[key]
 
+    def num_users(self, block_id: int) -> int:
+        """Returns how many references the block has."""
+        return self._refs[block_id]
+
     def is_idle(self, block_id: int) -> bool:
         """Returns whether the block is free or cached: to acquire it lowers num_allocatable, which must allow it."""
         return self._refs[block_id] == 0 and not self._pending[block_id]

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from tandem.workers.engine.base.sequence import Sequence
-from tandem.workers.engine.waiting.least_share import is_idle_work
+from tandem.workers.engine.base.sequence import Sequence, is_idle_work
 from tandem.workers.engine.waiting.row_shares import HeldBlocks, QueuedTenant, RowShares
 
 

@@ -8,9 +8,8 @@ FairQueue, and by RunningRows when rows or blocks are lacking.
 
 from collections.abc import Iterable
 
-from tandem.workers.engine.base.sequence import Sequence
+from tandem.workers.engine.base.sequence import Sequence, is_idle_work
 from tandem.workers.engine.waiting.row_shares import HeldBlocks, QueuedTenant, RowShares
-from tandem.workers.messages.request import IDLE_PRIORITY
 
 
 def gives_way(
@@ -23,11 +22,6 @@ def gives_way(
     if giver is None:
         return None
     return max((seq for seq in running if seq.tenant == giver.name), key=lambda seq: seq.order)
-
-
-def is_idle_work(seq: Sequence) -> bool:
-    """Returns whether a sequence is for idle rows only."""
-    return seq.order[0] >= IDLE_PRIORITY
 
 
 def latest_idle(running: Iterable[Sequence], first: Sequence | None) -> Sequence | None:

@@ -61,7 +61,7 @@ CHUNKS: Final[Mapping[AttentionClass, Sequence[Tile]]] = {
     (4, 128, False): (Tile(16, 16, 8, 3), Tile(16, 16, 8, 2), Tile(16, 16, 4, 3)),
     (4, 128, True): (Tile(16, 16, 8, 3),),
 }  # fmt: skip
-"""Tiles of chunks of prompts. Larger ones spill registers; `make check-kernels ALL=1` compiles all of them."""
+"""Tiles of chunks of prompts. Larger ones spill registers; `make check-kernels CANDIDATES=1` compiles all of them."""
 DECODES: Final[Mapping[AttentionClass, Sequence[DecodeTile]]] = {
     (2, 128, False): (
         DecodeTile(16, 64, 4, 3), DecodeTile(16, 64, 4, 3, 256), DecodeTile(16, 64, 4, 3, 1024),

@@ -18,7 +18,7 @@ T tokens, R rows, N query heads, K KV heads, G = N / K, D and V elements of a ke
 # Triton's own types are no annotations.
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-calls
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -353,6 +353,7 @@ def attend_chunks(
     are."""
     tile = kept.tiles.pick(use_of("attend_tiles", q_TND, kv), chunk_tiles(class_of(q_TND, kv), kept.multiprocessors)[0])
     launch, num_rows = launch_of(tile, q_TND, kv, rows, params, kept), len(rows.starts) - 1
+    launch.arguments.update(all_registers(kept.multiprocessors))
     attend_tiles[(len(q_TND) // launch.queries + num_rows, launch.shares)](
         positions=rows.positions_T, starts=rows.starts, out=out_TNV, rows=num_rows,
         fewest=queries.start, most=queries.stop - 1, ROWS=rows_compiled_for(num_rows), **launch.arguments,
@@ -368,3 +369,9 @@ def chunk_tiles(of: AttentionClass, multiprocessors: Multiprocessors) -> Sequenc
     """Returns the tiles of chunks that a device has the shared memory for, its default first."""
     is_wide = of == (2, 256, False) and multiprocessors.shared_bytes < ROOMY_BYTES
     return CHUNKS[of][1:] if is_wide else CHUNKS[of]
+
+
+def all_registers(multiprocessors: Multiprocessors) -> Mapping[str, int]:
+    """Returns the argument of a launch with which ptxas gives a program what registers it needs. On small devices it
+    would spill some, so that one program more fits."""
+    return {"maxnreg": 255} if multiprocessors.shared_bytes < ROOMY_BYTES else {}

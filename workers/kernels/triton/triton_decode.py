@@ -32,6 +32,7 @@ from tandem.workers.kernels.triton.triton_attention import (
     Rows,
     add_keys,
     add_sink,
+    all_registers,
     class_of,
     launch_of,
     power_of_two,
@@ -302,8 +303,9 @@ def attend_decodes(
     programs = programs_at_once(tile, of_position, kept.multiprocessors)
     sums = PartSums.of(kept.parts(q_TND.device), out_TNV, programs * tile.rows)
     work = lists.of(params.window or 0, launch.queries, tile.length, sums.room)
+    launch.arguments.update(all_registers(kept.multiprocessors))
     if kv.key_scales is not None:
-        launch.arguments["maxnreg"] = 255  # else ptxas spills, so that one program more fits
+        launch.arguments["maxnreg"] = 255  # as on small devices
     attend_parts[(programs,)](
         items=work.items, out=out_TNV, **sums._asdict(), LENGTH=tile.length, **launch.arguments
     )  # fmt: skip

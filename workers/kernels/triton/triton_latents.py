@@ -29,6 +29,7 @@ from tandem.workers.kernels.triton.triton_attention import (
     Kept,
     Rows,
     _codes,
+    all_registers,
     rows_compiled_for,
     tile_of,
     weigh,
@@ -240,6 +241,8 @@ def attend_latent_decodes(
     """Writes out_TNL, sums of latents, of the tokens of the rows that are listed; other tokens are left as they are."""
     tile = DECODE[_class_of(queries, kv)]
     arguments = _arguments(tile, queries, kv, rows)
+    if queries.q_TNL.element_size() < 4:  # in float32 it spills with them, and without them not
+        arguments.update(all_registers(kept.multiprocessors))
     of_position = (arguments["L_PAD"] + arguments["R_PAD"]) * kv.keys.element_size()
     programs = programs_at_once(tile, of_position, kept.multiprocessors)
     sums = PartSums.of(kept.parts(out_TNL.device), out_TNL, programs * tile.rows)
@@ -254,7 +257,7 @@ def attend_latent_chunks(
     """Writes out_TNL, sums of latents, of the tokens of rows that have as many queries as `lengths` says; other tokens
     are left as they are."""
     tile = PREFILL[_class_of(queries, kv)]
-    arguments = _arguments(tile, queries, kv, rows)
+    arguments = {**_arguments(tile, queries, kv, rows), **all_registers(kept.multiprocessors)}
     if arguments["L_PAD"] == SIZES[-1] and kept.multiprocessors.shared_bytes < ROOMY_BYTES:
         arguments["num_stages"] = 2
     (tokens, heads, _), num_rows, share = out_TNL.shape, len(rows.starts) - 1, arguments["SHARE"]

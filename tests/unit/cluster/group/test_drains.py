@@ -1,16 +1,20 @@
 """An operator's drain: the order and the group that follows it, how long that stays, what gateways do, and nodes."""
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import pytest
 
-from tandem.cluster.fleet.fleet_view import GroupRecord
+from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord
 from tandem.cluster.fleet.group_drains import DrainFollower, DrainOrder, order_drain
+from tandem.cluster.fleet.prefix_resets import ResetFollower
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups, Drains
-from tandem.cluster.group.last_requests import DRAIN_PERIOD_S, SEEN_S, drained, others_serve
+from tandem.cluster.group.last_requests import DRAIN_PERIOD_S, SEEN_S, OtherGroups, drained, others_serve
 from tandem.cluster.ray_private.node_ends import RayNode
+from tandem.cluster.state import keys
 from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.workers.messages.errors import RequestRefused
@@ -21,16 +25,22 @@ def record(group: str, state: Any = "serving", host: str = "n1", **more: Any) ->
 
 
 class OneHash:
-    """Redis with one hash; `away`: it does not answer."""
+    """Redis with one hash; `away`: it does not answer. loses: is set once it waits for the cancellation that it loses,
+    as a call of the library may that has its result."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.away = False
+        self.loses: asyncio.Event | None = None
 
     async def command(self, *parts: Any) -> Any:
         if self.away:
             raise RedisUnavailable("away")
         assert parts[0] == "HGET"
+        if self.loses is not None:
+            self.loses.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
         return self.values.get(parts[2])
 
     async def pipeline(self, commands: list[Any]) -> list[Any]:
@@ -73,6 +83,57 @@ async def test_a_group_follows_its_own_order_once() -> None:
     assert obeyed == [DrainOrder(timeout_s=5.0)], "the first order stands"
 
 
+async def test_a_group_follows_its_order_whatever_went_wrong_before(caplog: pytest.LogCaptureFixture) -> None:
+    redis, looks, tries = OneHash(), Looks(), list[DrainOrder]()
+
+    async def drain(order: DrainOrder) -> None:
+        tries.append(order)
+        if len(tries) == 1:
+            raise ValueError("no such thing")
+
+    await order_drain(redis, "s", "g1", DrainOrder(timeout_s=5.0))  # type: ignore[arg-type]
+    following = asyncio.create_task(DrainFollower(redis, "s", "g1", drain, looks).run())  # type: ignore[arg-type]
+    looks.looks.release()
+    await asyncio.wait_for(following, 5)
+    assert len(tries) == 2
+    assert "an order to drain was not followed" in caplog.text and "no such thing" in caplog.text
+
+
+async def test_so_it_does_with_orders_to_forget_its_prefix_cache() -> None:
+    class OneNumber:
+        async def command(self, *parts: Any) -> Any:
+            return b"7"
+
+    tries, looks, is_done = list[str](), Looks(), asyncio.Event()
+
+    async def forget() -> None:
+        tries.append("now")
+        if len(tries) == 1:
+            raise ValueError("not now")
+
+    follower = ResetFollower(OneNumber(), "s", forget, is_done.set, looks)  # type: ignore[arg-type]
+    following = asyncio.create_task(follower.run())
+    looks.looks.release()
+    await asyncio.wait_for(is_done.wait(), 5)
+    following.cancel()
+    assert follower.done == 7 and len(tries) == 2
+
+
+async def test_a_follower_ends_when_the_redis_library_loses_its_cancellation() -> None:
+    redis, obeyed = OneHash(), list[DrainOrder]()
+    redis.loses = asyncio.Event()
+
+    async def drain(order: DrainOrder) -> None:
+        obeyed.append(order)
+
+    await order_drain(redis, "s", "g1", DrainOrder(timeout_s=5.0))  # type: ignore[arg-type]
+    following = asyncio.create_task(DrainFollower(redis, "s", "g1", drain, Looks()).run())  # type: ignore[arg-type]
+    await redis.loses.wait()
+    following.cancel()
+    await asyncio.wait_for(following, 5)
+    assert not obeyed
+
+
 async def over(timeout_s: float, requests: list[int], others: list[bool]) -> tuple[str, float]:
     """The reason for the end, and when it came: `requests` and `others` by look, the last ones from then on."""
     waited = [0.0]
@@ -111,6 +172,63 @@ def test_gateways_send_nothing_to_a_group_that_drains_and_do_not_hurry_it() -> N
     assert set(draining.groups) == {"g1"} and not draining.is_due("g1")
     draining.refresh([record("g2")])
     assert not draining.groups
+
+
+class FleetInRedis:
+    """Redis with the records of a fleet; `away`: it does not answer."""
+
+    def __init__(self, *records: GroupRecord) -> None:
+        self.records = records
+        self.away = False
+
+    async def command(self, *parts: Any) -> Any:
+        if self.away:
+            raise RedisUnavailable("away")
+        values = {keys.group("s", one.group): msgspec.msgpack.encode(one) for one in self.records}
+        return [({keys.SENTINEL: b"epoch"} | values).get(name) for name in parts[1:]]
+
+    async def pipeline(self, commands: list[Any]) -> list[Any]:
+        return [{one.group.encode() for one in self.records}, await self.command(*commands[1])]
+
+
+async def drained_beside(redis: FleetInRedis, at: dict[float, Callable[[], object]]) -> tuple[str, float]:
+    """The reason for the end of g1 with 3 requests and 10 s, and when it came. at: what happens meanwhile."""
+    waited = [0.0]
+
+    async def pause(seconds: float) -> None:
+        waited[0] += seconds
+        at.get(waited[0], lambda: None)()
+
+    others = OtherGroups(FleetView(redis, "s", clock=lambda: waited[0]), lambda: record("g1", "draining"))
+    return await drained(10.0, lambda: 3, others.may_serve, pause), waited[0]
+
+
+@pytest.mark.parametrize("is_away_first", [False, True])
+async def test_a_redis_that_does_not_answer_says_nothing_of_others(is_away_first: bool) -> None:
+    redis = FleetInRedis(record("g1", "draining"), record("g2"))
+
+    def is_away(value: bool) -> Callable[[], None]:
+        return lambda: setattr(redis, "away", value)
+
+    redis.away = is_away_first
+    handed_over = ("its 3 requests are handed over after 10 s", 10.0)
+    assert await drained_beside(redis, {1.0: is_away(True), 2.0: is_away(False)}) == handed_over
+    redis.away = is_away_first
+    assert await drained_beside(redis, {1.0: is_away(True)}) == handed_over, "it is away until the time is over"
+    redis.away, redis.records = False, redis.records[:1]
+    why, at_s = await drained_beside(redis, {})
+    assert why.startswith("no other group serves") and at_s == 0.0
+
+
+async def test_a_group_that_is_taken_down_stays_while_nobody_knows_whether_it_is_needed() -> None:
+    own, redis = record("g1", "draining", kind="1:a"), FleetInRedis(record("g2", kind="1:a"))
+    others = OtherGroups(FleetView(redis, "s"), lambda: own)
+    redis.away = True
+    assert await others.may_be_of_no_use()
+    redis.away = False
+    assert not await others.may_be_of_no_use()
+    redis.records = (record("g2", kind="1:b"),)
+    assert await others.may_be_of_no_use()
 
 
 class ToldFleet:

@@ -2,15 +2,18 @@
 
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import redis
 
 from tandem.cluster.process import redis_server
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.configs.environment import short_temp_folder
+from tandem.configs.errors import SettingsError
 
 LOADING = """#!{python}
 import re, socket, sys
@@ -53,3 +56,33 @@ def test_a_server_that_reads_what_an_earlier_one_left_has_not_started(
     finally:
         server.stop()
         shutil.rmtree(folder)
+
+
+def test_data_in_a_folder_of_its_own_outlives_the_server_and_is_one_servers(tmp_path: Path) -> None:
+    data = tmp_path / 'kept "here"'
+    folders = [Path(tempfile.mkdtemp(prefix="tr-", dir=short_temp_folder())) for _ in range(3)]
+    script = "import sys; from pathlib import Path; from tandem.cluster.process.redis_server import RedisServer; "
+    script += "server = RedisServer(Path(sys.argv[1]), data=Path(sys.argv[2])); server.start(); "
+    script += "print(server.url, flush=True); sys.stdin.read(); server.stop()"
+
+    def started(folder: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", script, str(folder), str(data)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    try:
+        with started(folders[0]) as first:
+            assert first.stdout is not None
+            url = first.stdout.readline().strip()
+            redis.Redis.from_url(url).set("kept", "1")
+            with pytest.raises(SettingsError, match="another service has its data in") as error:
+                RedisServer(folders[1], data=data).start()
+            assert error.value.flag == "--state-dir"
+            first.communicate()
+        with started(folders[2]) as second:
+            assert second.stdout is not None
+            assert redis.Redis.from_url(second.stdout.readline().strip()).get("kept") == b"1"
+            second.communicate()
+        assert (data / "lock").stat().st_mode & 0o77 == 0 and data.stat().st_mode & 0o77 == 0
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder)

@@ -105,6 +105,16 @@ def test_none_are_left_when_idle_and_held_requests_ask_for_the_first() -> None:
     assert decide([], 1, 2, goals, woken.state, 63.0).why.endswith("; 2 groups on the way")
 
 
+def test_work_for_idle_rows_keeps_the_last_group_and_no_other() -> None:
+    """Lines of batches have all rows and nine tenths of the KV, for minutes."""
+    goals, lines = ScalingGoals(low=0, high=8), GroupLoad(rows=64, idle_work=60, steps=100)
+    state = ScalingState(steps=300, idle_since_s=0.0)
+    decision = decide([lines] * 3, 0, 3, goals, state, 60.0)
+    assert decision.groups == 1 and decision.state.idle_since_s is None, "work between two steps"
+    busy = msgspec.structs.replace(FULL, idle_work=8)
+    assert made([busy, busy]) == made([FULL, FULL]), "what requests need is not less for it"
+
+
 # ---- what other planners did in production ----
 
 

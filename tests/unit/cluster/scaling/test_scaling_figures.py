@@ -1,5 +1,6 @@
 """The figures of a group, from an engine's counts and a clock of the test's."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from tandem.cluster.scaling.decide import FIGURES, WINDOW_S, ScalingState, decide, load_of
 from tandem.cluster.scaling.scaling_figures import ScalingFigures
 from tandem.configs.autoscaling import ScalingGoals
-from tandem.workers.engine.base.stats import TTFT_BOUNDS_S, EngineStats, Histogram
+from tandem.workers.engine.base.stats import TTFT_BOUNDS_S, EngineStats, Histogram, IdleWork
 from tests.support.fake_engine import FakeEngine
 
 
@@ -20,7 +21,7 @@ class Group:
         self.counts: dict[str, Any] = {"prompt_tokens": 0, "waiting": 0, "waiting_tokens": 0, "steps": 0, "running": 0}
         self.figures = ScalingFigures(16, lambda: self.now_s)
 
-    def after(self, seconds: float, **counts: int) -> dict[str, float]:
+    def after(self, seconds: float, **counts: Any) -> dict[str, float]:
         self.now_s += seconds
         self.counts |= counts
         stats: EngineStats = FakeEngine(None).stats()
@@ -85,3 +86,25 @@ def test_the_rate_of_prompts_is_that_of_the_window() -> None:
     for second in range(1, 11):
         figures = group.after(1, prompt_tokens=100 * second, running=second % 2)
     assert figures["prompt_rate"] == 100.0 and (figures["running"], figures["mean_running"]) == (0.0, 5 / 11)
+
+
+def test_work_for_idle_rows_is_in_no_figure_but_its_own() -> None:
+    """A batch fills a group beside one request: the figures are those of the request alone."""
+    alone, beside = Group(), Group()
+    lines = IdleWork(running=12, waiting=9, waiting_tokens=900, kv_usage=0.8, prompt_tokens=0)
+    for group in (alone, beside):
+        group.after(0, kv_usage=0.1)
+    for second in range(1, 11):
+        for group in (alone, beside):
+            group.ttft.observe(0.1)
+        beside.ttft.observe(30.0)
+        late = Histogram(TTFT_BOUNDS_S)
+        late.observe(30.0, times=second)
+        idle = replace(lines, prompt_tokens=700 * second, first_tokens=late.counts)
+        one = {"prompt_tokens": 50 * second, "waiting": 1, "waiting_tokens": 10, "running": 3, "kv_usage": 0.1}
+        more = {"prompt_tokens": 700 * second, "waiting": 9, "waiting_tokens": 900, "running": 12, "kv_usage": 0.8}
+        both = {name: value + more[name] for name, value in one.items()}
+        wanted, seen = alone.after(1, **one), beside.after(1, **both, idle=idle)
+        assert seen.pop("idle_work") == 21.0 and not wanted.pop("idle_work")
+        assert seen == pytest.approx(wanted)
+    assert wanted["prefill_rate"] == pytest.approx(50.0) and wanted["late_20"] == 0.0
