@@ -66,7 +66,7 @@ def build(args: dict[str, Any]) -> Application:
     SettingsError, which Serve prints.
     """
     nodes = alive_nodes()
-    settings = settings_from_serve_args(args, gateways_for(len(nodes)))
+    settings = settings_from_serve_args(args, gateways_for(len(nodes), stays_alone=bool(args.get("single_node"))))
     if not args.get("allow_unauthenticated_ray"):
         gcs_address = ray.get_runtime_context().gcs_address
         check_token("this application", gcs_address, "args", "`allow_unauthenticated_ray: true` in its args")

@@ -4,8 +4,9 @@
 
 A node has a network, processes, a host name, mounts and a /dev/shm of its own, and the files of this machine. All nodes
 hang on one switch. Nothing has a name outside: the kernel ends a node's processes with its first one, and takes links
-and mounts down with the last. So nothing is left behind, not even by a lab that was killed. No traffic leaves the lab,
-and no node reaches anything outside of it. Linux and root only. Used by tests/lab.
+and mounts down with the last. So nothing is left behind, but by a lab that was killed its folder, `lab-*` in that of
+temporary files. No traffic leaves the lab, and no node reaches anything outside of it. Linux and root only. Used by
+tests/lab.
 """
 
 import argparse
@@ -46,11 +47,16 @@ class LabError(RuntimeError):
     """The lab cannot be built, or a command on a node has failed; says which, and what it said."""
 
 
-def refusal() -> str | None:
-    """Return why there can be no lab here, None where there can."""
+def lack() -> str | None:
+    """Return which program a lab lacks here, None if none."""
     for tool in ("unshare", "nsenter", "ip", "tc"):
         if shutil.which(tool) is None:
             return f"there is no `{tool}` here (packages util-linux and iproute2)"
+    return None
+
+
+def refusal() -> str | None:
+    """Return why this machine allows no lab, None where it does. Needs what lack() looks for."""
     done = subprocess.run(["unshare", *SPACES, "--fork", "true"], capture_output=True, text=True)
     return None if done.returncode == 0 else f"unshare is refused: {done.stderr.strip()}"
 
@@ -93,8 +99,16 @@ class Node:
         self.folder = folder
         self._switch = switch
         self._port = f"to-{name}"
-        self._spaces = Namespaces(SPACES, FIRST_OF_NODE, name)
         folder.mkdir()
+        self._spaces = Namespaces(SPACES, FIRST_OF_NODE, name)
+        try:
+            self._connect()
+        except BaseException:
+            self._spaces.close()
+            raise
+
+    def _connect(self) -> None:
+        switch, address = self._switch, self.address
         ends = ["name", self._port, "netns", str(switch.pid), "type", "veth", "peer", "name", "eth0"]
         _run(["ip", "link", "add", *ends, "netns", str(self._spaces.pid)])
         _run(self.command(["ip", "address", "add", f"{address}/24", "dev", "eth0"]))
@@ -184,7 +198,7 @@ class Lab:
         self._switch: Namespaces | None = None
 
     def __enter__(self) -> Self:
-        if (why := refusal()) is not None:
+        if (why := lack() or refusal()) is not None:
             raise LabError(why)
         self.folder = Path(tempfile.mkdtemp(prefix="lab-"))
         try:

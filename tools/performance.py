@@ -31,6 +31,7 @@ from tools.result_files import (
 from tools.service_figures import (
     cluster_section,
     load_clients_section,
+    lost_nodes_section,
     overload_section,
     scaling_section,
     updates_section,
@@ -410,6 +411,7 @@ def render() -> str:
         scaling_section(),
         cluster_section(),
         updates_section(),
+        lost_nodes_section(),
         load_clients_section(),
         offload_section(),
         decode_section(),

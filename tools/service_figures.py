@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tools.result_files import found as matches
 from tools.result_files import percent, read_json, table, whole
 
 CLIENT_FIGURES = {
@@ -122,6 +123,19 @@ machine was busy with other work, so that streams took longer than they should. 
 said what others of their prompt said. "Before" is the commit before decision 095.
 
 {table(head, rows)}"""
+
+
+def lost_nodes_section() -> str:
+    """What streams notice of nodes that are lost or drained."""
+    cases = matches(r"test_(\w+) (.*?)(?= tests?[/_]|$)", "lost-nodes.txt")
+    rows = [[case.replace("_", " "), words.replace(" s the ", " s; the ")] for case, words in cases]
+    return f"""## Lost nodes
+
+`make lab`: nodes that are namespaces of one machine, two groups of the demo model, and what was seen of them
+and of clients, on two cores beside other work. No stream failed, and each had the text that it has without that: 64
+streams (`tests/lab/test_lost_nodes.py`), and 48 to 16 rows (`tests/lab/test_lost_coordinators.py`).
+
+{table(["what happens", "seen"], rows)}"""
 
 
 def load_clients_section() -> str:

@@ -16,6 +16,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,6 +88,7 @@ def requests(groups: int, adapter: str, prompt: list[int]) -> Iterator[Any]:
             kwargs={"hint": hint_of(request)},
             metadata=SimpleNamespace(internal_request_id=str(number)),
             routing_context=SimpleNamespace(should_backoff=False),
+            future=Future(),
         )
 
 

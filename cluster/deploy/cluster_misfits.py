@@ -29,10 +29,9 @@ UNEXPECTED_TERMINATION: Final = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
     """One node. facts: None where it did not answer, for the reason `error`, which may also be that of connections that
-    could not be tried. open_files: the hard limit. threshold: the
-    share of its memory from which on Ray kills workers, None: it never does. has_model: None where none was named.
-    unreached: nodes that it does not reach, by id, with the reason. kernel_ports: those that its kernel gives to
-    sockets that ask for any."""
+    could not be tried. open_files: the soft limit of Ray's processes there. threshold: the share of its memory from
+    which on Ray kills workers, None: it never does. has_model: None where none was named. unreached: nodes that it does
+    not reach, by id, with the reason. kernel_ports: those that its kernel gives to sockets that ask for any."""
 
     node_id: str
     name: str
@@ -128,13 +127,14 @@ def _unreached(nodes: Sequence[NodeReport]) -> list[str]:
 
 
 def _other_ports(node: NodeReport, ports: Ports) -> list[str]:
-    """Returns what gloo and NCCL listen at beyond the range."""
+    """Returns what listens beyond the range: Serve's replicas, gloo and NCCL."""
     given = node.kernel_ports
     if ports == ANY_PORTS or given is None or ports.first <= given.first <= given.last <= ports.last:
         return []
     return [
-        f"ranks of one group listen at ports that the kernel chooses (gloo, NCCL), {given.first}-{given.last}, of "
-        f"which some are outside of {ports.first}-{ports.last}; `sysctl net.ipv4.ip_local_port_range` sets them"
+        f"Serve's replicas (gRPC) and ranks of one group (gloo, NCCL) listen at ports that the kernel chooses, "
+        f"{given.first}-{given.last}, of which some are outside of {ports.first}-{ports.last}; "
+        "`sysctl net.ipv4.ip_local_port_range` sets them"
     ]
 
 
@@ -150,8 +150,8 @@ def _own(node: NodeReport, facts: MachineFacts) -> list[str]:
         )
     if node.open_files is not None and node.open_files < GATEWAY_FILES:
         found.append(
-            f"a process may open {node.open_files} files (the hard limit; `ulimit -Hn`), of which each connection of a "
-            f"gateway is one; give it {MANY_FILES}, {GATEWAY_FILES} at least"
+            f"a process may open {node.open_files} files, of which each connection of Serve's proxy is one; give it "
+            f"{MANY_FILES}, {GATEWAY_FILES} at least: `ulimit -n {MANY_FILES}` before `ray start`"
         )
     used = 1 - facts.available_bytes / max(1, facts.memory_bytes)
     if node.threshold is not None and used >= node.threshold:

@@ -44,7 +44,7 @@ class NodeProbe:
 
     def facts(self, model: ModelSettings | None) -> dict[str, Any]:
         """Returns the fields of a NodeReport that the node itself knows. model: a pinned one to look for."""
-        _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return {
             "facts": read_facts(),
             "name": socket.gethostname(),

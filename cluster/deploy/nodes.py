@@ -98,7 +98,8 @@ def choose_home(asked: bool | None, nodes: list[dict[str, Any]]) -> str | None:
     return str(nodes[0]["NodeID"])
 
 
-def gateways_for(nodes: int) -> int:
-    """Returns how many gateways serve a cluster that does not say: one on one node; on several at least two, as one may
-    be lost with its node, and one for every NODES_OF_A_GATEWAY, as each is one process with one event loop."""
-    return 1 if nodes <= 1 else max(2, math.ceil(nodes / NODES_OF_A_GATEWAY))
+def gateways_for(nodes: int, *, stays_alone: bool = False) -> int:
+    """Returns how many gateways serve a cluster of so many nodes that does not say: at least two, as one may be lost
+    with its node, and one for every NODES_OF_A_GATEWAY, as each is one process with one event loop. Also where only
+    the head has joined yet: the number stays. stays_alone: there is one node, and no other will join."""
+    return 1 if stays_alone else max(2, math.ceil(nodes / NODES_OF_A_GATEWAY))

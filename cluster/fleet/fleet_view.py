@@ -29,7 +29,9 @@ PERIOD_S, IDLE_PERIOD_S = 0.5, 1.0
 """Pauses between two reads of the fleet."""
 STALLED_AFTER_S = 10.0
 SLOW_ANSWER_S = 1.0
-MISSING_KEPT_S = 120.0
+MISSING_KEPT_S = 600.0
+"""Longer than a call to a machine that is gone takes to fail (420 s): the only group may be replaced as late as that,
+and then what the old one had goes to the new one."""
 RESET_S, RESET_LOOK_S = 10.0, 0.1
 """Time for all groups to forget their prefix caches, and the pause between two looks whether they have."""
 RECORD_TTL_S = keys.GROUP_RECORD_TTL_MS / 1000

@@ -3,7 +3,8 @@
 Every gateway checks after each read of the fleet. A group is suspected when its record has expired while Redis answers.
 One on this machine that is seen stopped, without having run in between, for some seconds is killed; any other gets a
 call through Ray, and is ended through Ray when it does not answer, which works across machines and takes 5 s more.
-Serve then replaces the group, and calls in flight there fail. docs/decisions/004-step-progress.md has the bounds.
+Serve then replaces the group. What it had moves before that (ServeDispatch.look_after): calls to a machine that is gone
+fail only minutes later. docs/decisions/004-step-progress.md has the bounds.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
 """Facts that Ray and Serve tell only themselves, for processes of Ray and connected drivers."""
 
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -7,6 +8,7 @@ from typing import Any, Final
 import ray
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private import worker as ray_worker
+from ray._private.grpc_utils import init_grpc_channel
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
@@ -29,6 +31,20 @@ def gcs_of(address: str) -> str | None:
         return None
     found: str | None = canonicalize_bootstrap_address(address)
     return found
+
+
+def gcs_answers(address: str, timeout_s: float = 1.0) -> bool:
+    """True if the GCS at HOST:PORT speaks. Blocks, for timeout_s at most.
+
+    Lost without it: a GCS that is stopped counts as one that answers, as its kernel takes connections in its place.
+    """
+    speaks = threading.Event()
+    channel = init_grpc_channel(address, options=[("grpc.enable_http_proxy", 0)])
+    channel.subscribe(lambda state: speaks.set() if state.name == "READY" else None, try_to_connect=True)
+    try:
+        return speaks.wait(timeout_s)
+    finally:
+        channel.close()
 
 
 def free_resources(labels: Mapping[str, str]) -> list[dict[str, float]]:

@@ -10,11 +10,14 @@ from tandem.cluster.routing.unreached_groups import UnreachedGroups
 
 class RouterView:
     """running: the groups that Serve lists for this process, None before it has listed any; those that it takes down
-    are no longer among them. unreached: groups that calls of this process do not reach."""
+    are no longer among them. unreached: groups that calls of this process do not reach. sent_to: by the id of each
+    request that the gateway waits for, the group to which Serve has sent it, None before; who waits adds and removes
+    it."""
 
     def __init__(self) -> None:
         self.running: frozenset[str] | None = None
         self.unreached = UnreachedGroups()
+        self.sent_to: dict[str, str | None] = {}
 
 
 _VIEW = RouterView()

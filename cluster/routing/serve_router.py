@@ -39,6 +39,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         self._homes = Homes()
         self._reports = _Reports()
         self._reconcile_at_s = 0.0
+        self._followed: set[str] = set()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -57,6 +58,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             loads = self._loads(request, now_s)
             few = best_few(adapter_affinity(loads, request), loads, request, self._pick)
             self._begin(pending_request, self._reports.groups[few[0]], request)
+            self._follow(pending_request, request.request_id)
             ranks = [[candidate_replicas[i]] for i in few]
             return ranks if len(few) == len(candidate_replicas) else [*ranks, candidate_replicas]
         except Exception:
@@ -95,6 +97,22 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
                 self._read_reports(self._replicas_list, self._reports.gateway, time.monotonic())
         except Exception:
             log.exception("the reports of the groups cannot be read")
+
+    def _follow(self, pending_request: PendingRequest, request_id: str) -> None:
+        """Notes the group that Serve chooses for this try, as it sends the request there: until an answer comes it says
+        nothing more, and from a machine that is gone none comes for minutes."""
+        call_id = pending_request.metadata.internal_request_id
+        if call_id in self._followed:
+            return
+
+        def chosen(choice: asyncio.Future[RunningReplica]) -> None:
+            self._followed.discard(call_id)
+            sent_to = router_view().sent_to
+            if request_id in sent_to and not choice.cancelled():
+                sent_to[request_id] = choice.result().replica_id.unique_id
+
+        self._followed.add(call_id)
+        pending_request.future.add_done_callback(chosen)
 
     def _begin(self, pending_request: PendingRequest, group: str, request: RouteHint) -> None:
         call_id = pending_request.metadata.internal_request_id

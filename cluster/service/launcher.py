@@ -42,7 +42,7 @@ from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import PrivateFolder, RunFile, remove_run_file, write_run_file
 from tandem.cluster.process.sidecar import Sidecar, Startable
 from tandem.cluster.process.signals import Signals, StopRequested
-from tandem.cluster.ray_private.local_node import GcsServer, is_listening, node_runs, raylet_runs
+from tandem.cluster.ray_private.local_node import GcsServer, node_runs, raylet_runs
 from tandem.cluster.service import ray_node
 from tandem.cluster.service.group_event_log import GroupEventLog
 from tandem.cluster.service.joined_ray import JoinedRay
@@ -245,7 +245,9 @@ class Launcher:
         os.chdir("/")
         self._load_ray(None)
         gcs_address = ray_node.join(address, may_be_open=self._may_be_open)
-        answers, gives_up_s = partial(is_listening, gcs_address), ray_node.gives_up_s()
+        from tandem.cluster.ray_private.ray_facts import gcs_answers  # imports ray
+
+        answers, gives_up_s = partial(gcs_answers, gcs_address), ray_node.gives_up_s()
         self._joined = JoinedRay(address, answers, gives_up_s, self._console.print_line)
         self._nodes = alive_nodes()
 

@@ -104,7 +104,8 @@ class Deployed:
         loras = {"dynamic_lora_loading_path": str(folder / "adapters"), "max_num_adapters_per_replica": 4}
         self._args["lora_config"] = loras
         self._args["gateway_config"] = {
-            "api_key": f"file:{folder / 'keys'}", "admin_api_key": "env:ROOT", "metrics_api_key": "env:SCRAPE"
+            "api_key": f"file:{folder / 'keys'}", "admin_api_key": "env:ROOT", "metrics_api_key": "env:SCRAPE",
+            "api_server_count": 1,
         }  # fmt: skip
         self._write(
             "INFO", batch_invariant=True, device="cpu", max_num_seqs=16, max_loras=2, shutdown_timeout=SHUTDOWN_S

@@ -33,10 +33,20 @@ class ManyStreams:
     def is_over(self) -> bool:
         return not self._thread.is_alive()
 
-    def wait_for_tokens(self, count: int) -> None:
-        """Until every stream has got so many, and none is over."""
+    @property
+    def silent(self) -> int:
+        """Streams that have got nothing yet."""
+        return self._counts.count(0)
+
+    def wait_for_tokens(self, count: int, of: int | None = None) -> None:
+        """Until every stream, or so many of them, has got so many, and none is over."""
+        enough = len(self._counts) if of is None else of
+
+        def are_there() -> bool:
+            return sum(got >= count for got in self._counts) >= enough or bool(self.errors)
+
         with self._news:
-            assert self._news.wait_for(lambda: min(self._counts) >= count or bool(self.errors), ANSWER_S), self._counts
+            assert self._news.wait_for(are_there, ANSWER_S), self._counts
         assert not self.errors and max(self._counts) < self._tokens, (self.errors, self._counts)
 
     def result(self) -> list[str]:

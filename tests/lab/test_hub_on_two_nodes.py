@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from tools.lab import Lab, Node
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
 HUB_PORT = 8090
+WALLED = "21504-22015"
+"""Ports that a firewall of a node keeps."""
 CONVERSATION = [10 + i * 7 % 300 for i in range(400)]
 
 
@@ -91,17 +93,43 @@ def test_the_doctor_sees_each_node_and_what_is_wrong_with_one(ray_nodes: RayNode
         ("b", b.address, False),
     ]
     assert {node["has_model"] for node in found["nodes"]} == {False} and "the model on a, b" in found["notes"][-1]
-    wrong = (
-        (changed(b, "mount -o remount,size=32m /dev/shm", "mount -o remount,size=2g /dev/shm"), "/dev/shm has 32 MiB"),
+    wrong: tuple[tuple[AbstractContextManager[None], str], ...] = (
+        (
+            changed(b, "mount -o remount,size=32m /dev/shm", "mount -o remount,size=2g /dev/shm"),
+            ": /dev/shm has 32 MiB",
+        ),
         (
             changed(b, f"mount -t tmpfs tmpfs {DEMO_MODEL.parent}", f"umount {DEMO_MODEL.parent}"),
-            "the model's folder is",
+            ": the model's folder is",
+        ),
+        (few_open_files(b), ": a process may open 1024 files"),
+        (
+            changed(b, f"ip rule add dport {WALLED} unreachable", f"ip rule delete dport {WALLED} unreachable"),
+            f" does not reach node a ({a.address}): {a.address}:2",
         ),
     )
     for breaking, why in wrong:
         with breaking:
-            (misfit,) = doctor(ray_nodes, "--model", str(DEMO_MODEL))["misfits"]
-        assert misfit.startswith(f"node b ({b.address}): {why}")
+            misfits = doctor(ray_nodes, "--model", str(DEMO_MODEL), "--port-range", WALLED)["misfits"]
+        (misfit,) = [words for words in misfits if "ports that the kernel chooses" not in words]
+        assert misfit.startswith(f"node b ({b.address}){why}")
+
+
+@contextmanager
+def few_open_files(node: Node) -> Iterator[None]:
+    """As with `ulimit -Sn 1024` before `ray start` there."""
+    limits = {}
+    for pid in node.pids():
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            limits[process] = soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
+            process.rlimit(psutil.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        yield
+    finally:
+        for process, limit in limits.items():
+            with suppress(psutil.Error):
+                process.rlimit(psutil.RLIMIT_NOFILE, limit)
 
 
 @contextmanager

@@ -2,7 +2,10 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -59,6 +62,36 @@ def test_links_are_cut_slowed_and_mended(lab: Lab) -> None:
                 b.mend()
                 there.settimeout(60)
                 assert there.recv(4) == b"lost", "TCP sends it again"
+
+
+def test_a_lab_that_is_killed_leaves_its_folder_alone(tmp_path: Path) -> None:
+    """No process, no namespace, and so no mount and no link, which have no name outside of those."""
+    command = [sys.executable, "-m", "tools.lab", "--nodes", "1", "--", "sh", "-c", "echo runs; sleep 1000"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = psutil.Popen(command, env=env, stdout=subprocess.DEVNULL)
+    wait_for(lambda: any("sleep" in process.name() for process in killed.children(recursive=True)), 60, "it runs")
+    of_lab = killed.children(recursive=True)
+    spaces = set().union(*map(spaces_of, map(str, (process.pid for process in of_lab)))) - spaces_of("self")
+    assert {name.partition(":")[0] for name in spaces} == {"net", "pid", "uts", "ipc", "mnt"}
+    killed.kill()
+    killed.wait(30)
+    wait_for(lambda: not any(is_alive(process) for process in of_lab), 30, "its processes end")
+    assert not spaces & set().union(*map(spaces_of, filter(str.isdecimal, os.listdir("/proc"))))
+    assert [path.name[:4] for path in tmp_path.iterdir()] == ["lab-"]
+
+
+def spaces_of(pid: str) -> set[str]:
+    """The namespaces of a process, none of one that has ended."""
+    with suppress(OSError):
+        return {os.readlink(link) for link in Path("/proc", pid, "ns").iterdir() if "_for_" not in link.name}
+    return set()
+
+
+def test_a_node_that_cannot_be_made_leaves_nothing(lab: Lab) -> None:
+    before = psutil.Process().children()
+    with pytest.raises(LabError, match="ip link add"):
+        lab.add("a-name-longer-than-a-link-may-have")
+    assert psutil.Process().children() == before and [*lab.nodes] == ["a", "b"]
 
 
 def test_a_killed_node_takes_all_with_it() -> None:

@@ -4,7 +4,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 
-from tools.lab import refusal
+from tools.lab import lack, refusal
 
 PACKAGES = {
     "sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client", "rsync": "rsync",
@@ -24,7 +24,7 @@ def check_needs(programs: Iterable[str]) -> None:
     if absent := [program for program in programs if not _is_here(program)]:
         packages = " ".join(sorted({PACKAGES[program] for program in absent}))
         raise NotHereError(f"no {', '.join(absent)} here; apt-get install --no-install-recommends {packages}")
-    if (why := refusal()) is not None:
+    if (why := lack() or refusal()) is not None:
         raise NotHereError(why)
 
 

@@ -99,6 +99,7 @@ class Gateway:
         check_node(facts)
         if not facts.open_port:
             check_open(settings.gateway.auth, await asyncio.to_thread(proxy_host))
+        allow_many_open_files()
         self._settings = settings
         context = serve.get_replica_context()
         self._id, self._app = context.replica_id.unique_id, context.app_name
@@ -162,7 +163,7 @@ class Gateway:
             lambda: self._adapters,
             DrainingGroups(lambda: router_view().running, self._settings.shutdown_timeout_s, time.monotonic),
             self._facts.model_digest,
-            router_view().unreached,
+            router_view(),
             self._settings.engine.parallel.ports,
             self._facts.may_sleep,
             await read_load_s(self._redis, self._facts.service_id),

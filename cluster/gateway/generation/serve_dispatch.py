@@ -23,7 +23,7 @@ from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.tasks import Aside
 from tandem.cluster.ray_private.separate_calls import call_separately
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.cluster.routing.unreached_groups import UnreachedGroups
+from tandem.cluster.routing.router_view import RouterView
 from tandem.cluster.scaling.scaling_watch import ScalingWatch
 from tandem.cluster.state.redis_client import RedisUnavailable
 from tandem.cluster.wire.token_channel import TokenReceiver
@@ -55,9 +55,9 @@ class ServeDispatch:
     """All groups of the service, for one gateway. Create and use on one event loop; close() at the end.
 
     handle: Serve's, of the coordinator deployment; its router (cluster/routing) picks the group by the hint. adapters:
-    whose metrics are shown. draining: groups that Serve is taking down. model: digest of the gateway's. unreached:
-    groups that calls do not reach. may_sleep: there may be no group, and then the first request brings one. load_s:
-    what a group took to load last, 0 if that is not known. scaling: shows why there are as many groups as there are.
+    whose metrics are shown. draining: groups that Serve is taking down. model: digest of the gateway's. view: of this
+    process's router. may_sleep: there may be no group, and then the first request brings one. load_s: what a group took
+    to load last, 0 if that is not known. scaling: shows why there are as many groups as there are.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ServeDispatch:
         adapters: Callable[[], AdapterService | None] = lambda: None,
         draining: DrainingGroups | None = None,
         model: str = "",
-        unreached: UnreachedGroups | None = None,
+        view: RouterView | None = None,
         ports: Ports = ANY_PORTS,
         may_sleep: bool = False,
         load_s: float = 0.0,
@@ -88,7 +88,7 @@ class ServeDispatch:
         self._metrics_prefix = metrics_prefix
         self._adapters = adapters
         self._draining = draining if draining is not None else DrainingGroups(lambda: None, 0.0, self.loop.time)
-        self._unreached = unreached if unreached is not None else UnreachedGroups()
+        self.view = view if view is not None else RouterView()
         self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap, ports)
         self._parts: dict[str, RequestPart] = {}
         self._unusable: set[str] = set()
@@ -113,6 +113,7 @@ class ServeDispatch:
         hint = msgspec.structs.replace(hint, gateway=reply_to.nonce, avoid=tuple(sorted(avoid)))
         payload = self._encode(request)
         method = self._by_value if len(payload) <= MOST_BY_VALUE else self._by_reference
+        self.view.sent_to[request.request_id] = None
         part.call = call_separately(lambda: method.remote(with_version(payload, model=self._model), hint=hint))
         part.answer = Aside(self._answer(part), part.news.set)
         self._parts[request.request_id] = part
@@ -133,6 +134,7 @@ class ServeDispatch:
     def cancel(self, part: RequestPart) -> None:
         if self._parts.get(part.request.request_id) is part:
             del self._parts[part.request.request_id]
+            self.view.sent_to.pop(part.request.request_id, None)
         if part.is_complete and part.ended is None:
             self.loop.call_later(CANCEL_AFTER_S, _drop, part)  # its answer is due
             return
@@ -163,7 +165,7 @@ class ServeDispatch:
 
     def ready(self) -> bool:
         return self.is_asleep or any(
-            record.is_ready and self._is_usable(record) and self._unreached.for_s(record.group) < UNREACHED_S
+            record.is_ready and self._is_usable(record) and self.view.unreached.for_s(record.group) < UNREACHED_S
             for record in self._fleet.records.values()
         )
 
@@ -240,27 +242,28 @@ class ServeDispatch:
 
     def look_after(self) -> None:
         """Ends the attempts of groups without heartbeats and tokens, and of groups that are taken down and whose time
-        is nearly over, if there is another group for them. Called about twice a second. A group that sends tokens
-        works, even if its heartbeats do not reach Redis."""
+        is nearly over, if there is another group for them; also attempts of which the group has said nothing yet.
+        Called about twice a second. A group that sends tokens works, even if its heartbeats do not reach Redis."""
         self._refuse_what_does_not_arrive()
-        names = {name: record.group for name, record in self._channel_names()}
         self._note_other_models()
         self._draining.refresh(self._fleet.records.values())
         if not self.has_group(self._draining.groups):
             return
         silent = self._silent()
+        silent_groups = frozenset(silent.values())
         for part in self._parts.values():
-            if part.sender is None or part.ended is not None:
+            if part.ended is not None:
                 continue
-            if part.sender in silent:
-                part.lose(f"group {silent[part.sender]} gives no sign of life", "unknown")
-            elif self._draining.is_due(names.get(part.sender, "")):
+            group = self._group_of(part)
+            if part.sender in silent or (part.sender is None and group in silent_groups):
+                part.lose(f"group {group} gives no sign of life", "unknown")
+            elif self._draining.is_due(group):
                 part.lose("its group is taken down", "bystander")
 
     def _refuse_what_does_not_arrive(self) -> None:
         """Ends requests that no group has, when no group that lives can be reached: Serve itself would try for ever."""
         alive = [record.group for record in self._fleet.records.values() if record.state == "serving"]
-        if not self._parts or not alive or min(map(self._unreached.for_s, alive)) < UNREACHED_S:
+        if not self._parts or not alive or min(map(self.view.unreached.for_s, alive)) < UNREACHED_S:
             return
         log.error("calls from this gateway reach no group: %s; see `tandem doctor` for proxies", ", ".join(alive))
         told = f"no worker group can be reached from this gateway: calls have failed for {UNREACHED_S:.0f} s"
@@ -300,7 +303,7 @@ class ServeDispatch:
             told = refused(part.request, 503, GROUP_UNUSABLE, None, str(error))
             return msgspec.structs.replace(told, group=error.group)
         except Exception as error:  # whatever way Ray or Serve reports a dead replica
-            loss: Loss = "bystander" if self._is_draining(part.sender) else "unknown"
+            loss: Loss = "bystander" if self._group_of(part) in self._draining.groups else "unknown"
             return lost(part.request, f"{type(error).__name__}: {error}".splitlines()[0], loss)
 
     def _give_up(self, error: OtherVersion) -> None:
@@ -318,9 +321,12 @@ class ServeDispatch:
         if others - self._unusable:
             self._unusable = (self._unusable & self._fleet.records.keys()) | others
 
-    def _is_draining(self, sender: bytes | None) -> bool:
-        """True if the group behind this name is being taken down by Serve."""
-        return sender is not None and sender.decode(errors="replace").rpartition(":")[0] in self._draining.groups
+    def _group_of(self, part: RequestPart) -> str:
+        """The group that has the part: that which has sent something of it, or to which Serve has sent it; empty while
+        Serve has not."""
+        if part.sender is not None:
+            return part.sender.decode(errors="replace").rpartition(":")[0]
+        return self.view.sent_to.get(part.request.request_id) or ""
 
     def _on_deltas(self, sender: bytes, deltas: list[TokenDelta]) -> None:
         if sender in self._last_message_s:

@@ -78,8 +78,9 @@ def test_a_process_away_from_home_says_what_to_set() -> None:
         check_home("a", "b")
 
 
-def test_several_nodes_have_several_gateways_unless_args_say() -> None:
-    assert [gateways_for(nodes) for nodes in (0, 1, 2, 8, 9, 64)] == [1, 1, 2, 2, 3, 16]
+def test_nodes_have_several_gateways_unless_args_say() -> None:
+    assert [gateways_for(nodes) for nodes in (1, 2, 8, 9, 64)] == [2, 2, 2, 3, 16]
+    assert gateways_for(1, stays_alone=True) == 1
     args: dict[str, Any] = {"model_loading_config": {"model_id": "demo"}}
     assert settings_from_serve_args(args, 3).gateway.num_gateways == 3
     for section in ("gateway_config", "engine_kwargs"):

@@ -45,6 +45,7 @@ def test_cluster_files_validate(path: Path) -> None:
     starts = [c for c in commands if "ray start -" in c and not c.startswith("pkill")]
     assert len(starts) == 2
     assert all("RAY_AUTH_MODE=token" in c for c in starts), "no cluster without a token"
+    assert all("ulimit -n 65536 || ulimit -n $(ulimit -Hn); " in c.partition("ray start")[0] for c in starts)
     for command in starts:
         assert all(name not in command for name in read_switches()), "they are in one file"
         assert command.startswith("set -a; . ~/tandem/configs/switches.env; . ~/.ray/service.env; ")

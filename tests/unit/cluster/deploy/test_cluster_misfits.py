@@ -91,7 +91,7 @@ def test_equal_nodes_fit_and_what_ray_kills_is_noted() -> None:
         (replace(OTHER, facts=replace(CPU_BOX, shm_bytes=64 * 2**20)), ": /dev/shm has 64 MiB, and Ray's object store"),
         (replace(OTHER, gpus=8.0, facts=GPU_BOX), ": Ray counts 8 GPU(s), and the CUDA driver offers 2"),
         (replace(OTHER, cpus=64.0), ": Ray counts 64 CPUs, and a process may use 2 core(s)"),
-        (replace(OTHER, open_files=1024), ": a process may open 1024 files"),
+        (replace(OTHER, open_files=1024), ": a process may open 1024 files, of which each connection of Serve's proxy"),
         (replace(OTHER, facts=replace(CPU_BOX, available_bytes=2**28)), ": 97% of its memory (8.0 GiB) are used"),
         (replace(OTHER, has_model=False), ": the model's folder is not there"),
         (replace(OTHER, kernel_ports=Ports(32_768, 60_999)), "32768-60999, of which some are outside of 20000-20999"),

@@ -31,6 +31,7 @@ def test_every_ray_container_of_compose_takes_the_switches() -> None:
         assert (compose_file.FILE.parent / one["env_file"][0]).resolve() == SWITCHES
         assert one["env_file"][1] == "${HOME}/.ray/service.env" and one["secrets"] == ["auth_token"]
         assert one["shm_size"] == "4gb", "Ray's object store is there"
+        assert one["ulimits"] == {"nofile": 65536}, "a proxy takes a file for each connection"
     knows_redis = {name for name, one in services.items() if "${HOME}/.ray/head.env" in one.get("env_file", [])}
     assert knows_redis == {"head"}, "only the head is to know Ray's own Redis"
     assert [name for name, one in services.items() if "ports" in one] == ["head"]

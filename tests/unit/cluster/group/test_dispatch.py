@@ -27,6 +27,7 @@ from tandem.cluster.adapters.adapter_list import AdapterList
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.fleet.fleet_view import FleetView, channel_name, group_heartbeat
 from tandem.cluster.gateway.generation import generation, serve_dispatch
+from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.group import ray_ranks
 from tandem.cluster.service import serve_app
 from tandem.cluster.state import keys
@@ -644,6 +645,47 @@ async def test_streams_of_a_group_that_is_missing_and_silent_move(freezing: Serv
     first.engine.frozen = False
 
 
+async def test_requests_without_a_row_move_with_those_that_have_one(freezing: Service) -> None:
+    """The machine of a group vanishes before it has said a word of them; Serve's router tells where they went."""
+    first, second = freezing.groups
+    client = freezing.client
+    first.engine.frozen = True
+    waiting, other = [await client.submit(request(name, 20)) for name in ("waiting", "other")]
+    await until(lambda: first.requests and second.requests)
+    client.view.sent_to["waiting"] = "g0"  # where "other" goes it has not told yet
+    freezing.fleet.missing = [freezing.fleet.records.pop("g0")]
+    client.look_after()
+    assert tokens_of(await read_all(waiting)) == list(range(100, 120))
+    assert tokens_of(await read_all(other)) == list(range(100, 120))
+    assert [(moved.request_id, moved.attempt) for moved in second.requests] == [("other", 0), ("waiting", 1)]
+    assert freezing.caller.hints[-1].avoid == ("g0",) and client.counts.moves == 1
+    await until(lambda: not first.calls and not client.view.sent_to)
+    await waiting.aclose()
+    await until(lambda: client.books.rows)
+    (row,) = client.books.rows
+    assert (row.prompt_tokens, row.completion_tokens) == (1, 20)
+
+
+async def test_requests_without_a_row_leave_a_group_that_is_taken_down(freezing: Service) -> None:
+    now_s, running = 100.0, {"g0", "g1"}
+    client = freezing.client
+    client._draining = DrainingGroups(lambda: running, 10.0, lambda: now_s)
+    freezing.groups[0].engine.frozen = True
+    waiting = await client.submit(request("r", 20))
+    await until(lambda: freezing.groups[0].requests)
+    client.view.sent_to["r"] = "g0"
+    client.look_after()
+    running.remove("g0")
+    client.look_after()
+    now_s += 7.0
+    client.look_after()
+    assert client._parts["r"].ended is None, "it may get its row yet"
+    now_s += 1.0
+    client.look_after()
+    assert tokens_of(await read_all(waiting)) == list(range(100, 120))
+    assert [moved.attempt for moved in freezing.groups[1].requests] == [1]
+
+
 class LoopAt:
     """The loop, whose clock is the test's."""
 
@@ -716,6 +758,7 @@ async def test_the_fleet_has_the_missing_groups_while_redis_answers() -> None:
     assert await pass_time(2, "g0") == ["g1"]
     assert await pass_time(1, "g0", "g1") == [], "it was not gone"
     await pass_time(5, "g0")
+    assert await pass_time(450, "g0") == ["g1"], "calls to a machine that is gone may still wait for it"
     assert await pass_time(200, "g0") == [], "it is history"
 
 

@@ -21,6 +21,7 @@ from ray._common import constants
 from ray._private import node as ray_nodes
 from ray._private import parameter, services, state
 from ray._private import worker as ray_worker
+from ray._private.grpc_utils import init_grpc_channel
 from ray.serve import context as serve_context
 from ray.serve._private import application_state, default_impl
 from ray.serve._private import replica as serve_replica
@@ -65,6 +66,12 @@ def test_global_node() -> None:
     assert "_global_node.kill_all_processes" in source(ray_worker.shutdown), (
         f"{why}; shutdown() ends what it finds there"
     )
+
+
+def test_channels_to_gcs() -> None:
+    why = "grpc_utils.init_grpc_channel: whether a GCS speaks, over TLS too where Ray has it (ray_facts.gcs_answers)"
+    assert [*inspect.signature(init_grpc_channel).parameters][:2] == ["address", "options"], why
+    assert "RAY_USE_TLS" in source(init_grpc_channel), why
 
 
 def test_the_address_of_gcs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -77,6 +78,7 @@ class Simulation:
                 kwargs={"hint": hint},
                 metadata=SimpleNamespace(internal_request_id=name),
                 routing_context=SimpleNamespace(should_backoff=False),
+                future=Mock(),
             )
             choosing = self.routers[gateway].choose_replicas(self.lists[gateway], pending)
             with pytest.raises(StopIteration) as chosen:  # it waits for nothing

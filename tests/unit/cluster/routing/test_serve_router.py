@@ -14,8 +14,9 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve._private.constants import RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
-from ray.serve.request_router import RequestRouter
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter
 
 from tandem.cluster.app import ROUTER
 from tandem.cluster.gateway.generation.part import RequestPart
@@ -44,6 +45,7 @@ def pending(
     adapter: str | None = None,
     gateway: str = "me",
     avoid: tuple[str, ...] = (),
+    future: asyncio.Future[Any] | None = None,
     **options: Any,
 ) -> Any:
     request = GenerationRequest(
@@ -57,6 +59,7 @@ def pending(
         args=[b"not to be read"],
         kwargs={"hint": hint_of(request, avoid), **options},
         metadata=SimpleNamespace(internal_request_id=call),
+        future=future if future is not None else Mock(),
         routing_context=SimpleNamespace(should_backoff=False),
     )
 
@@ -142,6 +145,51 @@ def test_a_request_that_another_group_took_counts_there(router: GroupRouter) -> 
     assert chosen(router, [a, b], request)[0] == "a"
     router.on_request_routed(request, b.replica_id, None)
     assert chosen(router, [a, b], pending("c2", 1))[0] == "a"
+
+
+async def test_the_gateway_learns_where_serve_sends_a_request(
+    router: GroupRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before anybody answers, and again when the group does not take it."""
+    sent_to: dict[str, str | None] = {"r": None}
+    monkeypatch.setattr(router_view(), "sent_to", sent_to)
+    replicas = {name: replica(name) for name in "abc"}
+    request = pending("r", 100)
+    for name in ("b", "c"):
+        request.future = asyncio.Future()  # as Serve does for each try
+        for _ in range(3):  # it asks again while nobody has room
+            await router.choose_replicas(list(replicas.values()), request)
+        request.future.set_result(replicas[name])
+        await asyncio.sleep(0)
+        assert sent_to == {"r": name}
+    given_up = pending("r", 100, future=asyncio.Future())
+    await router.choose_replicas(list(replicas.values()), given_up)
+    given_up.future.cancel()
+    over = pending("over", 100, future=asyncio.Future())
+    await router.choose_replicas(list(replicas.values()), over)
+    over.future.set_result(replicas["a"])
+    await asyncio.sleep(0)
+    assert sent_to == {"r": "c"}, "nobody waits for the other one any more"
+
+
+async def test_serve_tells_where_it_sends_a_request_as_it_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's own router; nobody is called."""
+    sent_to: dict[str, str | None] = {"r": None}
+    monkeypatch.setattr(router_view(), "sent_to", sent_to)
+    monkeypatch.setattr(router_view(), "running", None)
+    deployment = DeploymentID("coordinators", "tandem")
+    router = GroupRouter(deployment, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
+    router.initialize_state()
+    group: Any = Mock(replica_id=ReplicaID("g", deployment), routing_stats={}, max_ongoing_requests=9)
+    router.update_replicas([group])
+    router.on_new_queue_len_info(group.replica_id, 0)
+    request = PendingRequest(
+        args=[], kwargs=pending("r", 5).kwargs, metadata=RequestMetadata(request_id="q", internal_request_id="i")
+    )
+    async with asyncio.timeout(10):
+        assert await router._choose_replica_for_request(request) is group
+    await asyncio.sleep(0)
+    assert sent_to == {"r": "g"}
 
 
 def test_what_other_gateways_sent_counts(router: GroupRouter) -> None:

@@ -12,7 +12,7 @@ from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.serve_dispatch import UNREACHED_S, ServeDispatch
 from tandem.cluster.routing import serve_router
 from tandem.cluster.routing.route_hint import hint_of
-from tandem.cluster.routing.router_view import router_view
+from tandem.cluster.routing.router_view import RouterView, router_view
 from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.cluster.routing.unreached_groups import AGAIN_S, MOST_PAUSE_S, UnreachedGroups
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
@@ -72,6 +72,7 @@ def test_the_router_holds_a_call_that_is_tried_again(monkeypatch: pytest.MonkeyP
         kwargs={"hint": hint_of(REQUEST)},
         metadata=SimpleNamespace(internal_request_id="c"),
         routing_context=SimpleNamespace(should_backoff=False),
+        future=Mock(),
     )
 
     def choose() -> None:
@@ -89,12 +90,13 @@ def test_the_router_holds_a_call_that_is_tried_again(monkeypatch: pytest.MonkeyP
 
 
 def test_requests_that_reach_no_living_group_end_with_an_error() -> None:
-    method, unreached = Mock(), UnreachedGroups(clock := Clock())
+    method, view = Mock(), RouterView()
+    unreached = view.unreached = UnreachedGroups(clock := Clock())
 
     async def run() -> None:
         handle: Any = Mock(options=lambda **_: method)
         fleet = FakeFleet(serving())
-        dispatch = ServeDispatch(handle, fleet, "cd" * 32, "127.0.0.1", "tandem", unreached=unreached)
+        dispatch = ServeDispatch(handle, fleet, "cd" * 32, "127.0.0.1", "tandem", view=view)
         part = RequestPart(request=REQUEST, choices=[], first_choice=0)
         dispatch.send(part, hint_of(REQUEST))
         (group,) = fleet.records

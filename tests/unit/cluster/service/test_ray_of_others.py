@@ -2,11 +2,14 @@
 
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from tandem.cluster.ray_private.local_node import is_listening
+from tandem.cluster.ray_private.ray_facts import gcs_answers
 from tandem.cluster.service import ray_node
 from tandem.cluster.service.joined_ray import PERIOD_S, JoinedRay
 from tandem.configs.bundled import read_switches
@@ -60,6 +63,18 @@ def test_who_listens_answers() -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert is_listening(address)
     assert not is_listening(address)
+
+
+def test_a_gcs_that_is_stopped_does_not_answer() -> None:
+    """Any server of gRPC, and one whose kernel alone takes connections."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    assert gcs_answers(address, 30)
+    server.stop(None).wait()
+    assert not gcs_answers(address, 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        assert not gcs_answers(f"127.0.0.1:{stopped.getsockname()[1]}", 0.2)
 
 
 def test_a_private_ray_takes_nothing_of_a_clusters_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
