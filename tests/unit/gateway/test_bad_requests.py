@@ -43,10 +43,10 @@ def test_bad_requests_get_the_contracts_refusals_and_leave_the_gateway_alive(tmp
     with listening(lambda: full_gateway(tmp_path)) as listener:
         document = plain_http.get(f"{listener.url}/openapi.json").json()
         assert known_tokens(listener.url) == KNOWN_ANSWER
-        seen, broken = send_bad_requests(listener.url, document, KEYS, 500)
+        seen, broken = send_bad_requests(listener.url, document, KEYS, 300)
         assert known_tokens(listener.url) == KNOWN_ANSWER
     assert not broken, "\n".join(broken)
-    assert sum(seen.values()) >= 500
+    assert sum(seen.values()) >= 300
     reached = {place.rpartition(" ")[0] for place in seen}
     assert reached == {f"{m.upper()} {path}" for path, by in document["paths"].items() for m in by}, "every route"
     refused = {place.rpartition(" ")[2] for place in seen}

@@ -162,24 +162,29 @@ ALL = AttentionParams(0.3, None, 5.0, (0.5, 0.1, 0.9, 0.01), (1.0, -2.0, 3.0, 0.
     ],
     ids=["float32 all", "half window", "half int8"],
 )
+@pytest.mark.parametrize(("row", "length"), [(0, 257), (1, 64)], ids=["long", "short"])
 def test_a_query_has_the_same_bits_in_any_batch(
-    dtype: torch.dtype, kv_dtype: torch.dtype | None, params: AttentionParams, monkeypatch: pytest.MonkeyPatch
+    row: int,
+    length: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    params: AttentionParams,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Alone; behind others, long and short; as one of its row's drafts, in tiles with a part more; beside a chunk; in a
     captured step with padding; by one program."""
     rowwise_products(monkeypatch)
     crowd = Crowd(dtype, params, kv_dtype)
-    for row, length in ((0, 257), (1, 64)):
-        alone = crowd.step([(row, length, 1)]).out_TNV[0]
-        for rows, place in (
-            ([(3, 200, 1), (row, length, 1), (4, 33, 2)], 1),
-            ([(3, 7, 1), (row, length + 3, 9)], 6),
-            ([(row, length + 16, 17)], 0),
-            ([(4, 40, 30), (row, length, 1)], 30),
-        ):
-            assert torch.equal(crowd.step(rows).out_TNV[place], alone), (row, rows)
-        assert torch.equal(crowd.padded([(4, 5, 2), (row, length, 1)], 8)[2], alone)
-        assert torch.equal(crowd.by_one_program([(row, length, 1), (3, 70, 1)])[0], alone)
+    alone = crowd.step([(row, length, 1)]).out_TNV[0]
+    for rows, place in (
+        ([(3, 200, 1), (row, length, 1), (4, 33, 2)], 1),
+        ([(3, 7, 1), (row, length + 3, 9)], 6),
+        ([(row, length + 16, 17)], 0),
+        ([(4, 40, 30), (row, length, 1)], 30),
+    ):
+        assert torch.equal(crowd.step(rows).out_TNV[place], alone), (row, rows)
+    assert torch.equal(crowd.padded([(4, 5, 2), (row, length, 1)], 8)[2], alone)
+    assert torch.equal(crowd.by_one_program([(row, length, 1), (3, 70, 1)])[0], alone)
 
 
 # ---- lists ----
