@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
 ROWS, WAITING = 8, 24
 """Of a group, and requests of both that have none."""
 PROMPTS = [f"In the year {1900 + number} a" for number in range(2 * ROWS + WAITING)]
-TOKENS = 300
+TOKENS = 700
 SLOTS = {"a": 0.3, "b": 0.2, "c": 0.2, "d": 0.2}
 """Of a group and a gateway, and of a group three times."""
 HEALED_S = 300.0
