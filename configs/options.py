@@ -150,8 +150,10 @@ OPTIONS: tuple[Option, ...] = (
            "Run every step eagerly: none is captured and replayed. Slower, with the same results."),
     Option("max_model_len", "engine.model.max_model_len", int, MODEL,
            "Context length: prompt and output in tokens. Default: the model's.", at_least(1), "at least 1", size=True),
-    Option("load_format", "engine.model.load_format", Literal["safetensors", "dummy"], MODEL,
-           "safetensors: weights from the checkpoint. dummy: random weights, for benchmarks without a checkpoint."),
+    Option("load_format", "engine.model.load_format", Literal["safetensors", "gguf", "dummy"], MODEL,
+           "safetensors: weights from the checkpoint, which is GGUF where MODEL is a .gguf file, or a folder without "
+           "safetensors. gguf: from the folder's GGUF file, whatever else it holds. "
+           "dummy: random weights, for benchmarks without a checkpoint."),
     Option("seed", "engine.model.seed", int, MODEL,
            "Seed of the random weights of --load-format dummy, and of the seeds that LLM draws for requests. No "
            "request of a service becomes repeatable by it: send a `seed` with each.", at_least(0), "at least 0"),

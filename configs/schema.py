@@ -22,6 +22,7 @@ Quantization = Literal[
     "compressed-tensors",
     "fbgemm_fp8",
     "fp8",
+    "gguf",
     "gptq",
     "gptq_marlin",
     "modelopt",
@@ -66,7 +67,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     batch_invariant: bool = False  # logits of a sequence have the same bits whatever else is computed with it
     enforce_eager: bool = False  # no step is captured and replayed
     max_model_len: int | None = None
-    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    load_format: Literal["safetensors", "gguf", "dummy"] = "safetensors"
     chat_template: str | None = None
     trust_remote_code: bool = False
     hf_overrides: dict[str, Any] = {}

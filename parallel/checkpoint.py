@@ -16,10 +16,10 @@ from tqdm import tqdm
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import Init, Param
 
-LoadFormat = Literal["safetensors", "dummy"]
 DUMMY_DEVIATION = 0.02
 HELD_AS: dict[str | None, torch.dtype] = {"float32": torch.float32}
 """The dtypes of parameters that are not held in the model's."""
+LoadFormat = Literal["safetensors", "gguf", "dummy"]
 OnBytes = Callable[[int, int], None]
 """A callback for progress: bytes loaded, bytes in all."""
 

@@ -43,11 +43,13 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Each:
     """The meaning of a dimension's indices: `per` elements each, such as those of a group with one scale, or of a
-    word. total: elements that are shared among ranks; the first index has `before` others ahead of them."""
+    word. total: elements that are shared among ranks; the first index has `before` others ahead of them. width: indices
+    that stand for these elements together, such as the bytes of a block."""
 
     total: int
     per: int
     before: int = 0
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ class Shard:
             inside = replace(self, each=None).span(each.total, rank, num_ranks)
             first = inside.start + each.before
             start = first // each.per
-            return Span(size, start, -(-(first + inside.length) // each.per) - start if inside.length else 0)
+            count = -(-(first + inside.length) // each.per) - start if inside.length else 0
+            return Span(size, start * each.width, count * each.width)
         units = size // self.unit
         if self.pads:
             share = -(-units // num_ranks)

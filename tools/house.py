@@ -43,6 +43,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "messages",
         "text",
         "models/spec structured",
+        "gguf",
         "planning",
         "lora/peft",
         "kernels",

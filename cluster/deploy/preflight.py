@@ -70,7 +70,7 @@ def check_model(settings: ServiceSettings, *, weights: bool = True) -> ArchSpec:
     device = settings.engine.device.device or "cpu"
     check_weights(spec, device)
     check_batch_invariant(settings.engine, spec, device)
-    if weights and model.load_format == "safetensors":
+    if weights and model.load_format != "dummy":
         open_checkpoint(Path(model.model), spec, model.hf_overrides)
     resolve_max_model_len(settings.engine, spec)
     pooling_facts(settings.engine)

@@ -1,7 +1,7 @@
 """The values that codes stand for, as tensors: float32 [2**bits], or None where a code is its own value.
 
 NF4: the quantiles of a normal distribution (Dettmers et al. 2023, QLoRA). FP4: bitsandbytes' own, whose codes are not
-in order. E2M1, E4M3: floats of OCP's MX and FP8 formats.
+in order. E2M1, E4M3: floats of OCP's MX and FP8 formats. IQ4: integers of a byte (ggml's kvalues_iq4nl).
 """
 
 from functools import cache
@@ -18,6 +18,8 @@ NF4: Final = (
 )  # fmt: skip
 HALF_FP4: Final = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
 HALF_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+IQ4: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def table_of(scheme: Coded) -> torch.Tensor | None:
@@ -40,5 +42,7 @@ def _table(codes: Codes, bits: int) -> torch.Tensor:
         return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     if codes is Codes.NF4:
         return torch.tensor(NF4)
+    if codes is Codes.IQ4:
+        return torch.tensor(IQ4, dtype=torch.float32)
     half = torch.tensor(HALF_FP4 if codes is Codes.FP4 else HALF_E2M1)
     return torch.cat([half, -half])

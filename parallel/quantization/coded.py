@@ -15,7 +15,7 @@ from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import Arrive, Bias, DenseMethod, LinearMethod, Place, as_given
 from tandem.parallel.params import Param
-from tandem.parallel.quantization.coded_weight import CodedWeight, joined
+from tandem.parallel.quantization.coded_weight import CodedWeight, joined, undone
 from tandem.parallel.quantization.int8 import pieces_of, quantize_inputs
 from tandem.parallel.quantization.rounding import round_to_codes
 from tandem.parallel.quantization.schemes import Coded, Inputs
@@ -148,7 +148,7 @@ class UndoneMethod(DenseMethod):
             return
 
         def done(coded: Sequence[CodedWeight]) -> None:
-            self.take(torch.cat([weight.dense_OI().to(self._dtype) for weight in coded]), bias())
+            self.take(torch.cat([undone(weight, self._dtype) for weight in coded]), bias())
 
         yield from StoredWeights(weights, self._mesh, done).slots(self)
 

@@ -9,8 +9,12 @@ What a checkpoint's layout is read into (layouts/), and what a product's own for
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
+
+PIECE_CODES: Final = 2**22
+"""Codes that are undone at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,19 @@ class CodedWeight:
         dense_OI = torch.empty_like(values_OI)
         dense_OI[:, self.order_I] = values_OI
         return dense_OI
+
+
+def undone(weight: CodedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the weights in the order of inputs, [O, I], made piece by piece of outputs: what is between would take
+    several times their bytes."""
+    outputs, inputs = weight.codes_OI.shape
+    found, step = weight.scale_OG.new_empty((outputs, inputs), dtype=dtype), max(1, PIECE_CODES // max(1, inputs))
+    for first in range(0, outputs, step):
+        rows = slice(first, first + step)
+        zero_OG = None if weight.zero_OG is None else weight.zero_OG[rows]
+        piece = replace(weight, codes_OI=weight.codes_OI[rows], scale_OG=weight.scale_OG[rows], zero_OG=zero_OG)
+        found[rows] = piece.dense_OI()
+    return found
 
 
 def joined(weights: Sequence[CodedWeight]) -> CodedWeight:

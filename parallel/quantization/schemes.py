@@ -58,6 +58,7 @@ class Codes(Enum):
     NF4 = "nf4"
     FP4 = "fp4"  # as bitsandbytes has it
     E2M1 = "e2m1"
+    IQ4 = "iq4"  # of GGUF's IQ4_NL and IQ4_XS
     E4M3 = "e4m3"
 
 

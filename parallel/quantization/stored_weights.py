@@ -9,7 +9,7 @@ import torch
 from tandem.parallel.checkpoint import Holder, ParameterSlot
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import Layout, Param
-from tandem.parallel.quantization.coded_weight import CodedWeight
+from tandem.parallel.quantization.coded_weight import CodedWeight, undone
 
 
 class StoredWeights:
@@ -41,6 +41,24 @@ class StoredWeights:
         if len(self._coded) == len(self._weights):
             coded, self._coded = self._coded, []
             self._done(coded)
+
+
+class UndoneTable:
+    """The table that ids are looked up in, which a checkpoint has as codes: undone in `dtype`, as rows are read.
+    accept: takes it. nbytes: that it has."""
+
+    def __init__(self, table: Param, mesh: Mesh, dtype: torch.dtype, accept: Callable[[torch.Tensor], None]) -> None:
+        self._table, self._mesh, self._dtype, self._accept = table, mesh, dtype, accept
+        self.nbytes = 0
+
+    def slots(self) -> Iterator[ParameterSlot]:
+        """Yields the slots of its parts."""
+        yield from StoredWeights((self._table,), self._mesh, self._take).slots(self)
+
+    def _take(self, coded: Sequence[CodedWeight]) -> None:
+        table_VH = undone(coded[0], self._dtype)
+        self.nbytes = table_VH.nbytes
+        self._accept(table_VH)
 
 
 def layout_of(weight: Param) -> Layout:

@@ -22,12 +22,30 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Departures:
+    """Ways in which a container stores otherwise than a family's checkpoints.
+
+    in_pairs: the pattern of layers whose heads' rows are stored with those of their halves in turn. whole_norms: norms
+    that others store less one are stored as they multiply. tables: the table that ids are looked up in may have a
+    scheme's layout.
+    """
+
+    in_pairs: str | None = None
+    whole_norms: bool = False
+    tables: bool = False
+
+    def is_in_pairs(self, module: str) -> bool:
+        """Returns whether the rows of a stored layer are."""
+        return self.in_pairs is not None and _compiled(self.in_pairs).fullmatch(module) is not None
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPlan:
     """Rules, of which the first that matches counts; layers that none matches are dense.
 
     method: what the checkpoint says that it is quantized with; None: its weights are dense, whatever is made of them.
     ignored: endings of the names of stored tensors that are not read. remarks: lines about what is not, for the start.
-    head: rules hold for the head too.
+    head: rules hold for the head too. departures: None for checkpoints in safetensors.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -35,6 +53,7 @@ class WeightPlan:
     ignored: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     head: bool = True
+    departures: Departures | None = None
 
     def of(self, module: str) -> Scheme | None:
         """Returns the scheme of a stored layer's matrix."""
@@ -53,7 +72,7 @@ class WeightPlan:
     def unstored(self) -> "WeightPlan":
         """Returns the plan of weights that are made up, in no checkpoint's layout."""
         rules = tuple(replace(rule, scheme=rule.scheme and rule.scheme.unstored()) for rule in self.rules)
-        return replace(self, rules=rules)
+        return replace(self, rules=rules, departures=None)
 
     def digest(self) -> str:
         """Returns hex digits that differ for plans that compute differently."""

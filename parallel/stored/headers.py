@@ -6,23 +6,27 @@ other formats are refused with what to do about them.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from tandem.configs.errors import SettingsError
+from tandem.parallel.stored.gguf_kinds import BLOCK_NAMES, BY_NAME
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+GGUF_INDEX: Final = "tensors.json"
+"""Lists the tensors of GGUF files under the model's names, in the folder that is made of them (write_places())."""
 OTHERS: Final = "consolidated"
 """Names of files with the same weights under the publisher's own names begin so; they lie beside the others."""
 MOST_HEADER_BYTES: Final = 100_000_000
 """safetensors' own limit."""
-STORED_BYTES: Final = {
+STORED_BYTES: Final[dict[str, int]] = {
     "BF16": 2, "F16": 2, "F32": 4, "I8": 1, "U8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    **dict.fromkeys(BLOCK_NAMES, 1),
 }  # fmt: skip
-"""Bytes of an element in the dtypes that are read."""
+"""Bytes of an element in the dtypes that are read; of GGUF's blocks the bytes are elements."""
 POINTER: Final = "git has left a pointer in its place; `git lfs pull` in its folder gets the file itself"
 FETCH: Final = "fetch the model's folder again, or this file of it"
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
@@ -43,6 +47,12 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     nbytes: int
+
+    @property
+    def num_elements(self) -> int:
+        """Its elements, those of blocks too."""
+        kind, count = BY_NAME.get(self.dtype), math.prod(self.shape)
+        return count if kind is None or kind.elements == 1 else count // kind.bytes * kind.elements
 
 
 def is_pointer(file: Path) -> bool:
@@ -72,8 +82,8 @@ def no_weights(folder: str, names: Iterable[str]) -> SettingsError:
     lack = f"{folder} holds no .safetensors file"
     if found := [name for name in names if name.endswith(".gguf")]:
         return SettingsError(
-            f"{lack}, but GGUF ({found[0]}), which is not read: take the model that it was made of, and "
-            "--quantization int8 to hold it in less memory",
+            f"{lack}, but GGUF, of which one file is served: hf download {folder} {found[0]} --local-dir DIR, then "
+            f"tandem serve DIR/{Path(found[0]).name}",
             "MODEL",
         )
     if found := [name for name in names if name.endswith(PICKLES)]:
@@ -90,6 +100,8 @@ def find_weights(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """Returns the files with a folder's weights, and the index (tensor name -> file name) if there is one.
     SettingsError when there are no files, or the index is broken."""
     index = folder / INDEX
+    if (folder / GGUF_INDEX).is_file():
+        return [folder / GGUF_INDEX], None
     if not index.exists():
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         if found := weight_names(names):
@@ -105,9 +117,34 @@ def find_weights(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     return [folder / name for name in sorted(set(file_of.values()))], file_of
 
 
+def write_places(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Writes where tensors stand, by the names that a model has for them; read_header() reads it."""
+    places = {
+        name: (str(one.file), one.name, one.dtype, one.shape, one.start, one.nbytes) for name, one in tensors.items()
+    }
+    file.write_text(json.dumps(places), encoding="utf-8")
+
+
+def _read_places(file: Path) -> dict[str, StoredTensor]:
+    places = json.loads(file.read_text(encoding="utf-8"))
+    return {
+        name: StoredTensor(Path(of), own, dtype, tuple(shape), start, nbytes)
+        for name, (of, own, dtype, shape, start, nbytes) in places.items()
+    }
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the files in which a folder's weights stand; none where there are none."""
+    if (folder / GGUF_INDEX).is_file():
+        return sorted({tensor.file for tensor in _read_places(folder / GGUF_INDEX).values()})
+    return sorted(folder.glob("*.safetensors"))
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a file by name. SettingsError for a file that cannot be read, is no safetensors file or
     is shorter than its header says."""
+    if file.name == GGUF_INDEX:
+        return _read_places(file)
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -1,5 +1,5 @@
-"""SafetensorsSource: a rank's slices of a checkpoint folder of safetensors, one file or an index, for load()
-(parallel/checkpoint.py). What is read ahead (read_ahead.py) is handed out as tensors."""
+"""SafetensorsSource: a rank's slices of a checkpoint folder of safetensors, one file or an index, or of GGUF
+files, for load() (parallel/checkpoint.py). What is read ahead (read_ahead.py) is handed out as tensors."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from tandem.parallel.checkpoint import Found, Share
+from tandem.parallel.stored.gguf_kinds import BLOCK_NAMES
 from tandem.parallel.stored.read_ahead import Bounds, ReadAhead, ReadSlices
 from tandem.parallel.stored.slices import Slice, slice_of
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
@@ -22,6 +23,7 @@ DTYPES: Final = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
+    **dict.fromkeys(BLOCK_NAMES, torch.uint8),
 }
 
 

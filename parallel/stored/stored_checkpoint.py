@@ -115,7 +115,8 @@ def _stored_tensors(folder: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
     files, index = find_weights(folder)
     headers = {file.name: read_header(file) for file in files}
     if index is None:
-        return files, {name: tensor for header in headers.values() for name, tensor in header.items()}
+        tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
+        return sorted({tensor.file for tensor in tensors.values()}), tensors
     for name, file in index.items():
         if name not in headers[file]:
             raise SettingsError(f"{folder / file}: tensor {name} is not in it, where {INDEX} has it; {FETCH}", "MODEL")

@@ -39,7 +39,7 @@ class LocalRanks:
     def _check(self) -> None:
         """Refuses what no rank could load before any is started. SettingsError."""
         spec, model = read_spec(self._settings), self._settings.model
-        if model.load_format == "safetensors":
+        if model.load_format != "dummy":
             open_checkpoint(Path(model.model), spec, model.hf_overrides)
 
     def lost(self) -> str | None:

@@ -18,6 +18,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.linear import AdaptableLinear, LinearPart
 from tandem.parallel.mesh import layer_range
+from tandem.parallel.quantization.stored_weights import UndoneTable, is_stored
 from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.workers.attention.backend import DECODE_QUERIES, AttentionBackend, KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
@@ -127,7 +128,8 @@ class Decoder:
         if context.is_last_stage:
             self._final_norm = make_norm(spec.final_norm, self.parameters.final_norm, ops)
             self._head = VocabParallelHead(self.parameters.head, context, make, self.parameters.head_bias)
-        self._ties_here = spec.tie_word_embeddings and self._embedding is not None and self._head is not None
+        is_tied = self.parameters.head is self.parameters.embedding
+        self._ties_here = is_tied and self._embedding is not None and self._head is not None
 
     @property
     def tp_size(self) -> int:
@@ -321,8 +323,11 @@ class Decoder:
         if self._head is not None:
             yield from self._head.bias_slots()
         if self._embedding is not None:
-            for slot in self._embedding.slots():
-                yield self._tied_slot(slot) if self._ties_here else slot
+            if is_stored((self.parameters.embedding,)):
+                yield from self._undone_slots(self._embedding)
+            else:
+                for slot in self._embedding.slots():
+                    yield self._tied_slot(slot) if self._ties_here else slot
         if self._entry is not None:
             yield from self._entry.slots()
         for layer in self._layers:
@@ -354,6 +359,11 @@ class Decoder:
         """Ends the weight stream, if there is one. Idempotent; no step may follow."""
         self.graphs.close()
         self.stream.close()
+
+    def _undone_slots(self, embedding: VocabParallelEmbedding) -> Iterator[ParameterSlot]:
+        """Yields the slots of an embedding that the checkpoint has as codes, which are undone at load."""
+        table = UndoneTable(self.parameters.embedding, self._mesh, self._dtype, embedding.accept)
+        yield from table.slots()
 
     def _tied_slot(self, slot: ParameterSlot) -> ParameterSlot:
         """Returns the embedding's slot as that of both tables."""

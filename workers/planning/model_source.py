@@ -19,6 +19,7 @@ from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.stored.headers import no_weights
+from tandem.workers.gguf.gguf_folder import LOAD_FORMAT, SUFFIX, chosen_gguf, gguf_folder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.weights.weight_config import plan_of_folder
 from tandem.workers.planning.hub import TEXT, OnBytes, Wanted, download, ignored, is_cached, revision_flag
@@ -54,8 +55,9 @@ def pin_model(model: ModelSettings) -> ModelSettings:
     a file; served_model_name is set. Of a hub's model all but the weights is here then. Raises SettingsError with the
     flag to change.
     """
-    folder = find_model(model.model, model.revision, "MODEL", serving(model, weights=False))
-    name, revision = _pinned(model.model, folder)
+    given = _gguf_within(model)
+    folder = find_model(given, model.revision, "MODEL", serving(model, weights=False))
+    name, revision = _pinned(given, folder)
     tokenizer, tokenizer_revision, text_folder = None, None, folder
     if model.tokenizer is not None or model.tokenizer_revision not in (None, model.revision):
         named = model.tokenizer or model.model
@@ -96,8 +98,8 @@ def engine_here(settings: EngineSettings, *, weights: bool = True) -> EngineSett
 def has_model(model: ModelSettings) -> bool:
     """True if the files of a pinned model are on this machine: for its folder, that it is there. Asks no hub."""
     if model.revision is None:
-        return model.model == DEMO or Path(model.model).is_dir()
-    return is_cached(model.model, model.revision, weights=model.load_format == "safetensors")
+        return model.model == DEMO or Path(model.model).exists()
+    return is_cached(model.model, model.revision, weights=model.load_format != "dummy")
 
 
 @contextmanager
@@ -112,12 +114,24 @@ def named_node(address: str) -> Iterator[None]:
         raise type(error)(f"node {socket.gethostname()} ({address}): {error}", error.flag) from error
 
 
+def _gguf_within(model: ModelSettings) -> str:
+    """Returns the model's name, or in place of a folder's the GGUF file in it that is served. SettingsError where
+    --load-format asks for one that is not there."""
+    path, wanted = Path(model.model).expanduser(), model.load_format == "gguf"
+    if model.model != DEMO and path.is_dir():
+        file = chosen_gguf(path.resolve(), wanted=wanted)
+        return model.model if file is None else str(file)
+    if wanted and not (path.is_file() and path.suffix == SUFFIX):
+        raise SettingsError(f"gguf: {model.model} is no GGUF file, and no folder that holds one", LOAD_FORMAT)
+    return model.model
+
+
 def _pinned(name: str, folder: Path) -> tuple[str, str | None]:
     """The name of a model that was found in `folder`, as every machine understands it, and its revision."""
     if name == DEMO:
         return name, None
-    if Path(name).expanduser().is_dir():
-        return str(folder), None
+    if (path := Path(name).expanduser()).exists():
+        return str(path.resolve()), None
     return name, folder.name  # of the hub's cache, whose snapshots are named by their commits
 
 
@@ -128,7 +142,7 @@ def serving(model: ModelSettings, *, weights: bool = True) -> Wanted:
     def check(folder: Path) -> None:
         load_spec(folder, model.hf_overrides or None, model.quantization)
 
-    return Wanted(TEXT.patterns, weights=weights and model.load_format == "safetensors", check=check)
+    return Wanted(TEXT.patterns, weights=weights and model.load_format != "dummy", check=check)
 
 
 def model_digest(model: ModelSettings) -> str:
@@ -141,7 +155,8 @@ def model_digest(model: ModelSettings) -> str:
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
     dummy = (model.seed or 0) if model.load_format == "dummy" else None
     ends = json.dumps((model.generation_config, model.override_generation_config), sort_keys=True)
-    name = model.model if model.revision is not None else here.model
+    is_elsewhere = model.revision is not None or model.model.endswith(SUFFIX)  # here.model is this machine's cache
+    name = model.model if is_elsewhere else here.model
     plan = plan_of_folder(Path(here.model), model.hf_overrides, model.quantization).digest()
     chosen = (name, model.revision, overrides, dummy, plan, model.batch_invariant, ends)
     digest = blake2b(repr(chosen).encode(), digest_size=8)
@@ -162,16 +177,19 @@ def find_model(name: str, revision: str | None, flag: str, wanted: Wanted = TEXT
     if folder.is_dir():
         if revision is not None:
             raise SettingsError(f"{name} is a folder; only models of the hub have revisions", revision_flag(flag))
-        return folder.resolve()
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if folder.is_file() and folder.suffix in (".gguf", ".bin"):
+        file = chosen_gguf(folder.resolve(), wanted=False)
+        return folder.resolve() if file is None else gguf_folder(file)
+    looks_like_path = folder.suffix == SUFFIX or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if folder.is_file() and folder.suffix == SUFFIX:
+        return gguf_folder(folder.resolve())
+    if folder.is_file() and folder.suffix == ".bin":
         raise no_weights(str(folder.parent), [folder.name])
     if folder.is_file():
         raise SettingsError(
             f"{name} is a file; {flag} is the folder that it is in, with config.json and tokenizer", flag
         )
     if looks_like_path or folder.exists() or not HUB_ID.fullmatch(name):
-        raise SettingsError(f"{name}: no such folder", flag)
+        raise SettingsError(f"{name}: no such {'file' if folder.suffix == SUFFIX else 'folder'}", flag)
     return download(name, revision, flag, wanted, on_bytes)
 
 

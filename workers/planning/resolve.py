@@ -14,6 +14,7 @@ from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.configs.platform_facts import PLATFORM_FACTS
 from tandem.configs.schema import Device, EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
+from tandem.parallel.stored.headers import weight_files
 from tandem.workers.models.spec.arch import ArchSpec, RopeKind, RopeSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.config.pooling_config import PoolingFacts, read_pooling
@@ -140,7 +141,7 @@ def fingerprint(folder: Path, settings: EngineSettings) -> str:
     digest.update((folder / "config.json").read_bytes())
     if spec.short_factors:  # --max-model-len changes what keys are rotated by
         digest.update(repr(spec.ropes).encode())
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         size = file.stat().st_size
         digest.update(f"{file.name}|{size}|".encode())
         with file.open("rb") as data:

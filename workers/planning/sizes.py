@@ -61,7 +61,7 @@ def rank_weights(spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool) ->
     head = table.head.held_bytes(mesh, element_bytes)
     head_bias = 0 if table.head_bias is None else table.head_bias.local_bytes(mesh, element_bytes)
     first, last = mesh.pp_rank == 0, mesh.pp_rank == mesh.pp_size - 1
-    ties_here = spec.tie_word_embeddings and first and last
+    ties_here = table.head is table.embedding and first and last
     return RankWeights(
         num_layers=len(own),
         may_stream=tuple(kinds[most]),

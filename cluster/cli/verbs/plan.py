@@ -5,7 +5,6 @@ workers/planning/planner.py computes the plan. This module reads flags and the m
 """
 
 import json
-import math
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from tandem.configs.load import build_settings
 from tandem.configs.options import OPTIONS
 from tandem.configs.platform_facts import check_formats, idle_flags, sized
 from tandem.configs.schema import EngineSettings, ModelSettings
-from tandem.parallel.stored.headers import INDEX, find_weights, has_other_weights, no_weights
+from tandem.parallel.stored.headers import INDEX, find_weights, has_other_weights, no_weights, weight_files
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.family_rows.families import parameters_of
@@ -204,7 +203,7 @@ def _stored(model: ModelSettings, spec: ArchSpec, *, is_own: bool) -> StoredChec
     is_own) whose files are not all here. SettingsError when ranks could not load it."""
     folder = Path(model.model)
     names = [path.name for path in folder.iterdir()]
-    if not any(name.endswith(".safetensors") or name == INDEX for name in names):
+    if not weight_files(folder) and INDEX not in names:
         if has_other_weights(names):
             raise no_weights(str(folder), names)
         return None
@@ -221,7 +220,7 @@ def _checkpoint(stored: StoredCheckpoint, spec: ArchSpec) -> dict[str, Any]:
         "num_files": len(stored.files),
         "total_bytes": sum(sizes.values()),
         "bytes_by_dtype": dict(sizes),
-        "num_elements": sum(math.prod(tensor.shape) for tensor in stored.tensors),
+        "num_elements": sum(tensor.num_elements for tensor in stored.tensors),
         "num_parameters": parameters_of(spec).num_elements,
         "quantized_with": spec.weights.method,
     }

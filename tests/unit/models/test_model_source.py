@@ -208,8 +208,6 @@ def test_a_model_that_is_not_served_is_refused_before_its_weights(hub: Hub) -> N
 
 
 def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").touch()
-    assert "GGUF (m.gguf), which is not read" in refusal(str(tmp_path / "m.gguf"))[0]
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).touch()
         words = refusal(str(tmp_path / name))[0]

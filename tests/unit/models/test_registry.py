@@ -127,7 +127,7 @@ def test_unreadable_folders(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"holds no config\.json: it is no folder of a model"):
         load_spec(tmp_path)
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(SettingsError, match=r"holds no \.safetensors file, but GGUF \(model\.gguf\)"):
+    with pytest.raises(SettingsError, match=r"holds no \.safetensors file, but GGUF, of which one file is served: hf"):
         load_spec(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(SettingsError, match="not JSON"):

@@ -98,7 +98,8 @@ class LayerParams:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTable:
-    """All parameters of a model. head: the embedding's parameter where that is tied."""
+    """All parameters of a model. head: the embedding's parameter where that is tied, or one with the same source where
+    the two are held in different forms."""
 
     embedding: Param
     positions: Param | None
@@ -130,7 +131,8 @@ class ParameterTable:
     @property
     def num_elements(self) -> int:
         """Parameters in the sense of a model's size, a tied table counted once."""
-        return sum(param.num_elements for param in self)
+        is_twice = self.head is not self.embedding and self.head.source == self.embedding.source
+        return sum(param.num_elements for param in self) - is_twice * self.head.num_elements
 
 
 def parameters(spec: ArchSpec, names: ParameterNames) -> ParameterTable:

@@ -59,6 +59,11 @@ def _message() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("pieces.Model"))
 
 
+def new_model() -> Any:
+    """Returns the protobuf of a file that holds nothing yet."""
+    return _message()()
+
+
 def read_model(path: Path) -> Any:
     """Returns the protobuf of a file: pieces, trainer, normalizer, and `back`, which normalizes what is decoded.
     Raises ValueError for one that is not SentencePiece's or cannot be said to the `tokenizers` library."""

@@ -40,6 +40,8 @@ CONVERT_SENTENCEPIECE = f"{CONVERT} (first `pip install sentencepiece`)"
 OF_TRANSFORMERS = (
     "which does not say how texts are split. Take the tokenizer.json that the folder in transformers' format has"
 )
+REFUSAL = "no-tokenizer.txt"
+"""Says why the vocabulary of a GGUF file is not read (gguf_vocabulary.py)."""
 NOT_READ = {
     "vocab.json": f"which is not read without merges.txt or for its tokenizer_class. {CONVERT}",
     "vocab.txt": f"which is not read. {CONVERT}",
@@ -91,6 +93,8 @@ def find_vocabulary(folder: Path, config: Mapping[str, Any], flag: str) -> Path:
         return _no_pointer(_sentencepiece(path, of_class, flag), flag)
     if (path := folder / "tekken.json").is_file():
         return _no_pointer(path, flag)
+    if (path := folder / REFUSAL).is_file():
+        raise SettingsError(path.read_text(encoding="utf-8"), flag)
     for name, advice in NOT_READ.items():
         if found := sorted(folder.glob(name)):
             raise SettingsError(

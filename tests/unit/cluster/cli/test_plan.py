@@ -375,7 +375,7 @@ def test_a_checkpoint_that_ranks_could_not_load_fits_nowhere(folder: Path, tmp_p
     with pytest.raises(SettingsError, match=r"pytorch_model.bin: such files are pickles, which can run code"):
         planned(broken)
     (broken / "pytorch_model.bin").rename(broken / "model-q4.gguf")
-    with pytest.raises(SettingsError, match=r"GGUF \(model-q4.gguf\), which is not read: take the model that"):
+    with pytest.raises(SettingsError, match=r"model-q4.gguf is not a GGUF file that is read: it does not begin as one"):
         planned(broken)
 
 

@@ -3,6 +3,7 @@ and of --quantization. Torch-free."""
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from tandem.workers.models.spec.weights.block_formats import bitsandbytes
 from tandem.workers.models.spec.weights.compressed_tensors import compressed_tensors
 from tandem.workers.models.spec.weights.fields import UNQUANTIZED, Fields
 from tandem.workers.models.spec.weights.float_formats import fbgemm_fp8, fp8, modelopt, mxfp4
+from tandem.workers.models.spec.weights.gguf import gguf
 from tandem.workers.models.spec.weights.word_formats import auto_round, awq, gptq
 
 FLAG: Final = "--quantization"
@@ -27,6 +29,7 @@ READERS: Final[Mapping[str, Callable[[Fields], WeightPlan]]] = {
     "modelopt_fp4": modelopt,
     "bitsandbytes": bitsandbytes,
     "mxfp4": mxfp4,
+    "gguf": gguf,
 }
 """The readers of the rest of a quantization_config, by its quant_method."""
 BESIDE: Final = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
@@ -44,6 +47,7 @@ NAMES: Final[Mapping[str, str]] = {
     "modelopt_fp4": "modelopt",
     "bitsandbytes": "bitsandbytes",
     "mxfp4": "mxfp4",
+    "gguf": "gguf",
 }
 """Values of --quantization that name what a checkpoint holds, and its quant_method."""
 
@@ -94,8 +98,8 @@ def chosen_plan(stored: WeightPlan, quantization: str | None) -> WeightPlan:
     """Returns the plan of weights with --quantization. SettingsError where the checkpoint holds others."""
     if quantization is None:
         return stored
-    if stored.method is None and quantization in AT_LOAD:
-        return AT_LOAD[quantization]
+    if not stored.rules and quantization in AT_LOAD:
+        return replace(AT_LOAD[quantization], departures=stored.departures)
     if stored.method is not None and NAMES.get(quantization) == stored.method:
         return stored
     if stored.method is None:
