@@ -25,6 +25,7 @@ from tandem.parallel.expert_methods import ExpertMethod, ExpertParams, Groups, S
 from tandem.parallel.linear_methods import Bias, MakeMethod, Place, as_given
 from tandem.parallel.params import Param
 from tandem.workers.kernels.expert_ops import TorchExperts
+from tandem.workers.kernels.triton.codes.triton_coded import code_experts
 from tandem.workers.kernels.triton.tiles import FEW, MANY, ExpertTile, TunedTiles, experts_use
 from tandem.workers.kernels.triton.triton_lora import FP_FUSION
 
@@ -157,7 +158,8 @@ class TritonExpertMethod(StackedExperts):
 
 
 class TritonExperts(TorchExperts):
-    """ExpertOps by these kernels, and by the twin's routing and sorting. tiles: as chosen for the device."""
+    """ExpertOps by these kernels, or those of codes (codes/), and by the twin's routing and sorting. make: methods of
+    schemes by kernels too. tiles: as chosen for the device. dtype: of inputs."""
 
     def __init__(
         self,
@@ -165,12 +167,17 @@ class TritonExperts(TorchExperts):
         place: Place,
         device: torch.device | None = None,
         tiles: TunedTiles | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__(make, place, device)
         self._tiles = tiles
+        self._dtype = dtype
 
     def method(self, experts: Sequence[ExpertParams], context: ParallelContext) -> ExpertMethod:
-        return TritonExpertMethod(experts, context, self._place, self._tiles)
+        if all(weight.scheme is None for expert in experts for weight in expert.weights):
+            return TritonExpertMethod(experts, context, self._place, self._tiles)
+        found = code_experts(self._dtype, self._make, experts, context, self._place)
+        return super().method(experts, context) if found is None else found
 
     def combine(
         self,
