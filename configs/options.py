@@ -138,7 +138,8 @@ OPTIONS: tuple[Option, ...] = (
            f"Data type of weights and activations. auto: the checkpoint's; {computed_as_words()}."),
     Option("quantization", "engine.model.quantization", Quantization, MODEL,
            "Hold the weights of linear layers and of the head as int8, made at load: half the bytes of bfloat16. int8: "
-           "weights are rounded. w8a8: their inputs too, token by token, which is faster in large steps. "
+           "weights are rounded. w8a8: their inputs too, token by token, which is faster in large steps. A checkpoint "
+           "that is quantized needs no flag; the other values are vLLM's names for what it may hold, and are checked. "
            f"{only_on('--quantization')}. "
            "Default: neither.", aliases=("-q",)),
     Option("batch_invariant", "engine.model.batch_invariant", bool, MODEL,

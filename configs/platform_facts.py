@@ -7,12 +7,12 @@ instruction set, a Platform finds out there.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
 from msgspec.structs import replace
 
 from tandem.configs.errors import SettingsError
-from tandem.configs.schema import CacheSettings, Device, EngineSettings, SchedulerSettings
+from tandem.configs.schema import CacheSettings, Device, EngineSettings, Quantization, SchedulerSettings
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
 KV_DTYPES: Final = ("bfloat16", "fp8", "fp8_e4m3", "int8")
@@ -108,7 +108,7 @@ CPU: Final = PlatformFacts(
     word="CPU",
     shares_memory=True,
     packs=("bfloat16", "float32"),
-    quantizations=("int8", "w8a8"),
+    quantizations=get_args(Quantization),
     invariant_dtypes=("bfloat16", "float32"),
     implementations={
         "attention": {

@@ -12,8 +12,23 @@ from tandem.configs.limits import Ports, parse_ports
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 KVCacheDType = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
-Quantization = Literal["int8", "w8a8"]
-"""Names of FORMATS (parallel/quantization/weight_formats.py)."""
+Quantization = Literal[
+    "int8",
+    "w8a8",
+    "auto-round",
+    "awq",
+    "awq_marlin",
+    "bitsandbytes",
+    "compressed-tensors",
+    "fbgemm_fp8",
+    "fp8",
+    "gptq",
+    "gptq_marlin",
+    "modelopt",
+    "modelopt_fp4",
+    "mxfp4",
+]
+"""Names of AT_LOAD (parallel/quantization/weight_plan.py), and of NAMES (workers/models/spec/weights/)."""
 Device = Literal["cpu", "cuda"]
 Auth = Literal["required", "open"]
 SpecDecodeMetrics = Literal["none", "summary", "detailed"]
@@ -47,7 +62,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     revision: str | None = None
     tokenizer_revision: str | None = None  # None: that of the model, if it is its own
     dtype: DType = "auto"
-    quantization: Quantization | None = None  # how linear layers hold their weights and multiply; None: in `dtype`
+    quantization: Quantization | None = None  # how weights are held, or what a checkpoint has; None: as it has them
     batch_invariant: bool = False  # logits of a sequence have the same bits whatever else is computed with it
     enforce_eager: bool = False  # no step is captured and replayed
     max_model_len: int | None = None

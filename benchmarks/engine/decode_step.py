@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +25,7 @@ from benchmarks.models import SHAPES
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.mesh import Mesh
+from tandem.parallel.quantization.weight_plan import DENSE, WeightPlan
 from tandem.workers.attention.backend import AttentionBackend, AttentionStep, ListsBackend, ReplayableStep
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.kv_store import LayerKV
@@ -66,7 +68,7 @@ def build(
     kv_dtypes: list[torch.dtype],
     streamed: Sequence[int] = (),
     copier: Copier | None = None,
-    quantization: str | None = None,
+    weights: WeightPlan = DENSE,
     platform: Platform | None = None,
 ) -> tuple[ArchSpec, Decoder, Switch]:
     """A random decoder of a known shape, whose `streamed` layers are in host memory and moved by `copier`. platform:
@@ -74,7 +76,7 @@ def build(
     platform = platform or CpuPlatform()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
-        spec = load_spec(folder, quantization=quantization)
+        spec = replace(load_spec(folder), weights=weights)
     attention = Switch({kv: attention_of(spec, platform, dtype, kv) for kv in kv_dtypes})
     decoder = build_decoder(
         spec,

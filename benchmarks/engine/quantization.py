@@ -1,12 +1,13 @@
 """Quantized weights: milliseconds of decode steps and of a prompt beside bf16, in turns; perplexity before and after.
 
-    python -m benchmarks.engine.quantization [--batch 1 8 32] [--prompt 512] [--seconds 8]
+    python -m benchmarks.engine.quantization [--batch 1 8 32] [--prompt 512] [--seconds 8] [--variants int8 int4]
     python -m benchmarks.engine.quantization --checkpoint FOLDER --text FILE [--window 256]    # perplexity too
 
-Random weights of a known shape, in bf16 and quantized (int8, w8a8); variants take turns step by step, head included.
-Ratios are of medians; `best` are those of the least times, which other processes disturb less. The roofline of a
-decode step is the bytes of weights and KV over a bandwidth measured now. Perplexity is of the tokens of a text's
-windows, each but the first, by the engine in the checkpoint's dtype.
+Random weights of a known shape, in bf16 and quantized; variants take turns step by step, head included. Those of 4 bits
+(int4, w4a8, nf4) have a head of int8 weights, whose inputs are rounded where theirs are. Ratios are of medians; `best`
+are those of the least times, which other processes disturb less, and `cpu` those of the process's CPU time, which with
+--threads 1 is what a step needs. The roofline of a decode step is the bytes of weights and KV over a bandwidth measured
+now. Perplexity is of the tokens of a text's windows, each but the first, by the engine in the checkpoint's dtype.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,30 +26,56 @@ from benchmarks.models import SHAPES
 from benchmarks.record import RESULTS, write_record
 from tandem import LLM, SamplingParams
 from tandem.parallel.mesh import Mesh
+from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
+from tandem.parallel.quantization.weight_plan import ANY, AT_LOAD, DENSE, Rule, WeightPlan
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.rank.kv_cache import block_bytes
 
 BF16 = torch.bfloat16
-VARIANTS: dict[str, str | None] = {"bf16": None, "int8": "int8", "w8a8": "w8a8"}
+HEAD = r"lm_head|.*embed_tokens"
 
 
-def in_turn(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of each variant's steps, in turn, after five that warm up, until each has had `seconds`."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def codes(scheme: Coded) -> WeightPlan:
+    """The plan of a model whose matrices have a scheme of 4 bits, and its head one of 8."""
+    return WeightPlan((Rule(HEAD, Int8Rows(scheme.inputs)), Rule(ANY, scheme)))
+
+
+VARIANTS: dict[str, WeightPlan] = {
+    "bf16": DENSE,
+    "int8": AT_LOAD["int8"],
+    "w8a8": AT_LOAD["w8a8"],
+    "int4": codes(Coded(group=128)),
+    "w4a8": codes(Coded(group=128, inputs=Inputs.INT8)),
+    "nf4": codes(Coded(Codes.NF4, group=64)),
+}
+
+
+class Times(NamedTuple):
+    """Milliseconds of one variant's steps: by the wall, and of the process's CPU time over its threads."""
+
+    wall_ms: list[float]
+    cpu_ms: list[float]
+
+
+def in_turn(steps: dict[str, Callable[[], object]], seconds: float, threads: int) -> dict[str, Times]:
+    """Times of each variant's steps, in turn, after five that warm up, until each has had `seconds`."""
+    times = {name: Times([], []) for name in steps}
     for step in list(steps.values()) * 5:
         step()
-    while min(map(sum, times.values())) < seconds * 1e3 or len(times["bf16"]) < 5:
+    while min(sum(own.wall_ms) for own in times.values()) < seconds * 1e3 or len(times["bf16"].wall_ms) < 5:
         for name, step in steps.items():
-            began_s = time.perf_counter()
+            began_s, cpu_s = time.perf_counter(), time.process_time()
             step()
-            times[name].append((time.perf_counter() - began_s) * 1e3)
+            times[name].cpu_ms.append((time.process_time() - cpu_s) * 1e3 / threads)
+            times[name].wall_ms.append((time.perf_counter() - began_s) * 1e3)
     return times
 
 
 def measure_steps(options: argparse.Namespace) -> dict[str, Any]:
     """Times decode steps of each batch, and a prompt; prints and returns the figures."""
-    made = {name: build(options.model, BF16, [BF16], quantization=kind) for name, kind in VARIANTS.items()}
+    names = [name for name in VARIANTS if name in ("bf16", *options.variants)]
+    made = {name: build(options.model, BF16, [BF16], weights=VARIANTS[name]) for name in names}
     spec = made["bf16"][0]
     weight_bytes = {name: decoder.weight_bytes for name, (_, decoder, _) in made.items()}
     print(", ".join(f"{name} {size / 1e9:.3f} GB of weights" for name, size in weight_bytes.items()), flush=True)
@@ -60,22 +87,24 @@ def measure_steps(options: argparse.Namespace) -> dict[str, Any]:
         kv = make_kv(spec, int(batch.block_table_RN.max()) + 1, BF16)
         steps = {name: stepper(decoder, attention, batch, kv) for name, (_, decoder, attention) in made.items()}
         with OtherCpu() as other:
-            times = in_turn(steps, options.seconds)
+            times = in_turn(steps, options.seconds, options.threads)
         kv_bytes = sum(batch.seq_lens_list) * block_bytes(kv_layouts(spec, Mesh()), 1, BF16)
         table_bytes = spec.vocab_size * spec.hidden_size * 2  # ids are looked up in it, which reads next to nothing
-        found: dict[str, Any] = {"other_cpu": other.share, "steps": len(times["bf16"])}
+        found: dict[str, Any] = {"other_cpu": other.share, "steps": len(times["bf16"].wall_ms)}
         for name, own in times.items():
-            found[name] = {"median_ms": statistics.median(own), "best_ms": min(own)}
+            middle_ms, cpu_ms = map(statistics.median, own)
+            found[name] = {"median_ms": middle_ms, "best_ms": min(own.wall_ms), "cpu_ms": cpu_ms}
             if max(batch.query_lens_list) == 1:
                 found[name]["roofline_ms"] = (weight_bytes[name] - table_bytes + kv_bytes) / bandwidth * 1e3
         figures[words] = found
-        print(f"{words}: " + ", ".join(described(found, name) for name in VARIANTS) + f"; {other.share:.2f} other_cpu")
+        print(f"{words}: " + ", ".join(described(found, name) for name in names) + f"; {other.share:.2f} other_cpu")
     return {"weight_bytes": weight_bytes, "read_bytes_per_s": bandwidth, "cases": figures}
 
 
 def described(found: dict[str, Any], name: str) -> str:
     own, base = found[name], found["bf16"]
-    ratios = f"{base['median_ms'] / own['median_ms']:.2f} (best {base['best_ms'] / own['best_ms']:.2f})"
+    ratio, best, cpu = (base[key] / own[key] for key in ("median_ms", "best_ms", "cpu_ms"))
+    ratios = f"{ratio:.2f} (best {best:.2f}, cpu {cpu:.2f})"
     roofline = f", {own['roofline_ms'] / own['median_ms']:.0%} of the roofline" if "roofline_ms" in own else ""
     return f"{name} {own['median_ms']:.2f} ms = {ratios}{roofline}"
 
@@ -106,7 +135,8 @@ def measure_perplexity(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(SHAPES))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="beside bf16")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt whose prefill is timed")
     parser.add_argument("--context", type=int, default=300)
     parser.add_argument("--threads", type=int, default=2)

@@ -27,6 +27,7 @@ from tandem.workers.planning.budget import available_bytes, check_offload
 from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.resolve import (
     DTYPE_BYTES,
+    check_weights,
     pooling_facts,
     read_spec,
     resolve_dtype,
@@ -66,7 +67,9 @@ def check_model(settings: ServiceSettings, *, weights: bool = True) -> ArchSpec:
     weights: they are on this machine."""
     model = settings.engine.model
     spec = read_spec(settings.engine)
-    check_batch_invariant(settings.engine, spec, settings.engine.device.device or "cpu")
+    device = settings.engine.device.device or "cpu"
+    check_weights(spec, device)
+    check_batch_invariant(settings.engine, spec, device)
     if weights and model.load_format == "safetensors":
         open_checkpoint(Path(model.model), spec, model.hf_overrides)
     resolve_max_model_len(settings.engine, spec)

@@ -3,19 +3,28 @@ one rank and on several; bytes are those that a plan counts.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tandem.configs.errors import SettingsError
+from tandem.offload.weights.layer_placement import spread
+from tandem.parallel.checkpoint import LoadFormat
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.models.spec.weights.names import KV_SCALES_UNUSED
 from tandem.workers.planning.sizes import rank_weights
 from tandem.workers.platforms.cpu import CpuPlatform
 from tests.support import quantized as forms
+from tests.support.adapters import save_random_adapter
 from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
+from tests.support.lora_ranks import AdaptedCase, run_adapted
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.quantized import Format, save_quantized
 from tests.support.tiny_models import TinyModel, load_peer, save_tiny_model
@@ -59,10 +68,12 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
-def built(folder: Path, mesh: Mesh = Mesh()) -> Decoder:
+def built(folder: Path, mesh: Mesh = Mesh(), load_format: LoadFormat = "safetensors") -> Decoder:
     """A rank's decoder; asserts that it holds the bytes that are planned."""
     spec = load_spec(folder)
-    decoder = build_decoder(spec, ParallelContext(mesh), folder=folder, dtype=torch.float32, platform=CpuPlatform())
+    decoder = build_decoder(
+        spec, ParallelContext(mesh), folder=folder, dtype=torch.float32, platform=CpuPlatform(), load_format=load_format
+    )
     assert rank_weights(spec, mesh, 4, CpuPlatform().packs(torch.float32)).total_bytes == decoder.weight_bytes
     return decoder
 
@@ -159,10 +170,121 @@ def test_ranks_equal_one_rank(
     check_near(found, alone)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(2), Mesh(2, 1, 1), Mesh(4, 1, 3), Mesh(2, 2, 3)], ids=str)
 @EACH
-def test_bytes_of_every_rank_are_those_of_a_plan(
-    name: str, mesh: Mesh, tiny_folder: TinyFolder, tmp_path: Path
-) -> None:
+def test_bytes_of_every_rank_are_those_of_a_plan(name: str, tiny_folder: TinyFolder, tmp_path: Path) -> None:
     quantized, _ = save_quantized(tiny_folder("llama-gqa"), tmp_path, FORMS[name])
-    built(quantized, mesh)
+    for mesh in (Mesh(2, 1, 1), Mesh(4, 2, 7)):
+        built(quantized, mesh)
+
+
+def test_layers_that_a_config_ignores_stay_dense(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """Among them one of three that share a product, whose biases are added to each; the head is in the form."""
+    form = forms.packed(4, 32, sym=False)
+    own = forms.group_of(4, 32, symmetric=False)
+    config = forms.tensors_config("pack-quantized", own, ["re:.*self_attn.k_proj$", "model.layers.1.mlp.down_proj"])
+    dense = ("self_attn.k_proj", "layers.1.mlp.down_proj")
+    given = replace(form, config=config, head=True)
+    quantized, plain = save_quantized(tiny_folder("llama-mqa-biased"), tmp_path, given, dense)
+    check_near(logits_of(quantized), theirs_of(plain, given))
+    built(quantized, Mesh(2, 1, 1))
+    built(quantized, Mesh(1, 2, 1))
+
+
+def test_groups_of_unlike_forms(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """GPTQModel's `dynamic`: the bits of some layers, and some that are dense."""
+    folder, form = tiny_folder("llama-mqa-biased"), forms.gptq()
+    dynamic = {"-:.*\\.0\\.mlp\\.up_proj": {}, "+:.*v_proj": {"bits": 8, "group_size": 16, "sym": True}}
+
+    def pack(weight: torch.Tensor) -> forms.Packed:
+        return (forms.gptq(8, 16, sym=True) if len(weight) == 16 else form).pack(weight)  # k and v
+
+    dynamic["+:.*k_proj"] = dynamic["+:.*v_proj"]
+    given = replace(form, config={**form.config, "dynamic": dynamic}, pack=pack)
+    quantized, plain = save_quantized(folder, tmp_path, given, ("layers.0.mlp.up_proj",))
+    check_near(logits_of(quantized), theirs_of(plain, given))
+
+
+@pytest.mark.parametrize("name", ["gptq-4-32-order", "awq-32", "bytes-None-sym-a8", "fp8-block-dynamic"])
+def test_streamed_layers_and_bf16(name: str, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    quantized, plain = save_quantized(tiny_folder("llama-gqa"), tmp_path, FORMS[name])
+
+    def run(folder: Path = quantized, **changes: Any) -> torch.Tensor:
+        case = DecoderCase(folder, 1, 1, STEPS, num_rows=2, max_len=40, **changes)
+        logits = run_case(case, ParallelContext.single())
+        assert logits is not None
+        return logits
+
+    resident = run()
+    assert torch.equal(run(streamed=spread(4, 3)), resident)
+    usual = distance(run(plain, dtype=torch.bfloat16), run(plain))
+    assert distance(run(dtype=torch.bfloat16), resident) < usual * (3 if FORMS[name].rounds_inputs else 1.3)
+
+
+def test_adapters_are_added_to_quantized_weights(tiny_folder: TinyFolder, tmp_path: Path, ranks: RankProcesses) -> None:
+    quantized, plain = save_quantized(tiny_folder("llama-gqa"), tmp_path, FORMS["gptq-4-32-order"])
+    adapter = save_random_adapter(plain, tmp_path / "a", rank=8)
+
+    def case(base: Path, tp_size: int = 1) -> AdaptedCase:
+        return AdaptedCase(base, [adapter], [0, -1], STEPS, 40, tp_size=tp_size)
+
+    expected = run_adapted(case(plain), ParallelContext.single())
+    found = run_adapted(case(quantized), ParallelContext.single())
+    assert found is not None and expected is not None
+    check_near(found, expected)
+    check_near(ranks.call(run_adapted, 2, 1, case(quantized, 2))[0], expected)
+
+
+@pytest.mark.parametrize("name", ["gptq-4-32-order", "awq-32", "packed-3-32", "bytes-None-sym", "ct-nvfp4"])
+def test_made_up_weights_are_held_as_stored_ones(name: str, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """load_format dummy needs the config alone, and holds the same bytes."""
+    quantized, _ = save_quantized(tiny_folder("llama-gqa"), tmp_path, FORMS[name])
+    (quantized / "model.safetensors").unlink()
+    for mesh in (Mesh(), Mesh(2, 1, 1)):
+        made = built(quantized, mesh, load_format="dummy")
+        if mesh == Mesh():
+            logits = PagedRows(made, 1, 40).step([(0, IDS)], all_logits=True)
+            assert bool(logits.isfinite().all()) and float(logits.std()) > 0
+
+
+def test_zeros_that_do_not_fit_the_config_are_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """gptq_v2 read as gptq: each zero would be one too large."""
+    form = forms.gptq(sym=True, v2=True)
+    wrong = {**form.config, "checkpoint_format": "gptq"}
+    quantized, _ = save_quantized(tiny_folder("llama-gqa"), tmp_path, form, config=wrong)
+    with pytest.raises(
+        SettingsError, match=r"q_proj\.qzeros: config.json says sym, so each zero is 8, and here are \[9\]"
+    ):
+        built(quantized)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"desc_act": True, "group_size": 16}, "tensor .*qzeros has shape .*, config.json makes it"),
+        ({"bits": 8}, "tensor .* has shape .*, config.json makes it"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config_are_refused(
+    changes: dict[str, Any], words: str, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    form = forms.gptq()
+    quantized, _ = save_quantized(tiny_folder("llama-gqa"), tmp_path, form, config={**form.config, **changes})
+    with pytest.raises(SettingsError, match=words):
+        built(quantized)
+
+
+def test_blocks_that_cross_rows_are_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    quantized, _ = save_quantized(tiny_folder("llama-gqa"), tmp_path, forms.nf4(double=False))
+    with pytest.raises(SettingsError, match=r"blocks of 64 cross its rows of 96 inputs.*model\.dequantize\(\)"):
+        built(quantized)
+
+
+def test_scales_of_a_kv_cache_are_not_read(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    form = FORMS["ct-fp8"]
+    config = {**form.config, "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+    quantized, plain = save_quantized(tiny_folder("llama-gqa"), tmp_path, form, config=config)
+    tensors = load_file(quantized / "model.safetensors")
+    tensors |= {f"model.layers.{layer}.self_attn.{name}_scale": torch.ones(1) for layer in range(4) for name in "kv"}
+    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+    check_near(logits_of(quantized), theirs_of(plain, form))
+    assert KV_SCALES_UNUSED in load_spec(quantized).remarks

@@ -20,6 +20,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.stored.headers import no_weights
 from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.models.spec.weights.weight_config import plan_of_folder
 from tandem.workers.planning.hub import TEXT, OnBytes, Wanted, download, ignored, is_cached, revision_flag
 from tandem.workers.text.generation_config import FILE as GENERATION
 from tandem.workers.text.generation_config import FROM_MODEL, WITHOUT
@@ -125,7 +126,7 @@ def serving(model: ModelSettings, *, weights: bool = True) -> Wanted:
     be of a model that is served."""
 
     def check(folder: Path) -> None:
-        load_spec(folder, model.hf_overrides or None)
+        load_spec(folder, model.hf_overrides or None, model.quantization)
 
     return Wanted(TEXT.patterns, weights=weights and model.load_format == "safetensors", check=check)
 
@@ -141,7 +142,8 @@ def model_digest(model: ModelSettings) -> str:
     dummy = (model.seed or 0) if model.load_format == "dummy" else None
     ends = json.dumps((model.generation_config, model.override_generation_config), sort_keys=True)
     name = model.model if model.revision is not None else here.model
-    chosen = (name, model.revision, overrides, dummy, model.quantization, model.batch_invariant, ends)
+    plan = plan_of_folder(Path(here.model), model.hf_overrides, model.quantization).digest()
+    chosen = (name, model.revision, overrides, dummy, plan, model.batch_invariant, ends)
     digest = blake2b(repr(chosen).encode(), digest_size=8)
     for folder in dict.fromkeys((here.model, here.tokenizer or here.model)):
         for listed in DIGESTED:

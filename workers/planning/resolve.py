@@ -19,6 +19,7 @@ from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.config.pooling_config import PoolingFacts, read_pooling
 from tandem.workers.models.spec.family_rows.families import family_of
 from tandem.workers.models.spec.kv_layout import kv_windows
+from tandem.workers.models.spec.weights.fields import UNQUANTIZED
 
 SAMPLE_BYTES = 2**16
 SAMPLES = 16
@@ -86,6 +87,16 @@ def _longer(asked: int, spec: ArchSpec) -> str:
         "; positions that it was not trained for need scaling, at some loss of quality: --hf-overrides "
         f"'{json.dumps(overrides)}'"
     )
+
+
+def check_weights(spec: ArchSpec, device: Device) -> None:
+    """Checks that a device multiplies the weights as the checkpoint has them. SettingsError."""
+    if spec.weights.method is not None and not PLATFORM_FACTS[device].quantizations:
+        raise SettingsError(
+            f"the checkpoint is quantized with {spec.weights.method} ({spec.weights.words}), which ranks with --device "
+            f"{device} do not multiply; --device cpu does, or {UNQUANTIZED}",
+            "MODEL",
+        )
 
 
 def kv_groups(settings: EngineSettings, spec: ArchSpec, max_model_len: int) -> KVGroups:

@@ -28,7 +28,14 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.kv_layout import described
 from tandem.workers.planning.budget import KVNeeds, available_bytes, cpu_blocks, cuda_blocks
 from tandem.workers.planning.placing import place_weights
-from tandem.workers.planning.resolve import kv_groups, read_spec, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
+from tandem.workers.planning.resolve import (
+    check_weights,
+    kv_groups,
+    read_spec,
+    resolve_dtype,
+    resolve_kv_dtype,
+    resolve_max_model_len,
+)
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 from tandem.workers.rank.model_runner import ModelRunner
@@ -178,6 +185,7 @@ class _Chosen:
 def _choose(settings: EngineSettings, context: ParallelContext, platform: Platform, ranks_on_node: int) -> _Chosen:
     spec = read_spec(settings)
     check_formats(settings, platform.name)
+    check_weights(spec, platform.name)
     if settings.model.batch_invariant:
         _check_batch_invariant(settings, spec, context, platform)
     max_model_len = resolve_max_model_len(settings, spec)

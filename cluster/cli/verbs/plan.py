@@ -34,6 +34,7 @@ from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.model_source import find_model
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, layouts, plan_group
 from tandem.workers.planning.resolve import (
+    check_weights,
     read_spec,
     resolve_dtype,
     resolve_kv_dtype,
@@ -140,6 +141,7 @@ def _model(name: str, settings: EngineSettings, asked: _Asked) -> _PlannedModel:
     settings = replace(settings, model=replace(settings.model, model=str(folder)))
     spec, memory = read_spec(settings), _memory(settings, asked)
     check_formats(settings, memory.device)
+    check_weights(spec, memory.device)
     settings = sized(settings, memory.device, memory.device_bytes)
     check_batch_invariant(settings, spec, memory.device)
     dtype = resolve_dtype(settings, spec, memory.device)
@@ -162,7 +164,7 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
         "num_layers": spec.num_layers,
         "num_parameters": parameters_of(spec).num_elements,
         "dtype": model.dtype,
-        "quantization": model.settings.model.quantization,
+        "quantization": spec.weights.words or None,
         "kv_dtype": model.kv_dtype,
         "lora": msgspec.structs.asdict(model.settings.lora),
         "checkpoint": None if stored is None else _checkpoint(stored, parameters_of(spec).num_elements),

@@ -3,10 +3,11 @@
     y[t, o] = s[t] sum_g scale[o, g] sum_{i in g} c[t, i] (value(code[o, i]) - zero[o, g]) + b[o]
 
 c, s: x[t] as integers of one to three bytes and their scale (cpu_int8_gemm.py). A value is an integer of one byte, or
-of two where a table has others (NF4: to 2**-16 of its largest; the product of two lower bytes is left out, as far below
-as what inputs of two bytes round away). The sums within a group are of integers and exact, those of the groups are
-added in order in float32: a row's result does not depend on its batch mates. One kernel serves every format of up to 4
-bits, as codes pass a table of 16 bytes in a register; codes of 5 to 8 bits are integers themselves.
+where a table has others of as many as an input (NF4 in bf16: to 2**-16 of its largest; the product of two lower bytes
+is left out, as far below as what inputs of two bytes round away). The sums within a group are of integers and exact,
+those of the groups are added in order in float32: a row's result does not depend on its batch mates. One kernel serves
+every format of up to 4 bits, as codes pass a table of 16 bytes in a register; codes of 5 to 8 bits are integers
+themselves.
 
 CpuCodedMethod multiplies with it; its twin is CodedMethod. cpu_experts.py has the products with weights of experts.
 
@@ -37,22 +38,20 @@ from tandem.workers.kernels.cpu.cpu_build import cpu_code_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
 
 BLOCK, EIGHT, LANES = 32, 8, 16
-NIBBLE_BITS, TABLE, TABLES = 4, 16, 2
+NIBBLE_BITS, TABLE, TABLES = 4, 16, 3
 MOST_INPUTS = 2**16
 """Sums of more products of bytes could leave int32."""
 PLANES = {torch.bfloat16: 2, torch.float32: 3}
 """Bytes of an input that is not to lose precision."""
 KINDS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 """Types of scales and zeros. The order is that of cpu_code_gemm.c."""
-LARGEST_BYTE, HALF_OF_ONE, HALF_OF_TWO = 255, 2**7, 2**15
-LARGEST_OF_TWO = HALF_OF_TWO - 1 - HALF_OF_ONE
-"""The largest value of two bytes; the lower one is from -128 to 127."""
+LARGEST_BYTE, MIDDLE, MOST_ABOVE = 255, 128, 127
 WORK = (POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER)
 """The arguments that WorkRoom.places are."""
 
 
 class Values(NamedTuple):
-    """The meaning of codes: the sum of 256**k (table_k[code] - offset_k), times unit. One table or two, the higher
+    """The meaning of codes: the sum of 256**k (table_k[code] - offset_k), times unit. Up to three tables, the highest
     first."""
 
     unit: float
@@ -118,26 +117,26 @@ class CodeLayout:
         scales, zeros, ends, order, _ = self.starts
         zero_at, order_at = (0 if self.zero is None else zeros), (order if self.has_order else 0)
         kinds = KINDS.index(self.scale), KINDS.index(self.zero or torch.float32)
-        spare = [0] * TABLE
-        offsets = [*self.values.offsets, 0][:TABLES]
-        tables = [[*table, *spare][:TABLE] for table in [*self.values.tables, spare][:TABLES]]
+        values, spare = self.values, (0,) * TABLE
+        offsets = [*values.offsets, *[0] * TABLES][:TABLES]
+        tables = [(*table, *spare)[:TABLE] for table in [*values.tables, *[spare] * TABLES][:TABLES]]
         numbers = [
             self.outputs, self.inputs, self.groups, self.line, scales, kinds[0], zero_at, kinds[1], ends, order_at,
-            len(self.values.tables), *offsets, *chain.from_iterable(tables),
+            len(values.tables), *offsets, *chain.from_iterable(tables),
         ]  # fmt: skip
         return (ctypes.c_long * len(numbers))(*numbers)
 
 
 def layout_of(
-    coded: CodedWeight, scale: torch.dtype = torch.float32, zero: torch.dtype = torch.float32
+    coded: CodedWeight, dtype: torch.dtype, scale: torch.dtype = torch.float32, zero: torch.dtype = torch.float32
 ) -> CodeLayout | None:
     """Returns how a weight is held; None for one that the kernel does not multiply: too many inputs, or codes of more
     than 4 bits whose table has others than integers of a byte.
 
-    scale, zero: types of KINDS that hold the weight's own without loss.
+    dtype: of the inputs. scale, zero: types of KINDS that hold the weight's own without loss.
     """
     (outputs, inputs), groups = coded.codes_OI.shape, coded.scale_OG.shape[1]
-    values = values_of(coded.table, coded.bits)
+    values = values_of(coded.table, coded.bits, PLANES[dtype])
     if values is None or not 0 < inputs <= MOST_INPUTS:
         return None
     if coded.ends_G is None:
@@ -149,8 +148,9 @@ def layout_of(
     return CodeLayout(outputs, inputs, groups, held, bits, values, scale, zero if has_zeros else None, has_order)
 
 
-def values_of(table: torch.Tensor | None, bits: int) -> Values | None:
-    """Returns what codes of so many bits mean to the kernel; None if it cannot say it. table: as CodedWeight has it."""
+def values_of(table: torch.Tensor | None, bits: int, most: int) -> Values | None:
+    """Returns what codes of so many bits mean to the kernel; None if it cannot say it. table: as CodedWeight has it.
+    most: bytes of a value that is no integer of one."""
     if table is None:
         return Values(1.0, (0,), (tuple(range(2**bits)),))
     numbers = table.tolist()
@@ -161,10 +161,10 @@ def values_of(table: torch.Tensor | None, bits: int) -> Values | None:
             return Values(unit, (offset,), (tuple(raised),))
     if bits > NIBBLE_BITS:
         return None
-    unit = max(map(abs, numbers)) / LARGEST_OF_TWO
-    raised = [round(number / unit) + HALF_OF_TWO + HALF_OF_ONE for number in numbers]
-    tables = tuple(number // 256 for number in raised), tuple(number % 256 for number in raised)
-    return Values(unit, (HALF_OF_ONE, HALF_OF_ONE), tables)
+    ones = (256**most - 1) // LARGEST_BYTE  # 1 in each byte
+    unit = max(map(abs, numbers)) / (MOST_ABOVE * ones)
+    raised = [round(number / unit) + MIDDLE * ones for number in numbers]
+    return Values(unit, (MIDDLE,) * most, tuple(zip(*(number.to_bytes(most, "big") for number in raised), strict=True)))
 
 
 def _unit_of(numbers: Sequence[float]) -> float | None:
@@ -192,9 +192,10 @@ class WorkRoom(NamedTuple):
 
 
 class CodeGemm:
-    """The kernel for inputs that are rounded to `planes` bytes."""
+    """The kernel for inputs of `dtype` that are rounded to `planes` bytes."""
 
-    def __init__(self, library: ctypes.CDLL, planes: int) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, planes: int) -> None:
+        self.dtype = dtype
         self._kernel = Kernel(
             library, "code_gemm", POINTER, POINTER, REAL, POINTER, NUMBER, POINTER, POINTER, *WORK, COUNT, NUMBER, COUNT
         )
@@ -272,7 +273,7 @@ def code_gemm(dtype: torch.dtype, planes: int) -> CodeGemm | None:
     """Returns the kernel for inputs and outputs of `dtype`; None where this CPU or its compiler has none. planes: 1, or
     PLANES[dtype]."""
     library = _library(dtype, planes)
-    return None if library is None else CodeGemm(library, planes)
+    return None if library is None else CodeGemm(library, dtype, planes)
 
 
 @cache
@@ -293,7 +294,7 @@ class CpuCodedMethod(CodedMethod):
         self.layout: CodeLayout | None = None
 
     def take_coded(self, weight: CodedWeight, bias_O: torch.Tensor | None) -> None:
-        self.layout = layout_of(weight)
+        self.layout = layout_of(weight, self._gemm.dtype)
         assert self.layout is not None, "code_methods() asked"
         self.nbytes = self.layout.nbytes
         self._held, self._arrive = self._place(self._gemm.pack(weight, self.layout))
@@ -326,7 +327,7 @@ def planes_of(dtype: torch.dtype, scheme: Coded) -> int:
 
 def multiplies(scheme: Coded, inputs: int) -> bool:
     """True if the kernel multiplies weights of a scheme with so many inputs."""
-    return 0 < inputs <= MOST_INPUTS and values_of(table_of(scheme), scheme.bits) is not None
+    return 0 < inputs <= MOST_INPUTS and values_of(table_of(scheme), scheme.bits, most=2) is not None
 
 
 # ---- inside ----

@@ -14,10 +14,10 @@
 #define GROUP_ROWS 48 /* rows whose sums are kept at a time */
 
 /* How a weight is held: the numbers of cpu_code_gemm.py's CodeLayout, places in bytes; 0: there is none. tables: what
-   codes of 4 bits mean, less offset, one or two bytes of it: the higher first. */
+   codes of 4 bits mean, less offset, up to three bytes of it: the highest first. */
 typedef struct {
   long outputs, inputs, groups, line, scale_at, scale_kind, zero_at, zero_kind, ends_at, order_at, planes;
-  long offsets[2], tables[2][16];
+  long offsets[3], tables[3][16];
 } layout;
 #define NIBBLES (BLOCK * TOGETHER / 2) /* `line`: bytes of eight inputs of a block; the other one is BLOCK * TOGETHER */
 
@@ -176,7 +176,8 @@ static void multiply_run(const layout *l, const rounded_rows *rows, long first, 
   for (int i = 0; i < 64; i++) values[i] = l->tables[table][i % 16];
   run.table = _mm512_loadu_si512(values);
   run.offset = l->offsets[table];
-  run.factor = (is_last ? 1 : 256) * (planes < rows->planes ? 256 : 1);
+  run.factor = planes < rows->planes ? 256 : 1;
+  for (long lower = table + 1; lower < l->planes; lower++) run.factor *= 256;
   run.stride = rows->stride * (rows->planes / planes);
   run.sums_stride = l->groups * (rows->planes / planes);
   if (table) run.zeros = 0;

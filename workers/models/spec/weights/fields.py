@@ -8,7 +8,7 @@ from tandem.configs.errors import UnsupportedModelError
 UNQUANTIZED: Final = (
     "take the model that it was made of, in bf16, fp16 or float32 (--quantization int8 holds that in less memory)"
 )
-"""What helps where a quantized checkpoint is refused."""
+"""The help where a quantized checkpoint is refused."""
 _ABSENT: Final = object()
 
 

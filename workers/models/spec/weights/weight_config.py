@@ -56,7 +56,10 @@ def stored_plan(config: Mapping[str, Any]) -> WeightPlan:
     fields = Fields(given, WHERE)
     method = fields.text("quant_method", "")
     if method not in READERS:
-        raise UnsupportedModelError(f"{WHERE} with quant_method {method!r} is not supported; {UNQUANTIZED}", "MODEL")
+        raise UnsupportedModelError(
+            f"{WHERE} with quant_method {method!r} is not supported; read are {', '.join(READERS)}; {UNQUANTIZED}",
+            "MODEL",
+        )
     plan = READERS[method](fields)
     fields.done()
     return plan
@@ -76,6 +79,15 @@ def with_files_beside(config: Mapping[str, Any], folder: Path) -> Mapping[str, A
             raise SettingsError(f"{file} is not read: {error}", "MODEL") from error
         return {**config, "quantization_config": {"quant_method": method, **Fields(found, str(file)).all()}}
     return config
+
+
+def plan_of_folder(folder: Path, overrides: Mapping[str, Any], quantization: str | None) -> WeightPlan:
+    """Returns the plan of a folder's weights. SettingsError as stored_plan() and chosen_plan() raise it."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{folder / 'config.json'} is not read: {error}", "MODEL") from error
+    return chosen_plan(stored_plan({**with_files_beside(config, folder), **overrides}), quantization)
 
 
 def chosen_plan(stored: WeightPlan, quantization: str | None) -> WeightPlan:

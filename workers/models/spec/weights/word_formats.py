@@ -87,7 +87,8 @@ def awq(fields: Fields) -> WeightPlan:
         "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "quant_method", "desc_act"
     )
     fields.ignore("sym")
-    fields.one_of("version", ("gemm", "GEMM"), "gemm")
+    if (version := fields.text("version", "gemm")) != "gemm":
+        raise fields.refused("version", version, "read: gemm, as AutoAWQ packs with version='GEMM'")
     for name in ("bits", "w_bit"):
         fields.one_of(name, (4,), 4)
     for name in ("zero_point",):

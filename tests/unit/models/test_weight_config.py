@@ -1,0 +1,224 @@
+"""quantization_config to a WeightPlan: rules by layer, values that are refused by name, --quantization beside it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.configs.errors import SettingsError, UnsupportedModelError
+from tandem.parallel.params import Scheme
+from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
+from tandem.parallel.quantization.weight_plan import DENSE, WeightPlan
+from tandem.workers.models.spec.weights.names import KV_SCALES_UNUSED
+from tandem.workers.models.spec.weights.weight_config import NAMES, READERS, chosen_plan, plan_of_folder, stored_plan
+from tandem.workers.planning.resolve import check_weights
+from tests.support import quantized as forms
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+Q, GATE, HEAD = "model.layers.11.self_attn.q_proj", "model.layers.3.mlp.gate", "lm_head"
+
+
+def plan_of(**config: Any) -> WeightPlan:
+    return stored_plan({"quantization_config": config})
+
+
+def scheme_at(plan: WeightPlan, module: str) -> Coded | Int8Rows:
+    scheme = plan.of(module)
+    assert isinstance(scheme, Coded | Int8Rows)
+    return scheme
+
+
+def tensors(group: dict[str, Any], form: str = "pack-quantized", **more: Any) -> WeightPlan:
+    return plan_of(**{**forms.tensors_config(form, group), **more})
+
+
+def test_gptq() -> None:
+    plan = plan_of(**GPTQ, sym=True, desc_act=True, damp_percent=0.01, meta={"quantizer": ["gptqmodel:7"]})
+    scheme = scheme_at(plan, Q)
+    assert isinstance(scheme, Coded) and (scheme.bits, scheme.group, scheme.zeros, scheme.ordered) == (
+        4,
+        128,
+        False,
+        True,
+    )
+    assert not plan.head and plan_of(**GPTQ, lm_head=True).head
+    assert not scheme_at(plan_of(**{**GPTQ, "group_size": -1}, desc_act=True), Q).apart, "one group has no order"
+
+
+def test_gptq_of_layers_by_themselves() -> None:
+    dynamic = {"-:.*mlp\\.gate$": {}, "+:.*\\.11\\..*": {"bits": 8, "group_size": 32}, ".*down_proj": {"sym": False}}
+    plan = plan_of(**GPTQ, sym=True, dynamic=dynamic)
+    assert plan.of(GATE) is None
+    changed, other = scheme_at(plan, Q), scheme_at(plan, "model.layers.0.mlp.up_proj")
+    assert isinstance(changed, Coded) and (changed.bits, changed.group, changed.zeros) == (8, 32, False)
+    assert isinstance(other, Coded) and (other.bits, other.group) == (4, 128)
+    down = scheme_at(plan, "model.layers.1.mlp.down_proj")
+    assert isinstance(down, Coded) and down.zeros
+
+
+def test_awq_leaves_out_what_a_name_contains() -> None:
+    plan = plan_of(**AWQ, modules_to_not_convert=["visual", "layers.11.self_attn"])
+    assert plan.of(Q) is None and plan.of("model.layers.1.self_attn.q_proj") is not None
+
+
+@pytest.mark.parametrize(
+    ("ignore", "dense", "others"),
+    [
+        (["lm_head"], [HEAD], [Q, GATE]),
+        (["re:.*mlp\\.gate$"], [GATE], [Q, "model.layers.3.mlp.gate_proj"]),
+        ([Q], [Q], ["model.layers.1.self_attn.q_proj"]),
+        (["re:model.layers.1.*"], [Q], [GATE]),
+    ],
+)
+def test_compressed_tensors_ignore(ignore: list[str], dense: list[str], others: list[str]) -> None:
+    plan = tensors(forms.group_of(4, 128, symmetric=True), ignore=ignore)
+    assert all(plan.of(module) is None for module in dense) and all(plan.of(module) is not None for module in others)
+
+
+def test_compressed_tensors_groups_by_name_come_before_those_by_class() -> None:
+    groups = {
+        "group_0": {**forms.group_of(4, 128, symmetric=True)},
+        "group_1": {**forms.group_of(8, None, symmetric=True), "targets": ["re:.*q_proj"], "format": "int-quantized"},
+    }
+    plan = plan_of(**{**forms.tensors_config("mixed-precision", {}), "config_groups": {
+        "group_0": {**groups["group_0"], "format": "pack-quantized"}, "group_1": groups["group_1"],
+    }})  # fmt: skip
+    assert isinstance(scheme_at(plan, Q), Int8Rows) and isinstance(scheme_at(plan, GATE), Coded)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected", "says"),
+    [
+        (None, Inputs.AS_THEY_ARE, ""),
+        ({"num_bits": 8, "type": "int", "dynamic": True, "symmetric": True, "strategy": "token"}, Inputs.INT8, ""),
+        (
+            {"num_bits": 8, "type": "int", "dynamic": False, "strategy": "tensor"},
+            Inputs.INT8,
+            "scales of inputs are not",
+        ),
+        ({"num_bits": 8, "type": "float", "dynamic": True}, Inputs.AS_THEY_ARE, "not rounded to fp8"),
+        ({"num_bits": 4, "type": "float", "dynamic": "local"}, Inputs.AS_THEY_ARE, "not rounded to fp4"),
+    ],
+)
+def test_compressed_tensors_inputs(inputs: dict[str, Any] | None, expected: Inputs, says: str) -> None:
+    group = {**forms.group_of(8, None, symmetric=True), "input_activations": inputs}
+    plan = tensors(group, "int-quantized")
+    assert scheme_at(plan, Q).inputs is expected
+    assert [says in remark for remark in plan.remarks] == ([True] if says else [])
+
+
+def test_transformers_names_of_layers_that_are_not_converted() -> None:
+    plan = plan_of(
+        quant_method="fp8",
+        weight_block_size=[128, 128],
+        modules_to_not_convert=["model.layers.1", "mlp.gate", "q_norm"],
+    )
+    assert plan.of("model.layers.1.self_attn.q_proj") is None and plan.of(GATE) is None
+    assert plan.of(Q) is not None and plan.of("model.layers.3.mlp.gate_proj") is not None
+    scheme = scheme_at(plan, Q)
+    assert isinstance(scheme, Coded) and (scheme.codes, scheme.group) == (Codes.E4M3, 128)
+
+
+def test_modelopt_names_with_stars() -> None:
+    given = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    plan = plan_of(quant_method="modelopt", quantization={**given, "exclude_modules": ["lm_head", "model.layers.1*"]})
+    assert plan.of(HEAD) is None and plan.of(Q) is None and plan.of(GATE) is not None
+    assert KV_SCALES_UNUSED in plan.remarks
+
+
+def test_bitsandbytes_leaves_the_head_out_unless_it_is_told_otherwise() -> None:
+    four = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    assert not plan_of(**four).head
+    plan = plan_of(**four, llm_int8_skip_modules=["self_attn"])
+    assert plan.head and plan.of("model.layers.0.mlp.up_proj") is not None
+    assert plan_of(quant_method="bitsandbytes", load_in_8bit=True).words == "int8"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "torchao"}, r"quant_method 'torchao' is not supported; read are gptq, .*; take the model"),
+        ({**GPTQ, "bits": 5}, "bits is 5, read: 2, 3, 4, 8"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', read: gptq, gptq_v2"),
+        ({**GPTQ, "invented": 3}, "invented is 3, which is not known"),
+        ({**GPTQ, "dynamic": {".*": {"bits": 4, "invented": 1}}}, r"dynamic\..*: invented is 1, which is not known"),
+        ({**AWQ, "version": "gemv"}, "version is 'gemv', read: gemm"),
+        ({**AWQ, "zero_point": False}, "zero_point is False, read: True"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is .128., want two integers"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', read: FP8, NVFP4"),
+        ({"quant_method": "bitsandbytes"}, "load_in_4bit is False, and load_in_8bit is not true"),
+        (forms.tensors_config("marlin-24", {}), "format is 'marlin-24', read: pack-quantized"),
+        ({**forms.tensors_config("dense", {}), "transform_config": {"a": 1}}, "transform_config is 'given'"),
+        ([], "quantization_config is .*, want an object"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(config: Any, words: str) -> None:
+    if config == []:
+        config = ["gptq"]
+    with pytest.raises(UnsupportedModelError, match=words) as refused:
+        stored_plan({"quantization_config": config})
+    assert refused.value.flag == "MODEL"
+
+
+def test_older_checkpoints_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert plan_of_folder(tmp_path, {}, None) == DENSE
+    (tmp_path / "quant_config.json").write_text(
+        json.dumps({"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"})
+    )
+    scheme = scheme_at(plan_of_folder(tmp_path, {}, None), Q)
+    assert isinstance(scheme, Coded) and scheme.group == 64
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 3, "group_size": 32, "desc_act": False}))
+    assert scheme_at(plan_of_folder(tmp_path, {}, None), Q) == scheme_at(
+        plan_of(**{**GPTQ, "bits": 3, "group_size": 32}), Q
+    )
+    assert plan_of_folder(tmp_path, {"quantization_config": {**AWQ}}, "awq").method == "awq", "what the user gives wins"
+
+
+@pytest.mark.parametrize(
+    ("stored", "flag", "words"),
+    [
+        (GPTQ, "gptq_marlin", None),
+        (AWQ, "awq", None),
+        (AWQ, "gptq", r"gptq: the checkpoint is quantized already, with awq \(int4\); without the flag"),
+        (GPTQ, "int8", r"int8: the checkpoint is quantized already, with gptq \(int4\)"),
+        (None, "int8", None),
+        (None, "fp8", "fp8: the checkpoint's weights are not quantized; int8 and w8a8 are made of such"),
+    ],
+)
+def test_a_flag_says_what_the_folder_holds(stored: dict[str, Any] | None, flag: str, words: str | None) -> None:
+    plan = DENSE if stored is None else plan_of(**stored)
+    if words is None:
+        assert (chosen_plan(plan, flag) == plan) == (stored is not None)
+        return
+    with pytest.raises(SettingsError, match=words) as refused:
+        chosen_plan(plan, flag)
+    assert refused.value.flag == "--quantization"
+
+
+def test_names_are_of_methods_that_are_read() -> None:
+    assert set(NAMES.values()) <= {*READERS}
+    plans = [plan_of(**GPTQ), plan_of(**GPTQ, sym=False), plan_of(**AWQ), DENSE]
+    assert len({plan.digest() for plan in plans}) == 4
+    assert plan_of(**GPTQ).unstored().schemes[0].layout is None
+
+
+def test_gpus_refuse_them_for_now() -> None:
+    class Spec:
+        weights = plan_of(**GPTQ)
+
+    check_weights(Spec, "cpu")  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match=r"quantized with gptq \(int4\), which ranks with --device cuda do not"):
+        check_weights(Spec, "cuda")  # type: ignore[arg-type]
+
+
+def test_schemes_have_words() -> None:
+    words = {
+        form.name: stored_plan({"quantization_config": form.config}).words for form in (*forms.floats(), forms.awq())
+    }
+    assert words["awq-32"] == "int4" and words["bnb8"] == "int8" and words["fbgemm"] == "fp8"
+    assert words["ct-mxfp4"] == "fp4"
+    scheme: Scheme = Coded(Codes.NF4, inputs=Inputs.INT8)
+    assert scheme.words == "nf4 a8"
