@@ -1,14 +1,14 @@
 """WordLayout: a CodedWeight in the form that triton_code_gemm.py multiplies, in one piece of memory. Imports no Triton.
 
-codes | scales | zeros | order | parts. Codes of up to four bits: words of eight, in blocks of 64 inputs of an output; word
-j of a block has at bits 4 p + 16 h the code of its input 16 p + 2 j + h. So one mask finds the codes of two neighbours, p
-of them are a part of 16 inputs, and a kernel turns both into 16-bit floats at once. More bits: a byte each, as they are.
-Scales and zeros: float32 [G, O]. Order: int32, the input that a column multiplies, -1 for one that is padding. Parts:
-int32, the group of each 16 columns.
+codes | scales | zeros | order | parts. Codes of up to four bits: words of eight, in blocks of 64 inputs of an output;
+word j of a block has at bits 4 p + 16 h the code of its input 16 p + 2 j + h. So one mask finds the codes of two
+neighbours, which a kernel turns into 16-bit floats at once, and those of all words are a part of 16 inputs. More bits:
+a byte each, as they are. Scales and zeros: float32 [G, O]. Order: int32, the input that a column multiplies, -1 for one
+that is padding. Parts: int32, the group of each 16 columns.
 
-Groups that a step of the kernel divides, or that whole parts make up, stand as they are, and there are neither order nor
-parts, unless the weight has an order. Any others are padded to whole parts, each of which has a group in the list; a
-shape decides how much room that takes, so that layers of one shape can share memory. O outputs, I inputs, G groups.
+Groups that a step of the kernel divides, or that whole parts make up, stand as they are, and there is no order unless
+the weight has one. Any others are padded to whole parts, each of which has a group in the list; a shape decides how
+much room that takes, so that layers of one shape can share memory. O outputs, I inputs, G groups.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ ALIGNED: Final = 16
 PADDING: Final = -1
 
 
-class Kind(IntEnum):
+class CodeKind(IntEnum):
     """The way in which codes become values."""
 
     INTEGERS = 0
@@ -53,9 +53,9 @@ class Scaled(IntEnum):
 
 
 class Meaning(NamedTuple):
-    """Values of codes. offset: is subtracted from integers. table: float32, of Kind.TABLE."""
+    """Values of codes. offset: is subtracted from integers. table: float32, of CodeKind.TABLE."""
 
-    kind: Kind
+    kind: CodeKind
     offset: int
     table: tuple[float, ...] | None
 
@@ -63,14 +63,14 @@ class Meaning(NamedTuple):
 def meaning_of(table: torch.Tensor | None, bits: int) -> Meaning:
     """Returns what codes of so many bits mean. table: as CodedWeight has it."""
     if table is None:
-        return Meaning(Kind.INTEGERS, 0, None)
+        return Meaning(CodeKind.INTEGERS, 0, None)
     values = table.cpu()
     if torch.equal(values, values[0] + torch.arange(len(values))) and float(values[0]).is_integer():
-        return Meaning(Kind.INTEGERS, -int(values[0]), None)
+        return Meaning(CodeKind.INTEGERS, -int(values[0]), None)
     floats = table_of(Coded(Codes.E2M1) if bits <= NIBBLE_BITS else Coded(Codes.E4M3, 8))
     if floats is not None and torch.equal(values.nan_to_num(), floats.nan_to_num()):
-        return Meaning(Kind.FLOATS, 0, None)
-    return Meaning(Kind.TABLE, 0, tuple(values.tolist()))
+        return Meaning(CodeKind.FLOATS, 0, None)
+    return Meaning(CodeKind.TABLE, 0, tuple(values.tolist()))
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@
 
 A program multiplies some rows by some outputs' weights, over all inputs or over one of several spans of them; it reads
 each word of codes once, ahead of its use, and turns it into 16-bit floats in registers: integers and small floats by
-their bits, which are those of a float but for its exponent, others by a table of 16 values in the cache. Such values are
-exact but for tables that bf16 rounds (NF4). Tensor cores sum a group's products in float32; the group's scale multiplies
-the sum. Up to FEW_ROWS rows all are one tile, whose spans fill the device; more take larger tiles, unsplit. Sums of spans
-are added in order by triton_few_rows.py. s: scales of rows that were rounded (round_rows), else left out.
+their bits, which are those of a float but for its exponent, others by a table of 16 values in the cache. Such values
+are exact, but for tables that 16 bits round (NF4) and zeros that are no integers. Tensor cores sum a group's products
+in float32; the group's scale multiplies the sum. Up to FEW_ROWS rows are one tile, whose spans fill the device; more take
+larger tiles, unsplit. Sums of spans are added in order by triton_few_rows.py. s: scales of rows that were rounded
+(round_rows), else left out.
 
 Weights are held as code_words.py says, int8 rows too, as codes from 0 on. The twins are CodedMethod,
 Int8Method and W8A8Method. Imported only where Triton is installed. T rows, I inputs, O outputs, G groups, S spans, E
@@ -24,12 +25,12 @@ import triton
 import triton.language as tl
 
 from tandem.parallel.expert_methods import Groups
-from tandem.workers.kernels.triton.codes.code_words import Kind, Scaled
+from tandem.workers.kernels.triton.codes.code_words import CodeKind, Scaled
 from tandem.workers.kernels.triton.triton_few_rows import ADDED, add_spans
 from tandem.workers.kernels.triton.triton_lora import FP_FUSION
 
-INTEGERS: Final = tl.constexpr(int(Kind.INTEGERS))
-FLOATS: Final = tl.constexpr(int(Kind.FLOATS))
+INTEGERS: Final = tl.constexpr(int(CodeKind.INTEGERS))
+FLOATS: Final = tl.constexpr(int(CodeKind.FLOATS))
 WHOLE: Final = tl.constexpr(int(Scaled.WHOLE))
 STEP: Final = tl.constexpr(int(Scaled.STEP))
 LIST: Final = tl.constexpr(int(Scaled.LIST))
@@ -63,8 +64,8 @@ class CodeTile(NamedTuple):
 
 
 TILES: Final = {
-    2: (CodeTile(64, FEW_ROWS, 4, 4), CodeTile(64, 32, 4, 3), CodeTile(128, 64, 8, 3)),
-    4: (CodeTile(32, FEW_ROWS, 4, 2), CodeTile(32, FEW_ROWS, 4, 2), CodeTile(32, 32, 4, 2)),
+    2: (CodeTile(64, FEW_ROWS, 4, 4), CodeTile(64, 32, 4, 3), CodeTile(64, 64, 4, 3)),
+    4: (CodeTile(32, FEW_ROWS, 4, 3),),
 }
 """By the bytes of an element of x, for up to as many rows as a tile has; the last for more."""
 
@@ -125,11 +126,11 @@ def byte_values(byte, like, table, KIND: tl.constexpr, OFFSET: tl.constexpr):
 def scaled_sums(
     x, at_row, here, codes, scales, zeros, parts, table, o, outputs, inputs, columns, group, begin, end,
     BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, ZEROS: tl.constexpr,
-    SCALED: tl.constexpr, STEP_INPUTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    SCALED: tl.constexpr, STEP_INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """Returns sums [OUTPUTS, ROWS], float32, over the steps from begin to end. at_row: where rows of x begin; o: the
-    outputs; columns: codes of an output that are held, a multiple of STEP_INPUTS; group: inputs of one, a multiple or
-    divisor of it. EVEN: it divides inputs."""
+    outputs; columns: codes of an output that are held, and numbers of a row of x: inputs, and padding to a multiple of
+    STEP_INPUTS; group: inputs of one, a multiple or divisor of it."""
     PARTS: tl.constexpr = 4 if BITS == 4 else 1
     TOGETHER: tl.constexpr = STEP_INPUTS // PARTS
     k = tl.arange(0, TOGETHER)
@@ -168,10 +169,7 @@ def scaled_sums(
                     zero = tl.load(zeros + of_group)
             if ZEROS:
                 value -= zero.to(x.dtype.element_ty)[:, None]
-            inside = here[None, :]
-            if not EVEN:
-                inside = inside & (first + part * 16 + i < inputs)[:, None]
-            right = tl.load(at_x + (first + part * 16), mask=inside, other=0.0)
+            right = tl.load(at_x + (first + part * 16), mask=here[None, :], other=0.0)
             if SCALED == WHOLE:
                 total = tl.dot(value, right, total, input_precision="ieee")
             elif SCALED == STEP:
@@ -189,7 +187,7 @@ def scaled_sums(
 def multiply_codes(
     x, codes, scales, zeros, parts, table, of_row, bias, y, rows, outputs, inputs, columns, x_stride, group, span,
     BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, ZEROS: tl.constexpr,
-    SCALED: tl.constexpr, STEP_INPUTS: tl.constexpr, EVEN: tl.constexpr, ROUNDED: tl.constexpr, BIASED: tl.constexpr,
+    SCALED: tl.constexpr, STEP_INPUTS: tl.constexpr, ROUNDED: tl.constexpr, BIASED: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """Writes y [S, T, O]: sums over spans of inputs, in float32, or the whole product if there is one span, with the
@@ -201,7 +199,7 @@ def multiply_codes(
     end = tl.minimum(begin + span, columns // STEP_INPUTS)
     total = scaled_sums(
         x, t.to(tl.int64) * x_stride, here, codes, scales, zeros, parts, table, o, outputs, inputs, columns, group,
-        begin, end, BITS, KIND, OFFSET, ZEROS, SCALED, STEP_INPUTS, EVEN, ROWS, OUTPUTS,
+        begin, end, BITS, KIND, OFFSET, ZEROS, SCALED, STEP_INPUTS, ROWS, OUTPUTS,
     )  # fmt: skip
     if ROUNDED:
         total *= tl.load(of_row + t, mask=here, other=0.0)[None, :]
@@ -216,7 +214,7 @@ def multiply_expert_codes(
     x, codes, scales, zeros, parts, table, of_row, bias, y, order, ends, outputs, inputs, columns, x_stride, group,
     codes_room, room, experts, top_k,
     BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, ZEROS: tl.constexpr,
-    SCALED: tl.constexpr, STEP_INPUTS: tl.constexpr, EVEN: tl.constexpr, ROUNDED: tl.constexpr, BIASED: tl.constexpr,
+    SCALED: tl.constexpr, STEP_INPUTS: tl.constexpr, ROUNDED: tl.constexpr, BIASED: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, GATHERS: tl.constexpr,
 ):  # fmt: skip
     """y[r] = x[row of r] multiplied by the weight of r's expert, in the order of the groups, as grouped_product
@@ -242,7 +240,7 @@ def multiply_expert_codes(
         total = scaled_sums(
             x, row * x_stride, here, codes + expert.to(tl.int64) * codes_room, scales + of_expert, zeros + of_expert,
             parts + of_expert, table, o, outputs, inputs, columns, group, 0, steps,
-            BITS, KIND, OFFSET, ZEROS, SCALED, STEP_INPUTS, EVEN, ROWS, OUTPUTS,
+            BITS, KIND, OFFSET, ZEROS, SCALED, STEP_INPUTS, ROWS, OUTPUTS,
         )  # fmt: skip
         if ROUNDED:
             total *= tl.load(of_row + row, mask=here, other=0.0)[None, :]
@@ -259,7 +257,7 @@ def multiply_expert_codes(
 @triton.jit(do_not_specialize=["inputs", "x_stride", "size"])
 def round_rows(x, to, of_row, inputs, x_stride, size, FLOATS: tl.constexpr, BLOCK: tl.constexpr):
     """Rounds rows to 127 steps each way of their largest number, as numbers of to's dtype, or to codes of E4M3, uint8
-    [T, size], 0 from inputs on. of_row: the scales [T]. A row that has a NaN gets NaN. Programs: T."""
+    [T, size], 0 from inputs on. of_row: the scales [T]. A row that has a NaN has a scale of NaN. Programs: T."""
     t = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     most, odd = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
@@ -270,7 +268,6 @@ def round_rows(x, to, of_row, inputs, x_stride, size, FLOATS: tl.constexpr, BLOC
     largest = tl.max(most, axis=0) + tl.sum(odd, axis=0)
     steps: tl.constexpr = 448.0 if FLOATS else 127.0
     inverse = tl.where(largest > 0, steps / largest, 0.0)
-    inverse = tl.where(largest == largest, inverse, largest)
     for first in range(0, size, BLOCK):
         value = tl.load(x + t * x_stride + first + j, mask=first + j < inputs, other=0.0).to(tl.float32) * inverse
         if FLOATS:
@@ -318,9 +315,9 @@ def gather_inputs(
 
 
 class CodeTensors(NamedTuple):
-    """A weight's parts, of one matrix or of a stack of E. codes: int32 words or uint8; scales, zeros: float32 [.., G, O],
-    any tensor for zeros and parts that are not; table: of x's dtype. Experts are codes_room codes apart, and room
-    numbers."""
+    """A weight's parts, of one matrix or of a stack of E. codes: int32 words or uint8; scales, zeros: float32, from
+    [.., G, O] on, any tensor for zeros and parts that are not; table: of x's dtype. Experts are codes_room codes apart,
+    and room numbers."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -348,10 +345,9 @@ class CodeShape(NamedTuple):
     @property
     def constants(self) -> dict[str, Any]:
         """Arguments that kernels are compiled for."""
-        is_even = self.inputs % self.step == 0
         return {
             "BITS": self.bits, "KIND": self.kind, "OFFSET": self.offset, "ZEROS": self.has_zeros,
-            "SCALED": self.scaled, "STEP_INPUTS": self.step, "EVEN": is_even,
+            "SCALED": self.scaled, "STEP_INPUTS": self.step,
         }  # fmt: skip
 
 
@@ -376,7 +372,8 @@ def multiply(
     of_row_T: torch.Tensor | None = None,
     multiprocessors: int = H100,
 ) -> torch.Tensor:
-    """Returns y_TO in x's dtype. of_row: scales of rows that were rounded."""
+    """Returns y_TO in x's dtype. x: with shape.columns numbers in a row. of_row: scales of rows that were rounded."""
+    assert x_TI.shape[1] == shape.columns, (x_TI.shape, shape)
     rows, outputs = len(x_TI), shape.outputs
     y_TO = torch.empty((rows, outputs), dtype=x_TI.dtype, device=x_TI.device)
     if not rows or not outputs:
@@ -411,12 +408,13 @@ def multiply_groups(
     *,
     gathers: bool,
 ) -> torch.Tensor:
-    """Returns y_PO in the order of the groups. gathers: as in ExpertMethod.apply."""
+    """Returns y_PO in the order of the groups. gathers, x: as in ExpertMethod.apply, with shape.columns
+    numbers in a row."""
+    assert x.shape[1] == shape.columns and x.stride(1) == 1, (x.shape, shape)
     pairs, experts = len(groups.order_P), len(groups.ends_E)
     y_PO = x.new_empty(pairs, shape.outputs)
     if not pairs:
         return y_PO
-    assert x.stride(1) == 1
     tile = TILES[x.element_size()][-1 if pairs >= MANY_FROM * experts else 0]
     most_tiles = pairs // tile.rows + min(pairs, experts)
     bias = weight.scales if bias_EO is None else bias_EO
@@ -476,8 +474,8 @@ def gathered(
     room: int = 0,
     gathers: bool = False,
 ) -> torch.Tensor:
-    """Returns rows [T, C] of x's inputs in an order, 0 where it has PADDING; for groups rows [P, C], each in its expert's
-    order, `room` numbers apart."""
+    """Returns rows [T, C] of x's inputs in an order, 0 where it has PADDING; for groups rows [P, C], each in its
+    expert's order, `room` numbers apart."""
     rows = len(x) if groups is None else len(groups.order_P)
     to = x.new_empty(rows, columns)
     if not rows:

@@ -2,27 +2,28 @@
 
 TritonCodedMethod and TritonInt8Method hold a weight as code_words.py says and multiply it by triton_code_gemm.py; their
 twins are CodedMethod, Int8Method and W8A8Method. Fp8Method multiplies more than a few rows by torch._scaled_mm, rounded
-to E4M3 row by row. Where a weight has an order, or groups that are padded, its inputs are gathered first, in one launch;
-where a scheme rounds inputs to int8, one more rounds them. Imported only where Triton is installed. T rows, I inputs, O
+to E4M3 row by row. Where a weight has an order, or groups that are padded, its inputs are gathered first, in one
+launch; where a scheme rounds inputs to int8, one more rounds them. Imported only where Triton is installed. T rows, I inputs, O
 outputs, E experts, P pairs of a token and an expert.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
-from typing import Final, NamedTuple, Protocol
+from functools import cache
+from typing import Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.expert_methods import ExpertMethod, ExpertParams, Groups, StackedExperts
-from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given
+from tandem.parallel.linear_methods import MakeMethod, Place, as_given
 from tandem.parallel.params import Param
 from tandem.parallel.quantization.coded import CodedMethod
 from tandem.parallel.quantization.coded_weight import CodedWeight
 from tandem.parallel.quantization.int8 import MIDDLE, Int8Method
 from tandem.parallel.quantization.schemes import Coded, Inputs, Int8Rows
-from tandem.workers.kernels.triton.codes.code_words import Kind, Meaning, Scaled, WordLayout, layout_of, whole_step
+from tandem.workers.kernels.triton.codes.code_words import CodeKind, Meaning, Scaled, WordLayout, layout_of, whole_step
 from tandem.workers.kernels.triton.codes.triton_code_gemm import (
     FEW_ROWS,
     H100,
@@ -45,10 +46,9 @@ def _table(meaning: Meaning, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def shape_of(layout: WordLayout) -> CodeShape:
-    """Returns the sizes and constants of a weight's product. Gathered inputs are as many as columns."""
-    inputs = layout.columns if layout.has_order else layout.inputs
+    """Returns the sizes and constants of a weight's product."""
     bits, (kind, offset, _) = (4 if layout.is_packed else 8), layout.meaning
-    sizes = layout.outputs, inputs, layout.columns, layout.group
+    sizes = layout.outputs, layout.inputs, layout.columns, layout.group
     return CodeShape(*sizes, bits, int(kind), offset, layout.has_zeros, int(layout.scaled), layout.step)
 
 
@@ -84,6 +84,7 @@ class HeldCodes(NamedTuple):
         x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
         if self.order is not None:
             x_TI = gathered(x_TI, self.order, self.shape.columns)
+        x_TI = self._padded(x_TI)
         x_TI, of_row_T = rounded_to_int8(x_TI) if rounds else (x_TI, None)
         return multiply(x_TI, self.shape, self.tensors, bias_O, of_row_T, multiprocessors)
 
@@ -95,19 +96,13 @@ class HeldCodes(NamedTuple):
             room = self.tensors.room
             x = gathered(x, self.order, self.shape.columns, groups, room=room, gathers=gathers)
             gathers = False
+        x = self._padded(x)
         x, of_row = rounded_to_int8(x) if rounds else (x, None)
         return multiply_groups(x, self.shape, self.tensors, bias_EO, groups, of_row, gathers=gathers)
 
-
-class HoldsWords(Protocol):
-    """A linear method whose weight has a WordLayout, once it is loaded."""
-
-    layout: WordLayout | None
-
-    @property
-    def rounds(self) -> bool:
-        """True if inputs are rounded to int8."""
-        ...
+    def _padded(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Returns rows with as many numbers as columns; kernels load whole steps."""
+        return x_TI if x_TI.shape[1] == self.shape.columns else F.pad(x_TI, (0, self.shape.columns - x_TI.shape[1]))
 
 
 class TritonCodedMethod(CodedMethod):
@@ -169,7 +164,7 @@ class Fp8Method(TritonCodedMethod):
 def takes_fp8(layout: WordLayout, dtype: torch.dtype) -> bool:
     """True if torch._scaled_mm multiplies such a weight: E4M3, a scale for each output, no padding, bf16."""
     is_rows = layout.scaled is Scaled.WHOLE and layout.columns == layout.inputs and not layout.has_order
-    is_e4m3 = layout.meaning.kind is Kind.FLOATS and not layout.is_packed and not layout.has_zeros
+    is_e4m3 = layout.meaning.kind is CodeKind.FLOATS and not layout.is_packed and not layout.has_zeros
     return is_rows and is_e4m3 and layout.outputs % ALIGNED == 0 and dtype is torch.bfloat16
 
 
@@ -217,7 +212,7 @@ class TritonInt8Method(Int8Method):
         super()._begin(outputs, inputs)
         step = whole_step(inputs, is_packed=False)
         columns = -(-inputs // step) * step
-        meaning = Meaning(Kind.INTEGERS, MIDDLE, None)
+        meaning = Meaning(CodeKind.INTEGERS, MIDDLE, None)
         self.layout = WordLayout(
             outputs, inputs, 1, inputs, 8, columns, step, Scaled.WHOLE, meaning, has_zeros=False, has_order=False
         )
