@@ -34,8 +34,8 @@ NAMES: Mapping[str, str] = {
     "Qwen3MoeForCausalLM": "Qwen 3 30B-A3B, 235B-A22B",
     "GraniteMoeForCausalLM": "Granite 3.x 1B-A400M, 3B-A800M",
     "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite, V2.5",
-    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, in bf16",
-    "GptOssForCausalLM": "gpt-oss, in bf16",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1",
+    "GptOssForCausalLM": "gpt-oss",
     "GPT2LMHeadModel": "GPT-2",
     "BloomForCausalLM": "BLOOM, BLOOMZ",
     "Starcoder2ForCausalLM": "StarCoder 2",
@@ -50,7 +50,8 @@ HEAD = """# Models
 <!-- Written by tools/model_table.py (make model-table). -->
 
 A model is served if its `config.json` names one of these architectures. What a `config.json` asks for and Tandem does
-not compute is refused when the service starts, by key and value; so are weights that are not bf16, fp16 or float32.
+not compute is refused when the service starts, by key and value; so are weights that are neither bf16,
+fp16 or float32 nor [quantized in a way that is read](serving/quantized.md).
 RoPE scaling may be linear, dynamic, llama3, yarn or longrope, in old and new spellings. Which of longrope's factors
 apply is decided once, by `--max-model-len`, as in vLLM; `transformers` decides it for each prompt by its length.
 

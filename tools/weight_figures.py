@@ -6,6 +6,7 @@ from tools.result_files import percent, read_json, span, table, whole
 
 LOADING_GOAL = 1.3
 NAMES = {"bf16": "bf16", "int8": "`int8`", "w8a8": "`w8a8`"}
+CODES = {"int8": "`int8`", "w8a8": "`w8a8`", "int4": "`int4`", "w4a8": "`w4a8`", "nf4": "NF4"}
 
 
 def quantization_section() -> str:
@@ -41,6 +42,43 @@ Perplexity of {scored["checkpoint"]}, a trained model of 260 thousand parameters
 stories in windows of {options["window"]}:
 
 {table(["weights", "perplexity"], text)}"""
+
+
+def codes_section() -> str:
+    """How fast weights of 4 bits are beside bf16 and int8, by the CPU time of one thread."""
+    found = read_json("quantization-4bit.json")
+    steps, options = found["steps"], found["options"]
+    names = [name for name in CODES if name in steps["weight_bytes"]]
+
+    def cells(words: str, case: dict[str, Any]) -> list[str]:
+        ratios = [f"{case['bf16']['cpu_ms'] / case[name]['cpu_ms']:.2f}" for name in names]
+        share = case["int4"].get("roofline_ms", 0) / case["int4"]["median_ms"]
+        return [
+            words,
+            f"{case['bf16']['cpu_ms']:.1f}",
+            *ratios,
+            percent(share) if share else "-",
+            percent(case["other_cpu"]),
+        ]
+
+    sizes = ", ".join(f"{CODES[name]} {steps['weight_bytes'][name] / 1e9:.2f} GB" for name in names)
+    head = [
+        "step",
+        "bf16, ms",
+        *(f"times as fast: {CODES[name]}" for name in names),
+        "`int4` of the roofline",
+        "others' CPU",
+    ]
+    return f"""## Weights of 4 bits
+
+`make bench-quantization ARGS="--threads 1 --seconds 1.5"`: the same, in turns, with {options["threads"]} thread and
+random weights: {sizes}. Those of 4 bits (by 128 inputs; NF4 by 64) have a head of int8. Ratios are of the medians of
+CPU time.
+
+{table(head, [cells(words, case) for words, case in steps["cases"].items()])}
+
+Forms whose inputs keep their precision (`int8`, `int4`, NF4) are for few rows; `w8a8` and `w4a8` round inputs to a
+byte and are ahead of bf16 at any number of rows. A decode of one row takes int4 to two thirds of the roofline."""
 
 
 def loading_section() -> str:

@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem.parallel.quantization.layouts.parts import Cut
+from tandem.parallel.quantization.stored_parts import Cut
 
 PIECE_CODES = 2**22
 """Codes that are unpacked at a time where they cross words."""
@@ -46,11 +46,14 @@ def cut_columns(codes: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 
 def _cut(codes: torch.Tensor, cut: Cut, dim: int) -> torch.Tensor:
-    shape = list(codes.shape)
+    shape, present = list(codes.shape), sum(count for _, count in cut.pieces)
     shape[dim] = cut.length
-    found, place = codes.new_empty(shape), 0
-    for first, count in cut.pieces:
-        found.narrow(dim, place, count).copy_(codes.narrow(dim, first, count))
-        place += count
-    found.narrow(dim, place, cut.length - place).zero_()
+    found = codes.new_empty(shape)
+    target = found.narrow(dim, 0, present)
+    if len(cut.pieces) == 1:
+        target.copy_(codes.narrow(dim, *cut.pieces[0]))
+    elif present:
+        places = [torch.arange(first, first + count, device=codes.device) for first, count in cut.pieces]
+        target.copy_(codes.index_select(dim, torch.cat(places)))
+    found.narrow(dim, present, cut.length - present).zero_()
     return found

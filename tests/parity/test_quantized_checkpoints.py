@@ -142,8 +142,9 @@ def test_ways_that_layers_are_made_of_matrices(
 
 
 @pytest.mark.parametrize("double", [False, True])
-def test_bitsandbytes_nf4(double: bool, tmp_path: Path) -> None:
-    even = TinyModel("llama-even", "llama", {"intermediate_size": 128, "num_hidden_layers": 2})
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
+def test_bitsandbytes_nf4(kind: str, double: bool, tmp_path: Path) -> None:
+    even = TinyModel("even", kind, {"intermediate_size": 128, "num_hidden_layers": 2})
     form = forms.nf4(double=double)
     quantized, plain = save_quantized(save_tiny_model(even, tmp_path), tmp_path, form)
     check_near(logits_of(quantized), theirs_of(plain, form))
@@ -175,6 +176,18 @@ def test_bytes_of_every_rank_are_those_of_a_plan(name: str, tiny_folder: TinyFol
     quantized, _ = save_quantized(tiny_folder("llama-gqa"), tmp_path, FORMS[name])
     for mesh in (Mesh(2, 1, 1), Mesh(4, 2, 7)):
         built(quantized, mesh)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(("model", "form"), [("mixtral", forms.gptq(order=True)), ("gpt_oss", forms.mxfp4())])
+def test_ranks_that_share_experts(
+    model: str, form: Format, experts: bool, ranks: RankProcesses, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    quantized, _ = save_quantized(tiny_folder(model), tmp_path, form)
+    case = DecoderCase(quantized, 2, 1, STEPS, num_rows=2, max_len=40, expert_parallel=experts)
+    alone = run_case(replace(case, tp_size=1, expert_parallel=False), ParallelContext.single())
+    assert alone is not None
+    check_near(ranks.call(run_case, 2, 1, case)[0], alone)
 
 
 def test_layers_that_a_config_ignores_stay_dense(tiny_folder: TinyFolder, tmp_path: Path) -> None:

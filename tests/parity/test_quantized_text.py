@@ -1,14 +1,17 @@
 """Texts of the demo model with quantized weights: drafts, streaming, two ranks and batch mates change no token."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from tandem import LLM, SamplingParams
+from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.workers.planning.model_source import model_digest, resolve_model
+from tests.support.quantized import gptq, save_quantized
 
 PROMPTS = ["Once upon a time there was a little dog. The little dog", "Count from 3 to 9.", "One day"]
 COMMON: dict[str, Any] = {"max_num_seqs": 4, "cpu_threads": 1, "max_model_len": 256}
@@ -16,8 +19,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 
-def tokens_of(**flags: Any) -> list[list[int]]:
-    with LLM("demo", **COMMON, **flags) as llm:
+def tokens_of(model: str = "demo", **flags: Any) -> list[list[int]]:
+    with LLM(model, **COMMON, **flags) as llm:
         assert llm.settings.model.quantization == flags.get("quantization")
         return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
@@ -34,6 +37,20 @@ def test_w8a8_tokens_do_not_depend_on_batch_mates() -> None:
         together = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
         alone = [llm.generate(prompt, PARAMS, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
     assert together == alone
+
+
+def test_a_quantized_checkpoint_needs_no_flag(tmp_path: Path) -> None:
+    """Nor does it mind vLLM's name for it. Its texts are those of the weights that its codes stand for."""
+    folder, plain = save_quantized(DEMO_MODEL, tmp_path, gptq(4, 64, order=True))
+    expected = tokens_of(str(plain), dtype="float32")
+    for flags in ({}, {"quantization": "gptq_marlin", "speculative_config": NGRAM}):
+        assert tokens_of(str(folder), dtype="float32", **flags) == expected
+    with pytest.raises(SettingsError, match=r"awq: the checkpoint is quantized already, with gptq \(int4\)"):
+        LLM(str(folder), quantization="awq")
+    models = [
+        resolve_model(build_settings(str(folder), given).engine.model) for given in ({}, {"quantization": "gptq"})
+    ]
+    assert model_digest(models[0]) == model_digest(models[1]), "one model under both names"
 
 
 def test_another_name_is_refused() -> None:

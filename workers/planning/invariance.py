@@ -38,6 +38,9 @@ def _obstacles(settings: EngineSettings, spec: ArchSpec, device: Device) -> Iter
         yield f"--dtype {dtype}; {' and '.join(facts.invariant_dtypes)} have the kernels"
     yield from _of_model(spec)
     yield from _of_integers(settings, spec)
+    for scheme in spec.weights.schemes:
+        if not isinstance(scheme, Int8Rows):
+            yield f"{scheme.words} weights, which no kernel multiplies yet"
     if settings.lora.enable_lora:
         yield from _of_adapters(settings, spec)
 

@@ -113,7 +113,9 @@ def _no_twin(
     method = make(weights, context, place=place)
     if type(method) in (Int8Method, CodedMethod):
         inputs, words = weights[0].span(1, context.mesh).length, weights[0].scheme and weights[0].scheme.words
-        raise SettingsError(f"the kernel for {words} weights takes no {inputs} inputs, as {weights[0].name} has", FLAG)
+        raise SettingsError(
+            f"there is no kernel for {words} weights of {inputs} inputs, as {weights[0].name} has", FLAG
+        )
     return method
 
 

@@ -35,7 +35,9 @@ def _checkpoint_line(checkpoint: dict[str, Any] | None) -> str:
         return "checkpoint: no .safetensors files here; sizes are config.json's"
     kinds = ", ".join(f"{gib(size)} of {dtype}" for dtype, size in sorted(checkpoint["bytes_by_dtype"].items()))
     line = f"checkpoint: {gib(checkpoint['total_bytes'])} in {checkpoint['num_files']} file(s): {kinds}"
-    if checkpoint["num_elements"] != checkpoint["num_parameters"]:
+    if checkpoint["quantized_with"] is not None:
+        line += f", quantized with {checkpoint['quantized_with']}"
+    elif checkpoint["num_elements"] != checkpoint["num_parameters"]:
         line += (
             f"; its tensors hold {checkpoint['num_elements']:,} values, config.json makes it "
             f"{checkpoint['num_parameters']:,}"

@@ -167,7 +167,7 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
         "quantization": spec.weights.words or None,
         "kv_dtype": model.kv_dtype,
         "lora": msgspec.structs.asdict(model.settings.lora),
-        "checkpoint": None if stored is None else _checkpoint(stored, parameters_of(spec).num_elements),
+        "checkpoint": None if stored is None else _checkpoint(stored, spec),
         "memory": asdict(model.memory),
         "max_num_seqs": model.settings.scheduler.max_num_seqs,
         "max_num_batched_tokens": model.settings.scheduler.max_num_batched_tokens,
@@ -213,7 +213,7 @@ def _stored(model: ModelSettings, spec: ArchSpec, *, is_own: bool) -> StoredChec
     return open_checkpoint(folder, spec, model.hf_overrides)
 
 
-def _checkpoint(stored: StoredCheckpoint, num_parameters: int) -> dict[str, Any]:
+def _checkpoint(stored: StoredCheckpoint, spec: ArchSpec) -> dict[str, Any]:
     sizes: Counter[str] = Counter()
     for tensor in stored.tensors:
         sizes[tensor.dtype] += tensor.nbytes
@@ -222,7 +222,8 @@ def _checkpoint(stored: StoredCheckpoint, num_parameters: int) -> dict[str, Any]
         "total_bytes": sum(sizes.values()),
         "bytes_by_dtype": dict(sizes),
         "num_elements": sum(math.prod(tensor.shape) for tensor in stored.tensors),
-        "num_parameters": num_parameters,
+        "num_parameters": parameters_of(spec).num_elements,
+        "quantized_with": spec.weights.method,
     }
 
 

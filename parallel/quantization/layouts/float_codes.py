@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import FLOATS, Param
-from tandem.parallel.quantization.layouts.parts import ALL, column_cut, part_of
 from tandem.parallel.quantization.layouts.scales import groups_of, spread_scales
+from tandem.parallel.quantization.stored_parts import ALL, column_cut, part_of
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import Param
-from tandem.parallel.quantization.layouts.parts import ALL, part_of
 from tandem.parallel.quantization.layouts.scales import groups_of, spread_scales
+from tandem.parallel.quantization.stored_parts import ALL, part_of
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 from tandem.configs.errors import SettingsError
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import WHOLE, Param
-from tandem.parallel.quantization.layouts.parts import (
+from tandem.parallel.quantization.layouts.scales import groups_of
+from tandem.parallel.quantization.stored_parts import (
     ALL,
     Cut,
     by_input,
@@ -22,7 +23,6 @@ from tandem.parallel.quantization.layouts.parts import (
     row_cut,
     words_per,
 )
-from tandem.parallel.quantization.layouts.scales import groups_of
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """As GPTQ's producers store it. minus_one: zeros are stored less 1 (checkpoint_format gptq, which is v1).
+    """The layout of GPTQ's producers. minus_one: zeros are stored less 1 (checkpoint_format gptq, which is v1).
     symmetric: each zero is the middle, which is checked."""
 
     bits: int
@@ -84,7 +84,7 @@ class Gptq:
 
 @dataclass(frozen=True, slots=True)
 class AwqGemm:
-    """As AutoAWQ stores version gemm: four bits, with zeros."""
+    """The layout of AutoAWQ, version gemm: four bits, with zeros."""
 
     group: int | None
     bits: int = 4
@@ -118,7 +118,7 @@ class AwqGemm:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """As compressed-tensors stores pack-quantized."""
+    """The layout of compressed-tensors, pack-quantized."""
 
     bits: int
     group: int | None

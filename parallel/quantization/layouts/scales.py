@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import Param
-from tandem.parallel.quantization.layouts.parts import ALL, row_cut
+from tandem.parallel.quantization.stored_parts import ALL, row_cut
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from tandem.configs.errors import SettingsError
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.params import Each, Param
 from tandem.parallel.quantization.layouts.float_codes import EXPONENTS, exponents
-from tandem.parallel.quantization.layouts.parts import column_cut
 from tandem.parallel.quantization.layouts.scales import groups_of
+from tandem.parallel.quantization.stored_parts import column_cut
 
 if TYPE_CHECKING:
     import torch

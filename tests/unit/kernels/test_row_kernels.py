@@ -13,7 +13,7 @@ from tandem.configs.errors import SettingsError
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import LinearMethod, as_given, packed
 from tandem.parallel.params import Param, Source
-from tandem.parallel.quantization.schemes import Inputs, Int8Rows
+from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
 from tandem.workers.kernels.cpu.cpu_build import cpu_invariant_library, cpu_library
 from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
@@ -129,7 +129,7 @@ def test_an_adapter_of_any_width_is_the_same_alone_and_among_others(dtype: torch
 
 
 @pytest.mark.parametrize(
-    ("inputs", "refused"), [(96, None), (94, "the kernel for int8 weights takes no 94 inputs, as w")]
+    ("inputs", "refused"), [(96, None), (94, "there is no kernel for int8 weights of 94 inputs, as w")]
 )
 def test_int8_products_that_would_sum_in_float32_are_refused(inputs: int, refused: str | None) -> None:
     if int8_kernel(torch.float32) is None:
@@ -148,6 +148,22 @@ def test_int8_products_that_would_sum_in_float32_are_refused(inputs: int, refuse
     y = method.apply(x)
     for first, last in RUNS:
         assert torch.equal(method.apply(x[first:last]), y[first:last]), (first, last)
+
+
+def test_codes_are_multiplied_row_by_row_or_refused() -> None:
+    if int8_kernel(torch.float32) is None:
+        pytest.skip("needs a CPU with AVX512-VNNI")
+    make = partial(InvariantCpuPlatform().linear, dtype=torch.float32)
+    weight = replace(param_of(70, 94), merge="w", scheme=Coded(Codes.NF4, group=32))
+    method = make([weight], ParallelContext.single())
+    method.take(draw(70, 94, dtype=torch.float32), None)
+    x = draw(ROWS, 94, dtype=torch.float32, seed=1)
+    y = method.apply(x)
+    for first, last in RUNS:
+        assert torch.equal(method.apply(x[first:last]), y[first:last]), (first, last)
+    fp8 = replace(weight, scheme=Coded(Codes.E4M3, bits=8, group=None))
+    with pytest.raises(SettingsError, match="there is no kernel for fp8 weights of 94 inputs, as w"):
+        make([fp8], ParallelContext.single())
 
 
 @DTYPES

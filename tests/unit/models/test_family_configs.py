@@ -142,7 +142,7 @@ def test_scales_and_norms() -> None:
         ("Mpt", {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv 6"),
         ("DeepseekV2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
         ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob True"),
-        ("DeepseekV3", {"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not supported"),
+        ("DeepseekV3", {"quantization_config": {"quant_method": "quark"}}, "quant_method 'quark' is not supported"),
         ("DeepseekV3", {"n_group": 3}, "n_group 3 and topk_group 4 of 256 experts, of which a token takes 8"),
         ("Granite", {"residual_multiplier": "half"}, "residual_multiplier is 'half', want a number"),
         ("Llama", {"embedding_multiplier": 12.0}, "embedding_multiplier 12.0"),

@@ -110,7 +110,7 @@ def test_overrides_win_over_aliases_in_the_file(tmp_path: Path) -> None:
             "long_factor of the rope parameters is 3 numbers, want 4",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "needs 'factor'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"hidden_size": None}, "no hidden_size"),

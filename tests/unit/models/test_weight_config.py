@@ -79,6 +79,19 @@ def test_compressed_tensors_ignore(ignore: list[str], dense: list[str], others: 
     assert all(plan.of(module) is None for module in dense) and all(plan.of(module) is not None for module in others)
 
 
+def test_gptq_of_some_layers_and_auto_round() -> None:
+    plan = plan_of(**GPTQ, modules_in_block_to_quantize=[["self_attn.q_proj"], ["mlp.up_proj"]])
+    assert plan.of(Q) is not None and plan.of("model.layers.0.mlp.down_proj") is None
+    extra = {Q: {"bits": 16}, "model.layers.3.mlp.down_proj": {"bits": 8, "group_size": -1}}
+    given = {"bits": 4, "group_size": 128, "sym": True, "packing_format": "auto_round:auto_gptq", "data_type": "int"}
+    plan = plan_of(
+        quant_method="auto-round", **given, extra_config=extra, block_name_to_quantize="model.layers", iters=200
+    )
+    changed = scheme_at(plan, "model.layers.3.mlp.down_proj")
+    assert plan.of(Q) is None and isinstance(changed, Coded) and (changed.bits, changed.group) == (8, None)
+    assert scheme_at(plan, GATE) == scheme_at(plan_of(**GPTQ, sym=True), GATE)
+
+
 def test_compressed_tensors_groups_by_name_come_before_those_by_class() -> None:
     groups = {
         "group_0": {**forms.group_of(4, 128, symmetric=True)},

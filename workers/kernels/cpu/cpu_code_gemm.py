@@ -13,8 +13,8 @@ CpuCodedMethod multiplies with it; its twin is CodedMethod. cpu_experts.py has t
 
 The layout, in one piece of memory: codes | scales | zeros | ends of groups | order of inputs. Codes: blocks of 32
 outputs, each [I / 8][32][4], a byte for the codes of inputs i (its lower half) and i + 4 of eight inputs; 8 bits:
-[I / 8][2][32][4]. Each group starts with an eight and is padded to whole ones. Scales and zeros: [O / 32][G][32]. Ends
-and order (of weights that have one): int32. T rows, I inputs, O outputs, G groups.
+[I / 8][2][32][4]. Each group starts with an eight and is padded to whole ones. Scales and zeros: float32, blocks of
+[G][32]. Ends and order (of weights that have one): int32. T rows, I inputs, O outputs, G groups.
 """
 
 import ctypes
@@ -43,8 +43,6 @@ MOST_INPUTS = 2**16
 """Sums of more products of bytes could leave int32."""
 PLANES = {torch.bfloat16: 2, torch.float32: 3}
 """Bytes of an input that is not to lose precision."""
-KINDS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
-"""Types of scales and zeros. The order is that of cpu_code_gemm.c."""
 LARGEST_BYTE, MIDDLE, MOST_ABOVE = 255, 128, 127
 WORK = (POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER)
 """The arguments that WorkRoom.places are."""
@@ -61,7 +59,7 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True)
 class CodeLayout:
-    """The form of a weight in its piece of memory. held_inputs: with groups padded, at most. scale, zero: their types.
+    """The form of a weight in its piece of memory. held_inputs: with groups padded, at most.
 
     A weight's shape decides it, so that layers of one shape can share memory; only groups that end anywhere are padded
     for the worst case.
@@ -73,8 +71,7 @@ class CodeLayout:
     held_inputs: int
     bits: int
     values: Values
-    scale: torch.dtype
-    zero: torch.dtype | None
+    has_zeros: bool
     has_order: bool
 
     @property
@@ -92,8 +89,8 @@ class CodeLayout:
         numbers = self.blocks * BLOCK * self.groups
         sizes = [
             self.blocks * self.held_inputs // EIGHT * self.line,
-            numbers * int(self.scale.itemsize),
-            0 if self.zero is None else numbers * int(self.zero.itemsize),
+            4 * numbers,
+            4 * numbers if self.has_zeros else 0,
             4 * self.groups,
             4 * self.inputs if self.has_order else 0,
         ]
@@ -107,33 +104,30 @@ class CodeLayout:
     @property
     def nbytes(self) -> int:
         """Bytes that Coded.parts() counts: without padding."""
-        number_bytes = int(self.scale.itemsize) + (0 if self.zero is None else int(self.zero.itemsize))
+        number_bytes = 8 if self.has_zeros else 4
         order_bytes = 4 * (self.inputs + self.groups) if self.has_order else 0
-        return self.outputs * (self.inputs * self.bits // 8 + self.groups * number_bytes) + order_bytes
+        return -(-self.outputs * self.inputs * self.bits // 8) + self.outputs * self.groups * number_bytes + order_bytes
 
     @cached_property
     def numbers(self) -> "ctypes.Array[ctypes.c_long]":
         """The struct of cpu_code_gemm.c."""
         scales, zeros, ends, order, _ = self.starts
-        zero_at, order_at = (0 if self.zero is None else zeros), (order if self.has_order else 0)
-        kinds = KINDS.index(self.scale), KINDS.index(self.zero or torch.float32)
+        zero_at, order_at = (zeros if self.has_zeros else 0), (order if self.has_order else 0)
         values, spare = self.values, (0,) * TABLE
         offsets = [*values.offsets, *[0] * TABLES][:TABLES]
         tables = [(*table, *spare)[:TABLE] for table in [*values.tables, *[spare] * TABLES][:TABLES]]
         numbers = [
-            self.outputs, self.inputs, self.groups, self.line, scales, kinds[0], zero_at, kinds[1], ends, order_at,
+            self.outputs, self.inputs, self.groups, self.line, scales, zero_at, ends, order_at,
             len(values.tables), *offsets, *chain.from_iterable(tables),
         ]  # fmt: skip
         return (ctypes.c_long * len(numbers))(*numbers)
 
 
-def layout_of(
-    coded: CodedWeight, dtype: torch.dtype, scale: torch.dtype = torch.float32, zero: torch.dtype = torch.float32
-) -> CodeLayout | None:
+def layout_of(coded: CodedWeight, dtype: torch.dtype) -> CodeLayout | None:
     """Returns how a weight is held; None for one that the kernel does not multiply: too many inputs, or codes of more
     than 4 bits whose table has others than integers of a byte.
 
-    dtype: of the inputs. scale, zero: types of KINDS that hold the weight's own without loss.
+    dtype: of the inputs.
     """
     (outputs, inputs), groups = coded.codes_OI.shape, coded.scale_OG.shape[1]
     values = values_of(coded.table, coded.bits, PLANES[dtype])
@@ -145,7 +139,7 @@ def layout_of(
         held = (inputs + (EIGHT - 1) * min(groups, inputs)) // EIGHT * EIGHT
     bits = NIBBLE_BITS if coded.bits <= NIBBLE_BITS else 8
     has_zeros, has_order = coded.zero_OG is not None, coded.order_I is not None
-    return CodeLayout(outputs, inputs, groups, held, bits, values, scale, zero if has_zeros else None, has_order)
+    return CodeLayout(outputs, inputs, groups, held, bits, values, has_zeros, has_order)
 
 
 def values_of(table: torch.Tensor | None, bits: int, most: int) -> Values | None:
@@ -184,7 +178,7 @@ class WorkRoom(NamedTuple):
     def of(cls, layout: CodeLayout, rows: int, planes: int, element_bytes: int) -> "WorkRoom":
         stride = -(-layout.held_inputs // LANES) * LANES + LANES
         codes, scales, sums = rows * planes * stride, 4 * rows, 4 * rows * planes * layout.groups
-        totals = 0 if layout.zero is None else 4 * rows * layout.groups
+        totals = 4 * rows * layout.groups if layout.has_zeros else 0
         inputs = rows * layout.inputs * element_bytes if layout.has_order else 0
         memory = torch.empty(codes + scales + sums + totals + inputs, dtype=torch.uint8)
         at = memory.data_ptr()
@@ -210,9 +204,9 @@ class CodeGemm:
         held[ends : ends + 4 * layout.groups].view(torch.int32).copy_(ends_G)
         if coded.order_I is not None:
             held[order:end].view(torch.int32).copy_(coded.order_I)
-        held[scales:zeros].view(layout.scale).copy_(_by_block(coded.scale_OG))
-        if coded.zero_OG is not None and layout.zero is not None:
-            held[zeros:ends].view(layout.zero).copy_(_by_block(coded.zero_OG / layout.values.unit))
+        held[scales:zeros].view(torch.float32).copy_(_by_block(coded.scale_OG))
+        if coded.zero_OG is not None:
+            held[zeros:ends].view(torch.float32).copy_(_by_block(coded.zero_OG / layout.values.unit))
         codes_OI = _integers(coded.codes_OI, layout).contiguous()
         self._pack(layout.numbers, codes_OI.data_ptr(), held.data_ptr(), torch.get_num_threads())
         return held

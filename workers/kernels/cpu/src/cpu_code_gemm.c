@@ -16,19 +16,10 @@
 /* How a weight is held: the numbers of cpu_code_gemm.py's CodeLayout, places in bytes; 0: there is none. tables: what
    codes of 4 bits mean, less offset, up to three bytes of it: the highest first. */
 typedef struct {
-  long outputs, inputs, groups, line, scale_at, scale_kind, zero_at, zero_kind, ends_at, order_at, planes;
+  long outputs, inputs, groups, line, scale_at, zero_at, ends_at, order_at, planes;
   long offsets[3], tables[3][16];
 } layout;
 #define NIBBLES (BLOCK * TOGETHER / 2) /* `line`: bytes of eight inputs of a block; the other one is BLOCK * TOGETHER */
-
-enum { FLOAT32, FLOAT16, BFLOAT16, UINT8 };
-INLINE __m512 load_numbers(const uint8_t *at, long kind, long index) {
-  if (kind == FLOAT32) return _mm512_loadu_ps((const float *)at + index);
-  if (kind == FLOAT16) return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)at + index)));
-  if (kind == BFLOAT16) return (__m512)load_bf16((const uint16_t *)at + index);
-  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(at + index))));
-}
-INLINE long number_bytes(long kind) { return kind == FLOAT32 ? 4 : kind == UINT8 ? 1 : 2; }
 
 /* Eights of inputs of a group, which its codes are padded to. */
 INLINE long eights_of(const int32_t *ends, long g) {
@@ -51,9 +42,8 @@ INLINE void add_products(__m512i *sum, __m512i values, __m512i inputs) {
 
 /* What a tile multiplies: groups [first, last) of one block by some rows. */
 typedef struct {
-  const uint8_t *codes;         /* of the first group */
-  const uint8_t *scales, *zeros; /* of the block; zeros: may be none */
-  long scale_kind, zero_kind;
+  const uint8_t *codes;        /* of the first group */
+  const float *scales, *zeros; /* of the block; zeros: may be none */
   const int32_t *ends;
   long first, last, groups;
   long offset;      /* what values have been raised by */
@@ -73,9 +63,9 @@ INLINE void add_group(const work *t, long g, const __m512i *sum, __m512 *result,
   __m512 scale[VECTORS], zero[VECTORS];
   TILE_UNROLLED for (int v = 0; v < VECTORS; v++) {
     const long at = g * BLOCK + v * LANES;
-    scale[v] = _mm512_mul_ps(load_numbers(t->scales, t->scale_kind, at), _mm512_set1_ps(t->factor));
+    scale[v] = _mm512_mul_ps(_mm512_loadu_ps(t->scales + at), _mm512_set1_ps(t->factor));
     zero[v] = _mm512_setzero_ps();
-    if (t->zeros) zero[v] = _mm512_mul_ps(load_numbers(t->zeros, t->zero_kind, at), _mm512_set1_ps(1 / t->factor));
+    if (t->zeros) zero[v] = _mm512_mul_ps(_mm512_loadu_ps(t->zeros + at), _mm512_set1_ps(1 / t->factor));
   }
   TILE_UNROLLED for (int r = 0; r < R; r++) {
     const __m512 total = _mm512_set1_ps(t->zeros ? t->totals[r * t->groups + g] : 0);
@@ -204,9 +194,8 @@ static void multiply_all(const layout *l, const uint8_t *held, long block, const
   long all = 0, eights;
   for (long g = 0; g < l->groups; g++) all += eights_of(ends, g);
   work run = {.codes = held + block * all * l->line,
-              .scales = held + l->scale_at + numbers * number_bytes(l->scale_kind),
-              .zeros = l->zero_at ? held + l->zero_at + numbers * number_bytes(l->zero_kind) : 0,
-              .scale_kind = l->scale_kind, .zero_kind = l->zero_kind, .ends = ends, .groups = l->groups,
+              .scales = (const float *)(held + l->scale_at) + numbers,
+              .zeros = l->zero_at ? (const float *)(held + l->zero_at) + numbers : 0, .ends = ends, .groups = l->groups,
               .x = rows->codes, .results = results};
   for (; run.first < l->groups; run.first = run.last, run.codes += eights * l->line, run.x += eights * TOGETHER) {
     run.last = run.first + 1;

@@ -6,8 +6,8 @@ A program multiplies some rows by some outputs' weights, over all inputs or over
 each word of codes once, ahead of its use, and turns it into 16-bit floats in registers: integers and small floats by
 their bits, which are those of a float but for its exponent, others by a table of 16 values in the cache. Such values
 are exact, but for tables that 16 bits round (NF4) and zeros that are no integers. Tensor cores sum a group's products
-in float32; the group's scale multiplies the sum. Up to FEW_ROWS rows are one tile, whose spans fill the device; more take
-larger tiles, unsplit. Sums of spans are added in order by triton_few_rows.py. s: scales of rows that were rounded
+in float32; the group's scale multiplies the sum. Up to FEW_ROWS rows are one tile, whose spans fill the device; more
+take larger tiles, unsplit. Sums of spans are added in order by triton_few_rows.py. s: scales of rows that were rounded
 (round_rows), else left out.
 
 Weights are held as code_words.py says, int8 rows too, as codes from 0 on. The twins are CodedMethod,

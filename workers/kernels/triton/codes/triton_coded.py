@@ -3,8 +3,8 @@
 TritonCodedMethod and TritonInt8Method hold a weight as code_words.py says and multiply it by triton_code_gemm.py; their
 twins are CodedMethod, Int8Method and W8A8Method. Fp8Method multiplies more than a few rows by torch._scaled_mm, rounded
 to E4M3 row by row. Where a weight has an order, or groups that are padded, its inputs are gathered first, in one
-launch; where a scheme rounds inputs to int8, one more rounds them. Imported only where Triton is installed. T rows, I inputs, O
-outputs, E experts, P pairs of a token and an expert.
+launch; where a scheme rounds inputs to int8, one more rounds them. Imported only where Triton is installed. T rows, I
+inputs, O outputs, E experts, P pairs of a token and an expert.
 """
 
 from collections.abc import Iterator, Sequence

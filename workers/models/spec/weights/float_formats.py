@@ -4,9 +4,9 @@ fbgemm, ModelOpt, MXFP4. Torch-free."""
 from typing import Final
 
 from tandem.parallel.quantization.layouts.float_codes import Fp4Rows, Fp8Rows
-from tandem.parallel.quantization.layouts.parts import ALL
 from tandem.parallel.quantization.layouts.stacked_fp4 import StackedFp4
 from tandem.parallel.quantization.schemes import Coded, Codes, Inputs
+from tandem.parallel.quantization.stored_parts import ALL
 from tandem.parallel.quantization.weight_plan import Rule, WeightPlan
 from tandem.workers.models.spec.weights.fields import Fields
 from tandem.workers.models.spec.weights.names import (

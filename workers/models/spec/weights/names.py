@@ -23,7 +23,8 @@ def rules_but_for(dense: Iterable[str], scheme: Scheme) -> tuple[Rule, ...]:
 def by_transformers(names: Iterable[str]) -> tuple[str, ...]:
     """Returns the patterns of transformers' modules_to_not_convert: from the start to the end of a part of the name, as
     an expression too, or the name's end."""
-    return tuple(f"(?:{_expression(name)})(?:(?<=\\.)|(?=\\.|$)).*|.*{re.escape(name)}" for name in names)
+    plain = [name.removeprefix("re:") for name in names]
+    return tuple(f"(?:{_expression(name)})(?:(?<=\\.)|(?=\\.|$)).*|.*{re.escape(name)}" for name in plain)
 
 
 def containing(names: Iterable[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.parallel.quantization.weight_plan import AT_LOAD, DENSE, WeightPlan
-from tandem.workers.models.spec.weights.bitsandbytes import bitsandbytes
+from tandem.workers.models.spec.weights.block_formats import bitsandbytes
 from tandem.workers.models.spec.weights.compressed_tensors import compressed_tensors
 from tandem.workers.models.spec.weights.fields import UNQUANTIZED, Fields
 from tandem.workers.models.spec.weights.float_formats import fbgemm_fp8, fp8, modelopt, mxfp4

@@ -1,5 +1,6 @@
 """quantization_config of GPTQ and AWQ, to a WeightPlan. Torch-free."""
 
+import re
 from dataclasses import replace
 from typing import Final
 
@@ -7,16 +8,18 @@ from tandem.parallel.quantization.layouts.packed_words import AwqGemm, Gptq
 from tandem.parallel.quantization.schemes import Coded
 from tandem.parallel.quantization.weight_plan import Rule, WeightPlan
 from tandem.workers.models.spec.weights.fields import Fields
-from tandem.workers.models.spec.weights.names import KV_SCALES, beginning, containing, rules_but_for
+from tandem.workers.models.spec.weights.names import KV_SCALES, beginning, containing, rules_but_for, targeted
 
 GPTQ_BITS: Final = (2, 3, 4, 8)
 UNPACKED: Final = (r".*\.shared_expert_gate",)
 """Layers with fewer outputs than a word has codes, which these producers leave as they are."""
+ROUNDED: Final = ("bits", "group_size", "sym")
+"""Keys of auto-round that each layer may have of its own."""
 MADE_WITH: Final = (
     *("damp_percent", "true_sequential", "static_groups", "model_name_or_path", "model_file_base_name", "batch_size"),
     *("model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "pad_token_id", "dataset"),
     *("tokenizer", "use_cuda_fp16", "use_exllama", "max_input_length", "exllama_config", "cache_block_outputs"),
-    *("modules_in_block_to_quantize", "meta", "backend", "disable_exllama", "damp_auto_increment", "mse"),
+    *("meta", "backend", "disable_exllama", "damp_auto_increment", "mse"),
     *(
         "parallel_packing",
         "format_version",
@@ -45,8 +48,17 @@ def gptq(fields: Fields) -> WeightPlan:
         symmetric=fields.flag("sym", True),
         minus_one=form == "gptq",
     )
-    head, rules = fields.flag("lm_head"), _dynamic(fields, scheme)
-    return WeightPlan((*rules, *rules_but_for(UNPACKED, scheme)), "gptq", (".g_idx", *KV_SCALES), head=head)
+    rules = (*_dynamic(fields, scheme), *_of_all(fields, scheme))
+    return WeightPlan(rules, "gptq", (".g_idx", *KV_SCALES), head=fields.flag("lm_head"))
+
+
+def _of_all(fields: Fields, scheme: Coded) -> tuple[Rule, ...]:
+    """Returns the rules of all layers, or of those that modules_in_block_to_quantize lists."""
+    listed = fields.get("modules_in_block_to_quantize")
+    if listed is None:
+        return rules_but_for(UNPACKED, scheme)
+    names = [name for each in listed for name in ([each] if isinstance(each, str) else each)]
+    return (Rule(f".*\\.(?:{'|'.join(re.escape(str(name)) for name in names)})", scheme),)
 
 
 def _gptq(bits: int, group_size: int, *, ordered: bool, symmetric: bool, minus_one: bool) -> Coded:
@@ -103,12 +115,16 @@ def awq(fields: Fields) -> WeightPlan:
 def auto_round(fields: Fields) -> WeightPlan:
     """Reads a config of auto-round, which packs as GPTQ or AWQ do."""
     packing = fields.one_of("packing_format", ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq"))
-    kept = {key: fields.get(key) for key in ("bits", "group_size", "sym")}
-    own = Fields({key: value for key, value in kept.items() if value is not None}, fields.where)
-    plan = awq(own) if packing == "auto_round:auto_awq" else gptq(own)
+    read, given = awq if packing == "auto_round:auto_awq" else gptq, {key: fields.get(key) for key in ROUNDED}
+    plan = read(Fields(given, fields.where))
     fields.one_of("data_type", ("int",), "int")
-    fields.ignore(*(key for key in fields.all() if key not in ("extra_config", "block_name_to_quantize")))
-    extra = fields.within("extra_config")
-    if extra is not None:
-        raise fields.refused("extra_config", extra.all(), "which changes the form of some layers")
-    return replace(plan, method="auto-round")
+    fields.ignore(*(key for key in fields.all() if key != "extra_config"))  # they say how codes were found
+    own = []
+    if (extra := fields.within("extra_config")) is not None:
+        for name in extra.all():
+            changes = extra.within(name) or Fields({}, extra.where)
+            kept = {key: changes.get(key, given[key]) for key in ROUNDED}
+            is_dense = changes.whole("bits", 16) >= 16
+            scheme = None if is_dense else read(Fields(kept, f"{extra.where}.{name}")).of("")
+            own.append(Rule(targeted(name), scheme))
+    return replace(plan, method="auto-round", rules=(*own, *plan.rules))

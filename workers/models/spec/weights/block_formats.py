@@ -3,8 +3,8 @@
 from typing import Final
 
 from tandem.parallel.params import Scheme
-from tandem.parallel.quantization.layouts.bitsandbytes import FourBits
 from tandem.parallel.quantization.layouts.integer_rows import IntegerRows
+from tandem.parallel.quantization.layouts.nested_blocks import FourBits
 from tandem.parallel.quantization.schemes import Coded, Codes, Int8Rows
 from tandem.parallel.quantization.weight_plan import WeightPlan
 from tandem.workers.models.spec.weights.fields import Fields
@@ -21,8 +21,8 @@ def bitsandbytes(fields: Fields) -> WeightPlan:
     Int8 is our own form exactly. The outliers that llm_int8_threshold sets apart need nothing of their own: inputs keep
     16 bits.
     """
-    for key in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "llm_int8_enable_fp32_cpu_offload"):
-        fields.ignore(key)
+    fields.one_of("bnb_4bit_quant_storage", ("uint8",), "uint8")
+    fields.ignore("bnb_4bit_compute_dtype", "llm_int8_enable_fp32_cpu_offload")
     fields.ignore("llm_int8_has_fp16_weight", "llm_int8_threshold", "_load_in_4bit", "_load_in_8bit", "quant_method")
     kind = fields.one_of("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
     nested, names = fields.flag("bnb_4bit_use_double_quant"), fields.get("llm_int8_skip_modules")

@@ -8,15 +8,15 @@ the JSON of weight.quant_state.bitsandbytes__nf4. A block lies within a row wher
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from tandem.configs.errors import SettingsError
 from tandem.parallel.mesh import Mesh
-from tandem.parallel.params import WHOLE, Param
-from tandem.parallel.quantization.layouts.parts import column_cut, part_of, whole_of
+from tandem.parallel.params import Param
 from tandem.parallel.quantization.layouts.scales import groups_of
 from tandem.parallel.quantization.schemes import Codes
+from tandem.parallel.quantization.stored_parts import CROSSING, column_cut, part_of, row_cut, whole_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +45,7 @@ class FourBits:
         codes = part_of(weight, "weight", columns=2, dtype="uint8", stored=("U8",), reshaped=True)
         if not self.nested:
             return part_of(weight, "weight.absmax", columns=self.block, reshaped=True, stored=("F32",)), codes
-        of_all = replace(weight, shard=WHOLE)
-        scales = part_of(of_all, "weight.absmax", columns=self.block, dtype="uint8", stored=("U8",), reshaped=True)
+        scales = whole_of(weight, "weight.absmax", "uint8", ("U8",))
         outer = whole_of(weight, "weight.nested_absmax", "float32", ("F32",))
         values = whole_of(weight, "weight.nested_quant_map", "float32", ("F32",))
         state = whole_of(weight, f"weight.quant_state.bitsandbytes__{self.codes.value}", "uint8", ("U8",))
@@ -69,11 +68,12 @@ class FourBits:
 
     def _scales(self, weight: Param, found: "Sequence[torch.Tensor]", mesh: Mesh) -> "torch.Tensor":
         """Returns a rank's scales, of all of the matrix's that are stored as codes."""
-        codes_OG, outer, values, state = found[:4]
+        from tandem.parallel.quantization.unpacking import cut_rows
+
+        codes, outer, values, state = found[:4]
         offset = float(json.loads(bytes(state.tolist()))["nested_offset"])
-        flat = values[codes_OG.flatten().long()]
-        blocks = outer.repeat_interleave(NESTED_BLOCK)[: len(flat)]
-        scale_OG = (flat * blocks + offset).view(codes_OG.shape)
-        rows, columns = weight.span(0, mesh), weight.span(1, mesh)
+        flat = values[codes.long()] * outer.repeat_interleave(NESTED_BLOCK)[: len(codes)] + offset
+        columns = weight.span(1, mesh)
         first, last = columns.start // self.block, -(-(columns.start + columns.length) // self.block)
-        return scale_OG[rows.start : rows.start + rows.length, first:last].contiguous()
+        scale_OG = flat.view(-1, weight.shape[1] // self.block)[:, first:last]
+        return cut_rows(scale_OG, row_cut(weight, mesh, CROSSING))
