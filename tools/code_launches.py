@@ -48,7 +48,8 @@ def launch_codes(shape: CodeLaunch) -> None:
     from tandem.parallel.expert_methods import ExpertParams, Groups
     from tandem.parallel.params import Param, Source
     from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
-    from tandem.workers.kernels.triton.codes.triton_code_gemm import MANY_FROM, rounded_to_e4m3
+    from tandem.workers.kernels.triton.codes.triton_code_gemm import MANY_FROM
+    from tandem.workers.kernels.triton.codes.triton_code_inputs import rounded_to_e4m3
     from tandem.workers.kernels.triton.codes.triton_coded import (
         TritonCodedMethod,
         TritonCodeExperts,

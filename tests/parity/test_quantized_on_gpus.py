@@ -12,11 +12,11 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import Place, as_given
 from tandem.parallel.mesh import Mesh
 from tandem.workers.kernels.expert_ops import ExpertOps
+from tandem.workers.kernels.triton.codes.scheme_methods import SchemeMethods
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.sizes import rank_weights
 from tandem.workers.platforms.cpu import HostAccelerator
-from tandem.workers.platforms.cuda_schemes import CudaSchemes
 from tests.support import quantized as forms
 from tests.support.interpreted import INTERPRETED, computes, run_in_interpreter, starts
 from tests.support.paged_rows import PagedRows, prompt_ids
@@ -46,17 +46,19 @@ def test_in_the_interpreter() -> None:
 class QuantizedByTriton(GpuOnHost):
     """Multiplies quantized weights by Triton's kernels; the rest by twins."""
 
-    def _of_schemes(self) -> CudaSchemes:
+    def _of_schemes(self) -> SchemeMethods:
         if self._schemes is None:
-            self._schemes = CudaSchemes(self.device, 2, has_triton=True)
+            self._schemes = SchemeMethods(self.device, 2, has_triton=True)
         return self._schemes
 
     def experts(self, dtype: torch.dtype, place: Place = as_given) -> ExpertOps:
         from functools import partial
 
+        from tandem.workers.kernels.triton.codes.triton_coded import code_experts
         from tandem.workers.kernels.triton.triton_experts import TritonExperts
 
-        return TritonExperts(partial(self.linear, dtype=dtype), place, self.device, self.tiles, dtype)
+        make = partial(self.linear, dtype=dtype)
+        return TritonExperts(make, place, self.device, self.tiles, partial(code_experts, dtype, make))
 
 
 def built(folder: Path, platform: GpuOnHost) -> Decoder:

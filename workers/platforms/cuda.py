@@ -37,9 +37,9 @@ from tandem.workers.kernels.expert_ops import ExpertOps, TorchExperts
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
+from tandem.workers.kernels.triton.codes.scheme_methods import SchemeMethods
 from tandem.workers.models.spec.arch import Mla
 from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
-from tandem.workers.platforms.cuda_schemes import CudaSchemes
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
 from tandem.workers.platforms.tensor_rows import TensorRows
 
@@ -202,7 +202,7 @@ class CudaPlatform(Platform):
         self._capture = CudaCapture() if capture is None else capture
         self._flash_obstacles: dict[Hashable, str | None] = {}
         self._few_rows: FewRowsChoice | None = None
-        self._schemes: CudaSchemes | None = None
+        self._schemes: SchemeMethods | None = None
 
     @classmethod
     def open(cls, device: torch.device) -> Self:
@@ -285,10 +285,10 @@ class CudaPlatform(Platform):
             self._few_rows = FewRowsChoice(self._number())
         return few_rows_methods(self._few_rows)
 
-    def _of_schemes(self) -> CudaSchemes:
+    def _of_schemes(self) -> SchemeMethods:
         if self._schemes is None:
             has_triton = self.has_triton()
-            self._schemes = CudaSchemes(self.device, self._number() if has_triton else 0, has_triton=has_triton)
+            self._schemes = SchemeMethods(self.device, self._number() if has_triton else 0, has_triton=has_triton)
         return self._schemes
 
     def _number(self) -> int:
@@ -325,9 +325,10 @@ class CudaPlatform(Platform):
         make = partial(self.linear, dtype=dtype)
         if not self.has_triton():
             return TorchExperts(make, place, self.device)
+        from tandem.workers.kernels.triton.codes.triton_coded import code_experts
         from tandem.workers.kernels.triton.triton_experts import TritonExperts
 
-        return TritonExperts(make, place, self.device, self.tiles, dtype)
+        return TritonExperts(make, place, self.device, self.tiles, partial(code_experts, dtype, make))
 
     def fused_ops(self, dtype: torch.dtype) -> FusedOps:
         if not self.has_triton():

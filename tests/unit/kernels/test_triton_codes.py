@@ -4,6 +4,7 @@ As in test_triton_lora.py, the tests run in a process of their own, with new mem
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,10 +75,10 @@ def param(*shape: int, scheme: Scheme | None = None) -> Param:
 
 def kernels(dtype: torch.dtype, scheme: Scheme | None) -> Any:
     """What makes the kernel's methods, of a device with few multiprocessors."""
-    from tandem.workers.platforms.cuda_schemes import CudaSchemes
+    from tandem.workers.kernels.triton.codes.scheme_methods import SchemeMethods
 
     assert scheme is not None
-    return CudaSchemes(DEVICE, 2, has_triton=True).methods(dtype, scheme)
+    return SchemeMethods(DEVICE, 2, has_triton=True).methods(dtype, scheme)
 
 
 def twins(scheme: Scheme | None) -> Any:
@@ -171,6 +172,7 @@ def experts_of(
     dtype: torch.dtype, schemes: tuple[Scheme, ...], *, biased: bool, tokens: int
 ) -> list[list[torch.Tensor]]:
     """Products of three of six experts, by the kernel and by the twin: a row per token and a row per pair."""
+    from tandem.workers.kernels.triton.codes.triton_coded import code_experts
     from tandem.workers.kernels.triton.triton_experts import TritonExperts
 
     inputs, here, top_k = 160, range(2, 5), 2
@@ -180,11 +182,12 @@ def experts_of(
 
         return by_scheme(of)
 
+    ours = make(partial(kernels, dtype))
     expert_TK = torch.rand(tokens, 6, generator=torch.Generator().manual_seed(tokens)).topk(top_k).indices.to(DEVICE)
     weights = tuple(param(24, inputs, scheme=scheme) for scheme in schemes)
     one, found = ExpertParams(weights, tuple(param(24) for _ in schemes) if biased else ()), []
     for ops in (
-        TritonExperts(make(partial(kernels, dtype)), as_given, DEVICE, None, dtype),
+        TritonExperts(ours, as_given, DEVICE, None, partial(code_experts, dtype, ours)),
         TorchExperts(make(twins), as_given, DEVICE),
     ):
         method, groups = (
@@ -230,7 +233,7 @@ def test_experts_are_those_of_the_twin(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_rows_are_rounded_as_by_the_twin(dtype: torch.dtype) -> None:
     """To int8 as quantize_inputs() does, to E4M3 as torch does; rows of zeros, and of a NaN."""
-    from tandem.workers.kernels.triton.codes.triton_code_gemm import rounded_to_e4m3, rounded_to_int8
+    from tandem.workers.kernels.triton.codes.triton_code_inputs import rounded_to_e4m3, rounded_to_int8
 
     x_TI = noise(5, 1100, dtype=dtype)
     x_TI[1], x_TI[2, 3] = 0, float("nan")
@@ -243,6 +246,37 @@ def test_rows_are_rounded_as_by_the_twin(dtype: torch.dtype) -> None:
     wanted[2, 3] = float("nan")
     torch.testing.assert_close(floats.float(), wanted, rtol=0, atol=0, equal_nan=True)
     assert bool(of_row[2].isnan()) and float(of_row[0]) == pytest.approx(float(x_TI[0].float().abs().max()) / 448)
+
+
+@computes
+def test_many_rows_of_fp8_are_rounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch._scaled_mm, which a small product has tried; few rows, odd outputs and blocks stay with the kernel."""
+    from tandem.workers.kernels.triton.codes import triton_coded
+    from tandem.workers.kernels.triton.codes.scheme_methods import fp8_obstacle
+
+    assert fp8_obstacle(DEVICE) is None
+    scheme, dtype, calls = Coded(Codes.E4M3, 8, None, inputs=Inputs.FP8), torch.bfloat16, []
+    product = triton_coded.multiply_fp8
+    monkeypatch.setattr(triton_coded, "multiply_fp8", lambda x, *rest: calls.append(len(x)) or product(x, *rest))
+    for outputs, of, many in ((48, scheme, True), (40, scheme, False), (48, replace(scheme, group=32), False)):
+        method = kernels(dtype, of)((param(outputs, 256, scheme=of),), ONE)
+        twin = CodedMethod((param(outputs, 256, scheme=of),), ONE)
+        for one in (method, twin):
+            one.take(noise(outputs, 256), noise(outputs, dtype=dtype))
+        calls.clear()  # of the product that tries it
+        for rows in (16, 17):
+            x_TI = noise(rows, 256, dtype=dtype)
+            found = method.apply(x_TI)
+            if is_rounded := many and rows > 16:
+                scale_T1 = x_TI.float().abs().amax(1, keepdim=True) / 448
+                x_TI = (x_TI.float() / scale_T1).to(torch.float8_e4m3fn).float() * scale_T1
+            check_near(found, twin.apply(x_TI).to(dtype), dtype)
+            assert calls == [17] * is_rounded
+            calls.clear()
+    monkeypatch.setattr(triton_coded, "rounded_to_e4m3", lambda x: (x.to(torch.float8_e4m3fn), torch.zeros(len(x))))
+    assert "is off by" in str(fp8_obstacle(DEVICE))
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: 1 / 0)
+    assert fp8_obstacle(DEVICE) == "ZeroDivisionError: division by zero"
 
 
 @computes

@@ -35,12 +35,12 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import can_pack
 from tandem.parallel.params import Param, Source
 from tandem.parallel.quantization.weight_plan import AT_LOAD
+from tandem.workers.kernels.triton.codes.scheme_methods import METHODS as CUDA_METHODS
 from tandem.workers.models.spec.weights.weight_config import NAMES
 from tandem.workers.platforms import cpu
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import METHODS, CpuPlatform
 from tandem.workers.platforms.cpu_invariant import InvariantCpuPlatform
-from tandem.workers.platforms.cuda_schemes import METHODS as CUDA_METHODS
 from tandem.workers.platforms.platform_choices import choices
 from tests.support.platforms import GpuOnHost, replaced
 

@@ -262,7 +262,7 @@ def test_methods_of_quantized_weights_on_cuda(
         tried.append(device)
         return "no such product" if len(tried) > 1 else None
 
-    monkeypatch.setattr("tandem.workers.platforms.cuda_schemes.fp8_obstacle", obstacle)
+    monkeypatch.setattr("tandem.workers.kernels.triton.codes.scheme_methods.fp8_obstacle", obstacle)
     fp8 = Coded(Codes.E4M3, 8, None, inputs=Inputs.FP8)
 
     def made(*schemes: Scheme, dtype: torch.dtype = torch.bfloat16, platform: Platform = cuda) -> type[object]:

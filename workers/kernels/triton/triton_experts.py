@@ -12,7 +12,7 @@ size.
 # Triton's own types are no annotations.
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-calls
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -25,7 +25,6 @@ from tandem.parallel.expert_methods import ExpertMethod, ExpertParams, Groups, S
 from tandem.parallel.linear_methods import Bias, MakeMethod, Place, as_given
 from tandem.parallel.params import Param
 from tandem.workers.kernels.expert_ops import TorchExperts
-from tandem.workers.kernels.triton.codes.triton_coded import code_experts
 from tandem.workers.kernels.triton.tiles import FEW, MANY, ExpertTile, TunedTiles, experts_use
 from tandem.workers.kernels.triton.triton_lora import FP_FUSION
 
@@ -157,9 +156,13 @@ class TritonExpertMethod(StackedExperts):
         return multiply_groups(x, weights, self._bias_EO, groups, tile, gathers=gathers)
 
 
+MakeCodes = Callable[[Sequence[ExpertParams], ParallelContext, Place], ExpertMethod | None]
+"""Makes the products with one projection of quantized experts; None where they are not of its kinds."""
+
+
 class TritonExperts(TorchExperts):
-    """ExpertOps by these kernels, or those of codes (codes/), and by the twin's routing and sorting. make: methods of
-    schemes by kernels too. tiles: as chosen for the device. dtype: of inputs."""
+    """ExpertOps by these kernels, and by the twin's routing and sorting. tiles: as chosen for the device. codes: makes
+    the products with weights that have schemes."""
 
     def __init__(
         self,
@@ -167,16 +170,16 @@ class TritonExperts(TorchExperts):
         place: Place,
         device: torch.device | None = None,
         tiles: TunedTiles | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        codes: MakeCodes | None = None,
     ) -> None:
         super().__init__(make, place, device)
         self._tiles = tiles
-        self._dtype = dtype
+        self._codes = codes
 
     def method(self, experts: Sequence[ExpertParams], context: ParallelContext) -> ExpertMethod:
         if all(weight.scheme is None for expert in experts for weight in expert.weights):
             return TritonExpertMethod(experts, context, self._place, self._tiles)
-        found = code_experts(self._dtype, self._make, experts, context, self._place)
+        found = None if self._codes is None else self._codes(experts, context, self._place)
         return super().method(experts, context) if found is None else found
 
     def combine(

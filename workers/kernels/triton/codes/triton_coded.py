@@ -29,12 +29,10 @@ from tandem.workers.kernels.triton.codes.triton_code_gemm import (
     H100,
     CodeShape,
     CodeTensors,
-    gathered,
     multiply,
     multiply_groups,
-    rounded_to_e4m3,
-    rounded_to_int8,
 )
+from tandem.workers.kernels.triton.codes.triton_code_inputs import gathered, rounded_to_e4m3, rounded_to_int8
 
 ALIGNED: Final = 16
 """Inputs and outputs that torch._scaled_mm takes a multiple of."""

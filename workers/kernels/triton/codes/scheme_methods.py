@@ -1,6 +1,6 @@
-"""Linear methods of quantized weights on a CUDA device, by the class of their scheme: those of Triton's kernels, or
-torch's twins where it is missing. And whether the device multiplies eight-bit floats (torch._scaled_mm), which is found
-out by a small product."""
+"""Linear methods of quantized weights on a GPU, by the class of their scheme: those of Triton's kernels, or torch's
+twins where it is missing. And whether the device multiplies eight-bit floats (torch._scaled_mm), as a small product
+shows. Imports Triton where it is installed, and when it is asked."""
 
 import logging
 from collections.abc import Callable
@@ -23,7 +23,7 @@ MOST_APART: Final = 2**-4
 """The most by which its results may differ, beside the largest number: two roundings to E4M3."""
 
 
-class CudaSchemes:
+class SchemeMethods:
     """The methods for one device. has_triton: they are kernels'. multiprocessors: of the device."""
 
     def __init__(self, device: torch.device, multiprocessors: int, *, has_triton: bool) -> None:
@@ -38,8 +38,8 @@ class CudaSchemes:
 
     @property
     def fp8_obstacle(self) -> str | None:
-        """Why more than a few rows are not multiplied as E4M3 by weights of it; None where they are, or nobody has
-        asked."""
+        """The reason why more than a few rows are not multiplied as E4M3 by weights of it; None where they are, or
+        nobody has asked."""
         return self._obstacles[0] if self._obstacles else None
 
     def int8(self, dtype: torch.dtype, scheme: Int8Rows) -> MakeMethod:
@@ -70,20 +70,18 @@ class CudaSchemes:
         return self._obstacles[0] is None
 
 
-METHODS: dict[type[Any], Callable[[CudaSchemes, torch.dtype, Any], MakeMethod]] = {
-    Int8Rows: CudaSchemes.int8,
-    Coded: CudaSchemes.coded,
-    Undone: CudaSchemes.undone,
+METHODS: dict[type[Any], Callable[[SchemeMethods, torch.dtype, Any], MakeMethod]] = {
+    Int8Rows: SchemeMethods.int8,
+    Coded: SchemeMethods.coded,
+    Undone: SchemeMethods.undone,
 }
-"""By the class of the scheme."""
+"""Linear methods by the class of the scheme."""
 
 
 def fp8_obstacle(device: torch.device) -> str | None:
     """Returns why the device does not multiply rows and weights in E4M3, each with scales of their own, if so."""
     from tandem.workers.kernels.triton.codes.triton_coded import multiply_fp8
 
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
-        return f"the device has compute capability {found[0]}.{found[1]}, and fp8 is multiplied from 8.9 on"
     rows, outputs, inputs = PROBED
     noise = torch.Generator().manual_seed(0)
     x_TI, wide_OI = (torch.randn(size, inputs, generator=noise) for size in (rows, outputs))
