@@ -32,14 +32,14 @@ OUTPUTS, ROWS = 64, 16
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_each_packed_byte_is_loaded_once_and_ahead() -> None:
     """Per turn: half a byte for each weight of int4 and E2M1, a byte for each of int8; a scale for each output and
-    group, or part of 16 inputs where a turn has several groups; the inputs of one tile of rows."""
+    group, of which a turn has several; the inputs of one tile of rows."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 0, ran.stderr
     found = [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
-    steps = ((128, 4, 0, 1), (64, 4, 0, 4), (128, 0, 8, 0))
+    steps = ((128, 4, 0, 1), (128, 4, 0, 4), (128, 0, 8, 0))
     assert len(found) == len(steps)
     for (spilled, under_way, words, bytes_, inputs, scales), (step, bits, wide_bits, groups) in zip(
         found, steps, strict=True

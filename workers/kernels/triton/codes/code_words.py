@@ -1,10 +1,10 @@
 """WordLayout: a CodedWeight in the form that triton_code_gemm.py multiplies, in one piece of memory. Imports no Triton.
 
-codes | scales | zeros | order | parts. Codes of up to four bits: words of eight, in blocks of 64 inputs of an output;
-word j of a block has at bits 4 p + 16 h the code of its input 16 p + 2 j + h. So one mask finds the codes of two
-neighbours, which a kernel turns into 16-bit floats at once, and those of all words are a part of 16 inputs. More bits:
-a byte each, as they are. Scales and zeros: float32 [G, O]. Order: int32, the input that a column multiplies, -1 for one
-that is padding. Parts: int32, the group of each 16 columns.
+codes | scales | zeros | order | parts. Codes of up to four bits: words of eight, in steps of the kernel, which are four
+parts of 16 or 32 inputs; word j of a step has at bits 4 p + 16 h the code of input 2 j + h of part p. So one mask finds
+the codes of two neighbours, which a kernel turns into 16-bit floats at once, and those of all words are a part. More
+bits: a byte each, as they are. Scales and zeros: float32 [G, O]. Order: int32, the input that a column multiplies, -1
+for one that is padding. Parts: int32, the group of each 16 columns.
 
 Groups that a step of the kernel divides, or that whole parts make up, stand as they are, and there is no order unless
 the weight has one. Any others are padded to whole parts, each of which has a group in the list; a shape decides how
@@ -25,8 +25,8 @@ from tandem.parallel.quantization.schemes import Coded, Codes
 
 PART: Final = 16
 """Inputs that a tensor core multiplies at once."""
-BLOCK: Final = 64
-"""Inputs of eight words."""
+PARTS: Final = 4
+"""Parts of a step, where eight codes are a word."""
 NIBBLE_BITS: Final = 4
 STEPS: Final = (128, 64, 32, 16)
 """Inputs of a step of the kernel, the most first; of codes of four bits whole blocks."""
@@ -48,7 +48,7 @@ class Scaled(IntEnum):
 
     WHOLE = 0  # all of an output
     STEP = 1  # those of one or several steps
-    PART = 2  # those of one or several parts of a step
+    PART = 2  # those of a part of a step
     LIST = 3  # those of parts with the same number in a list
 
 
@@ -137,7 +137,7 @@ class WordLayout:
         self._fill(held[scales:zeros], weight.scale_OG)
         if weight.zero_OG is not None:
             self._fill(held[zeros:order], weight.zero_OG)
-        codes_OC = words_of(codes_OC) if self.is_packed else codes_OC
+        codes_OC = words_of(codes_OC, self.step) if self.is_packed else codes_OC
         held[: codes_OC.nbytes].view(codes_OC.shape[0], -1).copy_(codes_OC.contiguous().view(torch.uint8))
         return held
 
@@ -155,7 +155,7 @@ def layout_of(weight: CodedWeight) -> WordLayout:
     has_order = weight.order_I is not None
     columns = inputs
     if scaled is Scaled.LIST:
-        step, has_order = (BLOCK if is_packed else PART), True
+        step, has_order = (PARTS * PART if is_packed else PART), True
         columns += (PART - 1) * min(groups, inputs)
     columns = -(-columns // step) * step
     meaning, has_zeros = meaning_of(weight.table, weight.bits), weight.zero_OG is not None
@@ -164,12 +164,12 @@ def layout_of(weight: CodedWeight) -> WordLayout:
     )
 
 
-def words_of(codes_OC: torch.Tensor) -> torch.Tensor:
-    """Returns codes of four bits as words, int32 [O, C / 8]. C: a multiple of BLOCK."""
+def words_of(codes_OC: torch.Tensor, step: int) -> torch.Tensor:
+    """Returns codes of four bits as words, int32 [O, C / 8]. C: a multiple of the step."""
     outputs = len(codes_OC)
-    parts = codes_OC.view(outputs, -1, 4, 8, 2)  # block, part, word, half
-    words = torch.zeros(outputs, parts.shape[1], 8, dtype=torch.int32, device=codes_OC.device)
-    for part in range(4):
+    parts = codes_OC.view(outputs, -1, PARTS, step // PARTS // 2, 2)  # step, part, word, half
+    words = torch.zeros(outputs, parts.shape[1], parts.shape[3], dtype=torch.int32, device=codes_OC.device)
+    for part in range(PARTS):
         for half in range(2):
             words |= parts[:, :, part, :, half].int() << 4 * part + 16 * half
     return words.view(outputs, -1)
@@ -182,7 +182,7 @@ def whole_step(inputs: int, *, is_packed: bool) -> int:
 
 
 def _sizes(is_packed: bool) -> list[int]:
-    return [size for size in STEPS if not is_packed or size >= BLOCK]
+    return [size for size in STEPS if not is_packed or size >= PARTS * PART]
 
 
 def _steps(inputs: int, group: int | None, is_packed: bool) -> tuple[Scaled, int]:
@@ -193,7 +193,7 @@ def _steps(inputs: int, group: int | None, is_packed: bool) -> tuple[Scaled, int
     whole = next((size for size in sizes if group % size == 0), None)
     if whole is not None:
         return Scaled.STEP, whole
-    return (Scaled.PART, BLOCK) if group % PART == 0 and BLOCK % group == 0 else (Scaled.LIST, 0)
+    return (Scaled.PART, PARTS * group) if group in (PART, 2 * PART) else (Scaled.LIST, 0)
 
 
 def _ends(inputs: int, group: int, groups: int, weight: CodedWeight) -> torch.Tensor:

@@ -132,7 +132,6 @@ def scaled_sums(
     PARTS: tl.constexpr = 4 if BITS == 4 else 1
     TOGETHER: tl.constexpr = STEP_INPUTS // PARTS
     k = tl.arange(0, TOGETHER)
-    i = (k // 16) * 64 + k % 16 if BITS == 4 else k
     seen = o < outputs
     own = tl.minimum(o, outputs - 1)
     if BITS == 4:
@@ -140,7 +139,7 @@ def scaled_sums(
         at_code = codes + (own.to(tl.int64) * (columns // 8))[:, None] + c[None, :]
     else:
         at_code = codes + (own.to(tl.int64) * columns)[:, None] + k[None, :]
-    at_x = x + at_row[None, :] + i[:, None]
+    at_x = x + at_row[None, :] + k[:, None]
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     if SCALED == WHOLE and ZEROS:
         zero = tl.load(zeros + own)
@@ -159,15 +158,15 @@ def scaled_sums(
             else:
                 value = byte_values(code, x, table, KIND, OFFSET)
             if SCALED > STEP:
-                number = tl.minimum(first + part * 16, inputs - 1) // group
+                number = tl.minimum(first + part * TOGETHER, inputs - 1) // group
                 if SCALED == LIST:
-                    number = tl.load(parts + (first // 16 + part))
+                    number = tl.load(parts + (first // TOGETHER + part))
                 of_group = number * outputs + own
                 if ZEROS:
                     zero = tl.load(zeros + of_group)
             if ZEROS:
                 value -= zero.to(x.dtype.element_ty)[:, None]
-            right = tl.load(at_x + (first + part * 16), mask=here[None, :], other=0.0)
+            right = tl.load(at_x + (first + part * TOGETHER), mask=here[None, :], other=0.0)
             if SCALED == WHOLE:
                 total = tl.dot(value, right, total, input_precision="ieee")
             elif SCALED == STEP:
