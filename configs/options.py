@@ -140,7 +140,6 @@ OPTIONS: tuple[Option, ...] = (
            "Hold the weights of linear layers and of the head as int8, made at load: half the bytes of bfloat16. int8: "
            "weights are rounded. w8a8: their inputs too, token by token, which is faster in large steps. A checkpoint "
            "that is quantized needs no flag; the other values are vLLM's names for what it may hold, and are checked. "
-           f"{only_on('--quantization')}. "
            "Default: neither.", aliases=("-q",)),
     Option("batch_invariant", "engine.model.batch_invariant", bool, MODEL,
            "Compute every token alike, whatever is computed beside it: logits depend on no batch mates, chunks, "

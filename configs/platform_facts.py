@@ -156,12 +156,16 @@ CUDA: Final = PlatformFacts(
     word="GPU",
     shares_memory=False,
     packs=(),
-    quantizations=(),
+    quantizations=CPU.quantizations,
     invariant_dtypes=(),
     implementations={
         "attention": {"triton-paged": Implementation(_TRITON), "torch-sdpa": Implementation(_NO_TRITON)},
         "fused ops": {"Triton": Implementation(_TRITON), "torch": Implementation(_NO_TRITON)},
-        "linear": {"cuBLAS": Implementation("but for up to 8 rows where a start measures a Triton kernel as faster")},
+        "linear": {
+            "cuBLAS": Implementation(
+                "but for up to 8 rows where a start measures a Triton kernel as faster, and for quantized weights"
+            )
+        },
         "experts": {"Triton": Implementation(_TRITON), "torch, expert by expert": Implementation(_NO_TRITON)},
         "LoRA ops": {"Triton": Implementation(_TRITON), "torch": Implementation(_NO_TRITON)},
         "sampling": {"Triton": Implementation(_TRITON), "torch": Implementation(_NO_TRITON)},
@@ -174,7 +178,6 @@ CUDA: Final = PlatformFacts(
     },
     refused={
         "--cpu-threads": "is for ranks on CPU",
-        "--quantization": "is for ranks on CPU; with --device cuda weights stay in --dtype",
         "--batch-invariant": "--device cuda: it is for ranks on CPU",
     },
     without_effect={},
@@ -258,6 +261,6 @@ def check_formats(settings: EngineSettings, device: Device) -> None:
     """Check that quantization and KV dtype can be had on a device. SettingsError."""
     facts, quantization, kv_dtype = PLATFORM_FACTS[device], settings.model.quantization, settings.cache.kv_cache_dtype
     if quantization is not None and quantization not in facts.quantizations:
-        raise SettingsError(f"{quantization} {facts.refused['--quantization']}", "--quantization")
+        raise SettingsError(f"{quantization} is not to be had with --device {device}", "--quantization")
     if kv_dtype not in ("auto", *facts.kv_dtypes):
         raise SettingsError(f"{kv_dtype} is not to be had with --device {device}", "--kv-cache-dtype")

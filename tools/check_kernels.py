@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from itertools import product
 from multiprocessing import get_context
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.kernel_launches import LAUNCHES, candidate_launches
-from tools.kernel_pipelines import Loop, loops_of
+from tools.kernel_pipelines import Loop, bytes_of_loop, loops_of
 from tools.sources import TOPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +53,8 @@ FETCHING: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A variant of a kernel for one target. spilled: bytes. error: empty when it compiled. loops: with products."""
+    """A variant of a kernel for one target. spilled: bytes. error: empty when it compiled. loops: with products, whose
+    turns load so many bytes of each type."""
 
     kernel: str
     variant: str
@@ -63,6 +64,7 @@ class Compiled:
     shared: int = 0
     error: str = ""
     loops: tuple[Loop, ...] = ()
+    loaded: Mapping[str, int] = field(default_factory=dict)
 
 
 # ---- compilation ----
@@ -141,6 +143,7 @@ def _measured(compiled: Any, capability: int, log: str) -> Compiled:
         sum(map(int, spills)),
         int(compiled.metadata.shared),
         loops=loops_of(compiled.asm["ttgir"]),
+        loaded=bytes_of_loop(compiled.asm["ttgir"]),
     )
 
 

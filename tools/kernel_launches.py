@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tools.code_launches import CODE_LAUNCHES
+
 if TYPE_CHECKING:
     from tandem.workers.kernels.triton.triton_attention import Multiprocessors
 
@@ -409,6 +411,7 @@ LAUNCHES: Mapping[str, Callable[[], None]] = {
     **{f"experts {number}": partial(launch_experts, shape) for number, shape in enumerate(EXPERT_SHAPES)},
     **{f"gather {number}": partial(launch_gather, shape) for number, shape in enumerate(GATHER_SHAPES)},
     **{f"few rows {number}": partial(launch_few_rows, shape) for number, shape in enumerate(FEW_ROWS_SHAPES)},
+    **CODE_LAUNCHES,
     "sampling": launch_sampling,
     **{f"fused {number}": partial(launch_fused, shape) for number, shape in enumerate(FUSED_SHAPES)},
 }

@@ -4,10 +4,16 @@ Triton decides it, without a word where it does not: a load whose address depend
 the place of a stage. So tools/check_kernels.py reads it from what was compiled (Triton's IR for GPUs).
 """
 
+import math
 import re
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 PRODUCT = re.compile(r"\w+\.(warp_group_)?dot\b")
+LOADED = re.compile(
+    r"(?:async_copy_global_to_local|tt\.load) .*?tensor<(?P<sizes>(?:\d+x)+)!tt\.ptr<(?P<kind>[a-z]+)(?P<bits>\d+)>"
+)
 
 
 class Loop(NamedTuple):
@@ -30,10 +36,28 @@ class Loop(NamedTuple):
 def loops_of(ir: str) -> tuple[Loop, ...]:
     """Return the innermost loops with products of a kernel, as Triton prints it: a body is what is indented
     further."""
+    return tuple(map(_read, _loop_bodies(ir)))
+
+
+def _loop_bodies(ir: str) -> list[list[str]]:
+    """Return the lines of the innermost loops with products."""
     lines = ir.splitlines()
     bodies = [_body(lines, place) for place, line in enumerate(lines) if "scf.for " in line]
     innermost = [body for body in bodies if not any("scf.for " in line for line in body)]
-    return tuple(_read(body) for body in innermost if any(map(PRODUCT.search, body)))
+    return [body for body in innermost if any(map(PRODUCT.search, body))]
+
+
+def bytes_of_loop(ir: str) -> Mapping[str, int]:
+    """Return the bytes that a turn of the innermost loop with products loads from the device's memory, by the type of
+    elements as Triton names it."""
+    found: Counter[str] = Counter()
+    for body in _loop_bodies(ir):
+        for line in body:
+            loaded = LOADED.search(line)
+            if loaded is not None:
+                sizes, kind, bits = loaded["sizes"].split("x"), loaded["kind"], int(loaded["bits"])
+                found[kind + loaded["bits"]] += math.prod(map(int, filter(None, sizes))) * bits // 8
+    return found
 
 
 def _body(lines: list[str], place: int) -> list[str]:

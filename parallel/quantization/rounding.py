@@ -52,7 +52,9 @@ def group_ends(scheme: Coded, columns: Span) -> torch.Tensor:
 
 def _nearest(part_OI: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns codes, scales and zeros (0) of one group."""
-    values, places = table.nan_to_num(0.0).sort()
+    numbers = (~table.isnan()).nonzero()[:, 0]
+    values, order = table[numbers].sort()
+    places = numbers[order]
     largest_O = part_OI.abs().amax(1) if part_OI.shape[1] else part_OI.new_zeros(len(part_OI))
     scale_O = largest_O / values[-1].abs()
     wanted_OI = torch.where(scale_O[:, None] > 0, part_OI / scale_O[:, None], 0)

@@ -16,6 +16,7 @@ class Inputs(Enum):
 
     AS_THEY_ARE = "a16"
     INT8 = "a8"  # each token's are rounded to 127 steps each way
+    FP8 = "fp8"  # each token's may be rounded to E4M3, where a device multiplies that; else they stay as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Coded:
     def words(self) -> str:
         names = {Codes.INTEGERS: f"int{self.bits}", Codes.E4M3: "fp8", Codes.E2M1: "fp4"}
         kind = names.get(self.codes, self.codes.value)
-        return f"{kind}{'' if self.inputs is Inputs.AS_THEY_ARE else ' a8'}"
+        return f"{kind}{' a8' if self.inputs is Inputs.INT8 else ''}"
 
     def num_groups(self, inputs: int) -> int:
         """Returns the groups of an output with so many inputs."""

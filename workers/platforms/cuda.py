@@ -21,8 +21,9 @@ from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.groups import Backend
-from tandem.parallel.linear_methods import DenseMethod, LinearMethod, Place, as_given
-from tandem.parallel.params import Param
+from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given, plain
+from tandem.parallel.params import Param, Scheme
+from tandem.parallel.quantization.side_by_side import by_scheme
 from tandem.parallel.quantization.weight_plan import WeightPlan
 from tandem.parallel.stored.read_ahead import BESIDE_COPIES
 from tandem.workers.attention.backend import AttentionBackend
@@ -36,6 +37,7 @@ from tandem.workers.kernels.expert_ops import ExpertOps, TorchExperts
 from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
+from tandem.workers.kernels.triton.codes.scheme_methods import SchemeMethods
 from tandem.workers.models.spec.arch import Mla
 from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
@@ -201,6 +203,7 @@ class CudaPlatform(Platform):
         self._capture = CudaCapture() if capture is None else capture
         self._flash_obstacles: dict[Hashable, str | None] = {}
         self._few_rows: FewRowsChoice | None = None
+        self._schemes: SchemeMethods | None = None
 
     @classmethod
     def open(cls, device: torch.device) -> Self:
@@ -270,15 +273,31 @@ class CudaPlatform(Platform):
         *,
         dtype: torch.dtype,
     ) -> LinearMethod:
-        assert all(weight.scheme is None for weight in weights), "refused before (workers/planning/resolve.py)"
+        return by_scheme(partial(self._methods, dtype))(weights, context, place=place)
+
+    def _methods(self, dtype: torch.dtype, scheme: Scheme | None) -> MakeMethod:
+        """Return what makes methods of weights of one scheme."""
+        if scheme is not None:
+            return self._of_schemes().methods(dtype, scheme)
         if not self.has_triton():
-            return DenseMethod(place)
-        from tandem.workers.kernels.triton.triton_attention import H100
-        from tandem.workers.platforms.few_rows import FewRowsChoice, FewRowsMethod
+            return plain
+        from tandem.workers.platforms.few_rows import FewRowsChoice, few_rows_methods
 
         if self._few_rows is None:
-            self._few_rows = FewRowsChoice((self._multiprocessors() or H100).number)
-        return FewRowsMethod(self._few_rows.add, place)
+            self._few_rows = FewRowsChoice(self._number())
+        return few_rows_methods(self._few_rows)
+
+    def _of_schemes(self) -> SchemeMethods:
+        if self._schemes is None:
+            has_triton = self.has_triton()
+            self._schemes = SchemeMethods(self.device, self._number() if has_triton else 0, has_triton=has_triton)
+        return self._schemes
+
+    def _number(self) -> int:
+        """Return the multiprocessors of the device, or of one that is assumed."""
+        from tandem.workers.kernels.triton.triton_attention import H100
+
+        return (self._multiprocessors() or H100).number
 
     def settle(self) -> tuple[str, ...]:
         if self._few_rows is None:
@@ -308,9 +327,10 @@ class CudaPlatform(Platform):
         make = partial(self.linear, dtype=dtype)
         if not self.has_triton():
             return TorchExperts(make, place, self.device)
+        from tandem.workers.kernels.triton.codes.triton_coded import code_experts
         from tandem.workers.kernels.triton.triton_experts import TritonExperts
 
-        return TritonExperts(make, place, self.device, self.tiles)
+        return TritonExperts(make, place, self.device, self.tiles, partial(code_experts, dtype, make))
 
     def fused_ops(self, dtype: torch.dtype) -> FusedOps:
         if not self.has_triton():
@@ -390,4 +410,7 @@ class CudaPlatform(Platform):
         if reason is not None:
             return (f"torch computes instead of Triton's kernels, slower: {reason}",)
         words = "Triton's kernel attends prompts instead of torch's flash attention, slower"
-        return tuple(f"{words}: {why}" for why in dict.fromkeys(self._flash_obstacles.values()) if why is not None)
+        found = [f"{words}: {why}" for why in dict.fromkeys(self._flash_obstacles.values()) if why is not None]
+        if self._schemes is not None and self._schemes.fp8_obstacle is not None:
+            found.append(f"weights in fp8 are multiplied by inputs as they are: {self._schemes.fp8_obstacle}")
+        return tuple(found)

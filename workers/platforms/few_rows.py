@@ -12,7 +12,9 @@ from typing import Final, NamedTuple
 
 import torch
 
-from tandem.parallel.linear_methods import DenseMethod, Place, as_given
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.linear_methods import DenseMethod, LinearMethod, MakeMethod, Place, as_given
+from tandem.parallel.params import Param
 from tandem.workers.kernels.triton.triton_few_rows import (
     MOST_ROWS,
     FewRowsPlan,
@@ -58,6 +60,15 @@ class FewRowsMethod(DenseMethod):
         if self.plan is None or not 0 < len(x_TI) <= MOST_ROWS:
             return super().apply(x_TI)
         return multiply_few_rows(x_TI, self.weight(), self._bias_O, self.plan)
+
+
+def few_rows_methods(choice: "FewRowsChoice") -> MakeMethod:
+    """Returns the MakeMethod of FewRowsMethods that are measured together."""
+
+    def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
+        return FewRowsMethod(choice.add, place)
+
+    return make
 
 
 class Measured(NamedTuple):

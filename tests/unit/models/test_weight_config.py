@@ -1,12 +1,14 @@
 """quantization_config to a WeightPlan: rules by layer, values that are refused by name, --quantization beside it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
+from tandem.configs.platform_facts import CUDA, PLATFORM_FACTS
 from tandem.parallel.params import Scheme
 from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
 from tandem.parallel.quantization.weight_plan import DENSE, WeightPlan
@@ -218,11 +220,13 @@ def test_names_are_of_methods_that_are_read() -> None:
     assert plan_of(**GPTQ).unstored().schemes[0].layout is None
 
 
-def test_gpus_refuse_them_for_now() -> None:
+def test_a_device_without_such_products_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     class Spec:
         weights = plan_of(**GPTQ)
 
-    check_weights(Spec, "cpu")  # type: ignore[arg-type]
+    for device in PLATFORM_FACTS:
+        check_weights(Spec, device)  # type: ignore[arg-type]
+    monkeypatch.setitem(PLATFORM_FACTS, "cuda", replace(CUDA, quantizations=()))
     with pytest.raises(SettingsError, match=r"quantized with gptq \(int4\), which ranks with --device cuda do not"):
         check_weights(Spec, "cuda")  # type: ignore[arg-type]
 

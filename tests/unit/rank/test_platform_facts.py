@@ -34,8 +34,8 @@ from tandem.configs.schema import (
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import can_pack
 from tandem.parallel.params import Param, Source
-from tandem.parallel.quantization.schemes import Int8Rows
 from tandem.parallel.quantization.weight_plan import AT_LOAD
+from tandem.workers.kernels.triton.codes.scheme_methods import METHODS as CUDA_METHODS
 from tandem.workers.models.spec.weights.weight_config import NAMES
 from tandem.workers.platforms import cpu
 from tandem.workers.platforms.base import Platform
@@ -81,9 +81,7 @@ def test_quantizations_are_plans_of_schemes_that_the_class_multiplies() -> None:
     assert set(CPU.quantizations) == {*AT_LOAD, *NAMES} == set(get_args(Quantization))
     schemes = {scheme for plan in AT_LOAD.values() for scheme in plan.schemes}
     assert {type(scheme) for scheme in schemes} <= METHODS.keys()
-    weight = Param(name="w.weight", shape=(64, 64), role="w", source=Source(("w.weight",)), scheme=Int8Rows())
-    with pytest.raises(AssertionError):
-        platform_of(CUDA).linear((weight,), ParallelContext.single(), dtype=torch.bfloat16)
+    assert CUDA.quantizations == CPU.quantizations and METHODS.keys() == CUDA_METHODS.keys()
 
 
 @FACTS
@@ -124,8 +122,11 @@ def test_a_flag_that_asks_for_what_a_device_has_not_is_refused() -> None:
 def test_formats_that_a_device_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = EngineSettings(model=ModelSettings(model="m", quantization="w8a8"))
     check_device(settings, "cpu")
-    with pytest.raises(SettingsError, match="w8a8 is for ranks on CPU; with --device cuda weights stay in --dtype"):
+    check_device(settings, "cuda")
+    monkeypatch.setitem(PLATFORM_FACTS, "cuda", replace(CUDA, quantizations=("int8",)))
+    with pytest.raises(SettingsError, match="w8a8 is not to be had with --device cuda") as refused:
         check_device(settings, "cuda")
+    assert refused.value.flag == "--quantization"
     monkeypatch.setitem(PLATFORM_FACTS, "cpu", replace(CPU, kv_dtypes=("bfloat16",)))
     with pytest.raises(SettingsError, match="int8 is not to be had with --device cpu") as refused:
         check_formats(EngineSettings(model=ModelSettings(model="m"), cache=CacheSettings(kv_cache_dtype="int8")), "cpu")
@@ -168,7 +169,7 @@ def test_help_says_what_it_said() -> None:
     words = {option.name: option.help for option in OPTIONS}
     assert words["max_num_seqs"].endswith("in one step; 256 on a GPU of 60 GiB or more.")
     assert words["max_num_batched_tokens"].endswith("; 8,192 on a GPU of 60 GiB or more, 16,384 there for LLM.")
-    assert "for what it may hold, and are checked. CPU only. Default: neither." in words["quantization"]
+    assert words["quantization"].endswith("and are checked. Default: neither.")
     assert words["batch_invariant"].endswith("Slower. CPU, bfloat16 and float32 only.")
     assert words["gpu_memory_utilization"].endswith("KV cache (GPU only).")
     assert words["dtype"].endswith("auto: the checkpoint's; on CPU, bfloat16 for a float16 checkpoint.")

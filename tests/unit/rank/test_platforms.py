@@ -13,14 +13,18 @@ import torch
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
-from tandem.configs.platform_facts import check_formats
 from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
 from tandem.offload.copies.host_slab import HostSlab
 from tandem.parallel import groups
+from tandem.parallel.context import ParallelContext
 from tandem.parallel.exchange.collectives import SingleRank
 from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.parallel.linear import LinearPart
-from tandem.parallel.params import Span
+from tandem.parallel.params import Param, Scheme, Source, Span
+from tandem.parallel.quantization.coded import CodedMethod, UndoneMethod
+from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
+from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows, Undone
+from tandem.parallel.quantization.side_by_side import SideBySide
 from tandem.parallel.quantization.weight_plan import AT_LOAD, DENSE
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.pieces import WORKSPACE_BYTES
@@ -35,7 +39,7 @@ from tandem.workers.models.spec.arch import Mla
 from tandem.workers.planning.budget import ATTENTION_BYTES
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform
-from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, _triton_obstacle
+from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, CudaPlatform, _triton_obstacle
 from tandem.workers.platforms.open_platform import open_platform
 from tests.support.traced_accelerator import TracedAccelerator
 
@@ -243,11 +247,45 @@ def test_captured_graphs_share_a_pool_and_let_lanes_copy(cuda: Platform, monkeyp
     )
 
 
-def test_quantized_weights_are_refused_on_cuda(cuda: Platform) -> None:
-    settings = EngineSettings(model=ModelSettings(model="m", quantization="int8"))
-    with pytest.raises(SettingsError, match="int8 is for ranks on CPU") as refused:
-        check_formats(settings, cuda.name)
-    assert refused.value.flag == "--quantization"
+@pytest.mark.parametrize("has_triton", [True, False], ids=["Triton", "torch"])
+def test_methods_of_quantized_weights_on_cuda(
+    has_triton: bool, cuda: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the class of the scheme; those of merged matrices with several stand side by side."""
+    pytest.importorskip("triton")
+    from tandem.workers.kernels.triton.codes.triton_coded import Fp8Method, TritonCodedMethod, TritonInt8Method
+
+    monkeypatch.setattr(cuda, "has_triton", lambda: has_triton)
+    tried: list[torch.device] = []
+
+    def obstacle(device: torch.device) -> str | None:
+        tried.append(device)
+        return "no such product" if len(tried) > 1 else None
+
+    monkeypatch.setattr("tandem.workers.kernels.triton.codes.scheme_methods.fp8_obstacle", obstacle)
+    fp8 = Coded(Codes.E4M3, 8, None, inputs=Inputs.FP8)
+
+    def made(*schemes: Scheme, dtype: torch.dtype = torch.bfloat16, platform: Platform = cuda) -> type[object]:
+        weights = [
+            Param(name="w.weight", shape=(64, 64), role="w", source=Source(("w.weight",)), scheme=scheme)
+            for scheme in schemes
+        ]
+        return type(platform.linear(weights, ParallelContext.single(), dtype=dtype))
+
+    ours = (TritonCodedMethod, TritonInt8Method, TritonInt8Method, Fp8Method)
+    twins = (CodedMethod, Int8Method, W8A8Method, CodedMethod)
+    schemes = (Coded(), Int8Rows(), Int8Rows(Inputs.INT8), fp8)
+    assert tuple(map(made, schemes)) == (ours if has_triton else twins)
+    assert made(Undone(Coded())) is UndoneMethod and made(Coded(), Coded(group=32)) is SideBySide
+    assert made(Coded(), Coded()) is (TritonCodedMethod if has_triton else CodedMethod)
+    assert made(fp8, fp8) is (Fp8Method if has_triton else CodedMethod) and len(tried) == has_triton, "tried once"
+    assert not has_triton or made(fp8, dtype=torch.float16) is TritonCodedMethod, "torch gives bf16"
+    other = CudaPlatform(cuda.device, cuda.accelerator, cuda.backend)
+    monkeypatch.setattr(other, "has_triton", lambda: has_triton)
+    assert made(fp8, platform=other) is (TritonCodedMethod if has_triton else CodedMethod)
+    monkeypatch.setattr("tandem.workers.platforms.cuda._triton_obstacle", lambda: None)
+    words = "weights in fp8 are multiplied by inputs as they are: no such product"
+    assert other.kernel_notes(torch.bfloat16, DENSE) == ((words,) if has_triton else ())
 
 
 def test_cpu_is_taken_when_asked_for(asked: Asked) -> None:

@@ -12,7 +12,7 @@ size.
 # Triton's own types are no annotations.
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-calls
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -156,8 +156,13 @@ class TritonExpertMethod(StackedExperts):
         return multiply_groups(x, weights, self._bias_EO, groups, tile, gathers=gathers)
 
 
+MakeCodes = Callable[[Sequence[ExpertParams], ParallelContext, Place], ExpertMethod | None]
+"""Makes the products with one projection of quantized experts; None where they are not of its kinds."""
+
+
 class TritonExperts(TorchExperts):
-    """ExpertOps by these kernels, and by the twin's routing and sorting. tiles: as chosen for the device."""
+    """ExpertOps by these kernels, and by the twin's routing and sorting. tiles: as chosen for the device. codes: makes
+    the products with weights that have schemes."""
 
     def __init__(
         self,
@@ -165,12 +170,17 @@ class TritonExperts(TorchExperts):
         place: Place,
         device: torch.device | None = None,
         tiles: TunedTiles | None = None,
+        codes: MakeCodes | None = None,
     ) -> None:
         super().__init__(make, place, device)
         self._tiles = tiles
+        self._codes = codes
 
     def method(self, experts: Sequence[ExpertParams], context: ParallelContext) -> ExpertMethod:
-        return TritonExpertMethod(experts, context, self._place, self._tiles)
+        if all(weight.scheme is None for expert in experts for weight in expert.weights):
+            return TritonExpertMethod(experts, context, self._place, self._tiles)
+        found = None if self._codes is None else self._codes(experts, context, self._place)
+        return super().method(experts, context) if found is None else found
 
     def combine(
         self,

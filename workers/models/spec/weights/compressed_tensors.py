@@ -74,6 +74,7 @@ def _scheme(group: Fields, form: str, remarks: dict[str, None]) -> Scheme | None
     if kind == "float":
         if bits != 8:
             raise weights.refused("num_bits", bits, "of floats, read: 8")
+        rounds = Inputs.FP8 if inputs is not None else rounds
         return Coded(Codes.E4M3, 8, columns, inputs=rounds, layout=Fp8Rows(rows, columns))
     if not 2 <= bits <= 8:
         raise weights.refused("num_bits", bits, "read: 2 to 8")

@@ -5,7 +5,7 @@ from typing import Final
 
 from tandem.parallel.quantization.layouts.float_codes import Fp4Rows, Fp8Rows
 from tandem.parallel.quantization.layouts.stacked_fp4 import StackedFp4
-from tandem.parallel.quantization.schemes import Coded, Codes
+from tandem.parallel.quantization.schemes import Coded, Codes, Inputs
 from tandem.parallel.quantization.stored_parts import ALL
 from tandem.parallel.quantization.weight_plan import Rule, WeightPlan
 from tandem.workers.models.spec.weights.fields import Fields
@@ -38,7 +38,7 @@ def fp8(fields: Fields) -> WeightPlan:
     remarks = (STATIC,) if scheme_of_inputs == "static" else ()
     if fields.get("kv_cache_scheme"):
         remarks = (*remarks, KV_SCALES_UNUSED)
-    rules = rules_but_for(by_transformers(names), Coded(Codes.E4M3, 8, columns, layout=layout))
+    rules = rules_but_for(by_transformers(names), Coded(Codes.E4M3, 8, columns, inputs=Inputs.FP8, layout=layout))
     return WeightPlan(rules, "fp8", INPUT_SCALES, remarks, head=False)
 
 
@@ -46,7 +46,7 @@ def fbgemm_fp8(fields: Fields) -> WeightPlan:
     """Reads a config of fbgemm_fp8, which has a scale for each output."""
     fields.ignore("activation_scale_ub", "quant_method")
     names = fields.texts("modules_to_not_convert")
-    rules = rules_but_for(by_transformers(names), Coded(Codes.E4M3, 8, None, layout=Fp8Rows()))
+    rules = rules_but_for(by_transformers(names), Coded(Codes.E4M3, 8, None, inputs=Inputs.FP8, layout=Fp8Rows()))
     return WeightPlan(rules, "fbgemm_fp8", INPUT_SCALES, head=False)
 
 
@@ -57,7 +57,7 @@ def modelopt(fields: Fields) -> WeightPlan:
     kind = str(inside.one_of("quant_algo", ("FP8", "NVFP4"), "FP8"))
     layout: Fp8Rows | Fp4Rows
     if kind == "FP8":
-        scheme = Coded(Codes.E4M3, 8, None, layout=Fp8Rows(ALL))
+        scheme = Coded(Codes.E4M3, 8, None, inputs=Inputs.FP8, layout=Fp8Rows(ALL))
     else:
         group = inside.whole("group_size", NVFP4_GROUP)
         layout = Fp4Rows("weight", group, "weight_scale_2", multiplies=True)
