@@ -122,7 +122,7 @@ def test_any_gateway_explains_a_request(service: Service) -> None:
     assert attempt["group"] and attempt["begun_s"] >= attempt["sent_s"]
     shown = run_verb_of(service.temp, "explain", "slow-one", "--url", service.url, "--api-key", "root")
     assert shown.returncode == 0, shown
-    for words in ("request slow-one: length after", "network: to group", "decode: 8 tokens", "most of it: "):
+    for words in ("request slow-one: length after", "until a group was there", "decode: 8 tokens", "most of it: "):
         assert words in shown.stdout, shown.stdout
     assert service.get("/admin/requests/other", headers=ADMIN).status_code == 404
 

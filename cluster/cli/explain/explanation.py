@@ -16,6 +16,14 @@ CAUSES = {
     "grammar": "its grammar was compiled",
 }
 """Causes of waits, by their word in Course."""
+LOSSES = {
+    "bystander": "it was lost",
+    "unknown": "it was lost",
+    "excused": "it was lost",
+    "suspect": "it was lost while it ran this request, which then ran alone",
+    "alone": "it was lost while it ran this request alone",
+}
+"""Reasons for which a group's part ended, by the word of its loss; codes of refusals are their own words."""
 SHOWN_S = 0.0005
 
 
@@ -81,33 +89,34 @@ def _shares(record: RequestRecord) -> Iterator[TimeShare]:
     for number, attempt in enumerate(prompt.attempts):
         words = "until it was sent again" if number else "until it was sent: the prompts before it"
         yield TimeShare(attempt.sent_s - before_s, f"gateway: {words}")
-        yield from _attempt(prompt, attempt, record.completion_tokens if record.num_prompts == 1 else None)
+        is_again = any(earlier.begun_s is not None for earlier in prompt.attempts[:number])
+        is_whole = record.num_prompts == 1 and not is_again and attempt is prompt.attempts[-1]
+        yield from _attempt(prompt, attempt, record.completion_tokens if is_whole else None, is_again=is_again)
         before_s = attempt.ended_s
     yield TimeShare(record.duration_s - before_s, "gateway: to the client, which reads, and the end of the answer")
 
 
-def _attempt(prompt: PromptRecord, attempt: GroupAttempt, output: int | None) -> Iterator[TimeShare]:
-    """One attempt. output: tokens of the answer, None where it has those of other prompts too."""
-    group, course = attempt.group or "a group", attempt.course
+def _attempt(prompt: PromptRecord, attempt: GroupAttempt, output: int | None, *, is_again: bool) -> Iterator[TimeShare]:
+    """One attempt. output: tokens of the answer, None where it has those of other prompts or attempts too. is_again:
+    another group may have begun it."""
+    group, course, loss = attempt.group or "a group", attempt.course, LOSSES.get(attempt.why, attempt.why)
     if course is None or attempt.begun_s is None:
         total_s = attempt.ended_s - attempt.sent_s
         queue_s = 0.0 if course is None else min(course.queue_s, total_s)
-        why = f", which ended its part: {attempt.why}" if attempt.why else ""
+        why = f", which ended its part: {loss}" if attempt.why else ""
         if course is not None:
             yield from _queue(course, queue_s)
         yield TimeShare(total_s - queue_s, f"with {group}{why}" if attempt.group else f"until {group} answered{why}")
         return
     to_s = attempt.begun_s - attempt.sent_s - course.queue_s
-    yield TimeShare(
-        max(0.0, to_s), f"network: to group {attempt.group or '-'} and back, until one was chosen and reached"
-    )
+    yield TimeShare(max(0.0, to_s), f"until a group was there, chosen and reached: {attempt.group or '-'}")
     yield from _queue(course, course.queue_s)
     inside_s = 0.0
-    for share in _phases(prompt, course, output):
+    for share in _phases(prompt, course, output, is_again=is_again):
         inside_s += share.seconds
         yield share
     late_s = attempt.ended_s - attempt.begun_s - inside_s
-    why = f"; another group went on: {attempt.why}" if attempt.why else ""
+    why = f"; another group went on: {loss}" if attempt.why else ""
     yield TimeShare(max(0.0, late_s), f"network and gateway: its tokens, on their way{why}")
 
 
@@ -117,12 +126,13 @@ def _queue(course: Course, queue_s: float) -> Iterator[TimeShare]:
     yield TimeShare(max(0.0, queue_s - sum(course.waited_s.values())), "queue: for a row and KV blocks")
 
 
-def _phases(prompt: PromptRecord, course: Course, output: int | None) -> Iterator[TimeShare]:
+def _phases(prompt: PromptRecord, course: Course, output: int | None, *, is_again: bool) -> Iterator[TimeShare]:
     notes = list(_notes(course))
     if course.prefill is not None:
         computed = prompt.prompt_tokens - course.cached_tokens
         cached = f" ({course.cached_tokens} in the prefix cache)" if course.cached_tokens else ""
-        words = f"prefill: {computed} of {prompt.prompt_tokens} prompt tokens{cached}{_beside(course.prefill, 1)}"
+        said = ", and what it had said by then" if is_again else ""
+        words = f"prefill: {computed} of {prompt.prompt_tokens} prompt tokens{said}{cached}{_beside(course.prefill, 1)}"
         yield TimeShare(course.prefill.seconds, ", ".join([words, *notes] if course.decode is None else [words]))
     if course.decode is not None:
         tokens = "" if output is None else f" {output} tokens"

@@ -66,6 +66,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         fields |= {name: value for name, value in optional.items() if value is not None}
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
             fields[name] = getattr(self, name)
+        if moves := sum(max(0, len(prompt.attempts) - 1) for prompt in self.prompts):
+            fields["moves"] = moves
         if self.first_token_s is not None:
             fields["first_token_s"] = round(self.first_token_s, 6)
         return fields | {"duration_s": round(self.duration_s, 6)}

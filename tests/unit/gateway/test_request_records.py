@@ -121,7 +121,7 @@ async def test_a_request_that_was_sent_twice_says_so() -> None:
     assert (first.group, first.why, first.course) == ("group-a", "bystander", None)
     assert second.why == "" and second.sent_s >= first.ended_s
     lines = explanation(found)
-    assert any("with group-a, which ended its part: bystander" in line for line in lines)
+    assert any("with group-a, which ended its part: it was lost" in line for line in lines)
     assert any("until it was sent again" in line for line in lines)
 
 
@@ -262,9 +262,14 @@ def test_the_words_of_a_request_that_waited_and_moved() -> None:
     assert [line.split(None, 3) for line in lines[2:-1]] == [
         ["0.100", "s", "2.0%", "gateway: its body was read, its prompt rendered and tokenized"],
         ["0.100", "s", "2.0%", "gateway: the limits of its tenant"],
-        ["0.300", "s", "6.0%", "with a, which ended its part: suspect"],
+        [
+            "0.300",
+            "s",
+            "6.0%",
+            "with a, which ended its part: it was lost while it ran this request, which then ran alone",
+        ],
         ["0.200", "s", "4.0%", "gateway: until it was sent again"],
-        ["0.050", "s", "1.0%", "network: to group b and back, until one was chosen and reached"],
+        ["0.050", "s", "1.0%", "until a group was there, chosen and reached: b"],
         ["0.400", "s", "8.0%", "queue: its adapter was loaded"],
         ["0.100", "s", "2.0%", "queue: for a row and KV blocks"],
         [
