@@ -63,9 +63,11 @@ class TorchRounding(Rounding):
         group_I = torch.searchsorted(ends_G.long().to(weight_OI.device), columns, right=True)
         codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8, device=weight_OI.device)
         for piece in pieces_of(*weight_OI.shape):
-            scale_OI = scale_OG[piece][:, group_I]
+            scale_OI, zero_OI = scale_OG[piece], zero_OG[piece]
+            if len(ends_G) > 1:
+                scale_OI, zero_OI = scale_OI[:, group_I], zero_OI[:, group_I]
             units_OI = torch.where(scale_OI > 0, weight_OI[piece].float() / scale_OI, 0)
-            codes_OI[piece] = _nearest(units_OI, scheme, zero_OG[piece][:, group_I])
+            codes_OI[piece] = _nearest(units_OI, scheme, zero_OI)
         return codes_OI
 
 

@@ -17,6 +17,7 @@ from tandem.parallel.linear import Linear
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.quantization.coded import CodedMethod
 from tandem.parallel.quantization.coded_weight import CodedWeight
+from tandem.parallel.quantization.weight_plan import AT_LOAD
 from tandem.workers.kernels.cpu import cpu_code_gemm
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
@@ -34,6 +35,7 @@ IDS = prompt_ids(40, 200)
 STEPS = [[(0, IDS[:30]), (1, IDS[:7])], [(0, [5]), (1, [9])]]
 WEIGHTS = pytest.mark.parametrize("form", ["int4", "nf4", "fp8"])
 EACH = pytest.mark.parametrize("form", ["int4", "w4a8", "nf4", "fp8"])
+ALL = pytest.mark.parametrize("form", sorted(AT_LOAD))
 
 
 def check_near(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -111,7 +113,7 @@ def test_ranks_that_share_groups_round_them_alike(form: str, ranks: RankProcesse
         assert torch.equal(torch.cat(parts, 1), whole[place].dense_OI())
 
 
-@EACH
+@ALL
 @pytest.mark.parametrize(
     ("name", "tp_size", "pp_size", "experts"),
     [("qwen3", 2, 2, False), ("mixtral", 2, 1, False), ("mixtral", 2, 1, True)],
@@ -126,7 +128,7 @@ def test_ranks_equal_one_rank(
     results = ranks.call(run_case, tp_size, pp_size, case(tp_size, pp_size, expert_parallel=experts))[-tp_size:]
     alone = run_case(case(1, 1), ParallelContext.single())
     assert alone is not None and all(torch.equal(result, results[0]) for result in results)
-    if form == "w4a8":  # ranks that share a row of inputs scale their own parts
+    if form in ("w4a8", "w8a8"):  # ranks that share a row of inputs scale their own parts
         assert distance(results[0], alone) < 0.25
     else:
         check_near(results[0], alone)
@@ -138,7 +140,7 @@ def test_made_up_weights_have_the_bytes_of_a_plan(form: str, tiny_folder: TinyFo
         built(tiny_folder(name), form, mesh, "dummy")
 
 
-@WEIGHTS
+@EACH
 def test_adapters_are_added_to_rounded_weights(
     form: str, tiny_folder: TinyFolder, tmp_path: Path, ranks: RankProcesses
 ) -> None:
@@ -151,8 +153,9 @@ def test_adapters_are_added_to_rounded_weights(
     dense = run_adapted(case(save_dequantized(folder, tmp_path / "rounded", form)), ParallelContext.single())
     found = run_adapted(case(folder, quantization=form), ParallelContext.single())
     assert found is not None and dense is not None
-    assert distance(found, dense) < 1e-5
-    assert distance(ranks.call(run_adapted, 2, 1, case(folder, 2, quantization=form))[0], dense) < 1e-5
+    near = 0.1 if form == "w4a8" else 1e-5
+    assert distance(found, dense) < near
+    assert distance(ranks.call(run_adapted, 2, 1, case(folder, 2, quantization=form))[0], dense) < near
 
 
 @EACH
@@ -177,7 +180,7 @@ def tokens_of(**flags: Any) -> list[list[int]]:
         return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
-@EACH
+@ALL
 def test_drafts_tiers_and_streamed_layers_change_no_token(form: str) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
     everything = {"speculative_config": drafts, "cpu_offload_gb": 0.01, "kv_offloading_size": 0.05}

@@ -18,6 +18,7 @@ import torch
 from tandem.configs.environment import imitate_cpu
 from tandem.configs.limits import available_cores
 from tandem.configs.platform_facts import CPU as CPU_FACTS
+from tandem.configs.platform_facts import W8A8_HELPS
 from tandem.offload.copies.accelerator import DeviceEvent, Stream
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
@@ -307,7 +308,7 @@ class CpuPlatform(Platform):
     def kernel_notes(self, dtype: torch.dtype, plan: WeightPlan) -> tuple[str, ...]:
         reason, words = obstacle(dtype), compiler_words()
         if reason is None:
-            return _slow_schemes(dtype, plan)
+            return (*_slow_schemes(dtype, plan), *_w8a8_notes(dtype, plan))
         because = f"{reason}: {words}" if words else reason
         return (f"torch computes instead of kernels compiled for this CPU, slower: {because}",)
 
@@ -394,6 +395,13 @@ def _slow_schemes(dtype: torch.dtype, plan: WeightPlan) -> tuple[str, ...]:
         return ()
     words, name = " and ".join(dict.fromkeys(slow)), str(dtype).removeprefix("torch.")
     return (f"torch multiplies {words} weights, slower: there is no kernel for {name} on this CPU",)
+
+
+def _w8a8_notes(dtype: torch.dtype, plan: WeightPlan) -> tuple[str, ...]:
+    """Returns a line on what helps where dense bf16 is slow."""
+    if plan.schemes or not multiplies_by_row(dtype) or not _multiplies_int8(dtype, Int8Rows()):
+        return ()
+    return (f"this CPU multiplies no pairs of bf16: {W8A8_HELPS}, if the model's answers stand it",)
 
 
 @cache

@@ -283,7 +283,7 @@ class CpuCodedMethod(CodedMethod):
     def __init__(
         self, gemm: CodeGemm, weights: Sequence[Param], context: ParallelContext, place: Place = as_given
     ) -> None:
-        super().__init__(weights, context, place, rounding=code_rounding(gemm.dtype))
+        super().__init__(weights, context, place, rounding=code_rounding())
         self._gemm = gemm
         self.layout: CodeLayout | None = None
 
@@ -308,7 +308,7 @@ def code_methods(dtype: torch.dtype, scheme: Coded) -> MakeMethod:
     def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
         inputs = weights[0].span(1, context.mesh).length
         if gemm is None or not multiplies(scheme, inputs):
-            return CodedMethod(weights, context, place, rounding=code_rounding(dtype))
+            return CodedMethod(weights, context, place, rounding=code_rounding())
         return CpuCodedMethod(gemm, weights, context, place)
 
     return make

@@ -20,7 +20,7 @@ import torch
 from tandem.parallel.quantization.code_tables import table_of
 from tandem.parallel.quantization.rounding import TORCH_ROUNDING, Rounding, middles_of
 from tandem.parallel.quantization.schemes import Coded
-from tandem.workers.kernels.cpu.cpu_build import cpu_code_library, cpu_library
+from tandem.workers.kernels.cpu.cpu_build import cpu_library, cpu_rounding_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
 
 BLOCK = 64
@@ -99,9 +99,9 @@ class CpuRounding(Rounding):
 
 
 @cache
-def code_rounding(dtype: torch.dtype) -> Rounding:
-    """Returns the passes of models of a dtype: compiled, or twins where this CPU or its compiler has none."""
-    library = cpu_code_library(dtype)
+def code_rounding() -> Rounding:
+    """Returns the passes: compiled, or twins where this CPU or its compiler has none."""
+    library = cpu_rounding_library()
     return TORCH_ROUNDING if library is None else CpuRounding(library)
 
 
