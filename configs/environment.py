@@ -20,6 +20,7 @@ SOCKET_PATH_ROOM = 84
 PREFIX: Final = "TANDEM_"
 """The beginning of our variables' names. What follows is a flag's name (cluster/cli/base/flag_variables.py), but for
 NO_FLAGS and FOR_TESTS. `ps` shows flags to other users, but no variables."""
+CPUINFO: Final = Path("/proc/cpuinfo")
 CPU_ISA = "TANDEM_CPU_ISA"
 """The older CPU that this process and those that it starts imitate: a word of CpuIsa. Tests set it; services leave it
 unset and use what the CPU has."""
@@ -86,6 +87,17 @@ def cpu_isa() -> CpuIsa | None:
     if given not in [*CpuIsa]:
         raise SettingsError(f"{CPU_ISA}={given}: there is {' and '.join(CpuIsa)}", CPU_ISA)
     return CpuIsa(given)
+
+
+def lacks_bf16_products(cpuinfo: Path = CPUINFO) -> bool:
+    """Return whether this CPU, or the one that is imitated, multiplies bytes by AVX512-VNNI and no pairs of bf16."""
+    try:
+        flags = set(cpuinfo.read_text(encoding="utf-8").split())
+    except OSError:
+        return False
+    isa = cpu_isa()
+    has_pairs = "avx512_bf16" in flags and isa is None
+    return "avx512_vnni" in flags and isa is not CpuIsa.AVX2 and not has_pairs
 
 
 def imitate_cpu() -> None:

@@ -137,9 +137,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("dtype", "engine.model.dtype", DType, MODEL,
            f"Data type of weights and activations. auto: the checkpoint's; {computed_as_words()}."),
     Option("quantization", "engine.model.quantization", Quantization, MODEL,
-           "Hold the weights of linear layers and of the head as int8, made at load: half the bytes of bfloat16. int8: "
-           "weights are rounded. w8a8: their inputs too, token by token, which is faster in large steps. A checkpoint "
-           "that is quantized needs no flag; the other values are vLLM's names for what it may hold, and are checked. "
+           "Hold the weights of linear layers and of the head in fewer bytes, made at load. int8: a byte each. int4, "
+           "nf4: half a byte, by groups, and the head as int8. fp8: E4M3. w8a8, w4a8: int8 and int4, with inputs "
+           "rounded too, token by token, which is faster in large steps. A checkpoint that is quantized needs no flag; "
+           "the other values are vLLM's names for what it may hold, and are checked. "
            "Default: neither.", aliases=("-q",)),
     Option("batch_invariant", "engine.model.batch_invariant", bool, MODEL,
            "Compute every token alike, whatever is computed beside it: logits depend on no batch mates, chunks, "

@@ -3,7 +3,8 @@
     python -m benchmarks.engine.quantization [--batch 1 8 32] [--prompt 512] [--seconds 8] [--variants int8 int4]
     python -m benchmarks.engine.quantization --checkpoint FOLDER --text FILE [--window 256]    # perplexity too
 
-Random weights of a known shape, in bf16 and quantized; variants take turns step by step, head included. Those of 4 bits
+Random weights of a known shape, in bf16 and by the plans of --quantization (fp8, which no kernel multiplies, if it is
+named); variants take turns step by step, head included. Those of 4 bits
 (int4, w4a8, nf4) have a head of int8 weights, whose inputs are rounded where theirs are. Ratios are of medians; `best`
 are those of the least times, which other processes disturb less, and `cpu` those of the process's CPU time, which with
 --threads 1 is what a step needs. The roofline of a decode step is the bytes of weights and KV over a bandwidth measured
@@ -26,29 +27,15 @@ from benchmarks.models import SHAPES
 from benchmarks.record import RESULTS, write_record
 from tandem import LLM, SamplingParams
 from tandem.parallel.mesh import Mesh
-from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
-from tandem.parallel.quantization.weight_plan import ANY, AT_LOAD, DENSE, Rule, WeightPlan
+from tandem.parallel.quantization.weight_plan import AT_LOAD, DENSE, WeightPlan
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.rank.kv_cache import block_bytes
 
 BF16 = torch.bfloat16
-HEAD = r"lm_head|.*embed_tokens"
-
-
-def codes(scheme: Coded) -> WeightPlan:
-    """The plan of a model whose matrices have a scheme of 4 bits, and its head one of 8."""
-    return WeightPlan((Rule(HEAD, Int8Rows(scheme.inputs)), Rule(ANY, scheme)))
-
-
-VARIANTS: dict[str, WeightPlan] = {
-    "bf16": DENSE,
-    "int8": AT_LOAD["int8"],
-    "w8a8": AT_LOAD["w8a8"],
-    "int4": codes(Coded(group=128)),
-    "w4a8": codes(Coded(group=128, inputs=Inputs.INT8)),
-    "nf4": codes(Coded(Codes.NF4, group=64)),
-}
+VARIANTS: dict[str, WeightPlan] = {"bf16": DENSE, **AT_LOAD}
+"""Values of --quantization that are made at load, and their plans."""
+BESIDE = [name for name in VARIANTS if name not in ("bf16", "fp8")]
 
 
 class Times(NamedTuple):
@@ -126,8 +113,8 @@ def perplexity(options: argparse.Namespace, quantization: str | None) -> tuple[f
 def measure_perplexity(options: argparse.Namespace) -> dict[str, Any]:
     """Prints and returns the perplexity of each variant."""
     found: dict[str, Any] = {"checkpoint": options.checkpoint.name, "text": options.text.name}
-    for name, quantization in (("dense", None), ("int8", "int8"), ("w8a8", "w8a8")):
-        found[name], found["tokens"] = perplexity(options, quantization)
+    for name in ("dense", *(name for name in AT_LOAD if name in options.variants)):
+        found[name], found["tokens"] = perplexity(options, None if name == "dense" else name)
         print(f"perplexity {name}: {found[name]:.4f} over {found['tokens']} tokens", flush=True)
     return found
 
@@ -136,7 +123,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(SHAPES))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="beside bf16")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=BESIDE,
+        choices=VARIANTS,
+        help="beside bf16",
+    )
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt whose prefill is timed")
     parser.add_argument("--context", type=int, default=300)
     parser.add_argument("--threads", type=int, default=2)

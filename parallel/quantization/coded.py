@@ -17,7 +17,7 @@ from tandem.parallel.linear_methods import Arrive, Bias, DenseMethod, LinearMeth
 from tandem.parallel.params import Param
 from tandem.parallel.quantization.coded_weight import CodedWeight, joined, undone
 from tandem.parallel.quantization.int8 import pieces_of, quantize_inputs
-from tandem.parallel.quantization.rounding import round_to_codes
+from tandem.parallel.quantization.rounding import TORCH_ROUNDING, Rounding, round_to_codes, shared_groups
 from tandem.parallel.quantization.schemes import Coded, Inputs
 from tandem.parallel.quantization.stored_weights import StoredWeights, is_stored
 
@@ -36,16 +36,26 @@ class _HeldPart:
 
 
 class CodedMethod(LinearMethod):
-    """Weights of a Coded scheme; several that are merged have the same groups and no order."""
+    """Weights of a Coded scheme; several that are merged have the same groups and no order. rounding: of dense weights
+    to codes."""
 
     is_copy = True
     reads_stored = True
 
-    def __init__(self, weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Param],
+        context: ParallelContext,
+        /,
+        place: Place = as_given,
+        *,
+        rounding: Rounding = TORCH_ROUNDING,
+    ) -> None:
         scheme = weights[0].scheme
         assert isinstance(scheme, Coded), scheme
         self.scheme = scheme
-        self._mesh = context.mesh
+        self._mesh, self._rounding = context.mesh, rounding
+        self._share = shared_groups(weights[0], scheme, context)
         self._columns = weights[0].span(1, context.mesh)
         self._place = place
         self._arrive: Arrive | None = None
@@ -66,7 +76,8 @@ class CodedMethod(LinearMethod):
         yield from found.slots(self)
 
     def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
-        self.take_coded(round_to_codes(weight_OI, self.scheme, self._columns), bias_O)
+        coded = round_to_codes(weight_OI, self.scheme, self._columns, rounding=self._rounding, share=self._share)
+        self.take_coded(coded, bias_O)
 
     def take_coded(self, weight: CodedWeight, bias_O: torch.Tensor | None) -> None:
         """Makes the product's form of a weight."""

@@ -59,7 +59,7 @@ class Int8Method(LinearMethod):
         scale_O = self._scales(weight_OI)
         held = self._room(weight_OI.device)
         for piece in pieces_of(*self._shape):
-            self._fill(held, piece.start, quantize(weight_OI[piece], scale_O[piece]))
+            self._fill(held, piece.start, self._rounded(weight_OI[piece], scale_O[piece]))
         self._keep(held, scale_O, bias_O)
 
     def _take_coded(self, weights: Sequence[CodedWeight], bias_O: torch.Tensor | None) -> None:
@@ -117,6 +117,16 @@ class Int8Method(LinearMethod):
         """Returns the part of the memory that holds scales."""
         return held[: 4 * self._shape[0]].view(torch.float32)
 
+    # ---- rounding ----
+
+    def _largest(self, rows_OI: torch.Tensor) -> torch.Tensor:
+        """Returns the largest absolute weight of each output, float32."""
+        return rows_OI.abs().amax(1).float()
+
+    def _rounded(self, rows_OI: torch.Tensor, scale_O: torch.Tensor) -> torch.Tensor:
+        """Returns the integers of outputs, int8."""
+        return quantize(rows_OI, scale_O)
+
     # ---- inside ----
 
     def _biased(self, y_TO: torch.Tensor, piece: slice) -> torch.Tensor:
@@ -124,8 +134,7 @@ class Int8Method(LinearMethod):
 
     def _scales(self, weight_OI: torch.Tensor) -> torch.Tensor:
         """Returns the scale of each output: of its whole row, also where ranks share it."""
-        pieces = [weight_OI[piece].abs().amax(1).float() for piece in pieces_of(*self._shape)]
-        largest_O = torch.cat(pieces)
+        largest_O = torch.cat([self._largest(weight_OI[piece]) for piece in pieces_of(*self._shape)])
         if self._shares_rows:
             parts_RO = largest_O.new_empty(self._context.tp_size, len(largest_O))
             largest_O = self._context.tp.all_gather(parts_RO, largest_O).amax(0)

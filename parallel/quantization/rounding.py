@@ -1,38 +1,104 @@
 """round_to_codes(): a dense weight as the nearest codes of a scheme, for weights that are made up or made at load.
 
 By group: scale = largest |weight| / largest value of a code; with zeros the range from the least to the largest weight
-is divided evenly. O outputs, I inputs, G groups.
+is divided evenly, and 0 is one of its values. A group that ranks share has the bounds of all its weights, so that every
+TP degree has the same codes. Weights are what the checkpoint stores, whatever the model's dtype; they are finite.
+O outputs, I inputs, G groups.
 """
+
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-from tandem.parallel.params import Span
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.params import Param, Span
 from tandem.parallel.quantization.code_tables import table_of
 from tandem.parallel.quantization.coded_weight import CodedWeight
-from tandem.parallel.quantization.schemes import Coded
+from tandem.parallel.quantization.int8 import pieces_of
+from tandem.parallel.quantization.schemes import Coded, Codes
+
+Share = Callable[[torch.Tensor], torch.Tensor]
+"""Takes a rank's largest numbers [O, G], none below 0, and returns those of the ranks that share its groups."""
 
 
-def round_to_codes(weight_OI: torch.Tensor, scheme: Coded, columns: Span) -> CodedWeight:
-    """Returns the codes of this rank's part of a matrix. columns: its inputs; groups that ranks share are rounded by
-    each rank's part alone."""
-    wide_OI, ends_G = weight_OI.float(), group_ends(scheme, columns)
+class Rounding(Protocol):
+    """The two passes over a weight. ends_G: where groups end, as group_ends() returns it."""
+
+    def bounds(self, weight_OI: torch.Tensor, ends_G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the least and the largest weight of each group, 0 among them, float32 [O, G]."""
+        ...
+
+    def codes(
+        self,
+        weight_OI: torch.Tensor,
+        ends_G: torch.Tensor,
+        scheme: Coded,
+        scale_OG: torch.Tensor,
+        zero_OG: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the nearest codes, uint8 [O, I]. zero: 0 where the scheme has none."""
+        ...
+
+
+class TorchRounding(Rounding):
+    """The twin of compiled passes, a few million weights at a time."""
+
+    def bounds(self, weight_OI: torch.Tensor, ends_G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ends = ends_G.tolist()
+        groups = zip([0, *ends[:-1]], ends, strict=True)
+        parts = [torch.nn.functional.pad(weight_OI[:, start:end], (0, 1)) for start, end in groups]
+        least = torch.stack([part.amin(1) for part in parts], 1)
+        return least.float(), torch.stack([part.amax(1) for part in parts], 1).float()
+
+    def codes(
+        self,
+        weight_OI: torch.Tensor,
+        ends_G: torch.Tensor,
+        scheme: Coded,
+        scale_OG: torch.Tensor,
+        zero_OG: torch.Tensor,
+    ) -> torch.Tensor:
+        columns = torch.arange(weight_OI.shape[1], device=weight_OI.device)
+        group_I = torch.searchsorted(ends_G.long().to(weight_OI.device), columns, right=True)
+        codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8, device=weight_OI.device)
+        for piece in pieces_of(*weight_OI.shape):
+            scale_OI, zero_OI = scale_OG[piece], zero_OG[piece]
+            if len(ends_G) > 1:
+                scale_OI, zero_OI = scale_OI[:, group_I], zero_OI[:, group_I]
+            units_OI = torch.where(scale_OI > 0, weight_OI[piece].float() / scale_OI, 0)
+            codes_OI[piece] = _nearest(units_OI, scheme, zero_OI)
+        return codes_OI
+
+
+TORCH_ROUNDING = TorchRounding()
+
+
+def round_to_codes(
+    weight_OI: torch.Tensor,
+    scheme: Coded,
+    columns: Span,
+    *,
+    rounding: Rounding = TORCH_ROUNDING,
+    share: Share | None = None,
+) -> CodedWeight:
+    """Returns the codes of this rank's part of a matrix. columns: its inputs. share: where ranks share groups."""
+    ends_G = group_ends(scheme, columns)
     starts = [0, *ends_G[:-1].tolist()]
-    parts = [wide_OI[:, start:end] for start, end in zip(starts, ends_G.tolist(), strict=True)]
+    least_OG, largest_OG = rounding.bounds(weight_OI, ends_G)
+    if share is not None:
+        least_OG, largest_OG = -share(-least_OG), share(largest_OG)
+    scale_OG, zero_OG = _scales(least_OG, largest_OG, scheme)
     table = table_of(scheme)
-    if table is None:
-        found = [_between(part, 2**scheme.bits - 1) for part in parts]
-    else:
-        found = [_nearest(part, table.to(weight_OI.device)) for part in parts]
-    codes, scales, zeros = zip(*found, strict=True)
     is_regular = not scheme.ordered and starts == [
         place * (scheme.group or columns.length) for place in range(len(starts))
     ]
     return CodedWeight(
-        torch.cat(codes, 1),
-        torch.stack(scales, 1),
+        rounding.codes(weight_OI, ends_G, scheme, scale_OG, zero_OG),
+        scale_OG,
         scheme.bits,
         scheme.group or columns.length,
-        torch.stack(zeros, 1) if scheme.zeros else None,
+        zero_OG if scheme.zeros else None,
         None if table is None else table.to(weight_OI.device),
         None if is_regular else ends_G.to(weight_OI.device),
         torch.arange(columns.length, device=weight_OI.device) if scheme.ordered else None,
@@ -50,24 +116,46 @@ def group_ends(scheme: Coded, columns: Span) -> torch.Tensor:
     return torch.tensor(ends, dtype=torch.int32)
 
 
-def _nearest(part_OI: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns codes, scales and zeros (0) of one group."""
-    numbers = (~table.isnan()).nonzero()[:, 0]
-    values, order = table[numbers].sort()
-    places = numbers[order]
-    largest_O = part_OI.abs().amax(1) if part_OI.shape[1] else part_OI.new_zeros(len(part_OI))
-    scale_O = largest_O / values[-1].abs()
-    wanted_OI = torch.where(scale_O[:, None] > 0, part_OI / scale_O[:, None], 0)
-    middles = (values[1:] + values[:-1]) / 2
-    return places[torch.bucketize(wanted_OI, middles)].to(torch.uint8), scale_O, torch.zeros_like(scale_O)
+def shared_groups(weight: Param, scheme: Coded, context: ParallelContext) -> Share | None:
+    """Returns what the ranks of a matrix agree by on the bounds of groups that are cut between them; None where each
+    has whole groups."""
+    columns = weight.span(1, context.mesh)
+    group = scheme.group or columns.total
+    if not 0 < columns.length < columns.total or columns.length % group == 0:
+        return None
+    first, count = (0 if scheme.ordered else columns.start // group), scheme.num_groups(columns.total)
+
+    def share(mine_OG: torch.Tensor) -> torch.Tensor:
+        every_OG = mine_OG.new_zeros(len(mine_OG), count)
+        every_OG[:, first : first + mine_OG.shape[1]] = mine_OG
+        parts_R = mine_OG.new_empty(context.tp_size, every_OG.numel())
+        largest_OG = context.tp.all_gather(parts_R, every_OG.view(-1)).amax(0).view_as(every_OG)
+        return largest_OG[:, first : first + mine_OG.shape[1]].contiguous()
+
+    return share
 
 
-def _between(part_OI: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns codes, scales and zeros, which are codes too, of one group."""
-    padded_OI = torch.nn.functional.pad(part_OI, (0, 1))  # 0 is a value of each group
-    least_O, largest_O = padded_OI.amin(1), padded_OI.amax(1)
-    scale_O = (largest_O - least_O) / steps
-    safe_O = torch.where(scale_O > 0, scale_O, 1)
-    zero_O = (-least_O / safe_O).round()
-    codes_OI = ((part_OI / safe_O[:, None]).round() + zero_O[:, None]).clamp_(0, steps)
-    return codes_OI.to(torch.uint8), scale_O, zero_O
+def _scales(least_OG: torch.Tensor, largest_OG: torch.Tensor, scheme: Coded) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns scales, and zeros, which are codes too, or 0."""
+    table = table_of(scheme)
+    if table is not None:
+        scale_OG = torch.maximum(-least_OG, largest_OG) / float(table.nan_to_num(0.0).max())
+        return scale_OG, torch.zeros_like(scale_OG)
+    scale_OG = (largest_OG - least_OG) / (2**scheme.bits - 1)
+    return scale_OG, torch.where(scale_OG > 0, -least_OG / scale_OG, 0).round()
+
+
+def _nearest(units_OI: torch.Tensor, scheme: Coded, zero_OI: torch.Tensor) -> torch.Tensor:
+    """Returns the codes, uint8, of numbers that are given in units of their scales."""
+    if scheme.codes is Codes.E4M3:
+        return units_OI.to(torch.float8_e4m3fn).view(torch.uint8)
+    if (table := table_of(scheme)) is None:
+        return units_OI.round_().add_(zero_OI).clamp_(0, 2**scheme.bits - 1).to(torch.uint8)
+    places, middles = middles_of(table)
+    return places.to(units_OI.device)[torch.bucketize(units_OI, middles.to(units_OI.device))]
+
+
+def middles_of(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a table's codes by ascending values, uint8, and the numbers between those values, float32."""
+    values, places = table.sort()
+    return places.to(torch.uint8), (values[1:] + values[:-1]) / 2

@@ -89,6 +89,11 @@ class Coded:
         kind = names.get(self.codes, self.codes.value)
         return f"{kind}{' a8' if self.inputs is Inputs.INT8 else ''}"
 
+    @property
+    def has_product(self) -> bool:
+        """True if integers or a table of 16 values stand for its codes, as in the compiled product."""
+        return self.codes is Codes.INTEGERS or self.bits <= 4
+
     def num_groups(self, inputs: int) -> int:
         """Returns the groups of an output with so many inputs."""
         return 1 if self.group is None else -(-inputs // self.group)

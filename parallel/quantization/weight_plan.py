@@ -10,7 +10,7 @@ from functools import cache
 from hashlib import blake2b
 
 from tandem.parallel.params import Scheme
-from tandem.parallel.quantization.schemes import Inputs, Int8Rows
+from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ class WeightPlan:
 
     method: what the checkpoint says that it is quantized with; None: its weights are dense, whatever is made of them.
     ignored: endings of the names of stored tensors that are not read. remarks: lines about what is not, for the start.
-    head: rules hold for the head too. departures: None for checkpoints in safetensors.
+    head: rules hold for the head too. head_scheme: the head's own, whatever the rules say. departures: None for
+    checkpoints in safetensors.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -53,16 +54,22 @@ class WeightPlan:
     ignored: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     head: bool = True
+    head_scheme: Scheme | None = None
     departures: Departures | None = None
 
     def of(self, module: str) -> Scheme | None:
         """Returns the scheme of a stored layer's matrix."""
         return next((rule.scheme for rule in self.rules if _compiled(rule.pattern).fullmatch(module)), None)
 
+    def of_head(self, module: str) -> Scheme | None:
+        """Returns the scheme of the matrix that makes logits."""
+        return self.head_scheme or (self.of(module) if self.head else None)
+
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         """Its different schemes."""
-        return tuple(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme is not None))
+        held = (*(rule.scheme for rule in self.rules), self.head_scheme)
+        return tuple(dict.fromkeys(scheme for scheme in held if scheme is not None))
 
     @property
     def words(self) -> str:
@@ -72,21 +79,27 @@ class WeightPlan:
     def unstored(self) -> "WeightPlan":
         """Returns the plan of weights that are made up, in no checkpoint's layout."""
         rules = tuple(replace(rule, scheme=rule.scheme and rule.scheme.unstored()) for rule in self.rules)
-        return replace(self, rules=rules, departures=None)
+        head_scheme = self.head_scheme and self.head_scheme.unstored()
+        return replace(self, rules=rules, head_scheme=head_scheme, departures=None)
 
     def digest(self) -> str:
         """Returns hex digits that differ for plans that compute differently."""
-        return blake2b(repr(self.rules).encode(), digest_size=8).hexdigest()
+        return blake2b(repr((self.rules, self.head_scheme)).encode(), digest_size=8).hexdigest()
 
 
 DENSE = WeightPlan()
 ANY = ".*"
+INT4 = Coded(group=128, zeros=True)
 AT_LOAD = {
     "int8": WeightPlan((Rule(ANY, Int8Rows()),)),
     "w8a8": WeightPlan((Rule(ANY, Int8Rows(Inputs.INT8)),)),
+    "int4": WeightPlan((Rule(ANY, INT4),), head_scheme=Int8Rows()),
+    "w4a8": WeightPlan((Rule(ANY, replace(INT4, inputs=Inputs.INT8)),), head_scheme=Int8Rows(Inputs.INT8)),
+    "nf4": WeightPlan((Rule(ANY, Coded(Codes.NF4, group=64)),), head_scheme=Int8Rows()),
+    "fp8": WeightPlan((Rule(ANY, Coded(Codes.E4M3, bits=8, group=None)),)),
 }
-"""The plans of --quantization that are made of dense weights. w8a8 holds the same weights as int8, and multiplies them
-by rounded inputs."""
+"""The plans of --quantization that are made of dense weights. w8a8 and w4a8 hold the same weights as int8 and int4, and
+multiply them by rounded inputs."""
 
 
 def exactly(modules: Iterable[str]) -> str:

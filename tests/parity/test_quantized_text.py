@@ -43,7 +43,8 @@ def test_a_quantized_checkpoint_needs_no_flag(tmp_path: Path) -> None:
     """Nor does it mind vLLM's name for it. Its texts are those of the weights that its codes stand for."""
     folder, plain = save_quantized(DEMO_MODEL, tmp_path, gptq(4, 64, order=True))
     expected = tokens_of(str(plain), dtype="float32")
-    for flags in ({}, {"quantization": "gptq_marlin", "speculative_config": NGRAM}):
+    drafted = {"quantization": "gptq_marlin", "speculative_config": NGRAM, "kv_offloading_size": 0.05}
+    for flags in ({}, drafted, {"batch_invariant": True}):
         assert tokens_of(str(folder), dtype="float32", **flags) == expected
     with pytest.raises(SettingsError, match=r"awq: the checkpoint is quantized already, with gptq \(int4\)"):
         LLM(str(folder), quantization="awq")

@@ -10,7 +10,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.platform_facts import LANES, MOST_HEAD_DIM, MOST_LATENT, PLATFORM_FACTS
 from tandem.configs.schema import Device, EngineSettings
 from tandem.parallel.mesh import Mesh
-from tandem.parallel.quantization.schemes import Int8Rows
+from tandem.parallel.quantization.schemes import Coded, Int8Rows
 from tandem.workers.models.spec.arch import ArchSpec, Gqa, Mla, Moe, RopeKind
 from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.planning.resolve import resolve_dtype
@@ -39,7 +39,7 @@ def _obstacles(settings: EngineSettings, spec: ArchSpec, device: Device) -> Iter
     yield from _of_model(spec)
     yield from _of_integers(settings, spec)
     for scheme in spec.weights.schemes:
-        if not isinstance(scheme, Int8Rows):
+        if isinstance(scheme, Coded) and not scheme.has_product:
             yield f"{scheme.words} weights, which no kernel multiplies yet"
     if settings.lora.enable_lora:
         yield from _of_adapters(settings, spec)

@@ -18,6 +18,7 @@ import torch
 from tandem.configs.environment import imitate_cpu
 from tandem.configs.limits import available_cores
 from tandem.configs.platform_facts import CPU as CPU_FACTS
+from tandem.configs.platform_facts import W8A8_HELPS
 from tandem.offload.copies.accelerator import DeviceEvent, Stream
 from tandem.offload.weights.weight_stream import Copier
 from tandem.parallel.context import ParallelContext
@@ -307,7 +308,7 @@ class CpuPlatform(Platform):
     def kernel_notes(self, dtype: torch.dtype, plan: WeightPlan) -> tuple[str, ...]:
         reason, words = obstacle(dtype), compiler_words()
         if reason is None:
-            return _slow_schemes(dtype, plan)
+            return (*_slow_schemes(dtype, plan), *_w8a8_notes(dtype, plan))
         because = f"{reason}: {words}" if words else reason
         return (f"torch computes instead of kernels compiled for this CPU, slower: {because}",)
 
@@ -338,10 +339,10 @@ def _row_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 class SchemeProducts(NamedTuple):
-    """The products with weights of a class of schemes. make: by dtype and scheme; has_kernel: of that dtype."""
+    """The products with weights of a class of schemes. make, has_kernel: by dtype and scheme."""
 
     make: Callable[[torch.dtype, Any], MakeMethod]
-    has_kernel: Callable[[torch.dtype], bool]
+    has_kernel: Callable[[torch.dtype, Any], bool]
 
 
 def _int8(dtype: torch.dtype, scheme: Int8Rows) -> MakeMethod:
@@ -350,7 +351,7 @@ def _int8(dtype: torch.dtype, scheme: Int8Rows) -> MakeMethod:
     return w8a8_methods(dtype) if scheme.inputs is Inputs.INT8 else int8_methods(dtype)
 
 
-def _multiplies_int8(dtype: torch.dtype) -> bool:
+def _multiplies_int8(dtype: torch.dtype, scheme: Int8Rows) -> bool:
     from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 
     return int8_kernel(dtype) is not None
@@ -362,10 +363,10 @@ def _coded(dtype: torch.dtype, scheme: Coded) -> MakeMethod:
     return code_methods(dtype, scheme)
 
 
-def _multiplies_codes(dtype: torch.dtype) -> bool:
+def _multiplies_codes(dtype: torch.dtype, scheme: Coded) -> bool:
     from tandem.workers.kernels.cpu.cpu_code_gemm import code_gemm
 
-    return code_gemm(dtype, planes=1) is not None
+    return scheme.has_product and code_gemm(dtype, planes=1) is not None
 
 
 def _undone(dtype: torch.dtype, scheme: Undone) -> MakeMethod:
@@ -377,7 +378,7 @@ def _undone(dtype: torch.dtype, scheme: Undone) -> MakeMethod:
 METHODS: dict[type[Any], SchemeProducts] = {
     Int8Rows: SchemeProducts(_int8, _multiplies_int8),
     Coded: SchemeProducts(_coded, _multiplies_codes),
-    Undone: SchemeProducts(_undone, lambda _: True),
+    Undone: SchemeProducts(_undone, lambda *_: True),
 }
 """Linear methods by the class of the scheme."""
 
@@ -389,11 +390,18 @@ def method_of(dtype: torch.dtype, scheme: Scheme | None) -> MakeMethod:
 
 def _slow_schemes(dtype: torch.dtype, plan: WeightPlan) -> tuple[str, ...]:
     """Returns a line on the schemes that torch multiplies."""
-    slow = [scheme.words for scheme in plan.schemes if not METHODS[type(scheme)].has_kernel(dtype)]
+    slow = [scheme.words for scheme in plan.schemes if not METHODS[type(scheme)].has_kernel(dtype, scheme)]
     if not slow:
         return ()
     words, name = " and ".join(dict.fromkeys(slow)), str(dtype).removeprefix("torch.")
     return (f"torch multiplies {words} weights, slower: there is no kernel for {name} on this CPU",)
+
+
+def _w8a8_notes(dtype: torch.dtype, plan: WeightPlan) -> tuple[str, ...]:
+    """Returns a line on what helps where dense bf16 is slow."""
+    if plan.schemes or not multiplies_by_row(dtype) or not _multiplies_int8(dtype, Int8Rows()):
+        return ()
+    return (f"this CPU multiplies no pairs of bf16: {W8A8_HELPS}, if the model's answers stand it",)
 
 
 @cache

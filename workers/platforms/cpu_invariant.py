@@ -83,7 +83,7 @@ class InvariantCpuPlatform(CpuPlatform):
             if scheme is None:
                 return row_methods(library, skinny_gemm(dtype, max_rows=sys.maxsize))
             products = METHODS[type(scheme)]
-            if not products.has_kernel(dtype):
+            if not products.has_kernel(dtype, scheme):
                 raise SettingsError(f"there is no kernel for {scheme.words} weights on this CPU", FLAG)
             return partial(_no_twin, products.make(dtype, scheme))
 

@@ -26,6 +26,7 @@ def report(found: dict[str, Any]) -> str:
         *_verdict(plan),
         *_streaming(plan),
         *_proposal(found),
+        *([found["hint"]] if found["hint"] else []),
     ]
     return "\n".join(lines) + "\n"
 

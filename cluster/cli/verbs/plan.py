@@ -171,10 +171,23 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
         "max_num_seqs": model.settings.scheduler.max_num_seqs,
         "max_num_batched_tokens": model.settings.scheduler.max_num_batched_tokens,
         "plan": _plain(model.plan(given.tensor_parallel_size, given.pipeline_parallel_size)),
+        "hint": _hint(model),
         "num_ranks": num_ranks,
         "cuts": [_plain(candidate) for candidate in candidates],
         "best": None if best is None else {"tp_size": best.tp_size, "pp_size": best.pp_size},
     }
+
+
+def _hint(model: _PlannedModel) -> str | None:
+    """Returns a line on what is faster on this machine's CPU."""
+    from tandem.configs.environment import lacks_bf16_products
+    from tandem.configs.platform_facts import PLATFORM_FACTS, W8A8_HELPS
+
+    is_dense = model.dtype == "bfloat16" and not model.spec.weights.schemes
+    can_change = "w8a8" in PLATFORM_FACTS[model.memory.device].quantizations
+    if not can_change or not is_dense or not lacks_bf16_products():
+        return None
+    return f"This CPU multiplies no pairs of bf16: {W8A8_HELPS}."
 
 
 def _memory(settings: EngineSettings, asked: _Asked) -> Memory:

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tandem.configs import environment
-from tandem.configs.environment import CPU_ISA, CpuIsa, cpu_isa
+from tandem.configs.environment import CPU_ISA, CpuIsa, cpu_isa, lacks_bf16_products
 from tandem.configs.errors import SettingsError
 
 SHOWN = """
@@ -49,3 +50,22 @@ def test_torchs_libraries_follow(isa: CpuIsa) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert capability != "AVX512" or isa is CpuIsa.AVX512
     assert "amx" not in said and "avx512_core_bf16" not in said and (isa is CpuIsa.AVX512 or "avx512" not in said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "isa", "lacks"),
+    [
+        ("avx512f avx512_vnni", "", True),
+        ("avx512f avx512_vnni avx512_bf16", "", False),
+        ("avx512f avx512_vnni avx512_bf16", "avx512", True),
+        ("avx512f avx512_vnni avx512_bf16", "avx2", False),
+        ("avx512f", "", False),
+    ],
+)
+def test_cpus_without_products_of_bf16_pairs(
+    flags: str, isa: str, lacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CPU_ISA, isa)
+    assert not lacks_bf16_products(tmp_path / "none")
+    (tmp_path / "cpuinfo").write_text(f"flags : {flags}")
+    assert lacks_bf16_products(tmp_path / "cpuinfo") == lacks

@@ -72,7 +72,9 @@ class SignsMethod(LinearMethod):
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(weight_plan.AT_LOAD, NAME, WeightPlan((Rule(ANY, Signs()),)))
-    monkeypatch.setitem(cpu.METHODS, Signs, cpu.SchemeProducts(lambda dtype, scheme: SignsMethod, lambda dtype: True))
+    monkeypatch.setitem(
+        cpu.METHODS, Signs, cpu.SchemeProducts(lambda dtype, scheme: SignsMethod, lambda dtype, scheme: True)
+    )
 
 
 def save_signs(folder: Path) -> Path:

@@ -200,7 +200,8 @@ def test_older_checkpoints_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
         (AWQ, "gptq", r"gptq: the checkpoint is quantized already, with awq \(int4\); without the flag"),
         (GPTQ, "int8", r"int8: the checkpoint is quantized already, with gptq \(int4\)"),
         (None, "int8", None),
-        (None, "fp8", "fp8: the checkpoint's weights are not quantized; int8 and w8a8 are made of such"),
+        (None, "fp8", None),
+        (None, "awq", "awq: the checkpoint's weights are not quantized; int8, w8a8, int4, w4a8, nf4, fp8 are made of"),
     ],
 )
 def test_a_flag_says_what_the_folder_holds(stored: dict[str, Any] | None, flag: str, words: str | None) -> None:

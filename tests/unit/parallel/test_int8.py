@@ -25,7 +25,7 @@ def made(weight_OI: torch.Tensor, kind: type[Int8Method] = Int8Method) -> Int8Me
     return method
 
 
-@pytest.mark.parametrize("name", sorted(AT_LOAD))
+@pytest.mark.parametrize("name", ["int8", "w8a8"])
 @pytest.mark.parametrize(("dim", "rank_bytes"), [(0, 12 * 40 + 12 * 4), (1, 24 * 20 + 24 * 4)])
 def test_a_weight_becomes_integers_and_scales(name: str, dim: int, rank_bytes: int) -> None:
     scheme = AT_LOAD[name].of("m.up")

@@ -393,3 +393,18 @@ def test_quantized_weights_without_a_kernel_are_said(monkeypatch: pytest.MonkeyP
     (said,) = cpu.CpuPlatform().kernel_notes(torch.float16, AT_LOAD["w8a8"])
     assert said == "torch multiplies w8a8 weights, slower: there is no kernel for float16 on this CPU"
     assert cpu.CpuPlatform().kernel_notes(torch.float16, DENSE) == ()
+
+
+def test_a_cpu_without_products_of_bf16_pairs_is_told_of_w8a8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bytes are multiplied, and nothing has been chosen."""
+    from tandem.workers.platforms import cpu
+
+    for name in ("multiplies_by_row", "_multiplies_int8"):
+        monkeypatch.setattr(cpu, name, lambda *_: True)
+    monkeypatch.setattr(cpu, "obstacle", lambda _: None)
+    platform = cpu.CpuPlatform()
+    (said,) = platform.kernel_notes(torch.bfloat16, DENSE)
+    assert "--quantization w8a8 is two to four times as fast" in said
+    assert all("w8a8" not in note for note in platform.kernel_notes(torch.bfloat16, AT_LOAD["int4"]))
+    monkeypatch.setattr(cpu, "_multiplies_int8", lambda *_: False)
+    assert platform.kernel_notes(torch.bfloat16, DENSE) == ()

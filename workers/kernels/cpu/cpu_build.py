@@ -32,6 +32,7 @@ CHUNK_SOURCES = ("cpu_chunk_attention.c",)
 LORA_SOURCES = ("cpu_lora.c",)
 INT8_SOURCES = ("cpu_int8_gemm.c",)
 CODE_SOURCES = ("cpu_code_gemm.c",)
+ROUNDING_SOURCES = ("cpu_code_rounding.c",)
 EXPERTS_SOURCES = ("cpu_experts.c", "cpu_grouped_gemm.c")
 SAMPLING_SOURCES = ("cpu_sampling.c",)
 INVARIANT_SOURCES = ("cpu_row_gemm.c",)
@@ -101,6 +102,12 @@ def cpu_int8_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 def cpu_code_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Returns the products with weights that are codes for tensors of `dtype`; None as for cpu_library."""
     return _compiled(CODE_SOURCES, dtype, None)
+
+
+@cache
+def cpu_rounding_library() -> ctypes.CDLL | None:
+    """Returns what rounds weights to codes, for models of every dtype; None as for cpu_library."""
+    return _compiled(ROUNDING_SOURCES, torch.float32, None)
 
 
 @cache

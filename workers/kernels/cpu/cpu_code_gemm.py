@@ -30,12 +30,12 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.expert_methods import Groups
 from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given
 from tandem.parallel.params import Param
-from tandem.parallel.quantization.code_tables import table_of
 from tandem.parallel.quantization.coded import CodedMethod
 from tandem.parallel.quantization.coded_weight import CodedWeight
 from tandem.parallel.quantization.schemes import Coded, Inputs
 from tandem.workers.kernels.cpu.cpu_build import cpu_code_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
+from tandem.workers.kernels.cpu.weight_blocks import code_rounding
 
 BLOCK, EIGHT, LANES = 32, 8, 16
 NIBBLE_BITS, TABLE, TABLES = 4, 16, 3
@@ -283,7 +283,7 @@ class CpuCodedMethod(CodedMethod):
     def __init__(
         self, gemm: CodeGemm, weights: Sequence[Param], context: ParallelContext, place: Place = as_given
     ) -> None:
-        super().__init__(weights, context, place)
+        super().__init__(weights, context, place, rounding=code_rounding())
         self._gemm = gemm
         self.layout: CodeLayout | None = None
 
@@ -308,7 +308,7 @@ def code_methods(dtype: torch.dtype, scheme: Coded) -> MakeMethod:
     def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
         inputs = weights[0].span(1, context.mesh).length
         if gemm is None or not multiplies(scheme, inputs):
-            return CodedMethod(weights, context, place)
+            return CodedMethod(weights, context, place, rounding=code_rounding())
         return CpuCodedMethod(gemm, weights, context, place)
 
     return make
@@ -321,7 +321,7 @@ def planes_of(dtype: torch.dtype, scheme: Coded) -> int:
 
 def multiplies(scheme: Coded, inputs: int) -> bool:
     """True if the kernel multiplies weights of a scheme with so many inputs."""
-    return 0 < inputs <= MOST_INPUTS and values_of(table_of(scheme), scheme.bits, most=2) is not None
+    return 0 < inputs <= MOST_INPUTS and scheme.has_product
 
 
 # ---- inside ----

@@ -24,10 +24,13 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given
 from tandem.parallel.params import Param
 from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
+from tandem.parallel.quantization.schemes import Coded
 from tandem.workers.kernels.cpu.cpu_build import cpu_int8_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
+from tandem.workers.kernels.cpu.weight_blocks import code_rounding, in_blocks
 
 BLOCK, QUAD, LANES = 64, 4, 16
+BYTES = Coded(bits=8, group=None, zeros=True)
 OFFSET = 128
 MOST_INPUTS = 2**16
 """Sums of more products of bytes could leave int32."""
@@ -79,18 +82,30 @@ class CpuInt8Method(Int8Method):
         return room
 
     def _fill(self, held: torch.Tensor, first: int, rows_OI: torch.Tensor) -> None:
-        blocks, inputs = -(-len(rows_OI) // BLOCK), self._shape[1]
-        padded_OI = rows_OI.new_zeros(blocks * BLOCK, inputs)
-        padded_OI[: len(rows_OI)] = rows_OI
-        quads = padded_OI.view(torch.uint8).bitwise_xor_(OFFSET).view(blocks, BLOCK, inputs // QUAD, QUAD)
+        quads = in_blocks((rows_OI.contiguous().view(torch.uint8) ^ OFFSET).view(torch.float32), 1)
         start = first // BLOCK
-        self._weights_in(held)[start : start + blocks] = quads.transpose(1, 2)
+        self._weights_in(held)[start : start + len(quads)] = quads.view(torch.uint8)
+
+    def _largest(self, rows_OI: torch.Tensor) -> torch.Tensor:
+        least_O1, largest_O1 = code_rounding().bounds(rows_OI, _all_of(rows_OI))
+        return torch.maximum(-least_O1, largest_O1)[:, 0]
+
+    def _rounded(self, rows_OI: torch.Tensor, scale_O: torch.Tensor) -> torch.Tensor:
+        scale_O1 = scale_O[:, None].contiguous()
+        middle_O1 = torch.full_like(scale_O1, OFFSET)
+        codes_OI = code_rounding().codes(rows_OI, _all_of(rows_OI), BYTES, scale_O1, middle_O1)
+        return codes_OI.bitwise_xor_(OFFSET).view(torch.int8)
 
     def _weights_in(self, held: torch.Tensor) -> torch.Tensor:
         return held[: self._weight_bytes].view(-1, self._shape[1] // QUAD, BLOCK, QUAD)
 
     def _scales_in(self, held: torch.Tensor) -> torch.Tensor:
         return held[self._weight_bytes :].view(torch.float32)
+
+
+def _all_of(rows_OI: torch.Tensor) -> torch.Tensor:
+    """Returns the end of a group that has all inputs."""
+    return torch.tensor([rows_OI.shape[1]], dtype=torch.int32)
 
 
 def padded_bytes(outputs: int, inputs: int) -> int:

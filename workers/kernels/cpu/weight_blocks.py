@@ -1,4 +1,5 @@
-"""Packs weights into blocks of 64 outputs, as CPU kernels and oneDNN read them.
+"""Makers of the forms of weights, at load: in_blocks() packs them into blocks of 64 outputs, as CPU kernels and oneDNN
+read them; CpuRounding rounds them to codes.
 
     packed[b, i, o, n] = W[64 b + o, k i + n],  0 <= n < k
 
@@ -6,17 +7,25 @@ The layout is [O / 64][I / k][64][k], padded with zeros; k inputs are multiplied
 else 1. The kernel turns tiles of the weight around in registers and writes past the caches, into pages that each thread
 asks for at once (as parallel/stored/fresh_pages.py does); its twin is torch's transposition. bf16 and float32. Called
 when weights are loaded. O outputs, I inputs.
+
+Codes are those of TorchRounding, bit for bit: integers with zeros, and of tables of up to 16 values; others are the
+twin's, but for the bounds. G groups of inputs.
 """
 
+import ctypes
 from functools import cache
 
 import torch
 
-from tandem.workers.kernels.cpu.cpu_build import cpu_library
-from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
+from tandem.parallel.quantization.code_tables import table_of
+from tandem.parallel.quantization.rounding import TORCH_ROUNDING, Rounding, middles_of
+from tandem.parallel.quantization.schemes import Coded
+from tandem.workers.kernels.cpu.cpu_build import cpu_library, cpu_rounding_library
+from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
 
 BLOCK = 64
 CACHE_LINE = 64
+TABLE = 16
 
 
 def in_blocks(weight_OI: torch.Tensor, together: int) -> torch.Tensor:
@@ -47,3 +56,64 @@ def pack_kernel(dtype: torch.dtype) -> Kernel | None:
     """Returns the compiled kernel; None as for cpu_library."""
     library = cpu_library(dtype)
     return None if library is None else Kernel(library, "pack_blocks", POINTER, POINTER, NUMBER, NUMBER, COUNT, COUNT)
+
+
+class CpuRounding(Rounding):
+    """The compiled passes over dense weights."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._bounds = Kernel(library, "code_bounds", POINTER, POINTER, POINTER, COUNT)
+        self._codes = Kernel(library, "nearest_codes", POINTER, POINTER, POINTER, REAL, POINTER, POINTER, COUNT)
+
+    def bounds(self, weight_OI: torch.Tensor, ends_G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight_OI = _taken(weight_OI)
+        least_OG = torch.empty(len(weight_OI), len(ends_G))
+        largest_OG = torch.empty_like(least_OG)
+        self._bounds(_dense(weight_OI, ends_G), least_OG.data_ptr(), largest_OG.data_ptr(), torch.get_num_threads())
+        return least_OG, largest_OG
+
+    def codes(
+        self,
+        weight_OI: torch.Tensor,
+        ends_G: torch.Tensor,
+        scheme: Coded,
+        scale_OG: torch.Tensor,
+        zero_OG: torch.Tensor,
+    ) -> torch.Tensor:
+        table = table_of(scheme)
+        if table is not None and len(table) > TABLE:
+            return TORCH_ROUNDING.codes(weight_OI, ends_G, scheme, scale_OG, zero_OG)
+        weight_OI, scale_OG, zero_OG = _taken(weight_OI), scale_OG.contiguous(), zero_OG.contiguous()
+        codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8)
+        places, middles = (None, None) if table is None else middles_of(table)
+        if middles is not None:
+            middles = torch.nn.functional.pad(middles, (0, TABLE - 1 - len(middles)), value=float("inf"))
+        self._codes(
+            _dense(weight_OI, ends_G), scale_OG.data_ptr(), zero_OG.data_ptr() if table is None else None,
+            float(2**scheme.bits - 1), None if middles is None else middles.data_ptr(), codes_OI.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if places is None or torch.equal(places, torch.arange(len(places))):
+            return codes_OI
+        return places[codes_OI.long()]
+
+
+@cache
+def code_rounding() -> Rounding:
+    """Returns the passes: compiled, or twins where this CPU or its compiler has none."""
+    library = cpu_rounding_library()
+    return TORCH_ROUNDING if library is None else CpuRounding(library)
+
+
+def _taken(weight_OI: torch.Tensor) -> torch.Tensor:
+    """Returns a weight in a dtype and layout that the passes read."""
+    if weight_OI.dtype not in (torch.float32, torch.bfloat16):
+        weight_OI = weight_OI.float()
+    return weight_OI if weight_OI.shape[1] <= 1 or weight_OI.stride(1) == 1 else weight_OI.contiguous()
+
+
+def _dense(weight_OI: torch.Tensor, ends_G: torch.Tensor) -> "ctypes.Array[ctypes.c_long]":
+    """Returns the struct of cpu_code_rounding.c."""
+    is_bf16 = int(weight_OI.dtype is torch.bfloat16)
+    numbers = weight_OI.data_ptr(), weight_OI.stride(0), is_bf16, *weight_OI.shape, len(ends_G), ends_G.data_ptr()
+    return (ctypes.c_long * len(numbers))(*numbers)

@@ -164,6 +164,13 @@ def test_the_command_takes_quantization_on_every_device(folder: Path) -> None:
     assert on_gpu.returncode == 0 and "weights in int8" in on_gpu.stdout, on_gpu.stderr
 
 
+def test_the_command_says_what_is_faster_on_this_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.configs.environment.lacks_bf16_products", lambda: True)
+    given, said = (str(folder), "--device", "cpu", "--dtype", "bfloat16"), "w8a8 is two to four times as fast"
+    assert said in run(*given).stdout
+    assert said not in run(*given, "-q", "int4").stdout and said not in run(str(folder), "--device", "cpu").stdout
+
+
 @pytest.mark.parametrize("asked", [{}, {"memory_bytes": 2**18}], ids=["by --max-loras", "by --lora-memory-bytes"])
 def test_room_for_adapters_is_what_a_rank_finds(folder: Path, asked: dict[str, int]) -> None:
     settings = settings_for(folder, lora=LoraSettings(enable_lora=True, max_loras=3, **asked))

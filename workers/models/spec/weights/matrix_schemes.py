@@ -23,7 +23,7 @@ def with_schemes(table: ParameterTable, plan: WeightPlan) -> ParameterTable:
     if not plan.rules:
         return table
     tied = table.head is table.embedding
-    head = _with_scheme(table.head, plan) if plan.head else table.head
+    head = replace(table.head, scheme=plan.of_head(table.head.module))
     if tied and head.scheme is not None and head.scheme.layout is not None:
         head = table.head  # the table that ids are looked up in is stored as it is
     embedding = head if tied else table.embedding

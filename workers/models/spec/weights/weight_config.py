@@ -103,7 +103,7 @@ def chosen_plan(stored: WeightPlan, quantization: str | None) -> WeightPlan:
     if stored.method is not None and NAMES.get(quantization) == stored.method:
         return stored
     if stored.method is None:
-        words = f"{quantization}: the checkpoint's weights are not quantized; {' and '.join(AT_LOAD)} are made of such"
+        words = f"{quantization}: the checkpoint's weights are not quantized; {', '.join(AT_LOAD)} are made of such"
         raise SettingsError(words, FLAG)
     raise SettingsError(
         f"{quantization}: the checkpoint is quantized already, with {stored.method} ({stored.words}); without the flag "
