@@ -62,8 +62,8 @@ class CodeTile(NamedTuple):
 
 
 TILES: Final = {
-    2: (CodeTile(64, FEW_ROWS, 4, 4), CodeTile(64, 32, 4, 3), CodeTile(64, 64, 4, 3)),
-    4: (CodeTile(32, FEW_ROWS, 4, 3),),
+    2: (CodeTile(64, FEW_ROWS, 4, 4), CodeTile(64, 32, 4, 3), CodeTile(64, 64, 8, 2)),
+    4: (CodeTile(32, FEW_ROWS, 4, 2),),
 }
 """Tiles by the bytes of an element of x, each for up to as many rows as it has; the last for more."""
 
@@ -288,9 +288,10 @@ class CodeShape(NamedTuple):
         }  # fmt: skip
 
 
-def tile_for(rows: int, element_bytes: int) -> CodeTile:
-    """Returns the tile of so many rows."""
-    tiles = TILES[element_bytes]
+def tile_for(rows: int, element_bytes: int, shape: CodeShape) -> CodeTile:
+    """Returns the tile of so many rows. Where parts have scales of their own, sums of 64 rows leave too few
+    registers."""
+    tiles = TILES[element_bytes][: 2 if shape.scaled >= Scaled.PART else None]
     return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
 
 
@@ -316,7 +317,7 @@ def multiply(
     if not rows or not outputs:
         return y_TO
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
-    tile = tile_for(rows, x_TI.element_size())
+    tile = tile_for(rows, x_TI.element_size(), shape)
     spans = spans_of(shape, tile, multiprocessors) if rows <= FEW_ROWS else 1
     sums = y_TO if spans == 1 else torch.empty((spans, *y_TO.shape), dtype=torch.float32, device=x_TI.device)
     steps = shape.columns // shape.step
@@ -352,7 +353,8 @@ def multiply_groups(
     y_PO = x.new_empty(pairs, shape.outputs)
     if not pairs:
         return y_PO
-    tile = TILES[x.element_size()][-1 if pairs >= MANY_FROM * experts else 0]
+    of_each = MANY_FROM * 2 if pairs >= MANY_FROM * experts else 1
+    tile = tile_for(of_each, x.element_size(), shape)
     most_tiles = pairs // tile.rows + min(pairs, experts)
     bias = weight.scales if bias_EO is None else bias_EO
     multiply_expert_codes[(most_tiles, triton.cdiv(shape.outputs, tile.outputs))](
