@@ -31,7 +31,7 @@ CODE_SHAPES = (
     CodeLaunch("bfloat16", 1000, 1000, {"bits": 8, "group": 128, "zeros": True}, rows=(1, 64)),
     CodeLaunch("float16", 1000, 1080, {"group": 40, "zeros": True, "ordered": True}, experts=8),
     CodeLaunch("float16", 1024, 1000, {"group": None}, rows=(1, 64)),
-    CodeLaunch("float16", 1024, 1024, {"codes": "FP4", "group": 16}, rows=(1, 64)),
+    CodeLaunch("float16", 1024, 1024, {"codes": "FP4", "group": 64}, rows=(1, 64)),
     CodeLaunch("float32", 1024, 1024, {"group": 128, "zeros": True}, rows=(1, 64)),
     CodeLaunch("float32", 1000, 1080, {"codes": "E2M1", "group": 16}, rows=(1, 64), experts=4),
     CodeLaunch("float32", 1000, 1000, {"rounds": True}, rows=(1, 64)),

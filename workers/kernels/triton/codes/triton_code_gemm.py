@@ -289,9 +289,11 @@ class CodeShape(NamedTuple):
 
 
 def tile_for(rows: int, element_bytes: int, shape: CodeShape) -> CodeTile:
-    """Returns the tile of so many rows. Where parts have scales of their own, sums of 64 rows leave too few
-    registers."""
-    tiles = TILES[element_bytes][: 2 if shape.scaled >= Scaled.PART else None]
+    """Returns the tile of so many rows. Where parts have scales of their own, and bytes zeros, those of most rows leave
+    too few registers."""
+    has_fewer = shape.scaled >= Scaled.PART or (shape.bits > 4 and shape.has_zeros)
+    tiles = TILES[element_bytes]
+    tiles = tiles[: max(1, len(tiles) - has_fewer)]
     return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
 
 
