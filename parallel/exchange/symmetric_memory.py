@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -70,8 +71,13 @@ def symmetric_sums(
     one_shot = _tried(lambda: make(group, device))
     if not all_have(one_shot is not None, others, size, device):
         return others
-    joined = _tried(lambda: one_shot.join() or one_shot)  # type: ignore[union-attr,func-returns-value]
-    return with_small_sums(joined, others, size, device, seconds_of)
+    assert one_shot is not None
+    return with_small_sums(_tried(partial(_joined, one_shot)), others, size, device, seconds_of)
+
+
+def _joined(one_shot: Shared) -> Shared:
+    one_shot.join()
+    return one_shot
 
 
 def _tried(make: Callable[[], Shared | None]) -> Shared | None:

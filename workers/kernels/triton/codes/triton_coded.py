@@ -118,7 +118,7 @@ class TritonCodedMethod(CodedMethod):
     ) -> None:
         super().__init__(weights, context, place)
         self._dtype, self._multiprocessors = dtype, multiprocessors
-        self._codes: HeldCodes | None = None
+        self._words: HeldCodes | None = None
         self.layout: WordLayout | None = None
 
     @property
@@ -132,14 +132,14 @@ class TritonCodedMethod(CodedMethod):
         size = layout.outputs * layout.inputs
         self.nbytes = (-(-size // 2) if layout.is_packed else size) + numbers + order_bytes
         self._held, self._arrive = self._place(layout.pack(weight))
-        self._codes = HeldCodes.of(layout, self._held, self._dtype)
+        self._words = HeldCodes.of(layout, self._held, self._dtype)
         self._bias_O = bias_O
 
     def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
         if self._arrive is not None:
             self._arrive()
-        assert self._codes is not None, "not loaded"
-        return self._codes.multiply(x_TI, self._bias_O, self._multiprocessors, rounds=self.rounds)
+        assert self._words is not None, "not loaded"
+        return self._words.multiply(x_TI, self._bias_O, self._multiprocessors, rounds=self.rounds)
 
 
 class Fp8Method(TritonCodedMethod):
@@ -192,15 +192,15 @@ class TritonInt8Method(Int8Method):
     ) -> None:
         super().__init__(weights, context, place)
         self._dtype, self._multiprocessors = dtype, multiprocessors
-        self._codes: HeldCodes | None = None
+        self._words: HeldCodes | None = None
         self.rounds = rounds
         self.layout: WordLayout | None = None
 
     def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
         if self._arrive is not None:
             self._arrive()
-        assert self._codes is not None, "not loaded"
-        return self._codes.multiply(x_TI, self._bias_O, self._multiprocessors, rounds=self.rounds)
+        assert self._words is not None, "not loaded"
+        return self._words.multiply(x_TI, self._bias_O, self._multiprocessors, rounds=self.rounds)
 
     @property
     def weight_OI(self) -> torch.Tensor:
@@ -218,7 +218,7 @@ class TritonInt8Method(Int8Method):
     def _keep(self, held: torch.Tensor, scale_O: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         super()._keep(held, scale_O, bias_O)
         assert self.layout is not None
-        self._codes = HeldCodes.of(self.layout, self._held, self._dtype)
+        self._words = HeldCodes.of(self.layout, self._held, self._dtype)
 
     def _room(self, device: torch.device) -> torch.Tensor:
         assert self.layout is not None
@@ -255,20 +255,20 @@ class TritonCodeExperts(StackedExperts):
         super().__init__(make, experts, context, place)
         self._dtype = dtype
         self._layout: WordLayout | None = None
-        self._codes: HeldCodes | None = None
+        self._words: HeldCodes | None = None
         self._rounds = False
 
     def apply(self, x: torch.Tensor, groups: Groups, *, gathers: bool) -> torch.Tensor:
         self.weights()
-        assert self._codes is not None, "not loaded"
-        return self._codes.multiply_groups(x, self._bias_EO, groups, gathers=gathers, rounds=self._rounds)
+        assert self._words is not None, "not loaded"
+        return self._words.multiply_groups(x, self._bias_EO, groups, gathers=gathers, rounds=self._rounds)
 
     def _finish(self) -> None:
         form = self._forms[0]
         assert isinstance(form, TritonCodedMethod | TritonInt8Method) and form.layout is not None
         layout, self._rounds = form.layout, form.rounds
         super()._finish()
-        self._codes = HeldCodes.of(layout, self._stack, self._dtype)
+        self._words = HeldCodes.of(layout, self._stack, self._dtype)
 
 
 class ApartExperts:
