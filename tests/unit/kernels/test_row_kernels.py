@@ -162,7 +162,7 @@ def test_codes_are_multiplied_row_by_row_or_refused() -> None:
     for first, last in RUNS:
         assert torch.equal(method.apply(x[first:last]), y[first:last]), (first, last)
     fp8 = replace(weight, scheme=Coded(Codes.E4M3, bits=8, group=None))
-    with pytest.raises(SettingsError, match="there is no kernel for fp8 weights of 94 inputs, as w"):
+    with pytest.raises(SettingsError, match="there is no kernel for fp8 weights on this CPU"):
         make([fp8], ParallelContext.single())
 
 
