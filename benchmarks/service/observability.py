@@ -141,6 +141,8 @@ def tell(options: argparse.Namespace) -> dict[str, Any]:
         found = uvloop.run(send_all(options, watched))
         watched["tracing"].close()
         lines = sum(file.read_bytes().count(b"\n") for file in Path(folder).iterdir())
+    if lines < 2 * (options.rounds + 1) * options.streams:
+        raise SystemExit(f"{lines} lines about {(options.rounds + 1) * options.streams} requests")
     ours.send(None)
     spans = ours.recv()
     collector.join()

@@ -86,6 +86,8 @@ class LogFile(RotatingFileHandler):
         is rotated: to ask takes as long as to write."""
         try:
             line = self.format(record) + self.terminator
+            if not self._is_open:  # uvicorn's logging.config closes all handlers that there are
+                self.stream = self._open()
             is_full = self._size + len(line) > FILE_BYTES
             if (is_full or time.monotonic() >= self._look_at_s) and self._takes_newest():
                 is_full = self._size + len(line) > FILE_BYTES
@@ -96,6 +98,11 @@ class LogFile(RotatingFileHandler):
             self.flush()
         except Exception:
             self.handleError(record)
+
+    @property
+    def _is_open(self) -> bool:
+        stream: io.TextIOWrapper | None = self.stream
+        return stream is not None
 
     def _takes_newest(self) -> bool:
         """Opens the newest file if this one is it no longer, and returns whether it did."""

@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import logging
+import logging.config
 import os
 import signal
 import subprocess
@@ -185,6 +186,17 @@ def test_a_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     files = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert files == ["gateway-a.log", *(f"gateway-a.log.{n}" for n in range(1, OLD_FILES + 1))]
     assert all(path.stat().st_size <= 4096 for path in (tmp_path / "run").iterdir()) and FILE_BYTES >= 2**20
+
+
+def test_lines_are_written_behind_a_configuration_that_closes_all_handlers(tmp_path: Path) -> None:
+    """As uvicorn's, and Serve's."""
+    handler = open_log(tmp_path / "run", "gateway-a", "info")
+    log.info("before")
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+    log.info("after")
+    (file,) = (tmp_path / "run").iterdir()
+    assert [line.rpartition(" ")[2] for line in file.read_text().splitlines()] == ["before", "after"]
+    handler.close()
 
 
 def test_the_last_runs_are_kept_and_none_that_a_process_writes(tmp_path: Path) -> None:
