@@ -5,6 +5,7 @@ import ast
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 from tools.sources import Source
@@ -18,8 +19,8 @@ NO_BEGINNING = {
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 SUBJECT_LENGTH = 72
-SUBJECTS_SINCE = "ec0868fa"
-"""Commits after this one keep to SUBJECT_LENGTH."""
+SUBJECTS_SINCE = datetime.fromisoformat("2026-11-29T21:00:00+00:00")
+"""Commits written after this hour keep to SUBJECT_LENGTH: hashes change when history is rewritten."""
 
 
 def classes_of_one_name(files: Iterable[Source]) -> dict[str, list[str]]:
@@ -83,8 +84,11 @@ def long_subjects(subjects: Iterable[str]) -> list[str]:
     return [f"{len(subject)} characters: {subject}" for subject in subjects if len(subject) > SUBJECT_LENGTH]
 
 
-def subjects(root: Path, since: str) -> list[str] | None:
-    """Subjects of the commits after `since`, merges left out: git words those. None where this history is absent."""
-    log = ["git", "log", "--no-merges", "--format=%s", f"{since}..HEAD"]
+def subjects(root: Path, since: datetime) -> list[str] | None:
+    """Subjects of the commits written after `since`, without merges (git words those). None without history."""
+    log = ["git", "log", "--no-merges", "--format=%aI %s"]
     done = subprocess.run(log, cwd=root, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines() if done.returncode == 0 else None
+    if done.returncode != 0:
+        return None
+    written = (line.split(" ", 1) for line in done.stdout.splitlines())
+    return [subject for when, subject in written if datetime.fromisoformat(when) > since]
