@@ -184,7 +184,7 @@ def with_redis(
     try:
         return asyncio.run(run())
     except RedisUnavailable as error:
-        raise TandemError(f"Redis does not answer: {error}") from error
+        raise TandemError(f"Redis {error.state}: {error}") from error
     except ValueError as error:
         raise TandemError(f"--redis-url: {error}") from error
 

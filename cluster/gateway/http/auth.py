@@ -136,7 +136,7 @@ class TenantKeys:
             return Principal(DEFAULT_TENANT, is_admin=self._open_admin)
         is_unsure = self._may_be_open and not self._tenants.is_closed
         if is_unsure or (digest is not None and not self._tenants.is_certain):
-            message = "The key cannot be checked now, because Redis is away; try again."
+            message = "The key cannot be checked now, because Redis does not answer in time; try again."
             raise RequestRefused(message, code="service_unavailable", status=503)
         raise _unknown_key()
 
