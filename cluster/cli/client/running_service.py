@@ -142,7 +142,7 @@ def _running(instead: str) -> "list[RunFile]":
     if runs := running_services():
         return runs
     advice = f"start one with `tandem serve`, or give {instead}"
-    raise TandemError(f"no service of this user is running on this machine; {advice}")
+    raise TandemError(f"no service of this user runs on this machine, or it has not come up yet; {advice}")
 
 
 def model_on(redis_url: str) -> str:

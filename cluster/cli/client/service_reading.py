@@ -67,10 +67,12 @@ def services_here(url: str | None) -> list[ShownService]:
 
     runs = read_run_files()
     if not runs:
-        raise TandemError("no service of this user is running on this machine (--app names one of Ray Serve)")
+        raise TandemError(
+            "no service of this user runs on this machine, or it has not come up yet (--app names one of Ray Serve)"
+        )
     return [
         ShownService(
-            f"{run.model} on {run.url} (pid {run.pid}){', stopping' if run.stopping else ''}",
+            f"{run.model} on {run.url} (pid {run.signalled_pid}){', stopping' if run.stopping else ''}",
             run.service_id,
             run.redis_url,
             run.model,
