@@ -184,7 +184,10 @@ def _unknown_key() -> RequestRefused:
 
 def _no_admin(is_open: bool) -> RequestRefused:
     """The refusal, with what would let the caller in."""
-    message = "This needs an admin key, and the key that was sent is none: send one of those given by --admin-api-key."
+    message = (
+        "This needs an admin key, one that the service was started with (--admin-api-key); the key that was sent is "
+        "none of those."
+    )
     if is_open:
         message = (
             "This needs an admin key also where other requests need none, and this service has no admin key: start it "
