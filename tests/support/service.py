@@ -189,7 +189,7 @@ def run_tandem(
     return subprocess.run(
         [str(BIN / "tandem"), *arguments],
         cwd=cwd,
-        env=None if temp is None else {**os.environ, "TMPDIR": str(temp)},
+        env=None if temp is None else {**os.environ, "TMPDIR": str(temp), "XDG_RUNTIME_DIR": ""},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
