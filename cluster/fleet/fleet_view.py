@@ -127,7 +127,7 @@ class FleetView:
         self._missing: dict[str, tuple[GroupRecord, float]] = {}
         self.records: dict[str, GroupRecord] = {}
         self.redis_state = ""
-        """What is wrong with Redis, as RedisUnavailable.state; empty while it answers."""
+        """State of Redis after a failed reading, as RedisUnavailable.state; empty while it answers."""
         self.start_failure: StartFailure | None = None
         """The reason why a group or a gateway of the service could not start, in the last minutes."""
         self._reports = GroupReports(redis, service)

@@ -26,7 +26,7 @@ _COUNTED = {
     "missing": ("losses", "end"),
     "left": ("", "end"),
 }
-"""By kind, the field of the tally that counts it, if any, and of what a group has one only."""
+"""Fields of the tally, if any, and what a group has one only of, by kind."""
 
 
 class GroupEvent(msgspec.Struct, frozen=True):
