@@ -121,8 +121,8 @@ class RequestClient:
             raise RedisLate(f"no answer within {self._timeout_s * 1000:.0f} ms") from error
         except _CONNECTION_ERRORS as error:
             breaker.record_failure()
-            self._last_failure = RedisUnavailable
-            raise RedisUnavailable(str(error)) from error
+            self._last_failure = _kind_of(error)
+            raise self._last_failure(str(error)) from error
         except redis.RedisError as error:
             breaker.record_success()  # an error reply came in time: the server is available
             raise RedisRefused(_said(error)) from error
@@ -349,8 +349,11 @@ async def _translated(call: Callable[[], Awaitable[T]], limit_s: float) -> T:
 
 
 def _kind_of(error: Exception) -> type[RedisUnavailable]:
-    if isinstance(error, TimeoutError | redis.TimeoutError) or isinstance(error.__cause__, TimeoutError):
-        return RedisLate  # the cause: all connections wait for answers
+    cause: BaseException | None = error  # a timeout of a connection's first words, or of all connections, is wrapped
+    while cause is not None:
+        if isinstance(cause, TimeoutError | redis.TimeoutError):
+            return RedisLate
+        cause = cause.__cause__
     is_reply = isinstance(error, redis.ResponseError) and not isinstance(error, _CONNECTION_ERRORS)
     return RedisRefused if is_reply else RedisUnavailable
 
