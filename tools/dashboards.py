@@ -147,6 +147,17 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
         Panel("Launches", "ops", (Query(_rate("step_launches_total", "launch"), "{{launch}}"),)),
     ),
     "Service": (
+        Panel("Groups", "short", (Query("max by (state) (:groups)", "{{state}}"),)),
+        Panel(
+            "Groups started and lost",
+            "short",
+            (
+                Query("max(increase(:group_starts_total" + RATE + "))", "started"),
+                Query("max(increase(:group_losses_total" + RATE + "))", "lost"),
+                Query("max(increase(:group_start_failures_total" + RATE + "))", "did not start"),
+            ),
+            "Lost: died, or gave no sign of life. Not those that ended as planned.",
+        ),
         Panel(
             "Requests that moved to another group",
             "ops",

@@ -59,6 +59,10 @@ OF_OFFLOAD = (
 )
 OF_GROUPS = (
     (engine_metrics.CACHE_CONFIG, (*GROUP_LABELS, "block_size", "num_gpu_blocks")),
+    (engine_metrics.GROUPS, ("state",)),
+    (engine_metrics.STARTS, ()),
+    (engine_metrics.START_FAILURES, ()),
+    (engine_metrics.LOSSES, ()),
     (engine_metrics.REDIS_AWAY, ()),
 )
 BESIDE = {"Groups": OF_GROUPS, "KV offload, in groups that have it": OF_OFFLOAD, "Adapters": OF_ADAPTERS}

@@ -264,8 +264,10 @@ class AdapterService:
         try:
             return await self.adapters.replace(before, after, name, check)
         except RedisUnavailable as error:
-            log.warning("adapter %s was not changed: Redis is unavailable (%s)", name, error)
-            message = "The list of adapters cannot be changed now; those listed are served."
+            log.warning("adapter %s was not changed: Redis %s (%s)", name, error.state, error)
+            message = (
+                f"The list of adapters cannot be changed now, because Redis {error.state}; those listed are served."
+            )
             raise RequestRefused(message, code="service_unavailable", status=503) from error
 
 

@@ -221,11 +221,16 @@ def note_on_redis(url: str) -> str | None:
 
 
 def note_on_keys(settings: ServiceSettings, redis_url: str) -> str | None:
-    """A line for a service that has no key of its own and answers 401 until there is a tenant, or since it once had
+    """A line for a service that has no key for requests and answers 401 until there is a tenant, or since it once had
     one, else None."""
     gateway = settings.gateway
     if gateway.api_keys or (reading := asyncio.run(_tenants(redis_url))) is None or reading.values:
         return None
+    if gateway.admin_keys:
+        return (
+            "every request needs a key, and there is only --admin-api-key, which may do anything: "
+            "`tandem tenants add NAME` makes one for requests (or --api-key)"
+        )
     if not gateway.is_open(listens_itself=True):
         return "every request needs a key, and there is none yet: `tandem tenants add NAME` makes one (or --api-key)"
     if reading.epoch.id is not None:

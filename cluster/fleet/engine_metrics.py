@@ -6,6 +6,7 @@ of tenants, never from a client.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
@@ -15,6 +16,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from tandem.cluster.fleet.group_events import GroupTally
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.workers.engine.base.drafting import DraftStats
 from tandem.workers.engine.base.expert_reports import ExpertStats
@@ -41,7 +43,12 @@ OFFLOAD_BYTES = {
 }
 DISK_DISABLED = Metric("gauge", "kv_disk_disabled", "1 once the disk tier was switched off.")
 CACHE_CONFIG = Metric("gauge", "cache_config_info", "Shape of each group's KV cache.")
-REDIS_AWAY = Metric("gauge", "redis_away", "1 while Redis does not answer.")
+REDIS_AWAY = Metric("gauge", "redis_away", "1 while Redis does not answer, or not in time.")
+GROUPS = Metric("gauge", "groups", "Worker groups by state: loading, serving or draining.", "state")
+STATES = ("loading", "serving", "draining")
+STARTS = Metric("counter", "group_starts_total", "Groups that came to serve, those that replace others too.")
+START_FAILURES = Metric("counter", "group_start_failures_total", "Groups that did not start.")
+LOSSES = Metric("counter", "group_losses_total", "Groups that died or gave no sign of life, with requests or without.")
 WITHOUT_TOTAL = re.compile(r":kv_offload_\w+_bytes$")
 _NO_TOTAL = re.compile(r"^((?:# \w+ )?[^\s{]+:kv_offload_\w+_bytes)_total\b", re.M)
 """Counters that are served without the _total that prometheus_client gives to every counter."""
@@ -114,6 +121,15 @@ def add_engines(
     info = (((*labels, str(s.block_size), str(s.num_blocks)), 1) for labels, s in engines)
     families.add(CACHE_CONFIG, info, "block_size", "num_gpu_blocks")
     families.add(REDIS_AWAY, [((), int(redis_unavailable))], base=())
+
+
+def add_groups(families: Families, states: Iterable[str], tally: GroupTally) -> None:
+    """Adds the families about the groups as a whole. states: of those that there are. The counts are the service's,
+    whichever gateway shows them; each is there from 0 on, so that its first growth is seen."""
+    there = Counter(states)
+    families.add(GROUPS, (((state,), there[state]) for state in STATES), "state", base=())
+    for row, count in ((STARTS, tally.starts), (START_FAILURES, tally.start_failures), (LOSSES, tally.losses)):
+        families.add(row, [((), count)], base=())
 
 
 def _add_offload(families: Families, tiers: list[tuple[tuple[str, str], OffloadStats]]) -> None:

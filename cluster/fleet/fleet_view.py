@@ -10,18 +10,20 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
 
 from tandem.cluster.fleet.gateway_records import GatewayRecord, read_gateways
 from tandem.cluster.fleet.group_drains import DrainOrder, order_drain
+from tandem.cluster.fleet.group_events import GroupTally, read_tally
 from tandem.cluster.fleet.group_reports import ANSWER_S, GroupReport, GroupReports, decode_record
 from tandem.cluster.fleet.prefix_resets import order_reset
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace
-from tandem.cluster.state.redis_client import Commands, Part, RedisUnavailable, text_of
+from tandem.cluster.state.redis_client import Commands, Part, RedisEmptied, RedisUnavailable, text_of
 from tandem.cluster.wire.version import are_of_two_kinds
 
 log = logging.getLogger("tandem.fleet")
@@ -124,20 +126,27 @@ class FleetView:
         self._complete_at_s = clock()
         self._missing: dict[str, tuple[GroupRecord, float]] = {}
         self.records: dict[str, GroupRecord] = {}
-        self.redis_unavailable = False
+        self.redis_state = ""
+        """State of Redis after a failed reading, as RedisUnavailable.state; empty while it answers."""
         self.start_failure: StartFailure | None = None
         """The reason why a group or a gateway of the service could not start, in the last minutes."""
         self._reports = GroupReports(redis, service)
+        self._tally = GroupTally()
+
+    @property
+    def redis_unavailable(self) -> bool:
+        """True from a failed reading to the next one."""
+        return bool(self.redis_state)
 
     async def refresh(self) -> None:
-        """Reads the fleet. On failure the last records stay, and `redis_unavailable` is set."""
+        """Reads the fleet. On failure the last records stay, and `redis_state` says why."""
         started_s, before = self._clock(), self._epoch
         try:
             found = await self._read()
         except RedisUnavailable as error:
-            if not self.redis_unavailable:
-                log.warning("Redis is unavailable (%s): going on with the last known fleet", error)
-            self.redis_unavailable = True
+            if error.state != self.redis_state:
+                log.warning("Redis %s (%s): going on with the last known fleet", error.state, error)
+            self.redis_state = error.state
             return
         now_s = self._clock()
         lost_its_data = self._epoch is not None and self._epoch.is_behind(before)
@@ -145,12 +154,20 @@ class FleetView:
             self._complete_at_s = now_s + RECORD_TTL_S
         known = self.records
         self.records = known | found if now_s < self._complete_at_s else found
-        self.redis_unavailable = False
+        self.redis_state = ""
         self._note_missing(known, now_s)
 
     async def read_reports(self, answer_s: float = ANSWER_S) -> list[GroupReport]:
         """Asks the groups for their reports, and returns what is known of each after answer_s at most."""
         return await self._reports.read(self.records.keys(), answer_s, may_ask=not self.redis_unavailable)
+
+    async def read_tally(self, answer_s: float = ANSWER_S) -> GroupTally:
+        """Returns the counts of groups that started and were lost; the last known ones where Redis does not answer."""
+        if not self.redis_unavailable:
+            with suppress(RedisUnavailable, TimeoutError):
+                async with asyncio.timeout(answer_s):
+                    self._tally = await read_tally(self._redis, self._service)
+        return self._tally
 
     async def read_gateways(self) -> list[GatewayRecord]:
         """The gateways that have records: all but the only one of a service. RedisUnavailable."""
@@ -256,7 +273,7 @@ class FleetView:
     async def _seed(self) -> str:
         """Writes durable state again, then the sentinel, to a Redis that lost its data or is new. Returns its value."""
         if self._reseed is None:
-            raise RedisUnavailable("its data is gone")
+            raise RedisEmptied("its data is gone")
         await self._reseed()
         value = secrets.token_hex(8)
         await self._redis.command("SET", keys.SENTINEL, value, "NX")

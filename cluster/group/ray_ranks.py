@@ -196,12 +196,14 @@ class RayRanks:
 
     def _how_it_died(self, rank: int) -> str:
         """Words for a rank that Ray says is dead: Ray itself does not know of what."""
-        pid = (*self._pids(), *[None] * self._num_ranks)[rank]
-        for _ in range(EXIT_TRIES):
+        pids = self._pids()
+        pid = pids[rank] if pids else None
+        for _ in range(EXIT_TRIES if pid is not None else 0):
             if pid is not None and (how := self._exits.how_it_ended(pid)) is not None:
                 return how
             time.sleep(EXIT_POLL_S)  # until its parent has heard of it
-        return "has died"
+        why = "" if not pids else ": this kernel does not tell" if pid is not None else ": it was on another node"
+        return f"has died (exit status or signal unknown{why})"
 
 
 def _given_gpu() -> str | None:
@@ -216,6 +218,8 @@ def _how_it_ended(run: Any) -> tuple[bool, str | None]:
         was_told = bool(ray.get(run))
     except ray.exceptions.RayActorError:
         return False, None
+    except ray.exceptions.OutOfMemoryError:
+        return False, "was killed by Ray, as its node was nearly out of memory (RAY_memory_usage_threshold)"
     except ray.exceptions.RayTaskError as error:
         return False, f"failed: {_first_line(error.cause)}"
     except Exception as error:

@@ -92,7 +92,7 @@ class Sharing:
                 self._unavailable = False
             except RedisUnavailable as error:
                 if not self._unavailable:
-                    log.warning("Redis is unavailable (%s): this group is fair among its own requests only", error)
+                    log.warning("Redis %s (%s): this group is fair among its own requests only", error.state, error)
                 self._unavailable = True
             except Exception:
                 log.exception("fairness was not shared in this second")

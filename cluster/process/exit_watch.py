@@ -11,7 +11,9 @@ import sys
 from collections.abc import Collection
 from contextlib import suppress
 from fcntl import ioctl
+from pathlib import Path
 
+VMSTAT = Path("/proc/vmstat")
 GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 """PIDFD_GET_INFO with the first form of its struct: mask, cgroup, 11 numbers, exit code; 64 bytes."""
 HAS_EXIT = 1 << 3
@@ -23,22 +25,26 @@ class ExitWatch:
 
     def __init__(self) -> None:
         self._descriptors: dict[int, int] = {}
+        self._oom_kills: dict[int, int] = {}
 
     def watch(self, pid: int) -> None:
         """Opens a process that runs; one that has ended, or cannot be opened, is not known later."""
         if sys.platform == "linux" and pid not in self._descriptors:
             with suppress(OSError):
                 self._descriptors[pid] = os.pidfd_open(pid)
+                self._oom_kills[pid] = oom_kills()
 
     def watch_only(self, pids: Collection[int]) -> None:
         """Watches these, as watch() does, and forgets the others."""
         for pid in self._descriptors.keys() - set(pids):
             os.close(self._descriptors.pop(pid))
+            del self._oom_kills[pid]
         for pid in pids:
             self.watch(pid)
 
     def how_it_ended(self, pid: int) -> str | None:
-        """Words such as "was killed by SIGKILL" or "exited with status 7"; None where they are not known."""
+        """Words such as "was killed by SIGKILL" or "exited with status 7"; None where they are not known. Whom it
+        killed for lack of memory the kernel does not tell, only how many."""
         if pid not in self._descriptors:
             return None
         asked = bytearray(struct.pack(FORM, HAS_EXIT, 0, *[0] * 11, 0))
@@ -46,14 +52,29 @@ class ExitWatch:
             ioctl(self._descriptors[pid], GET_INFO, asked)
         except OSError:  # a kernel that does not know the question
             return None
-        mask, _, *_, code = struct.unpack(FORM, asked)
-        return ended_words(os.waitstatus_to_exitcode(code)) if mask & HAS_EXIT else None
+        mask, _, *_, status = struct.unpack(FORM, asked)
+        if not mask & HAS_EXIT:
+            return None
+        code, killed = os.waitstatus_to_exitcode(status), oom_kills() - self._oom_kills[pid]
+        if code != -signal.SIGKILL or killed <= 0:
+            return ended_words(code)
+        return f"{ended_words(code)} (while it ran, the kernel has killed {killed} for lack of memory)"
 
     def close(self) -> None:
         """Forgets all processes."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+        self._oom_kills.clear()
+
+
+def oom_kills() -> int:
+    """Returns how many processes this machine's kernel has killed for lack of memory; 0 where it does not count."""
+    try:
+        counts = dict(line.split() for line in VMSTAT.read_text().splitlines())
+        return int(counts["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def ended_words(code: int) -> str:

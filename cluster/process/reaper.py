@@ -30,10 +30,12 @@ INTERRUPTED = "interrupted before the service was up"
 
 
 class StatusPipe:
-    """The launcher's end of the pipe to the reaper: one line for each state of its life that the reaper acts on."""
+    """The launcher's end of the pipe to the reaper: one line for each state of its life that the reaper acts on.
+    supervisor: the process that shells and service managers know, and signal."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, supervisor: int | None = None) -> None:
         self._descriptor = descriptor
+        self.supervisor = supervisor
 
     def begun(self) -> None:
         """Reports that processes are about to be started: the end of the service gets a line from here on."""

@@ -27,7 +27,8 @@ GCS_ROOM_BYTES = 2**30
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts by which other commands reach a running service. pid: its launcher's. stopping: new requests get 503.
+    """Facts by which other commands reach a running service. pid: its launcher's. supervisor: the process to signal,
+    which the shell that started the service has as $!; None: the launcher itself. stopping: new requests get 503.
     certificate: of its port (PEM), where that speaks TLS. logs: the folder of its log files."""
 
     pid: int
@@ -39,6 +40,12 @@ class RunFile(msgspec.Struct, frozen=True, kw_only=True):
     stopping: bool = False
     certificate: str | None = None
     logs: str | None = None
+    supervisor: int | None = None
+
+    @property
+    def signalled_pid(self) -> int:
+        """The process to show to people."""
+        return self.pid if self.supervisor is None else self.supervisor
 
 
 class PrivateFolder:

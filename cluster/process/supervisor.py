@@ -29,6 +29,7 @@ def split(patience_s: float = PATIENCE_S) -> StatusPipe:
     Reaper and launcher have sessions of their own: a terminal's Ctrl-C reaches the launcher through the supervisor,
     once. A signal that comes during the forks is passed on after them.
     """
+    own = os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     signals, passing = os.pipe()
     inherited = {child.pid for child in psutil.Process().children()}
@@ -49,7 +50,7 @@ def split(patience_s: float = PATIENCE_S) -> StatusPipe:
     os.setsid()
     end_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return StatusPipe(writing)
+    return StatusPipe(writing, own)
 
 
 def supervise(reaper: int, passing: int, inherited: set[int]) -> NoReturn:

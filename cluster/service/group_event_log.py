@@ -48,9 +48,7 @@ class Lines:
             return f"group {event.group} has ended"
         if event.kind == "failed":
             return f"group {event.group} did not start: {event.reason}; Serve tries another"
-        why = event.reason or "it was killed or hangs"
-        what = f"is lost: {event.reason}" if event.kind == "lost" else f"is missing: {why}"
-        return f"group {event.group} {what}; its requests {self._next}"
+        return f"{event.loss}; its requests {self._next}"
 
 
 class GroupEventLog:

@@ -302,6 +302,7 @@ class Launcher:
             redis_url=facts.redis_url,
             certificate=read_certificate(gateway),
             logs=self._log_folder(),
+            supervisor=self._status_pipe.supervisor,
         )
         announced.callback(remove_run_file, write_run_file(self._run_file))
         if (note := note_on_keys(self._settings, facts.redis_url)) is not None:

@@ -113,7 +113,20 @@ def events(service: str) -> str:
     return f"tandem:{service}:events"
 
 
+def group_tally(service: str) -> str:
+    """Hash of counts of groups, and the last loss (group_events.py). TTL 30 days, renewed by each event that counts and
+    each scrape of /metrics. Owner: as events()."""
+    return f"tandem:{service}:group-tally"
+
+
+def groups_counted(service: str) -> str:
+    """Sorted set of the starts and ends of groups that the tally has, by time. At most 1000, TTL as group_tally().
+    Owner: as events()."""
+    return f"tandem:{service}:groups-counted"
+
+
 EVENTS_TTL_S = 3600
+TALLY_TTL_S = 30 * 24 * 3600
 
 SCALING_TTL_MS = 10_000
 LOAD_TTL_S = 30 * 24 * 3600

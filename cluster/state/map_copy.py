@@ -94,7 +94,7 @@ class MapCopy(Generic[T]):
                 unavailable, is_trusting = False, changes.is_subscribed
             except RedisUnavailable as error:
                 if not unavailable:
-                    log.warning("Redis is unavailable (%s): going on with the %s known", error, self.map.what)
+                    log.warning("Redis %s (%s): going on with the %s known", error.state, error, self.map.what)
                 unavailable = True
             except Exception:
                 log.exception("the %s were not read: going on with those known", self.map.what)

@@ -45,11 +45,27 @@ _CONNECTION_ERRORS = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadi
 
 class RedisUnavailable(Exception):
     """Redis did not answer in time, cannot be reached, refused the command (memory or disk full, no permission), or has
-    lost its data. The service goes on without it."""
+    lost its data. The service goes on without it. state: what is so, after the word Redis, for users."""
+
+    state = "is away"
+
+
+class RedisLate(RedisUnavailable):
+    """No answer came in time: Redis is slow, stopped, or cut off, which looks the same from here."""
+
+    state = "does not answer in time"
 
 
 class RedisRefused(RedisUnavailable):
     """Redis answers, and refused the command: trying again soon has no use."""
+
+    state = "refuses it"
+
+
+class RedisEmptied(RedisUnavailable):
+    """Redis answers, and has no data of any service."""
+
+    state = "has lost its data"
 
 
 class Commands(Protocol):
@@ -86,12 +102,13 @@ class RequestClient:
         """Uses another server from now on, of which nothing is known yet."""
         self._url = url
         self.breaker = Breaker(self._clock)
+        self._last_failure: type[RedisUnavailable] = RedisUnavailable
         self._redis = _open(url, timeout_s=self._timeout_s, connect_timeout_s=self._timeout_s, retries=0)
 
     async def _bounded(self, call: Callable[[], Awaitable[T]], *, may_probe: bool) -> T:
         breaker = self.breaker
         if not breaker.admit(may_probe):
-            raise RedisUnavailable("the breaker is open")
+            raise self._last_failure("the breaker is open")
         deadline_s = self._clock() + self._timeout_s
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -100,10 +117,12 @@ class RequestClient:
             # A deadline that this loop noticed late means that the loop was busy, not that Redis is unavailable.
             if self._clock() - deadline_s < LOOP_LAG_S:
                 breaker.record_failure()
-            raise RedisUnavailable(f"no answer within {self._timeout_s * 1000:.0f} ms") from error
+            self._last_failure = RedisLate
+            raise RedisLate(f"no answer within {self._timeout_s * 1000:.0f} ms") from error
         except _CONNECTION_ERRORS as error:
             breaker.record_failure()
-            raise RedisUnavailable(str(error)) from error
+            self._last_failure = _kind_of(error)
+            raise self._last_failure(str(error)) from error
         except redis.RedisError as error:
             breaker.record_success()  # an error reply came in time: the server is available
             raise RedisRefused(_said(error)) from error
@@ -215,7 +234,7 @@ async def _next_message(connection: Any, silent_s: float, is_asked: bool) -> Any
     answer = await connection.read_response(timeout=silent_s, push_request=True)
     if answer is None:
         if is_asked:
-            raise RedisUnavailable("no sign of life")
+            raise RedisLate("no sign of life")
         await connection.send_command("PING")
     return answer
 
@@ -326,9 +345,17 @@ async def _translated(call: Callable[[], Awaitable[T]], limit_s: float) -> T:
         async with asyncio.timeout(limit_s):
             return await call()
     except (redis.RedisError, OSError, TimeoutError) as error:
-        is_reply = isinstance(error, redis.ResponseError) and not isinstance(error, _CONNECTION_ERRORS)
-        kind = RedisRefused if is_reply else RedisUnavailable
-        raise kind(_said(error) or "no answer in time") from error
+        raise _kind_of(error)(_said(error) or "no answer in time") from error
+
+
+def _kind_of(error: Exception) -> type[RedisUnavailable]:
+    cause: BaseException | None = error  # a timeout of a connection's first words, or of all connections, is wrapped
+    while cause is not None:
+        if isinstance(cause, TimeoutError | redis.TimeoutError):
+            return RedisLate
+        cause = cause.__cause__
+    is_reply = isinstance(error, redis.ResponseError) and not isinstance(error, _CONNECTION_ERRORS)
+    return RedisRefused if is_reply else RedisUnavailable
 
 
 async def _close(client: "redis_asyncio.Redis", limit_s: float) -> None:

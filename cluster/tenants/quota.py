@@ -217,7 +217,8 @@ class Quota(Tenancy):
         except RedisUnavailable as error:
             now_s = self._clock()
             if not account.is_unavailable:
-                log.warning("quota of %s: Redis is unavailable (%s); going on with a share of it", account.name, error)
+                text = "quota of %s: Redis %s (%s); going on with a share of it"
+                log.warning(text, account.name, error.state, error)
             refused = account.refusal_of_share(reservation, kv_tokens, now_s)
             if refused is not None:
                 raise self._refusal(account.limits, *refused, reservation) from None

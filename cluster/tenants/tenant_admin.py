@@ -73,14 +73,14 @@ class StoreAdmin(TenantAdmin):
             await self._directory.refresh()  # a Redis that has lost its tenants gets them back before others
             result = await change()
         except RedisUnavailable as error:
-            raise _unavailable() from error
+            raise _unavailable(error.state) from error
         with suppress(RedisUnavailable):  # it is changed; the poll will see it
             await self._directory.refresh()
         return result
 
 
-def _unavailable() -> RequestRefused:
-    message = "Redis is away: tenants cannot be changed now. Those that are known go on."
+def _unavailable(state: str = RedisUnavailable.state) -> RequestRefused:
+    message = f"Redis {state}: tenants cannot be changed now. Those that are known go on."
     return RequestRefused(message, code="service_unavailable", status=503)
 
 

@@ -41,7 +41,7 @@ def test_tp2_x_pp2_and_ctrl_c_leaves_nothing() -> None:
         titles = sorted(title_of(p).strip().split(maxsplit=3)[3] for p in service.titled("tandem rank"))
         assert titles == ["tp0 pp0", "tp0 pp1", "tp1 pp0", "tp1 pp1"]
         status = run_verb_of(service.temp, "status").stdout
-        assert "serving" in status and service.url in status
+        assert "serving" in status and f"{service.url} (pid {service.process.pid})" in status, "whom to signal"
         asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
         stream = Stream(service, asked)
         assert service.stop(signal.SIGINT) == 0

@@ -151,11 +151,16 @@ def test_an_operators_hour(receiver: tuple[Receiver, str], state: Path, tmp_path
         assert (result["completed"], result["failed"]) == (240, 0)
         wait_for(lambda: len(groups(service)) == 2, 60, "the group is replaced")
 
+        wait_for(lambda: service.metric("group_starts_total") == 3, 10, "the start of the new one is counted")
+        assert service.metric("group_losses_total") == 1
+        assert "groups lost 1 since the start; the last " in verb(service, "status")
         moved = moved_request(service, spans)
         why = verb(service, "explain", moved)
         assert why.startswith(f"request {moved}: length after") and "until it was sent again" in why, why
         lines = [json.loads(line) for text in service.log_files().values() for line in text.splitlines()]
         assert {"outcome"} <= {key for line in lines if line.get("request_id") == moved for key in line}
+        told = [line["message"] for line in lines if "goes to another group" in line["message"]]
+        assert any(f"request {moved} goes" in text for text in told), "by the id that all else has"
         assert any("rank" in line["message"] and line["levelname"] in ("WARNING", "ERROR") for line in lines)
 
         load = pool.submit(bench, service, tmp_path, "drained")

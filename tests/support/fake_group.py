@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tandem.cluster.fleet.fleet_view import GroupRecord, StartFailure
+from tandem.cluster.fleet.group_events import GroupTally
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.wire.token_channel import TokenSender
@@ -134,9 +135,13 @@ class FakeFleet:
         self.reports: list[GroupReport] = []
         self.redis_unavailable = False
         self.start_failure: StartFailure | None = None
+        self.tally = GroupTally()
 
     async def read_reports(self, answer_s: float = 1.0) -> list[GroupReport]:
         return self.reports
+
+    async def read_tally(self, answer_s: float = 1.0) -> GroupTally:
+        return self.tally
 
     def missing_for(self, seconds: float = 0.0) -> list[GroupRecord]:
         return self.missing

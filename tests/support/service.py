@@ -119,7 +119,8 @@ class Service:
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
-        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(f"tandem:{name}{{")]
+        beginnings = f"tandem:{name}{{", f"tandem:{name} "
+        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(beginnings)]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
@@ -189,7 +190,7 @@ def run_tandem(
     return subprocess.run(
         [str(BIN / "tandem"), *arguments],
         cwd=cwd,
-        env=None if temp is None else {**os.environ, "TMPDIR": str(temp)},
+        env=None if temp is None else {**os.environ, "TMPDIR": str(temp), "XDG_RUNTIME_DIR": ""},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -189,6 +189,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     pool: Pool | None = None  # None to generate; else the prompt is embedded, and sampling is NO_TOKENS
 
     @property
+    def public_id(self) -> str:
+        """The id that the client, request lines, traces and `tandem explain` have for it: its x-request-id. One request
+        with several prompts is several of these."""
+        return self.trace_ids.get("x-request-id") or self.request_id
+
+    @property
     def is_idle_work(self) -> bool:
         """True if it is for idle rows only, as a line of a batch is."""
         return self.priority >= IDLE_PRIORITY

@@ -32,6 +32,17 @@ def due_times(flags: TrafficFlags, samples: Sequence[Sample], seed: int) -> list
     return times
 
 
+def pace_words(due_s: Sequence[float], most: int | None) -> str:
+    """Says how requests come that are due at these times: what a reader of their times to first tokens has to know."""
+    last_s = max(due_s, default=0.0)
+    bound = "" if most is None else f", at most {most} at a time"
+    if last_s > 0:
+        return f"within {last_s:.3g} s{bound}"
+    return (
+        f"at once{bound or ': those that wait for others have late first tokens (--request-rate, --max-concurrency)'}"
+    )
+
+
 def rate_at(flags: TrafficFlags, place: int, count: int) -> float:
     """Requests a second when request `place` of `count` is sent."""
     start, end = flags.ramp_up_start_rps, flags.ramp_up_end_rps

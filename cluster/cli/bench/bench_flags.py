@@ -22,7 +22,9 @@ SAMPLING: Final = (
 class TargetFlags:
     """The service: where it is, what is asked of it, and with which key."""
 
-    backend: str = setting("Kind of route; vllm is openai.", default="openai", choices=BACKENDS)
+    backend: str = setting(
+        "Kind of route: openai is completions, and vllm another name for it.", default="openai", choices=BACKENDS
+    )
     base_url: str | None = setting(
         "Address of any OpenAI-compatible service.", names=("--base-url", "--url"), shown="the newest one here"
     )
@@ -129,8 +131,9 @@ class ResultFlags:
     """Output and files of a run."""
 
     percentile_metrics: str | None = setting(
-        f"Figures with percentiles, with commas between them, of {', '.join(FIGURES)}.",
-        shown="ttft,tpot,itl, of embeddings e2el",
+        f"Figures to print, with commas between them, of {', '.join(FIGURES)}: to the first token, a token after it, "
+        "between two events with tokens, a whole answer, and waits for --max-concurrency.",
+        shown="ttft,tpot,itl; of embeddings e2el",
     )
     metric_percentiles: str = setting("Their percentiles, with commas between them.", default="99")
     goodput: tuple[str, ...] = setting(

@@ -58,7 +58,9 @@ def _as_float(value: int | None) -> float | None:
 def reasons(failed: Sequence[Outcome]) -> list[str]:
     """Says why requests failed, a line for each reason, the first ones first."""
     counts = Counter(outcome.error for outcome in failed)
-    lines = [f"{count} requests failed: {reason}" for reason, count in list(counts.items())[:MOST_REASONS]]
+    lines = [
+        f"{count} request{'s' * (count > 1)} failed: {reason}" for reason, count in list(counts.items())[:MOST_REASONS]
+    ]
     more = len(counts) - MOST_REASONS
     return [*lines, f"and {more} more reasons"] if more > 0 else lines
 

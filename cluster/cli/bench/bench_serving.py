@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tandem.cluster.cli.base.terminal import say
-from tandem.cluster.cli.bench.arrival_times import due_times
+from tandem.cluster.cli.bench.arrival_times import due_times, pace_words
 from tandem.cluster.cli.bench.bench_figures import LoadFigures
 from tandem.cluster.cli.bench.bench_flags import FieldFlags, ResultFlags, TargetFlags, TrafficFlags
 from tandem.cluster.cli.bench.bench_plot import check_plot, draw_load
@@ -112,6 +112,7 @@ class ServeBench:
         most = self.traffic.max_concurrency
         async with LoadClient(url, backend, place.tls, most=most, proxied=place.proxied) as client:
             await self._prepare(client, requests[0], url)
+            say(f"sending {len(requests)} requests to {url} {pace_words(due_s, most)}")
             with tqdm(total=len(requests), unit="request", disable=self.results.disable_tqdm) as bar:
                 return await run_load(client, requests, due_s, most, bar.update)
 
@@ -126,11 +127,12 @@ class ServeBench:
     def _report(
         self, result: LoadResult, backend: LoadBackend, text: SampleText, file: Path | None, about: Mapping[str, Any]
     ) -> int:
+        goals = self.results.goals()
         figures = LoadFigures(
             result,
             shown=self.results.figures(pooling=backend.pools),
             percentiles=self.results.percentiles(),
-            goals=self.results.goals(),
+            goals=goals,
             queues=self.traffic.max_concurrency is not None,
             rate=self.traffic.request_rate,
             count=lambda words: len(text.tokenizer.encode(words, add_special_tokens=False)),
@@ -140,6 +142,8 @@ class ServeBench:
             say(line)
         if result.unfinished:
             say(f"interrupted: {result.unfinished} of {result.unfinished + len(result.outcomes)} requests have no end")
+        if goals:
+            say(f"goodput counts requests with {', '.join(f'{n} up to {ms:g} ms' for n, ms in goals.items())}")
         print("\n".join(report_lines(figures, self.traffic)), flush=True)
         if file is not None:
             found = record(figures, self.target, self.traffic, self.results, about)

@@ -142,7 +142,7 @@ def _running(instead: str) -> "list[RunFile]":
     if runs := running_services():
         return runs
     advice = f"start one with `tandem serve`, or give {instead}"
-    raise TandemError(f"no service of this user is running on this machine; {advice}")
+    raise TandemError(f"no service of this user runs on this machine, or it has not come up yet; {advice}")
 
 
 def model_on(redis_url: str) -> str:
@@ -184,7 +184,7 @@ def with_redis(
     try:
         return asyncio.run(run())
     except RedisUnavailable as error:
-        raise TandemError(f"Redis does not answer: {error}") from error
+        raise TandemError(f"Redis {error.state}: {error}") from error
     except ValueError as error:
         raise TandemError(f"--redis-url: {error}") from error
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tandem.cluster.adapters.entries import AdapterEntry
     from tandem.cluster.fleet.fleet_view import GroupRecord, StartFailure
     from tandem.cluster.fleet.gateway_records import GatewayRecord
+    from tandem.cluster.fleet.group_events import GroupTally
     from tandem.cluster.fleet.group_reports import GroupReport
     from tandem.cluster.ray_private.application_state import ApplicationState
     from tandem.cluster.scaling.scaling_watch import ScalingReport
@@ -27,17 +28,19 @@ AddressFlag = Annotated[
 class ServiceReading(NamedTuple):
     """The state of a service at one moment. reports: of the groups that have answered, by id. gateways: empty where
     there is only one, of `tandem serve`. running: requests of each tenant, None where no limit needs them counted.
-    failure: why a group could not start. scaling: what the gateways say of the number of groups, if that follows their
-    load."""
+    redis_state: what is wrong with Redis, after its name; empty while it answers. failure: why a group could not start.
+    scaling: what the gateways say of the number of groups, if that follows their load. tally: groups that started and
+    were lost, None where Redis does not tell."""
 
     groups: "Sequence[GroupRecord]"
     reports: "Mapping[str, GroupReport]"
     gateways: "Sequence[GatewayRecord]"
-    redis_unavailable: bool
+    redis_state: str
     adapters: "Sequence[AdapterEntry]"
     running: Mapping[str, int | None]
     failure: "StartFailure | None" = None
     scaling: "ScalingReport | None" = None
+    tally: "GroupTally | None" = None
 
 
 class ShownService(NamedTuple):
@@ -64,10 +67,12 @@ def services_here(url: str | None) -> list[ShownService]:
 
     runs = read_run_files()
     if not runs:
-        raise TandemError("no service of this user is running on this machine (--app names one of Ray Serve)")
+        raise TandemError(
+            "no service of this user runs on this machine, or it has not come up yet (--app names one of Ray Serve)"
+        )
     return [
         ShownService(
-            f"{run.model} on {run.url} (pid {run.pid}){', stopping' if run.stopping else ''}",
+            f"{run.model} on {run.url} (pid {run.signalled_pid}){', stopping' if run.stopping else ''}",
             run.service_id,
             run.redis_url,
             run.model,
@@ -107,10 +112,30 @@ def progress(shown: ShownService, now: ServiceReading) -> str:
     return f": {', '.join(words)}" if words else ""
 
 
+def losses(now: ServiceReading) -> str | None:
+    """Returns a line about the groups that were lost since the service started, and the last of them; None where none
+    was."""
+    if (tally := now.tally) is None or tally.last_loss is None:
+        return None
+    here = {record.group for record in now.groups}
+    back = ", and is back" if tally.last_loss.kind == "missing" and tally.last_loss.group in here else ""
+    return (
+        f"groups lost {tally.losses} since the start; the last {_ago(tally.last_loss_s)}: {tally.last_loss.loss}{back}"
+    )
+
+
+def _ago(seconds: float) -> str:
+    for size, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
+
+
 async def read_service(shown: ShownService, redis: "BackgroundClient") -> ServiceReading:
     from tandem.cluster.adapters.adapter_list import AdapterList
     from tandem.cluster.fleet.fleet_view import FleetView
     from tandem.cluster.fleet.gateway_records import GatewayRecord, read_gateways
+    from tandem.cluster.fleet.group_events import read_tally
     from tandem.cluster.scaling.scaling_watch import read_scaling
     from tandem.cluster.state.redis_client import RedisUnavailable
     from tandem.cluster.tenants.tenant_admin import running_requests
@@ -122,12 +147,13 @@ async def read_service(shown: ShownService, redis: "BackgroundClient") -> Servic
     listed = AdapterList(redis, shown.model or (models[0] if models else ""))
     running = dict[str, int | None]()
     gateways: list[GatewayRecord] = []
-    scaling = None
+    scaling = tally = None
     with suppress(RedisUnavailable):
         scaling = await read_scaling(redis, shown.service_id)
+        tally = await read_tally(redis, shown.service_id)
         gateways = await read_gateways(redis, shown.service_id)
         await listed.refresh()
         running = await running_requests(redis)
     groups, adapters = list(fleet.records.values()), list(listed.entries.values())
-    away, failure = fleet.redis_unavailable, fleet.start_failure
-    return ServiceReading(groups, reports, gateways, away, adapters, running, failure, scaling)
+    state, failure = fleet.redis_state, fleet.start_failure
+    return ServiceReading(groups, reports, gateways, state, adapters, running, failure, scaling, tally)

@@ -135,7 +135,7 @@ def _phases(prompt: PromptRecord, course: Course, output: int | None, *, is_agai
         words = f"prefill: {computed} of {prompt.prompt_tokens} prompt tokens{said}{cached}{_beside(course.prefill, 1)}"
         yield TimeShare(course.prefill.seconds, ", ".join([words, *notes] if course.decode is None else [words]))
     if course.decode is not None:
-        tokens = "" if output is None else f" {output} tokens"
+        tokens = " its tokens" if output is None else f" {output} tokens"
         words = f"decode:{tokens}{_beside(course.decode, prompt.n)}"
         yield TimeShare(course.decode.seconds, ", ".join([words, *notes]))
 

@@ -6,7 +6,7 @@ They are plain values, as `--json` prints them. A rate is None until there are t
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tandem.cluster.cli.client.service_reading import ServiceReading
+from tandem.cluster.cli.client.service_reading import ServiceReading, losses
 from tandem.cluster.fleet.engine_metrics import decode_stats
 from tandem.cluster.routing.residency import adapter_key
 
@@ -23,7 +23,10 @@ def figures(before: ServiceReading | None, now: ServiceReading, seconds: float) 
     new = _known_stats(now)
     groups = [_group(record, now, old, new, seconds) for record in sorted(now.groups, key=lambda one: one.group)]
     return {
-        "redis_unavailable": now.redis_unavailable,
+        "redis_unavailable": bool(now.redis_state),
+        "redis_state": now.redis_state or None,
+        "group_losses": None if now.tally is None else now.tally.losses,
+        "losses": losses(now),
         "running": sum(group["running"] for group in groups),
         "waiting": sum(group["waiting"] for group in groups),
         "held": sum(gateway.held for gateway in now.gateways),

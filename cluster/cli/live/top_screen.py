@@ -19,7 +19,7 @@ GROUPS: Final = (
 
 def lines_of(figures: Mapping[str, Any], title: str) -> list[str]:
     """The figures as lines of text, without colours."""
-    away = "  Redis is unavailable: these are old" if figures["redis_unavailable"] else ""
+    away = f"  Redis {figures['redis_state']}: these are old" if figures["redis_unavailable"] else ""
     held = f"  held {figures['held']}" if figures["held"] else ""
     lines = [f"{title}{away}"]
     lines.append(
@@ -28,6 +28,8 @@ def lines_of(figures: Mapping[str, Any], title: str) -> list[str]:
     )
     if (wanted := figures["groups_wanted"]) is not None:
         lines.append(f"groups wanted {wanted['groups']}: {wanted['why']}")
+    if figures["losses"] is not None:
+        lines.append(figures["losses"])
     lines += ["", *table([list(GROUPS), *map(_group_row, figures["groups"])], num_names=2)]
     if not figures["groups"]:
         lines.append("no group is known")

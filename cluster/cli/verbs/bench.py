@@ -30,7 +30,9 @@ NOT_OF_LLM = frozenset(option.name for option in OPTIONS if not option.path.star
 def serve(
     target: TargetFlags, data: DataFlags, traffic: TrafficFlags, fields: FieldFlags, results: ResultFlags
 ) -> None:
-    """Load a running service and print times to tokens and throughput, as `vllm bench serve`.
+    """Load a running service and print its times.
+
+    The times to tokens and the throughput are those of `vllm bench serve`, with its flags.
 
     Ctrl-C ends the load and shows what there is so far. The exit status is 1 when every request failed.
     """
@@ -42,7 +44,10 @@ def serve(
 @with_group("latency", LatencyFlags, "Batch", VARIABLES)
 @with_service_options(leave_out=NOT_OF_LLM)
 def latency(model: Model, latency: LatencyFlags, *, flags: dict[str, Any]) -> None:
-    """Time a batch in this process, again and again, as `vllm bench latency`."""
+    """Time one batch in this process, again and again.
+
+    As `vllm bench latency`, with its flags.
+    """
     from tandem.cluster.cli.bench.bench_offline import run_latency
 
     run_latency(model, latency, flags)
@@ -52,7 +57,9 @@ def latency(model: Model, latency: LatencyFlags, *, flags: dict[str, Any]) -> No
 @with_group("data", DataFlags, "Prompts", VARIABLES)
 @with_service_options(leave_out=NOT_OF_LLM | {"seed"})
 def throughput(model: Model, data: DataFlags, run: ThroughputFlags, *, flags: dict[str, Any]) -> None:
-    """Run all prompts of a data set in this process at once, as `vllm bench throughput`.
+    """Run a data set in this process at once.
+
+    As `vllm bench throughput`, with its flags.
 
     The exit status is 1 when no prompt was served.
     """

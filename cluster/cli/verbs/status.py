@@ -14,6 +14,7 @@ from tandem.cluster.cli.client.service_reading import (
     ShownService,
     application_shown,
     check_one_name,
+    losses,
     on_node,
     progress,
     read_service,
@@ -40,7 +41,7 @@ def status(
 
 
 def _show(shown: ShownService, now: ServiceReading) -> None:
-    typer.echo(f"{shown.title}{progress(shown, now)}{', Redis is unavailable' if now.redis_unavailable else ''}")
+    typer.echo(f"{shown.title}{progress(shown, now)}{f', Redis {now.redis_state}' if now.redis_state else ''}")
     if (scaling := now.scaling) is not None:
         held = f"  held {scaling.held}" if scaling.held else ""
         typer.echo(f"  groups wanted {scaling.groups}{held}: {scaling.why}")
@@ -64,6 +65,8 @@ def _show(shown: ShownService, now: ServiceReading) -> None:
             typer.echo(f"    the model is downloaded: {record.fetching}")
         if report is not None and (reason := _disk_disabled(report)) is not None:
             typer.echo(f"    --kv-disk-path was switched off: {reason}")
+    if (ends := losses(now)) is not None:
+        typer.echo(f"  {ends}")
     if now.adapters:
         typer.echo(f"  adapters {len(now.adapters)}: {', '.join(_places(entry, now) for entry in now.adapters)}")
     if now.running:

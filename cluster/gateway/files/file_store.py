@@ -90,8 +90,8 @@ class FileStore:
         if _ID.fullmatch(file_id):
             try:
                 found = await self._redis.command("GET", keys.file_record(tenant, file_id))
-            except RedisUnavailable:
-                raise unavailable() from None
+            except RedisUnavailable as error:
+                raise unavailable(error) from None
         if not isinstance(found, bytes):
             raise not_found(file_id, param)
         return self._decode(found)
@@ -103,8 +103,8 @@ class FileStore:
             assert isinstance(ids, list)
             names = [keys.file_record(tenant, file_id.decode()) for file_id in ids]
             values = await self._redis.command("MGET", *names) if names else []
-        except RedisUnavailable:
-            raise unavailable() from None
+        except RedisUnavailable as error:
+            raise unavailable(error) from None
         assert isinstance(values, list)
         found = [self._decode(value) for value in values if isinstance(value, bytes)]
         return sorted(found, key=lambda record: (record.created_s, record.id))
@@ -119,8 +119,8 @@ class FileStore:
         await self.get(tenant, file_id)
         try:
             await self.script(DELETE_SCRIPT, tenant, file_id)
-        except RedisUnavailable:
-            raise unavailable() from None
+        except RedisUnavailable as error:
+            raise unavailable(error) from None
 
     async def pieces(self, tenant: str, record: FileRecord) -> AsyncIterator[bytes]:
         """Yields the bytes of a file. Raises FileGone where it has gone meanwhile, and RedisUnavailable."""
@@ -257,8 +257,8 @@ def not_found(file_id: str, param: str | None) -> RequestRefused:
     return RequestRefused(text, code="file_not_found", status=404, param=param)
 
 
-def unavailable(error: RedisUnavailable | None = None) -> RequestRefused:
-    """The refusal while Redis is away, or refuses."""
-    why = "refuses to keep more" if isinstance(error, RedisRefused) else "is away"
+def unavailable(error: RedisUnavailable) -> RequestRefused:
+    """The refusal while Redis is away, late, or refuses."""
+    why = "refuses to keep more" if isinstance(error, RedisRefused) else error.state
     text = f"Files and batches cannot be read or kept now, because Redis {why}; try again."
     return RequestRefused(text, code="service_unavailable", status=503)

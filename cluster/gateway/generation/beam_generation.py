@@ -156,7 +156,7 @@ class _NextToken:
         """Its token, with the candidates. GroupLost if there is none although the request has ended in order."""
         found = self._entries()
         if not found:
-            raise GroupLost(f"request {self.part.request.request_id} ended without a token")
+            raise GroupLost(f"request {self.part.request.public_id} ended without a token")
         return found[0]
 
     def _entries(self) -> list[TokenLogprobs]:

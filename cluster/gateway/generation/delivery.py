@@ -183,7 +183,7 @@ class Delivery(Response):
             if not writer.started or isinstance(error, ClientLeft):
                 raise
             if not isinstance(error, TandemError):
-                log.exception("request %s failed in its stream", self._generation.parts[0].request.request_id)
+                log.exception("request %s failed in its stream", self._generation.parts[0].request.public_id)
             self._scope["tandem.failed"] = True
             await writer.finish(style.closing(error))
             return

@@ -90,8 +90,8 @@ class Drains:
             raise _refused(f"Group {record.group} has not loaded yet; it can be drained once it serves.", 409)
         try:
             await self._fleet.order_drain(record.group, timeout_s)
-        except RedisUnavailable:
-            raise _refused("The group cannot be told now, because Redis is away; try again.", 503) from None
+        except RedisUnavailable as error:
+            raise _refused(f"The group cannot be told now, because Redis {error.state}; try again.", 503) from None
         return self._state("group", record.group, timeout_s, lambda one: one.group == record.group)
 
     async def _ask_node(self, target: str, timeout_s: float) -> DrainState:

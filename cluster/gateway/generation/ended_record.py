@@ -36,7 +36,7 @@ def ended_record(
     refusal = None if error is None else as_refusal(error)
     began_s, admitted_s = times.began_s, times.admitted_s
     return RequestRecord(
-        request_id=request.trace_ids.get("x-request-id", request.request_id),
+        request_id=request.public_id,
         time_s=bill.time_s,
         tenant=bill.tenant,
         model=bill.model,

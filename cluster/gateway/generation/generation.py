@@ -232,7 +232,7 @@ class Generation:
         except RequestRefused as error:
             self._fail(error)
         except Exception as error:
-            log.exception("request %s was not served in order", part.request.request_id)
+            log.exception("request %s was not served in order", part.request.public_id)
             self._fail(error)
         finally:
             self._num_over += 1
@@ -327,7 +327,7 @@ class Generation:
         if not goes_on:
             part.request = msgspec.structs.replace(part.request, deadline_s=left_s)
             return
-        log.warning("request %s goes to another group: %s", part.request.request_id, ended.refused and ended.refused[3])
+        log.warning("request %s goes to another group: %s", part.request.public_id, ended.refused and ended.refused[3])
         if part.unserved_since_s is not None and self._now() >= part.unserved_since_s + self._hold_s():
             raise RequestRefused("no worker group took the request", code="service_unavailable", status=503)
         await self._pause(part)  # by then the router knows which group is gone

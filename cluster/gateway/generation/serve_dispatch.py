@@ -14,7 +14,7 @@ import msgspec
 
 from tandem.cluster.adapters.adapter_metrics import add_adapters
 from tandem.cluster.adapters.adapter_service import AdapterService
-from tandem.cluster.fleet.engine_metrics import Families, add_engines
+from tandem.cluster.fleet.engine_metrics import Families, add_engines, add_groups
 from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, channel_name
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.gateway.generation.dispatch import DrainState
@@ -209,20 +209,23 @@ class ServeDispatch:
     async def reset_prefix_caches(self) -> Collection[str]:
         try:
             return await self._fleet.reset_prefix_caches()
-        except RedisUnavailable:
-            message = "The groups cannot be told now, because Redis is away; try again."
+        except RedisUnavailable as error:
+            message = f"The groups cannot be told now, because Redis {error.state}; try again."
             raise RequestRefused(message, code="service_unavailable", status=503) from None
 
     async def drain(self, target: str, timeout_s: float | None) -> DrainState:
         return await self._drains.ask(target, timeout_s)
 
     async def metrics(self, *, with_tenants: bool) -> str:
-        reports, redis_unavailable = await self._fleet.read_reports(), self._fleet.redis_unavailable
+        reports, tally = await asyncio.gather(self._fleet.read_reports(), self._fleet.read_tally())
+        redis_unavailable = self._fleet.redis_unavailable
+        states = [record.state for record in self._fleet.records.values()]
         adapter_service = self._adapters()
 
         def text() -> str:
             families = Families(self._metrics_prefix)
             add_engines(families, reports, redis_unavailable, with_tenants=with_tenants)
+            add_groups(families, states, tally)
             if adapter_service is not None:
                 add_adapters(families, reports, adapter_service, with_tenants=with_tenants)
             return families.text()

@@ -136,7 +136,7 @@ class TenantKeys:
             return Principal(DEFAULT_TENANT, is_admin=self._open_admin)
         is_unsure = self._may_be_open and not self._tenants.is_closed
         if is_unsure or (digest is not None and not self._tenants.is_certain):
-            message = "The key cannot be checked now, because Redis is away; try again."
+            message = "The key cannot be checked now, because Redis does not answer in time; try again."
             raise RequestRefused(message, code="service_unavailable", status=503)
         raise _unknown_key()
 
@@ -159,7 +159,7 @@ def check_level(level: AuthLevel, authenticator: Authenticator, authorization: s
         return Principal(DEFAULT_TENANT, is_admin=False)
     principal = authenticator.authenticate(authorization)
     if level is AuthLevel.ADMIN and not principal.is_admin:
-        raise RequestRefused("This needs an admin key.", code="permission_denied", status=403)
+        raise _no_admin(authenticator.is_open)
     return principal
 
 
@@ -180,6 +180,20 @@ def _sent(authorization: str | None) -> bytes | None:
 def _unknown_key() -> RequestRefused:
     message = "Missing or unknown API key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
     return RequestRefused(message, code="invalid_api_key", status=401)
+
+
+def _no_admin(is_open: bool) -> RequestRefused:
+    """The refusal, with what would let the caller in."""
+    message = (
+        "This needs an admin key, one that the service was started with (--admin-api-key); the key that was sent is "
+        "none of those."
+    )
+    if is_open:
+        message = (
+            "This needs an admin key also where other requests need none, and this service has no admin key: start it "
+            "with --admin-api-key KEY (admin_api_key: in a Serve file), and send it as `Authorization: Bearer KEY`."
+        )
+    return RequestRefused(message, code="permission_denied", status=403)
 
 
 def _contains(digests: list[bytes], wanted: bytes) -> bool:

@@ -102,7 +102,7 @@ class GatewayMetrics:
         text = "Generation requests in this gateway."
         gauge = Gauge(f"{prefix}:gateway_requests_open", text, ("model_name",), registry=registry)
         self._open = gauge.labels(model_name)
-        text = "Requests that went on with another group because theirs was lost."
+        text = "Requests that went on with another group, as theirs was lost or ended as planned."
         self._moved = counter("request_migrations", text, "model_name").labels(model_name)
         text = "From the request's arrival to its first token, at the gateway."
         self._ttft = histogram("gateway_time_to_first_token", text, TTFT_BUCKETS)

@@ -83,7 +83,8 @@ def _preflight(origin: str, headers: dict[bytes, bytes]) -> Response:
 def _check_host(host: str | None) -> None:
     """Passes names of the loopback, and no Host at all, which no browser sends."""
     if host is not None and not is_loopback(host):
-        raise _refused(f"A service without keys answers to names of the loopback only, not to the Host {host[:128]}.")
+        message = f"A service without keys answers to names of the loopback only, not to the Host {host[:128]}: "
+        raise _refused(f"{message}ask 127.0.0.1, or give it a key (--api-key, or `tandem tenants add NAME`).")
 
 
 def is_loopback(host: str) -> bool:

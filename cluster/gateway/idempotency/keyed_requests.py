@@ -77,8 +77,8 @@ class KeyedRequests:
         digest = hashlib.sha256(b"\0".join((request.scope["tandem.route"].encode(), body))).hexdigest().encode()
         try:
             found = await self._found(self._store, key_place(principal.tenant, key), digest, request)
-        except RedisUnavailable:
-            text = "An Idempotency-Key cannot be honoured now, because Redis is away; try again."
+        except RedisUnavailable as error:
+            text = f"An Idempotency-Key cannot be honoured now, because Redis {error.state}; try again."
             raise RequestRefused(text, code="service_unavailable", status=503) from None
         if found == "other":
             text = f"The Idempotency-Key {printable(key)} was used with another request."

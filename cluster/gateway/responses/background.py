@@ -32,6 +32,7 @@ from tandem.cluster.gateway.responses.events.event_log import EventLog
 from tandem.cluster.gateway.responses.events.event_stream import EventStream
 from tandem.cluster.gateway.responses.events.event_watch import EventWatch, pause_s
 from tandem.cluster.gateway.responses.response_store import (
+    READ,
     RUNNING,
     ResponseStore,
     Store,
@@ -55,7 +56,7 @@ BEGIN_S = 20.0
 SETTLE_S = 600.0
 """Time that one which was made waits for Redis."""
 NOT_BEGUN = "The response cannot be stored now, because Redis %s, so it is not made in the background; try again later."
-WAITED = "The response was given up, because its events could not be stored for too long; Redis is away."
+WAITED = "The response was given up, because its events could not be stored for too long; Redis does not answer."
 FAILED = {
     "lost": "The gateway that made this response has ended before it.",
     "too_large": "The response takes more bytes than a tenant may store (--response-store-bytes).",
@@ -125,9 +126,7 @@ class BackgroundResponses:
             del self._runs[key]
             if isinstance(error, RedisUnavailable):
                 log.warning("response %s is not begun: %s", run.response_id, error)
-                raise unavailable(
-                    NOT_BEGUN % ("refuses it" if isinstance(error, RedisRefused) else "is away")
-                ) from None
+                raise unavailable(NOT_BEGUN % error.state) from None
             raise
 
     def start(self, run: BackgroundRun, delivery: Delivery) -> Response:
@@ -146,8 +145,8 @@ class BackgroundResponses:
             return stored
         try:
             state = await self._store.state(tenant, response_id, wish)
-        except RedisUnavailable:
-            raise unavailable() from None
+        except RedisUnavailable as error:
+            raise unavailable(READ % error.state) from None
         if state is None:  # it has just ended; or Redis lost its state
             stored = await self._store.get(tenant, response_id)
         if state not in RUNNING:
@@ -160,8 +159,8 @@ class BackgroundResponses:
         await self._store.get(tenant, response_id)
         try:
             seen = await self._look(tenant, response_id, first)
-        except RedisUnavailable:
-            raise unavailable() from None
+        except RedisUnavailable as error:
+            raise unavailable(READ % error.state) from None
         if not seen.number:
             text = (
                 "stream needs a response that was made with background and stream: the events of others are not kept."

@@ -85,8 +85,8 @@ class ResponseStore:
         if _ID.fullmatch(response_id):
             try:
                 found = await self._redis.command("GET", keys.response(tenant, response_id))
-            except RedisUnavailable:
-                raise unavailable() from None
+            except RedisUnavailable as error:
+                raise unavailable(READ % error.state) from None
         if not isinstance(found, bytes):
             raise not_found(response_id, param)
         try:
@@ -103,8 +103,8 @@ class ResponseStore:
             if not await self._redis.command("EXISTS", keys.response(tenant, response_id)):
                 raise not_found(response_id, None)
             await self._script(DELETE_SCRIPT, tenant, response_id)
-        except RedisUnavailable:
-            raise unavailable() from None
+        except RedisUnavailable as error:
+            raise unavailable(READ % error.state) from None
 
     async def begin(
         self, tenant: str, response_id: str, value: bytes, lease_ms: int, first: Batch | None = None
@@ -212,9 +212,9 @@ def not_found(response_id: str, param: str | None) -> RequestRefused:
     return RequestRefused(message, code=code, status=404, param=param)
 
 
-READ = "Stored responses cannot be read now, because Redis is away; try again, or send the whole conversation."
+READ = "Stored responses cannot be read now, because Redis %s; try again, or send the whole conversation."
 
 
-def unavailable(message: str = READ) -> RequestRefused:
-    """The refusal while Redis is away."""
+def unavailable(message: str) -> RequestRefused:
+    """The refusal while Redis is of no use."""
     return RequestRefused(message, code="service_unavailable", status=503)

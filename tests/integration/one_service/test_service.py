@@ -370,10 +370,13 @@ def test_only_ranks_load_torch(service: Service) -> None:
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(service: Service) -> None:
-    before = {p.pid for p in service.titled("tandem rank")}
+    before, losses = {p.pid for p in service.titled("tandem rank")}, service.metric("group_losses_total")
+    migrations = service.metric("request_migrations_total")
     os.kill(max(before), signal.SIGKILL)
     wait_for(lambda: len({p.pid for p in service.titled("tandem rank")} - before) == 2, 180, "the group is replaced")
     wait_until_healed(service, before)
+    assert service.metric("group_losses_total") - losses == 1, "an alert can see it"
+    assert service.metric("request_migrations_total") == migrations
 
 
 @dataclass
@@ -538,7 +541,7 @@ async def test_a_group_that_is_told_to_end_hands_its_streams_over(
     service: Service, long_answers: list[str], part: str
 ) -> None:
     """SIGTERM is a planned end: the process is gone soon, nobody speaks of a loss, and Serve starts another group."""
-    said = len(service.output)
+    said, losses = len(service.output), service.metric("group_losses_total")
     victim = min(await asyncio.to_thread(group_records, service), key=lambda record: record.pid)
     ranks = await asyncio.to_thread(rank_pids, service, victim.group)
     seen = await hit(service, signal.SIGTERM, victim.pid if part == "coordinator" else ranks[0])
@@ -554,6 +557,7 @@ async def test_a_group_that_is_told_to_end_hands_its_streams_over(
         "its line",
     )
     assert lines == [f"tandem: group {victim.group} has ended"]
+    assert service.metric("group_losses_total") == losses
 
 
 async def test_a_gateway_that_is_told_to_end_finishes_its_streams(service: Service, long_answers: list[str]) -> None:
@@ -663,7 +667,7 @@ def check_lines_of_groups(service: Service, said: int, gone: set[str]) -> None:
     wait_for(lambda: served <= set(lines()) and len(lines()) == 4, 60, "a line for each")
     for group in gone:
         (lost,) = [line for line in lines() if f" {group} " in line]
-        why = rf"rank \d of group {group} (was killed by SIGKILL|has died)"
+        why = rf"rank \d of group {group} (was killed by SIGKILL|has died \(exit status or signal unknown.*\))"
         assert re.fullmatch(rf"tandem: group {group} is lost: {why}; its requests .*", lost)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -14,6 +15,7 @@ from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.cli.main import build_app
 from tandem.cluster.fleet.fleet_view import GroupRecord, StartFailure, report_start_failure
 from tandem.cluster.fleet.gateway_records import GatewayRecord
+from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.process.run_files import RunFile
@@ -179,9 +181,12 @@ def test_why_no_group_serves_is_shown_until_one_does(server: RedisServer, monkey
     failure = StartFailure(part="group g9", message="no memory for its weights")
     loading = GroupRecord(group="g0", life=1, model="demo", state="loading", host="gone", pid=1)
     asyncio.run(write(server.url, lambda redis: report_start_failure(redis, "s", failure)))
+    killed = GroupEvent("lost", "g8", "rank 0 was killed by SIGKILL")
+    asyncio.run(write(server.url, lambda redis: write_event(redis, "s", killed)))
     said = "  group g9 did not start: no memory for its weights"
     assert said not in _lines(monkeypatch, server.url, state)
     record = msgspec.msgpack.encode(loading)
     asyncio.run(write(server.url, lambda redis: redis.command("SET", keys.group("s", "g0"), record)))
     lines = _lines(monkeypatch, server.url, state)
     assert lines[1] == said and "  node gone  pid 1  " in lines[2]
+    assert any(re.fullmatch(r"  groups lost 1 since the start; the last \d+ s ago: .*SIGKILL", line) for line in lines)

@@ -10,6 +10,8 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tandem.cluster.fleet.engine_metrics import Families, add_groups
+from tandem.cluster.fleet.group_events import GroupTally
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tests.support.metric_names import absent_names, sample_names, stock_names
 from tests.unit.cluster.fleet.test_metrics_text import reports, served
@@ -24,7 +26,10 @@ def names_of_a_service_with_everything() -> set[str]:
     metrics = GatewayMetrics(CollectorRegistry(), "tandem", "m")
     metrics.http_answered("/v1/models", 200)
     metrics.text_worked("t", 0.1, waited_s=None)
-    return sample_names(served(reports())) | sample_names(generate_latest(metrics.registry).decode())
+    families = Families("tandem")
+    add_groups(families, ["serving"], GroupTally())
+    texts = served(reports()), families.text(), generate_latest(metrics.registry).decode()
+    return set().union(*map(sample_names, texts))
 
 
 def test_the_file_is_what_the_table_makes() -> None:

@@ -1,6 +1,7 @@
 """Keys, and the auth level of every route."""
 
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import pytest
 from starlette.routing import Route
@@ -85,6 +86,10 @@ def test_admin_routes_need_an_admin_key() -> None:
     with pytest.raises(RequestRefused) as refusal:
         check_level(AuthLevel.ADMIN, keys, "Bearer user")
     assert (refusal.value.status, refusal.value.code) == (403, "permission_denied")
+    assert "the key that was sent is none of those" in str(refusal.value)
+    proxied = TenantKeys(StaticKeys(), Mock(is_known=True, is_closed=False), may_be_open=True, open_admin=False)
+    with pytest.raises(RequestRefused, match="start it with --admin-api-key KEY") as refusal:
+        check_level(AuthLevel.ADMIN, proxied, None)
     with pytest.raises(RequestRefused) as refusal:
         check_level(AuthLevel.ADMIN, StaticKeys(["user"]), None)
     assert refusal.value.status == 401

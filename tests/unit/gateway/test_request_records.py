@@ -98,7 +98,7 @@ def rig_of_admin() -> Callable[[], Any]:
     return lambda: gateway(settings=GatewaySettings(api_keys=("sk",)), auth=StaticKeys(("sk",), ("root",), ()))
 
 
-async def test_a_request_that_was_sent_twice_says_so() -> None:
+async def test_a_request_that_was_sent_twice_says_so(caplog: pytest.LogCaptureFixture) -> None:
     class Twice(FakeBackend):
         """Loses what it is sent first."""
 
@@ -117,6 +117,8 @@ async def test_a_request_that_was_sent_twice_says_so() -> None:
         await rig.settle()
         found = await rig.context.records.find(answer.headers["x-request-id"])
     assert found is not None and found.outcome == "length"
+    said = [line for line in caplog.messages if "goes to another group" in line]
+    assert said == [f"request {found.request_id} goes to another group: it is gone"], "by the id that all else has"
     first, second = found.prompts[0].attempts
     assert (first.group, first.why, first.course) == ("group-a", "bystander", None)
     assert second.why == "" and second.sent_s >= first.ended_s

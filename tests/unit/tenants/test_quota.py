@@ -156,7 +156,7 @@ async def test_a_redis_that_goes_is_said_once_and_what_was_taken_told_later(capl
     for _ in range(3):
         await rig.quota.admit("acme", 1, 0)
     assert [record.getMessage() for record in caplog.records] == [
-        "quota of acme: Redis is unavailable (gone); going on with a share of it"
+        "quota of acme: Redis is away (gone); going on with a share of it"
     ]
     await rig.quota.send_heartbeat()
     assert len(rig.redis.reports) == 4

@@ -74,7 +74,7 @@ def test_what_is_wrong_is_said_in_a_line(server: RedisServer, arguments: tuple[s
 
 def test_a_redis_that_is_not_there_is_said(server: RedisServer) -> None:
     server.stop()
-    with pytest.raises(TandemError, match="Redis does not answer"):
+    with pytest.raises(TandemError, match="Redis is away: "):
         tandem(server, "tenants", "ls")
 
 

@@ -279,7 +279,7 @@ class EngineThread(threading.Thread):
         except GroupLost:
             raise
         except Exception:
-            log.exception("request %s cannot be taken in", request.request_id)
+            log.exception("request %s cannot be taken in", request.public_id)
             self._live.pop(key, None)
             on_ended(refused(request, 500, "internal_error", None, "The request failed in the engine."))
 

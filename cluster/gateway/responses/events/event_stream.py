@@ -123,7 +123,7 @@ class EventStream(Response):
         if self._leaving.is_over:
             raise ClientLeft
         if self._context.clock() - self._seen_s > AWAY_S:
-            text = "The events cannot be read now, because Redis is away; go on with starting_after."
+            text = "The events cannot be read now, because Redis does not answer; go on with starting_after."
             raise RequestRefused(text, code="service_unavailable", status=503)
         await self._in_time(writer.keep_alive(self._context.times.keep_alive_s))
 

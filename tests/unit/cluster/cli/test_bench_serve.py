@@ -52,7 +52,8 @@ async def test_the_table_and_the_file_are_vllms(tmp_path: Path) -> None:
         assert (value(done, "Total input tokens:"), value(done, "Total generated tokens:")) == (said, 20)
         assert value(done, "Maximum request concurrency:") == 2 <= value(done, "Peak concurrent requests:")
         assert value(done, "Request goodput (req/s):") == value(done, "Request throughput (req/s):") > 0
-        assert "the model is echo" in done.stderr
+        assert "the model is echo" in done.stderr and "/v1/completions at once" in done.stderr
+        assert "goodput counts requests with ttft up to 100000 ms, tpot up to 100000 ms" in done.stderr
         found = json.loads((tmp_path / "new" / "found.json").read_text())
         assert found.keys() == VLLM_FIELDS | {"gpu", "tp"} and found["model_id"] == "echo"
         assert found["median_ttft_ms"] == pytest.approx(value(done, "Median TTFT"), abs=0.01)

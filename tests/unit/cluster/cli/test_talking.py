@@ -139,7 +139,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 async def test_without_a_url_the_running_service_is_found(runtime: Path) -> None:
-    assert "no service of this user is running" in problem(await tandem("complete", "x"))
+    assert "no service of this user runs" in problem(await tandem("complete", "x"))
     async with service(saying("found")) as (_, url):
         for pid, address in ((os.getpid(), url), (os.getppid(), "http://127.0.0.1:1")):
             started_at = 2.0 if address == url else 1.0

@@ -15,6 +15,7 @@ from tandem.cluster.cli.live.top_screen import ENTER, LEAVE, draw, lines_of, who
 from tandem.cluster.cli.main import build_app
 from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.fleet.gateway_records import GatewayRecord
+from tandem.cluster.fleet.group_events import GroupEvent, GroupTally
 from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
 from tandem.configs.errors import TandemError
 from tandem.workers.engine.base.drafting import DraftStats
@@ -38,7 +39,7 @@ def report(group: str, **counts: Any) -> GroupReport:
 
 def reading(groups: list[GroupRecord], reports: list[GroupReport], **more: Any) -> ServiceReading:
     found = {one.group: one for one in reports}
-    kept: dict[str, Any] = {"gateways": [], "redis_unavailable": False, "adapters": [], "running": {}}
+    kept: dict[str, Any] = {"gateways": [], "redis_state": "", "adapters": [], "running": {}}
     return ServiceReading(groups, found, **kept | more)
 
 
@@ -99,11 +100,26 @@ def test_rates_are_of_the_time_between_two_readings_and_of_one_life() -> None:
 def test_what_is_not_known_is_a_dash_and_trouble_is_said() -> None:
     loading = record("g1", loaded_bytes=1, total_bytes=4)
     stuck = record("g2", stalled_s=12.0)
-    now = reading([msgspec.structs.replace(loading, state="loading"), stuck], [], redis_unavailable=True)
+    now = reading([msgspec.structs.replace(loading, state="loading"), stuck], [], redis_state="does not answer in time")
     lines = lines_of(figures(None, now, 0.0), "m")
-    assert "Redis is unavailable: these are old" in lines[0] and "tok/s -" in lines[1]
+    assert "Redis does not answer in time: these are old" in lines[0] and "tok/s -" in lines[1]
     assert any("loading 25%" in line for line in lines) and any("no step for 12 s" in line for line in lines)
     assert "no group is known" in lines_of(figures(None, reading([], []), 0.0), "m")
+
+
+def test_the_last_group_that_was_lost_is_said_and_whether_it_is_back() -> None:
+    killed = GroupEvent("lost", "g1", "rank 0 was killed by SIGKILL")
+    for tally, line in (
+        (None, None),
+        (GroupTally(starts=2), None),
+        (GroupTally(3, 0, 1, killed, 12.0),
+         "groups lost 1 since the start; the last 12 s ago: group g1 is lost: rank 0 was killed by SIGKILL"),
+        (GroupTally(3, 0, 2, GroupEvent("missing", "g2"), 300.0),
+         "groups lost 2 since the start; the last 5 min ago: group g2 is missing: it was killed or hangs, and is back"),
+    ):  # fmt: skip
+        found = figures(None, reading([record("g2")], [], tally=tally), 0.0)
+        assert found["losses"] == line and found["group_losses"] == (None if tally is None else tally.losses)
+        assert (line in lines_of(found, "m")) == (line is not None)
 
 
 def test_the_screen_is_as_large_as_the_terminal_and_is_given_back(

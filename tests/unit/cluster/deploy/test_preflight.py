@@ -151,6 +151,8 @@ def test_a_service_whose_every_answer_is_401_says_so(folder: Path) -> None:
     with private_redis() as server:
         note = note_on_keys(public, server.url)
         assert note is not None and "there is none yet" in note and "tandem tenants add" in note
+        note = note_on_keys(service(folder, admin_api_key="root"), server.url)
+        assert note is not None and "there is only --admin-api-key" in note and "none yet" not in note
         assert note_on_keys(service(folder), server.url) is None
         assert note_on_keys(service(folder, host="0.0.0.0", api_key="sk"), server.url) is None
         asyncio.run(add_tenant(server.url))

@@ -5,7 +5,8 @@ import dataclasses
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.cluster.fleet.engine_metrics import Families, add_engines
+from tandem.cluster.fleet.engine_metrics import Families, add_engines, add_groups
+from tandem.cluster.fleet.group_events import GroupTally
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.workers.engine.base.stats import ExpertStats, OffloadStats
 from tests.support.fake_engine import FakeEngine
@@ -71,6 +72,20 @@ def test_loads_of_experts_are_shown_by_expert_and_by_layer() -> None:
     layers = [(s.labels["layer"], s.value) for s in families["tandem:expert_imbalance"].samples]
     assert layers == [("1", 3), ("3", 1), ("4", 0)]
     assert "expert" not in text_of(reports[1:])
+
+
+def test_a_group_that_is_lost_without_a_request_shows() -> None:
+    families = Families("tandem")
+    add_groups(families, ["serving", "loading", "serving"], GroupTally(starts=3, losses=1))
+    found = {s.name: (s.labels, s.value) for f in text_string_to_metric_families(families.text()) for s in f.samples}
+    counts = {"group_starts": 3, "group_start_failures": 0, "group_losses": 1}
+    assert {name: ({}, count) for name, count in counts.items()} == {
+        name: found[f"tandem:{name}_total"] for name in counts
+    }
+    states = [line for line in families.text().splitlines() if line.startswith("tandem:groups{")]
+    assert [[*line.split('"')[1::2], line[-3:]] for line in states] == [
+        ["loading", "1.0"], ["serving", "2.0"], ["draining", "0.0"],
+    ]  # fmt: skip
 
 
 def test_a_group_without_readable_statistics_costs_nothing() -> None:

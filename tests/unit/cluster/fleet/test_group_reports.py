@@ -132,7 +132,7 @@ async def test_a_view_asks_for_reports_unless_redis_is_unavailable(redis: Backgr
         (report,) = await view.read_reports(PATIENT_S)
     assert report.rank_pids == [group.times] == [1]
     asked = await redis.command("GET", keys.reports_asked("s"))
-    view.redis_unavailable = True
+    view.redis_state = "is away"
     assert await view.read_reports() == [report]
     assert await redis.command("GET", keys.reports_asked("s")) == asked
 

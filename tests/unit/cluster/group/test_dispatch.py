@@ -339,7 +339,8 @@ async def test_metrics_are_of_groups_and_of_adapters_where_they_are_served(servi
     parts = [FakeHandle([]), service.fleet, SECRET, "127.0.0.1", "vllm"]
     plain, serving_adapters = Client(*parts), Client(*parts, lambda: adapters)
     text, more = await plain.metrics(with_tenants=False), await serving_adapters.metrics(with_tenants=False)
-    assert text.startswith("# HELP vllm:num_requests_running ") and text.endswith("\nvllm:redis_away 0.0\n")
+    assert text.startswith("# HELP vllm:num_requests_running ") and "\nvllm:redis_away 0.0\n" in text
+    assert text.endswith("\nvllm:group_losses_total 0.0\n"), "known from 0 on"
     assert more.startswith(text) and more.endswith("\nvllm:adapters_listed 0.0\n")
     adapters.close()
     for client in (plain, serving_adapters):
@@ -372,7 +373,8 @@ class Wordless(Exception):
     [
         (None, "rank 1 of group g has ended"),
         (True, "rank 1 of group g was told to end"),
-        (ray.exceptions.RayActorError(), "rank 1 of group g has died"),
+        (ray.exceptions.RayActorError(), "rank 1 of group g has died (exit status or signal unknown)"),
+        (ray.exceptions.OutOfMemoryError("low"), "rank 1 of group g was killed by Ray, as its node was nearly out of"),
         (ray.exceptions.RayTaskError("f", "traceback", Wordless()), "rank 1 of group g failed: Wordless"),
         (ray.exceptions.RayTaskError("f", "traceback", Wordless("\n one\ntwo")), "rank 1 of group g failed: one"),
         (ray.exceptions.WorkerCrashedError(), "rank 1 of group g failed: "),
@@ -399,7 +401,13 @@ def test_a_rank_that_ends_is_reported_however_it_ends(
     assert ranks.lost() == told[0]
 
 
-@pytest.mark.parametrize(("told", "words"), [("was killed by SIGKILL", "was killed by SIGKILL"), (None, "has died")])
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ("was killed by SIGKILL", "was killed by SIGKILL"),
+        (None, "has died (exit status or signal unknown: this kernel does not tell)"),
+    ],
+)
 def test_a_dead_rank_is_reported_with_what_the_kernel_tells(
     told: str | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

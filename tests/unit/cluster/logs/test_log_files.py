@@ -33,7 +33,8 @@ from tandem.cluster.logs.log_files import (
     open_log,
     open_requests_log,
 )
-from tandem.cluster.process.exit_watch import ExitWatch, ended_words
+from tandem.cluster.process import exit_watch
+from tandem.cluster.process.exit_watch import ExitWatch, ended_words, oom_kills
 from tandem.cluster.wire.service_facts import ServiceFacts, open_log_of
 from tandem.configs.errors import SettingsError
 from tandem.configs.schema import LogSettings
@@ -333,7 +334,9 @@ def test_a_file_that_was_removed_is_made_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, 7])
-def test_how_a_process_has_ended_is_known_where_the_kernel_tells(how: int) -> None:
+def test_how_a_process_has_ended_is_known_where_the_kernel_tells(
+    how: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = ExitWatch()
     script = (
         f"import os; input(); os._exit({how})" if how == 7 else f"import os; input(); os.kill(os.getpid(), {how:d})"
@@ -344,6 +347,10 @@ def test_how_a_process_has_ended_is_known_where_the_kernel_tells(how: int) -> No
     process.communicate(b"\n")
     wanted = "exited with status 7" if how == 7 else f"was killed by {signal.Signals(how).name}"
     assert watch.how_it_ended(process.pid) in (wanted, None)  # None: a kernel before 6.15
+    (vmstat := tmp_path / "vmstat").write_text(f"nr_free 1\noom_kill {oom_kills() + 2}\n")
+    monkeypatch.setattr(exit_watch, "VMSTAT", vmstat)
+    of_memory = f"{wanted} (while it ran, the kernel has killed 2 for lack of memory)"
+    assert watch.how_it_ended(process.pid) in (of_memory if how == signal.SIGKILL else wanted, None)
     assert ended_words(process.returncode) == wanted
     watch.watch(process.pid)  # has ended; nothing is known of one that was not watched
     watch.close()

@@ -5,7 +5,7 @@ import queue
 
 import pytest
 
-from tandem.cluster.fleet.group_events import MOST_EVENTS, GroupEvent, take_events, write_event
+from tandem.cluster.fleet.group_events import MOST_EVENTS, GroupEvent, GroupTally, read_tally, take_events, write_event
 from tandem.cluster.process.redis_server import RedisServer
 from tandem.cluster.service.group_event_log import GroupEventLog, Lines
 from tandem.cluster.state import keys
@@ -51,6 +51,22 @@ async def test_events_are_taken_once_in_order_and_are_few(redis: BackgroundClien
     taken = await take_events(redis, "s")
     assert [event.group for event in taken] == [str(i) for i in range(5, MOST_EVENTS + 5)]
     assert await take_events(redis, "s") == []
+
+
+async def test_starts_and_losses_are_counted_once_whoever_tells_of_them(redis: BackgroundClient) -> None:
+    assert await read_tally(redis, "s") == GroupTally()
+    killed = GroupEvent("lost", "a", "rank 0 of group a was killed by SIGKILL")
+    told = [GroupEvent("serving", "a"), GroupEvent("serving", "b"), killed, GroupEvent("missing", "a")]
+    told += [GroupEvent("left", "b"), GroupEvent("missing", "b"), GroupEvent("failed", "c", "no memory")]
+    for event in told * 2:  # a reply that was lost, two gateways
+        await write_event(redis, "s", event)
+    tally = await read_tally(redis, "s")
+    assert tally._replace(last_loss_s=0.0) == GroupTally(2, 1, 1, killed) and tally.last_loss_s < DEADLINE_S
+    await write_event(redis, "s", GroupEvent("missing", "d"))
+    await write_event(redis, "s", GroupEvent("returned", "d"))
+    assert (await read_tally(redis, "s"))[2:4] == (2, GroupEvent("missing", "d"))
+    for key in (keys.group_tally("s"), keys.groups_counted("s")):
+        assert keys.EVENTS_TTL_S < int(await redis.command("TTL", key)) <= keys.TALLY_TTL_S
 
 
 async def test_the_launcher_says_what_comes_after_the_start(server: RedisServer, redis: BackgroundClient) -> None:

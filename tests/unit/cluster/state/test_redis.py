@@ -27,6 +27,7 @@ from tandem.cluster.state.notifications import Announcements
 from tandem.cluster.state.redis_client import (
     BackgroundClient,
     Part,
+    RedisLate,
     RedisRefused,
     RedisUnavailable,
     RequestClient,
@@ -96,14 +97,12 @@ async def test_a_frozen_server_opens_the_breaker_and_calls_fail_fast(server: Red
     os.kill(server.pid, signal.SIGSTOP)
     for _ in range(3):
         started_s = time.monotonic()
-        with pytest.raises(RedisUnavailable):
+        with pytest.raises(RedisLate):
             await request_client.script(GET, ("k",), ())
         assert time.monotonic() - started_s < 10
     assert request_client.breaker.state == "open"
     for _ in range(100):
-        with pytest.raises(
-            RedisUnavailable, match="breaker is open"
-        ):  # it asks nobody: no answer would have other words
+        with pytest.raises(RedisLate, match="breaker is open"):  # it asks nobody: no answer would have other words
             await request_client.script(GET, ("k",), ())
     os.kill(server.pid, signal.SIGCONT)
     async with asyncio.timeout(30):
@@ -203,8 +202,29 @@ async def test_the_fleet_survives_the_server(server: RedisServer) -> None:
     await fleet.refresh()
     server.stop()
     await fleet.refresh()
-    assert fleet.redis_unavailable
+    assert fleet.redis_unavailable and fleet.redis_state == "is away"
     assert set(fleet.records) == {"g1"}
+    await client.close()
+
+
+@pytest.mark.parametrize("retries", [0, 1])  # a second try connects anew, and the library wraps its timeout
+async def test_a_slow_server_is_not_called_away(
+    server: RedisServer, caplog: pytest.LogCaptureFixture, retries: int
+) -> None:
+    client = BackgroundClient(server.url, timeout_s=0.2, retries=retries)
+    fleet = FleetView(client, "s", reseed=lambda: asyncio.sleep(0))
+    await fleet.refresh()
+    assert server.pid is not None and not fleet.redis_state
+    os.kill(server.pid, signal.SIGSTOP)
+    await fleet.refresh()
+    assert fleet.redis_state == "does not answer in time"
+    os.kill(server.pid, signal.SIGCONT)
+    server.stop()
+    await fleet.refresh()
+    assert fleet.redis_state == "is away"
+    assert [line.partition(" (")[0] for line in caplog.messages if line.startswith("Redis")] == [
+        "Redis does not answer in time", "Redis is away",
+    ]  # fmt: skip
     await client.close()
 
 
