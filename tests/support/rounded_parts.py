@@ -1,4 +1,4 @@
-"""What ranks compute that round inputs to int8, on one rank: those that share a row of inputs each scale their own part,
+"""What ranks compute that round inputs to int8, on one rank: those that share a row of inputs scale their own parts,
 so a product of such a row is the sum of the products of its parts, each rounded by itself.
 """
 
@@ -39,10 +39,13 @@ def _by_parts(patch: pytest.MonkeyPatch, method: Any, tp_size: int, whole_expert
     def apply(self: Any, x_TI: torch.Tensor) -> torch.Tensor:
         share = x_TI.shape[1] // self.parts
         y_TO = torch.zeros(())
+        bias_O = self._bias_O
         for first in range(0, share * self.parts, share):
             part_TI = torch.zeros_like(x_TI)
             part_TI[:, first : first + share] = x_TI[:, first : first + share]
             y_TO = y_TO + multiply(self, part_TI)
+            self._bias_O = None  # it is added once
+        self._bias_O = bias_O
         return y_TO
 
     patch.setattr(method, "__init__", make)

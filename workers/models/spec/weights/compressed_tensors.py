@@ -58,9 +58,9 @@ def _scheme(group: Fields, form: str, remarks: dict[str, None]) -> Scheme | None
     if weights is None:
         return None
     kind, bits = weights.one_of("type", ("int", "float"), "int"), weights.whole("num_bits", 8)
-    unsaid = {None: "tensor", -1: "channel"}.get(weights.get("group_size"), "group")
-    strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block", "tensor_group"), unsaid)
     size, block = weights.group("group_size", -1), weights.block("block_structure")
+    unsaid = "tensor" if weights.get("group_size") is None else "channel" if size is None else "group"
+    strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block", "tensor_group"), unsaid)
     order, symmetric = weights.get("actorder"), weights.flag("symmetric", True)
     for key in ("dynamic", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
         weights.ignore(key)
