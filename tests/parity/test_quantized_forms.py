@@ -37,7 +37,7 @@ FORMS: dict[str, Format | None] = {
     "ct int4": forms.packed(4, 32, sym=False),
     "ct w8a8": forms.bytes_of(a8=True),
     "ct nvfp4": next(form for form in forms.floats() if form.name == "ct-nvfp4"),
-    "fp8": forms.fp8((32, 32)),
+    "fp8 blocks": forms.fp8((32, 32)),
     "fbgemm_fp8": next(form for form in forms.floats() if form.name == "fbgemm"),
     "modelopt": forms.fp4("modelopt-nvfp4", FP4, outer="weight_scale_2", multiplies=True),
     "bnb nf4": forms.nf4(double=True),
@@ -164,7 +164,7 @@ def test_drafts_streamed_layers_and_tiers(name: str, tmp_path: Path) -> None:
     assert tokens_of(quantized, **everything) == expected
 
 
-@each("fp8", "fbgemm_fp8", soon=())
+@each("fp8 blocks", "fbgemm_fp8", soon=())
 def test_batch_invariant(name: str, tmp_path: Path) -> None:
     quantized, plain = served(name, tmp_path)
     form = FORMS[name]
@@ -172,8 +172,14 @@ def test_batch_invariant(name: str, tmp_path: Path) -> None:
     assert tokens_of(quantized, batch_invariant=True) == expected
 
 
-@pytest.mark.parametrize("name", ["fp8", "fbgemm_fp8"])
-def test_batch_invariance_is_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fp8 blocks", "fbgemm_fp8"])
+def test_batch_invariance_refuses_fp8(name: str, tmp_path: Path) -> None:
     quantized, _ = served(name, tmp_path)
     with pytest.raises(SettingsError, match="it is not to be had with fp8 weights, which no kernel multiplies"):
         LLM(str(quantized), batch_invariant=True)
+
+
+def test_gguf_refuses_experts(tmp_path: Path) -> None:
+    save_gguf(tiny("gguf", tmp_path), tmp_path / "m.gguf", lambda name: "Q4_1", {"llama.expert_count": 4})
+    with pytest.raises(SettingsError, match=r"llama\.expert_count is 4, which is not read"):
+        gguf_folder(tmp_path / "m.gguf")
