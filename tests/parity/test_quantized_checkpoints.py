@@ -128,6 +128,7 @@ WILD = [
     ("qwen3_moe", forms.fp8()),
     ("deepseek_v3", forms.fp8((16, 16))),  # kv_b is multiplied by parts
     ("gpt_oss", forms.mxfp4()),  # stacks of experts, gate and up in turn
+    ("phi3", forms.fp8((20, 36))),  # blocks that q, k and v share, and that no rank's part is a multiple of
 ]
 
 
@@ -149,6 +150,27 @@ def test_bitsandbytes_nf4(kind: str, double: bool, tmp_path: Path) -> None:
     quantized, plain = save_quantized(save_tiny_model(even, tmp_path), tmp_path, form)
     check_near(logits_of(quantized), theirs_of(plain, form))
     built(quantized, Mesh(2, 1, 1))
+
+
+DOUBLE_QUANTIZED = {
+    "absmax": (lambda tensor: tensor[:-1], "has 63 elements, config.json makes it 64"),
+    "nested_absmax": (lambda tensor: tensor[:0], "has 0 elements, config.json makes it 1"),
+    "nested_quant_map": (lambda tensor: tensor[:100], "has 100 elements, config.json makes it 256"),
+    "quant_state.bitsandbytes__nf4": (lambda tensor: tensor[:-1], "is not read: JSONDecodeError"),
+}
+
+
+@pytest.mark.parametrize("end", DOUBLE_QUANTIZED)
+def test_scales_of_bitsandbytes_that_do_not_fit_are_refused(end: str, tmp_path: Path) -> None:
+    """They are read whole, whatever their shapes."""
+    even = TinyModel("even", "llama", {"num_hidden_layers": 1, "intermediate_size": 128})
+    quantized, _ = save_quantized(save_tiny_model(even, tmp_path), tmp_path, forms.nf4(double=True))
+    (change, words), name = DOUBLE_QUANTIZED[end], f"model.layers.0.self_attn.q_proj.weight.{end}"
+    tensors = load_file(quantized / "model.safetensors")
+    changed = {**tensors, name: change(tensors[name]).contiguous()}
+    save_file(changed, quantized / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SettingsError, match=f"tensor {name} {words}"):
+        built(quantized)
 
 
 CUT = ["gptq-3-32", "gptq_v2-3-16-order", "gptq-4-32-order", "awq-32", "packed-3-32", "packed-4-32-order", "bytes-32"]
@@ -283,6 +305,35 @@ def test_tensors_that_do_not_fit_the_config_are_refused(
     form = forms.gptq()
     quantized, _ = save_quantized(tiny_folder("llama-gqa"), tmp_path, form, config={**form.config, **changes})
     with pytest.raises(SettingsError, match=words):
+        built(quantized)
+
+
+def test_tensors_that_change_nothing_may_be_there(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """AutoGPTQ wrote a bias of zeros and the groups of inputs for each layer, bitsandbytes writes its layout. Values
+    that would change something are refused."""
+    idle = torch.arange(64) // 32
+    for form, end, value, other in (
+        (FORMS["gptq-4-32"], "self_attn.o_proj.bias", torch.zeros(64), torch.ones(64)),
+        (FORMS["gptq-4-32"], "self_attn.o_proj.g_idx", idle, idle.flip(0)),
+        (FORMS["bnb8"], "self_attn.o_proj.weight_format", torch.zeros(1).byte(), torch.ones(1).byte()),
+    ):
+        quantized, plain = save_quantized(tiny_folder("llama-gqa"), tmp_path / end, form)
+        tensors, name = load_file(quantized / "model.safetensors"), f"model.layers.1.{end}"
+        save_file({**tensors, name: value}, quantized / "model.safetensors", {"format": "pt"})
+        check_near(logits_of(quantized), theirs_of(plain, form))
+        save_file({**tensors, name: other}, quantized / "model.safetensors", {"format": "pt"})
+        with pytest.raises(SettingsError, match=f"{name} does not belong to the model.*it would change nothing as"):
+            built(quantized)
+
+
+def test_a_layer_that_is_dense_against_its_config_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """As auto-round 0.16.1 writes a head without tuning."""
+    form = forms.gptq()
+    config = {**form.config, "lm_head": True}
+    quantized, _ = save_quantized(tiny_folder("llama-gqa"), tmp_path, form, config=config)
+    with pytest.raises(
+        SettingsError, match=r"lm_head\.weight does not belong .* its layer is stored dense, where config"
+    ):
         built(quantized)
 
 

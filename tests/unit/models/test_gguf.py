@@ -21,6 +21,9 @@ from tandem.parallel.quantization.layouts.gguf_blocks import FORMS, GgufBlocks
 from tandem.parallel.stored.gguf_header import read_gguf
 from tandem.parallel.stored.gguf_kinds import BY_NAME
 from tandem.parallel.stored.headers import weight_files
+from tandem.workers.gguf.gguf_folder import gguf_folder
+from tandem.workers.lora.peft.base_tables import read_rows
+from tandem.workers.messages.errors import AdapterRefused
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.model_source import has_model, model_digest, model_here, pin_model
 from tandem.workers.planning.resolve import fingerprint, read_spec
@@ -124,6 +127,11 @@ def test_numbers_of_blocks_are_dense_and_become_int8_at_load(demo: Path) -> None
         load_spec(here.model, quantization="awq")
 
 
+def test_tables_of_adapters_are_not_compared_with_blocks(demo: Path) -> None:
+    with pytest.raises(AdapterRefused, match="the model's weights are GGUF"):
+        read_rows(gguf_folder(demo), ("model.embed_tokens.weight",), [0])
+
+
 def test_a_file_that_was_replaced_is_read_anew(demo: Path, tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(demo.read_bytes())
@@ -174,6 +182,12 @@ CONFIG = {
 TABLE = ("token_embd.weight", "F32", (8, 256), bytes(8 * 1024))
 REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [
     ({"general.architecture": "mamba"}, [], "GGUF of the architecture 'mamba' is not read; read are llama, qwen2"),
+    *(({"general.architecture": name}, [], f"the architecture '{name}' is not read") for name in ("phi3", "granite")),
+    (
+        {"general.architecture": "smollm3"},
+        [],
+        "the architecture 'smollm3' is not read; .*from their checkpoints in safe",
+    ),
     ({"general.type": "adapter"}, [], "is GGUF of a adapter, not of a model"),
     ({"llama.expert_count": 8}, [], "llama.expert_count is 8, which is not read"),
     ({"llama.attention.head_count_kv": [4, 2]}, [], r"head_count_kv is \[4, 2\], want a positive integer for all"),
