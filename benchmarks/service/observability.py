@@ -8,8 +8,8 @@ traces of one request in a hundred sent over OTLP to a collector in a process of
 every fifteen seconds in which it serves, the first at once. --against: another checkout, off, for instance of before
 these existed. The gateways of a pair live side by side and serve in short turns, one at a time, so that what else the
 machine does meets all alike; a pair's ratio is that of the sums of its turns, and the median of the pairs counts. CPU
-seconds are of the gateway's process, its threads included, from the end of one turn to that of the next; tokens/s are
-by the clock of its turns, with client and gateway on this machine.
+seconds are of the gateway's process in its turns, its threads included; spans that wait are sent at the end of each.
+Tokens/s are by the clock of its turns, with client and gateway on this machine.
 """
 
 import argparse
@@ -116,18 +116,18 @@ async def serve_turns(options: argparse.Namespace, watched: Mapping[str, Any]) -
     rounds, busy_s, scrape_at_s = 1, 0.0, 0.0 if watched else math.inf
     turns.send(1)
     await asyncio.to_thread(turns.recv)
-    cpu = time.process_time()
     say(ready=True)
     while await asyncio.to_thread(sys.stdin.readline):
-        wall = time.perf_counter()
+        cpu, wall = time.process_time(), time.perf_counter()
         turns.send(options.rounds)
         if busy_s >= scrape_at_s:
             scrape_at_s += SCRAPE_S
             await asyncio.to_thread(scrape, f"http://127.0.0.1:{port}/metrics")
         rounds += await asyncio.to_thread(turns.recv)
         busy_s += (wall_s := time.perf_counter() - wall)
-        before, cpu = cpu, time.process_time()
-        say(cpu_s=cpu - before, wall_s=wall_s)
+        if watched:
+            await asyncio.to_thread(watched["tracing"]._provider.force_flush)
+        say(cpu_s=time.process_time() - cpu, wall_s=wall_s)
     turns.send(0)
     await asyncio.to_thread(client.join)
     server.should_exit = True

@@ -181,7 +181,7 @@ class Generation:
             await self._attend()
 
     async def _wait_for_news(self) -> None:
-        """For the reader, when it has seen all there is."""
+        """Waits until there is more than the reader has seen."""
         self._reader = self._loop.create_future()
         await self._reader
 
