@@ -1,6 +1,6 @@
 """What it costs to be watched: a gateway's CPU time per token with all of it on, off, and in a checkout without it.
 
-    python -m benchmarks.service.observability [--pairs 5] [--turns 24] [--streams 16] [--against CHECKOUT]
+    python -m benchmarks.service.observability [--pairs 5] [--turns 8] [--streams 16] [--against CHECKOUT]
 
 Each gateway runs over a fake engine behind uvicorn, with its client in another process, which sends streaming chats of
 so many tokens. `off` has neither lines about requests nor traces. `on` has access lines and request lines in a file,
@@ -53,8 +53,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--streams", type=int, default=16, help="at a time")
     parser.add_argument("--tokens", type=int, default=128, help="of each stream")
-    parser.add_argument("--rounds", type=int, default=5, help="of streams, in a turn")
-    parser.add_argument("--turns", type=int, default=24, help="of each gateway in a pair, after a round that warms up")
+    parser.add_argument("--rounds", type=int, default=15, help="of streams, in a turn")
+    parser.add_argument("--turns", type=int, default=8, help="of each gateway in a pair, after a round that warms up")
     parser.add_argument("--against", type=Path, help="another checkout")
     parser.add_argument("--quiet-s", type=float, default=60.0, help="longest wait for other processes to rest")
     parser.add_argument("--tell", choices=("on", "off"), help=argparse.SUPPRESS)
