@@ -28,6 +28,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import uvicorn
@@ -168,9 +169,8 @@ class TurnTaker:
         numbers = [f"--{name}={getattr(options, name)}" for name in ("streams", "tokens", "rounds")]
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
         command = [sys.executable, __file__, "--tell", kind, *numbers]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._name = f"{kind} of {checkout.name}"
-        self._process = subprocess.Popen(command, env=environment, cwd=checkout, text=True, **pipes)
+        self._process = subprocess.Popen(command, env=environment, cwd=checkout, text=True, stdin=PIPE, stdout=PIPE)
         self.told: dict[str, Any] = {"tokens": 0, "cpu_s": 0.0, "wall_s": 0.0}
         self._tokens = options.rounds * options.streams * options.tokens
 
