@@ -35,6 +35,7 @@ from tools.service_figures import (
     overload_section,
     scaling_section,
     updates_section,
+    watched_section,
 )
 from tools.token_figures import batching_section, sampling_section, speculation_section, structured_section
 from tools.turn_figures import turns_section
@@ -413,6 +414,7 @@ def render() -> str:
         updates_section(),
         lost_nodes_section(),
         load_clients_section(),
+        watched_section(),
         offload_section(),
         decode_section(),
         attention_section(),

@@ -1,5 +1,6 @@
 """The sections of docs/performance.md about a service that has more requests, groups or tenants than others."""
 
+from statistics import median
 from typing import Any
 
 from tools.result_files import found as matches
@@ -161,3 +162,29 @@ after {truth["median_ttft_ms"]:.0f} ms and then one every {truth["median_tpot_ms
 
 CPU seconds are of a client's whole process; most of vLLM's are its imports. On a service that computes, with that other
 work, times of both clients changed fivefold from run to run: no comparison there has been made on a quiet machine."""
+
+
+def watched_section() -> str:
+    """What it costs a gateway to be watched: lines, traces, scrapes."""
+    found = read_json("observability.json")
+    options, runs = found["options"], found["runs"]
+    names = {"on": "all on / all off", "off": "all off / before there was any of it"}
+    rows = [
+        [names[name], f"{ratio['cpu_per_token']:.3f}", f"{ratio['tokens_per_s']:.3f}"]
+        for name, ratio in found["ratios"].items()
+    ]
+    cpu_us = {name: median(1e6 * run["cpu_s"] / run["tokens"] for run in of) for name, of in runs.items()}
+    shares = [run["other_cpu"] for of in runs.values() for run in of]
+    return f"""## What being watched costs
+
+`make bench-observability` streams chats of {options["tokens"]} tokens, {options["streams"]} at a time, from a gateway
+over a fake engine, and counts the CPU time of its process. On: access lines, request lines, traces of one request in a
+hundred over OTLP, and a scrape of `/metrics` every 15 s. Before: the commit before
+[099](decisions/099-lines-about-requests.md),
+in its own checkout. {options["pairs"]} runs of each, in turns; ratios are medians of those of a pair. Other work took
+{percent(min(shares))} to {percent(max(shares))} of the machine, so tokens a second say less than CPU time.
+
+{table(["compared", "CPU time per token", "tokens/s"], rows)}
+
+A token took {cpu_us["on"]:.1f} µs with all on, {cpu_us["off"]:.1f} µs with all off and {cpu_us["against"]:.1f} µs
+before. What is on costs a request, not a token, so shorter answers pay a larger share."""

@@ -1,19 +1,21 @@
 """What it costs to be watched: a gateway's CPU time per token with all of it on, off, and in a checkout without it.
 
-    python -m benchmarks.service.observability [--pairs 5] [--streams 16] [--rounds 120] [--against CHECKOUT]
+    python -m benchmarks.service.observability [--pairs 5] [--turns 8] [--streams 16] [--against CHECKOUT]
 
-The gateway runs over a fake engine behind uvicorn, with its client in another process, which sends `rounds` times so
-many streaming chats of so many tokens. `off` has neither lines about requests nor traces. `on` has access lines and
-request lines in a file, traces of one request in a hundred sent over OTLP to a collector in a process of its own, and
-a scrape of /metrics every fifteen seconds, the first at once. --against: another checkout, off, for instance of before
-these existed. All in turns, the order turned from pair to pair; the ratios are of the two of a pair, and their median
-counts. CPU seconds are of the gateway's process, its threads included; tokens/s are by the clock with client and
-gateway on this machine.
+Each gateway runs over a fake engine behind uvicorn, with its client in another process, which sends streaming chats of
+so many tokens. `off` has neither lines about requests nor traces. `on` has access lines and request lines in a file,
+traces of one request in a hundred sent over OTLP to a collector in a process of its own, and a scrape of /metrics for
+every fifteen seconds in which it serves, the first at once. --against: another checkout, off, for instance of before
+these existed. The gateways of a pair live side by side and serve in short turns, one at a time, so that what else the
+machine does meets all alike; a pair's ratio is that of the sums of its turns, and the median of the pairs counts. CPU
+seconds are of the gateway's process in its turns, its threads included; spans that wait are sent at the end of each.
+Tokens/s are by the clock of its turns, with client and gateway on this machine.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import socket
@@ -21,12 +23,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import uvicorn
@@ -52,7 +54,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--streams", type=int, default=16, help="at a time")
     parser.add_argument("--tokens", type=int, default=128, help="of each stream")
-    parser.add_argument("--rounds", type=int, default=120, help="in one run, after one that warms up")
+    parser.add_argument("--rounds", type=int, default=15, help="of streams, in a turn")
+    parser.add_argument("--turns", type=int, default=8, help="of each gateway in a pair, after a round that warms up")
     parser.add_argument("--against", type=Path, help="another checkout")
     parser.add_argument("--quiet-s", type=float, default=60.0, help="longest wait for other processes to rest")
     parser.add_argument("--tell", choices=("on", "off"), help=argparse.SUPPRESS)
@@ -83,14 +86,22 @@ def collect(said: Connection) -> None:
         said.send(len(receiver.spans))
 
 
-def scrape(url: str, is_over: threading.Event) -> None:
+def scrape(url: str) -> None:
     urllib.request.urlopen(url, timeout=30).read()
-    while not is_over.wait(SCRAPE_S):
-        urllib.request.urlopen(url, timeout=30).read()
 
 
-async def send_all(options: argparse.Namespace, watched: Mapping[str, Any]) -> dict[str, float]:
-    """Serves all rounds but the first under measurement; CPU and wall seconds."""
+def client_turns(turns: Connection, port: int, options: argparse.Namespace) -> None:
+    """Sends so many rounds of streams as the gateway says, time after time."""
+    payload = body(options.tokens, {})
+    while rounds := turns.recv():
+        for _ in range(rounds):
+            client_process(port, options.streams, payload)
+        turns.send(rounds)
+
+
+async def serve_turns(options: argparse.Namespace, watched: Mapping[str, Any]) -> int:
+    """Serves a turn for each line of standard input, after one round that warms up, and prints the CPU and wall seconds
+    of each. Returns the number of rounds."""
     tokenizer = load_tokenizer(DEMO)
     app = new_app(DEMO, tokenizer, FakeBackend(step_s=None), **watched)
     listener = socket.socket()
@@ -98,82 +109,123 @@ async def send_all(options: argparse.Namespace, watched: Mapping[str, Any]) -> d
     server = Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", http="httptools"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await server.ready.wait()
-    port, payload = listener.getsockname()[1], body(options.tokens, {})
-    is_over = threading.Event()
-    url = f"http://127.0.0.1:{port}/metrics"
-    scraper = threading.Thread(target=scrape, args=(url, is_over), daemon=True)
-    await run_clients(port, 1, options.streams, payload)
-    cpu, wall = time.process_time(), time.perf_counter()
-    if watched:
-        scraper.start()
-    await run_clients(port, options.rounds, options.streams, payload)
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    is_over.set()
+    port = listener.getsockname()[1]
+    turns, theirs = multiprocessing.get_context("spawn").Pipe()
+    client = multiprocessing.get_context("spawn").Process(target=client_turns, args=(theirs, port, options))
+    client.start()
+    theirs.close()
+    rounds, busy_s, scrape_at_s = 1, 0.0, 0.0 if watched else math.inf
+    turns.send(1)
+    await asyncio.to_thread(turns.recv)
+    say(ready=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        cpu, wall = time.process_time(), time.perf_counter()
+        turns.send(options.rounds)
+        if busy_s >= scrape_at_s:
+            scrape_at_s += SCRAPE_S
+            await asyncio.to_thread(scrape, f"http://127.0.0.1:{port}/metrics")
+        rounds += await asyncio.to_thread(turns.recv)
+        busy_s += (wall_s := time.perf_counter() - wall)
+        if watched:
+            await asyncio.to_thread(watched["tracing"]._provider.force_flush)
+        say(cpu_s=time.process_time() - cpu, wall_s=wall_s)
+    turns.send(0)
+    await asyncio.to_thread(client.join)
     server.should_exit = True
     await serving
-    return {"cpu_s": cpu, "wall_s": wall}
+    return rounds
 
 
-def client_rounds(port: int, rounds: int, streams: int, payload: bytes) -> None:
-    for _ in range(rounds):
-        client_process(port, streams, payload)
+def say(**words: object) -> None:
+    """Tells the process that compares."""
+    print(json.dumps(words), flush=True)
 
 
-async def run_clients(port: int, rounds: int, streams: int, payload: bytes) -> None:
-    client = multiprocessing.get_context("spawn").Process(target=client_rounds, args=(port, rounds, streams, payload))
-    client.start()
-    await asyncio.to_thread(client.join)
-    if client.exitcode:
-        raise SystemExit("the client failed")
-
-
-def tell(options: argparse.Namespace) -> dict[str, Any]:
-    """One run in this process."""
-    tokens = options.rounds * options.streams * options.tokens
+def tell(options: argparse.Namespace) -> None:
+    """One gateway, in this process."""
     if options.tell == "off":
-        return {"tokens": tokens, **uvloop.run(send_all(options, {}))}
+        uvloop.run(serve_turns(options, {}))
+        return
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     collector = spawn.Process(target=collect, args=(theirs,))
     collector.start()
     with tempfile.TemporaryDirectory() as folder:
         watched = watching(ours.recv(), Path(folder))
-        found = uvloop.run(send_all(options, watched))
+        rounds = uvloop.run(serve_turns(options, watched))
         watched["tracing"].close()
         lines = sum(file.read_bytes().count(b"\n") for file in Path(folder).iterdir())
-    if lines < 2 * (options.rounds + 1) * options.streams:
-        raise SystemExit(f"{lines} lines about {(options.rounds + 1) * options.streams} requests")
+    if lines < 2 * rounds * options.streams:
+        raise SystemExit(f"{lines} lines about {rounds * options.streams} requests")
     ours.send(None)
-    spans = ours.recv()
+    say(lines=lines, spans=ours.recv())
     collector.join()
-    return {"tokens": tokens, **found, "lines": lines, "spans": spans}
 
 
-def run_of(checkout: Path, kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One run in a process of its own, with the code of a checkout and this file."""
-    numbers = [f"--{name}={getattr(options, name)}" for name in ("streams", "tokens", "rounds")]
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    command = [sys.executable, __file__, "--tell", kind, *numbers]
+class TurnTaker:
+    """A gateway in a process of its own, with the code of a checkout and this file. RuntimeError when it ends."""
+
+    def __init__(self, checkout: Path, kind: str, options: argparse.Namespace) -> None:
+        numbers = [f"--{name}={getattr(options, name)}" for name in ("streams", "tokens", "rounds")]
+        environment = {**os.environ, "PYTHONPATH": str(checkout)}
+        command = [sys.executable, __file__, "--tell", kind, *numbers]
+        self._name = f"{kind} of {checkout.name}"
+        self._process = subprocess.Popen(command, env=environment, cwd=checkout, text=True, stdin=PIPE, stdout=PIPE)
+        self.told: dict[str, Any] = {"tokens": 0, "cpu_s": 0.0, "wall_s": 0.0}
+        self._tokens = options.rounds * options.streams * options.tokens
+
+    def ready(self) -> None:
+        """Waits until it can take turns."""
+        self._hear()
+
+    def turn(self) -> None:
+        """Has it serve its turn, and adds up what that took."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        found = self._hear()
+        self.told |= {name: self.told[name] + found[name] for name in ("cpu_s", "wall_s")}
+        self.told["tokens"] += self._tokens
+
+    def end(self) -> dict[str, Any]:
+        """Ends it. Returns all that it has told."""
+        rest, _ = self._process.communicate()
+        if self._process.returncode != 0:
+            raise RuntimeError(f"{self._name} ended with {self._process.returncode}")
+        return self.told | (json.loads(rest.splitlines()[-1]) if rest.strip() else {})
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise RuntimeError(f"{self._name} ended with {self._process.wait()}")
+
+
+def run_pair(kinds: Mapping[str, tuple[Path, str]], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """One run of each kind, all in short turns, their order turned from turn to turn."""
+    takers = {name: TurnTaker(checkout, kind, options) for name, (checkout, kind) in kinds.items()}
+    for taker in takers.values():
+        taker.ready()
     with OtherCpu() as other:
-        done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{kind} of {checkout.name} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found | {"other_cpu": other.share}
+        for turn in range(options.turns):
+            for name in list(takers)[:: 1 if turn % 2 == 0 else -1]:
+                takers[name].turn()
+    return {name: taker.end() | {"other_cpu": other.share} for name, taker in takers.items()}
 
 
 def compare(options: argparse.Namespace, console: Console) -> dict[str, list[dict[str, Any]]]:
-    """The runs of each kind, in turns."""
+    """The runs of each kind."""
     kinds = {"on": (ROOT, "on"), "off": (ROOT, "off")}
     if options.against is not None:
         kinds["against"] = (options.against.resolve(), "off")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
     for pair in range(options.pairs):
-        for name in list(kinds)[:: 1 if pair % 2 == 0 else -1]:
-            wait_until_quiet(options.quiet_s)
-            checkout, kind = kinds[name]
-            runs[name].append(found := run_of(checkout, kind, options))
-            more = f", {found['lines']} lines, {found['spans']} spans" if kind == "on" else ""
+        wait_until_quiet(options.quiet_s)
+        for name, found in run_pair(kinds, options).items():
+            runs[name].append(found)
+            more = f", {found['lines']} lines, {found['spans']} spans" if name == "on" else ""
             console.print(
                 f"[{pair}] {name:8s} {microseconds(found):6.2f} us/token, others {found['other_cpu']:.0%}{more}"
             )
@@ -213,7 +265,7 @@ def show(console: Console, found: Mapping[str, Mapping[str, float]]) -> None:
 def main() -> None:
     options = parse_arguments()
     if options.tell is not None:
-        print(json.dumps(tell(options)))
+        tell(options)
         return
     console = Console(width=None if sys.stdout.isatty() else 120)
     runs = compare(options, console)

@@ -28,12 +28,19 @@ class LogLines(logging.Formatter):
 
     def __init__(self) -> None:
         super().__init__(TEXT, TIME)
+        self._second, self._time = -1, ""
 
     def format(self, record: logging.LogRecord) -> str:
         """Called by logging. Does not take the traceback's text from another formatter."""
         if record.exc_info:
             record.exc_text = None
         return super().format(record)
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """Called by logging. Words each second once."""
+        if (second := int(record.created)) != self._second:
+            self._second, self._time = second, time.strftime(datefmt or TIME, time.localtime(second))
+        return self._time
 
     def formatException(self, ei: Any) -> str:
         """Called by logging for a traceback."""
@@ -46,7 +53,7 @@ class JsonLines(LogLines):
     def format(self, record: logging.LogRecord) -> str:
         """Called by logging. Values that JSON has no form for are their text."""
         fields: dict[str, Any] = {
-            "asctime": f"{time.strftime(TIME, time.localtime(record.created))}.{int(record.msecs):03d}",
+            "asctime": f"{self.formatTime(record)}.{int(record.msecs):03d}",
             "levelname": record.levelname,
             "message": record.getMessage(),
             "name": record.name,

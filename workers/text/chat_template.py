@@ -78,6 +78,7 @@ class ChatTemplate:
         environment = _environment(now)
         try:
             self._template = environment.from_string(source)
+            self._template.globals = dict(self._template.globals)  # each rendering copies them: a ChainMap slowly
             parsed = environment.parse(source)
             self.knows_developer = _names(parsed, "developer")
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))

@@ -190,29 +190,30 @@ class Delivery(Response):
         await writer.finish(style.closing(None))
 
     async def _write_steps(self, writer: EventWriter, style: StreamFormat) -> None:
-        chunk, is_open = style.chunk, False
+        chunk, opening = style.chunk, b""
+        is_open = False
         async for step in self._generation.steps():
             additions = self._take(step)
             if not is_open:
                 is_open = True
-                await self._open(writer, style)
+                opening = await self._open(writer, style)
             if len(additions) == 1:
                 events = chunk(*additions[0])
             else:
                 events = b"".join([chunk(index, addition) for index, addition in additions])
+            if opening:
+                events, opening = opening + events, b""
             if events:
                 await writer.write(events)
 
-    async def _open(self, writer: EventWriter, style: StreamFormat) -> None:
-        """The first step has come: status and headers, unless a comment has been sent, and the events that open each
-        choice."""
+    async def _open(self, writer: EventWriter, style: StreamFormat) -> bytes:
+        """The first step has come: status and headers, unless a comment has been sent. Returns the events that open
+        each choice."""
         self._first_token()
         if not writer.started:
             await writer.start()
         indices = [part.first_choice + i for part in self._generation.parts for i in range(len(part.choices))]
-        opening = b"".join(style.opening(index) for index in indices)
-        if opening:
-            await writer.write(opening)
+        return b"".join([style.opening(index) for index in indices])
 
     def _first_token(self) -> None:
         after_s = self._generation.first_token_s = self._context.clock() - self._generation.began_s

@@ -14,8 +14,10 @@ MOST_PROMPTS = 8
 
 
 class RequestTimes(NamedTuple):
-    """Moments of a request on the gateway's clock, and seconds from its arrival. None: it did not come so far."""
+    """Moments of a request on the gateway's clock, and seconds from its arrival. None: it did not come so far. time_s:
+    its arrival on the wall clock."""
 
+    time_s: float
     began_s: float
     ready_s: float
     admitted_s: float | None
@@ -37,7 +39,7 @@ def ended_record(
     began_s, admitted_s = times.began_s, times.admitted_s
     return RequestRecord(
         request_id=request.public_id,
-        time_s=bill.time_s,
+        time_s=times.time_s,
         tenant=bill.tenant,
         model=bill.model,
         adapter=None if request.adapter is None else request.adapter.name,

@@ -72,7 +72,7 @@ class Generation:
         self._tenant = tenant
         self._prompt_field = prompt_field
         self._grammar_field = grammar_field
-        self._free = asyncio.Semaphore(at_once or len(parts))
+        self._at_once = at_once or len(parts)
         adapter = parts[0].request.adapter
         self._bill = BillingRecord(
             id=parts[0].request.request_id,
@@ -81,12 +81,13 @@ class Generation:
             model=model,
             adapter=None if adapter is None else f"{adapter.name}@{adapter.digest}",
         )
-        self._now = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
+        self._now = self._loop.time
         self._started_s = self._now()
         self._ready_s = context.clock()
         self._admitted_s: float | None = None
         self._steps: deque[PartDeltas] = deque()
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
         self._is_started = False
         self._is_woken = False
         self._attend: Callable[[], Awaitable[None]] | None = None
@@ -108,16 +109,16 @@ class Generation:
     async def steps(self) -> AsyncIterator[PartDeltas]:
         """Yields (part, its deltas of one step) until every choice has finished. Raises why it was refused or failed,
         after what was delivered."""
-        num_open, num_deltas = len(self.parts), 0
-        while num_open:
+        num_deltas, closed = 0, set[RequestPart]()
+        while len(closed) < len(self.parts):
             if self._is_woken:
                 await self._be_attentive()
             elif self._steps:
                 part, deltas = self._steps.popleft()
                 self._check_rows(part, deltas)
-                was_open = part.open_choices > 0
                 yield part, deltas
-                num_open -= was_open and not part.open_choices
+                if not part.open_choices:
+                    closed.add(part)
                 if (num_deltas := num_deltas + len(deltas)) >= DELTAS_AT_ONCE:
                     num_deltas = await asyncio.sleep(0, 0)  # steps that have come never wait; others have streams too
             elif self.error is not None:
@@ -130,7 +131,7 @@ class Generation:
     def wake(self) -> None:
         """The reader is to attend to something else for a moment. Never waits."""
         self._is_woken = True
-        self._news.set()
+        self._tell_reader()
 
     def stop_choice(self, part: RequestPart, choice: int, keep: int) -> None:
         """A stop string was found: the engine ends this choice and bills `keep` tokens of it."""
@@ -180,8 +181,14 @@ class Generation:
             await self._attend()
 
     async def _wait_for_news(self) -> None:
-        self._news.clear()
-        await self._news.wait()
+        """Waits until there is more than the reader has seen."""
+        self._reader = self._loop.create_future()
+        await self._reader
+
+    def _tell_reader(self) -> None:
+        """Wakes the reader, if it waits. For each token: an asyncio.Event takes twice the time."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     # ---- the task ------------------------------------------------------------------------------------------------
 
@@ -215,14 +222,15 @@ class Generation:
         context.ledger.accepted(self._bill)
 
     async def _serve_all(self) -> None:
+        free = asyncio.Semaphore(self._at_once)
         async with asyncio.TaskGroup() as serving:
             for number, part in enumerate(self.parts, 1):
-                serving.create_task(self._serve_in_turn(part))
+                serving.create_task(self._serve_in_turn(part, free))
                 if number % PARTS_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
-    async def _serve_in_turn(self, part: RequestPart) -> None:
-        async with self._free:
+    async def _serve_in_turn(self, part: RequestPart, free: asyncio.Semaphore) -> None:
+        async with free:
             await self._serve(part)
 
     async def _serve(self, part: RequestPart) -> None:
@@ -236,7 +244,7 @@ class Generation:
             self._fail(error)
         finally:
             self._num_over += 1
-            self._news.set()
+            self._tell_reader()
 
     async def _serve_prompt(self, part: RequestPart) -> None:
         """Hands the part's deltas to the reader until the last one. Raises why there are no more.
@@ -365,7 +373,7 @@ class Generation:
     def _take(self, part: RequestPart, deltas: list[TokenDelta]) -> None:
         """New deltas of a part: for the reader."""
         self._steps.append((part, deltas))
-        self._news.set()
+        self._tell_reader()
 
     def _fail(self, error: Exception) -> None:
         """The first error is the request's."""
@@ -376,7 +384,7 @@ class Generation:
             if isinstance(error, RequestRefused) and error.code == "invalid_grammar" and field and error.param is None:
                 error = RequestRefused(f"{field}: {error}", code=error.code, param=field)
             self.error = error
-        self._news.set()
+        self._tell_reader()
 
     # ---- the bill ------------------------------------------------------------------------------------------------
 
@@ -388,9 +396,9 @@ class Generation:
         context.metrics.generation_ended(terminal, seconds)
         if terminal == "rejected":
             context.metrics.tenant_rejected(self._tenant, self._why_rejected())
-        times = RequestTimes(self.began_s, self._ready_s, self._admitted_s, self.first_token_s, seconds)
-        record = ended_record(self._bill, self.parts, terminal, usage, self.error, times)
-        context.records.add(msgspec.structs.replace(record, time_s=context.wall_clock() - seconds), self._trace)
+        time_s = context.wall_clock() - seconds
+        times = RequestTimes(time_s, self.began_s, self._ready_s, self._admitted_s, self.first_token_s, seconds)
+        context.records.add(ended_record(self._bill, self.parts, terminal, usage, self.error, times), self._trace)
         if self._reservation is None:
             return
         context.tenancy.settle(self._reservation, usage.prompt_tokens + usage.completion_tokens)

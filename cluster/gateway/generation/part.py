@@ -128,7 +128,7 @@ class RequestPart:
 
     @property
     def open_choices(self) -> int:
-        return sum(choice.finished is None for choice in self.choices)
+        return sum([choice.finished is None for choice in self.choices])
 
     @property
     def has_new_tokens(self) -> bool:
@@ -159,6 +159,11 @@ class RequestPart:
     def take(self, deltas: list[TokenDelta]) -> bool:
         """Takes all deltas of one step. False when tokens before one of them are missing; then none of them is taken:
         the other tokens would count as delivered in the next group, and the reader would not get them."""
+        if len(deltas) == 1 and self._goes_on(deltas[0]):
+            self.on_step(deltas)
+            if self.is_aborted:
+                self.news.set()
+            return True
         ends: dict[int, int] = {}
         scored = self.num_prompt_logprobs
         for delta in deltas:
@@ -178,6 +183,19 @@ class RequestPart:
             self.on_step(fresh)
         if self.is_complete or self.is_aborted:
             self.news.set()
+        return True
+
+    def _goes_on(self, delta: TokenDelta) -> bool:
+        """Takes the next tokens of a choice that goes on, which is most of what comes. False for all else."""
+        if delta.finish_reason is not None or delta.usage is not None or delta.cached_tokens is not None:
+            return False
+        if delta.prompt_logprobs is not None or delta.drafts is not None or not delta.token_ids:
+            return False
+        delivered = self.delivered[delta.choice]
+        if delta.first_position != len(delivered) or self.finished[delta.choice]:
+            return False
+        delivered += delta.token_ids
+        self._begin(None)
         return True
 
     def end(self, ended: Ended) -> None:

@@ -6,7 +6,7 @@ Metrics of the groups come from Backend.metrics(). Route labels are our route te
 import asyncio
 import time
 from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 from prometheus_client import (
@@ -46,7 +46,7 @@ class TenantCounters:
         self._clock = clock
         self._known = known
         self._used_s: dict[str, float] = {}
-        self._series: dict[str, set[tuple[Counter, tuple[str, ...]]]] = {}
+        self._series: dict[str, dict[tuple[Counter, tuple[str, ...]], Counter]] = {}
         self._forget_at_s = 0.0
 
     def add(self, counter: Counter, amount: float, tenant: str, *labels: str) -> None:
@@ -57,8 +57,10 @@ class TenantCounters:
             self.forget_removed()
         self._used_s.pop(tenant, None)
         self._used_s[tenant] = now_s
-        self._series.setdefault(tenant, set()).add((counter, (tenant, *labels)))
-        counter.labels(tenant, *labels).inc(amount)
+        series = self._series.setdefault(tenant, {})
+        if (one := series.get((counter, labels))) is None:
+            one = series[counter, labels] = counter.labels(tenant, *labels)
+        one.inc(amount)
 
     def forget_removed(self) -> None:
         """Removes the series of tenants that are idle and not known any more."""
@@ -70,7 +72,7 @@ class TenantCounters:
                 continue
             del self._used_s[tenant]
             for counter, labels in self._series.pop(tenant):
-                counter.remove(*labels)
+                counter.remove(tenant, *labels)
 
 
 class GatewayMetrics:
@@ -96,9 +98,10 @@ class GatewayMetrics:
             name = f"{prefix}:{name}_seconds"
             return Histogram(name, text, ("model_name",), buckets=buckets, registry=registry).labels(model_name)
 
-        self._requests = counter("http_requests", "HTTP answers by route and status.", "route", "status")
+        # each series is looked up once: prometheus_client takes a lock and checks the labels each time
+        self._requests = cache(counter("http_requests", "HTTP answers by route and status.", "route", "status").labels)
         text = "Generation requests by how they ended."
-        self._ended = counter("gateway_requests", text, "model_name", "outcome")
+        self._ended = cache(partial(counter("gateway_requests", text, "model_name", "outcome").labels, model_name))
         text = "Generation requests in this gateway."
         gauge = Gauge(f"{prefix}:gateway_requests_open", text, ("model_name",), registry=registry)
         self._open = gauge.labels(model_name)
@@ -118,7 +121,8 @@ class GatewayMetrics:
         lines = Gauge(f"{prefix}:batch_lines_running", text, ("model_name",), registry=registry)
         self._lines_running = lines.labels(model_name)
         text = "CPU seconds of parsing, rendering and tokenizing, on threads or at once on the event loop."
-        self._text_seconds = counter("gateway_text_seconds", text, "model_name", "place")
+        text_seconds = counter("gateway_text_seconds", text, "model_name", "place")
+        self._loop_seconds, self._thread_seconds = (text_seconds.labels(model_name, at) for at in ("loop", "thread"))
         self._text_queue = histogram("gateway_text_queue", "How long text work waited for a thread.", TTFT_BUCKETS)
 
         self._by_tenant = TenantCounters(clock, known)
@@ -131,7 +135,7 @@ class GatewayMetrics:
 
     def http_answered(self, route: str, status: int) -> None:
         """Counts one HTTP answer; `route` is a template of ours, or "unknown"."""
-        self._requests.labels(route, str(status)).inc()
+        self._requests(route, status).inc()
 
     def generation_began(self) -> None:
         self._open.inc()
@@ -162,12 +166,12 @@ class GatewayMetrics:
     def generation_ended(self, outcome: str, after_s: float) -> None:
         """Counts the end of a generation. `outcome` is a terminal state: stop, length, abort, error or rejected."""
         self._open.dec()
-        self._ended.labels(self._model_name, outcome).inc()
+        self._ended(outcome).inc()
         self._e2e.observe(after_s)
 
     def text_worked(self, tenant: str, cpu_s: float, *, waited_s: float | None) -> None:
         """See text_workers.Meter. `tenant` is a known one, never a client's word."""
-        self._text_seconds.labels(self._model_name, "loop" if waited_s is None else "thread").inc(cpu_s)
+        (self._loop_seconds if waited_s is None else self._thread_seconds).inc(cpu_s)
         self._by_tenant.add(self._tenant_text, cpu_s, tenant)
         if waited_s is not None:
             self._text_queue.observe(waited_s)

@@ -7,8 +7,8 @@ Pure ASGI (a wrapper per request, one frame per send), so that it costs streams 
 import asyncio
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -183,7 +183,7 @@ def choose_request_id(headers: list[tuple[bytes, bytes]]) -> bytes:
     for name, value in headers:
         if name.lower() == b"x-request-id" and (safe := _UNSAFE.sub(b"", value)[:MAX_ID_CHARS]):
             return safe
-    return uuid.uuid4().hex.encode("ascii")
+    return secrets.token_hex(16).encode("ascii")
 
 
 def _ignored_header(request_id: str, names: Iterable[str]) -> tuple[bytes, bytes]:

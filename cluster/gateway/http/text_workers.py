@@ -85,7 +85,10 @@ class TextWorkers:
 
     async def run(self, tenant: str, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Returns function(...)'s result. size: bytes of text that it works on. RequestRefused 503 when the result is
-        not there in time; work that has not begun by then is dropped."""
+        not there in time; work that has not begun by then is dropped. Work on no text is done at once, and not
+        counted."""
+        if size == 0:
+            return function(*args, **kwargs)
         if size < INLINE_BYTES:
             began_s = time.thread_time()
             try:

@@ -55,22 +55,19 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def fields(self) -> dict[str, Any]:
         """Returns the fields of its line, in order."""
         fields: dict[str, Any] = {"request_id": self.request_id, "outcome": self.outcome}
-        optional = {
-            "status": self.status,
-            "code": self.code,
-            "tenant": self.tenant or None,
-            "model": self.model or None,
-            "adapter": self.adapter,
-            "trace_id": self.trace_id,
-        }
-        fields |= {name: value for name, value in optional.items() if value is not None}
+        if self.status is not None:
+            fields["status"] = self.status
+        for name in ("code", "tenant", "model", "adapter", "trace_id"):
+            if value := getattr(self, name):
+                fields[name] = value
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
             fields[name] = getattr(self, name)
         if moves := sum(max(0, len(prompt.attempts) - 1) for prompt in self.prompts):
             fields["moves"] = moves
         if self.first_token_s is not None:
             fields["first_token_s"] = round(self.first_token_s, 6)
-        return fields | {"duration_s": round(self.duration_s, 6)}
+        fields["duration_s"] = round(self.duration_s, 6)
+        return fields
 
 
 def named(value: Any) -> Any:

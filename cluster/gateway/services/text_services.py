@@ -6,7 +6,6 @@ inside the objects it points to.
 
 import secrets
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -53,7 +52,7 @@ class TextServices:
     # the seed of a request that gives none
     random_seed: Callable[[], int] = lambda: secrets.randbits(63)
     # the hexadecimal part of an answer's id
-    random_ids: Callable[[], str] = lambda: uuid.uuid4().hex
+    random_ids: Callable[[], str] = lambda: secrets.token_hex(16)
     # the number of a request's first attempt, above those of a gateway that may have sent it before
     first_attempt: int = 0
 

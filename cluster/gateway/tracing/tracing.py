@@ -22,6 +22,7 @@ from tandem.cluster.gateway.tracing.span_plan import ROOT, SpanPlan, span_plan
 from tandem.configs.errors import SettingsError
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
 
 log = logging.getLogger("tandem.gateway")
@@ -64,30 +65,37 @@ class Tracing:
     """The traces of one gateway. One event loop."""
 
     def __init__(self, provider: "TracerProvider", ids: "ChosenIds") -> None:
+        from opentelemetry.context import Context
+        from opentelemetry.sdk.trace.sampling import Decision
+        from opentelemetry.trace import SpanKind, get_current_span
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
         self._ids = ids
         self._tracer = provider.get_tracer("tandem")
-        self._read = TraceContextTextMapPropagator().extract
+        self._read, self._span_in, self._empty = TraceContextTextMapPropagator().extract, get_current_span, Context()
+        self._server, self._sampled = SpanKind.SERVER, Decision.RECORD_AND_SAMPLE
 
     def begin(self, headers: Mapping[str, str]) -> TraceContext:
         """Returns the place of a request that has come: in the client's trace, if it names one, and else in a new
         one."""
-        from opentelemetry.sdk.trace.sampling import Decision
-        from opentelemetry.trace import SpanKind, get_current_span
-
+        if "traceparent" not in headers:
+            trace_id = _random_id(128)
+            return TraceContext(trace_id, _random_id(64), self._is_sampled(self._empty, trace_id))
         context = self._read({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
-        client = get_current_span(context).get_span_context()
+        client = self._span_in(context).get_span_context()
         trace_id = client.trace_id if client.is_valid else _random_id(128)
-        sampled = self._provider.sampler.should_sample(context, trace_id, ROOT, SpanKind.SERVER)
         return TraceContext(
             trace_id=trace_id,
             span_id=_random_id(64),
-            is_sampled=sampled.decision is Decision.RECORD_AND_SAMPLE,
+            is_sampled=self._is_sampled(context, trace_id),
             parent_id=client.span_id if client.is_valid else None,
             state=client.trace_state.to_header() if client.is_valid else "",
         )
+
+    def _is_sampled(self, context: "Context", trace_id: int) -> bool:
+        sampled = self._provider.sampler.should_sample(context, trace_id, ROOT, self._server)
+        return sampled.decision is self._sampled
 
     def export(self, record: RequestRecord, trace: TraceContext) -> None:
         """Hands the spans of a request that has ended to the thread that sends them, if it is sampled. Never waits."""
