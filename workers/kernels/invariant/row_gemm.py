@@ -24,6 +24,11 @@ from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import DEPTH, CpuSkinnyGemm
 from tandem.workers.kernels.cpu.weight_blocks import BLOCK, in_blocks
 
+FEW = 6
+LANES = 16
+WIDE_FLOATS, LEAST_WIDE_ROWS = 2**22, 256
+"""Inputs that are widened to float32 at a time: 16 MiB, or as many rows as share a piece of the weight well."""
+
 
 class RowMethod(LinearMethod):
     """A weight in the kernel's layout."""
@@ -53,10 +58,12 @@ class RowMethod(LinearMethod):
         x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
         assert x_TI.shape[1] == inputs and x_TI.dtype is packed.dtype
         assert bias_O is None or (bias_O.is_contiguous() and bias_O.dtype is packed.dtype)
-        y_TO = torch.empty(x_TI.shape[0], outputs, dtype=packed.dtype)
+        rows, width = x_TI.shape[0], -(-inputs // LANES) * LANES
+        wide_rows = 0 if rows <= FEW else min(rows, max(LEAST_WIDE_ROWS, WIDE_FLOATS // width))
+        wide, y_TO = torch.empty(wide_rows * width), torch.empty(rows, outputs, dtype=packed.dtype)
         self._kernel(
             packed.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), None if bias_O is None else bias_O.data_ptr(),
-            y_TO.data_ptr(), x_TI.shape[0], inputs, outputs, torch.get_num_threads(),
+            y_TO.data_ptr(), rows, inputs, outputs, wide.data_ptr(), wide_rows, torch.get_num_threads(),
         )  # fmt: skip
         return y_TO
 
@@ -76,7 +83,9 @@ class SkinnyMethod(PackedMethod):
 def row_methods(library: ctypes.CDLL, skinny: CpuSkinnyGemm | None) -> MakeMethod:
     """Returns the MakeMethod of dense weights. library: of cpu_invariant_library(). skinny: multiplies any number of
     rows; None where it has no such kernel. A weight whose parts are multiplied by others is left to them."""
-    kernel = Kernel(library, "row_gemm", POINTER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, NUMBER, COUNT)
+    kernel = Kernel(
+        library, "row_gemm", POINTER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, NUMBER, POINTER, NUMBER, COUNT
+    )
 
     def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
         if not all(weight.packs for weight in weights):
