@@ -34,14 +34,14 @@ WIDE_FLOATS, LEAST_WIDE_ROWS = 2**22, 256
 """Inputs that are widened to float32 at a time: 16 MiB, or as many rows as share a piece of the weight well."""
 
 
-class _Here(threading.local):
+class _WideInputs(threading.local):
     """This thread's widened inputs."""
 
     def __init__(self) -> None:
         self.wide = Scratch()
 
 
-_here = _Here()
+_here = _WideInputs()
 
 
 class RowMethod(LinearMethod):
