@@ -272,16 +272,16 @@ def decode_section() -> str:
         ]
         for (rows, context), by in dtypes.items()
     ]
-    gemm, by_row = (
+    gemm, by_row, by_row_avx2 = (
         [
             [rows, onednn, kernel, ratio, rate]
             for rows, onednn, kernel, ratio, rate in found(
-                rf"(\d+) rows: oneDNN +{NUMBER} ms, kernel +{NUMBER} ms \({NUMBER} of it\), "
+                rf"(\d+) rows: (?:oneDNN|torch) +{NUMBER} ms, kernel +{NUMBER} ms \({NUMBER} of it\), "
                 rf"read +[\d.]+ ms \({NUMBER} GB/s\)",
                 file,
             )
         ]
-        for file in ("skinny-gemm.txt", "row-gemm.txt")
+        for file in ("skinny-gemm.txt", "row-gemm.txt", "row-gemm-avx2.txt")
     )
     head = ["rows", "oneDNN, ms", "ours, ms", "ratio", "read bandwidth, GB/s"]
     return f"""## Decode steps on CPU
@@ -304,10 +304,16 @@ during each line decides how much there is to gain:
 
 {table(head, gemm)}
 
-CPUs with AVX512 and without products of bf16 pairs use the row GEMM. This is the Llama 135M shape on two cores of an
-Intel Xeon, of which other processes took a third:
+x86 CPUs without products of bf16 pairs use the row GEMM. This is the Llama 135M shape on two cores of an Intel Xeon
+with AVX512, of which other processes took a third, before more than six rows were widened once
+([decision 003](decisions/003-cpu-kernels.md)):
 
-{table(head, by_row)}"""
+{table(head, by_row)}
+
+The same on a CPU without AVX512, which an AMD EPYC imitates (`TANDEM_CPU_ISA=avx2`), beside torch, which multiplied
+there before; CPU time of one thread, on a machine that others kept busy:
+
+{table(["rows", "torch, ms", *head[2:]], by_row_avx2)}"""
 
 
 def weights_section() -> str:

@@ -326,7 +326,7 @@ def _dense(dtype: torch.dtype) -> MakeMethod:
 
 
 def multiplies_by_row(dtype: torch.dtype) -> bool:
-    """Returns whether the row GEMM multiplies dense weights: bf16 on CPUs with AVX512 and without products of bf16
+    """Returns whether the row GEMM multiplies dense weights: bf16 on CPUs with AVX2 and without products of bf16
     pairs."""
     return _row_library(dtype) is not None
 

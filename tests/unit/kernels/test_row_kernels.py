@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from platform import machine
 from shutil import which
 from typing import Any
 
@@ -9,17 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tandem.configs.environment import CPU_ISA, CpuIsa
 from tandem.configs.errors import SettingsError
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import LinearMethod, as_given, packed
 from tandem.parallel.params import Param, Source
 from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
+from tandem.workers.kernels.cpu import cpu_build
 from tandem.workers.kernels.cpu.cpu_build import cpu_invariant_library, cpu_library
 from tandem.workers.kernels.cpu.cpu_experts import cpu_experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
 from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import TorchExperts
+from tandem.workers.kernels.invariant import row_gemm
 from tandem.workers.kernels.invariant.row_gemm import RowMethod, SkinnyMethod, row_methods
 from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables
 from tandem.workers.models.spec.arch import Activation, ClampedSwiglu
@@ -67,6 +71,37 @@ def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype, outputs: i
         torch.testing.assert_close(y.double(), expected, rtol=eps, atol=2e-6 * inputs**0.5)
         for first, last in RUNS:
             assert torch.equal(method.apply(x[first:last]), y[first:last]), (first, last)
+
+
+@pytest.mark.skipif(machine() != "x86_64", reason="imitates x86 CPUs")
+@DTYPES
+@pytest.mark.parametrize("isa", CpuIsa)
+def test_prompts_have_the_bits_of_single_rows_on_every_cpu(
+    dtype: torch.dtype, isa: CpuIsa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over several groups of tiles and pieces of inputs, with any number of threads, and the instructions of older
+    CPUs."""
+    monkeypatch.setattr(row_gemm, "WIDE_FLOATS", 0)
+    monkeypatch.setenv(CPU_ISA, isa)
+    older = cpu_build._compiled(cpu_build.INVARIANT_SOURCES, dtype, None)
+    assert older is not None
+    outputs, inputs, count = 130, 331, 2 * row_gemm.LEAST_WIDE_ROWS + 3
+    weight, bias, x = (draw(*shape, dtype=dtype) for shape in ((outputs, inputs), (outputs,), (count, inputs)))
+    ours, theirs = (row_methods(each, None)((), ParallelContext.single()) for each in (library(dtype), older))
+    for method in (ours, theirs):
+        method.take(weight, bias)
+    y = ours.apply(x)
+    expected = x.double() @ weight.double().T + bias.double()
+    eps = torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(y.double(), expected, rtol=eps, atol=2e-6 * inputs**0.5)
+    assert torch.equal(torch.cat([theirs.apply(row[None]) for row in x[:20]]), y[:20])
+    for first, last in [(0, count), (7, count), (1, 14), (3, 60), (0, row_gemm.LEAST_WIDE_ROWS + 1)]:
+        assert torch.equal(theirs.apply(x[first:last]), y[first:last]), (first, last)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    by_three = theirs.apply(x)
+    torch.set_num_threads(before)
+    assert torch.equal(by_three, y) and theirs.apply(x[:0]).shape == (0, outputs)
 
 
 @DTYPES
