@@ -35,6 +35,7 @@ from tandem.parallel.quantization.coded_weight import CodedWeight
 from tandem.parallel.quantization.schemes import Coded, Inputs
 from tandem.workers.kernels.cpu.cpu_build import cpu_code_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
+from tandem.workers.kernels.cpu.huge_pages import WEIGHTS
 from tandem.workers.kernels.cpu.weight_blocks import code_rounding
 
 BLOCK, EIGHT, LANES = 32, 8, 16
@@ -198,7 +199,7 @@ class CodeGemm:
 
     def pack(self, coded: CodedWeight, layout: CodeLayout) -> torch.Tensor:
         """Returns the weight in its layout, uint8 [layout.room]."""
-        held = torch.zeros(layout.room, dtype=torch.uint8)
+        held = WEIGHTS.zeros(layout.room)
         scales, zeros, ends, order, end = layout.starts
         ends_G = _ends(coded)
         held[ends : ends + 4 * layout.groups].view(torch.int32).copy_(ends_G)
