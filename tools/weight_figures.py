@@ -6,6 +6,7 @@ from tools.result_files import percent, read_json, span, table, whole
 
 LOADING_GOAL = 1.3
 NAMES = {"bf16": "bf16", "int8": "`int8`", "w8a8": "`w8a8`"}
+OWN = "tandem "
 CODES = {"int8": "`int8`", "w8a8": "`w8a8`", "int4": "`int4`", "w4a8": "`w4a8`", "nf4": "NF4"}
 
 
@@ -79,6 +80,55 @@ CPU time.
 
 Forms whose inputs keep their precision (`int8`, `int4`, NF4) are for few rows; `w8a8` and `w4a8` round inputs to a
 byte and are ahead of bf16 at any number of rows. A decode of one row takes int4 to two thirds of the roofline."""
+
+
+def beside_peers(record: Any) -> list[list[str]]:
+    """Rows of a table: CPU time of each case by engine, and how many times as fast each form is as the best peer."""
+    rows = []
+    for words, case in record["cases"].items():
+        cpu_ms = {name: own["cpu_ms"] for name, own in case["engines"].items()}
+        ours = {name.removeprefix(OWN): ms for name, ms in cpu_ms.items() if name.startswith(OWN)}
+        theirs = {name: ms for name, ms in cpu_ms.items() if not name.startswith(OWN)}
+        times = [", ".join(f"{name} {ms:,.0f}" for name, ms in of.items()) for of in (ours, theirs)]
+        ratios = ", ".join(f"{name} {min(theirs.values()) / ms:.2f}" for name, ms in ours.items())
+        rows.append([words, *times, ratios, percent(case["other_cpu"])])
+    return rows
+
+
+def peers_section() -> str:
+    """Quantized weights beside other engines."""
+    found, served = read_json("quantization-peers.json"), read_json("quantization-vllm.json")
+    options = found["options"]
+
+    held = found["loaded"]["tandem int4"]["peak_bytes"] / 1e9
+    most = found["memory"]["tandem int4"]["peak_bytes"] / 1e9
+    head = ["step", "Tandem, ms", "peers, ms", "times as fast as the best peer", "others' CPU"]
+    return f"""## Quantized weights beside other engines
+
+`make bench-quantization PEERS="llama.cpp=PYTHON openvino=PYTHON"`: each engine in a process of its own with
+{options["threads"]} thread and random weights of the Qwen3-0.6B shape; in turn each computes {options["steps"]} steps,
+of requests with prompts of {options["context"]} tokens. A step is all that a token costs: scheduling, the model, taking
+the largest logits. The body has 4 bits (Tandem's and OpenVINO's by groups of 128, llama.cpp's Q4_0 by 32), the head
+bytes. llama.cpp and OpenVINO round the inputs of products to a byte, as `w4a8` does and `int4` does not, and OpenVINO
+holds KV in bytes, the others in 16 bits. Other work took most of the machine, so milliseconds are CPU time, which with
+one thread is what a step needs; waiting for memory that others read is in it.
+
+{table(head, beside_peers(found))}
+
+![CPU time of the best peer over Tandem's](quantization-peers.png)
+
+At one row `int4` was to be 1.3 times as fast as the best peer, and is. At 8 rows it was to be 1.4 times: `w4a8`, which
+rounds inputs as the peers do, is, and `int4` is not. Its products of bytes, two for each weight and row, take 41 ms at
+the rate of a loop of nothing but these instructions (234 billion a second), and reading 16-bit KV 27 ms. A prompt was
+to be 1.1 times as fast: `w4a8` is, and `int4`, which multiplies twice as much, is not.
+
+Loading `int4` takes {held:.2f} GB of memory at most, libraries included; after these runs the most was {most:.2f} GB,
+with the KV of the requests. 1.2 GB and KV was to be.
+
+Beside vLLM for CPUs, on one checkpoint of compressed-tensors' W8A8 form, whose head is in bf16 (`w8a8 file`), and with
+all made int8 at load (`w8a8`):
+
+{table(head, beside_peers(served))}"""
 
 
 def loading_section() -> str:

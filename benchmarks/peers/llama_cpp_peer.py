@@ -10,6 +10,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 from llama_cpp import _ggml
+
 from benchmarks.peers.talk import Prompt, serve
 
 UBATCH = 512

@@ -1,6 +1,6 @@
 """The checkpoint of a shape in the forms that peers read, made once under out/models.
 
-    OPENVINO_PYTHON -m benchmarks.peers.openvino_model FOLDER TARGET    # in the peer's own Python, see there
+OPENVINO_PYTHON -m benchmarks.peers.openvino_model FOLDER TARGET    # in the peer's own Python, see there
 """
 
 import json

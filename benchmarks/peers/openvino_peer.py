@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai
+
 from benchmarks.peers.talk import Prompt, serve
 
 CACHE_GB = 2
