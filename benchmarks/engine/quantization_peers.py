@@ -6,9 +6,9 @@ PYTHON: an interpreter that has the peer's package (llama-cpp-python; openvino-g
 imported is named and left out. --openvino-exporter: one that has optimum-intel and nncf, which write its model, if that
 is not the peer's own. All have random weights of one shape, in a form of their own:
 
-    tandem       made at load from bf16: the body as named (4 bits by 128 inputs), the head int8; +kv8: KV in 8 bits
+    tandem       made at load from bf16: the body as named (4 bits by 128 inputs), the head int8
     llama.cpp    GGUF: the body Q4_0 (4 bits by 32 inputs, which are rounded to 8 bits), the head Q8_0
-    openvino     nncf: the body 4 bits by 128, the head 8 bits; inputs rounded to 8 bits, KV in 8 bits, as it has it
+    openvino     nncf: the body 4 bits by 128, the head 8 bits; inputs rounded to 8 bits by 32, as it has it
     vllm         compressed-tensors, W8A8, the head in bf16; `tandem w8a8 file` reads the same checkpoint
 
 Each engine runs in a process of its own, which takes turns with the others; in a turn it computes a few steps. A step
@@ -38,11 +38,9 @@ PEERS = {
     "openvino": ("openvino_genai", "openvino_peer"),
     "vllm": ("vllm", "vllm_peer"),
 }
-FORMS = ("bf16", "int8", "w8a8", "int4", "w4a8")
-KV8 = "+kv8"
-OURS = (*FORMS, *(f"{form}{KV8}" for form in FORMS))
+OURS = ("bf16", "int8", "w8a8", "int4", "w4a8")
 CONCURRENCY = 16
-TOKENS = 1000
+TOKENS = 500
 """Ids that prompts are drawn from."""
 Found = dict[str, dict[str, Any]]
 
@@ -52,9 +50,7 @@ def peers_of(options: argparse.Namespace) -> list[Peer]:
     sizes = {"rows": options.rows, "max_len": max(options.prompt, 768) + options.steps * options.turns + 8}
     found = []
     for name in options.ours:
-        form = name.removesuffix(KV8)
-        flags = {} if form == "bf16" else {"quantization": form}
-        flags |= {"kv_cache_dtype": "int8"} if name.endswith(KV8) else {}
+        flags = {} if name == "bf16" else {"quantization": name}
         own = {"model": str(model_folder(options.model)), **sizes, **flags}
         found.append(Peer(f"tandem {name}", sys.executable, "tandem", "tandem_peer", own))
     for words in options.peers:
@@ -172,7 +168,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peers", nargs="*", metavar="NAME=PYTHON", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(SHAPES))
-    parser.add_argument("--ours", nargs="+", default=FORMS, choices=OURS, help="forms of Tandem's weights")
+    parser.add_argument("--ours", nargs="+", default=OURS, choices=OURS, help="forms of Tandem's weights")
     parser.add_argument("--openvino-exporter", metavar="PYTHON")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8], help="rows of decode steps")

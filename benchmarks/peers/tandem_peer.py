@@ -14,20 +14,10 @@ CACHE_BYTES = 2 * 2**30
 
 
 class Tandem:
-    """model: a folder or a GGUF file. quantization, kv_cache_dtype: as the flags have them."""
+    """model: a folder or a GGUF file. quantization: as the flag has it."""
 
-    def __init__(
-        self,
-        model: str,
-        threads: int,
-        rows: int,
-        max_len: int,
-        quantization: str | None = None,
-        kv_cache_dtype: str = "auto",
-    ) -> None:
-        cache = CacheSettings(
-            enable_prefix_caching=False, kv_cache_memory_bytes=CACHE_BYTES, kv_cache_dtype=kv_cache_dtype
-        )
+    def __init__(self, model: str, threads: int, rows: int, max_len: int, quantization: str | None = None) -> None:
+        cache = CacheSettings(enable_prefix_caching=False, kv_cache_memory_bytes=CACHE_BYTES)
         settings = cpu_settings(Path(model), threads, max_len, rows=rows, cache=cache)
         load_format = "gguf" if model.endswith(".gguf") else "safetensors"
         chosen = msgspec.structs.replace(settings.model, quantization=quantization, load_format=load_format)
