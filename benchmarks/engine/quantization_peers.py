@@ -135,7 +135,7 @@ def figures(wall_s: list[float], cpu_s: list[float]) -> dict[str, float]:
 
 
 def plot(cases: dict[str, Any], file: Path) -> None:
-    """CPU time of the best peer over each form of Tandem's weights, by case."""
+    """CPU time of the best peer over each form of Tandem's weights, by case; nothing without a peer."""
     from matplotlib import pyplot
 
     bars = []
@@ -148,6 +148,8 @@ def plot(cases: dict[str, Any], file: Path) -> None:
                 for name, ms in cpu_ms.items()
                 if name.startswith("tandem")
             ]
+    if not bars:
+        return
     figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.35 * len(bars)))
     drawn = axes.barh([name for name, _ in bars], [ratio for _, ratio in bars])
     axes.bar_label(drawn, fmt="%.2f")

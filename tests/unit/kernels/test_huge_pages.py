@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.workers.kernels.cpu.huge_pages import HUGE_PAGE, HugePages
+from tandem.workers.kernels.huge_pages import HUGE_PAGE, HugePages
 
 
 def flags_at(address: int) -> set[str]:

@@ -35,8 +35,8 @@ from tandem.parallel.quantization.coded_weight import CodedWeight
 from tandem.parallel.quantization.schemes import Coded, Inputs
 from tandem.workers.kernels.cpu.cpu_build import cpu_code_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
-from tandem.workers.kernels.cpu.huge_pages import WEIGHTS
 from tandem.workers.kernels.cpu.weight_blocks import code_rounding
+from tandem.workers.kernels.huge_pages import WEIGHTS
 
 BLOCK, EIGHT, LANES = 32, 8, 16
 NIBBLE_BITS, TABLE, TABLES = 4, 16, 3

@@ -27,8 +27,8 @@ from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
 from tandem.parallel.quantization.schemes import Coded
 from tandem.workers.kernels.cpu.cpu_build import cpu_int8_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
-from tandem.workers.kernels.cpu.huge_pages import WEIGHTS
 from tandem.workers.kernels.cpu.weight_blocks import code_rounding, in_blocks
+from tandem.workers.kernels.huge_pages import WEIGHTS
 
 BLOCK, QUAD, LANES = 64, 4, 16
 BYTES = Coded(bits=8, group=None, zeros=True)

@@ -38,7 +38,7 @@ class HugePages:
 
 
 WEIGHTS = HugePages()
-"""Where kernels hold weights."""
+"""The memory that kernels hold weights in."""
 
 
 def _piece(size: int) -> torch.Tensor:
