@@ -139,8 +139,8 @@ bench-sampling: $(DEV) ## milliseconds of a step's sampling with all fields, wit
 bench-structured: $(DEV) ## structured output: time of a mask and of compiling, a step with every row masked, A-B-A-B
 	$(BIN)/python -m benchmarks.engine.structured $(ARGS)
 
-bench-quantization: $(DEV) ## quantized weights: decode steps and a prompt beside bf16, A-B-A-B; with a checkpoint, perplexity
-	$(BIN)/python -m benchmarks.engine.quantization $(ARGS)
+bench-quantization: $(DEV) ## quantized weights: decode steps and a prompt beside bf16, A-B-A-B; with a checkpoint, perplexity; PEERS="openvino=PYTHON ..": beside these
+	$(BIN)/python -m benchmarks.engine.$(if $(PEERS),quantization_peers $(PEERS),quantization) $(ARGS)
 
 bench-invariant: $(DEV) ## cost of --batch-invariant: CPU time of decode steps and prompts beside the usual mode's, A-B-A-B
 	$(BIN)/python -m benchmarks.engine.invariance $(ARGS)

@@ -6,6 +6,7 @@ from tools.result_files import percent, read_json, span, table, whole
 
 LOADING_GOAL = 1.3
 NAMES = {"bf16": "bf16", "int8": "`int8`", "w8a8": "`w8a8`"}
+OWN = "tandem "
 CODES = {"int8": "`int8`", "w8a8": "`w8a8`", "int4": "`int4`", "w4a8": "`w4a8`", "nf4": "NF4"}
 
 
@@ -78,7 +79,60 @@ CPU time.
 {table(head, [cells(words, case) for words, case in steps["cases"].items()])}
 
 Forms whose inputs keep their precision (`int8`, `int4`, NF4) are for few rows; `w8a8` and `w4a8` round inputs to a
-byte and are ahead of bf16 at any number of rows. A decode of one row takes int4 to two thirds of the roofline."""
+byte and are ahead of bf16 at any number of rows. A decode of one row takes int4 to two thirds of the roofline. This run
+is older than [huge pages for weights](decisions/110-a-kernel-for-codes.md)."""
+
+
+def beside_peers(record: Any) -> list[list[str]]:
+    """Rows of a table: CPU time of each case by engine, and how many times as fast each form is as the best peer."""
+    rows = []
+    for words, case in record["cases"].items():
+        cpu_ms = {name: own["cpu_ms"] for name, own in case["engines"].items()}
+        ours = {name.removeprefix(OWN): ms for name, ms in cpu_ms.items() if name.startswith(OWN)}
+        theirs = {name: ms for name, ms in cpu_ms.items() if not name.startswith(OWN)}
+        times = [", ".join(f"{name} {ms:,.0f}" for name, ms in of.items()) for of in (ours, theirs)]
+        ratios = ", ".join(f"{name} {min(theirs.values()) / ms:.2f}" for name, ms in ours.items())
+        rows.append([words, *times, ratios, percent(case["other_cpu"])])
+    return rows
+
+
+def peers_section() -> str:
+    """Quantized weights beside other engines."""
+    found, served = read_json("quantization-peers.json"), read_json("quantization-vllm.json")
+    options = found["options"]
+    held = found["loaded"]["tandem int4"]["peak_bytes"] / 1e9
+    most = found["memory"]["tandem int4"]["peak_bytes"] / 1e9
+    head = ["step", "Tandem, ms", "peers, ms", "times as fast as the best peer", "others' CPU"]
+    return f"""## Quantized weights beside other engines
+
+`make bench-quantization PEERS="llama.cpp=PYTHON openvino=PYTHON"`: each engine in a process of its own with
+{options["threads"]} thread and random weights of the Qwen3-0.6B shape; in turn each computes {options["steps"]} steps,
+of requests with prompts of {options["context"]} tokens. A step is all that a token costs: scheduling, the model, taking
+the largest logits. The body has 4 bits (Tandem's and OpenVINO's by groups of 128, llama.cpp's Q4_0 by 32), the head
+bytes, KV 16 bits. llama.cpp and OpenVINO round the inputs of products to a byte by 32, `w4a8` does by row, and `int4`
+does not. Other work took most of the machine, so milliseconds are CPU time, which with
+one thread is what a step needs; waiting for memory that others read is in it.
+
+{table(head, beside_peers(found))}
+
+![CPU time of the best peer over Tandem's](quantization-peers.png)
+
+At one row `int4` was to be 1.3 times as fast as the best peer, and is. At 8 rows it was to be 1.4 times: `w4a8`, which
+rounds inputs as the peers do, is, and `int4` is not. Its products of bytes, two for each weight and row, take 41 ms at
+the rate of a loop of nothing but these instructions (234 billion a second), and attention 27 ms. A prompt was
+to be 1.1 times as fast: `w4a8` is, and `int4`, which multiplies twice as much, is not.
+
+Loading `int4` takes {held:.2f} GB of memory at most, libraries included; after these runs the most was {most:.2f} GB,
+with the KV of the requests. 1.2 GB and KV was to be.
+
+Beside vLLM for CPUs, compiled, which has a checkpoint of compressed-tensors' W8A8 form, whose head is in bf16; `w8a8
+file` is the same checkpoint, the others are made at load, the head too. The mixed workload is of
+{served["options"]["mixed"]} requests with prompts of 16 to 512 and outputs of 16 to 256 tokens:
+
+{table(head, beside_peers(served))}
+
+`w8a8` was to be 1.3 times as fast in the mixed workload, and is, also on the same checkpoint. Prompts were to be 1.1
+times as fast: those of `w8a8` are, and of `w4a8` not beside vLLM, which multiplies bytes without looking codes up."""
 
 
 def loading_section() -> str:

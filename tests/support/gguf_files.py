@@ -46,7 +46,7 @@ def write_gguf(
         return struct.pack("<Q", len(value.encode())) + value.encode()
 
     def kind_of(value: Any) -> int:
-        return {bool: 7, int: 5, float: 6, str: 8, list: 9}[type(value)]
+        return {bool: 7, int: 4, float: 6, str: 8, list: 9}[type(value)]
 
     def packed(value: Any) -> bytes:
         if isinstance(value, list):
@@ -54,7 +54,7 @@ def write_gguf(
             return head + b"".join(map(packed, value))
         if isinstance(value, str):
             return text(value)
-        return struct.pack({7: "<?", 5: "<i", 6: "<f"}[kind_of(value)], value)
+        return struct.pack({7: "<?", 4: "<I", 6: "<f"}[kind_of(value)], value)
 
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     for key, value in metadata.items():
@@ -88,7 +88,7 @@ def save_gguf(
         if turned:
             array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
         data, found = PACK[of](array)
-        tensors.append((_gguf_name(name, config["model_type"]), of, array.shape, data.tobytes()))
+        tensors.append((name_in_gguf(name, config["model_type"]), of, array.shape, data.tobytes()))
         if turned:
             found = found.reshape(heads, -1, 2, *found.shape[1:]).swapaxes(1, 2).reshape(found.shape)
         if name.endswith("norm.weight") and "gemma" in config["model_type"]:
@@ -133,7 +133,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"general.architecture": name, **{f"{name}.{key}": value for key, value in found.items()}}
 
 
-def _gguf_name(name: str, kind: str) -> str:
+def name_in_gguf(name: str, kind: str) -> str:
     stem, _, suffix = name.rpartition(".")
     names = {**NAMES, **(OF_GEMMA2 if kind in ("gemma2", "gemma3_text") else {})}
     if not stem.startswith("model.layers."):

@@ -36,6 +36,7 @@ from tandem.parallel.quantization.schemes import Coded, Inputs
 from tandem.workers.kernels.cpu.cpu_build import cpu_code_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
 from tandem.workers.kernels.cpu.weight_blocks import code_rounding
+from tandem.workers.kernels.huge_pages import WEIGHTS
 
 BLOCK, EIGHT, LANES = 32, 8, 16
 NIBBLE_BITS, TABLE, TABLES = 4, 16, 3
@@ -198,7 +199,7 @@ class CodeGemm:
 
     def pack(self, coded: CodedWeight, layout: CodeLayout) -> torch.Tensor:
         """Returns the weight in its layout, uint8 [layout.room]."""
-        held = torch.zeros(layout.room, dtype=torch.uint8)
+        held = WEIGHTS.zeros(layout.room)
         scales, zeros, ends, order, end = layout.starts
         ends_G = _ends(coded)
         held[ends : ends + 4 * layout.groups].view(torch.int32).copy_(ends_G)

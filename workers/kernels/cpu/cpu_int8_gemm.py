@@ -28,6 +28,7 @@ from tandem.parallel.quantization.schemes import Coded
 from tandem.workers.kernels.cpu.cpu_build import cpu_int8_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
 from tandem.workers.kernels.cpu.weight_blocks import code_rounding, in_blocks
+from tandem.workers.kernels.huge_pages import WEIGHTS
 
 BLOCK, QUAD, LANES = 64, 4, 16
 BYTES = Coded(bits=8, group=None, zeros=True)
@@ -77,9 +78,7 @@ class CpuInt8Method(Int8Method):
 
     def _room(self, device: torch.device) -> torch.Tensor:
         padded_outputs = -(-self._shape[0] // BLOCK) * BLOCK
-        room = torch.empty(self._weight_bytes + 4 * padded_outputs, dtype=torch.uint8, device=device)
-        self._scales_in(room).zero_()
-        return room
+        return WEIGHTS.zeros(self._weight_bytes + 4 * padded_outputs)
 
     def _fill(self, held: torch.Tensor, first: int, rows_OI: torch.Tensor) -> None:
         quads = in_blocks((rows_OI.contiguous().view(torch.uint8) ^ OFFSET).view(torch.float32), 1)

@@ -1,0 +1,69 @@
+"""Memory in huge pages: pieces that weights share, and what the system is asked for."""
+
+import gc
+import mmap
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.workers.kernels.huge_pages import HUGE_PAGE, HugePages
+
+
+def flags_at(address: int) -> set[str]:
+    """What the system notes of the mapping with that address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(number, 16) for number in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "VmFlags:":
+            return set(rest.split())
+    raise AssertionError(f"no mapping has {address:#x}")
+
+
+def test_weights_are_zeros_side_by_side_at_cache_lines() -> None:
+    pages = HugePages(2 * HUGE_PAGE)
+    weights = [pages.zeros(size) for size in (1, 64, 100, HUGE_PAGE - 1)]
+    assert [len(weight) for weight in weights] == [1, 64, 100, HUGE_PAGE - 1]
+    assert all(weight.dtype is torch.uint8 and not weight.any() for weight in weights)
+    first = weights[0].data_ptr()
+    assert [weight.data_ptr() - first for weight in weights[:3]] == [0, 64, 128]
+    for number, weight in enumerate(weights, 1):
+        weight.fill_(number)
+    assert [int(weight.min()) for weight in weights] == [int(weight.max()) for weight in weights] == [1, 2, 3, 4]
+
+
+def test_a_large_weight_begins_a_huge_page_of_its_own() -> None:
+    pages = HugePages(2 * HUGE_PAGE)
+    small, large, next_small = pages.zeros(64), pages.zeros(3 * HUGE_PAGE + 1), pages.zeros(64)
+    assert large.data_ptr() % HUGE_PAGE == small.data_ptr() % HUGE_PAGE == 0
+    assert next_small.data_ptr() == small.data_ptr() + 64
+    assert len(large) == 3 * HUGE_PAGE + 1
+
+
+def test_a_piece_is_freed_with_its_last_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[weakref.ref[mmap.mmap]] = []
+
+    class Noted(mmap.mmap):
+        def __init__(self, *args: Any) -> None:
+            pieces.append(weakref.ref(self))
+
+    monkeypatch.setattr(mmap, "mmap", Noted)
+    pages = HugePages(2 * HUGE_PAGE)
+    weights = [pages.zeros(HUGE_PAGE - 64) for _ in range(4)]  # two in a piece
+    assert len(pieces) == 2
+    del weights[0]
+    gc.collect()
+    assert [piece() is None for piece in pieces] == [False, False]
+    del weights[0]
+    gc.collect()
+    assert [piece() is None for piece in pieces] == [True, False]
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without huge pages")
+def test_the_system_is_asked_for_huge_pages() -> None:
+    assert "hg" in flags_at(HugePages().zeros(1).data_ptr())
