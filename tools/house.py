@@ -57,6 +57,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "executor",
         "build",
         "offline",
+        "evaluation",
         "*",
     ),
     "workers/engine": ("blocks", "base", "observers", "transfers", "waiting", "adapters", "*", "thread"),
