@@ -43,7 +43,8 @@ WORDS: Final = """\
 {file}
 is SmolLM2-135M-Instruct by HuggingFaceTB, in 4 bits (Q4_1), 98 MB, under Apache-2.0 ({license}).
 It chats in English, with a context of 8192 tokens; expect errors, as of any model of this size.
-    make serve MODEL={model}"""
+    make serve MODEL={model} ARGS="--dtype float32"
+In float32 its texts are those of transformers; in bf16, the default, some near-ties fall the other way."""
 
 
 class NotFetched(Exception):
