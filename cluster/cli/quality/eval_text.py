@@ -34,7 +34,7 @@ DENSE = "dense"
 
 @dataclass(frozen=True, kw_only=True)
 class EvalFlags:
-    """What is judged, beside what, and what is shown."""
+    """The text, the reference, and what is shown."""
 
     perplexity: str | None = setting(
         "File of text, in UTF-8: one text, or of a .jsonl file one a line, its key `text`. Needed."

@@ -1,0 +1,1 @@
+"""Verbs about the quality of a model."""
