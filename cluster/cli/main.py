@@ -23,6 +23,7 @@ from tandem.cluster.cli.verbs.chat import chat, complete
 from tandem.cluster.cli.verbs.check_config import check_config
 from tandem.cluster.cli.verbs.doctor import doctor
 from tandem.cluster.cli.verbs.plan import plan
+from tandem.cluster.cli.verbs.quantize import quantize
 from tandem.cluster.cli.verbs.run_batch import run_batch
 from tandem.cluster.cli.verbs.serve import serve
 from tandem.cluster.cli.verbs.status import status
@@ -37,6 +38,7 @@ VERBS: Mapping[str, Command] = {
     "complete": complete,
     "plan": plan,
     "tune": tune,
+    "quantize": quantize,
     "status": status,
     "top": top,
     "drain": drain,

@@ -69,19 +69,27 @@ def open_source(model: str, folder: Path) -> Source:
 
 
 def quantize(
-    source: Source, settings: QuantizeSettings, output: Path, platform: Platform, say: Say = print
+    source: Source,
+    settings: QuantizeSettings,
+    output: Path,
+    platform: Platform,
+    say: Say = print,
+    sequences: Sequences | None = None,
 ) -> dict[str, Any]:
-    """Writes the quantized model into a folder and returns the report, which lies there too. say: takes lines about
-    progress. A run that was ended is gone on with: the same settings write the same bytes. SettingsError, by flag."""
+    """Writes the quantized model into a folder and returns the report, which lies there too.
+
+    say: takes lines about progress. sequences: in place of settings.calib. A run that was ended is gone on with: the
+    same settings write the same bytes. SettingsError, by flag.
+    """
     settings = settings.checked()
-    work = WorkFolder(output, _made_of(source, settings))
+    work = WorkFolder(output, _made_of(source, settings, sequences))
     try:
         if (report := work.finished) is not None:
             say(f"{output} is complete")
             return report
         work.open()
         with torch.inference_mode():
-            return _Run(source, settings, work, platform, say).run()
+            return _Run(source, settings, work, platform, say, sequences).run()
     except OSError as error:
         where = error.filename or output
         words = f"cannot write {where}: {error.strerror or error}; the same command goes on where it was"
@@ -90,14 +98,22 @@ def quantize(
 
 class _Run:
     def __init__(
-        self, source: Source, settings: QuantizeSettings, work: WorkFolder, platform: Platform, say: Say
+        self,
+        source: Source,
+        settings: QuantizeSettings,
+        work: WorkFolder,
+        platform: Platform,
+        say: Say,
+        given: Sequences | None,
     ) -> None:
         self._source = source
         self._settings = settings
         self._work = work
         self._say = say
         self._length = length_of(settings, source.spec.max_position_embeddings)
-        self._sequences = self._text()
+        if given is not None:
+            self._length = len(given.judged[0])
+        self._sequences = given or self._text()
         self._walk = LayerWalk(source.folder, source.spec, platform, self._length)
         self._checkpoint = PackedCheckpoint(self._walk, source.folder, settings)
         self._shape = (self._length, source.spec.hidden_size)
@@ -279,7 +295,7 @@ def _drift(dense: Iterator[torch.Tensor], quantized: Iterator[torch.Tensor]) -> 
     return float((change / length) ** 0.5) if length > 0 else 0.0
 
 
-def _made_of(source: Source, settings: QuantizeSettings) -> dict[str, Any]:
+def _made_of(source: Source, settings: QuantizeSettings, sequences: Sequences | None) -> dict[str, Any]:
     """Returns all that decides what is written: settings, and digests of the model and of the calibration text."""
     digest = blake2b((source.folder / "config.json").read_bytes(), digest_size=16)
     for file in weight_files(source.folder):
@@ -290,7 +306,9 @@ def _made_of(source: Source, settings: QuantizeSettings) -> dict[str, Any]:
                 stream.seek(max(0, size - SAMPLE_BYTES) * place // 15)
                 digest.update(stream.read(SAMPLE_BYTES))
     made = {**settings.as_json(), "weights": digest.hexdigest()}
-    if settings.calib != OWN:
+    if sequences is not None:
+        made["calib"] = blake2b(repr(sequences.all).encode(), digest_size=8).hexdigest()
+    elif settings.calib != OWN:
         try:
             text = Path(settings.calib).expanduser().read_bytes()
         except OSError as error:
