@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
-from tandem.workers.quantize.folds import folds_of
 from tandem.workers.quantize.layer_walk import LayerWalk, OpenLayer
 from tandem.workers.quantize.quantize_run import open_source, quantize
 from tandem.workers.quantize.quantize_settings import QuantizeSettings
-from tandem.workers.quantize.scale_search import apply_fold
+from tandem.workers.quantize.rounding.folds import folds_of
+from tandem.workers.quantize.rounding.scale_search import apply_fold
 from tests.parity.test_quantized_checkpoints import check_near, distance, logits_of
 from tests.support.dequantized import save_dequantized
 from tests.support.packed_models import quantized, random_ids, undone

@@ -13,13 +13,13 @@ import torch
 
 from tandem.parallel.params import Param
 from tandem.workers.models.spec.arch import LayerSpec
-from tandem.workers.quantize.folds import Fold, folds_of
-from tandem.workers.quantize.integer_grid import IntegerGrid, RoundedMatrix
 from tandem.workers.quantize.layer_walk import OpenLayer
 from tandem.workers.quantize.quantize_settings import QuantizeSettings
-from tandem.workers.quantize.recorded_linear import RecordedLinear
-from tandem.workers.quantize.rounders import Gptq, Rounder, to_nearest
-from tandem.workers.quantize.scale_search import apply_fold, awq_scale, smooth_scale
+from tandem.workers.quantize.rounding.folds import Fold, folds_of
+from tandem.workers.quantize.rounding.integer_grid import IntegerGrid, RoundedMatrix
+from tandem.workers.quantize.rounding.recorded_linear import RecordedLinear
+from tandem.workers.quantize.rounding.rounders import Gptq, Rounder, to_nearest
+from tandem.workers.quantize.rounding.scale_search import apply_fold, awq_scale, smooth_scale
 
 ENOUGH_TOKENS: Final = 64
 """An expert that fewer tokens of the calibration text have passed is rounded to nearest, and not scaled."""

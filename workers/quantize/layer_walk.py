@@ -35,7 +35,7 @@ from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.kv_layout import KVLayout, kv_layouts
 from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.platforms.base import Platform
-from tandem.workers.quantize.recorded_linear import InputStats, RecordedLinear
+from tandem.workers.quantize.rounding.recorded_linear import InputStats, RecordedLinear
 from tandem.workers.rank.kv_cache import KVCache
 
 BLOCK_SIZE = 16

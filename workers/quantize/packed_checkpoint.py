@@ -23,12 +23,12 @@ from tandem.parallel.stored.safetensors_source import DTYPES
 from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.parameter_names import Role
 from tandem.workers.planning.hub import BESIDE_WEIGHTS
-from tandem.workers.quantize.integer_grid import IntegerGrid
+from tandem.workers.quantize.files.stored_forms import QuantizedParam, dense_tensor, quantized_tensors
+from tandem.workers.quantize.files.tensor_file import WrittenTensor, of_file, of_memory, write_tensors, write_text
 from tandem.workers.quantize.layer_quantizer import LayerOutcome
 from tandem.workers.quantize.layer_walk import LayerWalk, OpenLayer
 from tandem.workers.quantize.quantize_settings import QuantizeSettings
-from tandem.workers.quantize.stored_forms import QuantizedParam, dense_tensor, quantized_tensors
-from tandem.workers.quantize.tensor_file import WrittenTensor, of_file, of_memory, write_tensors, write_text
+from tandem.workers.quantize.rounding.integer_grid import IntegerGrid
 
 UNCOPIED: Final = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
 VERSION: Final = "0.20.0"
@@ -46,12 +46,12 @@ class PackedCheckpoint:
         self.is_gguf = spec.weights.departures is not None
         self.table = parameters_of(replace(spec, weights=DENSE))
         self._named = {param.name: param for param in self.table}
-        self._own = getattr(torch, spec.torch_dtype or "float32")
+        self._own: torch.dtype = getattr(torch, spec.torch_dtype or "float32")
 
     def dtype_of(self, param: Param) -> torch.dtype:
         """Returns the dtype in which a parameter, or the scales of its codes, are written."""
         if self.is_gguf:
-            return self._own  # type: ignore[no-any-return]
+            return self._own
         dtype = DTYPES[self._walk.checkpoint.tensors_of(replace(param, scheme=None))[0].dtype]
         return dtype if dtype.is_floating_point else self._own
 

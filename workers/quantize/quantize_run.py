@@ -23,14 +23,14 @@ from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.family_rows.families import family_of
 from tandem.workers.platforms.base import Platform
 from tandem.workers.quantize.calibration_text import Sequences, length_of, of_file, written_by_model
-from tandem.workers.quantize.integer_grid import IntegerGrid
+from tandem.workers.quantize.files.tensor_file import write_text
 from tandem.workers.quantize.layer_quantizer import LayerQuantizer, measured
 from tandem.workers.quantize.layer_walk import LayerWalk, OpenLayer
-from tandem.workers.quantize.mixed_bits import Measured, choose_bits, unit_of
 from tandem.workers.quantize.packed_checkpoint import PackedCheckpoint
-from tandem.workers.quantize.quantize_settings import MIXED, OWN, QuantizeSettings
-from tandem.workers.quantize.recorded_linear import RecordedLinear
-from tandem.workers.quantize.tensor_file import write_text
+from tandem.workers.quantize.quantize_settings import OWN, QuantizeSettings
+from tandem.workers.quantize.rounding.integer_grid import IntegerGrid
+from tandem.workers.quantize.rounding.mixed_bits import MIXED, Measured, choose_bits, unit_of
+from tandem.workers.quantize.rounding.recorded_linear import RecordedLinear
 from tandem.workers.quantize.work_folder import FLAG, REPORT, WorkFolder
 
 LOGITS_BYTES: Final = 2**26

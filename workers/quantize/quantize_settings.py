@@ -8,11 +8,10 @@ from tandem.configs.errors import SettingsError
 from tandem.parallel.params import Param
 from tandem.workers.models.spec.weights.matrix_schemes import HELD_DENSE
 from tandem.workers.models.spec.weights.names import targeted
+from tandem.workers.quantize.rounding.mixed_bits import MIXED
 
 METHODS: Final = ("rtn", "gptq", "awq", "smoothquant")
 WHOLE_BITS: Final = (2, 3, 4, 8)
-MIXED: Final = (4, 8)
-"""The bits that are mixed for an average between them."""
 OWN: Final = "own"
 SMALLEST_GROUP: Final = 32
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tandem.configs.errors import SettingsError
-from tandem.workers.quantize.hidden_states import HiddenStates
-from tandem.workers.quantize.tensor_file import write_text
+from tandem.workers.quantize.files.hidden_states import HiddenStates
+from tandem.workers.quantize.files.tensor_file import write_text
 
 FLAG: Final = "--output"
 REPORT: Final = "quantize_report.json"

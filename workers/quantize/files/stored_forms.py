@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from tandem.parallel.params import Param
-from tandem.workers.quantize.integer_grid import RoundedMatrix
-from tandem.workers.quantize.tensor_file import WrittenTensor, of_memory
+from tandem.workers.quantize.files.tensor_file import WrittenTensor, of_memory
+from tandem.workers.quantize.rounding.integer_grid import RoundedMatrix
 
 PIECE_ROWS = 512
 

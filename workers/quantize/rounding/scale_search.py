@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.workers.quantize.folds import Fold
-from tandem.workers.quantize.integer_grid import IntegerGrid
-from tandem.workers.quantize.recorded_linear import InputStats, RecordedLinear
+from tandem.workers.quantize.rounding.folds import Fold
+from tandem.workers.quantize.rounding.integer_grid import IntegerGrid
+from tandem.workers.quantize.rounding.recorded_linear import InputStats, RecordedLinear
 
 STEPS = 20
 LEAST = 1e-4

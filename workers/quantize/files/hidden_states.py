@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tandem.workers.quantize.tensor_file import keep
+from tandem.workers.quantize.files.tensor_file import keep
 
 
 class HiddenStates:

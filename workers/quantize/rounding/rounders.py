@@ -5,13 +5,15 @@ over the calibration text stay as near as they can: by the inverse of the matrix
 inputs, B of a block.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from tandem.workers.quantize.integer_grid import IntegerGrid, RoundedMatrix
-from tandem.workers.quantize.recorded_linear import InputStats
+from tandem.workers.quantize.rounding.integer_grid import IntegerGrid, RoundedMatrix
+from tandem.workers.quantize.rounding.recorded_linear import InputStats
 
 BLOCK = 128
 """Inputs whose changes are added to all later ones at once."""
@@ -75,7 +77,8 @@ class _Rounding:
         codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8)
         for first in range(0, inputs, step):
             block = slice(first, min(first + step, inputs))
-            error_OB = self._block(weight_OI, factor_II, block, codes_OI)
+            with _one_thread():  # thousands of small operations
+                error_OB = self._block(weight_OI, factor_II, block, codes_OI)
             weight_OI[:, block.stop :].addmm_(error_OB, factor_II[block, block.stop :], alpha=-1)
         return codes_OI
 
@@ -99,6 +102,16 @@ class _Rounding:
             error_BO[place] = (weight_O - (code_O - zero_O) * scale_O) / factor_BB[place, place]
             weight_BO[place + 1 :].addr_(factor_BB[place, place + 1 :], error_BO[place], alpha=-1)
         return error_BO.T
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _factor(products_II: torch.Tensor) -> torch.Tensor | None:

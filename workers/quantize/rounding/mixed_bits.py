@@ -7,9 +7,12 @@ layer, get the same, as servers multiply them together.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
-from tandem.workers.quantize.quantize_settings import MIXED
-from tandem.workers.quantize.recorded_linear import RecordedLinear
+from tandem.workers.quantize.rounding.recorded_linear import RecordedLinear
+
+MIXED: Final = (4, 8)
+"""The bits that are mixed for an average between them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class IntegerGrid:
     @property
     def middle(self) -> int:
         """The code of 0 where there are no zeros."""
-        return 2 ** (self.bits - 1)
+        return 1 << self.bits - 1
 
     def size_of(self, inputs: int) -> int:
         """Returns the inputs of a group."""

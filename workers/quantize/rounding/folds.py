@@ -14,7 +14,7 @@ from tandem.parallel.params import Param
 from tandem.workers.models.spec.arch import Activation, Gated, Gqa, LayerSpec, Mla, Moe, NormPlace
 from tandem.workers.models.spec.parameter_names import Role
 from tandem.workers.models.spec.parameters import LayerParams
-from tandem.workers.quantize.recorded_linear import RecordedLinear
+from tandem.workers.quantize.rounding.recorded_linear import RecordedLinear
 
 ROUTING = (Role.ROUTER, Role.SHARED_GATE)
 BEFORE_BOTH = (NormPlace.PRE, NormPlace.SANDWICH, NormPlace.PARALLEL_TWO)
@@ -64,7 +64,7 @@ def folds_of(spec: LayerSpec, params: LayerParams, linears: Sequence[RecordedLin
 
 
 def _behind_norms(spec: LayerSpec, params: LayerParams, linears: Sequence[RecordedLinear]) -> Iterator[Fold]:
-    attention = ("qkv",) if isinstance(spec.attention, Gqa) else ("latents",)
+    attention: tuple[str, ...] = ("qkv",) if isinstance(spec.attention, Gqa) else ("latents",)
     if isinstance(spec.attention, Mla) and spec.attention.q_rank is None:
         attention = ("latents", "q")
     readers = _of(linears, params, *attention)

@@ -1,0 +1,1 @@
+"""What is written, durably: tensors, the forms of quantized layers, hidden states."""

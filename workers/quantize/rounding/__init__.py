@@ -1,0 +1,1 @@
+"""How weights become codes: the grid, the methods, scales of inputs and where they go, bits of layers."""
