@@ -22,6 +22,7 @@ from tandem.cluster.cli.verbs import adapters, bench, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
 from tandem.cluster.cli.verbs.check_config import check_config
 from tandem.cluster.cli.verbs.doctor import doctor
+from tandem.cluster.cli.verbs.evaluate import evaluate
 from tandem.cluster.cli.verbs.plan import plan
 from tandem.cluster.cli.verbs.quantize import quantize
 from tandem.cluster.cli.verbs.run_batch import run_batch
@@ -37,6 +38,7 @@ VERBS: Mapping[str, Command] = {
     "chat": chat,
     "complete": complete,
     "plan": plan,
+    "eval": evaluate,
     "tune": tune,
     "quantize": quantize,
     "status": status,

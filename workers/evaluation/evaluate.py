@@ -131,7 +131,7 @@ def _rows(
     """Yields windows and the rows of their scored tokens, [num_scored, V], which are gone with the next ones."""
     with (
         PromptRows(settings, folder) as model,
-        tqdm(total=sample.num_scored, desc=what, unit="token", disable=not progress) as bar,
+        tqdm(total=sample.num_scored, desc=what, unit="token", disable=None if progress else True) as bar,
     ):
         for window in sample.windows:
             yield window, model.rows_of(window.ids)[window.first - 1 :]
