@@ -17,6 +17,7 @@ from tandem.cluster.cli.base.terminal import GroupedHelp, say
 from tandem.cluster.cli.explain.explain import explain
 from tandem.cluster.cli.live.drain import drain
 from tandem.cluster.cli.live.top import top
+from tandem.cluster.cli.quality.quantize import quantize
 from tandem.cluster.cli.shells.completion import completion
 from tandem.cluster.cli.verbs import adapters, bench, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
@@ -24,7 +25,6 @@ from tandem.cluster.cli.verbs.check_config import check_config
 from tandem.cluster.cli.verbs.doctor import doctor
 from tandem.cluster.cli.verbs.evaluate import evaluate
 from tandem.cluster.cli.verbs.plan import plan
-from tandem.cluster.cli.verbs.quantize import quantize
 from tandem.cluster.cli.verbs.run_batch import run_batch
 from tandem.cluster.cli.verbs.serve import serve
 from tandem.cluster.cli.verbs.status import status

@@ -18,7 +18,7 @@ from tandem.workers.quantize.quantize_settings import QuantizeSettings
 from tandem.workers.quantize.rounding.folds import Fold, folds_of
 from tandem.workers.quantize.rounding.integer_grid import IntegerGrid, RoundedMatrix
 from tandem.workers.quantize.rounding.recorded_linear import RecordedLinear
-from tandem.workers.quantize.rounding.rounders import Gptq, Rounder, to_nearest
+from tandem.workers.quantize.rounding.rounders import GptqRounder, Rounder, to_nearest
 from tandem.workers.quantize.rounding.scale_search import apply_fold, awq_scale, smooth_scale
 
 ENOUGH_TOKENS: Final = 64
@@ -48,7 +48,7 @@ class LayerQuantizer:
         self._settings = settings
         self._bits_of = bits_of
         self._dtype_of = dtype_of
-        self._rounder: Rounder = Gptq(settings.act_order) if settings.method == "gptq" else to_nearest
+        self._rounder: Rounder = GptqRounder(settings.act_order) if settings.method == "gptq" else to_nearest
 
     def __call__(self, spec: LayerSpec, layer: OpenLayer, hidden: Callable[[], Iterator[torch.Tensor]]) -> LayerOutcome:
         found = LayerOutcome()

@@ -29,7 +29,7 @@ from tandem.workers.quantize.layer_walk import LayerWalk, OpenLayer
 from tandem.workers.quantize.packed_checkpoint import PackedCheckpoint
 from tandem.workers.quantize.quantize_settings import OWN, QuantizeSettings
 from tandem.workers.quantize.rounding.integer_grid import IntegerGrid
-from tandem.workers.quantize.rounding.mixed_bits import MIXED, Measured, choose_bits, unit_of
+from tandem.workers.quantize.rounding.mixed_bits import MIXED, MeasuredUnit, choose_bits, unit_of
 from tandem.workers.quantize.rounding.recorded_linear import RecordedLinear
 from tandem.workers.quantize.work_folder import FLAG, REPORT, WorkFolder
 
@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceModel:
     """A model to quantize. model: as the user named it, for the engine that writes its own text; folder: its files."""
 
     model: str
@@ -48,7 +48,7 @@ class Source:
     spec: ArchSpec
 
 
-def open_source(model: str, folder: Path) -> Source:
+def open_source(model: str, folder: Path) -> SourceModel:
     """Returns a model that can be quantized. SettingsError and UnsupportedModelError for one that cannot."""
     spec = load_spec(folder)
     plan = spec.weights
@@ -65,11 +65,11 @@ def open_source(model: str, folder: Path) -> Source:
             "--quantization int4 and int8 of `tandem serve` are made of it at load",
             "MODEL",
         )
-    return Source(model, folder, spec)
+    return SourceModel(model, folder, spec)
 
 
 def quantize(
-    source: Source,
+    source: SourceModel,
     settings: QuantizeSettings,
     output: Path,
     platform: Platform,
@@ -89,17 +89,17 @@ def quantize(
             return report
         work.open()
         with torch.inference_mode():
-            return _Run(source, settings, work, platform, say, sequences).run()
+            return _QuantizeRun(source, settings, work, platform, say, sequences).run()
     except OSError as error:
         where = error.filename or output
         words = f"cannot write {where}: {error.strerror or error}; the same command goes on where it was"
         raise SettingsError(words, FLAG) from error
 
 
-class _Run:
+class _QuantizeRun:
     def __init__(
         self,
-        source: Source,
+        source: SourceModel,
         settings: QuantizeSettings,
         work: WorkFolder,
         platform: Platform,
@@ -178,7 +178,7 @@ class _Run:
         if found is None:
             count = len(self._sequences.calibration)
             self._begin("measured", range(count))
-            units: list[Measured] = []
+            units: list[MeasuredUnit] = []
             for index in range(self._source.spec.num_layers):
                 layer = OpenLayer(self._walk, index)
                 hidden, behind = (self._work.hidden("measured", place, self._shape) for place in (index, index + 1))
@@ -192,12 +192,12 @@ class _Run:
             self._work.put("bits", found)
         return found  # type: ignore[no-any-return]
 
-    def _measured(self, linear: RecordedLinear) -> Measured:
+    def _measured(self, linear: RecordedLinear) -> MeasuredUnit:
         quantizer = LayerQuantizer(self._settings, lambda _: MIXED[0], self._checkpoint.dtype_of)
         few = quantizer.grid_of(linear)
         many = IntegerGrid(MIXED[1], few.group, few.symmetric, few.scale_dtype)
         elements = sum(param.num_elements for param in linear.params)
-        return Measured(unit_of(linear), elements, measured(linear, few), measured(linear, many))
+        return MeasuredUnit(unit_of(linear), elements, measured(linear, few), measured(linear, many))
 
     def _quantized(self, layer: OpenLayer) -> Iterator[RecordedLinear]:
         yield from (one for one in layer.linears if not all(map(self._settings.leaves, one.params)))
@@ -237,7 +237,7 @@ class _Run:
         report = work.kept("report")
         shards = [work.shard(place) for place in range(len(rows) + 1)]
         report["bytes"] = self._checkpoint.finish(work.output, shards, grids)
-        report["dense_bytes"] = sum(tensor.nbytes for tensor in self._walk.checkpoint.tensors)
+        report["source_bytes"] = sum(tensor.nbytes for tensor in self._walk.checkpoint.tensors)
         write_text(work.output / REPORT, f"{json.dumps(report, indent=1)}\n")
         work.remove()
         return report  # type: ignore[no-any-return]
@@ -295,7 +295,7 @@ def _drift(dense: Iterator[torch.Tensor], quantized: Iterator[torch.Tensor]) -> 
     return float((change / length) ** 0.5) if length > 0 else 0.0
 
 
-def _made_of(source: Source, settings: QuantizeSettings, sequences: Sequences | None) -> dict[str, Any]:
+def _made_of(source: SourceModel, settings: QuantizeSettings, sequences: Sequences | None) -> dict[str, Any]:
     """Returns all that decides what is written: settings, and digests of the model and of the calibration text."""
     digest = blake2b((source.folder / "config.json").read_bytes(), digest_size=16)
     for file in weight_files(source.folder):

@@ -27,7 +27,7 @@ class QuantizeSettings:
     bits: float = 4
     group_size: int | None = 128
     symmetric: bool = False
-    act_order: bool = False
+    act_order: bool = True
     calib: str = OWN
     calib_tokens: int = 16384
     length: int | None = None
@@ -53,8 +53,6 @@ class QuantizeSettings:
             raise SettingsError(words, "--bits")
         if self.rounds_inputs and self.bits != 8:
             raise SettingsError(f"{self.bits:g}: smoothquant makes weights and inputs of 8 bits", "--bits")
-        if self.act_order and self.method != "gptq":
-            raise SettingsError(f"--method {self.method} rounds inputs in no order; gptq does", "--act-order")
         if self.group_size is not None and self.group_size < 2:
             raise SettingsError(f"{self.group_size}: at least 2 inputs, or -1 for all of an output", "--group-size")
         if not 0 <= self.alpha <= 1:
@@ -65,9 +63,8 @@ class QuantizeSettings:
             raise SettingsError(f"{self.calib_tokens}: at least 2", "--calib-tokens")
         for name in self.ignore:
             _expression(name)
-        if self.rounds_inputs:
-            return replace(self, group_size=None, symmetric=True)
-        return self
+        ordered = replace(self, act_order=self.act_order and self.method == "gptq")
+        return replace(ordered, group_size=None, symmetric=True) if self.rounds_inputs else ordered
 
     def leaves(self, param: Param) -> bool:
         """Returns whether a matrix stays as it is."""

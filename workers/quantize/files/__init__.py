@@ -1,1 +1,1 @@
-"""What is written, durably: tensors, the forms of quantized layers, hidden states."""
+"""Files that are complete once they have their names: tensors, forms of quantized layers, hidden states."""

@@ -1,1 +1,1 @@
-"""How weights become codes: the grid, the methods, scales of inputs and where they go, bits of layers."""
+"""Weights to codes: the grid, the methods, scales of inputs and their folds, bits of layers."""

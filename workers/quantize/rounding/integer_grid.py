@@ -48,10 +48,11 @@ class IntegerGrid:
         return self.group or inputs
 
     def scales(self, weight_OB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the scale [O, 1] and the zero [O, 1], float32, of one group's weights: their range, 0 included."""
+        """Returns the scale [O, 1] and the zero [O, 1], float32, of one group's weights: their range, 0 included.
+        Without zeros the range is the largest weight each way (as llm-compressor has it): the last code is half a step
+        short of it."""
         if self.symmetric:
-            steps = max(1, self.middle - 1)
-            scale_O1 = self._written(weight_OB.abs().amax(1, keepdim=True) / steps)
+            scale_O1 = self._written(weight_OB.abs().amax(1, keepdim=True) / ((2**self.bits - 1) / 2))
             return scale_O1, torch.full_like(scale_O1, self.middle)
         least_O1 = weight_OB.amin(1, keepdim=True).clamp_(max=0)
         most_O1 = weight_OB.amax(1, keepdim=True).clamp_(min=0)

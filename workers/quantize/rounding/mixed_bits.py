@@ -16,7 +16,7 @@ MIXED: Final = (4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredUnit:
     """One unit. few, many: its error with four bits and with eight."""
 
     unit: str
@@ -31,18 +31,18 @@ def unit_of(linear: RecordedLinear) -> str:
     return f"{first.layer} {'expert ' if first.expert is not None else ''}{first.merge}"
 
 
-def joined(measured: Iterable[Measured]) -> Iterator[Measured]:
+def joined(measured: Iterable[MeasuredUnit]) -> Iterator[MeasuredUnit]:
     """Yields units, of what was measured by parts: with the mean of the parts' errors."""
-    parts: dict[str, list[Measured]] = {}
+    parts: dict[str, list[MeasuredUnit]] = {}
     for one in measured:
         parts.setdefault(one.unit, []).append(one)
     for unit, own in parts.items():
         elements = sum(one.elements for one in own)
         few, many = (sum(getattr(one, name) * one.elements for one in own) / elements for name in ("few", "many"))
-        yield Measured(unit, elements, few, many)
+        yield MeasuredUnit(unit, elements, few, many)
 
 
-def choose_bits(measured: Iterable[Measured], average: float) -> Mapping[str, int]:
+def choose_bits(measured: Iterable[MeasuredUnit], average: float) -> Mapping[str, int]:
     """Returns the bits of each unit, on average at most so many for a weight."""
     units = list(joined(measured))
     few, many = MIXED

@@ -33,7 +33,7 @@ def to_nearest(weight_OI: torch.Tensor, stats: InputStats, grid: IntegerGrid, /)
 
 
 @dataclass(frozen=True, slots=True)
-class Gptq:
+class GptqRounder:
     """The Rounder of GPTQ. act_order: inputs with the largest squares come first, each in the group of its place, with
     scales of the weights as they are; else in their order, with scales of a group's weights when it begins."""
 

@@ -44,8 +44,13 @@ def quantize(
         bool | None, typer.Option("--sym/--asym", help="Without zeros, or with. Default: --asym.", show_default=False)
     ] = None,
     act_order: Annotated[
-        bool, typer.Option("--act-order", help="gptq: round the inputs with the largest values first.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--act-order/--no-act-order",
+            help="gptq: inputs with the largest values are rounded first, or in their order. Default: --act-order.",
+            show_default=False,
+        ),
+    ] = None,
     calib: Annotated[
         str,
         _own("--calib", "FILE|own", "Text to calibrate with: .txt, or .jsonl with `text`; own: the model writes it."),
@@ -81,6 +86,9 @@ def quantize(
     if method == "smoothquant" and (group_size not in (None, -1) or symmetric is False):
         flag = "--asym" if symmetric is False else "--group-size"
         raise SettingsError("smoothquant has one scale for each output, without zeros", flag)
+    if act_order is not None and method != "gptq":
+        flag = "--act-order" if act_order else "--no-act-order"
+        raise SettingsError(f"--method {method} rounds inputs in no order; gptq does", flag)
     if cpu_threads is not None and cpu_threads < 1:
         raise SettingsError(f"{cpu_threads}: at least 1", "--cpu-threads")
     settings = QuantizeSettings(
@@ -88,7 +96,7 @@ def quantize(
         bits=bits if bits is not None else 8 if method == "smoothquant" else 4,
         group_size=None if group_size == -1 else group_size or 128,
         symmetric=bool(symmetric),
-        act_order=act_order,
+        act_order=act_order is not False,
         calib=calib,
         calib_tokens=calib_tokens,
         length=calib_length,
@@ -123,7 +131,7 @@ def _lines(report: dict[str, Any], output: Path) -> list[str]:
         leaf = worst["layers"][0].rpartition(".")[2]
         cells.append([str(row["layer"]), bits, error, leaf, drift, f"{row['seconds']:.1f}"])
     judged, against = report["judged"], report["judged"]["against"]
-    saved = report["bytes"] / report["dense_bytes"]
+    saved = report["bytes"] / report["source_bytes"]
     return [
         *table(cells),
         *_fold_lines(report),
@@ -131,7 +139,7 @@ def _lines(report: dict[str, Any], output: Path) -> list[str]:
         f"perplexity  {judged['perplexity']:.4f}, of the model before {against['perplexity']:.4f}",
         f"KL          {against['mean_kl']:.5f} nats a token, the same first choice at {against['agreement']:.1%}, "
         f"over {judged['tokens']} tokens",
-        f"bytes       {report['bytes']:,}, {saved:.2f} of {report['dense_bytes']:,}",
+        f"bytes       {report['bytes']:,}, {saved:.2f} of {report['source_bytes']:,}",
         f"seconds     {report['seconds']:.0f}",
         f"written to  {output}; tandem serve {output}",
     ]
