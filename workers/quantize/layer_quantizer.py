@@ -24,7 +24,7 @@ from tandem.workers.quantize.rounding.scale_search import apply_fold, awq_scale,
 ENOUGH_TOKENS: Final = 64
 """An expert that fewer tokens of the calibration text have passed is rounded to nearest, and not scaled."""
 SUMS_BYTES: Final = 2**30
-"""Of sums over inputs at a time, unless the layer itself is larger: experts are calibrated some after others."""
+"""Size of sums over inputs at a time, unless the layer itself is larger: experts are calibrated some after others."""
 BitsOf = Callable[[RecordedLinear], int]
 DtypeOf = Callable[[Param], torch.dtype]
 

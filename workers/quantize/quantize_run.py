@@ -34,7 +34,7 @@ from tandem.workers.quantize.rounding.recorded_linear import RecordedLinear
 from tandem.workers.quantize.work_folder import FLAG, REPORT, WorkFolder
 
 LOGITS_BYTES: Final = 2**26
-"""Of logits that are compared at a time."""
+"""Size of logits that are compared at a time."""
 SAMPLE_BYTES: Final = 2**16
 Say = Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""What a quantized layer is written as: the tensors of compressed-tensors, under the names of the source checkpoint.
+"""Tensors of compressed-tensors, as which a quantized layer is written, under the names of the source checkpoint.
 
 pack-quantized: weight_packed I32 [O, words], code i at bit i * bits of its row; weight_scale [O, G];
 weight_zero_point I32 [words, G], packed along outputs; weight_shape. int-quantized: weight I8 [O, I], weight_scale
