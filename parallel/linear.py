@@ -85,7 +85,7 @@ class Linear:
         spans = [(param.span(1, mesh), param.span(0, mesh)) for param in self._weights]
         columns = accumulate((outputs.length for _, outputs in spans), initial=0)
         return tuple(
-            LinearPart(param.stem, inputs, outputs, column, param.module, param.source)
+            LinearPart(param.stem, inputs, outputs, column, param.module, param.family or param.source)
             for param, (inputs, outputs), column in zip(self._weights, spans, columns, strict=False)
         )
 

@@ -194,6 +194,7 @@ class Param:
     stored: tuple[str, ...] = FLOATS  # dtypes in which a checkpoint may have it
     scheme: Scheme | None = None  # how it is held and multiplied, as the weight of a linear layer; None: dense
     packs: bool = True  # it may be held in a form whose elements cannot be read
+    family: Source | None = None  # as source, in the family's checkpoints, whose rows adapters have; None: the same
 
     @property
     def stem(self) -> str:

@@ -58,6 +58,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "build",
         "offline",
         "evaluation",
+        "quantize",
         "*",
     ),
     "workers/engine": ("blocks", "base", "observers", "transfers", "waiting", "adapters", "*", "thread"),

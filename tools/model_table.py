@@ -51,7 +51,8 @@ HEAD = """# Models
 
 A model is served if its `config.json` names one of these architectures. What a `config.json` asks for and Tandem does
 not compute is refused when the service starts, by key and value; so are weights that are neither bf16,
-fp16 or float32 nor [quantized in a way that is read](serving/quantized.md).
+fp16 or float32 nor [quantized in a way that is read](serving/quantized.md), where a table has each form of weights
+with ranks, experts, adapters, drafts, streamed layers and KV tiers.
 RoPE scaling may be linear, dynamic, llama3, yarn or longrope, in old and new spellings. Which of longrope's factors
 apply is decided once, by `--max-model-len`, as in vLLM; `transformers` decides it for each prompt by its length.
 

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "serving" / "quantized.md"
 BEGIN, END = "<!-- Written by tools/quantized_matrix.py. -->\n", "<!-- The end of what it writes. -->\n"
-MADE, INT8, TEXT = "test_made_at_load", "test_quantized_logits", "test_quantized_text"
-STORED, INVARIANT = "test_quantized_checkpoints", "test_batch_invariance"
+MADE, INT8 = "test_made_at_load", "test_quantized_logits"
+FORMS, INVARIANT = "test_quantized_forms", "test_batch_invariance"
 COLUMNS: Final = (
     "-tp",
     "-pp",
@@ -40,7 +40,10 @@ RANKS, TOKENS = (
 ADAPTERS, INT8_ADAPTERS = (Cell(file, "test_adapters_are_added_to_rounded_weights") for file in (MADE, INT8))
 ALONE, REFUSED = Cell(MADE, "test_batch_invariant_tokens"), Cell(MADE, "test_batch_invariance_refuses_fp8", True)
 CROWDS = Cell(INVARIANT, "test_ranks_and_adapters_among_other_crowds")
-CHECKPOINT = Cell(TEXT, "test_a_quantized_checkpoint_needs_no_flag")
+STORED_RANKS, STORED_ADAPTERS = Cell(FORMS, "test_ranks"), Cell(FORMS, "test_adapters")
+STORED_EXPERTS, STORED_TOKENS = Cell(FORMS, "test_whole_experts"), Cell(FORMS, "test_drafts_streamed_layers_and_tiers")
+STORED_ALONE = Cell(FORMS, "test_batch_invariant")
+STORED = (STORED_RANKS, STORED_RANKS, STORED_EXPERTS, STORED_ADAPTERS, STORED_TOKENS, STORED_TOKENS, STORED_TOKENS)
 BYTES = (RANKS, RANKS, RANKS, INT8_ADAPTERS, TOKENS, TOKENS, TOKENS, CROWDS)
 CODES = (RANKS, RANKS, RANKS, ADAPTERS, TOKENS, TOKENS, TOKENS)
 ROWS: Final[Mapping[str, tuple[Cell, ...]]] = {
@@ -50,18 +53,12 @@ ROWS: Final[Mapping[str, tuple[Cell, ...]]] = {
     "w4a8": (*CODES, ALONE),
     "nf4": (*CODES, ALONE),
     "fp8": (*CODES, REFUSED),
-    "gptq": (
-        Cell(STORED, "test_ranks_equal_one_rank"),
-        Cell(STORED, "test_ranks_equal_one_rank"),
-        Cell(STORED, "test_ranks_that_share_experts"),
-        Cell(STORED, "test_adapters_are_added_to_quantized_weights"),
-        CHECKPOINT,
-        Cell(STORED, "test_streamed_layers_and_bf16"),
-        CHECKPOINT,
-        CHECKPOINT,
-    ),
+    **dict.fromkeys(("gptq", "awq", "auto-round", "ct int4", "ct w8a8", "ct nvfp4"), (*STORED, STORED_ALONE)),
+    **dict.fromkeys(("fp8 blocks", "fbgemm_fp8"), (*STORED, Cell(FORMS, "test_batch_invariance_refuses_fp8", True))),
+    **dict.fromkeys(("modelopt", "bnb nf4", "bnb int8", "mxfp4"), (*STORED, STORED_ALONE)),
+    "gguf": (*STORED[:2], Cell(FORMS, "test_gguf_refuses_experts", True), *STORED[3:], STORED_ALONE),
 }
-"""Forms, and a cell for each column. The last is read from a checkpoint; the others are made at load."""
+"""Forms, and a cell for each column: those of AT_LOAD, then those of checkpoints (test_quantized_forms.FORMS)."""
 
 
 def table() -> str:

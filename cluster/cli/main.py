@@ -18,6 +18,7 @@ from tandem.cluster.cli.explain.explain import explain
 from tandem.cluster.cli.live.drain import drain
 from tandem.cluster.cli.live.top import top
 from tandem.cluster.cli.quality.eval_text import evaluate
+from tandem.cluster.cli.quality.quantize import quantize
 from tandem.cluster.cli.shells.completion import completion
 from tandem.cluster.cli.verbs import adapters, bench, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
@@ -39,6 +40,7 @@ VERBS: Mapping[str, Command] = {
     "plan": plan,
     "eval": evaluate,
     "tune": tune,
+    "quantize": quantize,
     "status": status,
     "top": top,
     "drain": drain,

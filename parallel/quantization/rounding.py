@@ -15,9 +15,10 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.params import Param, Span
 from tandem.parallel.quantization.code_tables import table_of
 from tandem.parallel.quantization.coded_weight import CodedWeight
-from tandem.parallel.quantization.int8 import pieces_of
 from tandem.parallel.quantization.schemes import Coded, Codes
 
+PIECE_WEIGHTS = 2**16
+"""Weights that torch rounds at a time."""
 Share = Callable[[torch.Tensor], torch.Tensor]
 """Takes a rank's largest numbers [O, G], none below 0, and returns those of the ranks that share its groups."""
 
@@ -42,14 +43,15 @@ class Rounding(Protocol):
 
 
 class TorchRounding(Rounding):
-    """The twin of compiled passes, a few million weights at a time."""
+    """The twin of compiled passes, a few thousand weights at a time."""
 
     def bounds(self, weight_OI: torch.Tensor, ends_G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ends = ends_G.tolist()
-        groups = zip([0, *ends[:-1]], ends, strict=True)
-        parts = [torch.nn.functional.pad(weight_OI[:, start:end], (0, 1)) for start, end in groups]
-        least = torch.stack([part.amin(1) for part in parts], 1)
-        return least.float(), torch.stack([part.amax(1) for part in parts], 1).float()
+        found = torch.zeros((2, len(weight_OI), len(ends)), device=weight_OI.device)
+        for group, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            if start < end:
+                found[0, :, group], found[1, :, group] = weight_OI[:, start:end].aminmax(dim=1)
+        return found[0].clamp_(max=0), found[1].clamp_(min=0)
 
     def codes(
         self,
@@ -62,13 +64,20 @@ class TorchRounding(Rounding):
         columns = torch.arange(weight_OI.shape[1], device=weight_OI.device)
         group_I = torch.searchsorted(ends_G.long().to(weight_OI.device), columns, right=True)
         codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8, device=weight_OI.device)
-        for piece in pieces_of(*weight_OI.shape):
+        for piece in _small_pieces(*weight_OI.shape):
             scale_OI, zero_OI = scale_OG[piece], zero_OG[piece]
             if len(ends_G) > 1:
                 scale_OI, zero_OI = scale_OI[:, group_I], zero_OI[:, group_I]
-            units_OI = torch.where(scale_OI > 0, weight_OI[piece].float() / scale_OI, 0)
+            units_OI = weight_OI[piece].to(torch.float32, copy=True).div_(scale_OI).masked_fill_(scale_OI == 0, 0)
             codes_OI[piece] = _nearest(units_OI, scheme, zero_OI)
         return codes_OI
+
+
+def _small_pieces(outputs: int, inputs: int) -> list[slice]:
+    """Returns ranges of outputs whose weights stay in a core's caches while they are rounded: larger ones also left a
+    process with heaps of several times the weights' bytes."""
+    step = max(1, PIECE_WEIGHTS // max(1, inputs))
+    return [slice(first, min(first + step, outputs)) for first in range(0, outputs, step)]
 
 
 TORCH_ROUNDING = TorchRounding()

@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 from tandem.parallel.params import Scheme
 from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
+from tandem.parallel.stored.idle_tensors import Idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class WeightPlan:
 
     method: what the checkpoint says that it is quantized with; None: its weights are dense, whatever is made of them.
     ignored: endings of the names of stored tensors that are not read. remarks: lines about what is not, for the start.
+    idle: endings of tensors that may be there with values that change nothing, which is checked.
     head: rules hold for the head too. head_scheme: the head's own, whatever the rules say. departures: None for
     checkpoints in safetensors.
     """
@@ -55,6 +57,7 @@ class WeightPlan:
     remarks: tuple[str, ...] = ()
     head: bool = True
     head_scheme: Scheme | None = None
+    idle: tuple[tuple[str, Idle], ...] = ()
     departures: Departures | None = None
 
     def of(self, module: str) -> Scheme | None:
@@ -84,7 +87,7 @@ class WeightPlan:
 
     def digest(self) -> str:
         """Returns hex digits that differ for plans that compute differently."""
-        return blake2b(repr((self.rules, self.head_scheme)).encode(), digest_size=8).hexdigest()
+        return blake2b(repr((self.rules, self.head, self.head_scheme)).encode(), digest_size=8).hexdigest()
 
 
 DENSE = WeightPlan()

@@ -13,6 +13,7 @@ from typing import Final
 from tandem.configs.errors import SettingsError
 from tandem.parallel.params import FLOATS, Param
 from tandem.parallel.stored.headers import FETCH, INDEX, StoredTensor, find_weights, read_header
+from tandem.parallel.stored.idle_tensors import Idle, check_idle
 
 QUANTIZED: Final[dict[str, tuple[str, ...]]] = {
     "GPTQ or AWQ": (".qweight", ".qzeros", ".g_idx"),
@@ -30,7 +31,8 @@ class StoredCheckpoint:
     `expected`: all parameters of the model, on whatever rank; tensors with one of ignored_suffixes or ignored_prefixes
     may be present too.
     base_prefix: what names begin with unless the checkpoint is of the model without its head, as embedding models are
-    saved (model.layers.0... and layers.0...). described_by: what `expected` was made of, for errors.
+    saved (model.layers.0... and layers.0...). described_by: what `expected` was made of, for errors. idle: endings
+    of tensors that may be present with values that change nothing.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class StoredCheckpoint:
         base_prefix: str = "",
         ignored_prefixes: tuple[str, ...] = (),
         described_by: str = "config.json",
+        idle: tuple[tuple[str, Idle], ...] = (),
     ) -> None:
         self._folder = folder
         self._described_by = described_by
@@ -50,8 +53,12 @@ class StoredCheckpoint:
         self._tensors = dict(zip(_whole_names(stored, wanted, base_prefix), stored.values(), strict=True))
         for name, tensor in sorted(self._tensors.items()):
             is_ignored = name.endswith(ignored_suffixes) or name.startswith(ignored_prefixes)
-            if name not in wanted and not is_ignored:
-                words = f"tensor {name} does not belong to the model{_quantized(name)}"
+            if name in wanted or is_ignored:
+                continue
+            if (values := next((values for ending, values in idle if name.endswith(ending)), None)) is not None:
+                check_idle(tensor, values)
+            else:
+                words = f"tensor {name} does not belong to the model{_quantized(name, wanted)}"
                 raise SettingsError(f"{tensor.file}: {words}", "MODEL")
         for param in sorted(params, key=lambda param: param.source.names):
             self.tensors_of(param)
@@ -60,6 +67,15 @@ class StoredCheckpoint:
     def tensors(self) -> tuple[StoredTensor, ...]:
         """All tensors of the files."""
         return tuple(self._tensors.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names, in the same order, as the model has them."""
+        return tuple(self._tensors)
+
+    def name_of(self, param: Param) -> str:
+        """Returns the name of the stored tensor in which a parameter stands, of several the first."""
+        return self._stored(*param.source.names)
 
     def tensors_of(self, param: Param) -> tuple[StoredTensor, ...]:
         """Returns the stored tensor in which a parameter stands, or several for one that is joined of them."""
@@ -131,8 +147,11 @@ def _whole_names(stored: Iterable[str], wanted: set[str], base_prefix: str) -> l
     return [base_prefix + name if base_prefix + name in wanted else name for name in names]
 
 
-def _quantized(name: str) -> str:
+def _quantized(name: str, wanted: set[str]) -> str:
     """Returns a remark on a tensor of a quantized checkpoint."""
+    stem, _, end = name.rpartition(".")
+    if end == "weight" and any(other.startswith(f"{stem}.") and not other.endswith(".bias") for other in wanted):
+        return ": its layer is stored dense, where config.json says that it is quantized"
     scheme = next((scheme for scheme, ends in QUANTIZED.items() if name.endswith(ends)), None)
     if scheme is None:
         return ""

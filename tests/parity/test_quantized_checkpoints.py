@@ -68,9 +68,11 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
-def built(folder: Path, mesh: Mesh = Mesh(), load_format: LoadFormat = "safetensors") -> Decoder:
+def built(
+    folder: Path, mesh: Mesh = Mesh(), load_format: LoadFormat = "safetensors", quantization: str | None = None
+) -> Decoder:
     """A rank's decoder; asserts that it holds the bytes that are planned."""
-    spec = load_spec(folder)
+    spec = load_spec(folder, quantization=quantization)
     decoder = build_decoder(
         spec, ParallelContext(mesh), folder=folder, dtype=torch.float32, platform=CpuPlatform(), load_format=load_format
     )
@@ -78,9 +80,9 @@ def built(folder: Path, mesh: Mesh = Mesh(), load_format: LoadFormat = "safetens
     return decoder
 
 
-def logits_of(folder: Path) -> torch.Tensor:
+def logits_of(folder: Path, quantization: str | None = None) -> torch.Tensor:
     """Logits of a prompt in chunks."""
-    rows = PagedRows(built(folder), 1, 40)
+    rows = PagedRows(built(folder, quantization=quantization), 1, 40)
     return torch.cat([rows.step([(0, part)], all_logits=True) for part in (IDS[:30], IDS[30:39], IDS[39:])])
 
 
@@ -128,6 +130,7 @@ WILD = [
     ("qwen3_moe", forms.fp8()),
     ("deepseek_v3", forms.fp8((16, 16))),  # kv_b is multiplied by parts
     ("gpt_oss", forms.mxfp4()),  # stacks of experts, gate and up in turn
+    ("phi3", forms.fp8((20, 36))),  # blocks that q, k and v share, and that no rank's part is a multiple of
 ]
 
 
@@ -283,6 +286,35 @@ def test_tensors_that_do_not_fit_the_config_are_refused(
     form = forms.gptq()
     quantized, _ = save_quantized(tiny_folder("llama-gqa"), tmp_path, form, config={**form.config, **changes})
     with pytest.raises(SettingsError, match=words):
+        built(quantized)
+
+
+def test_tensors_that_change_nothing_may_be_there(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """AutoGPTQ wrote a bias of zeros and the groups of inputs for each layer, bitsandbytes writes its layout. Values
+    that would change something are refused."""
+    idle = torch.arange(64) // 32
+    for form, end, value, other in (
+        (FORMS["gptq-4-32"], "self_attn.o_proj.bias", torch.zeros(64), torch.ones(64)),
+        (FORMS["gptq-4-32"], "self_attn.o_proj.g_idx", idle, idle.flip(0)),
+        (FORMS["bnb8"], "self_attn.o_proj.weight_format", torch.zeros(1).byte(), torch.ones(1).byte()),
+    ):
+        quantized, plain = save_quantized(tiny_folder("llama-gqa"), tmp_path / end, form)
+        tensors, name = load_file(quantized / "model.safetensors"), f"model.layers.1.{end}"
+        save_file({**tensors, name: value}, quantized / "model.safetensors", {"format": "pt"})
+        check_near(logits_of(quantized), theirs_of(plain, form))
+        save_file({**tensors, name: other}, quantized / "model.safetensors", {"format": "pt"})
+        with pytest.raises(SettingsError, match=f"{name} does not belong to the model.*it would change nothing as"):
+            built(quantized)
+
+
+def test_a_layer_that_is_dense_against_its_config_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """As auto-round 0.16.1 writes a head without tuning."""
+    form = forms.gptq()
+    config = {**form.config, "lm_head": True}
+    quantized, _ = save_quantized(tiny_folder("llama-gqa"), tmp_path, form, config=config)
+    with pytest.raises(
+        SettingsError, match=r"lm_head\.weight does not belong .* its layer is stored dense, where config"
+    ):
         built(quantized)
 
 

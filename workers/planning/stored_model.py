@@ -49,4 +49,5 @@ def _open(folder: Path, spec: ArchSpec, described_by: str) -> StoredCheckpoint:
         names.base_prefix,
         unread,
         described_by,
+        spec.weights.idle,
     )

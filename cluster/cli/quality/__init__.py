@@ -1,1 +1,1 @@
-"""Verbs about the quality of a model."""
+"""Verbs about how good a model is, and in fewer bits."""

@@ -71,9 +71,29 @@ class FourBits:
         from tandem.parallel.quantization.unpacking import cut_rows
 
         codes, outer, values, state = found[:4]
-        offset = float(json.loads(bytes(state.tolist()))["nested_offset"])
+        offset = self._offset(weight, codes, outer, values, state)
         flat = values[codes.long()] * outer.repeat_interleave(NESTED_BLOCK)[: len(codes)] + offset
         columns = weight.span(1, mesh)
         first, last = columns.start // self.block, -(-(columns.start + columns.length) // self.block)
         scale_OG = flat.view(-1, weight.shape[1] // self.block)[:, first:last]
         return cut_rows(scale_OG, row_cut(weight, mesh, CROSSING))
+
+    def _offset(self, weight: Param, *found: "torch.Tensor") -> float:
+        """Returns what is added to a matrix's scales. SettingsError where their tensors, which are read whole, are not
+        those of its size, or the JSON beside them is none."""
+        codes, outer, values, state = found
+        name, count = weight.source.names[0], (weight.source.rows or weight.shape[0]) * weight.shape[1] // self.block
+        sizes = {"absmax": (codes, count), "nested_absmax": (outer, -(-count // NESTED_BLOCK))}
+        for end, (tensor, wanted) in {**sizes, "nested_quant_map": (values, 256)}.items():
+            if len(tensor) != wanted:
+                words = f"tensor {name}.{end} has {len(tensor)} elements, config.json makes it {wanted}"
+                raise SettingsError(words, "MODEL")
+        try:
+            told = json.loads(bytes(state.tolist()))
+            sizes_told = told["blocksize"], told["nested_blocksize"]
+            if sizes_told != (self.block, NESTED_BLOCK):
+                raise ValueError(f"its blocks are of {sizes_told}, read: {self.block, NESTED_BLOCK}")
+            return float(told["nested_offset"])
+        except (ValueError, KeyError, TypeError) as error:
+            words = f"tensor {name}.quant_state.bitsandbytes__{self.codes.value} is not read: {error!r}"
+            raise SettingsError(words, "MODEL") from error

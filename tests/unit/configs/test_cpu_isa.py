@@ -10,6 +10,7 @@ import pytest
 from tandem.configs import environment
 from tandem.configs.environment import CPU_ISA, CpuIsa, cpu_isa, lacks_bf16_products
 from tandem.configs.errors import SettingsError
+from tests.support.cpu_flags import cpu_flags
 
 SHOWN = """
 from tandem.configs.environment import imitate_cpu
@@ -20,6 +21,17 @@ x = torch.randn(64, 64)
 torch.nn.functional.linear(x, x)
 torch.ops.mkldnn._reorder_linear_weight(x)
 print(torch.backends.cpu.get_cpu_capability())
+"""
+TOLD = """
+import sys, torch
+from tandem.cluster.cli.main import main
+from tandem.parallel.quantization.weight_plan import DENSE
+from tandem.workers.platforms.cpu import CpuPlatform
+platform = CpuPlatform.open(1, 1)
+assert platform.obstacle(torch.bfloat16) is None, platform.obstacle(torch.bfloat16)
+print(*platform.kernel_notes(torch.bfloat16, DENSE))
+sys.argv = ["tandem", "plan", "demo"]
+main()
 """
 
 
@@ -69,3 +81,12 @@ def test_cpus_without_products_of_bf16_pairs(
     assert not lacks_bf16_products(tmp_path / "none")
     (tmp_path / "cpuinfo").write_text(f"flags : {flags}")
     assert lacks_bf16_products(tmp_path / "cpuinfo") == lacks
+
+
+@pytest.mark.skipif(not {"avx512_vnni", "avx512bw"} <= cpu_flags(), reason="this CPU cannot imitate one with VNNI")
+def test_such_a_cpu_is_told_what_helps() -> None:
+    """By a start's notes and by `tandem plan`, in a process that imitates one from its beginning on."""
+    env = {**os.environ, CPU_ISA: CpuIsa.AVX512, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", TOLD], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("--quantization w8a8 is two to four times as fast") == 2

@@ -6,6 +6,7 @@ import inspect
 import pytest
 
 from tandem.parallel.quantization.weight_plan import AT_LOAD
+from tests.parity.test_quantized_forms import FORMS
 from tools.quantized_matrix import COLUMNS, PAGE, ROWS, Cell, page
 
 CELLS = [(form, cell) for form, row in ROWS.items() for cell in dict.fromkeys(row)]
@@ -13,7 +14,7 @@ CELLS = [(form, cell) for form, row in ROWS.items() for cell in dict.fromkeys(ro
 
 def test_the_page_has_the_table() -> None:
     assert page(PAGE.read_text(encoding="utf-8")) == PAGE.read_text(encoding="utf-8")
-    assert set(ROWS) == {*AT_LOAD, "gptq"} and {len(row) for row in ROWS.values()} == {len(COLUMNS)}
+    assert set(ROWS) == {*AT_LOAD, *FORMS} and {len(row) for row in ROWS.values()} == {len(COLUMNS)}
 
 
 @pytest.mark.parametrize(("form", "cell"), CELLS, ids=lambda given: getattr(given, "test", given))

@@ -174,6 +174,12 @@ CONFIG = {
 TABLE = ("token_embd.weight", "F32", (8, 256), bytes(8 * 1024))
 REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [
     ({"general.architecture": "mamba"}, [], "GGUF of the architecture 'mamba' is not read; read are llama, qwen2"),
+    *(({"general.architecture": name}, [], f"the architecture '{name}' is not read") for name in ("phi3", "granite")),
+    (
+        {"general.architecture": "smollm3"},
+        [],
+        "the architecture 'smollm3' is not read; .*from their checkpoints in safe",
+    ),
     ({"general.type": "adapter"}, [], "is GGUF of a adapter, not of a model"),
     ({"llama.expert_count": 8}, [], "llama.expert_count is 8, which is not read"),
     ({"llama.attention.head_count_kv": [4, 2]}, [], r"head_count_kv is \[4, 2\], want a positive integer for all"),

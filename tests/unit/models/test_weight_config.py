@@ -19,6 +19,14 @@ from tests.support import quantized as forms
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+FORMATS = {True: "gptq", False: "gptq_v2"}
+ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "packing_format": "auto_round:auto_gptq",
+}
 Q, GATE, HEAD = "model.layers.11.self_attn.q_proj", "model.layers.3.mlp.gate", "lm_head"
 
 
@@ -92,6 +100,62 @@ def test_gptq_of_some_layers_and_auto_round() -> None:
     assert scheme_at(plan, GATE) == scheme_at(plan_of(**GPTQ, sym=True), GATE)
 
 
+def test_auto_round_says_of_layers_what_differs_alone() -> None:
+    """As 0.16.1 writes them: a key that a layer has in common stands nowhere, names may be expressions, and the head
+    is in no block."""
+    down = "model.layers.3.mlp.down_proj"
+    extra = {".*k_proj.*": {"bits": 8}, down: {"group_size": 64}, ".*down_proj.*": {"bits": 16}, HEAD: {"bits": 8}}
+    plan = plan_of(**ROUND, extra_config=extra, autoround_version="0.16.1", act_bits=16)
+    down_scheme, key = scheme_at(plan, down), scheme_at(plan, "model.layers.3.self_attn.k_proj")
+    assert isinstance(down_scheme, Coded) and (down_scheme.bits, down_scheme.group) == (4, 64), "its name comes first"
+    assert isinstance(key, Coded) and (key.bits, key.group) == (8, 128)
+    assert plan.of("model.layers.1.mlp.down_proj") is None
+    head = plan.of_head(HEAD)
+    assert isinstance(head, Coded) and head.bits == 8 and plan_of(**ROUND).of_head(HEAD) is None
+    assert plan.remarks == () and "inputs are not rounded" in plan_of(**ROUND, act_bits=8).remarks[0]
+
+
+@pytest.mark.parametrize(("packing", "minus_one"), [("auto_round", False), ("auto_round:auto_gptq", True)])
+def test_auto_round_stores_zeros_as_they_are_in_its_own_form(packing: str, minus_one: bool) -> None:
+    plan = plan_of(**{**ROUND, "sym": False, "packing_format": packing})
+    assert scheme_at(plan, Q) == scheme_at(plan_of(**GPTQ, sym=False, checkpoint_format=FORMATS[minus_one]), Q)
+
+
+def test_auto_round_writes_gptq_and_awq_with_keys_of_its_own() -> None:
+    """And, of symmetric ones, zero_point false, though zeros are stored."""
+    own = {"provider": "auto-round", "autoround_version": "0.16.1", "data_type": "int", "enable_quanted_input": False}
+    assert plan_of(**GPTQ, **own).rules == plan_of(**GPTQ).rules
+    given = {**AWQ, "zero_point": False, "sym": True, "to_quant_block_names": "model.layers"}
+    assert plan_of(**given, **own).rules == plan_of(**AWQ).rules
+
+
+def test_awq_leaves_out_what_an_expression_matches() -> None:
+    plan = plan_of(**AWQ, modules_to_not_convert=[".*layers\\.[01]{2}\\..*"])
+    assert plan.of(Q) is None and plan.of("model.layers.2.self_attn.q_proj") is not None
+
+
+def test_compressed_tensors_names_come_before_expressions_in_whatever_group() -> None:
+    """And of one target in two groups the last counts, as in compressed-tensors."""
+    eight, four = (forms.group_of(bits, 32, symmetric=True) for bits in (8, 4))
+    groups = {"a": {**eight, "targets": ["re:.*q_proj", "Linear"]}, "b": {**four, "targets": [Q, "Linear"]}}
+    plan = plan_of(**{**forms.tensors_config("pack-quantized", {}), "config_groups": groups})
+    found = [scheme_at(plan, module) for module in (Q, "model.layers.1.self_attn.q_proj", GATE)]
+    assert [scheme.bits for scheme in found if isinstance(scheme, Coded)] == [4, 8, 4]
+
+
+@pytest.mark.parametrize(("order", "ordered"), [("group", True), ("dynamic", True), ("weight", False), (None, False)])
+def test_compressed_tensors_orders(order: str | None, ordered: bool) -> None:
+    scheme = scheme_at(tensors(forms.group_of(4, 128, symmetric=True, actorder=order)), Q)
+    assert isinstance(scheme, Coded) and scheme.ordered is ordered
+
+
+def test_scales_of_kv_caches_have_several_names() -> None:
+    plan = tensors(forms.group_of(4, 128, symmetric=True), kv_cache_scheme={"num_bits": 8, "type": "float"})
+    stem = "model.layers.0.self_attn"
+    for name in ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale"):
+        assert f"{stem}.{name}".endswith(plan.ignored), name
+
+
 def test_compressed_tensors_groups_by_name_come_before_those_by_class() -> None:
     groups = {
         "group_0": {**forms.group_of(4, 128, symmetric=True)},
@@ -149,6 +213,7 @@ def test_bitsandbytes_leaves_the_head_out_unless_it_is_told_otherwise() -> None:
     plan = plan_of(**four, llm_int8_skip_modules=["self_attn"])
     assert plan.head and plan.of("model.layers.0.mlp.up_proj") is not None
     assert plan_of(quant_method="bitsandbytes", load_in_8bit=True).words == "int8"
+    assert plan_of(load_in_8bit=True).method == "bitsandbytes", "older ones do not say it"
 
 
 @pytest.mark.parametrize(
@@ -160,8 +225,19 @@ def test_bitsandbytes_leaves_the_head_out_unless_it_is_told_otherwise() -> None:
         ({**GPTQ, "invented": 3}, "invented is 3, which is not known"),
         ({**GPTQ, "dynamic": {".*": {"bits": 4, "invented": 1}}}, r"dynamic\..*: invented is 1, which is not known"),
         ({**AWQ, "version": "gemv"}, "version is 'gemv', read: gemm"),
-        ({**AWQ, "zero_point": False}, "zero_point is False, read: True"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is .128., want two integers"),
+        ({**GPTQ, "group_size": 0}, "group_size is 0, want a positive integer, or -1"),
+        ({**GPTQ, "group_size": "128"}, "group_size is '128', want an integer"),
+        ({**GPTQ, "is_marlin_format": True}, "is_marlin_format is True, read: False"),
+        ({**GPTQ, "rotation": "hadamard"}, "rotation is 'hadamard', which is not applied"),
+        ({**GPTQ, "adapter": {"name": "lora"}}, "adapter is .*, which is not applied"),
+        ({**GPTQ, "modules_in_block_to_quantize": "q_proj"}, "modules_in_block_to_quantize is 'q_proj', want a list"),
+        ({**ROUND, "packing_format": "auto_round:fp8"}, "packing_format is 'auto_round:fp8', read: auto_round:auto_g"),
+        ({**ROUND, "rotation_configs": [{"hadamard_type": "hadamard"}]}, "rotation_configs is .*, which is not known"),
+        ({**ROUND, "data_type": "mx_fp"}, "data_type is 'mx_fp', read: int"),
+        ({"quant_method": "modelopt", "quant_algo": None}, "quant_algo is None, read: FP8, NVFP4"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is .0, 128., want two positive"),
+        (forms.tensors_config("pack-quantized", forms.group_of(4, 0, symmetric=True)), "group_size is 0, want a posi"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is .128., want two positive integers"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', read: FP8, NVFP4"),
         ({"quant_method": "bitsandbytes"}, "load_in_4bit is False, and load_in_8bit is not true"),
         (forms.tensors_config("marlin-24", {}), "format is 'marlin-24', read: pack-quantized"),

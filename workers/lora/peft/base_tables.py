@@ -12,7 +12,7 @@ from typing import BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
-from tandem.parallel.stored.headers import MOST_HEADER_BYTES, find_weights
+from tandem.parallel.stored.headers import GGUF_INDEX, MOST_HEADER_BYTES, find_weights
 from tandem.workers.lora.peft.peft_folder import ELEMENT_BYTES, Bytes, PeftAdapter
 from tandem.workers.messages.errors import AdapterRefused
 from tandem.workers.models.spec.arch import ArchSpec
@@ -50,6 +50,8 @@ def read_rows(folder: Path, names: tuple[str, ...], rows: list[int]) -> Floats:
     """Reads rows of a matrix of a checkpoint, float32 [rows, columns], which has one of these names. AdapterRefused if
     no file has it."""
     for path in find_weights(folder)[0]:
+        if path.name == GGUF_INDEX:
+            raise AdapterRefused("the model's weights are GGUF, with which the adapter's table is not compared")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, MOST_HEADER_BYTES)))

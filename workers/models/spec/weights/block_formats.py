@@ -7,12 +7,13 @@ from tandem.parallel.quantization.layouts.integer_rows import IntegerRows
 from tandem.parallel.quantization.layouts.nested_blocks import FourBits
 from tandem.parallel.quantization.schemes import Coded, Codes, Int8Rows
 from tandem.parallel.quantization.weight_plan import WeightPlan
+from tandem.parallel.stored.idle_tensors import Idle
 from tandem.workers.models.spec.weights.fields import Fields
 from tandem.workers.models.spec.weights.names import by_transformers, rules_but_for
 
 BLOCK: Final = 64
 STEPS: Final = 127
-IGNORED: Final = (".weight_format", ".quant_map", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+IGNORED: Final = (".quant_map", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 
 
 def bitsandbytes(fields: Fields) -> WeightPlan:
@@ -36,4 +37,5 @@ def bitsandbytes(fields: Fields) -> WeightPlan:
         raise fields.refused("load_in_4bit", False, "and load_in_8bit is not true")
     fields.flag("load_in_8bit")
     dense = () if names is None else by_transformers(fields.texts("llm_int8_skip_modules"))
-    return WeightPlan(rules_but_for(dense, scheme), "bitsandbytes", IGNORED, head=names is not None)
+    rules = rules_but_for(dense, scheme)
+    return WeightPlan(rules, "bitsandbytes", IGNORED, head=names is not None, idle=((".weight_format", Idle.ZEROS),))

@@ -9,7 +9,7 @@ from tandem.parallel.quantization.layouts.packed_words import PackedRows
 from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
 from tandem.parallel.quantization.weight_plan import Rule, WeightPlan
 from tandem.workers.models.spec.weights.fields import Fields
-from tandem.workers.models.spec.weights.names import KV_SCALES, KV_SCALES_UNUSED, targeted
+from tandem.workers.models.spec.weights.names import KV_SCALES, KV_SCALES_UNUSED, by_precision, targeted
 
 IGNORED: Final = (".weight_shape", ".input_scale", ".input_zero_point", ".input_global_scale", *KV_SCALES)
 FORMATS: Final = (
@@ -34,7 +34,8 @@ def compressed_tensors(fields: Fields) -> WeightPlan:
             raise fields.refused(key, "given", "which is not applied")
     if fields.get("kv_cache_scheme"):
         remarks[KV_SCALES_UNUSED] = None
-    rules = [Rule(targeted(name), None) for name in fields.texts("ignore")]
+    ignored = tuple(Rule(targeted(name), None) for name in fields.texts("ignore"))
+    by_target: dict[str, Scheme | None] = {}  # of a target in two groups the last counts
     groups = fields.within("config_groups")
     for name in () if groups is None else groups.all():
         assert groups is not None
@@ -43,12 +44,10 @@ def compressed_tensors(fields: Fields) -> WeightPlan:
             continue
         own = str(group.one_of("format", FORMATS, form))
         scheme = _scheme(group, own, remarks)
-        targets = group.texts("targets")
+        by_target |= dict.fromkeys(group.texts("targets"), scheme)
         group.done()
-        # names and expressions before classes, as compressed-tensors orders them
-        rules += [Rule(targeted(target), scheme) for target in sorted(targets, key=lambda name: name == "Linear")]
-    rules.sort(key=lambda rule: rule.scheme is not None and rule.pattern == targeted("Linear"))
-    return WeightPlan(tuple(rules), "compressed-tensors", IGNORED, tuple(remarks))
+    rules = (Rule(targeted(target), by_target[target]) for target in sorted(by_target, key=by_precision))
+    return WeightPlan((*ignored, *rules), "compressed-tensors", IGNORED, tuple(remarks))
 
 
 def _scheme(group: Fields, form: str, remarks: dict[str, None]) -> Scheme | None:
@@ -59,8 +58,9 @@ def _scheme(group: Fields, form: str, remarks: dict[str, None]) -> Scheme | None
     if weights is None:
         return None
     kind, bits = weights.one_of("type", ("int", "float"), "int"), weights.whole("num_bits", 8)
-    strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block", "tensor_group"), "tensor")
-    size, block = weights.get("group_size"), weights.numbers("block_structure")
+    size, block = weights.group("group_size", -1), weights.block("block_structure")
+    unsaid = "tensor" if weights.get("group_size") is None else "channel" if size is None else "group"
+    strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block", "tensor_group"), unsaid)
     order, symmetric = weights.get("actorder"), weights.flag("symmetric", True)
     for key in ("dynamic", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
         weights.ignore(key)
@@ -79,7 +79,7 @@ def _scheme(group: Fields, form: str, remarks: dict[str, None]) -> Scheme | None
     if not 2 <= bits <= 8:
         raise weights.refused("num_bits", bits, "read: 2 to 8")
     if form == "pack-quantized":
-        ordered = order in ("group", True) and columns is not None
+        ordered = order in ("group", "dynamic", True) and columns is not None
         packed = PackedRows(bits, columns, ordered, symmetric)
         return Coded(bits=bits, group=columns, zeros=not symmetric, ordered=ordered, inputs=rounds, layout=packed)
     layout_of_bytes = IntegerRows(rows, columns, symmetric=symmetric)

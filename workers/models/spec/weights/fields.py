@@ -74,6 +74,20 @@ class Fields:
             raise self.refused(key, value, "want a list of integers")
         return None if value is None else tuple(value)
 
+    def block(self, key: str) -> tuple[int, int] | None:
+        """Returns a number of outputs and one of inputs; None where it is absent."""
+        value = self.numbers(key)
+        if value is not None and (len(value) != 2 or min(value) < 1):
+            raise self.refused(key, list(value), "want two positive integers")
+        return None if value is None else (value[0], value[1])
+
+    def group(self, key: str, default: int) -> int | None:
+        """Returns the inputs of a group; None for -1, which is all of them."""
+        value = self.whole(key, default)
+        if value < 1 and value != -1:
+            raise self.refused(key, value, "want a positive integer, or -1 for all inputs")
+        return None if value == -1 else value
+
     def all(self) -> dict[str, Any]:
         """Returns all keys and values."""
         return dict(self._given)

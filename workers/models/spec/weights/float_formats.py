@@ -29,10 +29,7 @@ def fp8(fields: Fields) -> WeightPlan:
     scheme_of_inputs = fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     fields.one_of("scale_fmt", ("float", "ue8m0"), "float")
     fields.one_of("expert_dtype", ("fp8",), "fp8")
-    block = fields.numbers("weight_block_size")
-    if block is not None and len(block) != 2:
-        raise fields.refused("weight_block_size", list(block), "want two integers")
-    rows, columns = block or (ALL, None)
+    rows, columns = fields.block("weight_block_size") or (ALL, None)
     layout = Fp8Rows(rows, columns)
     names = (*fields.texts("modules_to_not_convert"), *fields.texts("ignored_layers"))
     remarks = (STATIC,) if scheme_of_inputs == "static" else ()
@@ -54,12 +51,12 @@ def modelopt(fields: Fields) -> WeightPlan:
     """Reads a config of ModelOpt, of config.json or of hf_quant_config.json, where it stands in `quantization`."""
     inside = fields.within("quantization") or fields
     fields.ignore("producer", "quant_method", "config_groups", "kv_cache_scheme")
-    kind = str(inside.one_of("quant_algo", ("FP8", "NVFP4"), "FP8"))
+    kind = inside.one_of("quant_algo", ("FP8", "NVFP4"))
     layout: Fp8Rows | Fp4Rows
     if kind == "FP8":
         scheme = Coded(Codes.E4M3, 8, None, inputs=Inputs.FP8, layout=Fp8Rows(ALL))
     else:
-        group = inside.whole("group_size", NVFP4_GROUP)
+        group = inside.group("group_size", NVFP4_GROUP) or NVFP4_GROUP
         layout = Fp4Rows("weight", group, "weight_scale_2", multiplies=True)
         scheme = Coded(Codes.E2M1, 4, group, layout=layout)
     inside.ignore("group_size")

@@ -78,4 +78,4 @@ def _moved(param: Param, departures: Departures) -> Param:
         head = param.shard.unit
         order = source.order or tuple(range(head))
         source = replace(source, order=tuple(2 * (row % (head // 2)) + row // (head // 2) for row in order))
-    return replace(param, source=source)
+    return replace(param, source=source, family=param.source)

@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.parallel.quantization.weight_plan import AT_LOAD, DENSE, WeightPlan
+from tandem.workers.models.spec.weights.auto_round import auto_round
 from tandem.workers.models.spec.weights.block_formats import bitsandbytes
 from tandem.workers.models.spec.weights.compressed_tensors import compressed_tensors
 from tandem.workers.models.spec.weights.fields import UNQUANTIZED, Fields
 from tandem.workers.models.spec.weights.float_formats import fbgemm_fp8, fp8, modelopt, mxfp4
 from tandem.workers.models.spec.weights.gguf import gguf
-from tandem.workers.models.spec.weights.word_formats import auto_round, awq, gptq
+from tandem.workers.models.spec.weights.word_formats import awq, gptq
 
 FLAG: Final = "--quantization"
 WHERE: Final = "config.json: quantization_config"
@@ -58,7 +59,10 @@ def stored_plan(config: Mapping[str, Any]) -> WeightPlan:
     if not given:
         return DENSE
     fields = Fields(given, WHERE)
-    method = fields.text("quant_method", "")
+    by_keys = (
+        "bitsandbytes" if fields.get("load_in_4bit") or fields.get("load_in_8bit") else ""
+    )  # as older ones have it
+    method = fields.text("quant_method", by_keys)
     if method not in READERS:
         raise UnsupportedModelError(
             f"{WHERE} with quant_method {method!r} is not supported; read are {', '.join(READERS)}; {UNQUANTIZED}",

@@ -1,20 +1,27 @@
 """quantization_config of GPTQ and AWQ, to a WeightPlan. Torch-free."""
 
 import re
-from dataclasses import replace
 from typing import Final
 
 from tandem.parallel.quantization.layouts.packed_words import AwqGemm, Gptq
 from tandem.parallel.quantization.schemes import Coded
 from tandem.parallel.quantization.weight_plan import Rule, WeightPlan
+from tandem.parallel.stored.idle_tensors import Idle
 from tandem.workers.models.spec.weights.fields import Fields
-from tandem.workers.models.spec.weights.names import KV_SCALES, beginning, containing, rules_but_for, targeted
+from tandem.workers.models.spec.weights.names import (
+    KV_SCALES,
+    KV_SCALES_UNUSED,
+    beginning,
+    by_transformers,
+    containing,
+    rules_but_for,
+)
 
 GPTQ_BITS: Final = (2, 3, 4, 8)
 UNPACKED: Final = (r".*\.shared_expert_gate",)
 """Layers with fewer outputs than a word has codes, which these producers leave as they are."""
-ROUNDED: Final = ("bits", "group_size", "sym")
-"""Keys of auto-round that each layer may have of its own."""
+IDLE: Final = ((".g_idx", Idle.IN_TURN), (".bias", Idle.ZEROS))
+"""Tensors that AutoGPTQ writes for every layer, whether its model has biases and orders or not."""
 MADE_WITH: Final = (
     *("damp_percent", "true_sequential", "static_groups", "model_name_or_path", "model_file_base_name", "batch_size"),
     *("model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "pad_token_id", "dataset"),
@@ -23,8 +30,6 @@ MADE_WITH: Final = (
     *(
         "parallel_packing",
         "format_version",
-        "adapter",
-        "rotation",
         "act_group_aware",
         "hessian",
         "pack_dtype",
@@ -35,21 +40,64 @@ MADE_WITH: Final = (
 """Keys that say how GPTQ found its codes, or what computes with them: they change nothing that is stored."""
 
 
+TUNED_WITH: Final = (
+    *(
+        "provider",
+        "autoround_version",
+        "amp",
+        "enable_minmax_tuning",
+        "enable_norm_bias_tuning",
+        "enable_quanted_input",
+    ),
+    *(
+        "gradient_accumulate_steps",
+        "iters",
+        "lr",
+        "low_gpu_mem_usage",
+        "minmax_lr",
+        "nsamples",
+        "seqlen",
+        "scale_dtype",
+    ),
+    *("supported_types", "quant_block_list", "to_quant_block_names", "block_name_to_quantize", "batch_size", "backend"),
+    *("act_data_type", "act_group_size", "act_sym", "act_dynamic", "static_kv_granularity"),
+    "static_attention_granularity",
+)
+"""Keys that say how auto-round found codes, in whichever form it has written them."""
+WIDE: Final = 16
+"""Bits of what is not quantized."""
+INPUTS_KEPT: Final = "inputs are not rounded, as the checkpoint says: that would lose accuracy and save nothing here"
+
+
 def gptq(fields: Fields) -> WeightPlan:
     """Reads a config of GPTQ: by AutoGPTQ, GPTQModel, or auto-round in their form."""
     fields.ignore(*MADE_WITH)
+    remarks = rounding_keys(fields)
     form = fields.one_of("checkpoint_format", ("gptq", "gptq_v2"), fields.get("format", "gptq"))
-    fields.ignore("format", "is_marlin_format")
+    fields.ignore("format")
+    fields.one_of("is_marlin_format", (False,), False)
+    for key in ("rotation", "adapter"):
+        if fields.get(key):
+            raise fields.refused(key, fields.get(key), "which is not applied")
     bits = fields.one_of("bits", GPTQ_BITS, 4)
     scheme = _gptq(
         bits,
-        fields.whole("group_size", 128),
+        fields.group("group_size", 128),
         ordered=fields.flag("desc_act"),
         symmetric=fields.flag("sym", True),
         minus_one=form == "gptq",
     )
     rules = (*_dynamic(fields, scheme), *_of_all(fields, scheme))
-    return WeightPlan(rules, "gptq", (".g_idx", *KV_SCALES), head=fields.flag("lm_head"))
+    return WeightPlan(rules, "gptq", KV_SCALES, remarks, head=fields.flag("lm_head"), idle=IDLE)
+
+
+def rounding_keys(fields: Fields) -> tuple[str, ...]:
+    """Reads the keys of auto-round, which writes the forms of GPTQ and AWQ too; returns lines about what is done
+    otherwise than they say."""
+    fields.ignore(*TUNED_WITH)
+    fields.one_of("data_type", ("int",), "int")
+    kept = (INPUTS_KEPT,) if fields.whole("act_bits", WIDE) < WIDE else ()
+    return (*kept, KV_SCALES_UNUSED) if fields.get("static_kv_dtype") or fields.get("static_attention_dtype") else kept
 
 
 def _of_all(fields: Fields, scheme: Coded) -> tuple[Rule, ...]:
@@ -57,12 +105,13 @@ def _of_all(fields: Fields, scheme: Coded) -> tuple[Rule, ...]:
     listed = fields.get("modules_in_block_to_quantize")
     if listed is None:
         return rules_but_for(UNPACKED, scheme)
-    names = [name for each in listed for name in ([each] if isinstance(each, str) else each)]
+    if not isinstance(listed, list | tuple):
+        raise fields.refused("modules_in_block_to_quantize", listed, "want a list of names")
+    names = [name for each in listed for name in (each if isinstance(each, list | tuple) else [each])]
     return (Rule(f".*\\.(?:{'|'.join(re.escape(str(name)) for name in names)})", scheme),)
 
 
-def _gptq(bits: int, group_size: int, *, ordered: bool, symmetric: bool, minus_one: bool) -> Coded:
-    group = None if group_size == -1 else group_size
+def _gptq(bits: int, group: int | None, *, ordered: bool, symmetric: bool, minus_one: bool) -> Coded:
     ordered = ordered and group is not None
     layout = Gptq(bits, group, ordered, symmetric, minus_one)
     return Coded(bits=bits, group=group, zeros=not symmetric, ordered=ordered, layout=layout)
@@ -83,7 +132,7 @@ def _dynamic(fields: Fields, scheme: Coded) -> tuple[Rule, ...]:
             own.ignore(*MADE_WITH)
             changed = _gptq(
                 own.one_of("bits", GPTQ_BITS, layout.bits),
-                own.whole("group_size", -1 if layout.group is None else layout.group),
+                own.group("group_size", layout.group or -1),
                 ordered=own.flag("desc_act", layout.ordered),
                 symmetric=own.flag("sym", layout.symmetric),
                 minus_one=layout.minus_one,
@@ -99,32 +148,15 @@ def awq(fields: Fields) -> WeightPlan:
         "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "quant_method", "desc_act"
     )
     fields.ignore("sym")
+    remarks = rounding_keys(fields)
     if (version := fields.text("version", "gemm")) != "gemm":
         raise fields.refused("version", version, "read: gemm, as AutoAWQ packs with version='GEMM'")
     for name in ("bits", "w_bit"):
         fields.one_of(name, (4,), 4)
-    for name in ("zero_point",):
-        fields.one_of(name, (True,), True)
-    size = fields.whole("group_size", fields.whole("q_group_size", 128))
-    group = None if size == -1 else size
+    fields.flag("zero_point", True)  # auto-round says whether all are the middle: they are stored in any case
+    group = fields.group("group_size" if fields.get("group_size") is not None else "q_group_size", 128)
     scheme = Coded(group=group, zeros=True, layout=AwqGemm(group))
-    dense = containing(fields.texts("modules_to_not_convert"))
-    return WeightPlan(rules_but_for((*dense, *UNPACKED), scheme), "awq", KV_SCALES, head=fields.flag("lm_head"))
-
-
-def auto_round(fields: Fields) -> WeightPlan:
-    """Reads a config of auto-round, which packs as GPTQ or AWQ do."""
-    packing = fields.one_of("packing_format", ("auto_round:auto_gptq", "auto_round:gptq", "auto_round:auto_awq"))
-    read, given = awq if packing == "auto_round:auto_awq" else gptq, {key: fields.get(key) for key in ROUNDED}
-    plan = read(Fields(given, fields.where))
-    fields.one_of("data_type", ("int",), "int")
-    fields.ignore(*(key for key in fields.all() if key != "extra_config"))  # they say how codes were found
-    own = []
-    if (extra := fields.within("extra_config")) is not None:
-        for name in extra.all():
-            changes = extra.within(name) or Fields({}, extra.where)
-            kept = {key: changes.get(key, given[key]) for key in ROUNDED}
-            is_dense = changes.whole("bits", 16) >= 16
-            scheme = None if is_dense else read(Fields(kept, f"{extra.where}.{name}")).of("")
-            own.append(Rule(targeted(name), scheme))
-    return replace(plan, method="auto-round", rules=(*own, *plan.rules))
+    names = fields.texts("modules_to_not_convert")
+    dense = (*containing(names), *by_transformers(names))
+    rules = rules_but_for((*dense, *UNPACKED), scheme)
+    return WeightPlan(rules, "awq", KV_SCALES, remarks, head=fields.flag("lm_head"))
