@@ -162,4 +162,5 @@ perplexity there is {dense:.2f}. KL is from that, in nats a token; forms are com
 
 "As stored" is the file's own Q4_1, served as codes. The model's weights lie on that grid of 4 bits in groups of 32,
 which flatters no other row: `int4` and `w4a8` have groups of 128, `nf4` of 64. There they are rounded a second time,
-and a model of 135 million parameters loses more than large ones do: compare rows with each other, not with others' tables."""
+and a model of 135 million parameters loses more than large ones do: compare rows with each other, not with other
+tables."""
