@@ -154,6 +154,27 @@ def test_bitsandbytes_nf4(kind: str, double: bool, tmp_path: Path) -> None:
     built(quantized, Mesh(2, 1, 1))
 
 
+DOUBLE_QUANTIZED = {
+    "absmax": (lambda tensor: tensor[:-1], "has 63 elements, config.json makes it 64"),
+    "nested_absmax": (lambda tensor: tensor[:0], "has 0 elements, config.json makes it 1"),
+    "nested_quant_map": (lambda tensor: tensor[:100], "has 100 elements, config.json makes it 256"),
+    "quant_state.bitsandbytes__nf4": (lambda tensor: tensor[:-1], "is not read: JSONDecodeError"),
+}
+
+
+@pytest.mark.parametrize("end", DOUBLE_QUANTIZED)
+def test_scales_of_bitsandbytes_that_do_not_fit_are_refused(end: str, tmp_path: Path) -> None:
+    """They are read whole, whatever their shapes."""
+    even = TinyModel("even", "llama", {"num_hidden_layers": 1, "intermediate_size": 128})
+    quantized, _ = save_quantized(save_tiny_model(even, tmp_path), tmp_path, forms.nf4(double=True))
+    (change, words), name = DOUBLE_QUANTIZED[end], f"model.layers.0.self_attn.q_proj.weight.{end}"
+    tensors = load_file(quantized / "model.safetensors")
+    changed = {**tensors, name: change(tensors[name]).contiguous()}
+    save_file(changed, quantized / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SettingsError, match=f"tensor {name} {words}"):
+        built(quantized)
+
+
 CUT = ["gptq-3-32", "gptq_v2-3-16-order", "gptq-4-32-order", "awq-32", "packed-3-32", "packed-4-32-order", "bytes-32"]
 
 

@@ -21,6 +21,9 @@ from tandem.parallel.quantization.layouts.gguf_blocks import FORMS, GgufBlocks
 from tandem.parallel.stored.gguf_header import read_gguf
 from tandem.parallel.stored.gguf_kinds import BY_NAME
 from tandem.parallel.stored.headers import weight_files
+from tandem.workers.gguf.gguf_folder import gguf_folder
+from tandem.workers.lora.peft.base_tables import read_rows
+from tandem.workers.messages.errors import AdapterRefused
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.model_source import has_model, model_digest, model_here, pin_model
 from tandem.workers.planning.resolve import fingerprint, read_spec
@@ -122,6 +125,11 @@ def test_numbers_of_blocks_are_dense_and_become_int8_at_load(demo: Path) -> None
     assert load_spec(here.model, quantization="gguf").weights.schemes == ()
     with pytest.raises(SettingsError, match=r"--quantization: awq: .*gguf"):
         load_spec(here.model, quantization="awq")
+
+
+def test_tables_of_adapters_are_not_compared_with_blocks(demo: Path) -> None:
+    with pytest.raises(AdapterRefused, match="the model's weights are GGUF"):
+        read_rows(gguf_folder(demo), ("model.embed_tokens.weight",), [0])
 
 
 def test_a_file_that_was_replaced_is_read_anew(demo: Path, tmp_path: Path) -> None:

@@ -237,6 +237,10 @@ def test_bitsandbytes_leaves_the_head_out_unless_it_is_told_otherwise() -> None:
         ({"quant_method": "modelopt", "quant_algo": None}, "quant_algo is None, read: FP8, NVFP4"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is .0, 128., want two positive"),
         (forms.tensors_config("pack-quantized", forms.group_of(4, 0, symmetric=True)), "group_size is 0, want a posi"),
+        (
+            forms.tensors_config("pack-quantized", {"targets": [], "weights": {"group_size": [1]}}),
+            "is .1., want an int",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is .128., want two positive integers"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', read: FP8, NVFP4"),
         ({"quant_method": "bitsandbytes"}, "load_in_4bit is False, and load_in_8bit is not true"),
