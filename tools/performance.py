@@ -39,7 +39,14 @@ from tools.service_figures import (
 )
 from tools.token_figures import batching_section, sampling_section, speculation_section, structured_section
 from tools.turn_figures import turns_section
-from tools.weight_figures import codes_section, experts_section, loading_section, peers_section, quantization_section
+from tools.weight_figures import (
+    codes_section,
+    experts_section,
+    loading_section,
+    peers_section,
+    quality_section,
+    quantization_section,
+)
 
 PAGE = ROOT / "docs" / "performance.md"
 SHAPES = {"qwen3-0.6b": "Qwen3-0.6B shape", "llama-135m": "135M Llama shape", "demo": "demo model (2.4M)"}
@@ -429,6 +436,7 @@ def render() -> str:
         quantization_section(),
         codes_section(),
         peers_section(),
+        quality_section(),
         experts_section(),
         invariance_section(),
         weights_section(),

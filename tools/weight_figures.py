@@ -192,3 +192,29 @@ experts used at the rate of a plain read, or the operations at that of a large b
 
 A step touches the weights of the experts that it uses and no others: bytes of accessed pages, as the processor marks
 them, over the bytes of those experts are {span(touched, 3)}."""
+
+
+def quality_section() -> str:
+    """What forms of weights and KV cost in perplexity and KL."""
+    found = read_json("quality.json")
+    options, rows = found["options"], found["rows"]
+    dense = next(iter(rows.values()))["against"]["perplexity"]
+    head = ["form", "perplexity", "KL, mean", "median", "99 % below", "same first choice"]
+
+    def cells(name: str, row: dict[str, Any]) -> list[str]:
+        beside = row["against"]
+        figures = [f"{beside[key]:.3g}" for key in ("mean_kl", "median_kl", "p99_kl")]
+        return [name, f"{row['perplexity']:.2f}", *figures, f"{beside['agreement']:.1%}"]
+
+    return f"""## What forms of weights and KV cost
+
+`make bench-quality` judges a trained model on {found["scored"]:,} tokens of {options["text"]}, in windows of
+{options["window"]}, with `tandem eval`'s code: SmolLM2-135M-Instruct (`make real-model`), undone to float32, whose
+perplexity there is {dense:.2f}. KL is from that, in nats a token; forms are computed in bf16, which is the first row.
+
+{table(head, [cells(name, row) for name, row in rows.items()])}
+
+"As stored" is the file's own Q4_1, served as codes. The model's weights lie on that grid of 4 bits in groups of 32,
+which flatters no other row: `int4` and `w4a8` have groups of 128, `nf4` of 64. There they are rounded a second time,
+and a model of 135 million parameters loses more than large ones do: compare rows with each other, not with other
+tables."""

@@ -17,6 +17,8 @@ from tandem.cluster.cli.base.terminal import GroupedHelp, say
 from tandem.cluster.cli.explain.explain import explain
 from tandem.cluster.cli.live.drain import drain
 from tandem.cluster.cli.live.top import top
+from tandem.cluster.cli.quality.eval_text import evaluate
+from tandem.cluster.cli.quality.quantize import quantize
 from tandem.cluster.cli.shells.completion import completion
 from tandem.cluster.cli.verbs import adapters, bench, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
@@ -36,7 +38,9 @@ VERBS: Mapping[str, Command] = {
     "chat": chat,
     "complete": complete,
     "plan": plan,
+    "eval": evaluate,
     "tune": tune,
+    "quantize": quantize,
     "status": status,
     "top": top,
     "drain": drain,

@@ -68,6 +68,15 @@ class StoredCheckpoint:
         """All tensors of the files."""
         return tuple(self._tensors.values())
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names, in the same order, as the model has them."""
+        return tuple(self._tensors)
+
+    def name_of(self, param: Param) -> str:
+        """Returns the name of the stored tensor in which a parameter stands, of several the first."""
+        return self._stored(*param.source.names)
+
     def tensors_of(self, param: Param) -> tuple[StoredTensor, ...]:
         """Returns the stored tensor in which a parameter stands, or several for one that is joined of them."""
         source = param.source

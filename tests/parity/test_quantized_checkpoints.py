@@ -68,9 +68,11 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
-def built(folder: Path, mesh: Mesh = Mesh(), load_format: LoadFormat = "safetensors") -> Decoder:
+def built(
+    folder: Path, mesh: Mesh = Mesh(), load_format: LoadFormat = "safetensors", quantization: str | None = None
+) -> Decoder:
     """A rank's decoder; asserts that it holds the bytes that are planned."""
-    spec = load_spec(folder)
+    spec = load_spec(folder, quantization=quantization)
     decoder = build_decoder(
         spec, ParallelContext(mesh), folder=folder, dtype=torch.float32, platform=CpuPlatform(), load_format=load_format
     )
@@ -78,9 +80,9 @@ def built(folder: Path, mesh: Mesh = Mesh(), load_format: LoadFormat = "safetens
     return decoder
 
 
-def logits_of(folder: Path) -> torch.Tensor:
+def logits_of(folder: Path, quantization: str | None = None) -> torch.Tensor:
     """Logits of a prompt in chunks."""
-    rows = PagedRows(built(folder), 1, 40)
+    rows = PagedRows(built(folder, quantization=quantization), 1, 40)
     return torch.cat([rows.step([(0, part)], all_logits=True) for part in (IDS[:30], IDS[30:39], IDS[39:])])
 
 

@@ -89,7 +89,9 @@ class LoadedRank:
             link = StageLink(context, self.spec.hidden_size, self.dtype, self.platform.device)
         proposer = make_proposer(self.settings.speculative)
         guess = make_guess(self.settings.speculative)
-        runner = ModelRunner(decoder, context, kv, table, self.platform, link, proposer, guess)
+        runner = ModelRunner(
+            decoder, context, kv, table, self.platform, link, proposer, guess, self.settings.scored_rows
+        )
         _warm_up(runner, self.max_model_len, block_size, len(windows), relays=context.pp_size > 1)
         sizes = sizes_of(decoder, kv.tensors, self.settings, self.max_model_len)
         runner.make_captures(sizes, self.settings.max_drafts)

@@ -53,8 +53,9 @@ log = logging.getLogger(__name__)
 
 class ModelRunner:
     """One rank's shard, its KV tensors and its row table. `link` is None when the pipeline has one stage, `proposer`
-    without speculative decoding; guess: its form for devices, where there is one. _on_device: the device has the tokens
-    of the step launched last, so that the next one need not wait for them."""
+    without speculative decoding; guess: its form for devices, where there is one. scored_rows: as in
+    EngineSettings. _on_device: the device has the tokens of the step launched last, so that the next one need not wait
+    for them."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class ModelRunner:
         link: "StageLink | None" = None,
         proposer: Proposer | None = None,
         guess: Guess | None = None,
+        scored_rows: str | None = None,
     ) -> None:
         self._model = model
         self._context = context
@@ -78,6 +80,7 @@ class ModelRunner:
         self._on_device = True
         self._platform = platform
         self._proposer = proposer
+        self._scored_rows = scored_rows
         self._exchanges = StepExchanges(context, link, platform)
         ops = self._ops = platform.sampling_ops() if self._samples else None  # compiled now, not in the first step
         self._prepare = None if ops is None else preparing(table, ops, is_ahead=self._rows.is_ahead)
@@ -95,7 +98,7 @@ class ModelRunner:
     @cached_property
     def _scorer(self) -> PromptScorer:
         """Made for the first prompt that is scored."""
-        return PromptScorer(self._platform.accelerator, reads=self._samples)
+        return PromptScorer(self._platform.accelerator, reads=self._samples, file=self._scored_rows)
 
     def make_captures(self, sizes: Sequence[CaptureSize], max_drafts: int) -> None:
         """Captures steps, in step with all ranks of the stage, where the platform does so before the first one."""

@@ -21,6 +21,7 @@ from tandem.workers.kernels.lora_ops import AdapterRows
 from tandem.workers.messages.request import PromptLogprobs, TokenLogprobs
 from tandem.workers.messages.step import NOT_FINITE, RowResult, RowSampling, RowWork
 from tandem.workers.sampling.logprobs import ChosenLogprobs, RawLogprobs
+from tandem.workers.sampling.row_file import append_rows
 
 Ints = npt.NDArray[np.int64]
 Head = Callable[[torch.Tensor, AdapterRows | None], torch.Tensor]
@@ -85,11 +86,13 @@ class Scored:
 
 
 class PromptScorer:
-    """Scores prompts on one rank. reads: it keeps the outcome; otherwise it only helps its peers."""
+    """Scores prompts on one rank. reads: it keeps the outcome; otherwise it only helps its peers. file: path of one
+    that gets the whole rows that it reads, for whoever judges the model."""
 
-    def __init__(self, accelerator: Accelerator, *, reads: bool) -> None:
+    def __init__(self, accelerator: Accelerator, *, reads: bool, file: str | None = None) -> None:
         self._accelerator = accelerator
         self._reads = reads
+        self._file = file
 
     def begin(self, work: Sequence[RowWork], rows: ScoredRows) -> ScoreStep | None:
         """Returns what a step scores; None for nothing."""
@@ -126,7 +129,10 @@ class PromptScorer:
 
     def _piece(self, logits_NV: torch.Tensor, next_N: Ints, wanted_N: list[int]) -> ChosenLogprobs:
         ids_N = self._accelerator.to_device(torch.from_numpy(next_N))
-        return RawLogprobs.of(logits_NV, wanted_N).of_tokens(ids_N, self._accelerator.to_host)
+        raw = RawLogprobs.of(logits_NV, wanted_N)
+        if self._file is not None:
+            append_rows(self._file, raw.logprobs_LV)
+        return raw.of_tokens(ids_N, self._accelerator.to_host)
 
     def _adapters(self, slots_N: Ints) -> AdapterRows | None:
         """The adapters of a piece; None when none of its rows has one."""

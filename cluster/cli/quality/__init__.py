@@ -1,0 +1,1 @@
+"""Verbs about how good a model is, and in fewer bits."""

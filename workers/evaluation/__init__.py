@@ -1,0 +1,1 @@
+"""Judging a model on a text: perplexity, and how far it is from another one."""

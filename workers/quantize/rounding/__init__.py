@@ -1,0 +1,1 @@
+"""Weights to codes: the grid, the methods, scales of inputs and their folds, bits of layers."""

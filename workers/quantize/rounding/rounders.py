@@ -1,0 +1,133 @@
+"""Rounder: makes a matrix of weights into codes on a grid. Round to nearest, and GPTQ (Frantar et al. 2022).
+
+GPTQ rounds one input's weights after another, and after each changes those of later inputs so that the layer's outputs
+over the calibration text stay as near as they can: by the inverse of the matrix of products of its inputs. O outputs, I
+inputs, B of a block.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tandem.workers.quantize.rounding.integer_grid import IntegerGrid, RoundedMatrix
+from tandem.workers.quantize.rounding.recorded_linear import InputStats
+
+BLOCK = 128
+"""Inputs whose changes are added to all later ones at once."""
+DAMPING = (0.01, 0.1, 1.0)
+"""Shares of the mean diagonal that are added to it, the next where the matrix has no inverse with one."""
+
+
+class Rounder(Protocol):
+    """A way to round. stats: of the matrix's inputs."""
+
+    def __call__(self, weight_OI: torch.Tensor, stats: InputStats, grid: IntegerGrid, /) -> RoundedMatrix: ...
+
+
+def to_nearest(weight_OI: torch.Tensor, stats: InputStats, grid: IntegerGrid, /) -> RoundedMatrix:
+    """The Rounder that looks at no input."""
+    return grid.round(weight_OI)
+
+
+@dataclass(frozen=True, slots=True)
+class GptqRounder:
+    """The Rounder of GPTQ. act_order: inputs with the largest squares come first, each in the group of its place, with
+    scales of the weights as they are; else in their order, with scales of a group's weights when it begins."""
+
+    act_order: bool = False
+
+    def __call__(self, weight_OI: torch.Tensor, stats: InputStats, grid: IntegerGrid, /) -> RoundedMatrix:
+        products_II, inputs = stats.products_II, weight_OI.shape[1]
+        order_I = torch.arange(inputs)
+        if self.act_order:
+            order_I = products_II.diagonal().argsort(descending=True, stable=True)
+            products_II = products_II[order_I][:, order_I]
+        factor_II, found = _factor(products_II), grid.round(weight_OI)
+        if factor_II is None:
+            return found
+        middle_OG = torch.full(found.scale_OG.shape, float(grid.middle))
+        zero_OG = middle_OG if found.zero_OG is None else found.zero_OG.float()
+        state = _Rounding(grid, found.scale_OG.float(), zero_OG, order_I // grid.size_of(inputs), not self.act_order)
+        codes_OI = torch.empty_like(found.codes_OI)
+        codes_OI[:, order_I] = state.run(weight_OI[:, order_I], factor_II)
+        return grid.matrix(codes_OI, state.scale_OG, state.zero_OG)
+
+
+@dataclass(slots=True)
+class _Rounding:
+    """One matrix, whose inputs are rounded one after another. group_I: of each input, in the order in which they are
+    rounded; renews: a group's scales are made anew when it begins."""
+
+    grid: IntegerGrid
+    scale_OG: torch.Tensor
+    zero_OG: torch.Tensor
+    group_I: torch.Tensor
+    renews: bool
+
+    def run(self, weight_OI: torch.Tensor, factor_II: torch.Tensor) -> torch.Tensor:
+        """Returns the codes. weight: is overwritten; factor: as _factor() returns it."""
+        inputs = weight_OI.shape[1]
+        size = self.grid.size_of(inputs)
+        step = (
+            BLOCK if size >= inputs else size * max(1, BLOCK // size)
+        )  # no group begins within a block and ends behind
+        codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8)
+        for first in range(0, inputs, step):
+            block = slice(first, min(first + step, inputs))
+            with _one_thread():  # thousands of small operations
+                error_OB = self._block(weight_OI, factor_II, block, codes_OI)
+            weight_OI[:, block.stop :].addmm_(error_OB, factor_II[block, block.stop :], alpha=-1)
+        return codes_OI
+
+    def _block(
+        self, weight_OI: torch.Tensor, factor_II: torch.Tensor, block: slice, codes_OI: torch.Tensor
+    ) -> torch.Tensor:
+        """Rounds a block's inputs. Returns their errors, by which later ones change."""
+        weight_BO = weight_OI[:, block].T.contiguous()
+        factor_BB, error_BO = factor_II[block, block], torch.empty_like(weight_BO)
+        size = self.grid.size_of(weight_OI.shape[1])
+        for place, weight_O in enumerate(weight_BO):
+            column = block.start + place
+            group = int(self.group_I[column])
+            if self.renews and column % size == 0:
+                own = weight_BO[place : place + size].T if size <= len(weight_BO) else weight_OI
+                scale_O1, zero_O1 = self.grid.scales(own)
+                self.scale_OG[:, group], self.zero_OG[:, group] = scale_O1[:, 0], zero_O1[:, 0]
+            scale_O, zero_O = self.scale_OG[:, group], self.zero_OG[:, group]
+            code_O = self.grid.nearest(weight_O, scale_O, zero_O)
+            codes_OI[:, column] = code_O
+            error_BO[place] = (weight_O - (code_O - zero_O) * scale_O) / factor_BB[place, place]
+            weight_BO[place + 1 :].addr_(factor_BB[place, place + 1 :], error_BO[place], alpha=-1)
+        return error_BO.T
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _factor(products_II: torch.Tensor) -> torch.Tensor | None:
+    """Returns the upper Cholesky factor of the inverse of the products of inputs; None where there is none."""
+    diagonal_I = products_II.diagonal()
+    mean = diagonal_I.mean()
+    if not bool(mean > 0) or not bool(mean.isfinite()):
+        return None
+    for share in DAMPING:
+        damped_II = products_II.clone()
+        # an input that is always 0 says nothing: its weights are rounded by themselves
+        damped_II.diagonal().copy_(torch.where(diagonal_I > 0, diagonal_I + share * mean, mean))
+        lower_II, failed = torch.linalg.cholesky_ex(damped_II)
+        if failed:
+            continue
+        factor_II, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower_II), upper=True)
+        if not failed and bool(factor_II.isfinite().all()):
+            return factor_II
+    return None
