@@ -47,6 +47,10 @@ FETCHING: Mapping[str, int] = {
     "triton_decode.attend_parts": 90,
     "triton_latents.attend_latent_tiles": 90,
     "triton_latents.attend_latent_parts": 90,
+    "triton_experts.grouped_product": 90,
+    "triton_few_rows.multiply_few": 90,
+    "triton_code_gemm.multiply_codes": 90,
+    "triton_code_gemm.multiply_expert_codes": 90,
 }
 """Kernels whose inner loops must fetch ahead, and the target for which it is read: newer ones have other products."""
 

@@ -257,31 +257,7 @@ def decode_section() -> str:
     steps = [
         [rows, f"{eager[rows]:.1f}", f"{replay[rows]:.1f}", f"{replay[rows] / eager[rows]:.2f}"] for rows in replay
     ]
-    dtypes: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
-    for rows, context, median, dtype, ratio in found(
-        rf"(\d+) rows x 1 tokens, context (\d+): median {NUMBER} ms,.*?KV (\w+) {NUMBER}x", "decode-kv-dtype.txt"
-    ):
-        dtypes.setdefault((rows, context), {})[dtype] = (median, ratio)
-    kv = [
-        [
-            rows,
-            whole(float(context)),
-            by["bfloat16"][0],
-            *(f"{by[key][0]} ({by[key][1]})" for key in ("int8", "float8_e4m3fn")),
-        ]
-        for (rows, context), by in dtypes.items()
-    ]
-    gemm, by_row = (
-        [
-            [rows, onednn, kernel, ratio, rate]
-            for rows, onednn, kernel, ratio, rate in found(
-                rf"(\d+) rows: oneDNN +{NUMBER} ms, kernel +{NUMBER} ms \({NUMBER} of it\), "
-                rf"read +[\d.]+ ms \({NUMBER} GB/s\)",
-                file,
-            )
-        ]
-        for file in ("skinny-gemm.txt", "row-gemm.txt")
-    )
+    gemm, by_row = map(_products, ("skinny-gemm.txt", "row-gemm.txt"))
     head = ["rows", "oneDNN, ms", "ours, ms", "ratio", "read bandwidth, GB/s"]
     return f"""## Decode steps on CPU
 
@@ -295,7 +271,7 @@ Quantized KV (`--kv-cache-dtype`) stores a token in 0.52 of its bytes in bf16. T
 brackets is
 the ratio to bf16:
 
-{table(["rows", "context", "bf16, ms", "int8, ms", "fp8, ms"], kv)}
+{table(["rows", "context", "bf16, ms", "int8, ms", "fp8, ms"], _quantized_steps())}
 
 All weight products of a decode step, by our skinny GEMM kernel and by oneDNN in turn. The bandwidth that the machine
 had
@@ -307,6 +283,31 @@ CPUs with AVX512 and without products of bf16 pairs use the row GEMM. This is th
 Intel Xeon, of which other processes took a third:
 
 {table(head, by_row)}"""
+
+
+def _quantized_steps() -> list[list[str]]:
+    dtypes: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
+    for rows, context, median, dtype, ratio in found(
+        rf"(\d+) rows x 1 tokens, context (\d+): median {NUMBER} ms,.*?KV (\w+) {NUMBER}x", "decode-kv-dtype.txt"
+    ):
+        dtypes.setdefault((rows, context), {})[dtype] = (median, ratio)
+    return [
+        [
+            rows,
+            whole(float(context)),
+            by["bfloat16"][0],
+            *(f"{by[key][0]} ({by[key][1]})" for key in ("int8", "float8_e4m3fn")),
+        ]
+        for (rows, context), by in dtypes.items()
+    ]
+
+
+def _products(file: str) -> list[list[str]]:
+    """By oneDNN and by a kernel of ours."""
+    pattern = (
+        rf"(\d+) rows: oneDNN +{NUMBER} ms, kernel +{NUMBER} ms \({NUMBER} of it\), read +[\d.]+ ms \({NUMBER} GB/s\)"
+    )
+    return [[rows, onednn, kernel, ratio, rate] for rows, onednn, kernel, ratio, rate in found(pattern, file)]
 
 
 def weights_section() -> str:
