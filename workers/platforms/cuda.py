@@ -38,10 +38,10 @@ from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.kernels.triton.codes.scheme_methods import SchemeMethods
+from tandem.workers.kernels.triton.late_kernels import LATE
 from tandem.workers.models.spec.arch import Mla
 from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
-from tandem.workers.platforms.late_kernels import LATE
 from tandem.workers.platforms.tensor_rows import TensorRows
 from tandem.workers.tuning.call_timer import queued_seconds
 

@@ -119,7 +119,7 @@ def route_table(
 
 
 def _text_routes(text: TextServices, context: GatewayContext, store: ResponseStore | None) -> tuple[RouteSpec, ...]:
-    """Those that make, read and count text."""
+    """Returns those that make, read and count text."""
     key, serving, made = AuthLevel.API_KEY, (text, context), BackgroundResponses(store, context)
     return (
         RouteSpec("POST", "/v1/chat/completions", key, partial(chat_completions, *serving)),
@@ -144,7 +144,7 @@ def _text_routes(text: TextServices, context: GatewayContext, store: ResponseSto
 
 
 def _batch_routes(text: TextServices, context: GatewayContext, batches: Batches) -> tuple[RouteSpec, ...]:
-    """Those of files and batches."""
+    """Returns those of files and batches."""
     key, serving, files = AuthLevel.API_KEY, (text, context), batches.files
     return (
         RouteSpec("POST", "/v1/files", key, partial(file_routes.upload_file, files, context)),
@@ -160,7 +160,7 @@ def _batch_routes(text: TextServices, context: GatewayContext, batches: Batches)
 
 
 def _admin_routes(text: TextServices, accounts: Accounts, context: GatewayContext) -> tuple[RouteSpec, ...]:
-    """Those that ask for the admin key."""
+    """Returns those that ask for the admin key."""
     admin, serving, tenants = AuthLevel.ADMIN, (text, context), (text, accounts)
     return (
         RouteSpec("POST", "/reset_prefix_cache", admin, partial(group_routes.reset_prefix_cache, context)),
@@ -179,7 +179,7 @@ def _admin_routes(text: TextServices, accounts: Accounts, context: GatewayContex
 
 
 def _open_routes(text: TextServices, accounts: Accounts, context: GatewayContext) -> tuple[RouteSpec, ...]:
-    """Probes, metrics and pages for a browser."""
+    """Returns probes, metrics and pages for a browser."""
     metrics, none = AuthLevel.METRICS, AuthLevel.OPEN
     return (
         RouteSpec("GET", "/livez", none, partial(probes.live)),

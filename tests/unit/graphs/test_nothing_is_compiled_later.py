@@ -18,12 +18,12 @@ from tandem.configs.schema import (
 from tandem.workers.build import model_facts
 from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.executor.in_process_ranks import in_process_group
+from tandem.workers.kernels.triton.late_kernels import LateKernels
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.planning import graph_room
 from tandem.workers.planning.budget import MIB
 from tandem.workers.platforms.base import DeviceMemory
 from tandem.workers.platforms.cpu import HostAccelerator
-from tandem.workers.platforms.late_kernels import LateKernels
 from tests.support.engine_ranks import Told
 from tests.support.interpreted import INTERPRETED
 from tests.support.platforms import replaced

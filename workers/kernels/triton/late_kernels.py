@@ -37,4 +37,4 @@ class LateKernels:
 
 
 LATE: Final = LateKernels()
-"""That of this process."""
+"""The watch of this process."""
