@@ -66,7 +66,7 @@ def _compiled() -> str:
     targets = ", ".join(re.findall(r"sm_(\d+), \d+ KiB", printed))
     spills = f"{len(spilled)} of them spill, {min(spilled)} to {max(spilled)} bytes" if spilled else "none spills"
     return f"""Without a GPU, Triton {triton} compiles {variants} variants of {kernels} kernels for sm_{targets}
-(`make check-kernels ALL=1`); {spills}."""
+(`python -m tools.check_kernels`); {spills}."""
 
 
 def _h100() -> str:
