@@ -63,25 +63,13 @@ def build_engine(
     chunk_limiter, step_log = _chunk_limiter(settings), _step_log(settings)
     stages = ready.pipeline_parallel_size
     experts = ExpertReports(executor.count_experts, stages, clock) if facts.has_experts else None
-    turns = None if adapters is None else MaxLoras(settings.lora.max_loras, waiting)
-    probation = Probation(waiting, settings.max_drafts)
-    scheduler = Scheduler(
-        settings.scheduler,
-        manager,
-        waiting,
-        chunk_limiter,
-        _rules(settings, waiting, clock, adapters, grammars, probation, turns),
-        probation,
-        StepTurns(probation, turns),
-        relay=stages > 1,
-        depth=settings.steps_in_flight,
-        tiers=offload,
-        drafting=drafting,
+    caches = (grammars,) if adapters is None else (adapters, grammars)
+    scheduler = _scheduler(
+        settings, manager, waiting, clock, chunk_limiter, adapters, grammars, offload, drafting, relay=stages > 1
     )
     eos = frozenset(facts.eos_token_ids)
     results = ResultApplier(scheduler, manager, collector, eos, drafting)
     arrivals = Arrivals(manager, eos, facts.max_len(manager.num_slots), takes_adapters=adapters is not None)
-    caches = (grammars,) if adapters is None else (adapters, grammars)
     requests = LiveRequests(settings.scheduler, facts, arrivals, results, caches, sink, clock, on_begun)
     return Engine(
         facts=facts,
@@ -103,6 +91,36 @@ def build_engine(
         adapters=adapters,
         drafting=drafting,
         step_log=step_log,
+    )
+
+
+def _scheduler(
+    settings: EngineSettings,
+    manager: BlockManager,
+    waiting: WaitingQueue,
+    clock: Callable[[], float],
+    chunk_limiter: ChunkLimiter,
+    adapters: "AdapterCache | None",
+    grammars: GrammarCache,
+    offload: "KVOffload | None",
+    drafting: Drafting | None,
+    *,
+    relay: bool,
+) -> Scheduler:
+    turns = None if adapters is None else MaxLoras(settings.lora.max_loras, waiting)
+    probation = Probation(waiting, settings.max_drafts)
+    return Scheduler(
+        settings.scheduler,
+        manager,
+        waiting,
+        chunk_limiter,
+        _rules(settings, waiting, clock, adapters, grammars, probation, turns),
+        probation,
+        StepTurns(probation, turns),
+        relay=relay,
+        depth=settings.steps_in_flight,
+        tiers=offload,
+        drafting=drafting,
     )
 
 
