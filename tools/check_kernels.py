@@ -1,6 +1,6 @@
 """Compiles every Triton kernel of the tree for GPUs, without one, and prints registers, spills and shared memory.
 
-    python -m tools.check_kernels [--all] [--candidates] [--triton FOLDER]
+    python -m tools.check_kernels [--all] [--targets 90 ...] [--candidates] [--triton FOLDER]
 
 The launching code itself runs, on CPU tensors, with a driver that has no device: Triton specializes and compiles the
 variants that those launches choose, for each of TARGETS (--all: OTHERS too) with its own ptxas, and launches nothing.
@@ -47,6 +47,10 @@ FETCHING: Mapping[str, int] = {
     "triton_decode.attend_parts": 90,
     "triton_latents.attend_latent_tiles": 90,
     "triton_latents.attend_latent_parts": 90,
+    "triton_experts.grouped_product": 90,
+    "triton_few_rows.multiply_few": 90,
+    "triton_code_gemm.multiply_codes": 90,
+    "triton_code_gemm.multiply_expert_codes": 90,
 }
 """Kernels whose inner loops must fetch ahead, and the target for which it is read: newer ones have other products."""
 
@@ -286,6 +290,7 @@ def main() -> int:
     """Compiles in one process per core; prints the table, then what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="for sm_86, sm_89 and sm_120 too")
+    parser.add_argument("--targets", type=int, nargs="+", choices=sorted(ROOMS), help="for these alone")
     parser.add_argument("--candidates", action="store_true", help="the tiles that are no defaults too; takes hours")
     parser.add_argument("--triton", type=Path, metavar="FOLDER", help="of another Triton than the installed one")
     options = parser.parse_args()
@@ -293,8 +298,9 @@ def main() -> int:
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing
     if options.triton is not None:
         use_triton(options.triton)
-    found = compiled(list(product(LAUNCHES, ROOMS if options.all else TARGETS)))
-    others = compiled(list(product(candidate_launches(), TARGETS))) if options.candidates else []
+    targets = options.targets or list(ROOMS if options.all else TARGETS)
+    found = compiled(list(product(LAUNCHES, targets)))
+    others = compiled(list(product(candidate_launches(), options.targets or TARGETS))) if options.candidates else []
     print("\n".join(table([*found, *others])))
     wrong = [
         *faults(found),

@@ -32,6 +32,8 @@ CODE_SHAPES = (
     CodeLaunch("float16", 1000, 1080, {"group": 40, "zeros": True, "ordered": True}, experts=8),
     CodeLaunch("float16", 1024, 1000, {"group": None}, rows=(1, 64)),
     CodeLaunch("float16", 1024, 1024, {"codes": "FP4", "group": 64}, rows=(1, 64)),
+    CodeLaunch("float16", 1024, 1024, {"codes": "FP4", "group": 16}, rows=(1, 64)),
+    CodeLaunch("bfloat16", 1024, 1000, {"codes": "NF4", "group": 40}, rows=(1, 64)),
     CodeLaunch("float32", 1024, 1024, {"group": 128, "zeros": True}, rows=(1, 64)),
     CodeLaunch("float32", 1000, 1080, {"codes": "E2M1", "group": 16}, rows=(1, 64), experts=4),
     CodeLaunch("float32", 1000, 1000, {"rounds": True}, rows=(1, 64)),

@@ -38,9 +38,11 @@ RESERVE_S = 90.0
 LEAST_S = 10.0
 """A stage that would have less is passed over."""
 KERNELS = [
-    f"tests/unit/kernels/test_{name}.py"
-    for name in ("triton_attention", "triton_lora", "triton_experts", "triton_sampling", "triton_fused_ops")
-]
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/unit/kernels").glob("test_triton_*.py")),
+    "tests/unit/kernels/test_flash_prompts.py", "tests/unit/kernels/test_kv_quant.py",
+    "tests/parity/test_families_served.py",
+]  # fmt: skip
+"""Tests beside those of tests/gpu that compute on a GPU where there is one."""
 STEPS = "benchmarks.engine.gpu_steps"
 TINY = "--device cpu --model tiny"
 
@@ -59,7 +61,10 @@ class Stage(NamedTuple):
 STAGES: tuple[Stage, ...] = (
     Stage("facts", 20, "tools.gpu_facts", "", ""),
     Stage("checks", 75, "tandem.workers.self_checks.self_check_run", "--device", "--device"),
-    Stage("ceilings", 70, "benchmarks.kernels.gpu_ceilings", "", "--device cpu"),
+    Stage(
+        "ceilings", 70, "benchmarks.kernels.gpu_ceilings", "--parts nodes products attention",
+        "--device cpu --parts nodes products attention",
+    ),
     Stage("tiles", 75, "benchmarks.kernels.kernel_tiles", "", "--device cpu --model tiny"),
     Stage(
         "steps 8B", 120, STEPS,
@@ -96,6 +101,17 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "HTTP", 70, "benchmarks.service.llm_and_http", "--parts http --model llama-8b --jobs 256",
         f"--parts http {TINY} --jobs 4 --scale 0.05 --concurrency 2",
+    ),
+    Stage(
+        "quantized weights", 75, STEPS,
+        "--model llama-8b --quantization int4 fp8 --rows 1 32 --no-eager --steps 48 --pairs 1 --prompts 8192 "
+        "--peer-rows --no-tune",
+        f"{TINY} --quantization int4 fp8 --rows 2 --context 20 --no-eager --steps 8 --pairs 1 --prompts 64 "
+        "--prompt-tokens 64 --peer-rows",
+    ),
+    Stage(
+        "codes and experts", 60, "benchmarks.kernels.gpu_ceilings", "--parts codes experts",
+        "--device cpu --parts codes experts",
     ),
     Stage(
         "tests", 600, "pytest",

@@ -37,13 +37,13 @@ def _steps(line: Line) -> list[str]:
     taken = statistics.median(line["replayed"])
     kinds = [_ms(line.get(kind)) for kind in ("replayed", "drawn", "eager")]
     least, rate = line["roofline_ms"], 1e3 * line["rows"] / taken
-    where = [line["model"], line["kv_cache_dtype"], str(line["rows"]), line["lengths"]]
+    where = [line["model"], line["weights"], line["kv_cache_dtype"], str(line["rows"]), line["lengths"]]
     return [*where, *kinds, f"{least:.2f}", f"{least / taken:.0%}", f"{rate:.0f}"]
 
 
 def _prompts(line: Line) -> list[str]:
     taken, tokens = min(line["seconds"]), line["count"] * line["length"]
-    where = [line["model"], line["kv_cache_dtype"], f"{line['count']} x {line['length']}"]
+    where = [line["model"], line["weights"], line["kv_cache_dtype"], f"{line['count']} x {line['length']}"]
     return [*where, f"{1e3 * taken:.0f}", f"{tokens / taken:.0f}", f"{line['roofline_s'] / taken:.0%}"]
 
 
@@ -88,9 +88,10 @@ TABLES: tuple[tuple[str, str, list[str], Callable[[Line], list[str]]], ...] = (
     ),
     (
         "Decode steps, ms", "steps",
-        ["model", "cache", "rows", "lengths", "greedy", "drawn", "eager", "roofline", "share", "tokens/s"], _steps,
+        ["model", "weights", "cache", "rows", "lengths", "greedy", "drawn", "eager", "roofline", "share", "tokens/s"],
+        _steps,
     ),
-    ("Prompts", "prompts", ["model", "cache", "prompts", "ms", "tokens/s", "of the roofline"], _prompts),
+    ("Prompts", "prompts", ["model", "weights", "cache", "prompts", "ms", "tokens/s", "of the roofline"], _prompts),
     ("Gaps between tokens, ms", "mixed load", ["part", "p50", "p99", "longest", "first token", "tokens/s"], _load),
     (
         "Sampling, ms", "sampling", ["rows", "case", "ms"],

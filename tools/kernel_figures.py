@@ -64,8 +64,9 @@ def _compiled() -> str:
     ((variants, kernels, triton),) = re.findall(r"(\d+) variants of (\d+) kernels, Triton ([\d.]+),", printed)
     spilled = [int(size) for size in re.findall(r" for sm_\d+ spills (\d+) bytes", printed)]
     targets = ", ".join(re.findall(r"sm_(\d+), \d+ KiB", printed))
+    spills = f"{len(spilled)} of them spill, {min(spilled)} to {max(spilled)} bytes" if spilled else "none spills"
     return f"""Without a GPU, Triton {triton} compiles {variants} variants of {kernels} kernels for sm_{targets}
-(`make check-kernels ALL=1`); {len(spilled)} of them spill, {min(spilled)} to {max(spilled)} bytes."""
+(`python -m tools.check_kernels`); {spills}."""
 
 
 def _h100() -> str:

@@ -156,10 +156,9 @@ def launch_attention(shape: AttentionShape, candidate: int = 0) -> None:
 
     from tandem.workers.attention.triton_paged import CHUNKS, DECODES
     from tandem.workers.kernels.kv_store import LayerKV
-    from tandem.workers.kernels.triton.tiles import DECODES as DECODE_TILES
     from tandem.workers.kernels.triton.tiles import TunedTiles, attention_class, attention_use, words
     from tandem.workers.kernels.triton.triton_attention import FEWEST_ROWS, Kept, Rows, attend_chunks, chunk_tiles
-    from tandem.workers.kernels.triton.triton_decode import WorkLists, attend_decodes
+    from tandem.workers.kernels.triton.triton_decode import WorkLists, attend_decodes, decode_tiles
     from tandem.workers.models.spec.arch import AttentionParams
 
     dtype, kv_dtype, heads = getattr(torch, shape.dtype), getattr(torch, shape.kv_dtype), 2 * shape.group
@@ -170,7 +169,10 @@ def launch_attention(shape: AttentionShape, candidate: int = 0) -> None:
     params = AttentionParams(1.0) if shape.is_plain else AttentionParams(1.0, 100, 5.0, each, each)
     of, chosen = attention_class(dtype.itemsize, shape.dim, scales is not None), {}
     here = multiprocessors()
-    for kernel, table in (("attend_parts", DECODE_TILES[of]), ("attend_tiles", chunk_tiles(of, here))):
+    for kernel, table in (
+        ("attend_parts", decode_tiles(of, dtype, here)),
+        ("attend_tiles", chunk_tiles(of, here)),
+    ):
         use = attention_use(kernel, dtype, shape.dim, shape.group, kv_dtype)
         if candidate < len(table):
             chosen[words(use)] = table[candidate]

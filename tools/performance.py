@@ -265,31 +265,7 @@ def decode_section() -> str:
     steps = [
         [rows, f"{eager[rows]:.1f}", f"{replay[rows]:.1f}", f"{replay[rows] / eager[rows]:.2f}"] for rows in replay
     ]
-    dtypes: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
-    for rows, context, median, dtype, ratio in found(
-        rf"(\d+) rows x 1 tokens, context (\d+): median {NUMBER} ms,.*?KV (\w+) {NUMBER}x", "decode-kv-dtype.txt"
-    ):
-        dtypes.setdefault((rows, context), {})[dtype] = (median, ratio)
-    kv = [
-        [
-            rows,
-            whole(float(context)),
-            by["bfloat16"][0],
-            *(f"{by[key][0]} ({by[key][1]})" for key in ("int8", "float8_e4m3fn")),
-        ]
-        for (rows, context), by in dtypes.items()
-    ]
-    gemm, by_row, by_row_avx2 = (
-        [
-            [rows, onednn, kernel, ratio, rate]
-            for rows, onednn, kernel, ratio, rate in found(
-                rf"(\d+) rows: (?:oneDNN|torch) +{NUMBER} ms, kernel +{NUMBER} ms \({NUMBER} of it\), "
-                rf"read +[\d.]+ ms \({NUMBER} GB/s\)",
-                file,
-            )
-        ]
-        for file in ("skinny-gemm.txt", "row-gemm.txt", "row-gemm-avx2.txt")
-    )
+    gemm, by_row, by_row_avx2 = map(_products, ("skinny-gemm.txt", "row-gemm.txt", "row-gemm-avx2.txt"))
     head = ["rows", "oneDNN, ms", "ours, ms", "ratio", "read bandwidth, GB/s"]
     return f"""## Decode steps on CPU
 
@@ -303,7 +279,7 @@ Quantized KV (`--kv-cache-dtype`) stores a token in 0.52 of its bytes in bf16. T
 brackets is
 the ratio to bf16:
 
-{table(["rows", "context", "bf16, ms", "int8, ms", "fp8, ms"], kv)}
+{table(["rows", "context", "bf16, ms", "int8, ms", "fp8, ms"], _quantized_steps())}
 
 All weight products of a decode step, by our skinny GEMM kernel and by oneDNN in turn. The bandwidth that the machine
 had
@@ -321,6 +297,32 @@ The same on a CPU without AVX512, which an AMD EPYC imitates (`TANDEM_CPU_ISA=av
 there before; CPU time of one thread, on a machine that others kept busy:
 
 {table(["rows", "torch, ms", *head[2:]], by_row_avx2)}"""
+
+
+def _quantized_steps() -> list[list[str]]:
+    dtypes: dict[tuple[str, str], dict[str, tuple[str, str]]] = {}
+    for rows, context, median, dtype, ratio in found(
+        rf"(\d+) rows x 1 tokens, context (\d+): median {NUMBER} ms,.*?KV (\w+) {NUMBER}x", "decode-kv-dtype.txt"
+    ):
+        dtypes.setdefault((rows, context), {})[dtype] = (median, ratio)
+    return [
+        [
+            rows,
+            whole(float(context)),
+            by["bfloat16"][0],
+            *(f"{by[key][0]} ({by[key][1]})" for key in ("int8", "float8_e4m3fn")),
+        ]
+        for (rows, context), by in dtypes.items()
+    ]
+
+
+def _products(file: str) -> list[list[str]]:
+    """By oneDNN or torch and by a kernel of ours."""
+    pattern = (
+        rf"(\d+) rows: (?:oneDNN|torch) +{NUMBER} ms, kernel +{NUMBER} ms \({NUMBER} of it\), "
+        rf"read +[\d.]+ ms \({NUMBER} GB/s\)"
+    )
+    return [[rows, others, kernel, ratio, rate] for rows, others, kernel, ratio, rate in found(pattern, file)]
 
 
 def weights_section() -> str:

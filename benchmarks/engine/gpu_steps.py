@@ -2,13 +2,14 @@
 
     python -m benchmarks.engine.gpu_steps [--model llama-8b] [--rows 1 8 32 128] [--context 512] [--peer-rows 1 32]
     python -m benchmarks.engine.gpu_steps --sampled --lengths uniform mixed one-long --prompts 2048 8192 32768
+    python -m benchmarks.engine.gpu_steps --quantization int4 fp8 --prompts 8192 --no-eager
 
-Random bf16 weights, made on the device. Rows have prompts of --lengths and write --steps tokens each; the time of a
-step is the median gap between a row's tokens while all rows decode. Replayed steps (CUDA graphs) and eager ones
-alternate (A-B-A-B), and with --sampled replayed ones whose tokens are drawn. Rooflines: weights once and the rows' KV
-at the measured read bandwidth; a prompt's products at the measured bf16 rate, and those of its attention. The peer is
-`generate` of `transformers` over a batch of equal rows, on the same device. --profile writes the kernels of some steps.
-JSON goes to out/benchmarks. --device cpu is for a try without a GPU.
+Random bf16 weights, made on the device, or rounded there as --quantization says. Rows have prompts of --lengths and
+write --steps tokens each; the time of a step is the median gap between a row's tokens while all rows decode. Replayed
+steps (CUDA graphs) and eager ones alternate (A-B-A-B), and with --sampled replayed ones whose tokens are drawn.
+Rooflines: weights once and the rows' KV at the measured read bandwidth; a prompt's products at the measured bf16 rate,
+and those of its attention. The peer is `generate` of `transformers` over a batch of equal rows, on the same device.
+--profile writes the kernels of some steps. JSON goes to out/benchmarks. --device cpu is for a try without a GPU.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import gc
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from benchmarks.record import RESULTS, note, write_record
 from benchmarks.workload import Job
 from tandem.configs.schema import CacheSettings, DeviceSettings, EngineSettings, ModelSettings, SchedulerSettings
 from tandem.parallel.mesh import Mesh
+from tandem.parallel.quantization.weight_plan import AT_LOAD
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import Executor, ExecutorReady
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.kv_layout import kv_layouts
+from tandem.workers.planning.sizes import rank_weights
 from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.self_checks.device_checks import DeviceRates, device_rates
 from tests.support.in_process import runner_of
@@ -66,6 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-eager", action="store_true", help="leaves eager steps out")
     parser.add_argument("--no-tune", action="store_true", help="with the default tiles of kernels")
     parser.add_argument("--kv-cache-dtype", nargs="+", default=["auto"], choices=("auto", "fp8", "int8"))
+    parser.add_argument("--quantization", nargs="+", default=["none"], choices=("none", *AT_LOAD))
     parser.add_argument("--prompts", type=int, nargs="*", default=[2048], help="lengths of prompts that are timed")
     parser.add_argument("--prompt-tokens", type=int, default=16384, help="of all prompts of a length, at most")
     parser.add_argument("--peer-rows", type=int, nargs="*", default=[1, 32])
@@ -73,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def settings_of(folder: Path, options: argparse.Namespace, kv_dtype: Any) -> EngineSettings:
+def settings_of(folder: Path, options: argparse.Namespace, kv_dtype: Any, weights: Any = "none") -> EngineSettings:
     """Rows find their prompts' KV again from the second turn on."""
     longest = max(max(lengths_of(options, kind, 2)) for kind in options.lengths)
     most = 2 * options.steps + 8192 + max([longest, *options.prompts])
@@ -82,6 +86,7 @@ def settings_of(folder: Path, options: argparse.Namespace, kv_dtype: Any) -> Eng
             model=str(folder),
             dtype="bfloat16",
             load_format="dummy",
+            quantization=None if weights == "none" else weights,
             max_model_len=min(most, load_spec(folder).max_position_embeddings),
         ),
         cache=CacheSettings(kv_cache_dtype=kv_dtype, kv_cache_memory_bytes=2**28 if options.device == "cpu" else None),
@@ -229,20 +234,29 @@ class Roofline:
     """The least time of steps and prompts, by the bytes and products of a model and the rates of the device."""
 
     def __init__(
-        self, spec: ArchSpec, ready: ExecutorReady, rates: DeviceRates, options: argparse.Namespace, kv_dtype: str
+        self,
+        spec: ArchSpec,
+        ready: ExecutorReady,
+        rates: DeviceRates,
+        options: argparse.Namespace,
+        kv_dtype: str,
+        weights: str,
     ) -> None:
-        self.kv_dtype, self.kv_tokens = kv_dtype, ready.num_blocks * CacheSettings().block_size
+        self.kv_dtype, self.weights = kv_dtype, weights
+        self.kv_tokens = ready.num_blocks * CacheSettings().block_size
         self._rates, self._steps = rates, options.steps
         planes = [plane for layout in kv_layouts(spec, Mesh()) for plane in layout.planes]
         elements, heads = sum(plane.heads * plane.dim for plane in planes), sum(plane.heads for plane in planes)
         self._kv_bytes = 2 * elements if kv_dtype == "auto" else elements + 4 * heads  # codes and scales
-        self._head_bytes = 2 * spec.vocab_size * spec.hidden_size
-        self._body_bytes = ready.weight_bytes - self._head_bytes * (1 if spec.tie_word_embeddings else 2)
+        dense, table_bytes = rank_weights(spec, Mesh(), 2, packs=False), 2 * spec.vocab_size * spec.hidden_size
+        is_head_apart = not spec.tie_word_embeddings or ready.weight_bytes > dense.total_bytes
+        self._read_bytes = ready.weight_bytes - table_bytes * is_head_apart  # few rows of the embedding are read
+        self._body_bytes = dense.total_bytes - dense.table_bytes
         self._query_width = sum(layer.attention.num_heads * layer.attention.head_dim for layer in spec.layers)
 
     def step_ms(self, lengths: Sequence[int]) -> float:
         context_bytes = sum(length + self._steps / 2 for length in lengths) * self._kv_bytes
-        return 1e3 * (self._body_bytes + self._head_bytes + context_bytes) / self._rates.memory_bytes_per_s
+        return 1e3 * (self._read_bytes + context_bytes) / self._rates.memory_bytes_per_s
 
     def prompt_s(self, length: int) -> float:
         """Two operations for each two-byte parameter, and two products with the half of the keys that a token sees."""
@@ -266,6 +280,7 @@ def measure_steps(
                 "rows": rows,
                 "lengths": kind,
                 "kv_cache_dtype": roofline.kv_dtype,
+                "weights": roofline.weights,
                 "roofline_ms": roofline.step_ms(lengths),
                 **step_times(engine, sink, options, kind, rows, spec),
             }
@@ -287,6 +302,7 @@ def measure_prompts(
             "length": length,
             "count": count,
             "kv_cache_dtype": roofline.kv_dtype,
+            "weights": roofline.weights,
             "seconds": times,
             "roofline_s": count * roofline.prompt_s(length),
         }
@@ -311,14 +327,16 @@ def main() -> None:
         flush=True,
     )
     release(options.device)
-    for kv_dtype in options.kv_cache_dtype:
+    for kv_dtype, weights in product(options.kv_cache_dtype, options.quantization):
         sink = TimelineSink()
         began_s = time.perf_counter()
-        with opened_engine(settings_of(folder, options, kv_dtype), sink) as (engine, ready):
+        with opened_engine(settings_of(folder, options, kv_dtype, weights), sink) as (engine, ready):
             taken_s = time.perf_counter() - began_s
-            print(f"{options.model}, KV {kv_dtype}: ready after {taken_s:.1f} s, {ready}", flush=True)
+            print(
+                f"{options.model}, weights {weights}, KV {kv_dtype}: ready after {taken_s:.1f} s, {ready}", flush=True
+            )
             note(case="ready", model=options.model, device=name, seconds=taken_s, **rates._asdict())
-            roofline = Roofline(spec, ready, rates, options, kv_dtype)
+            roofline = Roofline(spec, ready, rates, options, kv_dtype, weights)
             decode += measure_steps(engine, sink, options, spec, roofline)
             prompts += measure_prompts(engine, sink, options, spec, roofline)
             if options.profile is not None:

@@ -1,11 +1,13 @@
 """What a GPU can do, and how far products and attention come: bytes or operations beside the best rates.
 
-    python -m benchmarks.kernels.gpu_ceilings [--device cuda] [--parts rates nodes products attention]
+    python -m benchmarks.kernels.gpu_ceilings [--device cuda] [--parts nodes products attention codes experts]
 
 Rates are those of `tandem doctor`. nodes: the time of a graph's smallest kernel. products: the four of a Llama 8B layer
 with 1 to 256 rows, by torch. attention: the rank's own kernel over one layer of that shape, rows of equal and of mixed
-lengths, in bf16 and quantized caches, and prompts. Calls are captured, several to a graph, over memory that no cache
-holds. JSON goes to out/benchmarks. --device cpu, with few and small cases, is for a try without a GPU.
+lengths, in bf16 and quantized caches, and prompts. codes: two of the products with weights as --quantization makes
+them, 1 to 2,048 rows. experts: a projection of a Qwen3 30B layer's experts with 1 to 4,096 tokens. Calls are captured,
+several to a graph, over memory that no cache holds. JSON goes to out/benchmarks. --device cpu, with few and small
+cases, is for a try without a GPU.
 """
 
 import argparse
@@ -17,6 +19,11 @@ import torch
 
 from benchmarks.record import RESULTS, note, write_record
 from tandem.configs.schema import DeviceSettings, EngineSettings, ModelSettings
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.expert_methods import ExpertParams
+from tandem.parallel.linear_methods import LinearMethod
+from tandem.parallel.params import Param, Scheme, Source
+from tandem.parallel.quantization.weight_plan import AT_LOAD
 from tandem.workers.kernels.kv_store import SCALE_DTYPE, LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 from tandem.workers.platforms.base import Platform
@@ -27,9 +34,14 @@ from tandem.workers.tuning.call_timer import device_seconds
 
 BF16 = torch.bfloat16
 CALLS = 10
-PARTS = ("rates", "nodes", "products", "attention")
+PARTS = ("nodes", "products", "attention", "codes", "experts")
 PRODUCTS = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
 ROWS = (1, 8, 32, 64, 128, 256)
+CODED = ("o", "gate_up")
+CODE_ROWS = (1, 16, 32, 64, 256, 2048)
+SCHEMES = ("int4", "int8", "fp8", "nf4", "w8a8")
+EXPERTS, TOP_K, EXPERT_INPUTS, EXPERT_OUTPUTS = 128, 8, 2048, 1536
+EXPERT_TOKENS = (1, 8, 64, 512, 4096)
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DECODES: dict[str, list[int]] = {
     "1 x 536": [536],
@@ -129,6 +141,58 @@ def attention(timer: Timer, platform: Platform, rates: DeviceRates, is_small: bo
     return found
 
 
+def codes(timer: Timer, platform: Platform, rates: DeviceRates, is_small: bool) -> list[dict[str, Any]]:
+    """The least time reads what a method holds, or multiplies as bf16 does."""
+    found = []
+    for name in CODED[:1] if is_small else CODED:
+        inputs, outputs = (size // 16 if is_small else size for size in PRODUCTS[name])
+        dense_OI = torch.randn(outputs, inputs, device=platform.device).to(BF16) * 0.02
+        for scheme in SCHEMES:
+            methods = [_coded(platform, dense_OI, scheme)]
+            copies = 1 if is_small else 1 + 2**28 // methods[0].nbytes
+            methods += [_coded(platform, dense_OI, scheme) for _ in range(copies - 1)]
+            for rows in CODE_ROWS[:2] if is_small else CODE_ROWS:
+                x = torch.randn(rows, inputs, device=platform.device).to(BF16)
+                taken_s = timer.seconds([lambda x=x, method=method: method.apply(x) for method in methods])
+                moved_s = (methods[0].nbytes + 2 * rows * (inputs + outputs)) / rates.memory_bytes_per_s
+                least_s = max(moved_s, 2 * rows * inputs * outputs / rates.bf16_flop_per_s)
+                found.append(told("codes", f"{name} in {scheme}, {rows} rows", taken_s, least_s))
+    return found
+
+
+def _coded(platform: Platform, dense_OI: torch.Tensor, scheme: str) -> LinearMethod:
+    """A weight rounded as --quantization says."""
+    param = _param(dense_OI.shape, AT_LOAD[scheme].of("x"))
+    method = platform.linear((param,), ParallelContext.single(), dtype=BF16)
+    method.take(dense_OI, None)
+    return method
+
+
+def _param(shape: Sequence[int], scheme: Scheme | None = None) -> Param:
+    source = Source(("x.weight",))
+    return Param(name="x.weight", shape=tuple(shape), role="x", source=source, merge="x", scheme=scheme)
+
+
+def experts(timer: Timer, platform: Platform, rates: DeviceRates, is_small: bool) -> list[dict[str, Any]]:
+    """Tokens choose experts at random; the least time reads the weights of those that were chosen."""
+    count, inputs, outputs = (8, 64, 96) if is_small else (EXPERTS, EXPERT_INPUTS, EXPERT_OUTPUTS)
+    ops, found = platform.experts(BF16), []
+    method = ops.method([ExpertParams((_param((outputs, inputs)),), ())] * count, ParallelContext.single())
+    for slot in method.slots():
+        slot.accept(torch.randn(outputs, inputs, device=platform.device).to(BF16) * 0.02)
+    for tokens in EXPERT_TOKENS[:2] if is_small else EXPERT_TOKENS:
+        scores = torch.rand(tokens, count, device=platform.device)
+        ids_TK = scores.topk(min(TOP_K, count), dim=1).indices
+        groups = ops.group(ids_TK, range(count), ops.loads(count))
+        x = torch.randn(tokens, inputs, device=platform.device).to(BF16)
+        taken_s = timer.seconds([lambda x=x, groups=groups: method.apply(x, groups, gathers=True)])
+        pairs, used = ids_TK.numel(), len(ids_TK.unique())
+        moved_s = 2 * (used * inputs * outputs + pairs * outputs + tokens * inputs) / rates.memory_bytes_per_s
+        least_s = max(moved_s, 2 * pairs * inputs * outputs / rates.bf16_flop_per_s)
+        found.append(told("experts", f"{tokens} tokens, {used} of {count} experts", taken_s, least_s))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -148,6 +212,10 @@ def main() -> None:
             found += products(timer, platform, rates, is_small)
         if "attention" in options.parts:
             found += attention(timer, platform, rates, is_small)
+        if "codes" in options.parts:
+            found += codes(timer, platform, rates, is_small)
+        if "experts" in options.parts:
+            found += experts(timer, platform, rates, is_small)
     write_record(RESULTS / "gpu-ceilings.json", options, rates=rates._asdict(), figures=found)
 
 

@@ -154,6 +154,10 @@ class Coordinator:
         self._log_task = self._loop.create_task(self._log.run(), name="group log")
         reports = ReportWriter(self._redis, facts.service_id, self._report, self._changes)
         self._reports_task = self._loop.create_task(reports.run(), name="group reports")
+        await self._open(placement_group)
+
+    async def _open(self, placement_group: Any) -> None:
+        """Loads the model, in the engine's thread, and takes part in the service from then on."""
         on_taken_down(lambda: self._loop.call_soon_threadsafe(self._leave_fleet))
         on_sigterm(lambda: self._loop.call_soon_threadsafe(self._end_soon, "was told to end"))
         self._thread.start_engine(self._opener.open, self._opener.close)
@@ -162,7 +166,7 @@ class Coordinator:
         self._changes.start()
         self._sharing.start()
         self._drain_task = self._loop.create_task(self._end_with_nodes(placement_group), name="drain of ranks' nodes")
-        orders_to_drain = DrainFollower(self._redis, facts.service_id, self._group, self._drain, self._changes)
+        orders_to_drain = DrainFollower(self._redis, self._facts.service_id, self._group, self._drain, self._changes)
         self._orders_task = self._loop.create_task(orders_to_drain.run(), name="orders to drain")
 
     async def generate(self, payload: bytes, hint: RouteHint) -> bytes:

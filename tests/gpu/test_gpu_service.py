@@ -30,6 +30,7 @@ def service() -> Iterator[Service]:
     ) as running:
         yield running
         assert running.stop() == 0, running.output
+        assert "a kernel was compiled after the start" not in running.output
         running.check_gone()
 
 

@@ -11,6 +11,7 @@ import torch
 from tandem import LLM, SamplingParams
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.workers.graphs.graph_runner import GraphRunner
+from tandem.workers.kernels.triton.late_kernels import LATE
 from tandem.workers.messages.structured_outputs import StructuredOutputsParams
 from tests.support.adapters import save_random_adapter
 from tests.support.in_process import runner_of
@@ -95,6 +96,7 @@ def all_texts(device: str, adapters: list[Path], flags: dict[str, Any]) -> list[
         if device == "cuda":
             graphs = graphs_of(llm)
             assert graphs.can_replay and graphs.num_replays > 0
+            assert LATE.names == [], "a kernel was compiled after the start"
     return found
 
 

@@ -35,6 +35,9 @@ from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from tandem.workers.engine.adapters.adapter_cache import AdapterCache
+    from tandem.workers.engine.observers.step_log import StepLog
+    from tandem.workers.engine.transfers.copy_costs import CopyCosts
+    from tandem.workers.engine.transfers.kv_offload import KVOffload
 
 
 def build_engine(
@@ -53,47 +56,20 @@ def build_engine(
     manager, collector = _block_manager(settings, facts, ready), _collector(facts, ready)
     waiting = WaitingQueue(clock=clock)
     transfers = TransferManager(executor.transfer, ready.num_ranks, clock)
-    costs = offload = adapters = experts = step_log = None
-    if ready.store is not None:
-        from tandem.workers.engine.transfers.copy_costs import CopyCosts
-        from tandem.workers.engine.transfers.kv_offload import KVOffload
-
-        costs = CopyCosts(ready.block_bytes / ready.num_ranks)
-        offload = KVOffload(manager, ready.store, transfers, costs, clock)
-    if settings.lora.enable_lora:
-        from tandem.workers.engine.adapters.adapter_cache import AdapterCache
-
-        assert ready.adapter_pages > 0, "--enable-lora, and no rank has room for adapters"
-        adapters = AdapterCache(settings.lora, ready.adapter_pages, transfers, waiting, clock)
+    costs, offload = _offload(ready, manager, transfers, clock)
+    adapters = _adapter_cache(settings, ready, transfers, waiting, clock)
     grammars = GrammarCache(transfers, waiting, clock, settings.scheduler.grammar_timeout_s)
     drafting = Drafting(settings.max_drafts) if settings.max_drafts else None
-    chunk_limiter = _chunk_limiter(settings)
-    if facts.has_experts:
-        experts = ExpertReports(executor.count_experts, ready.pipeline_parallel_size, clock)
-    if settings.step_log:
-        from tandem.workers.engine.observers.step_log import StepLog
-
-        step_log = StepLog(settings.step_log)
-
-    turns = None if adapters is None else MaxLoras(settings.lora.max_loras, waiting)
-    probation = Probation(waiting, settings.max_drafts)
-    scheduler = Scheduler(
-        settings.scheduler,
-        manager,
-        waiting,
-        chunk_limiter,
-        _rules(settings, waiting, clock, adapters, grammars, probation, turns),
-        probation,
-        StepTurns(probation, turns),
-        relay=ready.pipeline_parallel_size > 1,
-        depth=settings.steps_in_flight,
-        tiers=offload,
-        drafting=drafting,
+    chunk_limiter, step_log = _chunk_limiter(settings), _step_log(settings)
+    stages = ready.pipeline_parallel_size
+    experts = ExpertReports(executor.count_experts, stages, clock) if facts.has_experts else None
+    caches = (grammars,) if adapters is None else (adapters, grammars)
+    scheduler = _scheduler(
+        settings, manager, waiting, clock, chunk_limiter, adapters, grammars, offload, drafting, relay=stages > 1
     )
     eos = frozenset(facts.eos_token_ids)
     results = ResultApplier(scheduler, manager, collector, eos, drafting)
     arrivals = Arrivals(manager, eos, facts.max_len(manager.num_slots), takes_adapters=adapters is not None)
-    caches = (grammars,) if adapters is None else (adapters, grammars)
     requests = LiveRequests(settings.scheduler, facts, arrivals, results, caches, sink, clock, on_begun)
     return Engine(
         facts=facts,
@@ -116,6 +92,72 @@ def build_engine(
         drafting=drafting,
         step_log=step_log,
     )
+
+
+def _scheduler(
+    settings: EngineSettings,
+    manager: BlockManager,
+    waiting: WaitingQueue,
+    clock: Callable[[], float],
+    chunk_limiter: ChunkLimiter,
+    adapters: "AdapterCache | None",
+    grammars: GrammarCache,
+    offload: "KVOffload | None",
+    drafting: Drafting | None,
+    *,
+    relay: bool,
+) -> Scheduler:
+    turns = None if adapters is None else MaxLoras(settings.lora.max_loras, waiting)
+    probation = Probation(waiting, settings.max_drafts)
+    return Scheduler(
+        settings.scheduler,
+        manager,
+        waiting,
+        chunk_limiter,
+        _rules(settings, waiting, clock, adapters, grammars, probation, turns),
+        probation,
+        StepTurns(probation, turns),
+        relay=relay,
+        depth=settings.steps_in_flight,
+        tiers=offload,
+        drafting=drafting,
+    )
+
+
+def _offload(
+    ready: ExecutorReady, manager: BlockManager, transfers: TransferManager, clock: Callable[[], float]
+) -> "tuple[CopyCosts, KVOffload] | tuple[None, None]":
+    """Returns the costs of copies and what moves blocks between tiers, where there are tiers."""
+    if ready.store is None:
+        return None, None
+    from tandem.workers.engine.transfers.copy_costs import CopyCosts
+    from tandem.workers.engine.transfers.kv_offload import KVOffload
+
+    costs = CopyCosts(ready.block_bytes / ready.num_ranks)
+    return costs, KVOffload(manager, ready.store, transfers, costs, clock)
+
+
+def _adapter_cache(
+    settings: EngineSettings,
+    ready: ExecutorReady,
+    transfers: TransferManager,
+    waiting: WaitingQueue,
+    clock: Callable[[], float],
+) -> "AdapterCache | None":
+    if not settings.lora.enable_lora:
+        return None
+    from tandem.workers.engine.adapters.adapter_cache import AdapterCache
+
+    assert ready.adapter_pages > 0, "--enable-lora, and no rank has room for adapters"
+    return AdapterCache(settings.lora, ready.adapter_pages, transfers, waiting, clock)
+
+
+def _step_log(settings: EngineSettings) -> "StepLog | None":
+    if not settings.step_log:
+        return None
+    from tandem.workers.engine.observers.step_log import StepLog
+
+    return StepLog(settings.step_log)
 
 
 def _rules(

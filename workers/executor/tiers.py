@@ -65,16 +65,9 @@ def open_tiers(
     whose memory outlives this group; None: ranks hold it themselves.
     """
     cache = settings.cache
-    assert cache.kv_offloading_gib is not None, "no tiers are asked for"
-    size_bytes = int(cache.kv_offloading_gib * GIB)
-    block_bytes = sum(rank.block_bytes for rank in loaded)
-    num_slots = size_bytes // block_bytes
-    if num_slots < 1:
-        return no_tiers(f"{cache.kv_offloading_gib:g} GiB holds no block of {block_bytes} bytes")
-    most_slots = min(there // rank.block_bytes for rank, there in zip(loaded, free, strict=True))
-    if sockets is None and num_slots > most_slots:
-        most = most_slots * block_bytes / GIB
-        return no_tiers(f"{cache.kv_offloading_gib:g} GiB is more than the {most:.1f} GiB that its machines have free")
+    num_slots = _slots(cache, loaded, None if sockets is not None else free)
+    if isinstance(num_slots, str):
+        return no_tiers(num_slots)
     layout = layout_digest(settings, loaded)
     region: _Region | None = None
     if sockets is not None:
@@ -85,7 +78,7 @@ def open_tiers(
             return no_tiers(str(error))
     num_groups = loaded[0].num_kv_groups
     tokens = f"{'at least ' if num_groups > 1 else ''}{num_slots // num_groups * cache.block_size} tokens"
-    notes = [f"host tier: {num_slots} KV blocks ({tokens}, {size_bytes / GIB:g} GiB), {cache.kv_eviction}"]
+    notes = [f"host tier: {num_slots} KV blocks ({tokens}, {cache.kv_offloading_gib:g} GiB), {cache.kv_eviction}"]
     disk = _open_disk(cache, layout, loaded, notes)
     ranks = [
         RankTiers(
@@ -112,6 +105,22 @@ def open_tiers(
             region.close()
 
     return OpenTiers(ranks, build, close)
+
+
+def _slots(cache: CacheSettings, loaded: Sequence[RankLoaded], free: Sequence[int] | None) -> int | str:
+    """Returns the blocks that host memory has room for, or why there are none. free: None where others hold it."""
+    assert cache.kv_offloading_gib is not None, "no tiers are asked for"
+    block_bytes = sum(rank.block_bytes for rank in loaded)
+    num_slots = int(cache.kv_offloading_gib * GIB) // block_bytes
+    if num_slots < 1:
+        return f"{cache.kv_offloading_gib:g} GiB holds no block of {block_bytes} bytes"
+    if free is None:
+        return num_slots
+    most_slots = min(there // rank.block_bytes for rank, there in zip(loaded, free, strict=True))
+    if num_slots > most_slots:
+        most = most_slots * block_bytes / GIB
+        return f"{cache.kv_offloading_gib:g} GiB is more than the {most:.1f} GiB that its machines have free"
+    return num_slots
 
 
 class _Region:

@@ -76,6 +76,9 @@ class Platform(ABC):
     def begin_step(self) -> None:  # noqa: B027
         """Called before each step, on its thread."""
 
+    def ready(self) -> None:  # noqa: B027
+        """Called when a rank's start is over: kernels are compiled, and steps captured."""
+
     # ---- what layers compute with ----
 
     @abstractmethod

@@ -38,6 +38,7 @@ from tandem.workers.kernels.fused_ops import FusedOps, TorchFusedOps
 from tandem.workers.kernels.lora_ops import LoraOps, TorchLora
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.kernels.triton.codes.scheme_methods import SchemeMethods
+from tandem.workers.kernels.triton.late_kernels import LATE
 from tandem.workers.models.spec.arch import Mla
 from tandem.workers.platforms.base import HEAD_DIM, DeviceMemory, Platform
 from tandem.workers.platforms.device_rows import Columns, DeviceRows, Guess
@@ -212,12 +213,17 @@ class CudaPlatform(Platform):
         cuDNN's attention is off: it plans anew, 55 to 70 ms, for every shape that it has not seen. NCCL registers no
         buffers of captures, unless the environment says so: ranks would wait in it for one that cannot capture.
         """
+        LATE.pause()
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         torch.backends.cuda.enable_cudnn_sdp(False)
         accelerator = CudaAccelerator(device)
         accelerator.activate()
         seconds_of = partial(queued_seconds, accelerator, device)
         return cls(device, accelerator, Backend("nccl", device, shares_memory=False, seconds_of=seconds_of))
+
+    def ready(self) -> None:
+        if self.has_triton():
+            LATE.watch()
 
     def has_triton(self) -> bool:
         return _triton_obstacle() is None

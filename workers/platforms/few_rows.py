@@ -17,6 +17,7 @@ from tandem.parallel.linear_methods import DenseMethod, LinearMethod, MakeMethod
 from tandem.parallel.params import Param
 from tandem.workers.kernels.triton.triton_few_rows import (
     MOST_ROWS,
+    VECTOR,
     FewRowsPlan,
     few_rows_plans,
     multiply_few_rows,
@@ -34,8 +35,6 @@ MOST_WEIGHTS: Final = 64
 """Weights of a shape that are multiplied in a measurement."""
 MOST_APART: Final = 2**-5
 """The most by which results may differ, beside the largest number: some roundings of bf16."""
-VECTOR: Final = 8
-"""Inputs are a multiple of it: 16 bytes are fetched at once."""
 
 Seconds = Callable[[Callable[[], Sequence[torch.Tensor]]], float]
 """Measures how long a call takes on the device."""
@@ -52,7 +51,7 @@ class FewRowsMethod(DenseMethod):
     def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         super().take(weight_OI, bias_O)
         weight_OI = self.weight()
-        suits = weight_OI.element_size() == 2 and weight_OI.is_contiguous() and weight_OI.shape[1] % VECTOR == 0
+        suits = weight_OI.element_size() == 2 and weight_OI.is_contiguous() and weight_OI.shape[1] % VECTOR.value == 0
         if self._arrive is None and suits:
             self._register(self)
 

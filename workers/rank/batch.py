@@ -90,25 +90,8 @@ def build_batch(
     proposed. Advances the rows' computed counts. device_rows: of this table. prepare: on the rank that samples; what it
     sends goes with the rows. framed: the captured step that this one becomes; ruled_by: may draw its tokens
     behind it."""
-    count = len(plan.work)
-    rows_R = np.fromiter((w.row for w in plan.work), np.int64, count)
-    lens_R = np.fromiter((w.num_tokens for w in plan.work), np.int64, count)
-    samples_R = np.fromiter((w.samples for w in plan.work), np.bool_, count)
-    drafts_R = np.zeros(count, np.int64) if drafts is None else drafts.counts_R
-    lens_R += drafts_R
-    spare_R = table.max_accepted[rows_R] if table.has_drafts else None
-    begin_R = table.num_computed[rows_R]
-    end_R = begin_R + lens_R
-    _check(table, rows_R, lens_R, end_R, spare_R, samples_R, drafts_R)
-    if table.pooled:  # these end with an embedding
-        samples_R &= np.fromiter((w.row not in table.pooled for w in plan.work), np.bool_, count)
-    if drafts is None:
-        table.num_computed[rows_R] = end_R
-    else:
-        table.num_computed[rows_R] = end_R - drafts_R
-        table.max_accepted[rows_R] += drafts_R
-        table.has_drafts = True
-    starts = np.zeros(count + 1, np.int64)
+    rows_R, begin_R, end_R, lens_R, samples_R, drafts_R, spare_R = _advance(plan, table, drafts)
+    starts = np.zeros(len(rows_R) + 1, np.int64)
     np.cumsum(lens_R, out=starts[1:])
     row_S, back_S = _samples(samples_R, None if drafts is None else drafts_R)
     sample_rows_S = rows_R[row_S]
@@ -140,6 +123,42 @@ def build_batch(
     tensors = device_rows.step(rows, beside)
     forward = _forward(tensors, rows, adapters, table.block_size)
     return StepBatch(forward, *given, tensors.drafts_S)
+
+
+class _Advanced(NamedTuple):
+    """The rows of a plan: what each has computed before it and behind it, its tokens, whether it samples, and its
+    drafts. spare_R: tokens, fewer of which each may have, as the host has not read how many drafts were accepted."""
+
+    rows_R: Ints
+    begin_R: Ints
+    end_R: Ints
+    lens_R: Ints
+    samples_R: npt.NDArray[np.bool_]
+    drafts_R: Ints
+    spare_R: Ints | None
+
+
+def _advance(plan: StepPlan, table: RowTable, drafts: Drafts | None) -> _Advanced:
+    """Checks the plan's rows and advances their computed counts."""
+    count = len(plan.work)
+    rows_R = np.fromiter((w.row for w in plan.work), np.int64, count)
+    lens_R = np.fromiter((w.num_tokens for w in plan.work), np.int64, count)
+    samples_R = np.fromiter((w.samples for w in plan.work), np.bool_, count)
+    drafts_R = np.zeros(count, np.int64) if drafts is None else drafts.counts_R
+    lens_R += drafts_R
+    spare_R = table.max_accepted[rows_R] if table.has_drafts else None
+    begin_R = table.num_computed[rows_R]
+    end_R = begin_R + lens_R
+    _check(table, rows_R, lens_R, end_R, spare_R, samples_R, drafts_R)
+    if table.pooled:  # these end with an embedding
+        samples_R &= np.fromiter((w.row not in table.pooled for w in plan.work), np.bool_, count)
+    if drafts is None:
+        table.num_computed[rows_R] = end_R
+    else:
+        table.num_computed[rows_R] = end_R - drafts_R
+        table.max_accepted[rows_R] += drafts_R
+        table.has_drafts = True
+    return _Advanced(rows_R, begin_R, end_R, lens_R, samples_R, drafts_R, spare_R)
 
 
 class _Drawn(NamedTuple):

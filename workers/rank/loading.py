@@ -97,6 +97,7 @@ class LoadedRank:
         runner.make_captures(sizes, self.settings.max_drafts)
         for loads_E in decoder.expert_loads.values():
             loads_E.zero_()
+        self.platform.ready()
         return runner
 
     def open_kv_lanes(self, runner: ModelRunner, tiers: RankTiers, lanes: Lanes) -> bool:

@@ -335,8 +335,7 @@ def run_rank(
                 start_echo(context, secret, message.probe_endpoint, rank)
             for answer in server.take(message):
                 if isinstance(answer, RankReady):  # from then on the coordinator can send to the lanes
-                    gc.collect()
-                    gc.freeze()  # what exists now lives as long as the rank: no step waits until it is walked again
+                    _freeze()
                     lane_channel.send(answer)
                 else:
                     send(answer)
@@ -347,8 +346,6 @@ def run_rank(
         send(RankFailed(rank=rank, message="it was told to end", by_step=False, is_planned=True))
         return TOLD_TO_END
     except Exception as error:
-        if not isinstance(error, SettingsError):  # whoever started the group prints that one, with what to change
-            log.exception("rank %d failed", rank)
         send(_failure_of(rank, error))
         return 1
     finally:
@@ -381,8 +378,16 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
+def _freeze() -> None:
+    """Keeps what exists, which lives as long as the rank, out of later collections: no step waits for one of it."""
+    gc.collect()
+    gc.freeze()
+
+
 def _failure_of(rank: int, error: Exception) -> RankFailed:
-    """A SettingsError always names a flag; the user cannot mend other errors."""
+    """A SettingsError always names a flag; whoever started the group prints it, with what to change. The user cannot
+    mend other errors, which are logged."""
     if isinstance(error, SettingsError):
         return RankFailed(rank=rank, message=str(error), flag=error.flag or "MODEL")
+    log.error("rank %d failed", rank, exc_info=error)
     return RankFailed(rank=rank, message=f"{type(error).__name__}: {error}")

@@ -18,7 +18,7 @@ from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.kv_store import LARGEST, LayerKV
 from tandem.workers.kernels.triton import tiles
 from tandem.workers.kernels.triton.triton_attention import Kept, Rows, attend_chunks, chunk_tiles
-from tandem.workers.kernels.triton.triton_decode import WorkLists, attend_decodes
+from tandem.workers.kernels.triton.triton_decode import WorkLists, attend_decodes, decode_tiles
 from tandem.workers.kernels.triton.triton_experts import MANY_FROM, multiply_groups
 from tandem.workers.models.spec.arch import AttentionParams, Gqa, Moe
 from tandem.workers.models.spec.family_rows.families import parameters_of
@@ -157,7 +157,7 @@ def _attention(
         layer = _Attention(model, (q, k), dim, params, device, multiprocessors)
         of = tiles.attention_class(model.dtype.itemsize, dim, model.kv_dtype in LARGEST)
         for kernel, candidates, own_loads in (
-            ("attend_parts", tiles.DECODES[of], loads.decodes),
+            ("attend_parts", decode_tiles(of, model.dtype, multiprocessors), loads.decodes),
             ("attend_tiles", chunk_tiles(of, multiprocessors), loads.chunks),
         ):
             yield Tunable(layer.use(kernel), candidates, partial(layer.prepare, kernel, own_loads, loads.cache_bytes))

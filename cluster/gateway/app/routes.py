@@ -110,11 +110,17 @@ def route_table(
 ) -> tuple[RouteSpec, ...]:
     """All routes but the OpenAPI document's, which is made of them. store: None where responses are not stored.
     batches: with the files."""
-    key, admin, metrics, none = AuthLevel.API_KEY, AuthLevel.ADMIN, AuthLevel.METRICS, AuthLevel.OPEN
-    serving = (text, context)
-    made = BackgroundResponses(store, context)
-    tenants = (text, accounts)
-    files = batches.files
+    return (
+        *_text_routes(text, context, store),
+        *_batch_routes(text, context, batches),
+        *_admin_routes(text, accounts, context),
+        *_open_routes(text, accounts, context),
+    )
+
+
+def _text_routes(text: TextServices, context: GatewayContext, store: ResponseStore | None) -> tuple[RouteSpec, ...]:
+    """Returns those that make, read and count text."""
+    key, serving, made = AuthLevel.API_KEY, (text, context), BackgroundResponses(store, context)
     return (
         RouteSpec("POST", "/v1/chat/completions", key, partial(chat_completions, *serving)),
         RouteSpec("POST", "/v1/completions", key, partial(completions, *serving)),
@@ -129,6 +135,18 @@ def route_table(
         RouteSpec("POST", "/v1/embeddings", key, partial(embeddings, *serving)),
         RouteSpec("GET", "/v1/models", key, partial(models, *serving)),
         RouteSpec("GET", "/v1/models/{model:path}", key, partial(model, *serving)),
+        *(RouteSpec("POST", path, key, partial(score_routes.score, *serving)) for path in SCORE),
+        *(RouteSpec("POST", path, key, partial(score_routes.rerank, *serving)) for path in RERANK),
+        RouteSpec("GET", "/tokenizer_info", key, partial(tokenizer_info, text)),
+        RouteSpec("POST", "/tokenize", key, partial(tokenize, *serving)),
+        RouteSpec("POST", "/detokenize", key, partial(detokenize, *serving)),
+    )
+
+
+def _batch_routes(text: TextServices, context: GatewayContext, batches: Batches) -> tuple[RouteSpec, ...]:
+    """Returns those of files and batches."""
+    key, serving, files = AuthLevel.API_KEY, (text, context), batches.files
+    return (
         RouteSpec("POST", "/v1/files", key, partial(file_routes.upload_file, files, context)),
         RouteSpec("GET", "/v1/files", key, partial(file_routes.list_files, files)),
         RouteSpec("GET", "/v1/files/{file_id}", key, partial(file_routes.show_file, files)),
@@ -138,12 +156,14 @@ def route_table(
         RouteSpec("GET", "/v1/batches", key, partial(batch_routes.list_batches, batches)),
         RouteSpec("GET", "/v1/batches/{batch_id}", key, partial(batch_routes.show_batch, batches)),
         RouteSpec("POST", "/v1/batches/{batch_id}/cancel", key, partial(batch_routes.cancel_batch, batches, context)),
-        *(RouteSpec("POST", path, key, partial(score_routes.score, *serving)) for path in SCORE),
-        *(RouteSpec("POST", path, key, partial(score_routes.rerank, *serving)) for path in RERANK),
-        RouteSpec("GET", "/tokenizer_info", key, partial(tokenizer_info, text)),
+    )
+
+
+def _admin_routes(text: TextServices, accounts: Accounts, context: GatewayContext) -> tuple[RouteSpec, ...]:
+    """Returns those that ask for the admin key."""
+    admin, serving, tenants = AuthLevel.ADMIN, (text, context), (text, accounts)
+    return (
         RouteSpec("POST", "/reset_prefix_cache", admin, partial(group_routes.reset_prefix_cache, context)),
-        RouteSpec("POST", "/tokenize", key, partial(tokenize, *serving)),
-        RouteSpec("POST", "/detokenize", key, partial(detokenize, *serving)),
         RouteSpec("GET", "/admin/groups", admin, partial(group_routes.list_groups, context)),
         RouteSpec("POST", "/admin/drain", admin, partial(drain_routes.drain, *serving)),
         RouteSpec("GET", "/admin/tenants", admin, partial(tenant_routes.list_tenants, accounts)),
@@ -155,6 +175,13 @@ def route_table(
         RouteSpec("GET", "/admin/requests/{request_id:path}", admin, partial(request_routes.show_request, context)),
         RouteSpec("POST", "/v1/load_lora_adapter", admin, partial(adapter_routes.load_adapter, *serving)),
         RouteSpec("POST", "/v1/unload_lora_adapter", admin, partial(adapter_routes.unload_adapter, *serving)),
+    )
+
+
+def _open_routes(text: TextServices, accounts: Accounts, context: GatewayContext) -> tuple[RouteSpec, ...]:
+    """Returns probes, metrics and pages for a browser."""
+    metrics, none = AuthLevel.METRICS, AuthLevel.OPEN
+    return (
         RouteSpec("GET", "/livez", none, partial(probes.live)),
         RouteSpec("GET", "/ping", none, partial(probes.live)),
         RouteSpec("POST", "/ping", none, partial(probes.live)),

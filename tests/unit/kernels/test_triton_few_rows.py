@@ -42,7 +42,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 @computes
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 512), (37, 1000), (130, 130), (16, 256)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 512), (37, 1000), (130, 136), (16, 256)])
 def test_products_are_those_of_torch(outputs: int, inputs: int) -> None:
     """Every plan: one span and several, also ones that have no inputs left; sizes that tiles do not divide; strided
     rows, biases. A row's bits are its own, alone or with others."""

@@ -34,6 +34,9 @@ def test_all_stages_run_on_a_cpu(tmp_path: Path) -> None:
     assert {line["kv_cache_dtype"] for line in steps} == {"auto", "fp8", "int8"}
     assert {line["lengths"] for line in steps} == {"uniform", "mixed", "one-long"}
     assert {"replayed", "drawn"} <= set(steps[0]) and "eager" in {key for line in steps for key in line}
+    assert {line["weights"] for line in steps} == {"none", "int4", "fp8"}
+    parts = {line["part"] for line in lines if line.get("case") == "ceilings"}
+    assert parts == {"nodes", "products", "attention", "codes", "experts"}
     gaps = [line["gap_ms"] for line in lines if line.get("case") == "mixed load"]
     assert all(gap["p50"] <= gap["p99"] <= gap["max"] for gap in gaps)
     checks = [line for line in lines if line["stage"] == "checks" and "name" in line]

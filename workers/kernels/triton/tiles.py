@@ -83,6 +83,8 @@ DECODES: Final[Mapping[AttentionClass, Sequence[DecodeTile]]] = {
     (4, 128, False): (DecodeTile(16, 16, 4, 3), DecodeTile(16, 16, 4, 3, 256), DecodeTile(16, 16, 4, 3, 1024)),
     (4, 128, True): (DecodeTile(16, 16, 4, 3),),
 }  # fmt: skip
+SHORT_DECODES: Final = (DecodeTile(16, 16, 4, 4), DecodeTile(16, 16, 4, 4, 256), DecodeTile(16, 16, 4, 4, 1024))
+"""Tiles of fp16 decodes over quantized caches for heads of up to 128 elements, on devices with fewer registers."""
 FEW: Final[Mapping[int, Sequence[ExpertTile]]] = {
     2: (
         ExpertTile(16, 64, 128, 4), ExpertTile(16, 64, 128, 4, 4), ExpertTile(16, 128, 64, 4),

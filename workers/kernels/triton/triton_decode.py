@@ -16,6 +16,7 @@ T tokens, R rows, N query heads, K KV heads, G = N / K, D and V elements of a ke
 # Triton's own types are no annotations.
 # mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, allow-untyped-calls
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -23,10 +24,11 @@ import triton
 import triton.language as tl
 
 from tandem.workers.kernels.kv_store import LayerKV
-from tandem.workers.kernels.triton.tiles import DECODES, DecodeTile
+from tandem.workers.kernels.triton.tiles import DECODES, SHORT_DECODES, AttentionClass, DecodeTile
 from tandem.workers.kernels.triton.triton_attention import (
     LOG2E,
     NOTHING,
+    ROOMY_BYTES,
     Kept,
     Multiprocessors,
     Rows,
@@ -297,7 +299,8 @@ def attend_decodes(
     lists: WorkLists,
 ) -> None:
     """Writes out_TNV of the tokens of the rows that are listed; other tokens are left as they are."""
-    tile = kept.tiles.pick(use_of("attend_parts", q_TND, kv), DECODES[class_of(q_TND, kv)][0])
+    default = decode_tiles(class_of(q_TND, kv), q_TND.dtype, kept.multiprocessors)[0]
+    tile = kept.tiles.pick(use_of("attend_parts", q_TND, kv), default)
     launch = launch_of(tile, q_TND, kv, rows, params, kept)
     of_position = (launch.arguments["D_PAD"] + launch.arguments["V_PAD"]) * kv.keys.element_size()
     programs = programs_at_once(tile, of_position, kept.multiprocessors)
@@ -310,6 +313,13 @@ def attend_decodes(
         items=work.items, out=out_TNV, **sums._asdict(), LENGTH=tile.length, **launch.arguments
     )  # fmt: skip
     merge(sums, work, out_TNV, launch.arguments["sinks"] if launch.arguments["SUNK"] else None)
+
+
+def decode_tiles(of: AttentionClass, dtype: torch.dtype, multiprocessors: Multiprocessors) -> Sequence[DecodeTile]:
+    """Returns the tiles of decodes for queries of a dtype, the device's default first. Of a quantized cache's values
+    times their scales, which fp16 rounds, small devices would spill some for uneven groups of heads."""
+    is_short = of == (2, 128, True) and dtype is torch.float16 and multiprocessors.shared_bytes < ROOMY_BYTES
+    return SHORT_DECODES if is_short else DECODES[of]
 
 
 class PartSums(NamedTuple):

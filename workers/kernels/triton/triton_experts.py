@@ -28,10 +28,11 @@ from tandem.workers.kernels.expert_ops import TorchExperts
 from tandem.workers.kernels.triton.tiles import FEW, MANY, ExpertTile, TunedTiles, experts_use
 from tandem.workers.kernels.triton.triton_lora import FP_FUSION
 
-CHANGING: Final = ["x_stride", "experts", "top_k"]
+CHANGING: Final = ["experts", "top_k"]
 """Integers that differ between models and steps. Triton would compile a kernel anew for each 1 and multiple of 16."""
-UNALIGNED: Final = ["x", "order", "ends"]
-"""Pointers into other tensors, for which it would do the same by their alignment."""
+UNALIGNED: Final = ["order", "ends"]
+"""Pointers into other tensors, for which it would do the same by their alignment. Not x and its stride: only rows that
+are known to be aligned are fetched ahead."""
 SUM_BLOCK: Final = 1024
 """Elements of a token that one program adds up."""
 MANY_FROM: Final = 32

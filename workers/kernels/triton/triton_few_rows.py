@@ -24,6 +24,8 @@ TILE_ROWS: Final = tl.constexpr(16)
 """Rows that a tensor core multiplies at once; those beyond T are zeros."""
 ADDED: Final = 256
 """Outputs whose spans a program adds."""
+VECTOR: Final = tl.constexpr(8)
+"""Inputs are a multiple of it: 16 bytes are fetched at once, and ahead of their use."""
 
 
 class FewRowsTile(NamedTuple):
@@ -68,10 +70,11 @@ def multiply_few(
 ):  # fmt: skip
     """Writes y [S, T, O]: sums over spans of inputs, in float32, or the whole product if there is one span, with the
     bias then. x [T, I], its rows x_stride apart; weight [O, I]. span: inputs of one, a multiple of INPUTS. EVEN: INPUTS
-    divides I. Programs: O / OUTPUTS, S."""
+    divides I. I and x_stride: multiples of VECTOR. Programs: O / OUTPUTS, S."""
     t, o, i = tl.arange(0, TILE_ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
+    inputs, x_stride = inputs // VECTOR * VECTOR, x_stride // VECTOR * VECTOR  # so that the compiler knows it
     begin = tl.multiple_of(tl.program_id(1) * span, INPUTS)
-    end = tl.minimum(begin + span, inputs)
+    end = tl.multiple_of(tl.minimum(begin + span, inputs), VECTOR)
     here, seen = t < rows, o < outputs
     at_x = x + (t * x_stride)[:, None] + i[None, :]
     at_weight = weight + (tl.minimum(o, outputs - 1).to(tl.int64) * inputs)[:, None] + i[None, :]
@@ -109,9 +112,11 @@ def add_spans(
 def multiply_few_rows(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, plan: FewRowsPlan
 ) -> torch.Tensor:
-    """Returns y_TO in x's dtype. x: 1 to MOST_ROWS rows in 16 bits; weight: contiguous."""
+    """Returns y_TO in x's dtype. x: 1 to MOST_ROWS rows in 16 bits; weight: contiguous. Inputs: a multiple of
+    VECTOR."""
     (rows, inputs), outputs, (tile, spans) = x_TI.shape, len(weight_OI), plan
-    if x_TI.stride(1) != 1:
+    assert inputs % VECTOR.value == 0, f"{inputs} inputs are no multiple of {VECTOR.value}"
+    if x_TI.stride(1) != 1 or x_TI.stride(0) % VECTOR.value:
         x_TI = x_TI.contiguous()
     y_TO = torch.empty((rows, outputs), dtype=x_TI.dtype, device=x_TI.device)
     is_biased, is_split = bias_O is not None, spans > 1

@@ -62,8 +62,8 @@ class CodeTile(NamedTuple):
 
 
 TILES: Final = {
-    2: (CodeTile(64, FEW_ROWS, 4, 4), CodeTile(64, 32, 4, 3), CodeTile(64, 64, 8, 2)),
-    4: (CodeTile(32, FEW_ROWS, 4, 2),),
+    2: (CodeTile(64, FEW_ROWS, 4, 4), CodeTile(64, 32, 4, 3), CodeTile(64, 64, 8, 3)),
+    4: (CodeTile(32, FEW_ROWS, 4, 3),),
 }
 """Tiles by the bytes of an element of x, each for up to as many rows as it has; the last for more."""
 
@@ -290,10 +290,11 @@ class CodeShape(NamedTuple):
 
 def tile_for(rows: int, element_bytes: int, shape: CodeShape) -> CodeTile:
     """Returns the tile of so many rows. Where parts have scales of their own, and bytes zeros, those of most rows leave
-    too few registers."""
-    has_fewer = shape.scaled >= Scaled.PART or (shape.bits > 4 and shape.has_zeros)
+    too few registers; where parts' codes are looked up in a table, all but the first."""
+    by_part = shape.scaled >= Scaled.PART
+    fewer = (by_part or (shape.bits > 4 and shape.has_zeros)) + (by_part and shape.kind == CodeKind.TABLE)
     tiles = TILES[element_bytes]
-    tiles = tiles[: max(1, len(tiles) - has_fewer)]
+    tiles = tiles[: max(1, len(tiles) - fewer)]
     return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
 
 
