@@ -80,7 +80,7 @@ def evaluate(
     from tandem.workers.offline.inputs import settings_of
 
     settings, _ = settings_of(model, flags)
-    other = None if judged.against is None else _reference(judged.against, settings, flags)
+    other = None if judged.against is None else _reference(model, judged.against, settings, flags)
     sample = sample_of(settings, file, window=judged.window, stride=judged.stride, tokens=judged.tokens)
     with tempfile.TemporaryDirectory(prefix="tandem-eval-") as folder:
         kept = None if other is None else keep(other, sample, Path(folder))
@@ -106,7 +106,7 @@ def _output(given: str | None) -> Path | None:
     return path
 
 
-def _reference(against: str, settings: "EngineSettings", flags: Mapping[str, Any]) -> "EngineSettings":
+def _reference(model: str, against: str, settings: "EngineSettings", flags: Mapping[str, Any]) -> "EngineSettings":
     """Returns the settings of what the model is compared with: computed with the same flags, but with weights and KV
     that no flag rounds. SettingsError where that would be the same again."""
     from tandem.workers.offline.inputs import settings_of
@@ -123,7 +123,7 @@ def _reference(against: str, settings: "EngineSettings", flags: Mapping[str, Any
     )
     plan = read_spec(dense).weights
     if plan.method is not None:
-        words = f"dense: {settings.model.model} holds weights that {plan.method} has quantized, and not what they were"
+        words = f"dense: {model} holds weights that {plan.method} has quantized, and not what they were"
         raise SettingsError(f"{words} made of: name that model's folder, --against FOLDER", "--against")
     if dense == settings:
         words = "dense: neither --quantization nor --kv-cache-dtype is given, so that it would be compared with itself"
