@@ -2,8 +2,9 @@
 one.
 
 AWQ: inputs with large values are scaled down and their weights up, so that rounding harms these less: scale = mean |x|
-to a power, of which 20 are tried, by the error of all outputs that read the inputs. SmoothQuant: largest |x| to a power
-divided by largest |w| to the rest, so that inputs too can be rounded. I inputs, O outputs.
+to a power, of which 20 are tried, by the error of all outputs that read the inputs; as AutoAWQ has it divided by the
+mean |w| of the input, as a share of the largest of its group, to the rest of the power. SmoothQuant: largest |x| to a
+power divided by largest |w| to the rest, so that inputs too can be rounded. I inputs, O outputs.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,19 +36,23 @@ class Searched:
 
 
 def awq_scale(fold: Fold, grid_of: GridOf) -> Searched:
-    """Returns the best of the scales that are tried; the first one changes nothing."""
-    magnitude_I = fold.shared(sum_of(fold, lambda one: one.magnitude_I)).clamp(min=LEAST)
-    found: tuple[float, float, torch.Tensor] | None = None
-    before = 0.0
+    """Returns the best of the scales that are tried; 1 where none is better."""
+    tokens = max(1, sum(_stats(linear).tokens for linear in fold.linears))
+    magnitude_I = fold.shared(sum_of(fold, lambda one: one.magnitude_I) / tokens).clamp(min=LEAST)
+    share_I = fold.shared(_mean_shares(fold, grid_of))
+
+    def error_of(scale_I: torch.Tensor) -> float:
+        return sum(_error(linear, scale_I, grid_of(linear)) for linear in fold.linears)
+
+    best_I = torch.ones_like(magnitude_I)
+    before = error = error_of(best_I)
+    power = 0.0
     for step in range(STEPS):
-        scale_I = _centred(magnitude_I ** (step / STEPS))
-        error = sum(_error(linear, scale_I, grid_of(linear)) for linear in fold.linears)
-        before = error if step == 0 else before
-        if found is None or error < found[0]:
-            found = error, step / STEPS, scale_I
-    assert found is not None
-    error, power, scale_I = found
-    return Searched(scale_I, power, error, before, _protected(fold, magnitude_I, scale_I, grid_of))
+        tried = step / STEPS
+        scale_I = _centred(magnitude_I**tried / (share_I ** (1 - tried) + LEAST))
+        if (found := error_of(scale_I)) < error:
+            best_I, error, power = scale_I, found, tried
+    return Searched(best_I, power, error, before, _protected(fold, magnitude_I, best_I, grid_of))
 
 
 def smooth_scale(fold: Fold, alpha: float) -> torch.Tensor:
@@ -94,6 +99,17 @@ def sum_of(fold: Fold, part: Callable[[InputStats], torch.Tensor]) -> torch.Tens
 def _stats(linear: RecordedLinear) -> InputStats:
     assert linear.stats is not None, "no inputs were recorded"
     return linear.stats
+
+
+def _mean_shares(fold: Fold, grid_of: GridOf) -> torch.Tensor:
+    """Returns each input's mean |w|, as a share of the largest |w| of the weight's group."""
+    sums, outputs = torch.zeros(fold.linears[0].inputs), 0
+    for linear in fold.linears:
+        weight_OI = linear.weight().abs()
+        groups = weight_OI.unflatten(1, (-1, grid_of(linear).size_of(linear.inputs)))
+        sums += (groups / groups.amax(-1, keepdim=True).clamp(min=LEAST)).flatten(1).sum(0)
+        outputs += len(weight_OI)
+    return sums / outputs
 
 
 def _centred(scale_I: torch.Tensor) -> torch.Tensor:
