@@ -20,8 +20,13 @@ class KeptRows:
         self._path.write_bytes(b"")
 
     def append(self, rows_NV: torch.Tensor) -> None:
-        with self._path.open("ab") as file:
-            file.write(np.ascontiguousarray(rows_NV.numpy()).data)
+        """Writes rows behind the others. SettingsError where the disk takes them no more: others have filled it."""
+        try:
+            with self._path.open("ab") as file:
+                file.write(np.ascontiguousarray(rows_NV.numpy()).data)
+        except OSError as error:
+            words = f"the reference's probabilities cannot be written in {self._path.parent}: {error.strerror}"
+            raise SettingsError(f"{words}; give fewer --tokens, or another TMPDIR", "--tokens") from error
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """Returns `count` rows from the first-th on, float32 [count, V], mapped from the file. ValueError beyond its

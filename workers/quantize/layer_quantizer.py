@@ -65,14 +65,18 @@ class LayerQuantizer:
                 linear.stats = None
         for name, matrix in found.matrices.items():
             layer.values[name].copy_(matrix.dense_OI())
+        for param in layer.params:
+            if param.name in found.changed and param.name not in found.matrices:
+                as_written(param, layer.values[param.name], self._dtype_of(param))
         for linear in linears:
             linear.rounds_inputs = self._settings.rounds_inputs
         return found
 
     def grid_of(self, linear: RecordedLinear) -> IntegerGrid:
-        settings = self._settings
-        group, dtype = settings.group_of(linear.inputs), self._dtype_of(linear.params[0])
-        return IntegerGrid(self._bits_of(linear), group, settings.symmetric, dtype)
+        settings, first = self._settings, linear.params[0]
+        is_expert = first.expert is not None
+        group = settings.group_of_experts(first.shape) if is_expert else settings.group_of(linear.inputs)
+        return IntegerGrid(self._bits_of(linear), group, settings.symmetric, self._dtype_of(first))
 
     def _fold(self, spec: LayerSpec, layer: OpenLayer, found: LayerOutcome) -> None:
         """Chooses and applies the scales of the layer's inputs."""
@@ -129,6 +133,12 @@ def measured(linear: RecordedLinear, grid: IntegerGrid) -> float:
     assert linear.stats is not None
     weight_OI = linear.weight()
     return _ratio(linear.stats.error(grid.round(weight_OI).dense_OI().sub_(weight_OI)), linear.stats.error(weight_OI))
+
+
+def as_written(param: Param, value: torch.Tensor, dtype: torch.dtype) -> None:
+    """Rounds a parameter, in place, to what a checkpoint stores of it, so that what is measured is what is served."""
+    add = param.source.add
+    value.copy_((value - add).to(dtype).float() + add)
 
 
 def _rows(matrix: RoundedMatrix, rows: slice) -> RoundedMatrix:

@@ -8,7 +8,7 @@ byte from a checkpoint in safetensors, or of GGUF in the model's dtype.
 import json
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +31,7 @@ from tandem.workers.quantize.quantize_settings import QuantizeSettings
 from tandem.workers.quantize.rounding.integer_grid import IntegerGrid
 
 UNCOPIED: Final = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+HEAD: Final = "lm_head"
 VERSION: Final = "0.20.0"
 """The release of compressed-tensors whose format this is."""
 
@@ -141,7 +142,7 @@ class PackedCheckpoint:
                 "output_activations": None,
                 "format": form,
             }
-            for place, (grid, targets) in enumerate(_targets(grids).items())
+            for place, (grid, targets) in enumerate(_targets(grids, self._experts()).items())
         }
         return {
             **config,
@@ -178,7 +179,12 @@ class PackedCheckpoint:
         matrices = [param for layer in self.table.layers for param in layer.matrices]
         routers = [layer.weights[Role.ROUTER] for layer in self.table.layers if Role.ROUTER in layer.weights]
         names = [self.module_of(param) for param in (*matrices, *routers)]
-        return [*dict.fromkeys(name for name in names if name not in grids), self.table.head_name]
+        heads = self.table.head_name, HEAD  # transformers calls the head so, however it is stored
+        return list(dict.fromkeys((*(name for name in names if name not in grids), *heads)))
+
+    def _experts(self) -> list[str]:
+        layers = (expert for layer in self.table.layers for expert in layer.experts)
+        return [self.module_of(param) for expert in layers for param in expert.matrices]
 
     def finish(self, output: Path, shards: list[Path], grids: Mapping[str, IntegerGrid]) -> int:
         """Puts the shards into a folder and writes what stands beside them, config.json last; returns the bytes of
@@ -217,11 +223,12 @@ INT8_INPUTS: Final = {
 }
 
 
-def _targets(grids: Mapping[str, IntegerGrid]) -> dict[IntegerGrid, list[str]]:
-    """Returns the targets of each form: all linear layers for the most frequent one, whose name others come before;
-    of others the last part of a name where all with it have that form, else whole names."""
-    counts = Counter(grids.values())
-    most = counts.most_common(1)[0][0]
+def _targets(grids: Mapping[str, IntegerGrid], experts: Sequence[str]) -> dict[IntegerGrid, list[str]]:
+    """Returns the targets of each form: all linear layers for that of experts, which transformers takes from no other
+    target, else for the most frequent one; names come before it: of others the last part of a name where all with it
+    have that form, else whole names."""
+    most = next((grids[name] for name in experts if name in grids), None)
+    most = most or Counter(grids.values()).most_common(1)[0][0]
     by_leaf: dict[str, set[IntegerGrid]] = defaultdict(set)
     for module, grid in grids.items():
         by_leaf[module.rpartition(".")[2]].add(grid)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
+from hashlib import blake2b, file_digest, sha256
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +35,6 @@ from tandem.workers.quantize.work_folder import FLAG, REPORT, WorkFolder
 
 LOGITS_BYTES: Final = 2**26
 """Size of logits that are compared at a time."""
-SAMPLE_BYTES: Final = 2**16
 Say = Callable[[str], None]
 
 
@@ -297,14 +296,10 @@ def _drift(dense: Iterator[torch.Tensor], quantized: Iterator[torch.Tensor]) -> 
 
 def _made_of(source: SourceModel, settings: QuantizeSettings, sequences: Sequences | None) -> dict[str, Any]:
     """Returns all that decides what is written: settings, and digests of the model and of the calibration text."""
-    digest = blake2b((source.folder / "config.json").read_bytes(), digest_size=16)
+    digest = sha256((source.folder / "config.json").read_bytes())
     for file in weight_files(source.folder):
-        size = file.stat().st_size
-        digest.update(f"{size}|".encode())
         with file.open("rb") as stream:
-            for place in range(16):
-                stream.seek(max(0, size - SAMPLE_BYTES) * place // 15)
-                digest.update(stream.read(SAMPLE_BYTES))
+            digest.update(file_digest(stream, "sha256").digest())
     made = {**settings.as_json(), "weights": digest.hexdigest()}
     if sequences is not None:
         made["calib"] = blake2b(repr(sequences.all).encode(), digest_size=8).hexdigest()

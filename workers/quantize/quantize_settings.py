@@ -1,5 +1,6 @@
 """QuantizeSettings: how a model is quantized, checked; everything by which two runs may differ in what they write."""
 
+import math
 import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
@@ -14,6 +15,9 @@ METHODS: Final = ("rtn", "gptq", "awq", "smoothquant")
 WHOLE_BITS: Final = (2, 3, 4, 8)
 OWN: Final = "own"
 SMALLEST_GROUP: Final = 32
+SMALLEST_COMMON: Final = 16
+"""The least size of experts' groups: where no larger one divides the inputs of all their matrices, each output has one
+scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,14 @@ class QuantizeSettings:
         divisors = [one for one in range(2, inputs + 1) if inputs % one == 0]
         nearest = min(divisors, key=lambda one: max(one, wanted) / min(one, wanted))
         return None if nearest == inputs else nearest
+
+    def group_of_experts(self, matrix: tuple[int, ...]) -> int | None:
+        """Returns the size of the groups of experts: one for all of their matrices, as vLLM and transformers need. So
+        it divides both sizes of any of them, outputs and inputs. None for all of an output."""
+        common = math.gcd(*matrix)
+        if self.group_size is None or common < SMALLEST_COMMON:
+            return None
+        return self.group_of(common) or common
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "ignore": list(self.ignore)}

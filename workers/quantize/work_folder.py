@@ -25,6 +25,7 @@ class WorkFolder:
     def __init__(self, output: Path, made_of: Mapping[str, Any]) -> None:
         self.output = output
         self.path = output / "unfinished"
+        self._leftover = output / "removed"
         self._made_of = json.loads(json.dumps(made_of))
         self._state_file = self.path / "state.json"
         self.state: dict[str, Any] = {"layers": 0, "rows": [], "made_of": self._made_of}
@@ -37,6 +38,7 @@ class WorkFolder:
             return None
         report = _read(file)
         self._check(report.get("made_of", {}), "a model that was quantized")
+        shutil.rmtree(self._leftover, ignore_errors=True)
         return report
 
     def open(self) -> None:
@@ -74,8 +76,8 @@ class WorkFolder:
         return self.path / f"layer-{place:05}.safetensors"
 
     def remove(self) -> None:
-        """Removes all that is not the result."""
-        shutil.rmtree(self.path)
+        """Removes all that is not the result. From its first step on the result is complete, whenever it is ended."""
+        shutil.rmtree(self.path.replace(self._leftover))
 
     def _check(self, made_of: Mapping[str, Any], what: str) -> None:
         unlike = sorted(key for key in {*made_of, *self._made_of} if made_of.get(key) != self._made_of.get(key))

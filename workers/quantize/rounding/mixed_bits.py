@@ -1,8 +1,8 @@
 """Mixed bits: which linear layers get eight bits for four, for an average between (--bits 4.5).
 
 Those whose outputs rounding to four bits changes most, for the bits that eight cost: measured on the dense model with
-the calibration text, layer by layer, before anything is rounded. Layers that share their inputs, and all experts of a
-layer, get the same, as servers multiply them together.
+the calibration text, layer by layer, before anything is rounded. Layers that share their inputs get the same, as
+servers multiply them together; so do all experts of a model, for which transformers reads one form.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ class MeasuredUnit:
 def unit_of(linear: RecordedLinear) -> str:
     """Returns the name of what gets the same bits as a linear layer."""
     first = linear.params[0]
-    return f"{first.layer} {'expert ' if first.expert is not None else ''}{first.merge}"
+    return "experts" if first.expert is not None else f"{first.layer} {first.merge}"
 
 
 def joined(measured: Iterable[MeasuredUnit]) -> Iterator[MeasuredUnit]:
