@@ -42,7 +42,7 @@ def no_gradients() -> Iterator[None]:
 
 
 def small(method: str, bits: float = 4, **more: Any) -> QuantizeSettings:
-    return QuantizeSettings(method=method, bits=bits, **{"group_size": 32, **more})
+    return QuantizeSettings(method=method, bits=bits, **{"group_size": 32, "symmetric": False, **more})
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class QuantizeSettings:
     method: str = "gptq"
     bits: float = 4
     group_size: int | None = 128
-    symmetric: bool = False
+    symmetric: bool = True
     act_order: bool = True
     calib: str = OWN
     calib_tokens: int = 16384

@@ -41,7 +41,7 @@ def quantize(
         _own("--group-size", "N", "Inputs that share a scale; -1: all of an output. Default: 128; smoothquant: -1."),
     ] = None,
     symmetric: Annotated[
-        bool | None, typer.Option("--sym/--asym", help="Without zeros, or with. Default: --asym.", show_default=False)
+        bool | None, typer.Option("--sym/--asym", help="Without zeros, or with. Default: --sym.", show_default=False)
     ] = None,
     act_order: Annotated[
         bool | None,
@@ -95,7 +95,7 @@ def quantize(
         method=method,
         bits=bits if bits is not None else 8 if method == "smoothquant" else 4,
         group_size=None if group_size == -1 else group_size or 128,
-        symmetric=bool(symmetric),
+        symmetric=symmetric is not False,
         act_order=act_order is not False,
         calib=calib,
         calib_tokens=calib_tokens,
