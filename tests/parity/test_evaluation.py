@@ -82,6 +82,7 @@ def test_a_rounded_model_is_as_far_as_transformers_says(tmp_path: Path, text: Pa
     [
         ((), "--perplexity: a file of text is needed"),
         (("--perplexity", "TEXT", "--against", "dense"), "compared with itself"),
+        (("--perplexity", "TEXT", "--against", "/nowhere"), "--against: /nowhere: no such folder"),
         (("--perplexity", "TEXT", "--window", "100000"), "--window: 100000 must be from 2 to the context"),
         (("--perplexity", "TEXT", "--window", "8", "--stride", "8"), "--stride: 8 must be from 1 to 7"),
         (("--perplexity", "TEXT", "--output-json", "/absent/x"), "--output-json: /absent/x: No such file"),

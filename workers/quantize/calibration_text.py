@@ -96,5 +96,5 @@ def written_by_model(settings: QuantizeSettings, model: str, folder: Path, lengt
 
 
 def _cut(found: Sequence[list[int]], judged: int) -> Sequences:
-    judged = min(judged, len(found) - 1)
+    judged = min(judged, -(-len(found) // 9))  # what num_sequences() has, of a shorter text too
     return Sequences(list(found[: len(found) - judged]), list(found[len(found) - judged :]))

@@ -115,6 +115,7 @@ class _QuantizeRun:
         self._sequences = given or self._text()
         self._walk = LayerWalk(source.folder, source.spec, platform, self._length)
         self._checkpoint = PackedCheckpoint(self._walk, source.folder, settings)
+        settings.check_ignored([*(param.module for param in self._checkpoint.table), self._checkpoint.table.head_name])
         self._shape = (self._length, source.spec.hidden_size)
         self._bits: Mapping[str, int] = {}
 
@@ -158,8 +159,9 @@ class _QuantizeRun:
             self._work.put("text", found)
         sequences = Sequences(**found)
         own_tokens = len(sequences.calibration) * self._length
-        if own_tokens < self._settings.calib_tokens - self._length:
-            self._say(f"{self._settings.calib} has {own_tokens} tokens to calibrate with, not --calib-tokens")
+        wanted = self._settings.calib_tokens
+        if own_tokens <= wanted - self._length:
+            self._say(f"{self._settings.calib} has {own_tokens} tokens to calibrate with, not {wanted}")
         return sequences
 
     @property

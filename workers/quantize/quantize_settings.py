@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -69,6 +70,13 @@ class QuantizeSettings:
             _expression(name)
         ordered = replace(self, act_order=self.act_order and self.method == "gptq")
         return replace(ordered, group_size=None, symmetric=True) if self.rounds_inputs else ordered
+
+    def check_ignored(self, modules: Sequence[str]) -> None:
+        """SettingsError for a name that none of a model's modules has."""
+        for name in self.ignore:
+            if not any(map(_expression(name).fullmatch, modules)):
+                likely = next((one for one in modules if "_proj" in one), modules[-1])
+                raise SettingsError(f"{name}: no layer of the model is called so; one is {likely}", "--ignore")
 
     def leaves(self, param: Param) -> bool:
         """Returns whether a matrix stays as it is."""

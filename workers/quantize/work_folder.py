@@ -42,8 +42,8 @@ class WorkFolder:
         return report
 
     def open(self) -> None:
-        """Reads the state of an earlier run, or begins one. SettingsError."""
-        if self._state_file.is_file():
+        """Reads the state of an earlier run that has kept something, or begins one. SettingsError."""
+        if self._state_file.is_file() and any(one != self._state_file for one in self.path.iterdir()):
             self.state = _read(self._state_file)
             self._check(self.state["made_of"], "an unfinished run")
             return

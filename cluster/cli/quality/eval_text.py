@@ -115,7 +115,11 @@ def _reference(model: str, against: str, settings: "EngineSettings", flags: Mapp
     plain = {name: value for name, value in flags.items() if name not in ("quantization", "kv_cache_dtype")}
     if against != DENSE:
         own = ("revision", "tokenizer", "tokenizer_revision", "load_format", "hf_overrides")
-        return settings_of(against, {name: value for name, value in plain.items() if name not in own})[0]
+        try:
+            return settings_of(against, {name: value for name, value in plain.items() if name not in own})[0]
+        except SettingsError as error:
+            error.flag = "--against" if error.flag == "MODEL" else error.flag
+            raise
     dense = replace(
         settings,
         model=replace(settings.model, quantization=None),

@@ -94,7 +94,7 @@ def quantize(
     settings = QuantizeSettings(
         method=method,
         bits=bits if bits is not None else 8 if method == "smoothquant" else 4,
-        group_size=None if group_size == -1 else group_size or 128,
+        group_size={None: 128, -1: None}.get(group_size, group_size),
         symmetric=symmetric is not False,
         act_order=act_order is not False,
         calib=calib,
@@ -115,7 +115,11 @@ def _run(
     from tandem.workers.quantize.quantize_run import open_source, quantize
 
     source = open_source(model, find_model(model, revision, "MODEL", WEIGHTS))
-    return quantize(source, settings, output.expanduser(), CpuPlatform.open(cpu_threads, 1), say)
+    try:
+        return quantize(source, settings, output.expanduser(), CpuPlatform.open(cpu_threads, 1), say)
+    except KeyboardInterrupt:
+        say("interrupted: the same command goes on where it was")
+        raise
 
 
 def _lines(report: dict[str, Any], output: Path) -> list[str]:

@@ -44,6 +44,7 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (("--bits", "5.5", "--method", "smoothquant"), "--bits", "5.5"),
         (("--bits", "1"), "--bits", "averages between 4 and 8"),
         (("--group-size", "1"), "--group-size", "1: at least 2"),
+        (("--group-size", "0"), "--group-size", "0: at least 2"),
         (("--act-order", "--method", "awq"), "--act-order", "awq"),
         (("--alpha", "0.3"), "--alpha", "smoothquant does"),
         (("--asym", "--method", "smoothquant"), "--asym", "without zeros"),
@@ -51,6 +52,7 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (("--calib", TEXT, "--calib-length", "100000"), "--calib-length", "beyond the model's context"),
         (("--calib-tokens", "1"), "--calib-tokens", "1: at least 2"),
         (("--ignore", "re:("), "--ignore", "no regular expression"),
+        (("--ignore", "re:.*experts"), "--ignore", "re:.*experts: no layer of the model is called so; one is model."),
     ],
 )
 def test_flags_that_it_refuses(flags: tuple[str, ...], flag: str, words: str, tmp_path: Path) -> None:
@@ -64,7 +66,9 @@ def test_models_and_folders_that_it_refuses(tmp_path: Path) -> None:
     output = tmp_path / "out"
     short = tmp_path / "short.txt"
     short.write_text("a few words")
-    assert "fewer than two sequences" in run("demo", "--output", str(output), "--calib", str(short))
+    for _ in ("a file that is too short", "one that is, after that, in the same folder"):
+        assert "fewer than two sequences" in run("demo", "--output", str(output), "--calib", str(short))
+        short.write_text("a few other words")
     assert "no such folder" in run("./nowhere", "--output", str(output))
     (tmp_path / "empty").mkdir()
     assert "no config.json" in run(str(tmp_path / "empty"), "--output", str(output))
@@ -92,3 +96,13 @@ def test_a_full_disk_ends_it_and_loses_nothing(tmp_path: Path, monkeypatch: pyte
     assert "No space left on device; the same command goes on" in found
     done = run_verb_here("quantize", "demo", "--output", str(output), *SMALL)
     assert done.returncode == 0 and "layer 1 of" not in done.stderr and "layer 3 of 4" in done.stderr
+
+
+def test_a_short_text_calibrates_more_than_it_judges(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text((ROOT / "docs" / "tour.md").read_text()[:1200])
+    done = run_verb_here("quantize", "demo", "--output", str(tmp_path / "out"), *SMALL, "--calib", str(text), "--json",
+                         "--calib-tokens", "4096")  # fmt: skip
+    tokens = int(done.stderr.partition("short.txt has ")[2].split()[0])
+    assert f"has {tokens} tokens to calibrate with, not 4096" in done.stderr
+    assert tokens > 5 * json.loads(done.stdout)["judged"]["tokens"]
