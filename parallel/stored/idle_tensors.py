@@ -7,8 +7,6 @@ their own, biases, integers in the layout of a GPU's kernel. They are a few KB e
 from enum import Enum
 from typing import Final
 
-import numpy as np
-
 from tandem.configs.errors import SettingsError
 from tandem.parallel.stored.headers import StoredTensor
 
@@ -46,6 +44,8 @@ def _is_zero(data: bytes, dtype: str) -> bool:
 def _is_in_turn(data: bytes, dtype: str) -> bool:
     if dtype not in ("I32", "I64"):
         return False
+    import numpy as np  # its threads would take signals of the launcher, which reads headers too
+
     groups = np.frombuffer(data, "<i4" if dtype == "I32" else "<i8")
     size = int(np.count_nonzero(groups == 0))
     return size > 0 and bool((groups == np.arange(len(groups)) // size).all())

@@ -147,7 +147,7 @@ def last(*given, **words):
         os.kill(os.getpid(), signal.SIGKILL)
     return write(*given, **words)
 quantize_run.WorkFolder.{method} = last
-quantized(Path(sys.argv[1]), Path(sys.argv[2]), QuantizeSettings(method="gptq", bits=4.5, group_size=32))
+quantized(Path(sys.argv[1]), Path(sys.argv[2]), QuantizeSettings(method="gptq", bits=4.5, group_size=32, symmetric=False))
 """
 
 

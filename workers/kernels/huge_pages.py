@@ -25,6 +25,7 @@ class HugePages:
         self._left = torch.empty(0, dtype=torch.uint8)
         self._lock = Lock()
 
+    @torch.inference_mode(False)  # who shares a piece may be in another mode
     def zeros(self, size: int) -> torch.Tensor:
         """Returns `size` bytes of zeros, uint8, that begin at a cache line."""
         taken = -(-size // CACHE_LINE) * CACHE_LINE

@@ -64,7 +64,7 @@ def evaluate(
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Judge MODEL on a text: perplexity, and how far it is from a reference.
+    """Judge MODEL on a text: perplexity, distance to a reference.
 
     KL is of the reference to MODEL, in nats for each token of the text, over the whole vocabulary. The reference is
     computed first; its probabilities lie on the disk of TMPDIR meanwhile, 4 bytes for each entry of the vocabulary and

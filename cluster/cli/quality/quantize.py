@@ -73,9 +73,9 @@ def quantize(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON; progress goes to stderr.")] = False,
 ) -> None:
-    """Round MODEL's weights to a few bits and write a checkpoint of compressed-tensors.
+    """Round MODEL's weights to a few bits and write them.
 
-    Works layer by layer on the CPU: memory has one layer and its activations at a time. `tandem serve DIR`, vLLM and
+    The checkpoint is one of compressed-tensors. Works layer by layer on the CPU: memory has one layer and its activations at a time. `tandem serve DIR`, vLLM and
     transformers load the result. Beside it lies quantize_report.json, with the error of each layer, and perplexity and
     KL against MODEL on text that it was not calibrated with. The same command goes on with a run that was ended.
     """

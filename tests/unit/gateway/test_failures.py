@@ -125,4 +125,4 @@ async def test_a_bug_after_the_first_byte_is_logged_and_sent(caplog: pytest.LogC
     async with gateway(FakeBackend(script=script)) as rig:
         *_, error, done = events((await rig.complete(stream=True)).text)
         assert (error["error"]["code"], done) == ("internal_error", "[DONE]")
-        assert rig.backend.requests[0].request_id in caplog.text
+        assert rig.backend.requests[0].public_id in caplog.text

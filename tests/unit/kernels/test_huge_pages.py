@@ -37,6 +37,15 @@ def test_weights_are_zeros_side_by_side_at_cache_lines() -> None:
     assert [int(weight.min()) for weight in weights] == [int(weight.max()) for weight in weights] == [1, 2, 3, 4]
 
 
+def test_weights_that_share_a_piece_are_written_in_any_mode() -> None:
+    pages = HugePages(2 * HUGE_PAGE)
+    with torch.inference_mode():
+        first, large = pages.zeros(64), pages.zeros(HUGE_PAGE)
+    pages.zeros(64).fill_(1)
+    for weight in (first, large):
+        weight.fill_(2)
+
+
 def test_a_large_weight_begins_a_huge_page_of_its_own() -> None:
     pages = HugePages(2 * HUGE_PAGE)
     small, large, next_small = pages.zeros(64), pages.zeros(3 * HUGE_PAGE + 1), pages.zeros(64)
