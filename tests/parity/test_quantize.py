@@ -147,7 +147,8 @@ def last(*given, **words):
         os.kill(os.getpid(), signal.SIGKILL)
     return write(*given, **words)
 quantize_run.WorkFolder.{method} = last
-quantized(Path(sys.argv[1]), Path(sys.argv[2]), QuantizeSettings(method="gptq", bits=4.5, group_size=32, symmetric=False))
+settings = QuantizeSettings(method="gptq", bits=4.5, group_size=32, symmetric=False)
+quantized(Path(sys.argv[1]), Path(sys.argv[2]), settings)
 """
 
 

@@ -75,9 +75,10 @@ def quantize(
 ) -> None:
     """Round MODEL's weights to a few bits and write them.
 
-    The checkpoint is one of compressed-tensors. Works layer by layer on the CPU: memory has one layer and its activations at a time. `tandem serve DIR`, vLLM and
-    transformers load the result. Beside it lies quantize_report.json, with the error of each layer, and perplexity and
-    KL against MODEL on text that it was not calibrated with. The same command goes on with a run that was ended.
+    The checkpoint is one of compressed-tensors, which `tandem serve DIR`, vLLM and transformers load. Works layer by
+    layer on the CPU: memory has one layer and its activations at a time. Beside the weights lies quantize_report.json,
+    with the error of each layer, and perplexity and KL against MODEL on text that it was not calibrated with. The same
+    command goes on with a run that was ended.
     """
     from tandem.workers.quantize.quantize_settings import QuantizeSettings
 
