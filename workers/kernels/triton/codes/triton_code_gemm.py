@@ -66,6 +66,8 @@ TILES: Final = {
     4: (CodeTile(32, FEW_ROWS, 4, 3),),
 }
 """Tiles by the bytes of an element of x, each for up to as many rows as it has; the last for more."""
+NARROW: Final = CodeTile(32, FEW_ROWS, 4, 4)
+"""Tile of 16-bit x and of codes in a table, where parts of a step have scales: a wider one spills on sm_100."""
 
 
 # ---- codes to values ----
@@ -290,11 +292,12 @@ class CodeShape(NamedTuple):
 
 def tile_for(rows: int, element_bytes: int, shape: CodeShape) -> CodeTile:
     """Returns the tile of so many rows. Where parts have scales of their own, and bytes zeros, those of most rows leave
-    too few registers; where parts' codes are looked up in a table, all but the first."""
+    too few registers; where parts' codes are looked up in a table, all but those of the fewest."""
     by_part = shape.scaled >= Scaled.PART
-    fewer = (by_part or (shape.bits > 4 and shape.has_zeros)) + (by_part and shape.kind == CodeKind.TABLE)
     tiles = TILES[element_bytes]
-    tiles = tiles[: max(1, len(tiles) - fewer)]
+    if by_part and shape.kind == CodeKind.TABLE:
+        return NARROW if element_bytes == 2 and shape.scaled == Scaled.PART else tiles[0]
+    tiles = tiles[: max(1, len(tiles) - (by_part or (shape.bits > 4 and shape.has_zeros)))]
     return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
 
 
