@@ -80,33 +80,45 @@ def quantize(
     with the error of each layer, and perplexity and KL against MODEL on text that it was not calibrated with. The same
     command goes on with a run that was ended.
     """
+    if cpu_threads is not None and cpu_threads < 1:
+        raise SettingsError(f"{cpu_threads}: at least 1", "--cpu-threads")
+    text = {"calib": calib, "calib_tokens": calib_tokens, "length": calib_length, "seed": seed}
+    settings = _settings(method, bits, group_size, symmetric, act_order, alpha, ignore=tuple(ignore or ()), **text)
+    report = _run(model, revision, settings, output, cpu_threads)
+    typer.echo(json.dumps(report, indent=1) if as_json else "\n".join(_lines(report, output)))
+
+
+def _settings(
+    method: str,
+    bits: float | None,
+    group_size: int | None,
+    symmetric: bool | None,
+    act_order: bool | None,
+    alpha: float | None,
+    **others: Any,
+) -> "QuantizeSettings":
+    """Returns the settings of flags, None for those that are not given. SettingsError for a flag that the method does
+    not read, too."""
     from tandem.workers.quantize.quantize_settings import QuantizeSettings
 
-    if alpha is not None and method != "smoothquant":
+    is_smooth = method == "smoothquant"
+    if alpha is not None and not is_smooth:
         raise SettingsError(f"--method {method} has none; smoothquant does", "--alpha")
-    if method == "smoothquant" and (group_size not in (None, -1) or symmetric is False):
+    if is_smooth and (group_size not in (None, -1) or symmetric is False):
         flag = "--asym" if symmetric is False else "--group-size"
         raise SettingsError("smoothquant has one scale for each output, without zeros", flag)
     if act_order is not None and method != "gptq":
         flag = "--act-order" if act_order else "--no-act-order"
         raise SettingsError(f"--method {method} rounds inputs in no order; gptq does", flag)
-    if cpu_threads is not None and cpu_threads < 1:
-        raise SettingsError(f"{cpu_threads}: at least 1", "--cpu-threads")
-    settings = QuantizeSettings(
+    return QuantizeSettings(
         method=method,
-        bits=bits if bits is not None else 8 if method == "smoothquant" else 4,
+        bits=bits if bits is not None else 8 if is_smooth else 4,
         group_size={None: 128, -1: None}.get(group_size, group_size),
         symmetric=symmetric is not False,
         act_order=act_order is not False,
-        calib=calib,
-        calib_tokens=calib_tokens,
-        length=calib_length,
-        seed=seed,
         alpha=0.5 if alpha is None else alpha,
-        ignore=tuple(ignore or ()),
+        **others,
     ).checked()
-    report = _run(model, revision, settings, output, cpu_threads)
-    typer.echo(json.dumps(report, indent=1) if as_json else "\n".join(_lines(report, output)))
 
 
 def _run(
