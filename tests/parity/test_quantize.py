@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.configs.errors import SettingsError
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.quantize.layer_walk import LayerWalk, OpenLayer
@@ -164,6 +165,19 @@ def test_a_run_that_was_killed_goes_on_and_writes_the_same_bytes(
     quantized(folder, killed, settings)
     quantized(folder, whole, settings)
     assert digest(killed) == digest(whole) and not (killed / "unfinished").exists()
+
+
+def test_a_second_run_at_the_same_time_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    folder, refused = tiny_folder("llama-gqa"), []
+
+    def say(line: str) -> None:
+        if line.startswith("layer 1"):
+            with pytest.raises(SettingsError, match="another process is writing"):
+                quantized(folder, tmp_path, small("rtn"))
+            refused.append(line)
+
+    quantized(folder, tmp_path, small("rtn"), say=say)
+    assert refused and not (tmp_path / "unfinished").exists()
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="the stories260K checkpoint is not beside the repository")

@@ -3,6 +3,7 @@ quantize tiny models with, which have no tokenizer."""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ def random_ids(count: int, length: int = LENGTH, vocabulary: int = 200) -> list[
     return torch.randint(3, vocabulary, (count, length), generator=generator).tolist()  # type: ignore[no-any-return]
 
 
-def quantized(folder: Path, output: Path, settings: QuantizeSettings, count: int = 24) -> dict[str, Any]:
+def quantized(
+    folder: Path, output: Path, settings: QuantizeSettings, count: int = 24, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
     """Quantizes a tiny model; returns the report."""
     *calibration, judged = random_ids(count + 1)
     given = Sequences(calibration, [judged])
-    return quantize(open_source(str(folder), folder), settings, output, CpuPlatform(), lambda _: None, given)
+    return quantize(open_source(str(folder), folder), settings, output, CpuPlatform(), say, given)
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -91,8 +91,10 @@ def quantize(
             return _QuantizeRun(source, settings, work, platform, say, sequences).run()
     except OSError as error:
         where = error.filename or output
-        words = f"cannot write {where}: {error.strerror or error}; the same command goes on where it was"
+        words = f"{where}: {error.strerror or error}; the same command goes on where it was"
         raise SettingsError(words, FLAG) from error
+    finally:
+        work.close()
 
 
 class _QuantizeRun:

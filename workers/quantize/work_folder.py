@@ -4,7 +4,9 @@ It lies in the folder of the result until that is complete. A layer counts as do
 written behind all of its files.
 """
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +30,7 @@ class WorkFolder:
         self._leftover = output / "removed"
         self._made_of = json.loads(json.dumps(made_of))
         self._state_file = self.path / "state.json"
+        self._lock: int | None = None
         self.state: dict[str, Any] = {"layers": 0, "rows": [], "made_of": self._made_of}
 
     @property
@@ -42,7 +45,10 @@ class WorkFolder:
         return report
 
     def open(self) -> None:
-        """Reads the state of an earlier run that has kept something, or begins one. SettingsError."""
+        """Reads the state of an earlier run that has kept something, or begins one, and keeps other processes out until
+        close(). SettingsError."""
+        if self.path.is_dir():
+            self._hold()
         if self._state_file.is_file() and any(one != self._state_file for one in self.path.iterdir()):
             self.state = _read(self._state_file)
             self._check(self.state["made_of"], "an unfinished run")
@@ -52,7 +58,14 @@ class WorkFolder:
         if self.output.is_dir() and any(one.name != self.path.name for one in self.output.iterdir()):
             raise SettingsError(f"{self.output} is not empty; name a new folder, or empty it", FLAG)
         self.path.mkdir(parents=True, exist_ok=True)
+        self._hold()
         self.save()
+
+    def close(self) -> None:
+        """Lets other processes in."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def save(self) -> None:
         """Makes the state durable."""
@@ -78,6 +91,15 @@ class WorkFolder:
     def remove(self) -> None:
         """Removes all that is not the result. From its first step on the result is complete, whenever it is ended."""
         shutil.rmtree(self.path.replace(self._leftover))
+
+    def _hold(self) -> None:
+        if self._lock is None:
+            self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise SettingsError(f"another process is writing {self.output}", FLAG) from None
 
     def _check(self, made_of: Mapping[str, Any], what: str) -> None:
         unlike = sorted(key for key in {*made_of, *self._made_of} if made_of.get(key) != self._made_of.get(key))
