@@ -1,8 +1,7 @@
 """Flags whose values are JSON objects with vLLM's keys: which key is wrong, and why. Called by load.py.
 
 --lora-modules: an adapter is name=path, or JSON with the keys name and path. Several may follow one flag; all become
-name=path, which is what AdapterSettings holds. --speculative-config: keys that only a draft model has are refused by
-name, as there is none yet.
+name=path, which is what AdapterSettings holds. --speculative-config: each method has keys of its own.
 """
 
 import json
@@ -19,7 +18,7 @@ LORA_MODULES = "--lora-modules"
 MODULE_KEYS = ("name", "path", "base_model_name")
 SPECULATIVE_CONFIG = "--speculative-config"
 COMMON_KEYS = ("method", "num_speculative_tokens")
-DRAFT_MODEL_KEYS = ("model", "draft_tensor_parallel_size")
+DRAFT_MODEL = "draft_model"
 
 
 def looks_like_module(word: str) -> bool:
@@ -59,8 +58,11 @@ def module_text(item: Any, served: Collection[str]) -> Any:
 
 
 def draft_settings(value: Any) -> SpeculativeSettings:
-    """Converts the object and checks it. SettingsError names the key at fault, its value and what it may be."""
+    """Converts the object and checks it; a model without a method is a draft model, as in vLLM. SettingsError names
+    the key at fault, its value and what it may be."""
     if isinstance(value, Mapping):
+        if value.get("method") is None and value.get("model") is not None:
+            value = {**value, "method": DRAFT_MODEL}
         _check_keys(value)
     try:
         settings = msgspec.convert(value, SpeculativeSettings)
@@ -76,10 +78,6 @@ def _check_keys(given: Mapping[str, Any]) -> None:
     if isinstance(method, str) and method not in DRAFT_METHODS:
         raise SettingsError(f"method {method!r}: one of {', '.join(DRAFT_METHODS)}", SPECULATIVE_CONFIG)
     for key, value in given.items():
-        if key in DRAFT_MODEL_KEYS:
-            raise SettingsError(
-                f"{key} {value!r}: draft models are not supported yet; method ngram needs none", SPECULATIVE_CONFIG
-            )
         if key not in SpeculativeSettings.__struct_fields__:
             known = ", ".join(SpeculativeSettings.__struct_fields__)
             raise SettingsError(f"{key} {value!r}: not a key; known are {known}", SPECULATIVE_CONFIG)
@@ -91,6 +89,11 @@ def _check_keys(given: Mapping[str, Any]) -> None:
 def _check_ranges(settings: SpeculativeSettings) -> None:
     if not 1 <= (count := settings.num_speculative_tokens) <= MAX_DRAFTS:
         raise SettingsError(f"num_speculative_tokens {count}: from 1 to {MAX_DRAFTS}", SPECULATIVE_CONFIG)
+    if settings.method == DRAFT_MODEL and not settings.model:
+        raise SettingsError(f"method {DRAFT_MODEL!r} needs the key model, a folder or a hub id", SPECULATIVE_CONFIG)
+    if (ranks := settings.draft_tensor_parallel_size) not in (None, 1):
+        words = f"draft_tensor_parallel_size {ranks}: the draft runs whole on the first rank of the group: 1"
+        raise SettingsError(words, SPECULATIVE_CONFIG)
     for key in ("prompt_lookup_max", "prompt_lookup_min"):
         length = getattr(settings, key)
         if length is not None and length < 1:

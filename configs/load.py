@@ -20,7 +20,7 @@ from tandem.configs.foreign_flags import SAME_VALUES, check_foreign, is_foreign,
 from tandem.configs.json_flags import draft_settings, module_text, served_names
 from tandem.configs.options import OPTIONS, Option, option_named, parse_size
 from tandem.configs.platform_facts import DEVICE_FLAGS, PLATFORM_FACTS, idle_lines
-from tandem.configs.schema import GatewaySettings, ServiceSettings
+from tandem.configs.schema import GatewaySettings, ModelSettings, ServiceSettings
 from tandem.configs.secrets import HIDDEN, check_keys, without_password
 
 PRESETS = Path(__file__).parent / "presets"
@@ -76,13 +76,33 @@ def build_settings(
         tree["autoscaling_config"] = _autoscaling(autoscaling_config, values)
     given = {name.replace("-", "_") for name, value in values.items() if value is not None}
     _place(tree, "engine.scheduler.by_device", [name for name in STEP_SIZES if name not in given])
-    settings = msgspec.convert(tree, ServiceSettings)
+    settings = _with_draft(msgspec.convert(tree, ServiceSettings))
     _check_together(settings)
     _refuse_unused(settings, given)
     if (device := settings.engine.device.device) is None:
         return settings
     idle = idle_lines([flag for flag in DEVICE_FLAGS if flag.removeprefix("--").replace("-", "_") in given], device)
     return msgspec.structs.replace(settings, without_effect=(*settings.without_effect, *idle))
+
+
+def _with_draft(settings: ServiceSettings) -> ServiceSettings:
+    """Returns the settings with those of the draft model beside the model's, so that each machine finds both."""
+    drafts, model = settings.engine.speculative, settings.engine.model
+    if drafts is None or drafts.model is None:
+        return settings
+    draft = ModelSettings(
+        model=drafts.model,
+        revision=drafts.revision,
+        quantization=drafts.quantization,
+        dtype=model.dtype,
+        load_format="dummy" if model.load_format == "dummy" else "safetensors",
+        seed=model.seed,
+        trust_remote_code=model.trust_remote_code,
+        batch_invariant=model.batch_invariant,
+        enforce_eager=model.enforce_eager,
+    )
+    engine = msgspec.structs.replace(settings.engine, model=msgspec.structs.replace(model, draft=draft))
+    return msgspec.structs.replace(settings, engine=engine)
 
 
 def read_config_file(path: str) -> dict[str, Any]:

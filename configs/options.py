@@ -110,7 +110,11 @@ def _metric_name(value: str) -> bool:
 
 
 MAX_DRAFTS = 16
-DRAFT_METHODS: dict[str, tuple[str, ...]] = {"ngram": ("prompt_lookup_max", "prompt_lookup_min")}
+MODEL_KEYS = ("model", "revision", "quantization", "draft_tensor_parallel_size")
+DRAFT_METHODS: dict[str, tuple[str, ...]] = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "draft_model": MODEL_KEYS,
+}
 """The methods of --speculative-config, each with its own keys: fields of SpeculativeSettings."""
 
 MODEL, PARALLEL, CACHE, STEP, LORA, HTTP, MACHINE, COORDINATION, LOGS = (
@@ -239,7 +243,8 @@ OPTIONS: tuple[Option, ...] = (
            "for it. Default: no limit.", lambda v: v > 0, "above 0"),
     Option("speculative_config", "engine.speculative", SpeculativeSettings, STEP,
            f"Speculative decoding, as a JSON object with vLLM's keys: method ({', '.join(DRAFT_METHODS)}), "
-           "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min. Default: off."),
+           "num_speculative_tokens; of ngram: prompt_lookup_max, prompt_lookup_min; of draft_model: model, revision, "
+           "quantization. Default: off."),
     Option("batching_policy", "engine.scheduler.batching_policy", BatchingPolicyName, STEP,
            "Who joins running requests. continuous: whoever there is room for, in every step. static: nobody; when all "
            "have ended, those that wait are the next batch. dynamic: the same, but a batch begins when it is full or "

@@ -78,6 +78,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     override_generation_config: dict[str, Any] = {}
     pooler_config: dict[str, Any] = {}
     seed: int | None = None  # of dummy weights (None: 0), and of the requests of an LLM that have none (None: random)
+    draft: "ModelSettings | None" = None  # the model that guesses tokens for this one, of --speculative-config
 
 
 class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -168,6 +169,11 @@ class SpeculativeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     # is given, else the other's value.
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    # The model of method "draft_model": a folder or a hub id, its revision, how its weights are held
+    model: str | None = None
+    revision: str | None = None
+    quantization: Quantization | None = None
+    draft_tensor_parallel_size: int | None = None  # 1: the draft runs whole, on one rank of the group
 
     @property
     def lookup_range(self) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from tandem.workers.planning.invariance import check_batch_invariant
 from tandem.workers.planning.resolve import (
     DTYPE_BYTES,
     check_weights,
+    draft_spec,
     pooling_facts,
     read_spec,
     resolve_dtype,
@@ -124,6 +125,8 @@ def check_memory(settings: ServiceSettings, elsewhere: int | None = None) -> Non
     spec = read_spec(settings.engine)
     dtype = resolve_dtype(settings.engine, spec, device)
     weights = cpu_weight_bytes(spec, dtype, settings.engine.parallel)
+    if (draft := draft_spec(settings.engine)) is not None:
+        weights += cpu_weight_bytes(draft, dtype)
     free = available_bytes() if elsewhere is None else elsewhere
     if weights * groups > free:
         raise SettingsError(

@@ -1,6 +1,7 @@
-"""n-gram speculation changes no token: random requests of every kind on one engine with drafts and one without, in
-float32 and, with --batch-invariant, in bfloat16, whatever happens to them on the way (prefix hits, preemption, lower
-tiers, adapters, TP2), and requests that another engine resumes, as a second group does when the first is lost.
+"""Speculation, by n-grams or by a draft model, changes no token: random requests of every kind on one engine with
+drafts and one without, in float32 and, with --batch-invariant, in bfloat16, whatever happens to them on the way (prefix
+hits, preemption, lower tiers, adapters, TP2), and requests that another engine resumes, as a second group does when the
+first is lost.
 
 Prompts repeat themselves, so that there is something to look up. Sampling is among a few tokens: among hundreds, some
 draw falls nearer to a border than float32 can tell.
@@ -28,6 +29,7 @@ from tandem.workers.offline.inputs import as_prompts
 from tandem.workers.offline.llm import RequestOutput
 from tandem.workers.offline.outputs import Logprob, OfflineRun, OpenOutput, end_output
 from tests.support.adapters import save_random_adapter
+from tests.support.draft_models import shorter_demo
 from tests.support.paged_rows import prompt_ids
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
@@ -40,10 +42,18 @@ CASES: dict[str, dict[str, Any]] = {
     "small chunks": {"max_num_batched_tokens": 24},
     "tp2": {"tensor_parallel_size": 2},
     "bfloat16": {"dtype": "bfloat16", "batch_invariant": True},
+    "draft model": {},
+    "draft model, offload": {"kv_cache_dtype": "int8", "num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
+    "draft model, tp2": {"tensor_parallel_size": 2},
+    "draft model, bfloat16": {"dtype": "bfloat16", "batch_invariant": True, "max_num_batched_tokens": 24},
 }
-CROWDED = {"preemption": {"preempted"}, "offload": {"preempted", "found", "loaded"}}
+CROWDED = {
+    "preemption": {"preempted"},
+    "offload": {"preempted", "found", "loaded"},
+    "draft model, offload": {"preempted", "found", "loaded"},
+}
 """What must happen to a crowd in these cases; in the others prefixes are found."""
-EXACT = {"bfloat16"}
+EXACT = {"bfloat16", "draft model, bfloat16"}
 """Cases in which log probabilities are equal to the last bit, as logits are (--batch-invariant)."""
 COMMON: dict[str, Any] = {"max_num_seqs": 8, "enable_lora": True, "dtype": "float32", "cpu_threads": 1}
 NEAR = 1e-3
@@ -68,12 +78,22 @@ def case(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def engines(case: str) -> Iterator[tuple[LLM, LLM]]:
+def shorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shorter_demo(tmp_path_factory.mktemp("draft") / "shorter")
+
+
+@pytest.fixture(scope="module")
+def config(case: str, shorter: Path) -> dict[str, Any]:
+    return {"model": str(shorter), "num_speculative_tokens": 5} if case.startswith("draft model") else NGRAM
+
+
+@pytest.fixture(scope="module")
+def engines(case: str, config: dict[str, Any]) -> Iterator[tuple[LLM, LLM]]:
     """One engine with drafts, one without; both with one adapter. The one without is always a single rank."""
     threads = torch.get_num_threads()
     alone = {flag: value for flag, value in CASES[case].items() if flag != "tensor_parallel_size"}
     with (
-        LLM("demo", speculative_config=NGRAM, **COMMON | CASES[case]) as drafting,
+        LLM("demo", speculative_config=config, **COMMON | CASES[case]) as drafting,
         LLM("demo", **COMMON | alone) as plain,
     ):
         yield drafting, plain
@@ -81,9 +101,9 @@ def engines(case: str) -> Iterator[tuple[LLM, LLM]]:
 
 
 @pytest.fixture(scope="module")
-def second(case: str) -> Iterator[LLM]:
+def second(case: str, config: dict[str, Any]) -> Iterator[LLM]:
     """The group that resumes: with drafts too, and nobody's KV."""
-    with LLM("demo", speculative_config=NGRAM, **COMMON | (CASES[case] if case in EXACT else {})) as llm:
+    with LLM("demo", speculative_config=config, **COMMON | (CASES[case] if case in EXACT else {})) as llm:
         yield llm
 
 
@@ -242,7 +262,7 @@ def moved(
     return output, True
 
 
-@pytest.mark.parametrize("case", ["room for all", "offload", "bfloat16"], indirect=True)
+@pytest.mark.parametrize("case", ["room for all", "offload", "bfloat16", "draft model"], indirect=True)
 @given(prompt=PROMPTS, params=PARAMS, adapted=st.booleans(), cut=st.integers(1, 40), suspect=st.booleans())
 @settings(max_examples=6, deadline=None)
 def test_a_stream_that_another_group_resumes(

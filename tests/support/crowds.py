@@ -175,7 +175,8 @@ class Rank:
         guess, proposer = make_guess(settings.speculative), make_proposer(settings.speculative)
         if capture is None:
             decoder.graphs = NoGraphs()
-        runner = ModelRunner(decoder, ParallelContext.single(), kv, table, platform, None, proposer, guess)
+        make = None if proposer is None else lambda _: proposer
+        runner = ModelRunner(decoder, ParallelContext.single(), kv, table, platform, None, make, guess)
         runner.make_captures(sizes_of(decoder, kv.tensors, settings, max_len), settings.max_drafts)
         rank = cls(runner, decoder, runner.captures)
         forward = runner._forward

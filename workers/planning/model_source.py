@@ -8,7 +8,7 @@ of those on one node one downloads, as the hub's cache has locks. resolve_model(
 import json
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.errors import SettingsError
+from tandem.configs.json_flags import SPECULATIVE_CONFIG
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.stored.headers import no_weights
 from tandem.workers.gguf.gguf_folder import LOAD_FORMAT, SUFFIX, chosen_gguf, gguf_folder
@@ -72,9 +73,21 @@ def pin_model(model: ModelSettings) -> ModelSettings:
         served_model_name=model.served_model_name or (model.model,),
         chat_template=_template(model.chat_template, text_folder),
         generation_config=_generation_folder(model.generation_config),
+        draft=of_draft(pin_model, model.draft),
     )
     _check_remote_code(folder, pinned)
     return pinned
+
+
+def of_draft(call: Callable[[ModelSettings], ModelSettings], draft: ModelSettings | None) -> ModelSettings | None:
+    """Returns what a call makes of the settings of a draft model; None without one. Its SettingsErrors name
+    --speculative-config."""
+    if draft is None:
+        return None
+    try:
+        return call(draft)
+    except SettingsError as error:
+        raise SettingsError(f"model: {error.args[0]}", SPECULATIVE_CONFIG) from error
 
 
 def model_here(model: ModelSettings, *, weights: bool = True, on_bytes: OnBytes = ignored) -> ModelSettings:
@@ -85,7 +98,9 @@ def model_here(model: ModelSettings, *, weights: bool = True, on_bytes: OnBytes 
     tokenizer = model.tokenizer
     if tokenizer is not None:
         tokenizer = str(find_model(tokenizer, model.tokenizer_revision, "--tokenizer", TEXT))
-    here: ModelSettings = replace(model, model=str(folder), revision=None, tokenizer=tokenizer, tokenizer_revision=None)
+    draft = of_draft(lambda draft: model_here(draft, weights=weights, on_bytes=on_bytes), model.draft)
+    own = {"model": str(folder), "revision": None, "tokenizer": tokenizer, "tokenizer_revision": None}
+    here: ModelSettings = replace(model, **own, draft=draft)
     return here
 
 
@@ -96,7 +111,10 @@ def engine_here(settings: EngineSettings, *, weights: bool = True) -> EngineSett
 
 
 def has_model(model: ModelSettings) -> bool:
-    """True if the files of a pinned model are on this machine: for its folder, that it is there. Asks no hub."""
+    """True if the files of a pinned model, and of its draft, are on this machine: for a folder, that it is there. Asks
+    no hub."""
+    if model.draft is not None and not has_model(model.draft):
+        return False
     if model.revision is None:
         return model.model == DEMO or Path(model.model).exists()
     return is_cached(model.model, model.revision, weights=model.load_format != "dummy")

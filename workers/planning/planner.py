@@ -17,7 +17,7 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.planning.adapter_room import AdapterRoom, adapter_room
 from tandem.workers.planning.budget import ATTENTION_BYTES, CPU_SHARE, GIB
 from tandem.workers.planning.graph_room import graph_bytes
-from tandem.workers.planning.resolve import DTYPE_BYTES, kv_groups
+from tandem.workers.planning.resolve import DTYPE_BYTES, draft_spec, drafts_here, kv_groups
 from tandem.workers.planning.sizes import RankWeights, activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
 from tandem.workers.planning.start_notes import pool_notes
 
@@ -46,9 +46,10 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """The memory of one rank of a stage, in bytes. kv_token_bytes: of a token in a KV block; kv_layers_bytes: of its KV
-    in all layers, the same where they form one group. kv_budget_bytes: negative when memory is lacking. adapter_bytes:
-    of one adapter of --max-lora-rank on every linear layer. adapter_room: the memory reserved for adapters.
-    graph_bytes: of captured steps, with the KV block that their padding writes."""
+    in all layers, the same where they form one group. draft_bytes, draft_token_bytes: weights of the draft model, and
+    its part of kv_token_bytes, which only the first rank of the stage has. kv_budget_bytes: negative when memory is
+    lacking. adapter_bytes: of one adapter of --max-lora-rank on every linear layer. adapter_room: the memory reserved
+    for adapters. graph_bytes: of captured steps, with the KV block that their padding writes."""
 
     stage: int
     weights: RankWeights
@@ -60,10 +61,12 @@ class StagePlan:
     adapter_bytes: int
     adapter_room: AdapterRoom
     graph_bytes: int
+    draft_bytes: int = 0
+    draft_token_bytes: int = 0
 
     @property
     def device_weight_bytes(self) -> int:
-        return self.weights.fixed_bytes + self.placement.device_bytes
+        return self.weights.fixed_bytes + self.placement.device_bytes + self.draft_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,8 @@ def least_bytes(
     adapters, the activations of the largest step, and what captured steps take."""
     cache, scheduler = settings.cache, settings.scheduler
     groups = kv_groups(settings, spec, max_model_len)
-    block = cache.block_size * kv_token_bytes(spec, mesh, kv_dtype, groups.windows)
+    draft = _draft_of(settings, mesh)
+    block = cache.block_size * kv_token_bytes(spec, mesh, kv_dtype, groups.windows, draft)
     kv = cache.kv_cache_memory_bytes or groups.needed(max_model_len) * block
     if cache.num_blocks is not None:
         kv = cache.num_blocks * block
@@ -147,7 +151,8 @@ def least_bytes(
     adapters = adapter_room(settings.lora, spec, mesh, DTYPE_BYTES[dtype]).device_bytes
     activations = activation_bytes(spec, mesh, tokens, seqs, DTYPE_BYTES[dtype])
     graphs = _graph_bytes(settings, spec, mesh, dtype, kv_dtype, max_model_len, replays=True)
-    return kv + adapters + activations + ATTENTION_BYTES + _row_bytes(settings, max_model_len) + graphs
+    drafts = _draft_bytes(draft, dtype, packs=False)
+    return kv + drafts + adapters + activations + ATTENTION_BYTES + _row_bytes(settings, max_model_len) + graphs
 
 
 def _graph_bytes(
@@ -164,6 +169,16 @@ def _graph_bytes(
     replays: steps are captured, as they are without streamed layers."""
     scratch = settings.cache.block_size * kv_token_bytes(spec, mesh, kv_dtype)
     return scratch + (graph_bytes(spec, mesh, settings, DTYPE_BYTES[dtype], max_model_len) if replays else 0)
+
+
+def _draft_of(settings: EngineSettings, mesh: Mesh) -> ArchSpec | None:
+    """Returns the draft model of the rank at `mesh`; None where it runs none."""
+    return draft_spec(settings) if drafts_here(mesh) else None
+
+
+def _draft_bytes(draft: ArchSpec | None, dtype: str, *, packs: bool) -> int:
+    """Bytes of a draft model's weights, which are whole on one rank."""
+    return 0 if draft is None else rank_weights(draft, Mesh(), DTYPE_BYTES[dtype], packs).total_bytes
 
 
 def _row_bytes(settings: EngineSettings, max_model_len: int) -> int:
@@ -224,18 +239,23 @@ def _stage(
     if not memory.is_shared:
         activations += ATTENTION_BYTES + _row_bytes(settings, max_model_len)
         graphs = _graph_bytes(settings, spec, mesh, dtype, kv_dtype, max_model_len, replays=not placement.streamed)
-    held = weights.fixed_bytes + placement.device_bytes + activations + room.device_bytes + graphs
+    draft, windows = _draft_of(settings, mesh), kv_groups(settings, spec, max_model_len).windows
+    draft_bytes = _draft_bytes(draft, dtype, packs=packs)
+    held = weights.fixed_bytes + placement.device_bytes + draft_bytes + activations + room.device_bytes + graphs
+    token_bytes = kv_token_bytes(spec, mesh, kv_dtype, windows, draft)
     return StagePlan(
         stage=mesh.pp_rank,
         weights=weights,
         placement=placement,
         activation_bytes=activations,
-        kv_token_bytes=kv_token_bytes(spec, mesh, kv_dtype, kv_groups(settings, spec, max_model_len).windows),
-        kv_layers_bytes=kv_token_bytes(spec, mesh, kv_dtype),
+        kv_token_bytes=token_bytes,
+        kv_layers_bytes=kv_token_bytes(spec, mesh, kv_dtype, draft=draft),
         kv_budget_bytes=budget - held,
         adapter_bytes=adapter_bytes(spec, mesh, settings.lora.max_lora_rank, element),
         adapter_room=room,
         graph_bytes=graphs,
+        draft_bytes=draft_bytes,
+        draft_token_bytes=token_bytes - kv_token_bytes(spec, mesh, kv_dtype, windows),
     )
 
 
@@ -258,7 +278,8 @@ def _share_machine(
 
 def _machine_weights(stages: tuple[StagePlan, ...], tp_size: int) -> int:
     """Bytes of the weights, buffers and adapter pages of all CPU ranks."""
-    return tp_size * sum(
+    of_drafts = sum(stage.draft_bytes for stage in stages)
+    return of_drafts + tp_size * sum(
         stage.weights.total_bytes + stage.placement.buffer_bytes + stage.adapter_room.device_bytes for stage in stages
     )
 
@@ -291,8 +312,9 @@ def _tiers(
 ) -> tuple[TierPlan, ...]:
     """The tiers device, host and disk, with the KV of all ranks of the group."""
     size = settings.cache.block_size
-    block_bytes = tp_size * sum(stage.kv_token_bytes for stage in stages) * size
-    file_size = tp_size * sum(file_bytes(stage.kv_token_bytes * size) for stage in stages)
+    ranks = [stage.kv_token_bytes - stage.draft_token_bytes * (rank > 0) for stage in stages for rank in range(tp_size)]
+    block_bytes = size * sum(ranks)
+    file_size = sum(file_bytes(each * size) for each in ranks)
     device_blocks = _blocks(settings, stages)
     blocks = {
         "device": device_blocks,

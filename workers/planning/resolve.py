@@ -14,9 +14,11 @@ from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.configs.platform_facts import PLATFORM_FACTS
 from tandem.configs.schema import Device, EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
+from tandem.parallel.mesh import Mesh
 from tandem.parallel.stored.headers import weight_files
 from tandem.workers.models.spec.arch import ArchSpec, RopeKind, RopeSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.models.spec.config.draft_config import read_draft
 from tandem.workers.models.spec.config.pooling_config import PoolingFacts, read_pooling
 from tandem.workers.models.spec.family_rows.families import family_of
 from tandem.workers.models.spec.kv_layout import kv_windows
@@ -46,6 +48,20 @@ def read_spec(settings: EngineSettings) -> ArchSpec:
         expert_parallel=parallel.enable_expert_parallel,
     )
     return spec.for_context(settings.model.max_model_len or spec.max_position_embeddings)
+
+
+def draft_spec(settings: EngineSettings) -> ArchSpec | None:
+    """Returns the spec of the draft model of --speculative-config, None without one. Raises as read_draft() does."""
+    model = settings.model
+    if model.draft is None:
+        return None
+    overrides = json.dumps(model.hf_overrides, sort_keys=True)
+    return read_draft(model.model, model.quantization, overrides, model.draft.model, model.draft.quantization)
+
+
+def drafts_here(mesh: Mesh) -> bool:
+    """Returns whether the rank at `mesh` runs the draft model, which is whole there: the first of the last stage."""
+    return mesh.tp_rank == 0 and mesh.pp_rank == mesh.pp_size - 1
 
 
 def pooling_facts(settings: EngineSettings) -> PoolingFacts:
@@ -104,7 +120,8 @@ def kv_groups(settings: EngineSettings, spec: ArchSpec, max_model_len: int) -> K
     """The groups of layers with KV block tables of their own; one group with --disable-hybrid-kv-cache-manager."""
     windows: tuple[int | None, ...] = (None,)
     if not settings.cache.disable_hybrid_kv_cache_manager:
-        windows = kv_windows(spec, max_model_len)
+        draft = draft_spec(settings)
+        windows = kv_windows(spec, max_model_len, () if draft is None else draft.layers)
     in_flight = settings.steps_in_flight * settings.scheduler.max_num_batched_tokens
     return KVGroups(settings.cache.block_size, windows, in_flight)
 
@@ -128,8 +145,9 @@ def resolve_kv_dtype(settings: EngineSettings, dtype: str) -> str:
 
 
 def fingerprint(folder: Path, settings: EngineSettings) -> str:
-    """A hex digest that identifies the weights, for KV that outlives this process. It covers config.json and, of each
-    safetensors file, the size and evenly spaced samples: fine-tunes of one model differ nearly everywhere."""
+    """A hex digest that identifies the weights, for KV that outlives this process; those of a draft model too. It
+    covers config.json and, of each safetensors file, the size and evenly spaced samples: fine-tunes of one model differ
+    nearly everywhere."""
     model = settings.model
     digest = hashlib.blake2b(digest_size=16)
     overrides = json.dumps(model.hf_overrides, sort_keys=True)
@@ -141,6 +159,16 @@ def fingerprint(folder: Path, settings: EngineSettings) -> str:
     digest.update((folder / "config.json").read_bytes())
     if spec.short_factors:  # --max-model-len changes what keys are rotated by
         digest.update(repr(spec.ropes).encode())
+    _add_weights(digest, folder)
+    if model.draft is not None:  # its KV lies in the same blocks
+        digest.update(f"draft|{model.draft.revision}|{model.draft.quantization}|".encode())
+        digest.update((Path(model.draft.model) / "config.json").read_bytes())
+        _add_weights(digest, Path(model.draft.model))
+    return digest.hexdigest()
+
+
+def _add_weights(digest: "hashlib.blake2b", folder: Path) -> None:
+    """Adds the sizes and samples of a folder's safetensors files."""
     for file in weight_files(folder):
         size = file.stat().st_size
         digest.update(f"{file.name}|{size}|".encode())
@@ -148,4 +176,3 @@ def fingerprint(folder: Path, settings: EngineSettings) -> str:
             for sample in range(SAMPLES):
                 data.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
                 digest.update(data.read(SAMPLE_BYTES))
-    return digest.hexdigest()

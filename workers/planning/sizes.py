@@ -85,10 +85,17 @@ def _whole(params: Iterable[Param]) -> int:
     return sum(param.num_elements for param in params)
 
 
-def kv_token_bytes(spec: ArchSpec, mesh: Mesh, kv_dtype: str, windows: tuple[int | None, ...] = (None,)) -> int:
+def kv_token_bytes(
+    spec: ArchSpec,
+    mesh: Mesh,
+    kv_dtype: str,
+    windows: tuple[int | None, ...] = (None,),
+    draft: ArchSpec | None = None,
+) -> int:
     """Returns the bytes of one token's planes in a block on the rank at `mesh`, scales included. windows: of the groups
-    of layers."""
-    return sum(layout.token_bytes(kv_dtype) for layout in block_layouts(kv_layouts(spec, mesh, windows)))
+    of layers. draft: the draft model of this rank, whose layers are whole there."""
+    of_draft = () if draft is None else kv_layouts(draft, Mesh(), windows)
+    return sum(layout.token_bytes(kv_dtype) for layout in block_layouts((*kv_layouts(spec, mesh, windows), *of_draft)))
 
 
 def adapter_bytes(spec: ArchSpec, mesh: Mesh, rank: int, element_bytes: int) -> int:

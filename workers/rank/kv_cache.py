@@ -32,7 +32,9 @@ class KVCache:
     """One slab [planes, num_blocks, block_size, heads, dim] in the storage dtype for all planes of one shape; scales
     [planes, num_blocks, block_size, heads] beside each where it is quantized; and `tensors`, the same memory by
     layer. Where layers have several groups, the i-th layers of all groups share their planes. pages: the memory without
-    such repetitions; page_of: the page of each layer."""
+    such repetitions; page_of: the page of each layer. draft: the layers of a draft model, in the same blocks behind the
+    model's; draft_pages: their pages. drafted: int32 [num_blocks], how many tokens of a block, from its first on, have
+    KV of the draft model, as far as this rank knows."""
 
     slabs: tuple[torch.Tensor, ...]
     scales: tuple[torch.Tensor, ...]
@@ -40,13 +42,23 @@ class KVCache:
     pages: tuple[LayerKV, ...]
     page_of: tuple[int, ...]
     platform: Platform
+    draft: KVTensors
+    draft_pages: tuple[int, ...]
+    drafted: npt.NDArray[np.int32]
 
     @classmethod
     def allocate(
-        cls, layouts: Sequence[KVLayout], num_blocks: int, block_size: int, dtype: torch.dtype, platform: Platform
+        cls,
+        layouts: Sequence[KVLayout],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        platform: Platform,
+        of_draft: Sequence[KVLayout] = (),
     ) -> "KVCache":
-        """Zeroed, with the platform's scratch blocks behind the others. layouts: of this rank's layers. On CPU pages
-        are taken from the system only when a block is first written."""
+        """Zeroed, with the platform's scratch blocks behind the others. layouts: of this rank's layers; of_draft: of
+        those of its draft model. On CPU pages are taken from the system only when a block is first written."""
+        own, layouts = len(layouts), (*layouts, *of_draft)
         in_blocks, page_of = block_layouts(layouts), planes_of(layouts)
         counts = Counter(plane for layout in in_blocks for plane in layout.planes)
         room = (num_blocks + platform.scratch_blocks, block_size)
@@ -69,8 +81,9 @@ class KVCache:
             for layout, page in zip(layouts, page_of, strict=True)
         ]
         scratch_block = num_blocks if platform.scratch_blocks else -1
-        tensors = KVTensors(layers, block_size, scratch_block)
-        return cls(tuple(slabs.values()), tuple(scales.values()), tensors, tuple(pages), page_of, platform)
+        tensors, draft = (KVTensors(part, block_size, scratch_block) for part in (layers[:own], layers[own:]))
+        memory = tuple(slabs.values()), tuple(scales.values()), tensors, tuple(pages), page_of[:own], platform
+        return cls(*memory, draft, page_of[own:], np.zeros(room[0], np.int32))
 
     @property
     def slab(self) -> torch.Tensor:
@@ -104,6 +117,7 @@ class KVCache:
         not reach the next owner. Costs as much as the write of the KV itself.
         """
         if block_ids:
+            self.drafted[block_ids] = 0
             for memory in self._memories():
                 self.platform.clear_blocks(memory, block_ids)
 
@@ -120,6 +134,7 @@ class KVCache:
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, destination); every source is read before any destination is written."""
         if pairs:
+            self.drafted[[target for _, target in pairs]] = self.drafted[[source for source, _ in pairs]]
             sources, targets = self.platform.accelerator.to_device(
                 torch.tensor(pairs, dtype=torch.int64).T.contiguous()
             )

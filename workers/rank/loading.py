@@ -37,13 +37,14 @@ from tandem.workers.planning.resolve import (
     resolve_max_model_len,
 )
 from tandem.workers.platforms.base import Platform
+from tandem.workers.rank.drafters.draft_rank import LoadedDraft, load_draft, make_of
 from tandem.workers.rank.kv_cache import KVCache, block_bytes
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.start.captures import sizes_of
 from tandem.workers.rank.transfers.grammar_lanes import open_grammar_lanes
 from tandem.workers.rank.transfers.lanes import Lanes
-from tandem.workers.speculation.proposer import make_guess, make_proposer
+from tandem.workers.speculation.proposer import make_guess
 from tandem.workers.structured.grammar_store import GrammarStore, TokenizerUnusable
 from tandem.workers.text.generation_config import generation_of
 from tandem.workers.tuning.tuned_start import TunedModel, start_tiles
@@ -71,13 +72,15 @@ class LoadedRank:
     facts: RankLoaded
     adapters: "RankAdapters | None"
     grammars: GrammarStore | None
+    draft: LoadedDraft | None = None
 
     def build_runner(self, num_blocks: int) -> ModelRunner:
         """Allocates num_blocks of KV, runs a first small forward and makes the captures, in step with all other
         ranks."""
         block_size = self.settings.cache.block_size
         decoder = self.decoder
-        kv = KVCache.allocate(decoder.kv_layouts, num_blocks, block_size, self.kv_dtype, self.platform)
+        of_draft = () if self.draft is None else self.draft.decoder.kv_layouts
+        kv = KVCache.allocate(decoder.kv_layouts, num_blocks, block_size, self.kv_dtype, self.platform, of_draft)
         capacity = self.settings.scheduler.max_num_seqs
         windows = kv_groups(self.settings, self.spec, self.max_model_len).windows
         table = RowTable(capacity, self.max_model_len, block_size, self.spec.vocab_size, self.grammars, windows)
@@ -87,11 +90,12 @@ class LoadedRank:
             from tandem.parallel.pipeline import StageLink
 
             link = StageLink(context, self.spec.hidden_size, self.dtype, self.platform.device)
-        proposer = make_proposer(self.settings.speculative)
+        proposer = make_of(self.settings, context, self.platform, self.draft, kv, table)
         guess = make_guess(self.settings.speculative)
         runner = ModelRunner(
             decoder, context, kv, table, self.platform, link, proposer, guess, self.settings.scored_rows
         )
+        runner.draft = None if self.draft is None else self.draft.decoder
         _warm_up(runner, self.max_model_len, block_size, len(windows), relays=context.pp_size > 1)
         sizes = sizes_of(decoder, kv.tensors, self.settings, self.max_model_len)
         runner.make_captures(sizes, self.settings.max_drafts)
@@ -149,7 +153,8 @@ def load_rank(
         for line in platform.settle():
             log.info("%s", line)
         adapters = _open_adapters(chosen, decoder)
-        facts = _facts(chosen, rank, decoder, placement, adapters, tuning, started_s)
+        draft = load_draft(settings, context, platform, dtype, chosen.kv_dtype, chosen.groups.windows)
+        facts = _facts(chosen, rank, decoder, placement, adapters, tuning, started_s, draft)
     except BaseException:
         decoder.close()
         raise
@@ -166,6 +171,7 @@ def load_rank(
         facts,
         adapters,
         _grammar_store(settings, spec) if context.is_last_stage and context.tp_rank == 0 else None,
+        draft,
     )
 
 
@@ -239,12 +245,14 @@ def _facts(
     adapters: "RankAdapters | None",
     tuning: tuple[str, ...],
     started_s: float,
+    draft: LoadedDraft | None,
 ) -> RankLoaded:
     """Returns the facts for the coordinator, once all but KV is in memory. tuning: lines about it. started_s: when
     reading began."""
-    size = chosen.settings.cache.block_size
+    size, of_draft = chosen.settings.cache.block_size, None if draft is None else draft.decoder
+    layouts = (*decoder.kv_layouts, *(() if of_draft is None else of_draft.kv_layouts))
     needs = KVNeeds(
-        block_bytes=block_bytes(decoder.kv_layouts, size, chosen.kv_dtype),
+        block_bytes=block_bytes(layouts, size, chosen.kv_dtype),
         block_size=size,
         max_model_len=chosen.max_model_len,
         max_num_seqs=chosen.settings.scheduler.max_num_seqs,
@@ -253,9 +261,9 @@ def _facts(
     return RankLoaded(
         rank=rank,
         num_blocks=_count_blocks(chosen, decoder, needs, 0 if adapters is None else adapters.nbytes),
-        weight_bytes=decoder.weight_bytes,
+        weight_bytes=decoder.weight_bytes + (0 if of_draft is None else of_draft.weight_bytes),
         block_bytes=needs.block_bytes,
-        kv_layout=described(decoder.kv_layouts),
+        kv_layout=described(layouts),
         num_kv_groups=chosen.groups.count,
         device=str(chosen.platform.device),
         dtype=_name(chosen.dtype),

@@ -42,7 +42,7 @@ from tandem.workers.rank.step_exchanges import StepExchanges, StepVerdict
 from tandem.workers.sampling.prompt_logprobs import PromptScorer, Scored, ScoredRows
 from tandem.workers.sampling.sampler import Drawn, Sampling
 from tandem.workers.sampling.sampling_table import EDITS, READS_LATE, READS_ON_HOST
-from tandem.workers.speculation.proposer import Proposer
+from tandem.workers.speculation.proposer import MakeProposer
 
 if TYPE_CHECKING:
     from tandem.parallel.pipeline import StageLink
@@ -52,10 +52,10 @@ log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """One rank's shard, its KV tensors and its row table. `link` is None when the pipeline has one stage, `proposer`
-    without speculative decoding; guess: its form for devices, where there is one. scored_rows: as in
-    EngineSettings. _on_device: the device has the tokens of the step launched last, so that the next one need not wait
-    for them."""
+    """One rank's shard, its KV tensors and its row table. `link` is None when the pipeline has one stage,
+    `make_proposer` without speculative decoding; guess: its form for devices, where there is one. scored_rows: as in
+    EngineSettings. draft: the model that `make_proposer` runs, which close() closes. _on_device: the device has the
+    tokens of the step launched last, so that the next one need not wait for them."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ModelRunner:
         table: RowTable,
         platform: Platform,
         link: "StageLink | None" = None,
-        proposer: Proposer | None = None,
+        make_proposer: MakeProposer | None = None,
         guess: Guess | None = None,
         scored_rows: str | None = None,
     ) -> None:
@@ -74,12 +74,13 @@ class ModelRunner:
         self.kv = kv
         self.gate: LoadGate | None = None
         self.captures: CaptureReport | None = None
+        self.draft: Decoder | None = None
         self._table = table
         self._samples = context.is_last_stage and context.tp_rank == 0
         self._rows = platform.rows(table, guess, keeps_tokens=self._samples)
         self._on_device = True
         self._platform = platform
-        self._proposer = proposer
+        self._proposer = None if make_proposer is None else make_proposer(self._rows)
         self._scored_rows = scored_rows
         self._exchanges = StepExchanges(context, link, platform)
         ops = self._ops = platform.sampling_ops() if self._samples else None  # compiled now, not in the first step
@@ -139,6 +140,8 @@ class ModelRunner:
         """No plan may follow. Idempotent."""
         self._steps.clear()
         self._model.close()
+        if self.draft is not None:
+            self.draft.close()
 
     def record(self) -> DeviceEvent:
         """Returns a timed event behind the work given so far."""
@@ -211,6 +214,7 @@ class ModelRunner:
         replays = self._replays
         batch = build_batch(plan, self._table, self._rows, drafts, self._prepare, replays.step, replays.ruled)
         computed = self._run(plan, batch, drafts, self._tensors())
+        self._wait_for_draft()
         self._awaits.clear()
         return computed
 
@@ -234,12 +238,19 @@ class ModelRunner:
             return tensors
         assert self.gate is not None, "an overlapped load without a memory lane"
         while self._owed:
-            for page in self.kv.page_of:
+            for page in (*self.kv.page_of, *self.kv.draft_pages):
                 self.gate.wait(self._owed[-1], page)
             self._owed.pop()
         if not self._awaits:
             return tensors
         return replace(tensors, layers=self.gate.in_turn(tensors.layers, tuple(self._awaits), self.kv.page_of))
+
+    def _wait_for_draft(self) -> None:
+        """Waits for the loaded KV of a draft model, which a later step reads."""
+        if self.gate is not None:
+            for page in self.kv.draft_pages:
+                for ticket in self._awaits:
+                    self.gate.wait(ticket, page)
 
     def _run(self, plan: StepPlan, batch: StepBatch, drafts: Drafts | None, kv: KVTensors) -> StepWork:
         """Forward, sampling and pooling."""

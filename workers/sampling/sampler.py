@@ -101,7 +101,8 @@ class Sampling:
     its sequence of the token to choose. history(row, position) gives the row's tokens before that position, drafts too,
     and the length of its prompt; only logits processors ask for it. send: takes arrays to the device by the time of
     draw(). is_ahead: the device's counts may be ahead of positions_S, and draw() gets the positions that it has.
-    tokens: the rows' tokens there, for logits processors that read tokens; None: they read them on the host.
+    tokens: the rows' tokens there, for logits processors that read tokens; None: they read them on the host. reports:
+    with the log probabilities that rows ask for.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Sampling:
         *,
         is_ahead: bool = False,
         tokens: DeviceTokens | None = None,
+        reports: bool = True,
     ) -> None:
         self._rows_S, self._positions_S = rows_S, positions_S
         self._table, self._history, self._ops = table, history, ops
@@ -122,7 +124,7 @@ class Sampling:
         self._flags_S = table.flags[rows_S]
         self._used = int(np.bitwise_or.reduce(self._flags_S))
         self._changes = self._changes_by(send, late=False) if self._used & EDITS else []
-        self._logged = self._logged_of(send) if self._used & LOGPROBS else None
+        self._logged = self._logged_of(send) if reports and self._used & LOGPROBS else None
         self._random = self._random_of(send) if self._used & RANDOM else None
         self._known = None if self._random is None or is_ahead else send(positions_S)
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.configs.schema import SpeculativeSettings
-from tandem.workers.platforms.device_rows import Guess
+from tandem.workers.platforms.device_rows import DeviceRows, Guess
 from tandem.workers.speculation.ngram import find_continuation
 
 
@@ -26,7 +26,8 @@ class ProposalRow(NamedTuple):
 
 
 class Proposer(Protocol):
-    """One way to guess. All TP ranks must guess the same, so a guess is a function of the rows' tokens."""
+    """One way to guess. All TP ranks must guess the same: a guess is a function of the rows' tokens, or one rank tells
+    the others."""
 
     def propose(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
         """Returns the drafts of each row, in the order of `rows`: 0 to max_drafts ids of the vocabulary, the next
@@ -45,8 +46,10 @@ class NgramProposer:
         return [find_continuation(row.token_ids, self._shortest, self._longest, row.max_drafts) for row in rows]
 
 
+MakeProposer = Callable[[DeviceRows], Proposer]
+"""Makes a rank's proposer over its rows."""
 PROPOSERS: dict[str, Callable[[SpeculativeSettings], Proposer]] = {"ngram": NgramProposer}
-"""Proposers by the `method` of --speculative-config."""
+"""Proposers by the `method` of --speculative-config; those with a model are made by workers/rank/drafters."""
 
 
 def _ngram_on_device(settings: SpeculativeSettings) -> Guess:
@@ -66,5 +69,5 @@ def make_guess(settings: SpeculativeSettings | None) -> Guess | None:
 
 
 def make_proposer(settings: SpeculativeSettings | None) -> Proposer | None:
-    """Returns the proposer of --speculative-config; None without one."""
+    """Returns the proposer of --speculative-config where it needs no model; None without one."""
     return None if settings is None else PROPOSERS[settings.method](settings)

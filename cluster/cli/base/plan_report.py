@@ -18,6 +18,7 @@ def report(found: dict[str, Any]) -> str:
         f"steps of up to {found['max_num_seqs']:,} sequences and {found['max_num_batched_tokens']:,} tokens",
         "",
         *table(_rank_rows(plan, found["lora"]["max_lora_rank"])),
+        *_draft(plan),
         "",
         *table(_tier_rows(plan)),
         *_windows(plan),
@@ -76,6 +77,15 @@ def _rank_rows(plan: dict[str, Any], lora_rank: int) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _draft(plan: dict[str, Any]) -> list[str]:
+    """Returns what a draft model takes, which is whole on one rank; nothing without one."""
+    stage = plan["stages"][-1]
+    if not stage["draft_bytes"]:
+        return []
+    weights, kv = gib(stage["draft_bytes"]), gib(stage["draft_bytes_per_token"])
+    return [f"The draft model is on the first rank of stage {stage['stage']}: {weights} of weights, and {kv} of its KV"]
 
 
 def _tier_rows(plan: dict[str, Any]) -> list[list[str]]:

@@ -30,7 +30,7 @@ from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.planning.budget import GIB, available_bytes, check_offload
 from tandem.workers.planning.hub import Wanted
 from tandem.workers.planning.invariance import check_batch_invariant
-from tandem.workers.planning.model_source import find_model
+from tandem.workers.planning.model_source import find_model, of_draft
 from tandem.workers.planning.planner import GroupPlan, Memory, best_of, layouts, plan_group
 from tandem.workers.planning.resolve import (
     check_weights,
@@ -41,13 +41,14 @@ from tandem.workers.planning.resolve import (
 )
 from tandem.workers.planning.stored_model import open_checkpoint
 
+CONFIG = Wanted(("config.json",))
 PLANNED = {
     "revision", "dtype", "quantization", "batch_invariant", "enforce_eager", "max_model_len", "hf_overrides",
     "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel",
     "gpu_memory_utilization", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size",
     "disable_hybrid_kv_cache_manager",
     "max_num_seqs", "max_num_batched_tokens", "device", "cpu_offload_gb", "enable_lora", "max_loras", "max_lora_rank",
-    "max_cpu_loras", "lora_memory_bytes",
+    "max_cpu_loras", "lora_memory_bytes", "speculative_config",
 }  # fmt: skip
 
 
@@ -134,10 +135,17 @@ class _PlannedModel:
         return plan_group(settings, self.spec, self.memory, self.dtype, self.kv_dtype, self.max_model_len)
 
 
+def _config_here(model: ModelSettings) -> ModelSettings:
+    """Returns the settings of a model with the folder of its config. SettingsError."""
+    here: ModelSettings = replace(model, model=str(find_model(model.model, model.revision, "MODEL", CONFIG)))
+    return here
+
+
 def _model(name: str, settings: EngineSettings, asked: _Asked) -> _PlannedModel:
     """Finds the model and resolves the settings that depend on it. SettingsError."""
-    folder = find_model(name, settings.model.revision, "MODEL", Wanted(("config.json",)))
-    settings = replace(settings, model=replace(settings.model, model=str(folder)))
+    folder = find_model(name, settings.model.revision, "MODEL", CONFIG)
+    draft = of_draft(_config_here, settings.model.draft)
+    settings = replace(settings, model=replace(settings.model, model=str(folder), draft=draft))
     spec, memory = read_spec(settings), _memory(settings, asked)
     check_formats(settings, memory.device)
     check_weights(spec, memory.device)
@@ -256,6 +264,8 @@ def _plain(plan: GroupPlan) -> dict[str, Any]:
                 "streamed_layers": len(stage.placement.streamed),
                 "activation_bytes": stage.activation_bytes,
                 "graph_bytes": stage.graph_bytes,
+                "draft_bytes": stage.draft_bytes,
+                "draft_bytes_per_token": stage.draft_token_bytes,
                 "kv_bytes_per_token": stage.kv_layers_bytes,
                 "kv_budget_bytes": stage.kv_budget_bytes,
                 "adapter_bytes": stage.adapter_bytes,

@@ -368,11 +368,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
         ({**NGRAM, "prompt_lookup_max": 0}, "prompt_lookup_max 0: at least 1"),
         ({**NGRAM, "prompt_lookup_min": -1}, "prompt_lookup_min -1: at least 1"),
         ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min 4: at most prompt_lookup_max 3"),
-        ({"model": "tiny"}, "model 'tiny': draft models are not supported yet; method ngram needs none"),
-        (
-            {**NGRAM, "draft_tensor_parallel_size": 1},
-            "draft_tensor_parallel_size 1: draft models are not supported yet",
-        ),
+        ({**NGRAM, "draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size 1: not a key of method 'ngram'"),
         ({**NGRAM, "lookup": 1}, "lookup 1: not a key; known are method, num_speculative_tokens, prompt_lookup_max"),
     ],
 )

@@ -13,6 +13,7 @@ from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.configs.options import DRAFT_METHODS
 from tandem.configs.schema import SpeculativeSettings
+from tandem.workers.rank.drafters.draft_rank import DRAFTERS
 from tandem.workers.speculation.proposer import PROPOSERS, ProposalRow
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,7 +80,7 @@ def test_a_key_of_another_method_is_refused() -> None:
 
 
 def test_each_method_is_named_in_both_places() -> None:
-    assert PROPOSERS.keys() == DRAFT_METHODS.keys()
+    assert PROPOSERS.keys() | DRAFTERS.keys() == DRAFT_METHODS.keys()
     assert {key for keys in DRAFT_METHODS.values() for key in keys} | {"method", "num_speculative_tokens"} == set(
         SpeculativeSettings.__struct_fields__
     ), "a key belongs to some method"

@@ -53,17 +53,19 @@ def kv_layout(layer: LayerSpec, tp_size: int) -> KVLayout:
     return KVLayout.keys_and_values(max(1, attention.num_kv_heads // tp_size), attention.head_dim)
 
 
-def kv_windows(spec: ArchSpec, max_model_len: int) -> tuple[int | None, ...]:
+def kv_windows(spec: ArchSpec, max_model_len: int, further: Sequence[LayerSpec] = ()) -> tuple[int | None, ...]:
     """Returns the window of each group of layers, for sequences of up to max_model_len tokens; None: none that matters.
+    further: layers of a draft model, whose KV lies in the same blocks.
 
     Layers with one window form one group or several, so that groups have about as many layers each: the number of
     layers whose groups have the least padding of full layers, then of all, then are the fewest. Layers of unlike planes
     cannot share blocks of equal bytes: they form one group without a window.
     """
-    counts = Counter(_window(layer, max_model_len) for layer in spec.layers)
+    layers = [*spec.layers, *further]
+    counts = Counter(_window(layer, max_model_len) for layer in layers)
     if len(counts) == 1:
         return tuple(counts)
-    if len({kv_layout(layer, 1) for layer in spec.layers}) > 1:
+    if len({kv_layout(layer, 1) for layer in layers}) > 1:
         return (None,)
 
     def groups(window: int | None, size: int) -> int:

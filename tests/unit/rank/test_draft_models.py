@@ -1,0 +1,182 @@
+"""A draft model beside the demo: what it guesses, what of the prompt it reads, and that nothing it does changes a text.
+
+Texts under all kinds of requests: tests/parity/test_speculation.py.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tandem import LLM, SamplingParams
+from tandem.configs.errors import SettingsError
+from tandem.configs.load import build_settings
+from tandem.workers.engine.base.drafting import Drafting
+from tandem.workers.models.decoder import Decoder
+from tandem.workers.planning.resolve import draft_spec
+from tandem.workers.rank.drafters import draft_model
+from tandem.workers.rank.drafters.draft_model import DraftModel
+from tandem.workers.speculation.proposer import ProposalRow
+from tests.support.draft_models import DEMO, shorter_demo
+from tests.support.in_process import runner_of
+
+PROMPTS = ["Once upon a time there was a little dog. The little dog", "The cat", "A boat sails over the lake. " * 3]
+GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=32, temperature=0.9, seed=4, ignore_eos=True, logprobs=1, presence_penalty=0.4)
+PARAMS = [GREEDY, DRAWN, SamplingParams(max_tokens=32, temperature=1.0, seed=9, top_p=0.9, n=2, ignore_eos=True)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drafts_pay() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    with mock.patch.object(Drafting, "step_seconds", return_value=(1.0, 0.0)):
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def shorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shorter_demo(tmp_path_factory.mktemp("draft") / "shorter")
+
+
+def opened(draft: Path | str | None, **settings: Any) -> LLM:
+    if draft is not None:
+        settings["speculative_config"] = {"model": str(draft), "num_speculative_tokens": 4}
+    return LLM("demo", dtype="float32", cpu_threads=1, num_gpu_blocks_override=64, **settings)
+
+
+def texts(llm: LLM) -> list[list[list[int]]]:
+    return [[one.token_ids for one in each.outputs] for each in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[list[int]]]:
+    with opened(None) as llm:
+        return texts(llm)
+
+
+def test_a_model_that_thinks_alike_draws_alike(plain: list[list[list[int]]]) -> None:
+    """Every guess of the model itself is right, greedy or drawn: a guess is drawn by the noise that the token will be
+    drawn by, and by the row's own parameters."""
+    with opened("demo") as llm:
+        assert texts(llm) == plain
+        drafts = llm._engine.stats().drafts
+        assert drafts is not None and drafts.num_accepted == drafts.num_draft_tokens >= 90
+
+
+def test_what_is_in_the_drafts_cache_changes_no_text(shorter: Path, plain: list[list[list[int]]]) -> None:
+    """Its planes hold anything at any time: other numbers, or none."""
+    rng, guess = np.random.default_rng(1), DraftModel.propose
+
+    def corrupted(self: DraftModel, rows: list[ProposalRow]) -> Any:
+        for layer in self._kv.draft.layers:
+            for plane in layer.planes:
+                plane.copy_(torch.from_numpy(rng.normal(size=plane.shape)))
+                plane[rng.random(len(plane)) < 0.1] = float("nan")
+        return guess(self, rows)
+
+    with mock.patch.object(DraftModel, "propose", corrupted), opened(shorter) as llm:
+        assert texts(llm) == plain
+        drafts = llm._engine.stats().drafts
+        assert drafts is not None and drafts.num_draft_tokens > 0
+
+
+class Reads:
+    """Counts the tokens that a draft model computes."""
+
+    def __init__(self, draft: Decoder) -> None:
+        self.counts: list[int] = []
+        self._forward = draft.forward
+        draft.forward = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, batch: Any, *rest: Any) -> torch.Tensor:
+        self.counts.append(batch.num_tokens)
+        return self._forward(batch, *rest)
+
+
+def test_a_prefix_that_is_found_is_not_read_again(shorter: Path) -> None:
+    prompt = list(range(3, 103))
+    with opened(shorter, block_size=16) as llm:
+        draft = runner_of(llm._engine.executor).draft
+        assert draft is not None
+        reads = Reads(draft)
+        first = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert reads.counts[0] == 101  # the prompt, and the token behind it
+        reads.counts.clear()
+        assert llm.generate([*prompt, 7, 8, 9], GREEDY, use_tqdm=False)
+        assert reads.counts[0] == 104 - 96, "whole blocks of the first request"
+        reads.counts.clear()
+        assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs == first[0].outputs
+
+
+def test_a_long_prompt_is_read_over_several_steps(shorter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "CATCH_UP", 40)
+    with opened(shorter) as llm:
+        draft = runner_of(llm._engine.executor).draft
+        assert draft is not None
+        reads = Reads(draft)
+        llm.generate(list(range(3, 103)), GREEDY, use_tqdm=False)
+        assert reads.counts[:3] == [40, 40, 22 + 1], "a token was sampled in each step without drafts"
+
+
+def test_a_draft_whose_context_is_full_guesses_no_more(tmp_path: Path, plain: list[list[list[int]]]) -> None:
+    folder = shorter_demo(tmp_path / "short")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
+    with opened(folder) as llm:
+        assert texts(llm) == plain
+        drafts = llm._engine.stats().drafts
+        assert drafts is not None and 0 < drafts.num_draft_tokens < 20 * sum(each.n for each in PARAMS)
+
+
+# ---- refusals ----
+
+
+def spec_of(draft: Path, **config: Any) -> Any:
+    settings = {"speculative_config": {"model": str(draft), "num_speculative_tokens": 2, **config}}
+    return draft_spec(build_settings(str(DEMO), settings).engine)
+
+
+def test_another_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
+    folder = shorter_demo(tmp_path / "other")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    one, other = [word for word, token in vocab.items() if token in (300, 301)]
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(SettingsError, match="another token by id 300 than") as caught:
+        spec_of(folder)
+    assert caught.value.flag == "--speculative-config"
+    config = json.loads((folder / "config.json").read_text())
+    shutil.copy(DEMO / "tokenizer.json", folder)
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 512}))
+    with pytest.raises(SettingsError, match=r"a vocabulary of 512 tokens, .* one of 768"):
+        spec_of(folder, quantization="int8")  # another key, as what was read is kept
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "draft_model"}, "method 'draft_model' needs the key model"),
+        ({"model": "m", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size 2: the draft runs whole"),
+        ({"model": "m", "prompt_lookup_max": 2}, "prompt_lookup_max 2: not a key of method 'draft_model'"),
+        ({"method": "ngram", "model": "m"}, "model 'm': not a key of method 'ngram'"),
+        ({"model": "m", "quantization": "int7"}, "int7"),
+    ],
+)
+def test_a_config_that_cannot_be(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words) as caught:
+        build_settings("demo", {"speculative_config": {"num_speculative_tokens": 2, **config}})
+    assert caught.value.flag == "--speculative-config"
+
+
+def test_a_draft_that_is_not_there_is_refused_with_its_flag() -> None:
+    with pytest.raises(SettingsError, match=r"model: \./nowhere: no such folder") as caught:
+        opened("./nowhere")
+    assert caught.value.flag == "--speculative-config"

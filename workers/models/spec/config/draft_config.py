@@ -1,0 +1,56 @@
+"""The draft model of speculative decoding: that its ids mean what the model's ids mean. See config_reader.py.
+
+Torch-free. Called by workers/planning/resolve.py in every process of a group.
+"""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tandem.configs.errors import SettingsError, UnsupportedModelError
+from tandem.configs.json_flags import SPECULATIVE_CONFIG
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.config.config_reader import load_spec
+
+TOKENIZER = "tokenizer.json"
+
+
+@lru_cache(maxsize=8)
+def read_draft(folder: str, quantization: Any, overrides: str, draft: str, of_draft: Any) -> ArchSpec:
+    """Returns the spec of the draft model in a folder, for the model in another. quantization, of_draft: as load_spec()
+    takes them for each; overrides: those of the model, as JSON. SettingsError for a draft that cannot be served, and
+    for one with another vocabulary than the model's."""
+    spec = load_spec(Path(folder), json.loads(overrides) or None, quantization)
+    try:
+        found = load_spec(Path(draft), None, of_draft)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"model: {error.args[0]}", SPECULATIVE_CONFIG) from error
+    if found.vocab_size != spec.vocab_size:
+        sizes = f"{draft} has a vocabulary of {found.vocab_size} tokens, {folder} one of {spec.vocab_size}"
+        raise SettingsError(f"model: {sizes}: a draft model guesses ids of the model's own", SPECULATIVE_CONFIG)
+    if (token := _other_token(Path(folder), Path(draft))) is not None:
+        words = f"{draft} means another token by id {token} than {folder}: a draft model needs the model's vocabulary"
+        raise SettingsError(f"model: {words}", SPECULATIVE_CONFIG)
+    return found
+
+
+def _other_token(folder: Path, draft: Path) -> int | None:
+    """Returns an id by which two tokenizer.json mean different tokens; None where there is none, or where one of the
+    folders has no such file."""
+    files = [path / TOKENIZER for path in (folder, draft)]
+    if not all(file.is_file() for file in files):
+        return None
+    texts = [file.read_bytes() for file in files]
+    if texts[0] == texts[1]:
+        return None
+    one, other = (_tokens(json.loads(text)) for text in texts)
+    return next((token for token in sorted(one.keys() & other.keys()) if one[token] != other[token]), None)
+
+
+def _tokens(tokenizer: dict[str, Any]) -> dict[int, str]:
+    """Returns the tokens of a tokenizer.json by id. A vocabulary is a mapping, or (Unigram) a list of pairs."""
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    named = vocab.items() if isinstance(vocab, dict) else ((pair[0], place) for place, pair in enumerate(vocab))
+    added = {token["id"]: token["content"] for token in tokenizer.get("added_tokens", ())}
+    return {token: word for word, token in named} | added
