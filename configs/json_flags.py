@@ -89,8 +89,8 @@ def _check_keys(given: Mapping[str, Any]) -> None:
 def _check_ranges(settings: SpeculativeSettings) -> None:
     if not 1 <= (count := settings.num_speculative_tokens) <= MAX_DRAFTS:
         raise SettingsError(f"num_speculative_tokens {count}: from 1 to {MAX_DRAFTS}", SPECULATIVE_CONFIG)
-    if settings.method == DRAFT_MODEL and not settings.model:
-        raise SettingsError(f"method {DRAFT_MODEL!r} needs the key model, a folder or a hub id", SPECULATIVE_CONFIG)
+    if "model" in DRAFT_METHODS[settings.method] and not settings.model:
+        raise SettingsError(f"method {settings.method!r} needs the key model, a folder or a hub id", SPECULATIVE_CONFIG)
     if (ranks := settings.draft_tensor_parallel_size) not in (None, 1):
         words = f"draft_tensor_parallel_size {ranks}: the draft runs whole on the first rank of the group: 1"
         raise SettingsError(words, SPECULATIVE_CONFIG)

@@ -34,7 +34,7 @@ from tandem.workers.planning.resolve import (
     resolve_dtype,
     resolve_max_model_len,
 )
-from tandem.workers.planning.sizes import rank_weights
+from tandem.workers.planning.sizes import draft_bytes, rank_weights
 from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.text.generation_config import generation_of
 
@@ -125,8 +125,7 @@ def check_memory(settings: ServiceSettings, elsewhere: int | None = None) -> Non
     spec = read_spec(settings.engine)
     dtype = resolve_dtype(settings.engine, spec, device)
     weights = cpu_weight_bytes(spec, dtype, settings.engine.parallel)
-    if (draft := draft_spec(settings.engine)) is not None:
-        weights += cpu_weight_bytes(draft, dtype)
+    weights += draft_bytes(draft_spec(settings.engine), DTYPE_BYTES[dtype], dtype in CPU.packs)
     free = available_bytes() if elsewhere is None else elsewhere
     if weights * groups > free:
         raise SettingsError(

@@ -1,9 +1,12 @@
-"""Draft models for tests: the demo model without its last layers, which guesses about half of what the demo says."""
+"""Drafts for tests: the demo without its last layers, which guesses a third of what it says, and heads with random
+weights."""
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
@@ -20,4 +23,86 @@ def shorter_demo(folder: Path, layers: int = 3) -> Path:
     left_out = tuple(f"model.layers.{layer}." for layer in range(layers, config["num_hidden_layers"]))
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(left_out)}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB = 256, 192, 4, 2, 32, 768
+"""Sizes of the demo, and of heads for it."""
+TAPS = (1, 2, 4)
+KNOWN = 96
+"""Ids that a random EAGLE-3 head guesses among: every eighth of the demo's."""
+
+
+def random_eagle(folder: Path, *, own_embedding: bool = False, normed_residual: bool = False) -> Path:
+    """Writes an EAGLE-3 head for the demo as its makers do."""
+    rng = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng) * shape[-1] ** -0.5
+
+    ids = torch.arange(KNOWN) * 8 + 1
+    tensors = {
+        "fc.weight": drawn(HIDDEN, len(TAPS) * HIDDEN),
+        "norm.weight": 1 + drawn(HIDDEN),
+        "lm_head.weight": 4 * drawn(KNOWN, HIDDEN),
+        "midlayer.hidden_norm.weight": 1 + drawn(HIDDEN),
+        "midlayer.input_layernorm.weight": 1 + drawn(HIDDEN),
+        "midlayer.post_attention_layernorm.weight": 1 + drawn(HIDDEN),
+        "midlayer.self_attn.q_proj.weight": 3 * drawn(HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj.weight": 3 * drawn(KV_HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj.weight": drawn(KV_HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj.weight": 2 * drawn(HIDDEN, HEADS * DIM),
+        "midlayer.mlp.gate_proj.weight": drawn(WIDTH, HIDDEN),
+        "midlayer.mlp.up_proj.weight": drawn(WIDTH, HIDDEN),
+        "midlayer.mlp.down_proj.weight": drawn(HIDDEN, WIDTH),
+        "d2t": ids - torch.arange(KNOWN),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True),
+    }
+    if own_embedding:
+        tensors["embed_tokens.weight"] = drawn(VOCAB, HIDDEN)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": WIDTH,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": DIM,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": KNOWN,
+        "norm_before_residual": normed_residual,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [*TAPS], "use_aux_hidden_state": True},
+    }
+    return _written(folder, config, tensors)
+
+
+def random_medusa(folder: Path, heads: int = 3) -> Path:
+    """Writes Medusa's heads for the demo, of blocks of two layers."""
+    rng = torch.Generator().manual_seed(5)
+    tensors: dict[str, torch.Tensor] = {}
+    for head in range(heads):
+        for layer in range(2):
+            tensors[f"blocks.{head}.layers.{layer}.weight"] = torch.randn(HIDDEN, HIDDEN, generator=rng) * 0.05
+            tensors[f"blocks.{head}.layers.{layer}.bias"] = torch.randn(HIDDEN, generator=rng) * 0.1
+        tensors[f"lm_heads.{head}.weight"] = torch.randn(VOCAB, HIDDEN, generator=rng)
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "medusa_num_heads": heads,
+        "medusa_num_layers": 2,
+    }
+    return _written(folder, config, tensors)
+
+
+def _written(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -62,11 +62,22 @@ class DecoderAdapters(Protocol):
 
 
 class StepRoom(NamedTuple):
-    """Memory of captured steps: the residual stream, what the last layer adds (on earlier stages their sum), logits."""
+    """Memory of captured steps: the residual stream, what the last layer adds (on earlier stages their sum), logits;
+    what the decoder's taps hear."""
 
     residual_TH: torch.Tensor
     branch_TH: torch.Tensor
     logits_SV: torch.Tensor
+    taps: tuple[torch.Tensor, ...] = ()
+
+
+class Heard(NamedTuple):
+    """What a step has left of its tokens, until the next step: what the last layer adds, the residual stream, and the
+    stream before each of Decoder.taps; [T, H] each."""
+
+    branch_TH: torch.Tensor
+    residual_TH: torch.Tensor
+    taps: tuple[torch.Tensor, ...]
 
 
 class Table(NamedTuple):
@@ -100,6 +111,10 @@ class Decoder:
         self._dtype = dtype
         self._hidden_size, self._vocab_size = spec.hidden_size, spec.vocab_size
         self._adapters: DecoderAdapters | None = None
+        self.taps: tuple[int, ...] = ()
+        """Layers before which steps keep the residual stream, for heads that read it; the number of layers: behind the
+        last one. Set before the first step."""
+        self.heard: Heard | None = None
         self.stream = stream
         ropes = spec.ropes
         self._ropes = [RotaryPositions(rope, spec.rope_dim, platform.device) for rope in ropes]
@@ -175,11 +190,12 @@ class Decoder:
         """Runs one step as forward() does, for a graph: its hidden_TH is in the room, its results will be there.
         by_shards: on each tp rank the logits of its own part of the vocabulary, as part_of() says."""
         tokens = slice(batch.num_tokens)
-        room = StepRoom(room[0][tokens], room[1][tokens], room.logits_SV[: len(batch.logits_rows_S)])
+        taps = tuple(tap_TH[tokens] for tap_TH in room.taps)
+        room = StepRoom(room[0][tokens], room[1][tokens], room.logits_SV[: len(batch.logits_rows_S)], taps)
         embedded_TH = self._embedded(batch)
         if embedded_TH is not None:
             room.residual_TH.copy_(embedded_TH)
-        branch_TH, residual_TH = self._walk(self._inputs(batch, kv, room.residual_TH))
+        branch_TH, residual_TH, *_ = self._walk(self._inputs(batch, kv, room.residual_TH, room.taps))
         room.branch_TH.copy_(branch_TH if self._head is not None else residual_TH + branch_TH)
         if self._head is None:
             return
@@ -188,6 +204,11 @@ class Decoder:
             self._scaled(self._head.own(hidden_SH, self.part_of(room.logits_SV)))
         else:
             self._logits(hidden_SH, room.logits_SV if self._head.gathers else None)
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings [T, H] of tokens, on the first stage."""
+        assert self._embedding is not None, "only the first stage has the embedding"
+        return self._embedding(ids_T)
 
     def part_of(self, logits_SV: torch.Tensor) -> torch.Tensor:
         """Returns where the logits of this rank's part are in the memory of so many rows, [S, len(own_ids)]."""
@@ -210,7 +231,7 @@ class Decoder:
         residual_TH = torch.zeros((num_tokens, self._hidden_size), dtype=self._dtype, device=device)
         width = self._vocab_size if self._head is None or self._head.gathers else len(self.own_ids)
         logits_SV = torch.zeros((num_samples * (self._head is not None), width), device=device)
-        return StepRoom(residual_TH, residual_TH.clone(), logits_SV)
+        return StepRoom(residual_TH, residual_TH.clone(), logits_SV, tuple(residual_TH.clone() for _ in self.taps))
 
     def logits(self, hidden_PH: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         """Returns the logits [P, V], float32, on tp rank 0, of hidden states that forward_and_pool() has returned, in
@@ -228,8 +249,9 @@ class Decoder:
         embedded_TH = self._embedded(batch)
         residual_TH = hidden_TH if embedded_TH is None else embedded_TH
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
-        inputs = self._inputs(batch, kv, residual_TH)
-        branch_TH, residual_TH = self.graphs.run(self.replay_key(inputs.shape, kv), inputs, self._walk)
+        inputs = self._inputs(batch, kv, residual_TH, tuple(torch.empty_like(residual_TH) for _ in self.taps))
+        branch_TH, residual_TH, *taps = self.graphs.run(self.replay_key(inputs.shape, kv), inputs, self._walk)
+        self.heard = Heard(branch_TH, residual_TH, tuple(taps))
         return branch_TH, residual_TH
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor | None:
@@ -240,7 +262,9 @@ class Decoder:
             return None
         return self._entry(self._embedding(batch.input_ids_T), batch.positions_T)
 
-    def _inputs(self, batch: ForwardBatch, kv: KVTensors, residual_TH: torch.Tensor) -> LayerInputs:
+    def _inputs(
+        self, batch: ForwardBatch, kv: KVTensors, residual_TH: torch.Tensor, taps: tuple[torch.Tensor, ...]
+    ) -> LayerInputs:
         return LayerInputs(
             batch,
             residual_TH,
@@ -250,18 +274,24 @@ class Decoder:
             self._attention,
             kv,
             batch.num_tokens,
+            taps,
         )
 
-    def _walk(self, inputs: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the layers; returns as _run_layers does."""
+    def _walk(self, inputs: LayerInputs) -> tuple[torch.Tensor, ...]:
+        """Runs the layers; returns as _run_layers does, and what the taps hear."""
         if self._adapters is not None:
             self._adapters.begin_layers(inputs.adapters, is_captured=inputs.is_static)
         branch_TH: torch.Tensor | None = None
-        for layer, layer_kv in zip(self.stream.in_turn(self._layers), inputs.kv.layers, strict=True):
+        taps = dict(zip(self.taps, inputs.taps, strict=True))
+        for number, layer, layer_kv in zip(
+            self.layer_ids, self.stream.in_turn(self._layers), inputs.kv.layers, strict=True
+        ):
             self.graphs.begin_layer()
+            _hear(taps.get(number), branch_TH, inputs.residual_TH)
             branch_TH = layer(branch_TH, inputs, layer_kv)
         assert branch_TH is not None, "a stage without layers"
-        return branch_TH, inputs.residual_TH
+        _hear(taps.get(self.layer_ids.stop), branch_TH, inputs.residual_TH)
+        return branch_TH, inputs.residual_TH, *inputs.taps
 
     def _logits(self, hidden_SH: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the logits [S, V] of hidden states after the final norm."""
@@ -374,6 +404,15 @@ class Decoder:
         assert self._embedding is not None and self._head is not None
         self._embedding.accept(table_VH.to(self._dtype))
         self._head.accept(table_VH)
+
+
+def _hear(tap_TH: torch.Tensor | None, branch_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> None:
+    """Keeps the residual stream with what the layer before adds to it, where a tap is there."""
+    if tap_TH is None:
+        return
+    tap_TH.copy_(residual_TH)
+    if branch_TH is not None:
+        tap_TH.add_(branch_TH)
 
 
 def _rope_of(layer: LayerSpec, ropes: Sequence[RopeSpec]) -> int | None:

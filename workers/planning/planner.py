@@ -14,11 +14,19 @@ from tandem.offload.kv.kv_groups import KVGroups
 from tandem.offload.weights.layer_placement import LayerPlacement, bytes_to_save, place_layers
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.config.head_config import HeadSpec
 from tandem.workers.planning.adapter_room import AdapterRoom, adapter_room
 from tandem.workers.planning.budget import ATTENTION_BYTES, CPU_SHARE, GIB
 from tandem.workers.planning.graph_room import graph_bytes
 from tandem.workers.planning.resolve import DTYPE_BYTES, draft_spec, drafts_here, kv_groups
-from tandem.workers.planning.sizes import RankWeights, activation_bytes, adapter_bytes, kv_token_bytes, rank_weights
+from tandem.workers.planning.sizes import (
+    RankWeights,
+    activation_bytes,
+    adapter_bytes,
+    draft_bytes,
+    kv_token_bytes,
+    rank_weights,
+)
 from tandem.workers.planning.start_notes import pool_notes
 
 CONVERSATION_TOKENS = 2048
@@ -151,7 +159,7 @@ def least_bytes(
     adapters = adapter_room(settings.lora, spec, mesh, DTYPE_BYTES[dtype]).device_bytes
     activations = activation_bytes(spec, mesh, tokens, seqs, DTYPE_BYTES[dtype])
     graphs = _graph_bytes(settings, spec, mesh, dtype, kv_dtype, max_model_len, replays=True)
-    drafts = _draft_bytes(draft, dtype, packs=False)
+    drafts = draft_bytes(draft, DTYPE_BYTES[dtype], packs=False)
     return kv + drafts + adapters + activations + ATTENTION_BYTES + _row_bytes(settings, max_model_len) + graphs
 
 
@@ -171,14 +179,9 @@ def _graph_bytes(
     return scratch + (graph_bytes(spec, mesh, settings, DTYPE_BYTES[dtype], max_model_len) if replays else 0)
 
 
-def _draft_of(settings: EngineSettings, mesh: Mesh) -> ArchSpec | None:
+def _draft_of(settings: EngineSettings, mesh: Mesh) -> ArchSpec | HeadSpec | None:
     """Returns the draft model of the rank at `mesh`; None where it runs none."""
     return draft_spec(settings) if drafts_here(mesh) else None
-
-
-def _draft_bytes(draft: ArchSpec | None, dtype: str, *, packs: bool) -> int:
-    """Bytes of a draft model's weights, which are whole on one rank."""
-    return 0 if draft is None else rank_weights(draft, Mesh(), DTYPE_BYTES[dtype], packs).total_bytes
 
 
 def _row_bytes(settings: EngineSettings, max_model_len: int) -> int:
@@ -240,8 +243,8 @@ def _stage(
         activations += ATTENTION_BYTES + _row_bytes(settings, max_model_len)
         graphs = _graph_bytes(settings, spec, mesh, dtype, kv_dtype, max_model_len, replays=not placement.streamed)
     draft, windows = _draft_of(settings, mesh), kv_groups(settings, spec, max_model_len).windows
-    draft_bytes = _draft_bytes(draft, dtype, packs=packs)
-    held = weights.fixed_bytes + placement.device_bytes + draft_bytes + activations + room.device_bytes + graphs
+    of_draft = draft_bytes(draft, element, packs)
+    held = weights.fixed_bytes + placement.device_bytes + of_draft + activations + room.device_bytes + graphs
     token_bytes = kv_token_bytes(spec, mesh, kv_dtype, windows, draft)
     return StagePlan(
         stage=mesh.pp_rank,
@@ -254,7 +257,7 @@ def _stage(
         adapter_bytes=adapter_bytes(spec, mesh, settings.lora.max_lora_rank, element),
         adapter_room=room,
         graph_bytes=graphs,
-        draft_bytes=draft_bytes,
+        draft_bytes=of_draft,
         draft_token_bytes=token_bytes - kv_token_bytes(spec, mesh, kv_dtype, windows),
     )
 

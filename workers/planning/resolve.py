@@ -19,6 +19,7 @@ from tandem.parallel.stored.headers import weight_files
 from tandem.workers.models.spec.arch import ArchSpec, RopeKind, RopeSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.config.draft_config import read_draft
+from tandem.workers.models.spec.config.head_config import HeadSpec
 from tandem.workers.models.spec.config.pooling_config import PoolingFacts, read_pooling
 from tandem.workers.models.spec.family_rows.families import family_of
 from tandem.workers.models.spec.kv_layout import kv_windows
@@ -50,13 +51,14 @@ def read_spec(settings: EngineSettings) -> ArchSpec:
     return spec.for_context(settings.model.max_model_len or spec.max_position_embeddings)
 
 
-def draft_spec(settings: EngineSettings) -> ArchSpec | None:
-    """Returns the spec of the draft model of --speculative-config, None without one. Raises as read_draft() does."""
-    model = settings.model
-    if model.draft is None:
+def draft_spec(settings: EngineSettings) -> ArchSpec | HeadSpec | None:
+    """Returns the spec of the draft model or the head of --speculative-config, None without one. Raises as read_draft()
+    does."""
+    model, drafts = settings.model, settings.speculative
+    if model.draft is None or drafts is None:
         return None
-    overrides = json.dumps(model.hf_overrides, sort_keys=True)
-    return read_draft(model.model, model.quantization, overrides, model.draft.model, model.draft.quantization)
+    overrides, draft = json.dumps(model.hf_overrides, sort_keys=True), model.draft
+    return read_draft(model.model, model.quantization, overrides, drafts.method, draft.model, draft.quantization)
 
 
 def drafts_here(mesh: Mesh) -> bool:

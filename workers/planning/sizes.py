@@ -12,8 +12,9 @@ from functools import lru_cache
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import Param
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Mla, Moe
+from tandem.workers.models.spec.config.head_config import HeadSpec
 from tandem.workers.models.spec.family_rows.families import parameters_of
-from tandem.workers.models.spec.kv_layout import block_layouts, kv_layout, kv_layouts
+from tandem.workers.models.spec.kv_layout import block_layouts, kv_layout, kv_layouts, layouts_of
 from tandem.workers.models.spec.parameters import ParameterTable
 
 
@@ -85,16 +86,26 @@ def _whole(params: Iterable[Param]) -> int:
     return sum(param.num_elements for param in params)
 
 
+def draft_bytes(draft: ArchSpec | HeadSpec | None, element_bytes: int, packs: bool) -> int:
+    """Returns the bytes of a draft model's or a head's weights, which are whole on one rank. packs: as for
+    rank_weights()."""
+    if draft is None:
+        return 0
+    if isinstance(draft, ArchSpec):
+        return rank_weights(draft, Mesh(), element_bytes, packs).total_bytes
+    return sum(param.held_bytes(Mesh(), element_bytes) for param in draft.params)
+
+
 def kv_token_bytes(
     spec: ArchSpec,
     mesh: Mesh,
     kv_dtype: str,
     windows: tuple[int | None, ...] = (None,),
-    draft: ArchSpec | None = None,
+    draft: ArchSpec | HeadSpec | None = None,
 ) -> int:
     """Returns the bytes of one token's planes in a block on the rank at `mesh`, scales included. windows: of the groups
     of layers. draft: the draft model of this rank, whose layers are whole there."""
-    of_draft = () if draft is None else kv_layouts(draft, Mesh(), windows)
+    of_draft = () if draft is None else layouts_of(draft.layers, 1, windows)
     return sum(layout.token_bytes(kv_dtype) for layout in block_layouts((*kv_layouts(spec, mesh, windows), *of_draft)))
 
 

@@ -79,7 +79,7 @@ class LoadedRank:
         ranks."""
         block_size = self.settings.cache.block_size
         decoder = self.decoder
-        of_draft = () if self.draft is None else self.draft.decoder.kv_layouts
+        of_draft = () if self.draft is None else self.draft.layouts
         kv = KVCache.allocate(decoder.kv_layouts, num_blocks, block_size, self.kv_dtype, self.platform, of_draft)
         capacity = self.settings.scheduler.max_num_seqs
         windows = kv_groups(self.settings, self.spec, self.max_model_len).windows
@@ -95,7 +95,7 @@ class LoadedRank:
         runner = ModelRunner(
             decoder, context, kv, table, self.platform, link, proposer, guess, self.settings.scored_rows
         )
-        runner.draft = None if self.draft is None else self.draft.decoder
+        runner.draft = self.draft
         _warm_up(runner, self.max_model_len, block_size, len(windows), relays=context.pp_size > 1)
         sizes = sizes_of(decoder, kv.tensors, self.settings, self.max_model_len)
         runner.make_captures(sizes, self.settings.max_drafts)
@@ -153,7 +153,7 @@ def load_rank(
         for line in platform.settle():
             log.info("%s", line)
         adapters = _open_adapters(chosen, decoder)
-        draft = load_draft(settings, context, platform, dtype, chosen.kv_dtype, chosen.groups.windows)
+        draft = load_draft(settings, context, platform, dtype, chosen.kv_dtype, chosen.groups.windows, decoder)
         facts = _facts(chosen, rank, decoder, placement, adapters, tuning, started_s, draft)
     except BaseException:
         decoder.close()
@@ -249,8 +249,7 @@ def _facts(
 ) -> RankLoaded:
     """Returns the facts for the coordinator, once all but KV is in memory. tuning: lines about it. started_s: when
     reading began."""
-    size, of_draft = chosen.settings.cache.block_size, None if draft is None else draft.decoder
-    layouts = (*decoder.kv_layouts, *(() if of_draft is None else of_draft.kv_layouts))
+    size, layouts = chosen.settings.cache.block_size, (*decoder.kv_layouts, *(() if draft is None else draft.layouts))
     needs = KVNeeds(
         block_bytes=block_bytes(layouts, size, chosen.kv_dtype),
         block_size=size,
@@ -261,7 +260,7 @@ def _facts(
     return RankLoaded(
         rank=rank,
         num_blocks=_count_blocks(chosen, decoder, needs, 0 if adapters is None else adapters.nbytes),
-        weight_bytes=decoder.weight_bytes + (0 if of_draft is None else of_draft.weight_bytes),
+        weight_bytes=decoder.weight_bytes + (0 if draft is None else draft.weight_bytes),
         block_bytes=needs.block_bytes,
         kv_layout=described(layouts),
         num_kv_groups=chosen.groups.count,

@@ -24,7 +24,7 @@ from tandem.workers.graphs.graph_runner import StartGraphs
 from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.messages.handshake import CaptureReport
 from tandem.workers.messages.step import StepPlan
-from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.decoder import Decoder, Heard
 from tandem.workers.planning.graph_room import CaptureSize
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NOT_FINITE_ID, Guess
@@ -32,6 +32,7 @@ from tandem.workers.rank.batch import StepBatch, build_batch, preparing
 from tandem.workers.rank.captured.framed_step import ReplayOutcome, clean_rejected
 from tandem.workers.rank.captured.replays import Replays, SampledPlaces
 from tandem.workers.rank.captured.ruled_draw import RuledSampling
+from tandem.workers.rank.drafters.draft_rank import LoadedDraft
 from tandem.workers.rank.drafts import Drafts, propose
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.launched_steps import OUT_OF_MEMORY, LaunchedSteps, StepHandle, StepTokens, StepWork
@@ -42,7 +43,7 @@ from tandem.workers.rank.step_exchanges import StepExchanges, StepVerdict
 from tandem.workers.sampling.prompt_logprobs import PromptScorer, Scored, ScoredRows
 from tandem.workers.sampling.sampler import Drawn, Sampling
 from tandem.workers.sampling.sampling_table import EDITS, READS_LATE, READS_ON_HOST
-from tandem.workers.speculation.proposer import MakeProposer
+from tandem.workers.speculation.proposer import DecodedStep, MakeProposer, ReadsSteps
 
 if TYPE_CHECKING:
     from tandem.parallel.pipeline import StageLink
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 class ModelRunner:
     """One rank's shard, its KV tensors and its row table. `link` is None when the pipeline has one stage,
     `make_proposer` without speculative decoding; guess: its form for devices, where there is one. scored_rows: as in
-    EngineSettings. draft: the model that `make_proposer` runs, which close() closes. _on_device: the device has the
+    EngineSettings. draft: what `make_proposer` runs, which close() closes. _on_device: the device has the
     tokens of the step launched last, so that the next one need not wait for them."""
 
     def __init__(
@@ -74,7 +75,7 @@ class ModelRunner:
         self.kv = kv
         self.gate: LoadGate | None = None
         self.captures: CaptureReport | None = None
-        self.draft: Decoder | None = None
+        self.draft: LoadedDraft | None = None
         self._table = table
         self._samples = context.is_last_stage and context.tp_rank == 0
         self._rows = platform.rows(table, guess, keeps_tokens=self._samples)
@@ -198,7 +199,12 @@ class ModelRunner:
         """Returns the step's drafts, which are guessed from all tokens sampled so far. Of a plan that counts for
         nothing the host proposes none, as all ranks know by then; the device would have guessed as many as for any
         other."""
-        if self._proposer is None or not any(work.max_drafts for work in plan.work):
+        if self._proposer is None:
+            return None
+        if not any(work.max_drafts for work in plan.work):
+            if isinstance(self._proposer, ReadsSteps):
+                self._steps.settle_all()
+                self._proposer.catch_up()
             return None
         with_drafts = [work.row for work in plan.work if work.max_drafts]
         if self._rows.guesses and not (self._flags_of(with_drafts) & (READS_LATE | READS_ON_HOST)).any():
@@ -260,6 +266,8 @@ class ModelRunner:
             hidden_TH = self._exchanges.receive()
             received = before, self.record()
         output, pooled, scored = self._forward(plan, batch, kv, hidden_TH)
+        if isinstance(self._proposer, ReadsSteps) and self._model.heard is not None:
+            self._proposer.read(DecodedStep(batch.rows_R, batch.begin_R, batch.starts, self._model.heard))
         self._exchanges.end_layers()
         if not self._context.is_last_stage:
             self._exchanges.send(output)
@@ -346,7 +354,8 @@ class ModelRunner:
         self._replays.run(step, hidden_TH)
         if self._adds and self._is_drawn(batch):
             self._rows.append(None)
-        residual_TH, branch_TH, logits_SV = step.room
+        residual_TH, branch_TH, logits_SV, taps = step.room
+        model.heard = Heard(branch_TH, residual_TH, taps)
         if not self._context.is_last_stage:
             return branch_TH[: int(batch.starts[-1])], None
         hidden_PH = None if rows_P is None else model.normed(branch_TH, residual_TH, rows_P)

@@ -18,7 +18,6 @@ from tandem import LLM, SamplingParams
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.workers.engine.base.drafting import Drafting
-from tandem.workers.models.decoder import Decoder
 from tandem.workers.planning.resolve import draft_spec
 from tandem.workers.rank.drafters import draft_model
 from tandem.workers.rank.drafters.draft_model import DraftModel
@@ -90,10 +89,12 @@ def test_what_is_in_the_drafts_cache_changes_no_text(shorter: Path, plain: list[
 class Reads:
     """Counts the tokens that a draft model computes."""
 
-    def __init__(self, draft: Decoder) -> None:
+    def __init__(self, llm: LLM) -> None:
+        drafter = runner_of(llm._engine.executor)._proposer
+        assert isinstance(drafter, DraftModel)
         self.counts: list[int] = []
-        self._forward = draft.forward
-        draft.forward = self  # type: ignore[method-assign, assignment]
+        self._forward = drafter._decoder.forward
+        drafter._decoder.forward = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, batch: Any, *rest: Any) -> torch.Tensor:
         self.counts.append(batch.num_tokens)
@@ -103,9 +104,7 @@ class Reads:
 def test_a_prefix_that_is_found_is_not_read_again(shorter: Path) -> None:
     prompt = list(range(3, 103))
     with opened(shorter, block_size=16) as llm:
-        draft = runner_of(llm._engine.executor).draft
-        assert draft is not None
-        reads = Reads(draft)
+        reads = Reads(llm)
         first = llm.generate(prompt, GREEDY, use_tqdm=False)
         assert reads.counts[0] == 101  # the prompt, and the token behind it
         reads.counts.clear()
@@ -118,9 +117,7 @@ def test_a_prefix_that_is_found_is_not_read_again(shorter: Path) -> None:
 def test_a_long_prompt_is_read_over_several_steps(shorter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model, "CATCH_UP", 40)
     with opened(shorter) as llm:
-        draft = runner_of(llm._engine.executor).draft
-        assert draft is not None
-        reads = Reads(draft)
+        reads = Reads(llm)
         llm.generate(list(range(3, 103)), GREEDY, use_tqdm=False)
         assert reads.counts[:3] == [40, 40, 22 + 1], "a token was sampled in each step without drafts"
 

@@ -24,6 +24,7 @@ class LayerInputs:
     backend: AttentionBackend | LatentBackend
     kv: KVTensors  # the cache, the same for all steps of a graph
     num_tokens: int
+    taps: tuple[torch.Tensor, ...] = ()  # [T, H] each, for the residual stream before Decoder.taps
     _step: AttentionStep | LatentStep | None = None
     _replayable: ReplayableStep | None = None
 
@@ -62,6 +63,7 @@ class LayerInputs:
             self.backend,
             self.kv,
             self.num_tokens,
+            tuple(torch.empty_like(tap_TH) for tap_TH in self.taps),
             cast(AttentionStep | LatentStep, step),
             step,
         )

@@ -90,13 +90,18 @@ def kv_layouts(spec: ArchSpec, mesh: Mesh, windows: tuple[int | None, ...] = (No
     """Returns the layouts of the layers of the rank at `mesh`, in order. windows: of the groups; layers of the stage
     with one window go to its groups in turn."""
     own = layer_range(spec.num_layers, mesh.pp_rank, mesh.pp_size)
-    layouts = tuple(kv_layout(spec.layers[layer], mesh.tp_size) for layer in own)
+    return layouts_of([spec.layers[layer] for layer in own], mesh.tp_size, windows)
+
+
+def layouts_of(layers: Sequence[LayerSpec], tp_size: int, windows: tuple[int | None, ...]) -> tuple[KVLayout, ...]:
+    """Returns the layouts of these layers on one rank of a stage. windows: as for kv_layouts()."""
+    layouts = tuple(kv_layout(layer, tp_size) for layer in layers)
     if len(windows) == 1:
         return layouts
     seen: Counter[int | None] = Counter()
     grouped = []
-    for layer, layout in zip(own, layouts, strict=True):
-        window = spec.layers[layer].params.window
+    for layer, layout in zip(layers, layouts, strict=True):
+        window = layer.params.window
         window = window if window in windows else None
         groups = [group for group, other in enumerate(windows) if other == window]
         grouped.append(replace(layout, group=groups[seen[window] % len(groups)]))

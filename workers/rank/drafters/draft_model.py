@@ -12,46 +12,22 @@ that of rejection sampling. R rows of a pass, Q of them with a guess.
 """
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tandem.workers.attention.backend import KVTensors
 from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.device_rows import Columns, DeviceRows, StepRows
-from tandem.workers.sampling.processors.logits_processor import Tokens
-from tandem.workers.sampling.sampler import Sampling
-from tandem.workers.sampling.sampling_table import SamplingTable
+from tandem.workers.platforms.device_rows import DeviceRows, StepRows
+from tandem.workers.rank.drafters.guess_draw import DraftBlocks, DraftRows, GuessDraw
 from tandem.workers.speculation.proposer import ProposalRow
 
 Ints = npt.NDArray[np.int64]
 CATCH_UP: Final = 512
 """Tokens that the draft reads in a step beside the rows' last ones: a long prompt is read over several steps, in which
 its row has no drafts, as all rows wait for it."""
-
-
-class DraftRows(Columns, Protocol):
-    """The rows of a rank (workers/rank/row_table.py), as a draft model reads them."""
-
-    sampling: SamplingTable
-
-    def history(self, row: int, position: int) -> tuple[Tokens, int]: ...
-
-    def draft(self, row: int, token_ids: Sequence[int]) -> None: ...
-
-
-class DraftBlocks(Protocol):
-    """The cache of a rank (workers/rank/kv_cache.py): the planes of its draft model, and how many tokens of each block
-    that has read."""
-
-    @property
-    def draft(self) -> KVTensors: ...
-
-    @property
-    def drafted(self) -> npt.NDArray[np.int32]: ...
 
 
 class _Pass(NamedTuple):
@@ -70,8 +46,8 @@ class DraftModel:
         self, decoder: Decoder, max_len: int, kv: DraftBlocks, table: DraftRows, rows: DeviceRows, platform: Platform
     ) -> None:
         self._decoder, self._max_len, self._kv = decoder, max_len, kv
-        self._table, self._rows, self._platform = table, rows, platform
-        self._ops = platform.sampling_ops()
+        self._table, self._rows = table, rows
+        self._draw = GuessDraw(table, platform)
         self._group = next(iter(kv.draft.layers)).group
         self._read = np.zeros(len(table.lives), np.int64)  # tokens of a row that the draft has read
         self._lives = np.full_like(self._read, -1)  # of the rows of which that is known
@@ -155,7 +131,7 @@ class DraftModel:
         rows_R, begin_R, end_R = step.rows_R[own], step.begin_R[own], step.end_R[own]
         places, arrays = np.flatnonzero(step.guesses_R[own]), StepArrays()
         rows_Q, positions_Q = rows_R[places], end_R[places]
-        sampling = self._sampling(rows_Q, positions_Q, arrays) if len(places) else None
+        sampling = self._draw.prepare(rows_Q, positions_Q, arrays) if len(places) else None
         lens_R = end_R - begin_R
         starts = np.zeros(len(rows_R) + 1, np.int64)
         np.cumsum(lens_R, out=starts[1:])
@@ -166,20 +142,9 @@ class DraftModel:
         logits_QV = self._decoder.forward(batch, self._kv.draft, None)
         if sampling is None:
             return guessed
-        drawn = sampling.draw(logits_QV, self._platform.accelerator)
-        self._platform.accelerator.event().wait()
-        is_finite = np.isfinite(drawn.best_S.numpy())
-        for place, token, is_one in zip(own[places].tolist(), drawn.host_ids_S.tolist(), is_finite, strict=True):
-            if is_one:
+        for place, token in zip(own[places].tolist(), self._draw.draw(sampling, logits_QV), strict=True):
+            if token is not None:
                 drafts[place].append(token)
                 self._table.draft(int(step.rows_R[place]), drafts[place])
                 guessed[place] = True
         return guessed
-
-    def _sampling(self, rows_Q: Ints, positions_Q: Ints, arrays: StepArrays) -> Sampling:
-        """Returns the choice of the rows' guesses."""
-        table = self._table
-        sampling = Sampling(rows_Q, positions_Q, table.sampling, table.history, self._ops, arrays.send, reports=False)
-        if sampling.prepares_late:
-            sampling.prepare_late(arrays.send)
-        return sampling

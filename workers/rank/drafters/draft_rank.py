@@ -1,38 +1,78 @@
-"""The draft model of a rank: its weights, beside the model's, and the proposer that runs it over the model's blocks.
+"""The draft of a rank: a model or a head beside the model, and the proposer that runs it over the model's blocks.
 
 Called by workers/rank/loading.py. The draft is whole on the first rank of the last stage, whatever the group's degrees
 are: it is small, so what its ranks would tell each other takes longer than what they would save. The others get its
 guesses (shared_drafts.py).
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
+from safetensors import safe_open
 
 from tandem.configs.errors import SettingsError
 from tandem.configs.json_flags import SPECULATIVE_CONFIG
-from tandem.configs.schema import EngineSettings
+from tandem.configs.schema import EngineSettings, ModelSettings
+from tandem.parallel.checkpoint import DummySource, ParameterSlot, WeightSource, load
 from tandem.parallel.context import ParallelContext
+from tandem.parallel.embedding import VocabParallelEmbedding
+from tandem.parallel.params import Param
+from tandem.parallel.stored.headers import weight_files
+from tandem.parallel.stored.safetensors_source import SafetensorsSource
+from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.models.decoder import Decoder, build_decoder
-from tandem.workers.planning.resolve import draft_spec, drafts_here
+from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.config.head_config import IGNORED, HeadSpec
+from tandem.workers.models.spec.kv_layout import KVLayout, layouts_of
+from tandem.workers.planning.resolve import draft_spec, drafts_here, read_spec
+from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import DeviceRows
-from tandem.workers.rank.drafters.draft_model import DraftBlocks, DraftModel, DraftRows
+from tandem.workers.rank.drafters.draft_model import DraftModel
+from tandem.workers.rank.drafters.eagle_head import EagleHead, Embed
+from tandem.workers.rank.drafters.guess_draw import DraftBlocks, DraftRows
+from tandem.workers.rank.drafters.head_drafts import HeadDrafts
+from tandem.workers.rank.drafters.medusa_drafts import MedusaDrafts
+from tandem.workers.rank.drafters.medusa_heads import MedusaHeads
 from tandem.workers.rank.drafters.shared_drafts import SharedDrafts
 from tandem.workers.speculation.proposer import MakeProposer, Proposer, make_proposer
 
-DRAFTERS: Final = {"draft_model": DraftModel}
-"""Proposers with a model, by the `method` of --speculative-config; those without one are in PROPOSERS."""
+
+def _nothing() -> None:
+    """Closes a head: it holds nothing but its weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft model whose weights are in memory. max_len: tokens of the longest sequence that it can guess for."""
+    """A draft whose weights are in memory, in bytes. layouts: of its KV, in the blocks behind the model's. make: its
+    proposer, over a rank's cache and rows."""
 
-    decoder: Decoder
-    max_len: int
+    layouts: tuple[KVLayout, ...]
+    weight_bytes: int
+    make: Callable[[DraftBlocks, DraftRows, DeviceRows], Proposer]
+    close: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOrder:
+    """What a draft is loaded for: the group's settings, this rank's place and platform, the dtypes of weights and KV,
+    the windows of the groups of layers, and the rank's part of the model."""
+
+    settings: EngineSettings
+    context: ParallelContext
+    platform: Platform
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    windows: tuple[int | None, ...]
+    model: Decoder
+
+    @property
+    def draft(self) -> ModelSettings:
+        assert self.settings.model.draft is not None
+        return self.settings.model.draft
 
 
 def load_draft(
@@ -42,29 +82,22 @@ def load_draft(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     windows: tuple[int | None, ...],
+    model: Decoder,
 ) -> LoadedDraft | None:
-    """Reads the draft model on the rank that runs it; None elsewhere, and without one. dtype: of its weights that have
-    no scheme of their own; kv_dtype: of the cache. SettingsError when it does not fit into the device's memory."""
+    """Reads the draft on the rank that runs it; None elsewhere, and without one. dtype: of its weights that have no
+    scheme of their own; kv_dtype: of the cache; model: this rank's, whose steps a head reads from now on. SettingsError
+    when it cannot be read, or does not fit into the device's memory."""
     spec = draft_spec(settings) if drafts_here(context.mesh) else None
-    model = settings.model.draft
-    if spec is None or model is None:
+    if spec is None or settings.speculative is None:
         return None
+    asked = DraftOrder(settings, context, platform, dtype, kv_dtype, windows, model)
     try:
-        decoder = build_decoder(
-            spec,
-            ParallelContext.single(),
-            folder=Path(model.model),
-            dtype=dtype,
-            platform=platform,
-            kv_dtype=kv_dtype,
-            load_format=model.load_format,
-            seed=model.seed or 0,
-            windows=windows,
-        )
+        return DRAFTERS[settings.speculative.method](asked, spec)
     except torch.OutOfMemoryError as error:
         words = f"model: the draft's weights do not fit on {platform.device} beside the model's: {error}"
         raise SettingsError(words, SPECULATIVE_CONFIG) from error
-    return LoadedDraft(decoder, spec.max_position_embeddings)
+    except SettingsError as error:
+        raise SettingsError(f"model: {error.args[0]}", SPECULATIVE_CONFIG) from error
 
 
 def make_of(
@@ -75,19 +108,146 @@ def make_of(
     kv: DraftBlocks,
     table: DraftRows,
 ) -> MakeProposer | None:
-    """Returns what makes the rank's proposer over its rows; None without speculative decoding. loaded: its draft
-    model, where it has one."""
+    """Returns what makes the rank's proposer over its rows; None without speculative decoding. loaded: its draft, where
+    it has one."""
     if settings.model.draft is None:
         proposer = make_proposer(settings.speculative)
         return None if proposer is None else lambda _: proposer
 
     def make(rows: DeviceRows) -> Proposer:
-        own: Proposer | None = None
-        if loaded is not None:
-            assert settings.speculative is not None, "a draft model without --speculative-config"
-            own = DRAFTERS[settings.speculative.method](loaded.decoder, loaded.max_len, kv, table, rows, platform)
+        own = None if loaded is None else loaded.make(kv, table, rows)
         if context.tp_size == 1 and own is not None:
             return own
         return SharedDrafts(own, context.tp, settings.max_drafts, platform)
 
     return make
+
+
+# ---- the kinds of drafts ----
+
+
+def _draft_model(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
+    assert isinstance(spec, ArchSpec)
+    draft, platform, longest = asked.draft, asked.platform, spec.max_position_embeddings
+    decoder = build_decoder(
+        spec,
+        ParallelContext.single(),
+        folder=Path(draft.model),
+        dtype=asked.dtype,
+        platform=platform,
+        kv_dtype=asked.kv_dtype,
+        load_format=draft.load_format,
+        seed=draft.seed or 0,
+        windows=asked.windows,
+    )
+    return LoadedDraft(
+        decoder.kv_layouts,
+        decoder.weight_bytes,
+        lambda kv, table, rows: DraftModel(decoder, longest, kv, table, rows, platform),
+        decoder.close,
+    )
+
+
+def _eagle3(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
+    assert isinstance(spec, HeadSpec) and spec.spec is not None
+    platform, vocab_size, longest = asked.platform, asked.model.vocab_size, spec.spec.max_position_embeddings
+    embed, embed_bytes = _embedding(asked) if not _has_embedding(spec) else (_no_embedding, 0)
+    head = EagleHead(spec, platform, asked.dtype, asked.kv_dtype, embed)
+    weight_bytes = embed_bytes + _load(asked, spec, head)
+    ids = None if spec.vocab_size == vocab_size else _ids_of(Path(asked.draft.model), spec.vocab_size, platform)
+    asked.model.taps = spec.taps
+    return LoadedDraft(
+        layouts_of(spec.layers, 1, asked.windows),
+        weight_bytes,
+        lambda kv, table, rows: HeadDrafts(head, ids, vocab_size, longest, kv, table, rows, platform),
+    )
+
+
+def _medusa(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
+    assert isinstance(spec, HeadSpec) and spec.most is not None
+    heads, model, platform, most = (
+        MedusaHeads(spec, asked.platform, asked.dtype),
+        asked.model,
+        asked.platform,
+        spec.most,
+    )
+    weight_bytes = _load(asked, spec, heads)
+    return LoadedDraft(
+        (),
+        weight_bytes,
+        lambda _, table, rows: MedusaDrafts(
+            heads, most, lambda heard, at: model.normed(heard.branch_TH, heard.residual_TH, at), table, rows, platform
+        ),
+    )
+
+
+DRAFTERS: Final[dict[str, Callable[[DraftOrder, ArchSpec | HeadSpec], LoadedDraft]]] = {
+    "draft_model": _draft_model,
+    "eagle3": _eagle3,
+    "medusa": _medusa,
+}
+"""Loaders of drafts with weights, by the `method` of --speculative-config; those without any are in PROPOSERS."""
+
+
+# ---- heads ----
+
+
+class _Slots(Protocol):
+    def slots(self) -> Iterator[ParameterSlot]: ...
+
+
+def _load(asked: DraftOrder, spec: HeadSpec, head: _Slots) -> int:
+    """Fills a head's parameters; returns their bytes."""
+    return _fill(asked, head.slots(), Path(asked.draft.model), spec.params, IGNORED)
+
+
+def _fill(
+    asked: DraftOrder,
+    slots: Iterable[ParameterSlot],
+    folder: Path,
+    params: Iterable[Param],
+    ignored: tuple[str, ...] = (),
+) -> int:
+    source: WeightSource
+    if asked.draft.load_format == "dummy":
+        source = DummySource(asked.draft.seed or 0, asked.dtype, asked.platform.device)
+    else:
+        source = SafetensorsSource(StoredCheckpoint(folder, params, ignored), asked.platform.read_ahead)
+    return load([*slots], source, dtype=asked.dtype, device=asked.platform.device, progress=False)
+
+
+def _has_embedding(spec: HeadSpec) -> bool:
+    return any(param.role == "embedding" for param in spec.params)
+
+
+def _no_embedding(ids_T: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("the head has an embedding of its own")
+
+
+def _embedding(asked: DraftOrder) -> tuple[Embed, int]:
+    """Returns the model's embedding for a head that has none, and the bytes that it adds: where the rank has all of it,
+    that one."""
+    if asked.context.world_size == 1:
+        return asked.model.embed, 0
+    spec = read_spec(asked.settings)
+    embedding = VocabParallelEmbedding(asked.model.parameters.embedding, ParallelContext.single())
+    source: WeightSource
+    if asked.draft.load_format == "dummy":
+        source = DummySource(asked.draft.seed or 0, asked.dtype, asked.platform.device)
+    else:
+        model = asked.settings.model
+        checkpoint = open_checkpoint(Path(model.model), spec, model.hf_overrides)
+        source = SafetensorsSource(checkpoint, asked.platform.read_ahead)
+    size = load([*embedding.slots()], source, dtype=asked.dtype, device=asked.platform.device, progress=False)
+    return embedding, size
+
+
+def _ids_of(folder: Path, count: int, platform: Platform) -> torch.Tensor:
+    """Returns the model's id of each id of a head with fewer: its own plus what d2t says. SettingsError where there is
+    no d2t."""
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as tensors:
+            if "d2t" in tensors.keys():  # noqa: SIM118 - it is no mapping
+                far = tensors.get_tensor("d2t").to(torch.int64)
+                return platform.accelerator.to_device(far + torch.arange(count))
+    raise SettingsError(f"{folder}: no tensor d2t says which ids of the model its {count} are", "MODEL")

@@ -12,7 +12,7 @@ import torch
 
 from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.workers.platforms.base import Platform
-from tandem.workers.speculation.proposer import ProposalRow, Proposer
+from tandem.workers.speculation.proposer import DecodedStep, ProposalRow, Proposer, ReadsSteps
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,14 @@ class SharedDrafts:
         heard = accelerator.to_host(self._tp.all_reduce(accelerator.to_device(told)))
         accelerator.event().wait()
         return [ids[1 : 1 + ids[0]] for ids in heard.tolist()]
+
+    def read(self, step: DecodedStep) -> None:
+        if isinstance(self._own, ReadsSteps):
+            self._own.read(step)
+
+    def catch_up(self) -> None:
+        if isinstance(self._own, ReadsSteps):
+            self._own.catch_up()
 
     @staticmethod
     def _guessed(own: Proposer, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:

@@ -4,28 +4,34 @@ Torch-free. Called by workers/planning/resolve.py in every process of a group.
 """
 
 import json
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tandem.configs.errors import SettingsError, UnsupportedModelError
+from tandem.configs.errors import SettingsError
 from tandem.configs.json_flags import SPECULATIVE_CONFIG
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
+from tandem.workers.models.spec.config.head_config import HEADS, HeadSpec
 
 TOKENIZER = "tokenizer.json"
 
 
 @lru_cache(maxsize=8)
-def read_draft(folder: str, quantization: Any, overrides: str, draft: str, of_draft: Any) -> ArchSpec:
-    """Returns the spec of the draft model in a folder, for the model in another. quantization, of_draft: as load_spec()
-    takes them for each; overrides: those of the model, as JSON. SettingsError for a draft that cannot be served, and
-    for one with another vocabulary than the model's."""
+def read_draft(
+    folder: str, quantization: Any, overrides: str, method: str, draft: str, of_draft: Any
+) -> ArchSpec | HeadSpec:
+    """Returns the spec of the draft model in a folder, or of a head, for the model in another. quantization, of_draft:
+    as load_spec() takes them for each; overrides: those of the model, as JSON; method: of --speculative-config.
+    SettingsError for a draft that cannot be served, and for one with another vocabulary than the model's."""
     spec = load_spec(Path(folder), json.loads(overrides) or None, quantization)
     try:
+        if (read := HEADS.get(method)) is not None:
+            return read(Path(draft), spec, of_draft)
         found = load_spec(Path(draft), None, of_draft)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"model: {error.args[0]}", SPECULATIVE_CONFIG) from error
+    except SettingsError as error:
+        raise type(error)(f"model: {error.args[0]}{_head_hint(Path(draft), method)}", SPECULATIVE_CONFIG) from error
     if found.vocab_size != spec.vocab_size:
         sizes = f"{draft} has a vocabulary of {found.vocab_size} tokens, {folder} one of {spec.vocab_size}"
         raise SettingsError(f"model: {sizes}: a draft model guesses ids of the model's own", SPECULATIVE_CONFIG)
@@ -33,6 +39,19 @@ def read_draft(folder: str, quantization: Any, overrides: str, draft: str, of_dr
         words = f"{draft} means another token by id {token} than {folder}: a draft model needs the model's vocabulary"
         raise SettingsError(f"model: {words}", SPECULATIVE_CONFIG)
     return found
+
+
+def _head_hint(draft: Path, method: str) -> str:
+    """Returns the method that a head needs which was given as a draft model."""
+    if method in HEADS:
+        return ""
+    with suppress(OSError, ValueError, AttributeError):
+        config = json.loads((draft / "config.json").read_text())
+        if "medusa_num_heads" in config:
+            return "; it holds Medusa's heads: give method medusa"
+        if "Eagle3" in "".join(config["architectures"]):
+            return "; it is an EAGLE-3 head: give method eagle3"
+    return ""
 
 
 def _other_token(folder: Path, draft: Path) -> int | None:
