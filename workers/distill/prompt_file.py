@@ -13,7 +13,7 @@ from tandem.workers.text.chat_template import ChatTemplate, find_chat_template
 from tandem.workers.text.tokenizer import ModelTokenizer
 
 FLAG: Final = "--prompts"
-MOST_JUDGED: Final = 48
+MOST_JUDGED: Final = 32
 """Prompts, at most, that are kept out of training."""
 ROOM: Final = 8
 """Tokens of the context, at least, that a prompt leaves to its answer."""

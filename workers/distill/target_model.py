@@ -6,7 +6,6 @@ size, V vocabulary, N rows that are asked for.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +27,8 @@ from tandem.workers.platforms.open_platform import open_platform
 from tandem.workers.rank.kv_cache import KVCache
 
 BLOCK_SIZE: Final = 16
+KEPT_BYTES: Final = 2**31
+"""Memory for states of answers that have been run; those beyond it are run again when they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +95,22 @@ class TargetModel:
         self.decoder.load(source, dtype=dtype, device=self.platform.device, progress=False)
         self.dtype = dtype
         self._kv: tuple[int, KVTensors] | None = None
+        self._kept: dict[tuple[int, tuple[int, ...]], tuple[Answer, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._kept_bytes = 0
 
-    @torch.inference_mode()
     def states(self, answers: Sequence[Answer], taps: Sequence[int]) -> AnswerStates:
-        """Runs answers. The tensors are no inference tensors: gradients may pass beside them."""
-        lens = [len(one.ids) for one in answers]
-        batch = _batch([one.ids for one in answers], self.platform.device)
-        found, final_TH = self.decoder.states(batch, self._cache(lens), taps)
-        most, size = max(lens), self.spec.hidden_size
-        with torch.inference_mode(mode=False):
-            device = self.platform.device
-            ids_BW = torch.zeros(len(lens), most, dtype=torch.int64, device=device)
-            chains_BW = torch.zeros(len(lens), most, dtype=torch.bool, device=device)
-            taps_BWH = torch.zeros(len(lens), most, len(taps) * size, device=device)
-            final_BWH = torch.zeros(len(lens), most, size, device=device)
-            for row, (answer, part) in enumerate(zip(answers, _parts(lens), strict=True)):
-                ids_BW[row, : lens[row]] = torch.tensor(answer.ids)
-                chains_BW[row, answer.start : lens[row] - 1] = True
-                for place, tap_TH in enumerate(found):
-                    taps_BWH[row, : lens[row], place * size : (place + 1) * size] = tap_TH[part]
-                final_BWH[row, : lens[row]] = final_TH[part]
-            return AnswerStates(ids_BW, taps_BWH, final_BWH, chains_BW)
+        """Runs answers, one by one, so that an answer's states do not depend on others; those that have been run, and
+        kept, are not run again. taps: layers before which the residual stream is taken."""
+        device, size, width = self.platform.device, self.spec.hidden_size, max(len(one.ids) for one in answers)
+        ids_BW = torch.zeros(len(answers), width, dtype=torch.int64, device=device)
+        chains_BW = torch.zeros_like(ids_BW, dtype=torch.bool)
+        taps_BWH, final_BWH = (torch.zeros(*ids_BW.shape, count * size, device=device) for count in (len(taps), 1))
+        for row, answer in enumerate(answers):
+            count = len(answer.ids)
+            ids_BW[row, :count] = torch.tensor(answer.ids)
+            chains_BW[row, answer.start : count - 1] = True
+            taps_BWH[row, :count], final_BWH[row, :count] = self._rows_of(answer, taps)
+        return AnswerStates(ids_BW, taps_BWH, final_BWH, chains_BW)
 
     def logits(self, final_NH: torch.Tensor) -> torch.Tensor:
         """Returns logits [N, V], float32, of hidden states behind the final norm."""
@@ -122,41 +118,40 @@ class TargetModel:
             logits_NV = self.decoder.logits(final_NH.to(self.platform.device, self.dtype), None)
         return logits_NV.clone()
 
-    def _cache(self, lens: Sequence[int]) -> KVTensors:
-        """Returns memory for the KV of rows of these lengths, which nothing reads later."""
-        blocks = sum(-(-one // BLOCK_SIZE) for one in lens)
+    def _rows_of(self, answer: Answer, taps: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns an answer's taps, side by side, and final hidden states, [T, ..], in the target's type."""
+        if (kept := self._kept.get((id(answer), tuple(taps)))) is not None:
+            return kept[1]
+        with torch.inference_mode():
+            batch, count = _batch(answer.ids, self.platform.device), len(answer.ids)
+            found, final_TH = self.decoder.states(batch, self._cache(count), taps)
+            taps_TH = torch.cat(found, -1) if found else final_TH[:, :0]
+        if self._kept_bytes + taps_TH.nbytes + final_TH.nbytes <= KEPT_BYTES:
+            self._kept_bytes += taps_TH.nbytes + final_TH.nbytes
+            self._kept[id(answer), tuple(taps)] = answer, (taps_TH, final_TH)
+        return taps_TH, final_TH
+
+    def _cache(self, count: int) -> KVTensors:
+        """Returns memory for the KV of so many tokens, which nothing reads later."""
+        blocks = -(-count // BLOCK_SIZE)
         if self._kv is None or self._kv[0] < blocks:
-            layouts = self.decoder.kv_layouts
-            cache = KVCache.allocate(layouts, blocks, BLOCK_SIZE, self.dtype, self.platform)
+            cache = KVCache.allocate(self.decoder.kv_layouts, blocks, BLOCK_SIZE, self.dtype, self.platform)
             self._kv = blocks, cache.tensors
         return self._kv[1]
 
 
-def _parts(lens: Sequence[int]) -> list[slice]:
-    """Returns where rows of these lengths are, one behind the other."""
-    starts = [0, *accumulate(lens)]
-    return [slice(*pair) for pair in pairwise(starts)]
-
-
-def _batch(rows: Sequence[Sequence[int]], device: torch.device) -> ForwardBatch:
-    """Returns whole rows as one step, each with blocks of its own."""
-    lens = [len(row) for row in rows]
-    blocks = [-(-one // BLOCK_SIZE) for one in lens]
-    first = [0, *accumulate(blocks)]
-    places = [torch.arange(one) for one in lens]
-    slots = [place + start * BLOCK_SIZE for place, start in zip(places, first, strict=False)]
-    table_RN = torch.tensor(first[:-1])[:, None].repeat(1, max(blocks))
-    for row, count in enumerate(blocks):
-        table_RN[row, :count] += torch.arange(count)
+def _batch(ids: Sequence[int], device: torch.device) -> ForwardBatch:
+    """Returns one row as a step."""
+    count, places_T = len(ids), torch.arange(len(ids), device=device)
     return ForwardBatch(
-        input_ids_T=torch.tensor([token for row in rows for token in row], device=device),
-        positions_T=torch.cat(places).to(device),
-        slot_mapping_T=torch.cat(slots).to(device),
-        query_starts=torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        block_table_RN=table_RN.to(torch.int32).to(device),
+        input_ids_T=torch.tensor(ids, device=device),
+        positions_T=places_T,
+        slot_mapping_T=places_T,
+        query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+        block_table_RN=torch.arange(-(-count // BLOCK_SIZE), dtype=torch.int32, device=device)[None],
         logits_rows_S=torch.empty(0, dtype=torch.int64, device=device),
-        query_lens_list=lens,
-        seq_lens_list=lens,
+        query_lens_list=[count],
+        seq_lens_list=[count],
         block_size=BLOCK_SIZE,
     )
