@@ -1,6 +1,6 @@
 """Prompts of the kinds that the demo model knows, for what needs its answers (docs/serving/distilling.md).
 
-    python -m tools.demo_model.prompts prompts.jsonl        # 1500 lines, each with `messages` or `prompt`
+python -m tools.demo_model.prompts prompts.jsonl        # 1500 lines, each with `messages` or `prompt`
 """
 
 import argparse

@@ -17,12 +17,12 @@ from typing import Any, ClassVar, Final
 import torch
 
 from tandem.configs.errors import SettingsError
-from tandem.workers.distill.acceptance import measure
-from tandem.workers.distill.answers import AnswerRun, Answers, Say
 from tandem.workers.distill.distill_settings import DRAFT, DRAFT_VOCABULARY, EAGLE, MEDUSA, DistillSettings
 from tandem.workers.distill.draft_student import DraftStudent, draft_shape
 from tandem.workers.distill.eagle_student import EagleStudent, tapped_layers
+from tandem.workers.distill.kept_guesses import measure
 from tandem.workers.distill.medusa_student import MedusaStudent
+from tandem.workers.distill.own_answers import AnswerRun, Answers, Say
 from tandem.workers.distill.prompt_file import read_prompts
 from tandem.workers.distill.step_times import StepTimes, decode_times, timed
 from tandem.workers.distill.student import Student
@@ -103,7 +103,7 @@ def distill(
 
 
 class _DistillRun:
-    """What happens once there are answers."""
+    """The run once there are answers."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ EAGLE: Final = "eagle"
 MEDUSA: Final = "medusa"
 METHODS: Final = (DRAFT, EAGLE, MEDUSA)
 TEMPERATURES: Final = (0.7, 1.0)
-"""Of the answers to learn from, in turn."""
+"""Temperatures of the answers to learn from, in turn."""
 DRAFT_VOCABULARY: Final = 32000
 """Tokens of an EAGLE-3 head's vocabulary unless the user says otherwise, as most published ones have it."""
 LEARNING_RATES: Final[Mapping[str, float]] = {DRAFT: 3e-3, EAGLE: 1e-3, MEDUSA: 1e-3}

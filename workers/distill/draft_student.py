@@ -9,11 +9,14 @@ from torch.nn import functional
 
 from tandem.configs.errors import SettingsError
 from tandem.workers.distill.distill_settings import DistillSettings
-from tandem.workers.distill.student import Attention, LayerShape, Mlp, RMSNorm, begin, shifted
+from tandem.workers.distill.student import STEMS, LayerShape, LearnedLayer, LearnedNorm, begin, shifted
 from tandem.workers.distill.target_model import AnswerStates
 from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.family_rows.families import family_of
+from tandem.workers.models.spec.parameter_names import Role
 
 EPS: Final = 1e-5
+LAYER: Final = family_of("LlamaForCausalLM").names.layer_prefix
 WIDTH: Final = 8
 """Hidden sizes that nobody has chosen are the target's by this, in whole heads, and two heads at least."""
 MULTIPLE: Final = 32
@@ -44,32 +47,20 @@ def draft_shape(spec: ArchSpec, settings: DistillSettings) -> LayerShape:
     )
 
 
-class _Layer(nn.Module):
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, shape.hidden_size)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = Mlp(shape)
-
-    def forward(self, x_BWH: torch.Tensor) -> torch.Tensor:
-        x_BWH = x_BWH + self.self_attn(self.input_layernorm(x_BWH))
-        return x_BWH + self.mlp(self.post_attention_layernorm(x_BWH))
-
-
 class _Llama(nn.Module):
-    """A Llama whose parameters are named as in checkpoints, with one table for embedding and head."""
+    """A Llama with one table for embedding and head."""
 
     def __init__(self, shape: LayerShape, layers: int, vocab_size: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(_Layer(shape) for _ in range(layers))
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.table = nn.Embedding(vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(LearnedLayer(shape, shape.hidden_size) for _ in range(layers))
+        self.norm = LearnedNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, ids_BW: torch.Tensor) -> torch.Tensor:
-        x_BWH = self.embed_tokens(ids_BW)
+        x_BWH = self.table(ids_BW)
         for layer in self.layers:
-            x_BWH = layer(x_BWH)
+            x_BWH = x_BWH + layer.attended(layer.attention_norm(x_BWH))
+            x_BWH = x_BWH + layer.fed(x_BWH)
         return self.norm(x_BWH)
 
 
@@ -84,7 +75,8 @@ class DraftStudent:
         self._spec = spec
         self._layers = settings.layers
         self.shape = draft_shape(spec, settings)
-        self.module: nn.Module = _Llama(self.shape, settings.layers, spec.vocab_size)
+        self._llama = _Llama(self.shape, settings.layers, spec.vocab_size)
+        self.module: nn.Module = self._llama
         begin(self.module, generator)
 
     def hidden(self, states: AnswerStates, places: int) -> list[torch.Tensor]:
@@ -94,11 +86,14 @@ class DraftStudent:
 
     def logits(self, hidden_NH: torch.Tensor, place: int) -> torch.Tensor:
         """Implements Student."""
-        return functional.linear(hidden_NH, self.module.get_parameter("embed_tokens.weight"))
+        return functional.linear(hidden_NH, self._llama.table.weight)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Implements Student."""
-        return {f"model.{name}": tensor for name, tensor in self.module.state_dict().items()}
+        found = {f"{STEMS[Role.EMBEDDING]}.weight": self._llama.table.weight.detach()}
+        for number, layer in enumerate(self._llama.layers):
+            found |= layer.tensors(LAYER.format(layer=number))
+        return {**found, f"{STEMS[Role.FINAL_NORM]}.weight": self._llama.norm.weight.detach()}
 
     def config(self) -> Mapping[str, Any]:
         """Implements Student."""

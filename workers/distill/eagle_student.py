@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tandem.configs.errors import UnsupportedModelError
 from tandem.workers.distill.draft_student import EPS, MULTIPLE, llama_keys
-from tandem.workers.distill.student import Attention, LayerShape, Mlp, RMSNorm, begin, shifted
+from tandem.workers.distill.student import LayerShape, LearnedLayer, LearnedNorm, begin, shifted
 from tandem.workers.distill.target_model import AnswerStates, TargetModel
 from tandem.workers.models.spec.arch import ArchSpec, Gated, Gqa, NormKind
 
@@ -51,25 +51,15 @@ def eagle_shape(spec: ArchSpec) -> LayerShape:
     )
 
 
-class _Layer(nn.Module):
-    """Named as in published heads. hidden_norm is of the vectors, input_layernorm of the embeddings."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        size, eps = shape.hidden_size, shape.rms_norm_eps
-        self.hidden_norm = RMSNorm(size, eps)
-        self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = Attention(shape, 2 * size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = Mlp(shape)
-
-
 class _Head(nn.Module):
+    """The layer's attention_norm is of the embeddings, hidden_norm of the vectors."""
+
     def __init__(self, shape: LayerShape, draft_vocab: int) -> None:
         super().__init__()
         self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.midlayer = _Layer(shape)
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = LearnedNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layer = LearnedLayer(shape, 2 * shape.hidden_size)
+        self.norm = LearnedNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, draft_vocab, bias=False)
 
 
@@ -93,24 +83,24 @@ class EagleStudent:
             self._head.lm_head.weight.copy_(target.decoder.head_rows(ids.to(device)))
             if norm is not None and norm.kind is NormKind.RMS:
                 self._head.norm.weight.copy_(target.decoder.final_norm_weight(device))
-            for matrix in (self._head.midlayer.self_attn.o_proj, self._head.midlayer.mlp.down_proj):
+            for matrix in (self._head.layer.o, self._head.layer.down):
                 matrix.weight.zero_()
 
     def hidden(self, states: AnswerStates, places: int) -> list[torch.Tensor]:
         """Implements Student."""
-        head, layer = self._head, self._head.midlayer
+        head, layer = self._head, self._head.layer
         vector_BWH = head.fc(shifted(states.taps_BWH, -1))  # behind token s - 1, when s is known and not yet computed
         found: list[torch.Tensor] = []
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for place in range(places):
             embedded_BWH = self._embedded(shifted(states.ids_BW, place))
-            x_BWI = torch.cat([layer.input_layernorm(embedded_BWH), layer.hidden_norm(vector_BWH)], -1)
-            q_BhWD, k_BhWD, v_BhWD = layer.self_attn.projected(x_BWI, place)
+            x_BWI = torch.cat([layer.attention_norm(embedded_BWH), head.hidden_norm(vector_BWH)], -1)
+            q_BhWD, k_BhWD, v_BhWD = layer.projected(x_BWI, place)
             keys.append(k_BhWD)
             values.append(v_BhWD)
-            vector_BWH = vector_BWH + layer.self_attn.merged(_attended(q_BhWD, keys, values))
-            vector_BWH = vector_BWH + layer.mlp(layer.post_attention_layernorm(vector_BWH))
+            vector_BWH = vector_BWH + layer.merged(_attended(q_BhWD, keys, values))
+            vector_BWH = vector_BWH + layer.fed(vector_BWH)
             found.append(head.norm(vector_BWH))
         return found
 
@@ -123,7 +113,11 @@ class EagleStudent:
         assert self.ids is not None
         known_V = torch.zeros(self._spec.vocab_size, dtype=torch.bool)
         known_V[self.ids] = True
-        return {**self.module.state_dict(), "d2t": self.ids - torch.arange(len(self.ids)), "t2d": known_V}
+        head = self._head
+        plain = {"fc": head.fc, "midlayer.hidden_norm": head.hidden_norm, "norm": head.norm, "lm_head": head.lm_head}
+        found = {f"{name}.weight": part.weight.detach() for name, part in plain.items()}
+        known = {"d2t": self.ids - torch.arange(len(self.ids)), "t2d": known_V}
+        return {**found, **head.layer.tensors("midlayer."), **known}
 
     def config(self) -> Mapping[str, Any]:
         """Implements Student."""

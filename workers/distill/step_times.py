@@ -15,7 +15,7 @@ import torch
 
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.distill.acceptance import Acceptance
+from tandem.workers.distill.kept_guesses import Acceptance
 from tandem.workers.distill.target_model import BLOCK_SIZE, TargetModel
 from tandem.workers.rank.kv_cache import KVCache
 

@@ -14,14 +14,21 @@ from torch import nn
 from torch.nn import functional
 
 from tandem.workers.distill.target_model import AnswerStates
+from tandem.workers.models.spec.family_rows.families import family_of
+from tandem.workers.models.spec.parameter_names import Role
 
+STEMS: Final = family_of("LlamaForCausalLM").names.stems
+ROLES: Final = (
+    Role.ATTENTION_NORM, Role.Q, Role.K, Role.V, Role.O, Role.MLP_NORM, Role.GATE, Role.UP, Role.DOWN
+)  # fmt: skip
 SPREAD: Final = 0.02
 """Standard deviation of new matrices."""
 
 
 class Student(Protocol):
-    """What learns. module: its parameters. taps: the target's layers before which it reads the residual stream. ids:
-    the target's ids of its own vocabulary, ascending; None: all. trained_places: how many places a step learns."""
+    """A pupil of the target. module: its parameters. taps: the target's layers before which it reads the residual
+    stream. ids: the target's ids of its own vocabulary, ascending; None: all. trained_places: how many places a step
+    learns."""
 
     module: nn.Module
     taps: tuple[int, ...]
@@ -45,7 +52,7 @@ class Student(Protocol):
         ...
 
 
-class RMSNorm(nn.Module):
+class LearnedNorm(nn.Module):
     """x / rms(x) * weight (Zhang and Sennrich 2019)."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -70,22 +77,29 @@ class LayerShape:
     rope_theta: float
 
 
-class Attention(nn.Module):
-    """Llama's attention over several chains of guesses. inputs: the width of what it reads."""
+class LearnedLayer(nn.Module):
+    """A Llama layer's parts. inputs: the width of what attention reads. Its parameters are called by their roles, and
+    written by the names that checkpoints have for these."""
 
     def __init__(self, shape: LayerShape, inputs: int) -> None:
         super().__init__()
         self._shape = shape
-        heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-        self.q_proj = nn.Linear(inputs, heads * dim, bias=False)
-        self.k_proj = nn.Linear(inputs, kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(inputs, kv_heads * dim, bias=False)
-        self.o_proj = nn.Linear(heads * dim, shape.hidden_size, bias=False)
+        size, dim, eps = shape.hidden_size, shape.head_dim, shape.rms_norm_eps
+        outputs, kv_outputs = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
+        self.attention_norm = LearnedNorm(size, eps)
+        self.q = nn.Linear(inputs, outputs, bias=False)
+        self.k = nn.Linear(inputs, kv_outputs, bias=False)
+        self.v = nn.Linear(inputs, kv_outputs, bias=False)
+        self.o = nn.Linear(outputs, size, bias=False)
+        self.mlp_norm = LearnedNorm(size, eps)
+        self.gate = nn.Linear(size, shape.intermediate_size, bias=False)
+        self.up = nn.Linear(size, shape.intermediate_size, bias=False)
+        self.down = nn.Linear(shape.intermediate_size, size, bias=False)
 
     def projected(self, x_BWI: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns q, k and v, [B, heads, W, D], rotated for positions from `first` on, k and v for each query head."""
         shape, dim = self._shape, self._shape.head_dim
-        parts = (projection(x_BWI).unflatten(-1, (-1, dim)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        parts = (matrix(x_BWI).unflatten(-1, (-1, dim)) for matrix in (self.q, self.k, self.v))
         q_BhWD, k_BhWD, v_BhWD = (part.transpose(1, 2) for part in parts)
         half = torch.arange(0, dim, 2, device=x_BWI.device) / dim
         angles_WD = torch.arange(first, first + x_BWI.shape[1], device=x_BWI.device)[:, None] / shape.rope_theta**half
@@ -96,24 +110,22 @@ class Attention(nn.Module):
 
     def merged(self, heads_BhWD: torch.Tensor) -> torch.Tensor:
         """Returns the output, [B, W, H], of what the heads have taken."""
-        return self.o_proj(heads_BhWD.transpose(1, 2).flatten(2))
+        return self.o(heads_BhWD.transpose(1, 2).flatten(2))
 
-    def forward(self, x_BWI: torch.Tensor) -> torch.Tensor:
+    def attended(self, x_BWI: torch.Tensor) -> torch.Tensor:
+        """Returns attention's output, [B, W, H], each token over those up to it."""
         q_BhWD, k_BhWD, v_BhWD = self.projected(x_BWI, 0)
         return self.merged(functional.scaled_dot_product_attention(q_BhWD, k_BhWD, v_BhWD, is_causal=True))
 
+    def fed(self, x_BWH: torch.Tensor) -> torch.Tensor:
+        """Returns the MLP's output behind its norm."""
+        x_BWH = self.mlp_norm(x_BWH)
+        return self.down(functional.silu(self.gate(x_BWH)) * self.up(x_BWH))
 
-class Mlp(nn.Module):
-    """Llama's MLP."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+    def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Returns its parameters by a checkpoint's names."""
+        own = dict(self.named_parameters(recurse=True))
+        return {f"{prefix}{STEMS[role]}.weight": own[f"{role}.weight"].detach() for role in ROLES}
 
 
 def shifted(x_BW: torch.Tensor, by: int) -> torch.Tensor:

@@ -11,13 +11,13 @@ from typing import Final
 
 import torch
 
-from tandem.configs.schema import Device, EngineSettings
+from tandem.configs.schema import EngineSettings
 from tandem.offload.weights.weight_stream import WeightStream
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
-from tandem.workers.distill.answers import Answer
+from tandem.workers.distill.own_answers import Answer
 from tandem.workers.models.decoder import Decoder, attention_of
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.planning.resolve import read_spec, resolve_dtype
@@ -28,12 +28,12 @@ from tandem.workers.rank.kv_cache import KVCache
 
 BLOCK_SIZE: Final = 16
 KEPT_BYTES: Final = 2**31
-"""Memory for states of answers that have been run; those beyond it are run again when they are asked for."""
+"""Memory for states of answers that have been run; later ones are run again whenever they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerStates:
-    """What the target computes of several answers, padded at their ends. ids_BW: their tokens. taps_BWH: behind the
+    """The target's states along several answers, padded at their ends. ids_BW: their tokens. taps_BWH: behind the
     layers that were asked for, side by side, the residual stream, float32. final_BWH: behind the final norm.
     lens_B: tokens. chains_BW: the tokens that a guess may start behind: those of the answers but the last."""
 
@@ -86,8 +86,7 @@ class TargetModel:
     def __init__(self, settings: EngineSettings, platform: Platform | None = None) -> None:
         self.spec: ArchSpec = read_spec(settings)
         self.platform = platform or open_platform(settings, 0, 1)
-        device: Device = "cpu" if self.platform.device.type == "cpu" else "cuda"
-        dtype = getattr(torch, resolve_dtype(settings, self.spec, device))
+        dtype = getattr(torch, resolve_dtype(settings, self.spec, self.platform.name))
         attention = attention_of(self.spec, self.platform, dtype)
         context, stream = ParallelContext.single(), WeightStream((), None)
         self.decoder = TappedDecoder(self.spec, context, attention, self.platform, dtype, stream)
@@ -118,6 +117,11 @@ class TargetModel:
             logits_NV = self.decoder.logits(final_NH.to(self.platform.device, self.dtype), None)
         return logits_NV.clone()
 
+    @property
+    def is_full(self) -> bool:
+        """True if no further states are kept."""
+        return self._kept_bytes >= KEPT_BYTES
+
     def _rows_of(self, answer: Answer, taps: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns an answer's taps, side by side, and final hidden states, [T, ..], in the target's type."""
         if (kept := self._kept.get((id(answer), tuple(taps)))) is not None:
@@ -126,7 +130,7 @@ class TargetModel:
             batch, count = _batch(answer.ids, self.platform.device), len(answer.ids)
             found, final_TH = self.decoder.states(batch, self._cache(count), taps)
             taps_TH = torch.cat(found, -1) if found else final_TH[:, :0]
-        if self._kept_bytes + taps_TH.nbytes + final_TH.nbytes <= KEPT_BYTES:
+        if not self.is_full:
             self._kept_bytes += taps_TH.nbytes + final_TH.nbytes
             self._kept[id(answer), tuple(taps)] = answer, (taps_TH, final_TH)
         return taps_TH, final_TH

@@ -5,21 +5,20 @@ answers a step gets, and its rate, follow from the seed and its number, so a run
 with the same bytes, on the same number of threads. N chains, V tokens that the student knows.
 """
 
-import io
 import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.nn import functional
 
-from tandem.workers.distill.answers import Answer, Answers, Say
 from tandem.workers.distill.distill_settings import DistillSettings
+from tandem.workers.distill.own_answers import Answer, Answers, Say
 from tandem.workers.distill.student import Student, shifted
 from tandem.workers.distill.target_model import AnswerStates, TargetModel
-from tandem.workers.quantize.files.tensor_file import keep
+from tandem.workers.quantize.files.tensor_file import of_memory, read_tensors, write_tensors
 from tandem.workers.quantize.work_folder import WorkFolder
 
 BATCH_TOKENS: Final = 1024
@@ -31,12 +30,15 @@ LEAST_SHARE: Final = 0.25
 """The part of the minutes, at least, that training gets, whatever the answers took."""
 CE: Final = 0.1
 LATER: Final = 0.8
-"""What a place counts of the one before it."""
+"""The weight of a place, as a part of the one's before it."""
 LOWEST: Final = 0.05
 """The last steps' part of the rate."""
 KEEP_S: Final = 20.0
 SAY_S: Final = 10.0
-FILE: Final = "training.pt"
+FILE: Final = "training.safetensors"
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+STEP: Final = "step"
+"""Keys of AdamW's state of a parameter; the last one stays on the host."""
 
 
 class Training:
@@ -53,12 +55,16 @@ class Training:
         rate, self._parameters = settings.learning_rate, list(student.module.parameters())
         assert rate is not None, "settings are checked"
         self._rate = rate
+        self._read_s = 0.0
         self._optimizer = torch.optim.AdamW(self._parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
 
     def run(self, say: Say) -> int:
         """Learns until the steps are done; returns how many there were."""
         step = self._restored()
+        began_s = time.monotonic()
+        self._read(say)
         first, started_s = step, time.monotonic()
+        self._read_s = started_s - began_s
         kept_s = said_s = started_s
         for number, answers in enumerate(self._batches()):
             if number < step:
@@ -79,6 +85,18 @@ class Training:
 
     # ---- inside ----
 
+    def _read(self, say: Say) -> None:
+        """Runs the answers through the target, so that steps do not wait for it and are of one length; answers whose
+        states do not fit into memory are run when they are learned from."""
+        said_s, answers = time.monotonic(), self._answers.learned
+        for number, answer in enumerate(answers, 1):
+            if self._target.is_full:
+                return
+            self._target.states([answer], self._student.taps)
+            if time.monotonic() - said_s >= SAY_S:
+                said_s = time.monotonic()
+                say(f"the target reads its answers: {number:,} of {len(answers):,}")
+
     def _learn(self, number: int, total: int | None, answers: Sequence[Answer]) -> float:
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate * _share(number, total)
@@ -97,7 +115,7 @@ class Training:
         if "steps" not in state and number - first >= WARM_STEPS:
             seconds = (time.monotonic() - started_s) / (number - first)
             all_s = self._settings.minutes * 60
-            left_s = max(all_s - state["answer_seconds"], LEAST_SHARE * all_s)
+            left_s = max(all_s - state["answer_seconds"] - self._read_s, LEAST_SHARE * all_s)
             state["steps"] = max(2 * WARM_STEPS, int(left_s / seconds))
             self._work.save()
         steps: int | None = state.get("steps")
@@ -118,25 +136,25 @@ class Training:
             turn += 1
 
     def _keep(self, step: int) -> None:
-        found = {"step": step, "module": self._student.module.state_dict(), "optimizer": self._optimizer.state_dict()}
-        buffer = io.BytesIO()
-        torch.save(found, buffer)
-        file = self._work.path / FILE
-        new = file.with_name(f"{FILE}.new")
-        with new.open("wb") as stream:
-            stream.write(buffer.getbuffer())
-            stream.flush()
-            keep(stream.fileno(), new, file)
+        found = {STEP: torch.tensor(step)}
+        for name, parameter in self._student.module.named_parameters():
+            found[name] = parameter.detach()
+            moments = self._optimizer.state[parameter]
+            found |= {f"{name} {kind}": tensor for kind, tensor in moments.items()}
+        write_tensors(self._work.path / FILE, [of_memory(name, tensor.cpu()) for name, tensor in found.items()])
 
     def _restored(self) -> int:
         """Takes what an earlier run has learned; returns the number of its steps."""
         file = self._work.path / FILE
         if not file.is_file():
             return 0
-        found: dict[str, Any] = torch.load(file, weights_only=True)
-        self._student.module.load_state_dict(found["module"])
-        self._optimizer.load_state_dict(found["optimizer"])
-        return int(found["step"])
+        found = read_tensors(file)
+        with torch.no_grad():
+            for name, parameter in self._student.module.named_parameters():
+                parameter.copy_(found[name])
+                moments = {kind: found[f"{name} {kind}"].to(parameter.device) for kind in MOMENTS}
+                self._optimizer.state[parameter] = {**moments, STEP: found[f"{name} {STEP}"]}
+        return int(found[STEP])
 
 
 def loss_of(student: Student, target: TargetModel, states: AnswerStates) -> torch.Tensor:

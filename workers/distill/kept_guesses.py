@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from tandem.workers.distill.answers import JUDGED_TEMPERATURES, Answer
+from tandem.workers.distill.own_answers import JUDGED_TEMPERATURES, Answer
 from tandem.workers.distill.student import Student, shifted
 from tandem.workers.distill.target_model import AnswerStates, TargetModel
 from tandem.workers.distill.training import BATCH_TOKENS, by_tokens
@@ -47,7 +47,7 @@ class Acceptance:
         }
 
 
-class _Counts:
+class _ChainCounts:
     """Sums over the answers of one temperature."""
 
     def __init__(self, places: int) -> None:
@@ -62,7 +62,7 @@ def measure(student: Student, target: TargetModel, answers: Sequence[Answer], pl
     found = []
     for temperature in JUDGED_TEMPERATURES:
         own = [one for one in answers if one.temperature == temperature]
-        counts = _Counts(places)
+        counts = _ChainCounts(places)
         for part in by_tokens(sorted(own, key=lambda one: len(one.ids)), BATCH_TOKENS):
             _count(counts, student, target, part, target.states(part, student.taps))
         if counts.begun[0]:
@@ -73,7 +73,7 @@ def measure(student: Student, target: TargetModel, answers: Sequence[Answer], pl
 
 
 def _count(
-    counts: _Counts, student: Student, target: TargetModel, answers: Sequence[Answer], states: AnswerStates
+    counts: _ChainCounts, student: Student, target: TargetModel, answers: Sequence[Answer], states: AnswerStates
 ) -> None:
     """Adds the chains of some answers, all of one temperature."""
     temperature = answers[0].temperature
