@@ -9,16 +9,18 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 import torch
 from torch.nn import functional
 
+from tandem.parallel.stored.headers import read_header
 from tandem.workers.distill.distill_settings import DistillSettings
 from tandem.workers.distill.own_answers import Answer, Answers, Say
 from tandem.workers.distill.student import Student, shifted
 from tandem.workers.distill.target_model import AnswerStates, TargetModel
-from tandem.workers.quantize.files.tensor_file import of_memory, read_tensors, write_tensors
+from tandem.workers.quantize.files.tensor_file import DTYPE_NAMES, of_memory, write_tensors
 from tandem.workers.quantize.work_folder import WorkFolder
 
 BATCH_TOKENS: Final = 1024
@@ -148,7 +150,7 @@ class Training:
         file = self._work.path / FILE
         if not file.is_file():
             return 0
-        found = read_tensors(file)
+        found = _read(file)
         with torch.no_grad():
             for name, parameter in self._student.module.named_parameters():
                 parameter.copy_(found[name])
@@ -212,3 +214,15 @@ def _progress(step: int, total: int | None, loss: float, seconds: float) -> str:
     if total is None:
         return f"training: step {step}, loss {loss:.3f}, {seconds:.2f} s a step"
     return f"training: step {step} of {total}, loss {loss:.3f}; about {(total - step) * seconds:.0f} s left"
+
+
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a file that write_tensors() has written."""
+    dtypes, found = {name: dtype for dtype, name in DTYPE_NAMES.items()}, {}
+    for name, stored in read_header(file).items():
+        data = bytearray(stored.nbytes)
+        with stored.file.open("rb") as stream:
+            stream.seek(stored.start)
+            stream.readinto(data)
+        found[name] = torch.frombuffer(data, dtype=dtypes[stored.dtype]).view(stored.shape)
+    return found

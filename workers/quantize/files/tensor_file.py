@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.parallel.stored.headers import StoredTensor, read_header
+from tandem.parallel.stored.headers import StoredTensor
 
 PIECE_BYTES = 2**24
 DTYPE_NAMES = {
@@ -82,18 +82,6 @@ def write_tensors(file: Path, tensors: Sequence[WrittenTensor]) -> None:
                 stream.write(piece)
         stream.flush()
         keep(stream.fileno(), new, file)
-
-
-def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Returns what write_tensors() has written. OSError."""
-    dtypes, found = {name: dtype for dtype, name in DTYPE_NAMES.items()}, {}
-    for name, stored in read_header(file).items():
-        data = bytearray(stored.nbytes)
-        with stored.file.open("rb") as stream:
-            stream.seek(stored.start)
-            stream.readinto(data)
-        found[name] = torch.frombuffer(data, dtype=dtypes[stored.dtype]).view(stored.shape)
-    return found
 
 
 def write_text(file: Path, text: str) -> None:

@@ -8,10 +8,12 @@ import pytest
 
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 from tests.support.verbs import run_verb_here
+from tools.demo_model.prompts import prompts as prompts_of_demo
 
 ROOT = Path(__file__).resolve().parents[4]
 PAGE = (ROOT / "docs/serving/distilling.md").read_text()
 COMMANDS = [line.split() for line in re.findall(r"^    \.venv/bin/tandem (distill .*)$", PAGE, re.M)]
+QUICK = ("--steps", "2", "--answers", "1", "--max-tokens", "8", "--cpu-threads", "1")
 
 
 @pytest.fixture
@@ -26,6 +28,17 @@ def refused(*arguments: object) -> str:
     done = run_verb_here("distill", *map(str, arguments))
     assert done.returncode == 2 and not done.stdout, done
     return done.stderr
+
+
+def test_the_command_of_the_page(tmp_path: Path) -> None:
+    """With prompts as the page makes them, but fewer."""
+    assert [command[1] for command in COMMANDS] == ["draft", "eagle", "medusa"]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in prompts_of_demo(40, 0)))
+    command = [word.replace("/tmp", str(tmp_path)) for word in COMMANDS[0]]
+    done = run_verb_here(*command, *QUICK)
+    assert done.returncode == 0 and "written to  " in done.stdout and "tokens a step" in done.stdout, done.stderr
+    again = run_verb_here(*command, *QUICK, "--json")
+    assert "is complete" in again.stderr and json.loads(again.stdout)["training_steps"] == 2
 
 
 @pytest.mark.parametrize(
