@@ -11,7 +11,7 @@ from tandem.configs.errors import SettingsError
 from tandem.workers.distill.distill_settings import DistillSettings
 from tandem.workers.distill.student import STEMS, LayerShape, LearnedLayer, LearnedNorm, begin, shifted
 from tandem.workers.distill.target_model import AnswerStates
-from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.arch import ArchSpec, Gqa
 from tandem.workers.models.spec.family_rows.families import family_of
 from tandem.workers.models.spec.parameter_names import Role
 
@@ -25,7 +25,8 @@ MULTIPLE: Final = 32
 def draft_shape(spec: ArchSpec, settings: DistillSettings) -> LayerShape:
     """Returns a draft's sizes: heads as large as the target's where they divide the hidden size, and as many query
     heads to a key. SettingsError, by flag, where heads do not divide it."""
-    dim = spec.head_dim if spec.head_dim % 2 == 0 else 64
+    attention = spec.layers[0].attention
+    dim = attention.head_dim if isinstance(attention, Gqa) and attention.head_dim % 2 == 0 else 64
     hidden = settings.hidden or max(2, spec.hidden_size // WIDTH // dim) * dim
     heads = settings.heads or (hidden // dim if hidden % dim == 0 else None)
     if heads is None:
@@ -33,8 +34,7 @@ def draft_shape(spec: ArchSpec, settings: DistillSettings) -> LayerShape:
         raise SettingsError(words, "--hidden")
     if hidden % heads or (hidden // heads) % 2:
         raise SettingsError(f"{hidden} has no {heads} heads of an even size", "--hidden")
-    attention = spec.layers[0].attention
-    group = max(1, getattr(attention, "num_heads", 1) // max(1, spec.kv_heads))
+    group = attention.num_heads // attention.num_kv_heads if isinstance(attention, Gqa) else 1
     rope = spec.layers[0].position
     return LayerShape(
         hidden_size=hidden,

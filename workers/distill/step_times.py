@@ -20,6 +20,7 @@ from tandem.workers.distill.target_model import BLOCK_SIZE, TargetModel
 from tandem.workers.rank.kv_cache import KVCache
 
 CONTEXT: Final = 128
+"""Tokens before those of a step, unless the model's context is shorter."""
 REPEATS: Final = 15
 
 
@@ -46,9 +47,10 @@ class StepTimes:
 def decode_times(model: TargetModel, most: int) -> tuple[float, ...]:
     """Returns the seconds of a decode step that computes 1 to `most` tokens of one sequence, logits and all."""
     layouts = model.decoder.kv_layouts
-    blocks = -(-(CONTEXT + most) // BLOCK_SIZE)
+    context = min(CONTEXT, model.spec.max_position_embeddings - most)
+    blocks = -(-(context + most) // BLOCK_SIZE)
     kv = KVCache.allocate(layouts, blocks, BLOCK_SIZE, model.dtype, model.platform).tensors
-    return tuple(timed(partial(_step, model, kv, blocks, count)) for count in range(1, most + 1))
+    return tuple(timed(partial(_step, model, kv, context, count)) for count in range(1, most + 1))
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -62,18 +64,19 @@ def timed(call: Callable[[], object]) -> float:
     return statistics.median(seconds)
 
 
-def _step(model: TargetModel, kv: KVTensors, blocks: int, count: int) -> None:
-    device, places = model.platform.device, torch.arange(CONTEXT, CONTEXT + count)
+def _step(model: TargetModel, kv: KVTensors, context: int, count: int) -> None:
+    device, places = model.platform.device, torch.arange(context, context + count)
+    blocks = -(-(context + count) // BLOCK_SIZE)
     batch = ForwardBatch(
         input_ids_T=torch.zeros(count, dtype=torch.int64, device=device),
         positions_T=places.to(device),
         slot_mapping_T=places.to(device),
         query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([CONTEXT + count], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([context + count], dtype=torch.int32, device=device),
         block_table_RN=torch.arange(blocks, dtype=torch.int32, device=device)[None],
         logits_rows_S=torch.arange(count, device=device),
         query_lens_list=[count],
-        seq_lens_list=[CONTEXT + count],
+        seq_lens_list=[context + count],
         block_size=BLOCK_SIZE,
     )
     with torch.inference_mode():
