@@ -59,6 +59,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "offline",
         "evaluation",
         "quantize",
+        "distill",
         "*",
     ),
     "workers/engine": ("blocks", "base", "observers", "transfers", "waiting", "adapters", "*", "thread"),

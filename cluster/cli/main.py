@@ -17,6 +17,7 @@ from tandem.cluster.cli.base.terminal import GroupedHelp, say
 from tandem.cluster.cli.explain.explain import explain
 from tandem.cluster.cli.live.drain import drain
 from tandem.cluster.cli.live.top import top
+from tandem.cluster.cli.quality.distill import distill
 from tandem.cluster.cli.quality.eval_text import evaluate
 from tandem.cluster.cli.quality.quantize import quantize
 from tandem.cluster.cli.shells.completion import completion
@@ -41,6 +42,7 @@ VERBS: Mapping[str, Command] = {
     "eval": evaluate,
     "tune": tune,
     "quantize": quantize,
+    "distill": distill,
     "status": status,
     "top": top,
     "drain": drain,

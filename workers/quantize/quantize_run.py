@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b, file_digest, sha256
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
-from tandem.parallel.stored.headers import weight_files
 from tandem.workers.evaluation.judgement import Judgement, verdict_of
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
@@ -31,7 +30,7 @@ from tandem.workers.quantize.quantize_settings import OWN, QuantizeSettings
 from tandem.workers.quantize.rounding.integer_grid import IntegerGrid
 from tandem.workers.quantize.rounding.mixed_bits import MIXED, MeasuredUnit, choose_bits, unit_of
 from tandem.workers.quantize.rounding.recorded_linear import RecordedLinear
-from tandem.workers.quantize.work_folder import FLAG, REPORT, WorkFolder
+from tandem.workers.quantize.work_folder import FLAG, REPORT, WorkFolder, weights_digest
 
 LOGITS_BYTES: Final = 2**26
 """Size of logits that are compared at a time."""
@@ -300,11 +299,7 @@ def _drift(dense: Iterator[torch.Tensor], quantized: Iterator[torch.Tensor]) -> 
 
 def _made_of(source: SourceModel, settings: QuantizeSettings, sequences: Sequences | None) -> dict[str, Any]:
     """Returns all that decides what is written: settings, and digests of the model and of the calibration text."""
-    digest = sha256((source.folder / "config.json").read_bytes())
-    for file in weight_files(source.folder):
-        with file.open("rb") as stream:
-            digest.update(file_digest(stream, "sha256").digest())
-    made = {**settings.as_json(), "weights": digest.hexdigest()}
+    made = {**settings.as_json(), "weights": weights_digest(source.folder)}
     if sequences is not None:
         made["calib"] = blake2b(repr(sequences.all).encode(), digest_size=8).hexdigest()
     elif settings.calib != OWN:

@@ -22,6 +22,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.int32: "I32",
     torch.int64: "I64",
+    torch.bool: "BOOL",
 }
 
 

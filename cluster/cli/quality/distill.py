@@ -1,0 +1,130 @@
+"""`tandem distill METHOD TARGET`: makes a draft model, an EAGLE-3 head or Medusa heads of a model's own answers.
+
+The work is workers/distill/; this module reads flags and prints the report.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tandem.cluster.cli.base.terminal import say, table
+from tandem.cluster.cli.quality.quantize import WEIGHTS
+from tandem.configs.errors import SettingsError
+from tandem.workers.planning.model_source import find_model
+
+
+def _own(flag: str, metavar: str, words: str) -> Any:
+    return typer.Option(flag, metavar=metavar, help=words, show_default=False)
+
+
+def distill(
+    method: Annotated[
+        str, typer.Argument(metavar="METHOD", help="draft (a small Llama), eagle (an EAGLE-3 head) or medusa.")
+    ],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="Folder, GGUF file, hub id, or `demo` (the bundled model).")
+    ],
+    prompts: Annotated[
+        Path,
+        _own("--prompts", "FILE", "A prompt a line; .jsonl: `prompt`, text to continue, or `messages`."),
+    ],
+    out: Annotated[Path, _own("--out", "DIR", "Folder for the draft or head, new or empty.")],
+    minutes: Annotated[float, _own("--minutes", "X", "For answers and training together. Default: 10.")] = 10.0,
+    steps: Annotated[
+        int | None, _own("--steps", "N", "Steps of training. Default: as many as the minutes leave time for.")
+    ] = None,
+    layers: Annotated[int, _own("--layers", "N", "draft: its layers; medusa: a head's. Default: 1.")] = 1,
+    hidden: Annotated[
+        int | None, _own("--hidden", "N", "draft: its hidden size. Default: an eighth of TARGET's.")
+    ] = None,
+    heads: Annotated[
+        int | None, _own("--heads", "N", "draft: its heads. Default: as many of TARGET's size as fit.")
+    ] = None,
+    draft_vocab: Annotated[
+        int | None,
+        _own("--draft-vocab", "N", "eagle: tokens that it knows, TARGET's most frequent. Default: 32000, or all."),
+    ] = None,
+    places: Annotated[
+        int, _own("--num-speculative-tokens", "N", "Guesses that the report tells of; medusa: its heads. Default: 4.")
+    ] = 4,
+    answers: Annotated[int, _own("--answers", "N", "Answers to each prompt, at most. Default: 8.")] = 8,
+    max_tokens: Annotated[int, _own("--max-tokens", "N", "Tokens of an answer, at most. Default: 256.")] = 256,
+    learning_rate: Annotated[
+        float | None, _own("--learning-rate", "X", "The highest. Default: draft 0.003, others 0.001.")
+    ] = None,
+    seed: Annotated[int, _own("--seed", "N", "Of answers, of the order, and of new weights. Default: 0.")] = 0,
+    revision: Annotated[str | None, _own("--revision", "TEXT", "Branch, tag or commit of a hub id.")] = None,
+    cpu_threads: Annotated[
+        int | None, _own("--cpu-threads", "N", "Threads to compute with. Default: all cores.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON; progress goes to stderr.")] = False,
+) -> None:
+    """Make a draft model or a head that guesses TARGET's tokens, of TARGET's own answers.
+
+    TARGET answers the prompts at temperatures 0.7 and 1, for at most half of the minutes; then the student learns its
+    distributions. A tenth of the prompts judges: distill_report.json says how many guesses are kept, place by place,
+    greedily and under the sampling of `tandem serve`, before and after, and what that would save here. What is written
+    vLLM reads as well. The same command goes on with a run that was ended.
+    """
+    from tandem.workers.distill.distill_run import DistillTarget
+    from tandem.workers.distill.distill_run import distill as run
+    from tandem.workers.distill.distill_settings import DistillSettings
+
+    if cpu_threads is not None and cpu_threads < 1:
+        raise SettingsError(f"{cpu_threads}: at least 1", "--cpu-threads")
+    settings = DistillSettings(
+        method=method,
+        minutes=minutes,
+        steps=steps,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        draft_vocab=draft_vocab,
+        places=places,
+        answers=answers,
+        max_tokens=max_tokens,
+        learning_rate=learning_rate,
+        seed=seed,
+    ).checked()
+    flags = {name: value for name, value in (("revision", revision), ("cpu_threads", cpu_threads)) if value is not None}
+    found = DistillTarget(target, find_model(target, revision, "TARGET", WEIGHTS), flags)
+    try:
+        report = run(found, settings, prompts.expanduser(), out.expanduser(), say)
+    except KeyboardInterrupt:
+        say("interrupted: the same command goes on where it was")
+        raise
+    typer.echo(json.dumps(report, indent=1) if as_json else "\n".join(_lines(report, out)))
+
+
+def _lines(report: dict[str, Any], out: Path) -> list[str]:
+    """The table of acceptance, and what it is worth."""
+    cells = [["temperature", "guesses kept by place, before", "after", "bound", "tokens a step", "gain", "guesses"]]
+    for before, after in zip(report["before"], report["after"], strict=True):
+        cells.append(
+            [
+                f"{after['temperature']:g}",
+                _shares(before["acceptance_by_place"]),
+                _shares(after["acceptance_by_place"]),
+                "-" if after["rejection_bound"] is None else f"{after['rejection_bound']:.2f}",
+                f"{after['tokens_per_step']:.2f}",
+                f"{after['predicted_gain']:.2f}",
+                str(after["best_guesses"]),
+            ]
+        )
+    seconds = report["step_seconds"]
+    steps = " ".join(f"{1000 * one:.2f}" for one in seconds["target"])
+    guess = f"{1000 * seconds['guess']:.2f} ms" + (" for all" if seconds["guesses_at_once"] else "")
+    return [
+        *table(cells),
+        f"answers     {report['answers']:,}, {report['answer_tokens']:,} tokens, {report['answer_seconds']:.0f} s",
+        f"training    {report['training_steps']:,} steps, {report['training_seconds']:.0f} s, "
+        f"{report['parameters']:,} parameters",
+        f"gain        predicted, for one sequence: TARGET's step takes {steps} ms for 1, 2.. tokens, a guess {guess}",
+        f"written to  {out}",
+    ]
+
+
+def _shares(places: list[float]) -> str:
+    return " ".join(f"{one:.2f}" for one in places)
