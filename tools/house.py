@@ -62,7 +62,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "distill",
         "*",
     ),
-    "workers/engine": ("blocks", "base", "observers", "transfers", "waiting", "adapters", "*", "thread"),
+    "workers/engine": ("blocks", "base", "drafting observers", "transfers", "waiting", "adapters", "*", "thread"),
 }
 """Per folder its rooms from the ground up: a room imports rooms of lower floors only. `*`: modules beside the rooms."""
 

@@ -11,7 +11,7 @@ from tandem.cluster.fleet import engine_metrics
 from tandem.cluster.fleet.engine_metrics import GROUP_LABELS
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.tenants.tenant_service import TenantService
-from tandem.workers.engine.base.drafting import DraftStats
+from tandem.workers.engine.base.draft_record import DraftStats
 from tandem.workers.engine.base.expert_reports import ExpertStats
 from tandem.workers.engine.base.metric_rows import Metric, metrics_of
 from tandem.workers.engine.base.request_figures import RequestFigures

@@ -127,13 +127,15 @@ class Bench:
         return Outcome(name, acceptance, tokens / row_steps, speed_up)
 
     def predicted(self, acceptance: float) -> float:
-        """The speed-up at an acceptance by the measured line of step times: tokens of a step over its relative time."""
-        drafting = self._engines[1]._drafting
+        """The speed-up at an acceptance by the measured costs: tokens of a step over its relative time, with as many
+        drafts as are best."""
+        drafting = self._engines[1].drafting
         assert drafting is not None
-        tokens = sum(acceptance**place for place in range(DRAFTS + 1))
-        plain, drafted = (drafting.step_seconds(self.rows * tokens) for tokens in (1, 1 + DRAFTS))
-        assert plain is not None and drafted is not None, "no step times were measured"
-        return tokens * plain[0] / drafted[0]
+        prices, tokens, best = drafting.costs.prices(self.rows), 1.0, 1.0
+        for most in range(1, DRAFTS + 1):
+            tokens += acceptance**most
+            best = max(best, tokens * prices.step / prices.seconds(self.rows * most, most))
+        return best
 
 
 def bench_of(
@@ -170,7 +172,7 @@ def dictated(options: argparse.Namespace, stack: ExitStack) -> Iterator[Outcome]
             assert text[len(job.prompt) :] == answers[tuple(job.prompt[:KEY])], "it writes what it is made to"
         bench.compare("warm", jobs, 1)
         outcome = bench.compare(f"{kind} a passage", jobs, options.repeats)
-        outcome.predicted = max(1.0, bench.predicted(outcome.acceptance))
+        outcome.predicted = bench.predicted(outcome.acceptance)
         yield outcome
 
 
@@ -186,7 +188,7 @@ def scripted(options: argparse.Namespace, stack: ExitStack) -> Iterator[Outcome]
         runner._proposer = Scripted(acceptance, texts, vocab_size)
         bench.compare("warm", jobs, 1)
         outcome = bench.compare(f"drafts right {acceptance:.0%}", jobs, options.repeats)
-        outcome.predicted = max(1.0, bench.predicted(acceptance))
+        outcome.predicted = bench.predicted(acceptance)
         yield outcome
 
 

@@ -50,7 +50,7 @@ class StepTimes(StepObserver):
     def submitted(self, step: InFlightStep, plan: StepPlan) -> None:
         self._under_way.append((self._clock(), self._plans.of(plan)))
 
-    def returned(self, step: InFlightStep, num_drafts: int, device_s: float) -> None:
+    def returned(self, step: InFlightStep, num_drafts: int, result: StepResult) -> None:
         submitted_s, shape = self._under_way.popleft()
         now_s = self._clock()
         self._shapes.append(shape)

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from tandem.cluster.fleet.group_events import GroupTally
 from tandem.cluster.fleet.group_reports import GroupReport
-from tandem.workers.engine.base.drafting import DraftStats
+from tandem.workers.engine.base.draft_record import DraftStats
 from tandem.workers.engine.base.expert_reports import ExpertStats
 from tandem.workers.engine.base.metric_rows import Histogram, Metric, metrics_of
 from tandem.workers.engine.base.request_figures import RequestFigures

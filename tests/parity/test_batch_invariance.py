@@ -21,7 +21,6 @@ import torch
 from tandem import LLM, SamplingParams
 from tandem.offload.weights.weight_copiers import InlineCopier
 from tandem.parallel.context import ParallelContext
-from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.graphs.cpu_graphs import RUNS_BEFORE_CAPTURE
 from tandem.workers.kernels.cpu.attention.cpu_decode_attention import CpuDecodeAttention
@@ -30,6 +29,7 @@ from tandem.workers.models.decoder import build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.platforms.cpu_invariant import InvariantCpuPlatform
 from tests.support.adapters import save_random_adapter
+from tests.support.free_drafts import free_drafts
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.seen_logits import SeenLogits, seeing
 from tests.support.tiny_models import BY_NAME, save_tiny_model, some_in_parity
@@ -66,7 +66,7 @@ def _no_measured_times() -> Iterator[None]:
     threads = torch.get_num_threads()
     with (
         mock.patch.object(CopyCosts, "recompute_s", return_value=math.inf),
-        mock.patch.object(Drafting, "step_seconds", return_value=(1.0, 0.0)),
+        free_drafts(),
     ):
         yield
     torch.set_num_threads(threads)

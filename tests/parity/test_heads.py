@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tandem import LLM, SamplingParams
-from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.rank.drafters.head_drafts import HeadDrafts
 from tandem.workers.rank.drafters.medusa_drafts import MedusaDrafts
 from tandem.workers.speculation.proposer import ProposalRow
 from tests.support.draft_models import DEMO, DIM, HEADS, KV_HEADS, TAPS, random_eagle, random_medusa
+from tests.support.free_drafts import free_drafts
 
 PROMPTS = ["Once upon a time there was a little dog. The little dog was red. ", "The cat sat", "Say: a boat. " * 4]
 PARAMS = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
@@ -28,7 +28,7 @@ GUESSES = 3
 @pytest.fixture(scope="module", autouse=True)
 def _drafts_pay() -> Iterator[None]:
     threads = torch.get_num_threads()
-    with mock.patch.object(Drafting, "step_seconds", return_value=(1.0, 0.0)):
+    with free_drafts():
         yield
     torch.set_num_threads(threads)
 

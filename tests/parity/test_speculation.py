@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem import LLM, SamplingParams
-from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest, ReplyTo, TokenDelta
 from tandem.workers.messages.thinking import ThinkingBudget
@@ -30,6 +29,7 @@ from tandem.workers.offline.llm import RequestOutput
 from tandem.workers.offline.outputs import Logprob, OfflineRun, OpenOutput, end_output
 from tests.support.adapters import save_random_adapter
 from tests.support.draft_models import random_eagle, random_medusa, shorter_demo
+from tests.support.free_drafts import free_drafts
 from tests.support.paged_rows import prompt_ids
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
@@ -75,7 +75,7 @@ def _no_measured_times() -> Iterator[None]:
     """However slow the machine is: copies of KV always pay, and drafts do while they are accepted."""
     with (
         mock.patch.object(CopyCosts, "recompute_s", return_value=math.inf),
-        mock.patch.object(Drafting, "step_seconds", return_value=(1.0, 0.0)),
+        free_drafts(),
     ):
         yield
 

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from tandem import LLM, SamplingParams, StructuredOutputsParams
-from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.messages.request import Abort, AdapterRef, Ended, GenerationRequest, TokenDelta
 from tandem.workers.offline.llm import Completion, RequestOutput
 from tandem.workers.structured.grammar_store import GrammarStore
 from tandem.workers.text.grammars import grammar_of, with_grammar
+from tests.support.free_drafts import free_drafts
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo"
 VOCAB = 768
@@ -70,7 +70,7 @@ def _no_measured_times() -> Iterator[None]:
     """However slow the machine is: copies of KV always pay, and drafts do while they are accepted."""
     with (
         mock.patch.object(CopyCosts, "recompute_s", return_value=math.inf),
-        mock.patch.object(Drafting, "step_seconds", return_value=(1.0, 0.0)),
+        free_drafts(),
     ):
         yield
 

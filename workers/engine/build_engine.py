@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from tandem.configs.schema import EngineSettings
 from tandem.workers.engine.admission import ModelFacts
 from tandem.workers.engine.base.arrivals import Arrivals
-from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.expert_reports import ExpertReports
 from tandem.workers.engine.base.request_figures import RequestFigures
 from tandem.workers.engine.base.stats import Collector
 from tandem.workers.engine.base.step_observer import StepObserver
 from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.drafting.drafting import Drafting
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import Executor, ExecutorReady
 from tandem.workers.engine.live_requests import LiveRequests, OnBegun, OutputSink

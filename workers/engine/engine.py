@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tandem.workers.engine.admission import ModelFacts
-from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.expert_reports import ExpertReports
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.sequence import SequenceStatus
 from tandem.workers.engine.base.stats import Collector, EngineStats, engine_stats
 from tandem.workers.engine.base.step_observer import StepObserver
 from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.drafting.drafting import Drafting
 from tandem.workers.engine.executor import Executor, ExecutorReady
 from tandem.workers.engine.live_requests import LiveRequests, OutputSink
 from tandem.workers.engine.rank_answers import RankAnswers
@@ -183,7 +183,7 @@ class Engine:
             self.collector.launches["replayed" if result.is_replayed else "eager"] += 1
             num_drafts = step.num_computed_drafts(result)
             for observer in self.observers:
-                observer.returned(step, num_drafts, result.device_s)
+                observer.returned(step, num_drafts, result)
         else:
             outcome = self.results.fail(step, result.failure, now_s)
         self._applying = None

@@ -8,12 +8,12 @@ gone. Next: the deltas go through engine_thread.py to the gateway's generation/p
 from dataclasses import dataclass, field
 
 from tandem.workers.engine.base.blockers import Awaited, Blocker
-from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.metric_rows import Histogram
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus, is_idle_work
 from tandem.workers.engine.base.stats import Collector
 from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.drafting.drafting import Drafting
 from tandem.workers.engine.observers.request_course import mark, take_course
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.messages.course import Course

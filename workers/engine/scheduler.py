@@ -20,11 +20,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 
 from tandem.configs.schema import SchedulerSettings
-from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
 from tandem.workers.engine.base.step_limit import StepLimit
 from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.drafting.drafting import Drafting
 from tandem.workers.engine.observers.chunk_limiter import ChunkLimiter
 from tandem.workers.engine.row_admission import RowAdmission
 from tandem.workers.engine.running_rows import RunningRows
@@ -217,22 +217,23 @@ class Scheduler:
     def _schedule_decodes(self, step: InFlightStep, running: Iterable[Sequence]) -> list[Sequence]:
         """Schedules a token for each running row that is one token behind; returns those further behind (prefills)."""
         prefills: list[Sequence] = []
-        one_token, step_id, relay, drafting = self._one_token, step.step_id, self._relay, self._drafting
+        one_token, step_id, relay = self._one_token, step.step_id, self._relay
         add_seq, add_work = step.sequences.append, step.work.append
         in_turns = relay and self.alone is None  # so that each stage has a step
         num_rows = len(self.rows.sequences)
         most = -(-num_rows // self._depth) if in_turns else num_rows
+        most_drafts = 0 if self._drafting is None else self._most_drafts()
         for seq in running:
             known = seq.num_known
             if known - seq.num_scheduled != 1:
                 prefills.append(seq)
                 continue
-            if known >= seq.max_len or (relay and (known != len(seq.tokens) or step.num_decode >= most)):
+            if known + seq.num_drafts >= seq.max_len:  # plans in flight may bring its last token
+                continue
+            if relay and (known != len(seq.tokens) or step.num_decode >= most):
                 continue
             table = seq.table
-            num_drafts = 0 if drafting is None else self._num_drafts(step, seq)
-            if num_drafts is None:
-                continue
+            num_drafts = self._num_drafts(seq, most_drafts - step.num_drafts) if most_drafts else 0
             if relay or known + seq.num_drafts > table.capacity or table.may_share or num_drafts:
                 work = self._grow(step, seq, num_drafts)
                 if work is None:
@@ -247,18 +248,22 @@ class Scheduler:
             step.num_decode += 1
         return prefills
 
-    def _num_drafts(self, step: InFlightStep, seq: Sequence) -> int | None:
-        """Returns how many drafts seq may have in the step; None if the plans in flight may bring its last token."""
+    def _most_drafts(self) -> int:
+        """Returns how many drafts the next step may have in all; the other half of a step is left for prefills."""
         assert self._drafting is not None
-        room = seq.max_len - seq.num_known - seq.num_drafts
-        if room <= 0:
-            return None
-        rows = len(self.rows.sequences)
-        if self._limit.is_reduced or room == 1 or seq.state is self.alone:
+        most = min(self._budget // 2 - len(self.rows.sequences), self._chunk_limiter.limit() // 2)
+        if most <= 0 or self._limit.is_reduced:
             return 0
-        half = min(self._budget // 2 - rows, self._chunk_limiter.limit() // 2)  # the other one is left for prefills
-        most = min(room - 1, half - step.num_drafts)
-        return max(0, min(most, self._drafting.budget(seq.drafting, seq.num_known, rows)))
+        num_decode = sum(seq.num_known - seq.num_scheduled == 1 for seq in self.rows.sequences)
+        return most if num_decode and self._drafting.begin_step(num_decode) else 0
+
+    def _num_drafts(self, seq: Sequence, most: int) -> int:
+        """Returns how many drafts, up to `most`, seq may have in the step; none may come behind its last token."""
+        assert self._drafting is not None
+        most = min(most, seq.max_len - seq.num_known - seq.num_drafts - 1)
+        if most <= 0 or seq.state is self.alone:
+            return 0
+        return min(most, self._drafting.budget(seq.drafting, seq.num_known))
 
     def _grow(self, step: InFlightStep, seq: Sequence, num_drafts: int) -> RowWork | None:
         """Returns one token of work with drafts, new blocks or tokens that ranks lack; None if seq gets no blocks. For
@@ -281,6 +286,7 @@ class Scheduler:
         seq.num_sent = known
         seq.num_drafts += num_drafts
         step.num_drafts += num_drafts
+        step.most_drafts = max(step.most_drafts, num_drafts)
         return RowWork(
             row=seq.row,
             num_tokens=1,

@@ -121,6 +121,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only
     # tokens computed in places for drafts where nothing was guessed: on a device, places are made before guesses
     num_unguessed: int = 0
     is_replayed: bool = False  # its layers were a capture's, on the last stage
+    draft_s: float = 0.0  # of device_s, the seconds in which drafts were guessed
 
 
 class CountExperts(msgspec.Struct, frozen=True, array_like=True, tag="count_experts"):

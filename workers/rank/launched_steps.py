@@ -57,6 +57,7 @@ class StepWork:
     is_replayed: bool = False
     pooled: Pooled | None = None  # its embeddings
     scored: Scored | None = None  # the log probabilities of its prompts
+    guessing: tuple[DeviceEvent, DeviceEvent] | None = None  # events around what a proposer has done
 
 
 class StepHandle:
@@ -155,7 +156,7 @@ class LaunchedSteps:
 
     def _settle_one(self, step: StepHandle) -> None:
         work, step.work = step.work, None
-        received_s, num_unguessed, is_replayed = 0.0, 0, False
+        received_s, draft_s, num_unguessed, is_replayed = 0.0, 0.0, 0, False
         rows: list[RowResult] = []
         if work is not None:
             step.failure, is_replayed = self._failure_of(step, work), work.is_replayed
@@ -169,6 +170,8 @@ class LaunchedSteps:
                     rows = work.scored.merged(rows)
             if work.received is not None:
                 received_s = work.received[1].seconds_since(work.received[0])
+            if work.guessing is not None:
+                draft_s = work.guessing[1].seconds_since(work.guessing[0])
         if self._samples:
             step.step_result = StepResult(
                 step_id=step.step_id,
@@ -176,6 +179,7 @@ class LaunchedSteps:
                 failure=step.failure,
                 num_unguessed=num_unguessed,
                 is_replayed=is_replayed,
+                draft_s=draft_s,
                 device_s=step.done.seconds_since(step.began) - received_s,
                 wait_s=max(0.0, step.began.seconds_since(self._last_done)) + received_s,
             )

@@ -90,6 +90,7 @@ class ModelRunner:
         self._steps = LaunchedSteps(table, kv, samples=self._samples, record=self.record)
         self._replays = Replays(self._samples)
         self._awaits: list[int] = []
+        self._guessing: tuple[DeviceEvent, DeviceEvent] | None = None
         self._owed: list[int] = []  # of steps before, which this rank has not computed
 
     @cached_property
@@ -199,12 +200,15 @@ class ModelRunner:
         """Returns the step's drafts, which are guessed from all tokens sampled so far. Of a plan that counts for
         nothing the host proposes none, as all ranks know by then; the device would have guessed as many as for any
         other."""
+        self._guessing = None
         if self._proposer is None:
             return None
         if not any(work.max_drafts for work in plan.work):
             if isinstance(self._proposer, ReadsSteps):
                 self._steps.settle_all()
+                began = self.record()
                 self._proposer.catch_up()
+                self._guessing = began, self.record()
             return None
         with_drafts = [work.row for work in plan.work if work.max_drafts]
         if self._rows.guesses and not (self._flags_of(with_drafts) & (READS_LATE | READS_ON_HOST)).any():
@@ -212,7 +216,10 @@ class ModelRunner:
         self._steps.settle_all()
         if self._steps.void(plan.step_id, plan.known_failure) is not None:
             return None
-        return propose(self._proposer, plan, self._table)
+        began = self.record()
+        drafts = propose(self._proposer, plan, self._table)
+        self._guessing = began, self.record()
+        return drafts
 
     def _compute(self, plan: StepPlan, drafts: Drafts | None) -> StepWork:
         if self._samples and self._waits_for_tokens(plan):
@@ -295,7 +302,8 @@ class ModelRunner:
         tokens = self._tokens(batch, places, host_drafts_S, drawn, verdict) if self._appends and count else None
         errors = {**self._table.sampling.grammars.errors, **self._table.errors}
         is_replayed = self._replays.now is not None
-        return StepWork(batch, drafts, drawn, tokens, received, errors, verdict, is_replayed, pooled, scored)
+        work = StepWork(batch, drafts, drawn, tokens, received, errors, verdict, is_replayed, pooled, scored)
+        return replace(work, guessing=self._guessing)
 
     def _draw_ruled(self, sampling: RuledSampling, outcome: ReplayOutcome) -> Drawn:
         """Draws by a capture behind the step's."""

@@ -1,7 +1,10 @@
 """Draft budgets: what pays goes on, what does not pauses; and that defects of several tokens a row are noticed."""
 
 import itertools
-from collections import Counter
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,162 +14,241 @@ from fake_tiers import TierPlan
 
 from tandem.configs.options import MAX_DRAFTS
 from tandem.workers.attention.cpu_paged import DECODE_QUERIES
-from tandem.workers.engine.base.drafting import (
-    EMPTY_STEPS,
-    FIRST_PAUSE,
-    LONGEST_EMPTY_PAUSE,
-    LONGEST_PAUSE,
-    PROBE_EVERY,
-    Drafting,
-    DraftRecord,
-    StepLine,
-)
+from tandem.workers.engine.base.draft_record import DraftRecord
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.sequence import Sequence, SequenceStatus
 from tandem.workers.engine.blocks.block_manager import BlockTable
+from tandem.workers.engine.drafting.drafting import EMPTY_STEPS, LONGEST_EMPTY_PAUSE, Drafting
+from tandem.workers.engine.drafting.step_costs import MEASURE_EVERY, StepCosts
 from tandem.workers.engine.observers.chunk_limiter import StepChunkLimiter
 from tandem.workers.engine.results import ResultApplier
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.transfers.kv_offload import KVOffload
 from tandem.workers.engine.waiting.probation import PROBATION_TOKENS, probation_tokens
-from tandem.workers.messages.step import RowResult, RowWork
+from tandem.workers.messages.step import RowResult, RowWork, StepPlan, StepResult
 
 MOST = 5
 DEPTH1, ASYNC = {"asynchronous": False}, {"asynchronous": True}
+Chances = Callable[[int, int, int], float]
+"""Of a draft to be right behind right ones, by step, row and place."""
 
 
-def measured(step_s: float, token_s: float) -> Drafting:
-    """A budget that has seen steps of step_s seconds and token_s more for each token."""
-    drafting = Drafting(MOST)
-    for num_tokens in (1, 6, 2, 4, 1, 6):
-        drafting.observe_step(num_tokens, 0, step_s + token_s * num_tokens)
-    return drafting
+def always(chance: float) -> Chances:
+    """The same chance for all."""
+    return lambda step, row, place: chance
 
 
-def test_the_line_goes_through_the_latest_steps() -> None:
-    line = StepLine()
-    assert not line.is_known
-    for _ in range(100):
-        line.observe(3, 0.5)
-    assert not line.is_known, "one size tells no slope"
-    for _ in range(400):
-        for num_tokens in (1, 4, 9):
-            line.observe(num_tokens, 0.02 + 0.001 * num_tokens)
-    assert line.seconds(5) == (pytest.approx(0.025, rel=1e-3), pytest.approx(0.001, rel=1e-2))
+class Steps:
+    """Steps without an engine: `rows` rows, of which new ones take the place of those that have had 200 tokens. A step
+    takes 1 + token * (rows - 1 + drafts) + start + place * (most drafts of a row), with noise for the one who measures.
+    Results come `behind` steps later. Tokens are those to be expected of the drafts, not what luck made of them."""
+
+    def __init__(self, rows: int, token: float, place: float = 0.0, start: float = 0.0, behind: int = 0) -> None:
+        self.drafting = Drafting(MOST)
+        self.rows, self.token, self.place, self.start = rows, token, place, start
+        self.records = [DraftRecord() for _ in range(rows)]
+        self.lengths = [10 + 190 * row // rows for row in range(rows)]
+        self.drafts: list[list[int]] = []
+        self.tokens, self.seconds = 0.0, 0.0
+        self._draw = random.Random(5)
+        self._late: deque[tuple[InFlightStep, StepResult]] = deque()
+        self._behind = behind
+
+    def step_s(self, num_drafts: int, most: int) -> float:
+        extra = self.token * num_drafts + self.start + self.place * most if num_drafts else 0.0
+        return 1.0 + self.token * (self.rows - 1) + extra
+
+    def run(self, steps: int, chances: Chances, noise: float = 0.05) -> float:
+        """The tokens a second of so many steps, over those without drafts."""
+        tokens, seconds = self.tokens, self.seconds
+        for step in range(steps):
+            self._step(len(self.drafts), partial(chances, step), noise)
+        return (self.tokens - tokens) / (self.seconds - seconds) * self.step_s(0, 0) / self.rows
+
+    def best(self, chance: float) -> float:
+        """The most that any number of drafts brings, the same for all rows."""
+        tokens, best = 1.0, 1.0
+        for most in range(1, MOST + 1):
+            tokens += chance**most
+            best = max(best, tokens * self.step_s(0, 0) / self.step_s(most * self.rows, most))
+        return best
+
+    def _step(self, number: int, chances: Callable[[int, int], float], noise: float) -> None:
+        may = self.drafting.begin_step(self.rows)
+        drafts = [may and self.drafting.budget(*row) for row in zip(self.records, self.lengths, strict=True)]
+        most, total = max(drafts), sum(drafts)
+        for row, count in enumerate(drafts):
+            accepted, all_right, goes_on = 0, 1.0, True
+            for place in range(count):
+                all_right *= chances(row, place)
+                self.tokens += all_right
+                goes_on = goes_on and self._draw.random() < chances(row, place)
+                accepted += goes_on
+            self.drafting.observe(self.records[row], count, accepted)
+            self.lengths[row] += 1 + accepted
+            if self.lengths[row] >= 200:
+                self.records[row], self.lengths[row] = DraftRecord(), 10
+        self.drafts.append(drafts)
+        self.tokens += self.rows
+        self.seconds += self.step_s(total, most)
+        seconds = self.step_s(total, most) * self._draw.uniform(1 - noise, 1 + noise)
+        draft_s = self.start + self.place * most if total else 0.0
+        step = InFlightStep(number, num_decode=self.rows, num_drafts=total, most_drafts=most)
+        self._late.append((step, StepResult(step_id=number, rows=[], device_s=seconds, draft_s=draft_s)))
+        if len(self._late) > self._behind:
+            came, result = self._late.popleft()
+            self.drafting.returned(came, came.num_drafts, result)
 
 
-@pytest.mark.parametrize("num_prefill", [0, 64], ids=["decodes", "prefills in every step"])
-@pytest.mark.parametrize("step_s", [0.0, 0.01], ids=["time of a step", "time of a token"])
-def test_it_switches_off_when_all_steps_are_alike(num_prefill: int, step_s: float) -> None:
-    """From a fresh start: nothing was measured, then steps of one size; drafts are never right."""
-    drafting, record, drafted = Drafting(MOST), DraftRecord(), 0
-    for length in range(600):
-        num_drafts = drafting.budget(record, length, 1)
-        drafted += num_drafts > 0
-        drafting.observe(record, num_drafts, 0)
-        num_tokens = 1 + num_drafts + num_prefill
-        drafting.observe_step(num_tokens, num_prefill, 0.01 + (0.01 - step_s) * num_tokens)
-    assert drafted <= 30, f"{drafted} of 600 steps drafted"
+COSTS = [(0.005, 0.0, 0.0), (0.02, 0.05, 0.0), (0.09, 0.0, 0.0), (0.09, 0.2, 0.0), (0.02, 0.0, 0.3), (0.3, 0.0, 0.0)]
+"""Of a token, of a place (a pass of a draft model) and of any drafts, beside a step of one row."""
 
 
-def test_steps_of_one_size_are_measured_beside_one_without_drafts() -> None:
-    """Three of five are right in each, and a token takes as long as a step: that does not pay, once it is seen."""
-    drafting, drafted = Drafting(MOST), 0
-    records = [DraftRecord() for _ in range(8)]
-    for length in range(400):
-        budgets = [drafting.budget(record, length, 8) for record in records]
-        for record, num_drafts in zip(records, budgets, strict=True):
-            drafting.observe(record, num_drafts, min(3, num_drafts))
-        drafted += sum(budgets) > 0
-        drafting.observe_step(8 + sum(budgets), 0, 0.0001 + 0.001 * (8 + sum(budgets)))
-    assert drafted <= 40, f"{drafted} of 400 steps drafted"
+@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+def test_it_drafts_nearly_as_is_best_and_is_never_slower_than_off(rows: int, costs: tuple[float, float, float]) -> None:
+    for chance in (0.0, 0.3, 0.6, 0.9):
+        steps, chances = Steps(rows, *costs), always(chance)
+        assert steps.run(250, chances) >= 0.97, "from a fresh start"
+        rate = steps.run(350, chances)
+        assert rate >= max(0.98, 0.9 * steps.best(chance)), (chance, rate, steps.best(chance))
 
 
-@pytest.mark.parametrize("mode", [{}, {"asynchronous": True}], ids=["depth1", "async"])
-def test_an_engine_stops_drafting_what_is_never_accepted(mode: dict[str, bool]) -> None:
-    h = harness(**mode, drafts=4, num_blocks=200, device_s=lambda plan: 0.01)
-    h.executor.proposes = lambda context: (4, 0)
-    h.add(request("r", 4, 400))
-    h.run()
-    assert h.engine.stats().drafts.num_drafts <= 30
+@pytest.mark.parametrize("behind", [0, 2])
+@pytest.mark.parametrize("rows", [1, 4, 32])
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+def test_it_is_never_slower_than_off_when_chances_change_or_differ(
+    rows: int, costs: tuple[float, float, float], behind: int
+) -> None:
+    kinds: dict[str, Chances] = {
+        "fall": lambda step, row, place: 0.9 if step < 200 else 0.0,
+        "rise": lambda step, row, place: 0.0 if step < 200 else 0.9,
+        "rows that differ": lambda step, row, place: 0.9 if row % 2 else 0.0,
+        "places that differ": lambda step, row, place: (0.7, 0.4, 0.2, 0.1, 0.1)[place],
+        "right or wrong as a whole": lambda step, row, place: 0.3 if place == 0 else 0.95,
+    }
+    for name, chances in kinds.items():
+        assert Steps(rows, *costs, behind=behind).run(400, chances) >= 0.97, name
 
 
-def test_a_line_needs_sizes_that_differ_by_some_percent() -> None:
-    for sizes, is_known in (((100, 108), False), ((100, 130), True), ((2, 3), True)):
-        line = StepLine()
-        for num_tokens in sizes * 50:
-            line.observe(num_tokens, 0.01)
-        assert line.is_known is is_known, sizes
+@pytest.mark.parametrize(("token", "place", "most"), [(0.02, 0.0, 5), (0.1, 0.1, 4), (0.4, 0.0, 2), (0.0, 0.6, 1)])
+def test_the_number_of_drafts_is_the_one_that_pays(token: float, place: float, most: int) -> None:
+    """One row, drafts right in 8 of 10 cases: the rate (1 - 0.8^(k+1)) / 0.2 / (1 + (token + place) k) is highest at
+    `most`, by hand."""
+    steps = Steps(1, token, place)
+    steps.run(500, always(0.8))
+    mean = sum(map(sum, steps.drafts[200:])) / 300
+    assert abs(mean - most) < 1, mean
+
+
+def test_rows_whose_drafts_are_right_have_more_of_them() -> None:
+    steps = Steps(4, 0.09)
+    steps.run(400, lambda step, row, place: 0.9 if row % 2 else 0.1)
+    means = [sum(drafts[row] for drafts in steps.drafts[100:]) / 300 for row in range(4)]
+    assert min(means[1], means[3]) > 2.5 and max(means[0], means[2]) < 0.7, means
+
+
+def test_a_batch_that_is_full_has_no_drafts_but_to_try() -> None:
+    """Each token costs as much as a row's step: whatever is right, drafts bring at most what they cost."""
+    steps = Steps(64, 1.0)
+    steps.run(400, always(0.6))
+    assert sum(map(sum, steps.drafts[50:])) < 0.02 * 350 * 64
+
+
+def test_tries_take_a_hundredth_of_the_time_at_most_and_become_rare() -> None:
+    for rows in (1, 16):
+        steps = Steps(rows, 0.1)
+        steps.run(100, always(0.0))
+        early, seconds = steps.run(400, always(0.0)), steps.seconds
+        assert 0.985 <= early < 1.0
+        if rows == 1:  # one sequence of which there is no end
+            steps.lengths[0] = -10_000
+            late = steps.run(4000, always(0.0))
+            assert late > 0.998 and steps.seconds > seconds
+
+
+def test_the_same_results_bring_the_same_drafts() -> None:
+    drafts = []
+    for _ in range(2):
+        steps = Steps(4, 0.09, 0.05)
+        steps.run(200, always(0.6))
+        drafts.append(steps.drafts)
+    assert drafts[0] == drafts[1]
 
 
 def test_a_step_in_which_the_machine_did_something_else_changes_little() -> None:
-    drafting, record = measured(0.01, 0.001), DraftRecord()
-    drafting.observe_step(6, 0, 5.0)
-    assert drafting.budget(record, 20, 1) == MOST
-    slower = measured(0.01, 0.001)
+    steps = Steps(1, 0.05)
+    steps.run(200, always(0.8))
+    costs, before = steps.drafting.costs, steps.drafting.costs.prices(1)
+    costs.observe(1, 4, 4, 500.0)
+    assert costs.prices(1).seconds(4, 4) < 1.5 * before.seconds(4, 4)
+    assert steps.run(200, always(0.8)) > 0.9 * steps.best(0.8)
+    costs.observe(1, 0, 0, 500.0)
+    assert costs.prices(1).step < 1.5
     for _ in range(100):
-        for num_tokens in (1, 6):
-            slower.observe_step(num_tokens, 0, 0.1 + 0.01 * num_tokens)
-    assert slower.step_seconds(4)[0] == pytest.approx(0.14, rel=0.05), "it follows what goes on"
+        for count in (0, 4):
+            costs.observe(1, count, count, 10.0 + 0.5 * count)
+    assert costs.prices(1).seconds(4, 4) == pytest.approx(12.0, rel=0.02), "it follows what goes on"
 
 
-def test_older_drafts_count_less() -> None:
-    drafting, record = Drafting(MOST), DraftRecord(num_drafts=10.0, num_accepted=5.0)
-    drafting.observe(record, 4, 1)
-    assert (record.num_drafts, record.num_accepted) == (pytest.approx(13.0), pytest.approx(5.5))
+def test_the_line_of_rows_goes_through_steps_of_many_sizes() -> None:
+    costs = StepCosts()
+    for _ in range(100):
+        for rows in (1, 4, 9):
+            costs.observe(rows, 0, 0, 0.02 + 0.001 * rows)
+    assert costs.prices(5).step == pytest.approx(0.025, rel=0.02)
+    assert costs.knows(9) and not costs.knows(40), "far from what was measured"
 
 
-def test_at_the_bounds_it_drafts() -> None:
-    assert Drafting(MOST).budget(DraftRecord(num_drafts=10.0, num_accepted=2.0), 5, 1) == MOST
-    assert Drafting(MOST).budget(DraftRecord(num_drafts=10.0, num_accepted=1.9), 5, 1) == 0
-    least = DraftRecord(num_drafts=100.0, num_accepted=5.0)
-    assert measured(0.01, 0.0).budget(least, 5, 1) == measured(0.0, 0.0).budget(least, 5, 1) == MOST
-    assert measured(0.01, 0.0).budget(DraftRecord(num_drafts=100.0, num_accepted=4.9), 5, 1) == 0
+def test_what_a_guess_takes_is_told_apart_from_what_checking_it_takes() -> None:
+    costs = StepCosts()
+    for _ in range(60):
+        for count in (0, 1, 4):
+            guess_s = 0.001 + 0.002 * count if count else 0.0
+            costs.observe(2, 2 * count, count, 0.1 + 0.01 * 2 * count + guess_s, guess_s)
+    prices = costs.prices(2)
+    assert prices.draft == pytest.approx(0.01, rel=0.05) and prices.place == pytest.approx(0.002, rel=0.1)
+    assert prices.seconds(8, 4) == pytest.approx(0.1 + 0.08 + 0.009, rel=0.02)
 
 
-def test_one_step_in_eight_goes_without_drafts_while_nothing_else_tells_their_cost() -> None:
-    drafting, record = Drafting(MOST), DraftRecord()
-    budgets = []
-    for length in range(80):
-        budgets.append(drafting.budget(record, length, 1))
-        drafting.observe(record, MOST, MOST)
-        drafting.observe_step(64, 0, 0.01)
-    assert budgets.count(0) == 80 // PROBE_EVERY and budgets.count(MOST) == 80 - 80 // PROBE_EVERY
+def test_steps_without_drafts_are_measured_now_and_then() -> None:
+    steps = Steps(1, 0.01)
+    steps.run(400, always(1.0))
+    empty = [number for number, drafts in enumerate(steps.drafts) if drafts == [0]]
+    assert 400 // MEASURE_EVERY <= len(empty) <= 400 // MEASURE_EVERY + 3
 
 
-def test_a_sequence_whose_drafts_are_accepted_goes_on() -> None:
-    drafting, record = measured(0.01, 0.001), DraftRecord()
-    for length in range(10, 600, 6):
-        assert drafting.budget(record, length, 1) == MOST
-        drafting.observe(record, MOST, MOST)
-    assert drafting.stats().accepted_per_position == (99,) * MOST
-    assert drafting.stats().num_accepted == drafting.stats().num_draft_tokens == 99 * MOST
-
-
-def test_a_sequence_whose_drafts_are_not_accepted_pauses_ever_longer() -> None:
-    drafting, record, asked = measured(0.01, 0.001), DraftRecord(), []
-    for length in range(20_000):
-        if drafting.budget(record, length, 1):
-            asked.append(length)
-            drafting.observe(record, MOST, 0)
-    gaps = [later - earlier for earlier, later in pairwise(asked) if later - earlier > 1]
-    assert gaps[0] >= FIRST_PAUSE and gaps == sorted(gaps) and gaps[-1] >= LONGEST_PAUSE
-    assert len(asked) < 20_000 * 0.01, "drafts that nobody needs are rare"
-
-
-def test_no_draft_where_a_token_costs_as_much_as_a_step() -> None:
-    """As in a batch that is limited by computation: a draft costs what its token would."""
-    drafting, record = measured(0.0001, 0.01), DraftRecord()
-    assert drafting.budget(record, 10, 32) == 0
-    assert drafting.budget(record, 10 + FIRST_PAUSE - 1, 1) == 0
-    assert measured(0.01, 0.0001).budget(DraftRecord(), 10, 32) == MOST
+def test_prefills_in_a_step_tell_nothing_of_drafts() -> None:
+    drafting = Drafting(MOST)
+    step = InFlightStep(1, num_decode=4, num_prefill_tokens=64)
+    drafting.returned(step, 0, StepResult(step_id=1, rows=[], device_s=1.0))
+    assert not drafting.begin_step(4), "no step of decodes alone was seen"
 
 
 def test_what_was_not_guessed_says_nothing() -> None:
-    drafting, record = measured(0.01, 0.001), DraftRecord()
-    before = record.acceptance
+    drafting, record = Drafting(MOST), DraftRecord()
     drafting.observe(record, 0, 0)
-    assert record.acceptance == before and drafting.stats().num_drafts == 0
+    assert record == DraftRecord() or (record.chance, record.tried) == (-1.0, 0.0)
+    assert drafting.stats().num_drafts == 0
+
+
+@pytest.mark.parametrize("mode", [DEPTH1, ASYNC], ids=["depth1", "async"])
+def test_an_engine_drafts_what_is_accepted_and_stops_what_is_not(mode: dict[str, bool]) -> None:
+    def step_s(plan: StepPlan) -> float:
+        return 0.01 + 0.001 * sum(work.num_tokens + work.max_drafts for work in plan.work)
+
+    counts = []
+    for right in (0, 4):
+        h = harness(**mode, drafts=4, num_blocks=200, device_s=step_s)
+        h.executor.proposes = lambda context, right=right: (4, right)
+        h.add(request("r", 4, 400))
+        h.run()
+        stats = h.engine.stats().drafts
+        assert stats is not None
+        counts.append((stats.num_draft_tokens, stats.num_accepted))
+    (wrong, none), (drafted, accepted) = counts
+    assert wrong <= 40 and none == 0
+    assert drafted == accepted >= 250
 
 
 def test_drafts_are_accepted_up_to_the_end_of_the_sequence() -> None:
@@ -300,10 +382,11 @@ def test_drafts_in_flight_that_are_forgotten_are_caught(monkeypatch: pytest.Monk
 
 
 def test_a_budget_for_nothing_pauses_shortly_and_a_guess_ends_that() -> None:
-    drafting, record = measured(0.01, 0.001), DraftRecord()
-    asked = []
+    drafting, record, asked = Drafting(MOST), DraftRecord(), []
+    drafting.costs.observe(1, 0, 0, 1.0)
     for length in range(400):
-        if drafting.budget(record, length, 1):
+        assert drafting.begin_step(1)
+        if drafting.budget(record, length):
             asked.append(length)
             drafting.observe_none(record, length)
     gaps = [later - earlier for earlier, later in pairwise(asked)]
@@ -340,7 +423,7 @@ def test_choices_with_drafts_write_no_block_that_they_share(mode: dict[str, bool
 
 
 def test_no_drafts_while_steps_are_short_of_memory() -> None:
-    h = harness(drafts=4, num_blocks=400, room=lambda step_id: 5 if step_id == 2 else 99)
+    h = harness(drafts=4, num_blocks=400, room=lambda step_id: 5 if step_id == 6 else 99)
     h.executor.proposes = lambda context: (4, 4)
     h.add(*(request(f"r{i}", 4, 200) for i in range(3)))
     drafts: dict[bool, list[int]] = {False: [], True: []}

@@ -163,7 +163,7 @@ def test_drafts_count_among_the_tokens_of_a_step() -> None:
     drafting, limiter = h.engine.drafting, h.engine.scheduler._chunk_limiter
     assert drafting is not None
     with (
-        mock.patch.object(drafting, "observe_step", wraps=drafting.observe_step) as of_drafting,
+        mock.patch.object(drafting.costs, "observe", wraps=drafting.costs.observe) as of_drafting,
         mock.patch.object(limiter, "observe", wraps=limiter.observe) as of_limiter,
     ):
         h.add(request("a", 5, 30))
@@ -171,6 +171,7 @@ def test_drafts_count_among_the_tokens_of_a_step() -> None:
     num_drafts = h.executor.num_accepted + h.executor.num_rejected
     num_tokens = sum(work.num_tokens for plan in h.executor.plans for work in plan.work) + num_drafts
     assert num_drafts
-    assert sum(call.args[0] for call in of_drafting.call_args_list) == num_tokens
+    assert sum(call.args[0] + call.args[1] for call in of_drafting.call_args_list) == num_tokens - 5, "of decodes alone"
+    assert max(call.args[2] for call in of_drafting.call_args_list) == 3, "the most drafts of a row"
     assert sum(call.args[0] for call in of_limiter.call_args_list) == 5 + num_drafts
     assert h.engine.stats().iteration_tokens.total == num_tokens

@@ -9,10 +9,11 @@ from builders import filled, request
 
 from tandem.configs.schema import SchedulerSettings
 from tandem.workers.engine.base.blockers import Awaited, Blocker
-from tandem.workers.engine.base.drafting import Drafting, DraftRecord
+from tandem.workers.engine.base.draft_record import DraftRecord
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
 from tandem.workers.engine.blocks.block_manager import BlockManager, BlockTable
+from tandem.workers.engine.drafting.drafting import Drafting
 from tandem.workers.engine.observers.chunk_limiter import ChunkLimiter
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.step_turns import StepTurns
@@ -67,8 +68,10 @@ class Tiers(LowerTiers):
 class AlwaysDrafts(Drafting):
     """Drafts as many tokens as it may, whatever they cost."""
 
-    def budget(self, record: DraftRecord, num_tokens: int, num_rows: int) -> int:
-        del record, num_tokens, num_rows
+    def begin_step(self, num_rows: int) -> bool:
+        return True
+
+    def budget(self, record: DraftRecord, num_tokens: int) -> int:
         return self.most
 
 

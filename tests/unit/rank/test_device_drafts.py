@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.messages.step import StepPlan
 from tandem.workers.messages.thinking import ThinkingBudget
@@ -23,6 +21,7 @@ from tandem.workers.sampling.processors.logits_processor import Reads
 from tandem.workers.sampling.processors.penalties import Penalties
 from tandem.workers.speculation import proposer
 from tests.support.engine_ranks import EngineCase, Fault, Told, run_engine
+from tests.support.free_drafts import free_drafts
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.tiny_models import BY_NAME, GROUPED, save_tiny_model
 from tests.unit.sampling.test_device_tokens import some_sampling
@@ -69,7 +68,7 @@ def requests_of(processed: list[dict[str, Any]] | None = None, **more: Any) -> t
 
 @pytest.fixture(scope="module", autouse=True)
 def _always_drafting() -> Iterator[None]:
-    with mock.patch.object(Drafting, "step_seconds", return_value=(1.0, 0.0)):
+    with free_drafts():
         yield
 
 

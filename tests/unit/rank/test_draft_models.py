@@ -17,12 +17,12 @@ import torch
 from tandem import LLM, SamplingParams
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
-from tandem.workers.engine.base.drafting import Drafting
 from tandem.workers.planning.resolve import draft_spec
 from tandem.workers.rank.drafters import draft_model
 from tandem.workers.rank.drafters.draft_model import DraftModel
 from tandem.workers.speculation.proposer import ProposalRow
 from tests.support.draft_models import DEMO, shorter_demo
+from tests.support.free_drafts import free_drafts
 from tests.support.in_process import runner_of
 
 PROMPTS = ["Once upon a time there was a little dog. The little dog", "The cat", "A boat sails over the lake. " * 3]
@@ -34,7 +34,7 @@ PARAMS = [GREEDY, DRAWN, SamplingParams(max_tokens=32, temperature=1.0, seed=9, 
 @pytest.fixture(scope="module", autouse=True)
 def _drafts_pay() -> Iterator[None]:
     threads = torch.get_num_threads()
-    with mock.patch.object(Drafting, "step_seconds", return_value=(1.0, 0.0)):
+    with free_drafts():
         yield
     torch.set_num_threads(threads)
 

@@ -20,6 +20,7 @@ class InFlightStep:
     awaits: list[int] = field(default_factory=list)
     num_decode: int = 0
     num_drafts: int = 0  # the most that its rows may have together
+    most_drafts: int = 0  # the most that one of them may have
     num_prefill_tokens: int = 0
 
     @property

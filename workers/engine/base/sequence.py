@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from tandem.workers.engine.base.draft_record import DraftRecord
 from tandem.workers.engine.blocks.block_manager import BlockTable
 from tandem.workers.messages.course import Course
 from tandem.workers.messages.request import IDLE_PRIORITY, Ended, FinishReason, GenerationRequest, Usage
@@ -36,28 +37,6 @@ class StepMark(NamedTuple):
     rows: int
     tokens: int
     device_s: float
-
-
-PRIOR_DRAFTS, PRIOR_ACCEPTED = 8.0, 4.0
-"""Drafts, and accepted ones, that count before a sequence has any."""
-
-
-@dataclass(slots=True, eq=False)
-class DraftRecord:
-    """Drafts of one sequence, and what became of them (drafting.py)."""
-
-    num_drafts: float = PRIOR_DRAFTS  # with weights that fade
-    num_accepted: float = PRIOR_ACCEPTED  # the same
-    resume_at: int = 0  # number of the sequence's tokens from which it drafts again
-    pause: int = 0  # the last pause, in tokens
-    num_empty: int = 0  # steps in a row for which nothing was guessed
-    drafted: int = 0  # draft tokens from the start
-    accepted: int = 0  # of those
-
-    @property
-    def acceptance(self) -> float:
-        """The share of drafts that are accepted, 0 to 1."""
-        return self.num_accepted / self.num_drafts
 
 
 @dataclass(slots=True, eq=False)

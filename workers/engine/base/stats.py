@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-from tandem.workers.engine.base.drafting import DraftStats
+from tandem.workers.engine.base.draft_record import DraftStats
 from tandem.workers.engine.base.expert_reports import ExpertStats
 from tandem.workers.engine.base.metric_rows import Histogram, Metric
 from tandem.workers.engine.base.request_figures import ITL_BOUNDS_S, REQUEST_BOUNDS_S, RequestFigures

@@ -1,7 +1,7 @@
 """StepObserver: one who watches the steps of an engine and changes nothing. build_engine.py lists those in use."""
 
 from tandem.workers.engine.base.in_flight_step import InFlightStep
-from tandem.workers.messages.step import StepPlan
+from tandem.workers.messages.step import StepPlan, StepResult
 
 
 class StepObserver:
@@ -10,6 +10,6 @@ class StepObserver:
     def submitted(self, step: InFlightStep, plan: StepPlan) -> None:
         """Called when a plan has gone to the ranks."""
 
-    def returned(self, step: InFlightStep, num_drafts: int, device_s: float) -> None:
+    def returned(self, step: InFlightStep, num_drafts: int, result: StepResult) -> None:
         """Called when the result of a step is applied. num_drafts: places for drafts that the ranks computed beside the
         tokens of the plan. Not called for a step that the ranks could not compute."""

@@ -12,6 +12,7 @@ Called by the scheduler (limit) and, as an observer of steps, by the engine.
 
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.step_observer import StepObserver
+from tandem.workers.messages.step import StepResult
 
 RISE = 0.5
 FALL = 0.2
@@ -48,9 +49,9 @@ class StepChunkLimiter(ChunkLimiter, StepObserver):
             tokens = min(tokens, (self._bound_s - (self._base_s or 0.0)) / self._per_token_s)
         return max(self._min_chunk, min(self._max_chunk, int(tokens)))
 
-    def returned(self, step: InFlightStep, num_drafts: int, device_s: float) -> None:
+    def returned(self, step: InFlightStep, num_drafts: int, result: StepResult) -> None:
         """Implements StepObserver."""
-        self.observe(step.num_prefill_tokens + num_drafts, device_s)
+        self.observe(step.num_prefill_tokens + num_drafts, result.device_s)
 
     def observe(self, num_tokens: int, device_s: float) -> None:
         """Notes one finished step. A chunk well below the limit (a prompt's last one) counts only if it was slow."""

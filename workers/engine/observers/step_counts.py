@@ -3,7 +3,7 @@
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.stats import Collector
 from tandem.workers.engine.base.step_observer import StepObserver
-from tandem.workers.messages.step import StepPlan
+from tandem.workers.messages.step import StepPlan, StepResult
 
 
 class StepCounts(StepObserver):
@@ -16,7 +16,7 @@ class StepCounts(StepObserver):
         """Implements StepObserver."""
         self.collector.steps += 1
 
-    def returned(self, step: InFlightStep, num_drafts: int, device_s: float) -> None:
+    def returned(self, step: InFlightStep, num_drafts: int, result: StepResult) -> None:
         """Implements StepObserver."""
         self.collector.returned_steps += 1
         self.collector.returned_rows += len(step.work)

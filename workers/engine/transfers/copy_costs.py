@@ -7,6 +7,7 @@ measured, copying is taken to be cheaper. Seconds everywhere.
 from tandem.offload.kv.tiered_store import Kind
 from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.step_observer import StepObserver
+from tandem.workers.messages.step import StepResult
 
 FOLLOW = 0.25
 MIN_CHUNK = 32
@@ -26,9 +27,9 @@ class CopyCosts(StepObserver):
         self._block_s: dict[Kind, float] = {kind: block_bytes / rate for kind, rate in FIRST_BYTES_PER_S.items()}
         self._latency_s: dict[Kind, float] = dict.fromkeys(FIRST_BYTES_PER_S, FIRST_LATENCY_S)
 
-    def returned(self, step: InFlightStep, num_drafts: int, device_s: float) -> None:
+    def returned(self, step: InFlightStep, num_drafts: int, result: StepResult) -> None:
         """Implements StepObserver."""
-        self.observe_step(step.num_prefill_tokens, step.num_decode, device_s)
+        self.observe_step(step.num_prefill_tokens, step.num_decode, result.device_s)
 
     def observe_step(self, prefill_tokens: int, decodes: int, device_s: float) -> None:
         """Notes one step's time; the part that its decodes alone would take does not count as prefill time."""

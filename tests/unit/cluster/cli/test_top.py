@@ -18,7 +18,7 @@ from tandem.cluster.fleet.gateway_records import GatewayRecord
 from tandem.cluster.fleet.group_events import GroupEvent, GroupTally
 from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
 from tandem.configs.errors import TandemError
-from tandem.workers.engine.base.drafting import DraftStats
+from tandem.workers.engine.base.draft_record import DraftStats
 from tandem.workers.engine.base.stats import TenantStats
 from tests.support.fake_engine import FakeEngine
 

@@ -21,7 +21,7 @@ from tandem.cluster.adapters.entries import AdapterEntry
 from tandem.cluster.fleet.engine_metrics import Families, add_engines
 from tandem.cluster.fleet.group_reports import AdapterReport, GroupReport
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics, as_open_metrics
-from tandem.workers.engine.base.drafting import DraftStats
+from tandem.workers.engine.base.draft_record import DraftStats
 from tandem.workers.engine.base.metric_rows import Histogram
 from tandem.workers.engine.base.stats import AdapterStats, EngineStats, OffloadStats, TenantStats
 from tests.support.fake_engine import FakeEngine

@@ -13,7 +13,7 @@ from tandem.cluster.gateway.app.gateway_log import GatewayLog
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.group import group_log
 from tandem.cluster.group.group_log import GroupLog
-from tandem.workers.engine.base.drafting import DraftStats
+from tandem.workers.engine.base.draft_record import DraftStats
 from tandem.workers.engine.base.metric_rows import Histogram
 from tandem.workers.engine.base.stats import AdapterStats, EngineStats
 from tandem.workers.messages.request import Usage
