@@ -58,6 +58,8 @@ class Case(NamedTuple):
     dtype: str = "float32"
     has_adapter: bool = False
     launches: tuple[str, ...] = ()
+    rows: int = 6
+    step_tokens: int = 64
 
 
 CASES = {
@@ -69,6 +71,9 @@ CASES = {
     "latents": Case("deepseek_v2"),
     "adapters": Case("llama-gqa", has_adapter=True, launches=("shrink_tokens", "expand_tiles")),
     "flash prompts": Case("llama-gqa", dtype="bfloat16", launches=("gather_contexts",)),
+    "flash prompts, whole": Case(
+        "llama-gqa", dtype="bfloat16", launches=("gather_contexts",), rows=16, step_tokens=256
+    ),
 }
 
 
@@ -102,7 +107,7 @@ def test_requests_launch_no_variant_that_the_start_has_not(
             quantization=case.quantization,
         ),
         cache=CacheSettings(num_blocks=60),
-        scheduler=SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64),
+        scheduler=SchedulerSettings(max_num_seqs=case.rows, max_num_batched_tokens=case.step_tokens),
         speculative=SpeculativeSettings(method="ngram", num_speculative_tokens=case.drafts) if case.drafts else None,
         lora=LoraSettings(enable_lora=case.has_adapter, max_loras=1, max_lora_rank=8),
     )

@@ -65,7 +65,7 @@ TILES: Final = {
     4: (CodeTile(32, FEW_ROWS, 4, 3),),
 }
 """Tiles by the bytes of an element of x, each for up to as many rows as it has; the last for more."""
-SMALL_TILES: Final = {2: (*TILES[2][:2], CodeTile(64, 64, 4, 3)), 4: (CodeTile(32, FEW_ROWS, 2, 3),)}
+SMALL_TILES: Final = {2: (*TILES[2][:2], CodeTile(64, 64, 4, 3)), 4: (CodeTile(32, FEW_ROWS, 8, 3),)}
 """The same for devices with little shared memory, on which the last of TILES[2] and that of TILES[4] spill some."""
 NARROW: Final = CodeTile(32, FEW_ROWS, 4, 4)
 """Tile of 16-bit x and of codes in a table, where parts of a step have scales: a wider one spills on sm_100."""
