@@ -55,7 +55,7 @@ class Case(NamedTuple):
     drafts: int = 0
     eager: bool = False
     quantization: Any = None
-    dtype: str = "float32"
+    dtype: Any = "float32"
     has_adapter: bool = False
     launches: tuple[str, ...] = ()
     rows: int = 6
