@@ -49,7 +49,7 @@ VECTOR: Final = tl.constexpr(8)
 """INPUTS and x_stride are a multiple of it, and x is at a multiple of VECTOR_BYTES: 16 bytes are fetched at once."""
 VECTOR_BYTES: Final = 16
 TOKEN_WARPS: Final = 2
-"""Of a program that shrinks a token: each thread has two of its inputs, as fewer bytes than four are not fetched
+"""Warps of a program that shrinks a token: each thread has two of its inputs, as fewer bytes than four are not fetched
 ahead."""
 AHEAD: Final = tl.constexpr(3)
 """Stages of the loops without tensor cores, of which Triton pipelines those alone that say so."""
