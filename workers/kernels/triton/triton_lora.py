@@ -35,8 +35,8 @@ TILE_INPUTS: Final = {2: 64, 4: 16}
 """A token's inputs in one piece, by the bytes of one: in fp32 32 spill registers on sm_86 and sm_89."""
 OUTPUT_BLOCK: Final = 128
 """Outputs of a block: with 256, fp16 on sm_80 spills registers."""
-TILE_OUTPUTS: Final = {2: 128, 4: 64}
-"""Outputs of a block of a tile: in fp32 128 spill on sm_120."""
+TILE_OUTPUTS: Final = {2: 128, 4: 32}
+"""Outputs of a block of a tile: in fp32 128 spill on sm_120, 64 on sm_100."""
 CHANGING: Final = [
     "tokens", "x_stride", "y_stride", "projections",
     "start_0", "outputs_0", "start_1", "outputs_1", "start_2", "outputs_2",
