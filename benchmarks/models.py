@@ -7,7 +7,9 @@ Weights are bf16 (or --dtype) and seeded. The tokenizer is made up so that every
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,7 +27,7 @@ COMMON = {
     "eos_token_id": 1,
     "tie_word_embeddings": True,
 }
-SHAPES: dict[str, dict[str, object]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         **QWEN3, **COMMON, "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -82,22 +84,36 @@ def config_folder(shape: str, out: Path = OUT) -> Path:
     return folder
 
 
-def _weights(config: dict[str, object], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Matrices from Normal(0, 0.02), and ones for norms, by the names of transformers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        keys = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(str(config["model_type"]), **keys))
+def _weights(config: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Matrices from Normal(0, 0.02), and ones for norms."""
     generator = torch.Generator().manual_seed(0)
-    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
     return {
-        name: torch.ones(p.shape, dtype=dtype)
-        if p.dim() == 1
-        else (torch.randn(p.shape, generator=generator) * 0.02).to(dtype)
-        for name, p in model.named_parameters()
-        if name not in tied
+        f"{name}.weight": torch.ones(shape, dtype=dtype)
+        if len(shape) == 1
+        else (torch.randn(shape, generator=generator) * 0.02).to(dtype)
+        for name, shape in _parameters(config)
     }
+
+
+def _parameters(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields names and sizes of a Llama's or a Qwen3's parameters as transformers has them, in its order, without
+    importing it, which takes longer than a small checkpoint."""
+    hidden, width, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    yield "model.embed_tokens", (config["vocab_size"], hidden)
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            yield f"{layer}.self_attn.{name}_proj", (rows * dim, hidden)
+        yield f"{layer}.self_attn.o_proj", (hidden, heads * dim)
+        if config["model_type"] == "qwen3":
+            yield from ((f"{layer}.self_attn.{name}_norm", (dim,)) for name in "qk")
+        yield from ((f"{layer}.mlp.{name}_proj", (width, hidden)) for name in ("gate", "up"))
+        yield f"{layer}.mlp.down_proj", (hidden, width)
+        yield from ((f"{layer}.{name}_layernorm", (hidden,)) for name in ("input", "post_attention"))
+    yield "model.norm", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head", (config["vocab_size"], hidden)
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

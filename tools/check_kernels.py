@@ -6,9 +6,9 @@ The launching code itself runs, on CPU tensors, with a driver that has no device
 variants that those launches choose, for each of TARGETS (--all: OTHERS too) with its own ptxas, and launches nothing.
 --candidates: the tiles of workers/kernels/triton/tiles.py that are no defaults too, for TARGETS, which takes hours.
 --triton: a folder with another Triton, made by `pip install --target FOLDER --no-deps triton==3.6.0`. The exit status
-is 1 for a compile error, a spill, more shared memory than the target has, attention whose inner loop fetches nothing
-ahead (tools/kernel_pipelines.py), and for a @triton.jit function that no launch in LAUNCHES (tools/kernel_launches.py)
-reaches.
+is 1 for a compile error, a spill, more shared memory than the target has, a kernel of FETCHING whose inner loop fetches
+nothing ahead (tools/kernel_pipelines.py), and for a @triton.jit function that no launch in LAUNCHES
+(tools/kernel_launches.py) reaches.
 """
 
 import argparse
@@ -51,6 +51,10 @@ FETCHING: Mapping[str, int] = {
     "triton_few_rows.multiply_few": 90,
     "triton_code_gemm.multiply_codes": 90,
     "triton_code_gemm.multiply_expert_codes": 90,
+    "triton_lora.shrink_tokens": 90,
+    "triton_lora.expand_tokens": 90,
+    "triton_lora.shrink_tiles": 90,
+    "triton_lora.expand_tiles": 90,
 }
 """Kernels whose inner loops must fetch ahead, and the target for which it is read: newer ones have other products."""
 
@@ -234,7 +238,7 @@ def faults(found: Sequence[Compiled], *, fetching: Mapping[str, int] = FETCHING)
         if one.shared > limit:
             lines.append(f"{where} takes {one.shared} bytes of shared memory of {limit} ({one.variant})")
         if fetching.get(one.kernel) == one.capability and not one.error:
-            stalls = [loop.fault for loop in one.loops if loop.fault] or ["has no loop with a product"][: not one.loops]
+            stalls = [loop.fault for loop in one.loops if loop.fault] or ["has no loop that loads"][: not one.loops]
             lines += [f"{where} {stall} ({one.variant})" for stall in stalls]
     return list(dict.fromkeys(lines))
 

@@ -57,16 +57,17 @@ def launch_codes(shape: CodeLaunch) -> None:
         TritonCodeExperts,
         TritonInt8Method,
     )
+    from tools.kernel_launches import multiprocessors
 
     dtype, given = getattr(torch, shape.dtype), dict(shape.scheme)
     rounds = given.pop("rounds", False)
     if given:
         codes = Codes[given.pop("codes", "INTEGERS")]
         scheme: Any = Coded(codes, **given)
-        make: Any = partial(TritonCodedMethod, dtype)
+        make: Any = partial(TritonCodedMethod, dtype, multiprocessors=multiprocessors())
     else:
         scheme = Int8Rows(Inputs.INT8 if rounds else Inputs.AS_THEY_ARE)
-        make = partial(TritonInt8Method, dtype, rounds=rounds)
+        make = partial(TritonInt8Method, dtype, rounds=rounds, multiprocessors=multiprocessors())
 
     def param(*size: int) -> Param:
         scheme_of = scheme if len(size) == 2 else None

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 PRODUCT = re.compile(r"\w+\.(warp_group_)?dot\b")
+FETCH = re.compile(r"async_copy_global_to_local|tt\.load\b")
 LOADED = re.compile(
     r"(?:async_copy_global_to_local|tt\.load) .*?tensor<(?P<sizes>(?:\d+x)+)!tt\.ptr<(?P<kind>[a-z]+)(?P<bits>\d+)>"
 )
 
 
 class Loop(NamedTuple):
-    """An innermost loop with products of two tensors, keys and values. buffers: the fewest that a tensor has in shared
+    """An innermost loop that multiplies two tensors, as keys and values. buffers: the fewest that one has in shared
     memory. under_way: the fewest fetches that go on while the loop waits for one. None: not both are fetched ahead."""
 
     buffers: int | None
@@ -34,17 +35,18 @@ class Loop(NamedTuple):
 
 
 def loops_of(ir: str) -> tuple[Loop, ...]:
-    """Return the innermost loops with products of a kernel, as Triton prints it: a body is what is indented
-    further."""
+    """Return the innermost loops of a kernel with products by tensor cores, of one that has none those that load, as
+    Triton prints it: a body is what is indented further."""
     return tuple(map(_read, _loop_bodies(ir)))
 
 
 def _loop_bodies(ir: str) -> list[list[str]]:
-    """Return the lines of the innermost loops with products."""
+    """Return the lines of the innermost loops with products, or else with loads."""
     lines = ir.splitlines()
     bodies = [_body(lines, place) for place, line in enumerate(lines) if "scf.for " in line]
     innermost = [body for body in bodies if not any("scf.for " in line for line in body)]
-    return [body for body in innermost if any(map(PRODUCT.search, body))]
+    products, fetches = ([body for body in innermost if any(map(of.search, body))] for of in (PRODUCT, FETCH))
+    return products or fetches
 
 
 def bytes_of_loop(ir: str) -> Mapping[str, int]:

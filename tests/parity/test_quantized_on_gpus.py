@@ -47,8 +47,10 @@ class QuantizedByTriton(GpuOnHost):
     """Multiplies quantized weights by Triton's kernels; the rest by twins."""
 
     def _of_schemes(self) -> SchemeMethods:
+        from tandem.workers.kernels.triton.triton_attention import H100, Multiprocessors
+
         if self._schemes is None:
-            self._schemes = SchemeMethods(self.device, 2, has_triton=True)
+            self._schemes = SchemeMethods(self.device, Multiprocessors(2, H100.shared_bytes), has_triton=True)
         return self._schemes
 
     def experts(self, dtype: torch.dtype, place: Place = as_given) -> ExpertOps:

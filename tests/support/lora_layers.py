@@ -1,7 +1,7 @@
 """A merged linear layer with random adapters whose rows lie scattered over a slab, and the dense sum they should add.
 
-Used by the tests of the LoRA kernels. Whatever in the slab belongs to no adapter is NaN, so that a kernel that reads
-beside a row, or beyond a rank, is found out.
+Used by the tests of the LoRA kernels. Whatever in the slab belongs to no adapter is NaN, and what pads a row is no
+zero, so that a kernel that reads beside a row, or beyond a rank, is found out.
 """
 
 import random
@@ -12,6 +12,7 @@ from itertools import groupby
 import torch
 
 from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables
+from tandem.workers.planning.adapter_room import row_stride
 
 ROWS_A_PAGE = 3
 
@@ -48,10 +49,11 @@ def make_layer(
 ) -> LoraLayer:
     """One projection per width of `outputs`, `gap` columns apart; ranks[projection][slot], 0 for none."""
     generator = torch.Generator().manual_seed(0)
-    page = ROWS_A_PAGE * max(inputs, *outputs) + 8
+    stride = row_stride(max(inputs, *outputs)) + row_stride(1)
+    page = ROWS_A_PAGE * stride
     rows = sum(2 * rank for of_projection in ranks for rank in of_projection)
     pages = rows // ROWS_A_PAGE + 2
-    places = [at * page + row * max(inputs, *outputs) + row for at in range(pages) for row in range(ROWS_A_PAGE)]
+    places = [at * page + row * stride for at in range(pages) for row in range(ROWS_A_PAGE)]
     random.Random(0).shuffle(places)
     slab = torch.full((pages, page), float("nan"), dtype=dtype)
     projections, adapters, start = [], [], gap
@@ -64,8 +66,9 @@ def make_layer(
             b = (torch.randn(width, rank, generator=generator) / max(rank, 1) ** 0.5).to(dtype)
             for matrix, table in ((a, a_rows), (b.T, b_rows)):
                 for k, row in enumerate(matrix):
-                    table[slot, k] = places.pop()
-                    slab.view(-1)[int(table[slot, k]) :][: row.shape[0]] = row
+                    table[slot, k] = place = places.pop()
+                    slab.view(-1)[place : place + row_stride(len(row))] = 9.0
+                    slab.view(-1)[place : place + len(row)] = row
             pairs.append((a, b) if rank else None)
         scales = torch.linspace(0.5, 2.0, len(of_projection))
         tables = (a_rows, b_rows, torch.tensor(of_projection, dtype=torch.int32), scales)

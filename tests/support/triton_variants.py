@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 
+from tandem.workers.attention.prompts.varlen_attention import FlashVarlen, SdpaVarlen
 from tests.support.platforms import GpuOnHost
 
 
 class GpuWithTriton(GpuOnHost):
-    """GpuOnHost with the kernels that a GPU's ranks launch."""
+    """GpuOnHost with the kernels that a GPU's ranks launch, and the twin of torch's flash kernel."""
 
     def has_triton(self) -> bool:
         return True
+
+    def _flash(self, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype) -> Any:
+        return SdpaVarlen() if FlashVarlen().takes(dtype, head_dim) else None
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
     y[t, start:start + outputs] += scale * sum over k of (x[t] . A_k) * B_k        k < the adapter's own rank
 
-Rows of A and of B transposed are stored in pages of a slab; tables hold the start of each row, per slot. Called by
+Rows of A and of B transposed are stored in pages of a slab, each padded with finite numbers to a multiple of
+ALIGNED_ELEMENTS; tables hold the start of each row, such a multiple too, per slot. Called by
 workers/lora; compiled for CPUs in cpu_lora.py, for GPUs in triton_lora.py. One grouped shrink and expand over mixed
 ranks comes from Punica (Chen et al. 2023) and S-LoRA (Sheng et al. 2023). Never allocates or moves adapters. T tokens,
 N of them with an adapter, I inputs, O outputs of the merged layer, R ranks of a table.

@@ -296,7 +296,8 @@ class CudaPlatform(Platform):
     def _of_schemes(self) -> SchemeMethods:
         if self._schemes is None:
             has_triton = self.has_triton()
-            self._schemes = SchemeMethods(self.device, self._number() if has_triton else 0, has_triton=has_triton)
+            of_device = self._multiprocessors() if has_triton else None
+            self._schemes = SchemeMethods(self.device, of_device, has_triton=has_triton)
         return self._schemes
 
     def _number(self) -> int:

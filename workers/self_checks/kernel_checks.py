@@ -35,6 +35,7 @@ from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables, Torch
 from tandem.workers.kernels.sampling_ops import Draws, TorchSampling
 from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.models.spec.arch import Activation, AttentionParams, Mla, Moe
+from tandem.workers.planning.adapter_room import row_stride
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform, multiplies_by_row
 from tandem.workers.self_checks.outcome import Check, NotHere, relative_error, require
@@ -402,7 +403,7 @@ def _lora(here: Here, shapes: Sequence[tuple[int, int, int]]) -> str:
 
 def _adapters(here: Here, inputs: int, outputs: int) -> tuple[ProjectionTables, torch.Tensor]:
     """Returns three adapters of ranks 8, 0 and 3 in one slab."""
-    ranks, width = (8, 0, 3), max(inputs, outputs)
+    ranks, width = (8, 0, 3), row_stride(max(inputs, outputs))
     a_rows = torch.full((len(ranks), max(ranks)), -1, dtype=torch.int64)
     b_rows = a_rows.clone()
     for slot, rank in enumerate(ranks):

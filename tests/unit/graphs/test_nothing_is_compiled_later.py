@@ -2,6 +2,7 @@
 request launches has been launched before the rank was ready. The GPU's platform over the host's memory, by Triton's own
 choice of variants; nothing is computed."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from tandem.configs.bundled import DEMO_MODEL
 from tandem.configs.schema import (
     CacheSettings,
     EngineSettings,
+    LoraSettings,
     ModelSettings,
     SchedulerSettings,
     SpeculativeSettings,
@@ -24,6 +26,7 @@ from tandem.workers.planning import graph_room
 from tandem.workers.planning.budget import MIB
 from tandem.workers.platforms.base import DeviceMemory
 from tandem.workers.platforms.cpu import HostAccelerator
+from tests.support.adapters import ref_of, save_random_adapter
 from tests.support.engine_ranks import Told
 from tests.support.interpreted import INTERPRETED
 from tests.support.platforms import replaced
@@ -45,12 +48,18 @@ FIELDS: tuple[dict[str, Any], ...] = (
 
 
 class Case(NamedTuple):
-    """A model, and what is asked of its rank. tiny: of tests/support/tiny_models.py; None: the demo."""
+    """A model, and what is asked of its rank. tiny: of tests/support/tiny_models.py; None: the demo. has_adapter: for
+    every second request. launches: kernels that have to be among those of the start."""
 
     tiny: str | None = None
     drafts: int = 0
     eager: bool = False
     quantization: Any = None
+    dtype: Any = "float32"
+    has_adapter: bool = False
+    launches: tuple[str, ...] = ()
+    rows: int = 6
+    step_tokens: int = 64
 
 
 CASES = {
@@ -60,6 +69,11 @@ CASES = {
     "experts": Case("qwen3_moe"),
     "codes of experts": Case("qwen3_moe", quantization="int4"),
     "latents": Case("deepseek_v2"),
+    "adapters": Case("llama-gqa", has_adapter=True, launches=("shrink_tokens", "expand_tiles")),
+    "flash prompts": Case("llama-gqa", dtype="bfloat16", launches=("gather_contexts",)),
+    "flash prompts, whole": Case(
+        "llama-gqa", dtype="bfloat16", launches=("gather_contexts",), rows=16, step_tokens=256
+    ),
 }
 
 
@@ -68,9 +82,14 @@ CASES = {
 def test_requests_launch_no_variant_that_the_start_has_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: Case
 ) -> None:
+    from tandem.workers.attention.prompts import flash_prompts
+    from tandem.workers.kernels.triton import triton_lora
     from tests.support.triton_variants import GpuWithTriton, variants_told
 
     monkeypatch.setattr(graph_room, "CHUNK_BUCKETS", (16,))  # others are not captured
+    monkeypatch.setattr(triton_lora, "TOKEN_STEP", 32)
+    of_few = partial(flash_prompts.FlashPrompts, fewest_tokens=40, fewest_queries=18)
+    monkeypatch.setattr(flash_prompts, "FlashPrompts", of_few)
     platform = replaced(
         GpuWithTriton(HostAccelerator(), lambda body: (lambda: None, body())),
         memory=lambda: DeviceMemory(900 * MIB, 1024 * MIB),
@@ -82,26 +101,33 @@ def test_requests_launch_no_variant_that_the_start_has_not(
     settings = EngineSettings(
         model=ModelSettings(
             model=str(folder),
-            dtype="float32",
+            dtype=case.dtype,
             max_model_len=200,
             enforce_eager=case.eager,
             quantization=case.quantization,
         ),
         cache=CacheSettings(num_blocks=60),
-        scheduler=SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64),
+        scheduler=SchedulerSettings(max_num_seqs=case.rows, max_num_batched_tokens=case.step_tokens),
         speculative=SpeculativeSettings(method="ngram", num_speculative_tokens=case.drafts) if case.drafts else None,
+        lora=LoraSettings(enable_lora=case.has_adapter, max_loras=1, max_lora_rank=8),
     )
+    adapter = ref_of(save_random_adapter(folder, tmp_path / "adapter")) if case.has_adapter else None
     with variants_told() as variants:
         group, told = in_process_group(settings), Told()
         try:
             ready = group.start()
             engine, at_start = build_engine(settings, model_facts(settings, ready), group, ready, told), set(variants)
-            assert at_start
+            assert all(any(name in variant for variant in at_start) for name in ("rotate_store", *case.launches))
             for number, (length, fields) in enumerate(zip(PROMPTS, FIELDS, strict=True)):
                 sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **fields})
                 prompt = [3 + (7 * number + 5 * k) % 100 for k in range(length)]
                 engine.add_request(
-                    GenerationRequest(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling)
+                    GenerationRequest(
+                        request_id=f"r{number}",
+                        prompt_token_ids=prompt,
+                        sampling=sampling,
+                        adapter=adapter if number % 2 else None,
+                    )
                 )
             while engine.has_work():
                 engine.turn(0.0)

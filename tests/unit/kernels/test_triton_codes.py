@@ -76,9 +76,10 @@ def param(*shape: int, scheme: Scheme | None = None) -> Param:
 def kernels(dtype: torch.dtype, scheme: Scheme | None) -> Any:
     """What makes the kernel's methods, of a device with few multiprocessors."""
     from tandem.workers.kernels.triton.codes.scheme_methods import SchemeMethods
+    from tandem.workers.kernels.triton.triton_attention import H100, Multiprocessors
 
     assert scheme is not None
-    return SchemeMethods(DEVICE, 2, has_triton=True).methods(dtype, scheme)
+    return SchemeMethods(DEVICE, Multiprocessors(2, H100.shared_bytes), has_triton=True).methods(dtype, scheme)
 
 
 def twins(scheme: Scheme | None) -> Any:

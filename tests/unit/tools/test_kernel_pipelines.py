@@ -32,8 +32,10 @@ KERNEL = """\
         (2, 2, "tt.load", Loop(None, None), "fetches nothing ahead in its inner loop"),
     ],
 )
+@pytest.mark.parametrize("product", ["tt.dot", "arith.mulf"])
 def test_the_innermost_loop_with_a_product_is_read(
-    buffers: int, wait: int, fetch: str, wanted: Loop, fault: str | None
+    product: str, buffers: int, wait: int, fetch: str, wanted: Loop, fault: str | None
 ) -> None:
-    loops = loops_of(KERNEL.format(buffers=buffers, wait=wait, fetch=fetch))
+    """Or, in a kernel without tensor cores, the one that loads."""
+    loops = loops_of(KERNEL.format(buffers=buffers, wait=wait, fetch=fetch).replace("tt.dot", product))
     assert loops == (wanted,) and loops[0].fault == fault

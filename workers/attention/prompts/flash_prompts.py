@@ -56,6 +56,7 @@ class FlashPrompts:
         self.fewest_tokens = fewest_tokens
         self.fewest_queries = fewest_queries
         self._memory: torch.Tensor | None = None
+        self._gathered: set[Hashable] = set()
 
     def prepare(self, batch: ForwardBatch) -> TakeChunks:
         return PromptStep(batch, self).attend
@@ -65,11 +66,18 @@ class FlashPrompts:
         dim = q_TND.shape[2]
         return params.is_plain and kv.values.shape[3] == dim and self.varlen.takes(q_TND.dtype, dim)
 
-    def memory(self, device: torch.device) -> torch.Tensor:
+    def memory(self, kv: LayerKV, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory of a piece. The first step with a layer that suits makes it, whatever its size: so
-        profiling has it when it measures what the KV pool may take."""
+        profiling has it when it measures what the KV pool may take. It gathers no position then, for the kernel to be
+        compiled at the start, whose prompts may all have keys of their own."""
         if self._memory is None:
-            self._memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
+            self._memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=kv.keys.device)
+        heads, dim = kv.keys.shape[2:]
+        if (kind := (kv.keys.dtype, kv.keys.shape[1:], dtype)) not in self._gathered:
+            self._gathered.add(kind)
+            none = torch.zeros(3, dtype=torch.int32, device=kv.keys.device)
+            pair_21KD = self._memory[: _key_bytes(dim, dtype) * heads].view(dtype).view(2, 1, heads, dim)
+            gather(kv, none[:2], none[2:], none[None, :1], pair_21KD, 0)
         return self._memory
 
 
@@ -88,7 +96,7 @@ class PromptStep:
         compute them."""
         if not self._prompts.suits(q_TND, kv, params):
             return None
-        memory = self._prompts.memory(q_TND.device)
+        memory = self._prompts.memory(kv, q_TND.dtype)
         kind = params.window, kv.group, kv.keys.dtype is q_TND.dtype, kv.keys.shape[2:]
         if kind not in self._made:
             self._made[kind] = self._cut(kv, q_TND.dtype, params.window)

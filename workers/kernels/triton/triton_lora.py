@@ -4,8 +4,10 @@ Formula and layouts as in lora_ops.py, whose TorchLora is the twin. Grids and ar
 true ranks, scales and row starts are read on the device, so a captured CUDA graph serves any mix of adapters. Up to
 TOKEN_STEP tokens each token is one program (BGMV, Punica) with the inputs in SPLITS parts, whose sums the expand adds
 in fixed order; above, tiles of tokens go through tensor cores once per adapter that they hold (SGMV). Blocks beyond an
-adapter's rank read nothing. bf16, fp16 and fp32, summed in float32; tensor cores take the values between the two
-rounded to the model's dtype, fp32 unrounded. Imported only where Triton is installed.
+adapter's rank read nothing. Weights are read 16 bytes at a time, ahead of their use: rows of adapters begin at
+multiples of ROW elements and are padded to one, and so may be read to there; rows of x are made so where they are not.
+bf16, fp16 and fp32, summed in float32; tensor cores take the values between the two rounded to the model's dtype, fp32
+unrounded. Imported only where Triton is installed.
 """
 
 # Triton's own types are no annotations.
@@ -15,10 +17,12 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from tandem.workers.kernels.lora_ops import AdapterRows, ProjectionTables
+from tandem.workers.planning.adapter_room import ALIGNED_ELEMENTS
 
 PROJECTIONS: Final = 3
 """Projections of one launch: q, k and v."""
@@ -31,17 +35,32 @@ TILE_INPUTS: Final = {2: 64, 4: 16}
 """A token's inputs in one piece, by the bytes of one: in fp32 32 spill registers on sm_86 and sm_89."""
 OUTPUT_BLOCK: Final = 128
 """Outputs of a block: with 256, fp16 on sm_80 spills registers."""
-TILE_OUTPUTS: Final = {2: 128, 4: 64}
-"""Outputs of a block of a tile: in fp32 128 spill on sm_120."""
+TILE_OUTPUTS: Final = {2: 128, 4: 32}
+"""Outputs of a block of a tile: in fp32 128 spill on sm_120, 64 on sm_100."""
 CHANGING: Final = [
     "tokens", "x_stride", "y_stride", "projections",
     "start_0", "outputs_0", "start_1", "outputs_1", "start_2", "outputs_2",
 ]  # fmt: skip
 """Integers that differ between layers and steps. Triton would compile a kernel anew for each 1 and multiple of 16."""
-UNALIGNED: Final = ["x", "y", "slots"]
+UNALIGNED: Final = ["y", "slots"]
 """Pointers into other tensors, for which it would do the same by their alignment."""
+ROW: Final = tl.constexpr(ALIGNED_ELEMENTS)
+VECTOR: Final = tl.constexpr(8)
+"""INPUTS and x_stride are a multiple of it, and x is at a multiple of VECTOR_BYTES: 16 bytes are fetched at once."""
+VECTOR_BYTES: Final = 16
+TOKEN_WARPS: Final = 2
+"""Warps of a program that shrinks a token: each thread has two of its inputs, as fewer bytes than four are not fetched
+ahead."""
+AHEAD: Final = tl.constexpr(3)
+"""Stages of the loops without tensor cores, of which Triton pipelines those alone that say so."""
 FP_FUSION: Final = True
 """Stated with every launch: Triton's own default differs between its versions, and with it the last bits."""
+
+
+@triton.jit
+def _starts(rows, slot, room, k, used):
+    """Returns where the rows k of a slot's matrix begin in the slab, int64."""
+    return tl.multiple_of(tl.load(rows + slot * room + k, mask=used, other=0), ROW)
 
 
 @triton.jit
@@ -54,15 +73,15 @@ def _shrink_token(
     k = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     if tl.program_id(1) * RANKS < rank:
         used = k < rank
-        starts = tl.load(a_rows + slot * room + k, mask=used, other=0)
-        total = tl.zeros((RANKS,), tl.float32)
-        for first in range(0, PART, BLOCK):
+        at_a = slab + _starts(a_rows, slot, room, k, used)[:, None]
+        products = tl.zeros((RANKS, BLOCK), tl.float32)
+        for first in tl.range(0, PART, BLOCK, num_stages=AHEAD):
             i = part * PART + first + tl.arange(0, BLOCK)
-            token = tl.load(x + i, mask=i < INPUTS, other=0.0).to(tl.float32)
-            seen = used[:, None] & (i < INPUTS)[None, :]
-            a = tl.load(slab + starts[:, None] + i[None, :], mask=seen, other=0.0).to(tl.float32)
-            total += tl.sum(a * token[None, :], axis=1)
-        tl.store(out + k, total * tl.load(scales + slot), mask=used)
+            there = i < INPUTS
+            token = tl.load(x + i, mask=there, other=0.0)
+            a = tl.load(at_a + i[None, :], mask=used[:, None] & there[None, :], other=0.0)
+            products += a.to(tl.float32) * token.to(tl.float32)[None, :]
+        tl.store(out + k, tl.sum(products, axis=1) * tl.load(scales + slot), mask=used)
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=UNALIGNED)
@@ -76,7 +95,7 @@ def shrink_tokens(
     projection = tl.program_id(2) // PARTS
     part = tl.program_id(2) % PARTS
     slot = tl.load(slots + token).to(tl.int64)
-    x += token * x_stride
+    x += token * (x_stride // VECTOR * VECTOR)
     out = shrunk + (token * tl.num_programs(2) + tl.program_id(2)) * room
     if slot >= 0:
         if projection == 0:
@@ -96,21 +115,22 @@ def _expand_token(
     rank = tl.load(ranks + slot)
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if (rank > 0) & (tl.program_id(1) * BLOCK < outputs):
-        total = tl.zeros((BLOCK,), tl.float32)
-        first = 0
-        while first < rank:
+        held = o < (outputs + ROW - 1) // ROW * ROW
+        products = tl.zeros((RANKS, BLOCK), tl.float32)
+        k = tl.arange(0, RANKS)
+        starts = _starts(b_rows, slot, room, k, k < rank)
+        at_shrunk, at_b = shrunk + (tl.arange(0, PARTS) * room)[:, None], slab + o[None, :]
+        for first in tl.range(0, rank, RANKS, num_stages=AHEAD):
             k = first + tl.arange(0, RANKS)
             used = k < rank
-            parts = tl.arange(0, PARTS)[:, None] * room + k[None, :]
-            factor = tl.sum(tl.load(shrunk + parts, mask=used[None, :], other=0.0), axis=0)
-            starts = tl.load(b_rows + slot * room + k, mask=used, other=0)
-            seen = used[:, None] & (o < outputs)[None, :]
-            b = tl.load(slab + starts[:, None] + o[None, :], mask=seen, other=0.0).to(tl.float32)
-            total += tl.sum(factor[:, None] * b, axis=0)
-            first += RANKS
+            following = _starts(b_rows, slot, room, k + RANKS, k + RANKS < rank)
+            parts = tl.load(at_shrunk + k[None, :], mask=used[None, :], other=0.0)
+            b = tl.load(at_b + starts[:, None], mask=used[:, None] & held[None, :], other=0.0)
+            products += tl.sum(parts, axis=0)[:, None] * b.to(tl.float32)
+            starts = following
         at = y + start + o
         before = tl.load(at, mask=o < outputs, other=0.0).to(tl.float32)
-        tl.store(at, (before + total).to(y.dtype.element_ty), mask=o < outputs)
+        tl.store(at, (before + tl.sum(products, axis=0)).to(y.dtype.element_ty), mask=o < outputs)
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=UNALIGNED)
@@ -148,13 +168,14 @@ def _shrink_tile(
         rank = tl.load(ranks + slot)
         if tl.program_id(1) * RANKS < rank:
             used = k < rank
-            starts = tl.load(a_rows + slot * room + k, mask=used, other=0)
+            starts = _starts(a_rows, slot, room, k, used)
             total = tl.zeros((TILE, RANKS), tl.float32)
+            at_x, at_a = x + (t * x_stride)[:, None], slab + starts[None, :]
             for first in range(0, INPUTS, BLOCK):
                 i = first + tl.arange(0, BLOCK)
                 there = i < INPUTS
-                token = tl.load(x + t[:, None] * x_stride + i[None, :], mask=mine[:, None] & there[None, :], other=0.0)
-                a = tl.load(slab + starts[None, :] + i[:, None], mask=used[None, :] & there[:, None], other=0.0)
+                token = tl.load(at_x + i[None, :], mask=mine[:, None] & there[None, :], other=0.0)
+                a = tl.load(at_a + i[:, None], mask=used[None, :] & there[:, None], other=0.0)
                 total += tl.dot(token, a, input_precision="ieee")
             out = shrunk + t[:, None] * out_stride + k[None, :]
             tl.store(out, total * tl.load(scales + slot), mask=mine[:, None] & used[None, :])
@@ -169,6 +190,7 @@ def shrink_tiles(
     INPUTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """shrunk: float32 [T, projections, room]. Programs: tiles of tokens, blocks of ranks, projections."""
+    x_stride = x_stride // VECTOR * VECTOR
     t = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     projection = tl.program_id(2)
     own = tl.load(slots + t, mask=t < tokens, other=-1).to(tl.int64)
@@ -195,6 +217,7 @@ def _expand_tile(
 ):  # fmt: skip
     """y[t, start + o] of a tile's tokens and one block of columns, one adapter of the tile after another."""
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = o < (outputs + ROW - 1) // ROW * ROW
     left = tl.where(tl.program_id(1) * BLOCK < outputs, slots, -1)
     slot = tl.max(left, axis=0)
     while slot >= 0:
@@ -202,16 +225,17 @@ def _expand_tile(
         rank = tl.load(ranks + slot)
         if rank > 0:
             total = tl.zeros((TILE, BLOCK), tl.float32)
-            first = 0
-            while first < rank:
+            k = tl.arange(0, RANKS)
+            starts = _starts(b_rows, slot, room, k, k < rank)
+            at_shrunk, at_b = shrunk + (t * in_stride)[:, None], slab + o[None, :]
+            for first in range(0, rank, RANKS):
                 k = first + tl.arange(0, RANKS)
                 used = k < rank
-                parts = shrunk + t[:, None] * in_stride + k[None, :]
-                factor = tl.load(parts, mask=mine[:, None] & used[None, :], other=0.0)
-                starts = tl.load(b_rows + slot * room + k, mask=used, other=0)
-                b = tl.load(slab + starts[:, None] + o[None, :], mask=used[:, None] & (o < outputs)[None, :], other=0.0)
+                following = _starts(b_rows, slot, room, k + RANKS, k + RANKS < rank)
+                factor = tl.load(at_shrunk + k[None, :], mask=mine[:, None] & used[None, :], other=0.0)
+                b = tl.load(at_b + starts[:, None], mask=used[:, None] & held[None, :], other=0.0)
                 total += tl.dot(factor.to(b.dtype), b, input_precision="ieee")
-                first += RANKS
+                starts = following
             seen = mine[:, None] & (o < outputs)[None, :]
             at = y + t[:, None] * y_stride + start + o[None, :]
             before = tl.load(at, mask=seen, other=0.0).to(tl.float32)
@@ -263,8 +287,20 @@ class TritonLora:
         assert y_TO.stride(1) == x_TI.stride(1) == 1 and slab.is_contiguous()
         assert len({(projection.inputs, projection.a_rows.shape[1]) for projection in projections}) == 1
         launch = _add_tokens if y_TO.shape[0] <= TOKEN_STEP else _add_tiles
-        for first in range(0, len(projections), PROJECTIONS) if y_TO.shape[0] else ():
+        if not y_TO.shape[0]:
+            return
+        x_TI = _in_vectors(x_TI)
+        for first in range(0, len(projections), PROJECTIONS):
             launch(y_TO, x_TI, slab, projections[first : first + PROJECTIONS], rows.slots_T)
+
+
+def _in_vectors(x_TI: torch.Tensor) -> torch.Tensor:
+    """Returns x as the kernels read it: itself, or a copy with zeros behind each row."""
+    missing = -x_TI.shape[1] % VECTOR.value
+    if missing:
+        return F.pad(x_TI, (0, missing))
+    is_apart = x_TI.stride(0) % VECTOR.value or x_TI.data_ptr() % VECTOR_BYTES
+    return x_TI.clone(memory_format=torch.contiguous_format) if is_apart else x_TI
 
 
 def _shrink_tables(projections: Sequence[ProjectionTables]) -> list[torch.Tensor]:
@@ -293,7 +329,7 @@ def _add_tokens(
     shrink_tokens[(num_tokens, triton.cdiv(room, RANK_BLOCK), count * SPLITS)](
         x_TI, x_TI.stride(0), slab, slots_T, shrunk, room, *_shrink_tables(projections),
         INPUTS=inputs, PARTS=SPLITS, PART=part_inputs, RANKS=RANK_BLOCK, BLOCK=INPUT_BLOCK,
-        enable_fp_fusion=FP_FUSION,
+        num_warps=TOKEN_WARPS, enable_fp_fusion=FP_FUSION,
     )  # fmt: skip
     widest = max(projection.outputs for projection in projections)
     expand_tokens[(num_tokens, triton.cdiv(widest, OUTPUT_BLOCK), count)](

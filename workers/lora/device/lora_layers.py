@@ -199,7 +199,6 @@ class EmbeddingLoraHook:
 
     def _unit_rows(self, piece: ProjectionTables) -> torch.Tensor:
         """Return what stands for A = 1: rows of the identity for the ranks that a slot has."""
-        max_rank = piece.a_rows.shape[1]
-        first = self._slab.identity_start
-        steps = torch.arange(first, first + max_rank * max_rank, max_rank, device=piece.b_rows.device)
+        max_rank, first, stride = piece.a_rows.shape[1], self._slab.identity_start, self._slab.identity_stride
+        steps = torch.arange(first, first + max_rank * stride, stride, device=piece.b_rows.device)
         return torch.where(piece.b_rows < 0, -1, steps).contiguous()

@@ -13,6 +13,7 @@ import torch
 from tandem.workers.kernels.lora_ops import ProjectionTables
 from tandem.workers.lora.device.host_copy import HostCopy
 from tandem.workers.lora.device.layout import ShardShape
+from tandem.workers.planning.adapter_room import row_stride
 from tandem.workers.platforms.base import Platform
 
 ALIGNED_SLOTS: Final = 4
@@ -24,7 +25,8 @@ class AdapterSlab:
     """`slab_PE` in the model's dtype; `tables[s]` and `slots_of[s]` (the slots whose adapter changes it) by projection.
     `changes` counts what was put. There is a slot for every page, as even the smallest adapter takes one.
 
-    `memory_PE`: the slab, and where `with_identity` the identity of [R, R] behind it, from element `identity_start` on.
+    `memory_PE`: the slab, and where `with_identity` the identity of [R, R] behind it, from element `identity_start` on,
+    a row at each `identity_stride`.
     """
 
     def __init__(
@@ -38,11 +40,12 @@ class AdapterSlab:
     ) -> None:
         self.shape = shape
         self.identity_start = num_pages * shape.page_elements
-        size = shape.max_rank**2 if with_identity else 0
+        self.identity_stride = row_stride(shape.max_rank)
+        size = shape.max_rank * self.identity_stride if with_identity else 0
         all_pages = num_pages + -(-size // shape.page_elements)
         self.memory_PE = platform.zeros((all_pages, shape.page_elements), dtype)
         self.slab_PE = self.memory_PE[:num_pages]
-        self.memory_PE.view(-1)[self.identity_start :][: size : shape.max_rank + 1] = 1
+        self.memory_PE.view(-1)[self.identity_start :][: size : self.identity_stride + 1] = 1
         self.slots_of: list[set[int]] = [set() for _ in shape.parts]
         self.changes = 0
         self._copy_from_host = platform.copy_pages

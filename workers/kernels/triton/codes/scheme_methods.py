@@ -5,7 +5,7 @@ shows. Imports Triton where it is installed, and when it is asked."""
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -14,6 +14,9 @@ from tandem.parallel.params import Scheme
 from tandem.parallel.quantization.coded import CodedMethod, UndoneMethod
 from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
 from tandem.parallel.quantization.schemes import Coded, Inputs, Int8Rows, Undone
+
+if TYPE_CHECKING:
+    from tandem.workers.kernels.triton.triton_attention import Multiprocessors
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +27,9 @@ MOST_APART: Final = 2**-4
 
 
 class SchemeMethods:
-    """The methods for one device. has_triton: they are kernels'. multiprocessors: of the device."""
+    """The methods for one device. has_triton: they are kernels'. multiprocessors: of the device; None for an H100's."""
 
-    def __init__(self, device: torch.device, multiprocessors: int, *, has_triton: bool) -> None:
+    def __init__(self, device: torch.device, multiprocessors: "Multiprocessors | None", *, has_triton: bool) -> None:
         self._device = device
         self._multiprocessors = multiprocessors
         self._has_triton = has_triton

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from tandem.parallel.expert_methods import Groups
 from tandem.workers.kernels.triton.codes.code_words import CodeKind, Scaled
+from tandem.workers.kernels.triton.triton_attention import H100, ROOMY_BYTES, Multiprocessors
 from tandem.workers.kernels.triton.triton_few_rows import ADDED, add_spans
 from tandem.workers.kernels.triton.triton_lora import FP_FUSION
 
@@ -44,8 +45,6 @@ PROGRAMS_OF_ONE: Final = 3
 """Programs of a multiprocessor, fewer than which are split further."""
 MANY_FROM: Final = 32
 """Rows of an expert on average, from which on tiles are large."""
-H100: Final = 132
-"""Multiprocessors that are assumed where there is no device."""
 
 # Bits of 128 in bf16 and of 1,024 in fp16, whose lower bits are those of an integer that is added to it.
 BF16_BASE: Final = tl.constexpr(0x43004300)
@@ -66,6 +65,8 @@ TILES: Final = {
     4: (CodeTile(32, FEW_ROWS, 4, 3),),
 }
 """Tiles by the bytes of an element of x, each for up to as many rows as it has; the last for more."""
+SMALL_TILES: Final = {2: (*TILES[2][:2], CodeTile(64, 64, 4, 3)), 4: (CodeTile(32, FEW_ROWS, 8, 3),)}
+"""The same for devices with little shared memory, on which the last of TILES[2] and that of TILES[4] spill some."""
 NARROW: Final = CodeTile(32, FEW_ROWS, 4, 4)
 """Tile of 16-bit x and of codes in a table, where parts of a step have scales: a wider one spills on sm_100."""
 
@@ -290,11 +291,11 @@ class CodeShape(NamedTuple):
         }  # fmt: skip
 
 
-def tile_for(rows: int, element_bytes: int, shape: CodeShape) -> CodeTile:
-    """Returns the tile of so many rows. Where parts have scales of their own, and bytes zeros, those of most rows leave
-    too few registers; where parts' codes are looked up in a table, all but those of the fewest."""
+def tile_for(rows: int, element_bytes: int, shape: CodeShape, multiprocessors: Multiprocessors) -> CodeTile:
+    """Returns the tile of so many rows on a device. Where parts have scales of their own, and bytes zeros, those of
+    most rows leave too few registers; where parts' codes are looked up in a table, all but those of the fewest."""
     by_part = shape.scaled >= Scaled.PART
-    tiles = TILES[element_bytes]
+    tiles = (SMALL_TILES if multiprocessors.shared_bytes < ROOMY_BYTES else TILES)[element_bytes]
     if by_part and shape.kind == CodeKind.TABLE:
         return NARROW if element_bytes == 2 and shape.scaled == Scaled.PART else tiles[0]
     tiles = tiles[: max(1, len(tiles) - (by_part or (shape.bits > 4 and shape.has_zeros)))]
@@ -314,7 +315,7 @@ def multiply(
     weight: CodeTensors,
     bias_O: torch.Tensor | None,
     of_row_T: torch.Tensor | None = None,
-    multiprocessors: int = H100,
+    multiprocessors: Multiprocessors = H100,
 ) -> torch.Tensor:
     """Returns y_TO in x's dtype. x: with shape.columns numbers in a row. of_row: scales of rows that were rounded."""
     assert x_TI.shape[1] == shape.columns, (x_TI.shape, shape)
@@ -323,8 +324,8 @@ def multiply(
     if not rows or not outputs:
         return y_TO
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
-    tile = tile_for(rows, x_TI.element_size(), shape)
-    spans = spans_of(shape, tile, multiprocessors) if rows <= FEW_ROWS else 1
+    tile = tile_for(rows, x_TI.element_size(), shape, multiprocessors)
+    spans = spans_of(shape, tile, multiprocessors.number) if rows <= FEW_ROWS else 1
     sums = y_TO if spans == 1 else torch.empty((spans, *y_TO.shape), dtype=torch.float32, device=x_TI.device)
     steps = shape.columns // shape.step
     bias = weight.scales if bias_O is None else bias_O  # any pointer
@@ -349,6 +350,7 @@ def multiply_groups(
     bias_EO: torch.Tensor | None,
     groups: Groups,
     of_row: torch.Tensor | None = None,
+    multiprocessors: Multiprocessors = H100,
     *,
     gathers: bool,
 ) -> torch.Tensor:
@@ -360,7 +362,7 @@ def multiply_groups(
     if not pairs:
         return y_PO
     of_each = MANY_FROM * 2 if pairs >= MANY_FROM * experts else 1
-    tile = tile_for(of_each, x.element_size(), shape)
+    tile = tile_for(of_each, x.element_size(), shape, multiprocessors)
     most_tiles = pairs // tile.rows + min(pairs, experts)
     bias = weight.scales if bias_EO is None else bias_EO
     multiply_expert_codes[(most_tiles, triton.cdiv(shape.outputs, tile.outputs))](

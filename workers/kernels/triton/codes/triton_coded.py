@@ -26,13 +26,13 @@ from tandem.parallel.quantization.schemes import Coded, Inputs, Int8Rows
 from tandem.workers.kernels.triton.codes.code_words import CodeKind, Meaning, Scaled, WordLayout, layout_of, whole_step
 from tandem.workers.kernels.triton.codes.triton_code_gemm import (
     FEW_ROWS,
-    H100,
     CodeShape,
     CodeTensors,
     multiply,
     multiply_groups,
 )
 from tandem.workers.kernels.triton.codes.triton_code_inputs import gathered, rounded_to_e4m3, rounded_to_int8
+from tandem.workers.kernels.triton.triton_attention import H100, Multiprocessors
 
 ALIGNED: Final = 16
 """Inputs and outputs that torch._scaled_mm takes a multiple of."""
@@ -76,7 +76,7 @@ class HeldCodes(NamedTuple):
         return cls(shape_of(layout), tensors, words[..., order // 4 :] if layout.has_order else None)
 
     def multiply(
-        self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, multiprocessors: int, *, rounds: bool
+        self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, multiprocessors: Multiprocessors, *, rounds: bool
     ) -> torch.Tensor:
         """Returns y_TO. rounds: inputs to int8."""
         x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
@@ -87,7 +87,14 @@ class HeldCodes(NamedTuple):
         return multiply(x_TI, self.shape, self.tensors, bias_O, of_row_T, multiprocessors)
 
     def multiply_groups(
-        self, x: torch.Tensor, bias_EO: torch.Tensor | None, groups: Groups, *, gathers: bool, rounds: bool
+        self,
+        x: torch.Tensor,
+        bias_EO: torch.Tensor | None,
+        groups: Groups,
+        multiprocessors: Multiprocessors,
+        *,
+        gathers: bool,
+        rounds: bool,
     ) -> torch.Tensor:
         """Returns y_PO as ExpertMethod.apply() does."""
         if self.order is not None:
@@ -96,7 +103,7 @@ class HeldCodes(NamedTuple):
             gathers = False
         x = self._padded(x)
         x, of_row = rounded_to_int8(x) if rounds else (x, None)
-        return multiply_groups(x, self.shape, self.tensors, bias_EO, groups, of_row, gathers=gathers)
+        return multiply_groups(x, self.shape, self.tensors, bias_EO, groups, of_row, multiprocessors, gathers=gathers)
 
     def _padded(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Returns rows with as many numbers as columns; kernels load whole steps."""
@@ -104,7 +111,7 @@ class HeldCodes(NamedTuple):
 
 
 class TritonCodedMethod(CodedMethod):
-    """Coded weights in the kernel's form. multiprocessors: of the device."""
+    """Coded weights in the kernel's form. multiprocessors: of the device; None for an H100's."""
 
     def __init__(
         self,
@@ -114,10 +121,10 @@ class TritonCodedMethod(CodedMethod):
         /,
         place: Place = as_given,
         *,
-        multiprocessors: int = H100,
+        multiprocessors: Multiprocessors | None = None,
     ) -> None:
         super().__init__(weights, context, place)
-        self._dtype, self._multiprocessors = dtype, multiprocessors
+        self._dtype, self.multiprocessors = dtype, multiprocessors or H100
         self._words: HeldCodes | None = None
         self.layout: WordLayout | None = None
 
@@ -139,7 +146,7 @@ class TritonCodedMethod(CodedMethod):
         if self._arrive is not None:
             self._arrive()
         assert self._words is not None, "not loaded"
-        return self._words.multiply(x_TI, self._bias_O, self._multiprocessors, rounds=self.rounds)
+        return self._words.multiply(x_TI, self._bias_O, self.multiprocessors, rounds=self.rounds)
 
 
 class Fp8Method(TritonCodedMethod):
@@ -188,10 +195,10 @@ class TritonInt8Method(Int8Method):
         place: Place = as_given,
         *,
         rounds: bool = False,
-        multiprocessors: int = H100,
+        multiprocessors: Multiprocessors | None = None,
     ) -> None:
         super().__init__(weights, context, place)
-        self._dtype, self._multiprocessors = dtype, multiprocessors
+        self._dtype, self.multiprocessors = dtype, multiprocessors or H100
         self._words: HeldCodes | None = None
         self.rounds = rounds
         self.layout: WordLayout | None = None
@@ -200,7 +207,7 @@ class TritonInt8Method(Int8Method):
         if self._arrive is not None:
             self._arrive()
         assert self._words is not None, "not loaded"
-        return self._words.multiply(x_TI, self._bias_O, self._multiprocessors, rounds=self.rounds)
+        return self._words.multiply(x_TI, self._bias_O, self.multiprocessors, rounds=self.rounds)
 
     @property
     def weight_OI(self) -> torch.Tensor:
@@ -256,17 +263,20 @@ class TritonCodeExperts(StackedExperts):
         self._dtype = dtype
         self._layout: WordLayout | None = None
         self._words: HeldCodes | None = None
+        self._multiprocessors = H100
         self._rounds = False
 
     def apply(self, x: torch.Tensor, groups: Groups, *, gathers: bool) -> torch.Tensor:
         self.weights()
         assert self._words is not None, "not loaded"
-        return self._words.multiply_groups(x, self._bias_EO, groups, gathers=gathers, rounds=self._rounds)
+        return self._words.multiply_groups(
+            x, self._bias_EO, groups, self._multiprocessors, gathers=gathers, rounds=self._rounds
+        )
 
     def _finish(self) -> None:
         form = self._forms[0]
         assert isinstance(form, TritonCodedMethod | TritonInt8Method) and form.layout is not None
-        layout, self._rounds = form.layout, form.rounds
+        layout, self._rounds, self._multiprocessors = form.layout, form.rounds, form.multiprocessors
         super()._finish()
         self._words = HeldCodes.of(layout, self._stack, self._dtype)
 
