@@ -287,7 +287,13 @@ def test_older_checkpoints_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
     ("stored", "flag", "words"),
     [
         (GPTQ, "gptq_marlin", None),
+        (GPTQ, "auto_gptq", None),
         (AWQ, "awq", None),
+        (AWQ, "auto_awq", None),
+        (ROUND, "auto-round", None),
+        (ROUND, "inc", None),
+        (GPTQ, "inc", r"inc: the checkpoint is quantized already, with gptq \(int4\); without the flag"),
+        (None, "inc", "inc: the checkpoint's weights are not quantized"),
         (AWQ, "gptq", r"gptq: the checkpoint is quantized already, with awq \(int4\); without the flag"),
         (GPTQ, "int8", r"int8: the checkpoint is quantized already, with gptq \(int4\)"),
         (None, "int8", None),
