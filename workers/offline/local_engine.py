@@ -24,7 +24,7 @@ from tandem.workers.engine.thread.engine_thread import EngineThread
 from tandem.workers.messages.errors import GroupLost
 from tandem.workers.messages.refusals import GROUP_ENDED, GROUP_LOST
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest, ReplyTo, TokenDelta
-from tandem.workers.planning.start_notes import warn_of_kernels, warn_of_pool
+from tandem.workers.planning.start_notes import warn_of_pool
 
 log = logging.getLogger("tandem.offline")
 FLUSH_S = 5.0
@@ -141,7 +141,8 @@ class LocalEngine:
         try:
             ready = self.executor.start()
             self.facts = model_facts(settings, ready)
-            warn_of_kernels(ready.kernel_notes, log)
+            for note in ready.kernel_notes:
+                log.warning("%s", note)
             warn_of_pool(settings.cache, self.facts, log)
             self.engine = engine = build_engine(settings, self.facts, self.executor, ready, self._thread)
         except BaseException:

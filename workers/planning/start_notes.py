@@ -103,12 +103,6 @@ def warn_of_model(settings: EngineSettings, spec: ArchSpec, log: logging.Logger)
             log.warning("%s", note)
 
 
-def warn_of_kernels(notes: Sequence[str], log: logging.Logger) -> None:
-    """Logs the notes of ranks that are ready about kernels as warnings."""
-    for note in notes:
-        log.warning("%s", note)
-
-
 def pool_notes(cache: CacheSettings, max_model_len: int, groups: KVGroups) -> tuple[str, ...]:
     """One line when the KV pool is smaller than a context of max_model_len tokens, which only --num-gpu-blocks-override
     allows; else none. The last token of a context needs no KV."""

@@ -24,7 +24,7 @@ from tandem.workers.messages.errors import GroupLost, RequestRefused
 from tandem.workers.messages.refusals import GROUP_ENDED, GROUP_LOST, refused
 from tandem.workers.messages.request import Abort, Ended, ReplyTo, TokenDelta
 from tandem.workers.planning.resolve import read_spec
-from tandem.workers.planning.start_notes import warn_of_kernels, warn_of_model, warn_of_pool
+from tandem.workers.planning.start_notes import warn_of_model, warn_of_pool
 
 log = logging.getLogger("tandem.offline")
 RequestKey = tuple[str, int]
@@ -145,7 +145,8 @@ class LocalDispatch:
         ready = self._executor.start()
         facts = model_facts(self._settings, ready)
         warn_of_model(self._settings, read_spec(self._settings), log)
-        warn_of_kernels(ready.kernel_notes, log)
+        for note in ready.kernel_notes:
+            log.warning("%s", note)
         warn_of_pool(self._settings.cache, facts, log)
         return build_engine(self._settings, facts, self._executor, ready, sink)
 
