@@ -7,7 +7,7 @@ O outputs, I inputs, G groups.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,22 +24,24 @@ Share = Callable[[torch.Tensor], torch.Tensor]
 """Takes a rank's largest numbers [O, G], none below 0, and returns those of the ranks that share its groups."""
 
 
+class CodeGroups(NamedTuple):
+    """The groups of a rank's inputs: where they end, as group_ends() returns it, their scales, and their zeros, 0 where
+    a scheme has none."""
+
+    ends_G: torch.Tensor
+    scale_OG: torch.Tensor
+    zero_OG: torch.Tensor
+
+
 class Rounding(Protocol):
-    """The two passes over a weight. ends_G: where groups end, as group_ends() returns it."""
+    """The two passes over a weight."""
 
     def bounds(self, weight_OI: torch.Tensor, ends_G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the least and the largest weight of each group, 0 among them, float32 [O, G]."""
         ...
 
-    def codes(
-        self,
-        weight_OI: torch.Tensor,
-        ends_G: torch.Tensor,
-        scheme: Coded,
-        scale_OG: torch.Tensor,
-        zero_OG: torch.Tensor,
-    ) -> torch.Tensor:
-        """Returns the nearest codes, uint8 [O, I]. zero: 0 where the scheme has none."""
+    def codes(self, weight_OI: torch.Tensor, scheme: Coded, groups: CodeGroups) -> torch.Tensor:
+        """Returns the nearest codes, uint8 [O, I]."""
         ...
 
 
@@ -54,14 +56,8 @@ class TorchRounding(Rounding):
                 found[0, :, group], found[1, :, group] = weight_OI[:, start:end].aminmax(dim=1)
         return found[0].clamp_(max=0), found[1].clamp_(min=0)
 
-    def codes(
-        self,
-        weight_OI: torch.Tensor,
-        ends_G: torch.Tensor,
-        scheme: Coded,
-        scale_OG: torch.Tensor,
-        zero_OG: torch.Tensor,
-    ) -> torch.Tensor:
+    def codes(self, weight_OI: torch.Tensor, scheme: Coded, groups: CodeGroups) -> torch.Tensor:
+        ends_G, scale_OG, zero_OG = groups
         columns = torch.arange(weight_OI.shape[1], device=weight_OI.device)
         group_I = torch.searchsorted(ends_G.long().to(weight_OI.device), columns, right=True)
         codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8, device=weight_OI.device)
@@ -107,7 +103,7 @@ def round_to_codes(
         place * (scheme.group or columns.length) for place in range(len(starts))
     ]
     return CodedWeight(
-        rounding.codes(weight_OI, ends_G, scheme, scale_OG, zero_OG),
+        rounding.codes(weight_OI, scheme, CodeGroups(ends_G, scale_OG, zero_OG)),
         narrow_OG,
         scheme.bits,
         scheme.group or columns.length,
