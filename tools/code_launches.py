@@ -23,6 +23,7 @@ CODE_SHAPES = (
     CodeLaunch("bfloat16", 1024, 4096, {"group": 128}, experts=8),
     CodeLaunch("bfloat16", 4096, 4096, {"group": 128, "zeros": True}, biased=True),
     CodeLaunch("bfloat16", 2880, 2880, {"codes": "E2M1", "group": 32}, experts=32, biased=True),
+    CodeLaunch("bfloat16", 1024, 4096, {"codes": "E2M1", "group": 16, "narrow": True}, experts=8),
     CodeLaunch("bfloat16", 1024, 4096, {"codes": "NF4", "group": 64}),
     CodeLaunch("bfloat16", 1024, 4096, {"codes": "E4M3", "bits": 8, "group": None}),
     CodeLaunch("bfloat16", 1024, 4096, {"codes": "E4M3", "bits": 8, "group": 128}, experts=128),

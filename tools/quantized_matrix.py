@@ -55,8 +55,7 @@ ROWS: Final[Mapping[str, tuple[Cell, ...]]] = {
     "fp8": (*CODES, REFUSED),
     **dict.fromkeys(("gptq", "awq", "auto-round", "ct int4", "ct w8a8", "ct nvfp4"), (*STORED, STORED_ALONE)),
     **dict.fromkeys(("fp8 blocks", "fbgemm_fp8"), (*STORED, Cell(FORMS, "test_batch_invariance_refuses_fp8", True))),
-    **dict.fromkeys(("modelopt", "bnb nf4", "bnb int8", "mxfp4"), (*STORED, STORED_ALONE)),
-    "gguf": (*STORED[:2], Cell(FORMS, "test_gguf_refuses_experts", True), *STORED[3:], STORED_ALONE),
+    **dict.fromkeys(("modelopt", "bnb nf4", "bnb int8", "mxfp4", "gguf"), (*STORED, STORED_ALONE)),
 }
 """Forms, and a cell for each column: those of AT_LOAD, then those of checkpoints (test_quantized_forms.FORMS)."""
 

@@ -134,20 +134,26 @@ def figures(wall_s: list[float], cpu_s: list[float]) -> dict[str, float]:
     }
 
 
-def plot(cases: dict[str, Any], file: Path) -> None:
-    """CPU time of the best peer over each form of Tandem's weights, by case; nothing without a peer."""
-    from matplotlib import pyplot
-
-    bars = []
+def ratios(cases: dict[str, Any]) -> list[tuple[str, float]]:
+    """CPU time of the best peer over each form of Tandem's weights, by case; none of cases without a peer."""
+    found = []
     for words, case in cases.items():
         cpu_ms = {name: own["cpu_ms"] for name, own in case["engines"].items()}
         theirs = [ms for name, ms in cpu_ms.items() if not name.startswith("tandem")]
         if theirs:
-            bars += [
+            found += [
                 (f"{words}, {name.removeprefix('tandem ')}", min(theirs) / ms)
                 for name, ms in cpu_ms.items()
                 if name.startswith("tandem")
             ]
+    return found
+
+
+def plot(cases: dict[str, Any], file: Path) -> None:
+    """Draws the ratios; nothing without any."""
+    from matplotlib import pyplot
+
+    bars = ratios(cases)
     if not bars:
         return
     figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.35 * len(bars)))

@@ -51,7 +51,7 @@ class EngineOpener:
             here = engine_here(self._settings)
         facts = model_facts(here, ready)
         warnings = warn_of_pool(self._settings.cache, facts, log)
-        self.notes = (loading_note(ready), *ready.tier_notes, *warnings)
+        self.notes = (loading_note(ready), *ready.kernel_notes, *ready.tier_notes, *warnings)
         if self._settings.step_log is not None:
             self.notes += (f"every step's plan goes to {self._settings.step_log}",)
         log.info("ranks of group %s are ready, with %d KV blocks", self._group, ready.num_blocks)

@@ -1,8 +1,8 @@
 """CodedMethod: products with weights of a few bits in torch, the twin of compiled kernels and what computes where there
 are none.
 
-One piece of memory holds what Coded.parts() counts: scales, zeros, orders and ends, then codes, two to a byte up to
-four bits. Products are of float32 and rounded to the dtype once. T tokens, I inputs, O outputs, G groups.
+One piece of memory holds what Coded.parts() counts: outer scales, scales, zeros, orders and ends, then codes, two to a
+byte up to four bits. Products are of float32 and rounded to the dtype once. T tokens, I inputs, O outputs, G groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,7 +81,8 @@ class CodedMethod(LinearMethod):
 
     def take_coded(self, weight: CodedWeight, bias_O: torch.Tensor | None) -> None:
         """Makes the product's form of a weight."""
-        parts = {"scale": weight.scale_OG}
+        parts = {} if weight.outer_O is None else {"outer": weight.outer_O}
+        parts["scale"] = weight.scale_OG
         if weight.zero_OG is not None:
             parts["zero"] = weight.zero_OG
         if weight.order_I is not None and weight.ends_G is not None:
@@ -116,7 +117,7 @@ class CodedMethod(LinearMethod):
 
     def rows(self, rows: slice) -> CodedWeight:
         """Returns some outputs of the weight."""
-        scale_OG, zero_OG, order_I, ends_G = map(self._part, ("scale", "zero", "order", "ends"))
+        scale_OG, zero_OG, order_I, ends_G, outer_O = map(self._part, ("scale", "zero", "order", "ends", "outer"))
         assert scale_OG is not None, "not loaded"
         return CodedWeight(
             self._codes(rows),
@@ -127,6 +128,7 @@ class CodedMethod(LinearMethod):
             self._table,
             self._ends_G if ends_G is None else ends_G,
             None if order_I is None else order_I.long(),
+            None if outer_O is None else outer_O[rows],
         )
 
     def _part(self, name: str) -> torch.Tensor | None:

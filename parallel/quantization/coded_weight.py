@@ -3,8 +3,8 @@
 What a checkpoint's layout is read into (layouts/), and what a product's own form is made of: that of the twin
 (coded.py) and of compiled kernels. O outputs, I inputs, all of this rank; G groups of inputs.
 
-    weight[o, order[i]] = (value(codes[o, i]) - zero[o, g]) * scale[o, g], with g the group of column i,
-    value(c) = table[c], or c itself where there is no table.
+    weight[o, order[i]] = (value(codes[o, i]) - zero[o, g]) * scale[o, g] * outer[o], with g the group of column i,
+    value(c) = table[c], or c itself where there is no table; outer is 1 where scales are float32.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,14 @@ class CodedWeight:
     """
 
     codes_OI: torch.Tensor  # uint8, a byte for each
-    scale_OG: torch.Tensor  # float32
+    scale_OG: torch.Tensor  # float32, or with outer_O float8_e4m3fn
     bits: int
     group: int
     zero_OG: torch.Tensor | None = None  # float32, in units of values; None: 0
     table: torch.Tensor | None = None  # float32 [2**bits]; None: a code is its own value
     ends_G: torch.Tensor | None = None  # int32, ascending; None: regular groups
     order_I: torch.Tensor | None = None  # int64: the input that a column multiplies; None: as they are
+    outer_O: torch.Tensor | None = None  # float32; None: scales are float32 themselves
 
     def __post_init__(self) -> None:
         outputs, inputs = self.codes_OI.shape
@@ -42,6 +43,7 @@ class CodedWeight:
         assert self.zero_OG is None or self.zero_OG.shape == self.scale_OG.shape
         assert self.table is None or self.table.shape == (2**self.bits,)
         assert self.order_I is None or self.order_I.shape == (inputs,)
+        assert self.outer_O is None or (self.outer_O.shape == (outputs,) and self.zero_OG is None)
 
     @property
     def group_of_I(self) -> torch.Tensor:
@@ -51,6 +53,11 @@ class CodedWeight:
             return columns // self.group
         return torch.searchsorted(self.ends_G.long(), columns, right=True)
 
+    @property
+    def wide_scale_OG(self) -> torch.Tensor:
+        """The scales with the outer ones, float32 [O, G]."""
+        return self.scale_OG if self.outer_O is None else self.scale_OG.float() * self.outer_O[:, None]
+
     def values_OI(self) -> torch.Tensor:
         """The weights in the order of columns, float32: (value - zero) * scale, each operation rounded once."""
         codes = self.codes_OI.long() if self.table is not None else self.codes_OI
@@ -58,7 +65,7 @@ class CodedWeight:
         group_I = self.group_of_I
         if self.zero_OG is not None:
             values_OI = values_OI - self.zero_OG[:, group_I]
-        return values_OI * self.scale_OG[:, group_I]
+        return values_OI * self.wide_scale_OG[:, group_I]
 
     def dense_OI(self) -> torch.Tensor:
         """The weights in the order of inputs, float32."""
@@ -77,10 +84,16 @@ def undone(weight: CodedWeight, dtype: torch.dtype) -> torch.Tensor:
     found, step = weight.scale_OG.new_empty((outputs, inputs), dtype=dtype), max(1, PIECE_CODES // max(1, inputs))
     for first in range(0, outputs, step):
         rows = slice(first, first + step)
-        zero_OG = None if weight.zero_OG is None else weight.zero_OG[rows]
-        piece = replace(weight, codes_OI=weight.codes_OI[rows], scale_OG=weight.scale_OG[rows], zero_OG=zero_OG)
-        found[rows] = piece.dense_OI()
+        found[rows] = rows_of(weight, rows).dense_OI()
     return found
+
+
+def rows_of(weight: CodedWeight, rows: slice) -> CodedWeight:
+    """Returns some outputs of a weight."""
+    zero_OG = None if weight.zero_OG is None else weight.zero_OG[rows]
+    outer_O = None if weight.outer_O is None else weight.outer_O[rows]
+    own = {"codes_OI": weight.codes_OI[rows], "scale_OG": weight.scale_OG[rows]}
+    return replace(weight, **own, zero_OG=zero_OG, outer_O=outer_O)
 
 
 def joined(weights: Sequence[CodedWeight]) -> CodedWeight:
@@ -90,9 +103,11 @@ def joined(weights: Sequence[CodedWeight]) -> CodedWeight:
         return first
     assert all(weight.order_I is None and weight.group == first.group for weight in weights)
     zeros = [weight.zero_OG for weight in weights if weight.zero_OG is not None]
+    outers = [weight.outer_O for weight in weights if weight.outer_O is not None]
     return replace(
         first,
         codes_OI=torch.cat([weight.codes_OI for weight in weights]),
         scale_OG=torch.cat([weight.scale_OG for weight in weights]),
         zero_OG=torch.cat(zeros) if zeros else None,
+        outer_O=torch.cat(outers) if outers else None,
     )

@@ -7,9 +7,10 @@ O outputs, I inputs, G groups.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.params import Param, Span
@@ -23,22 +24,24 @@ Share = Callable[[torch.Tensor], torch.Tensor]
 """Takes a rank's largest numbers [O, G], none below 0, and returns those of the ranks that share its groups."""
 
 
+class CodeGroups(NamedTuple):
+    """The groups of a rank's inputs: where they end, as group_ends() returns it, their scales, and their zeros, 0 where
+    a scheme has none."""
+
+    ends_G: torch.Tensor
+    scale_OG: torch.Tensor
+    zero_OG: torch.Tensor
+
+
 class Rounding(Protocol):
-    """The two passes over a weight. ends_G: where groups end, as group_ends() returns it."""
+    """The two passes over a weight."""
 
     def bounds(self, weight_OI: torch.Tensor, ends_G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the least and the largest weight of each group, 0 among them, float32 [O, G]."""
         ...
 
-    def codes(
-        self,
-        weight_OI: torch.Tensor,
-        ends_G: torch.Tensor,
-        scheme: Coded,
-        scale_OG: torch.Tensor,
-        zero_OG: torch.Tensor,
-    ) -> torch.Tensor:
-        """Returns the nearest codes, uint8 [O, I]. zero: 0 where the scheme has none."""
+    def codes(self, weight_OI: torch.Tensor, scheme: Coded, groups: CodeGroups) -> torch.Tensor:
+        """Returns the nearest codes, uint8 [O, I]."""
         ...
 
 
@@ -53,14 +56,8 @@ class TorchRounding(Rounding):
                 found[0, :, group], found[1, :, group] = weight_OI[:, start:end].aminmax(dim=1)
         return found[0].clamp_(max=0), found[1].clamp_(min=0)
 
-    def codes(
-        self,
-        weight_OI: torch.Tensor,
-        ends_G: torch.Tensor,
-        scheme: Coded,
-        scale_OG: torch.Tensor,
-        zero_OG: torch.Tensor,
-    ) -> torch.Tensor:
+    def codes(self, weight_OI: torch.Tensor, scheme: Coded, groups: CodeGroups) -> torch.Tensor:
+        ends_G, scale_OG, zero_OG = groups
         columns = torch.arange(weight_OI.shape[1], device=weight_OI.device)
         group_I = torch.searchsorted(ends_G.long().to(weight_OI.device), columns, right=True)
         codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8, device=weight_OI.device)
@@ -98,19 +95,23 @@ def round_to_codes(
     if share is not None:
         least_OG, largest_OG = -share(-least_OG), share(largest_OG)
     scale_OG, zero_OG = _scales(least_OG, largest_OG, scheme)
+    narrow_OG, outer_O = _narrowed(scale_OG) if scheme.narrow else (scale_OG, None)
+    if outer_O is not None:
+        scale_OG = narrow_OG.float() * outer_O[:, None]
     table = table_of(scheme)
     is_regular = not scheme.ordered and starts == [
         place * (scheme.group or columns.length) for place in range(len(starts))
     ]
     return CodedWeight(
-        rounding.codes(weight_OI, ends_G, scheme, scale_OG, zero_OG),
-        scale_OG,
+        rounding.codes(weight_OI, scheme, CodeGroups(ends_G, scale_OG, zero_OG)),
+        narrow_OG,
         scheme.bits,
         scheme.group or columns.length,
         zero_OG if scheme.zeros else None,
         None if table is None else table.to(weight_OI.device),
         None if is_regular else ends_G.to(weight_OI.device),
         torch.arange(columns.length, device=weight_OI.device) if scheme.ordered else None,
+        outer_O,
     )
 
 
@@ -152,6 +153,14 @@ def _scales(least_OG: torch.Tensor, largest_OG: torch.Tensor, scheme: Coded) -> 
         return scale_OG, torch.zeros_like(scale_OG)
     scale_OG = (largest_OG - least_OG) / (2**scheme.bits - 1)
     return scale_OG, torch.where(scale_OG > 0, -least_OG / scale_OG, 0).round()
+
+
+def _narrowed(scale_OG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns scales in E4M3, and those in float32 of outputs, by which the largest is E4M3's largest number."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    outer_O = F.pad(scale_OG, (1, 0)).amax(1) / most
+    outer_O = torch.where(outer_O > 0, outer_O, 1.0)
+    return (scale_OG / outer_O[:, None]).clamp_(max=most).to(torch.float8_e4m3fn), outer_O
 
 
 def _nearest(units_OI: torch.Tensor, scheme: Coded, zero_OI: torch.Tensor) -> torch.Tensor:

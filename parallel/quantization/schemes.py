@@ -68,13 +68,15 @@ class Coded:
     """Codes of `bits` bits, with a scale for each group of inputs of an output, and perhaps a zero.
 
     group: inputs that share a scale, None for all of an output. zeros: integers begin at a zero of their own for each
-    group; else the middle code is 0. ordered: inputs are in groups by a list, as GPTQ with desc_act has them.
+    group; else the middle code is 0. narrow: scales are E4M3, and one of each output in float32 multiplies them, as
+    NVFP4 has them; without zeros. ordered: inputs are in groups by a list, as GPTQ with desc_act has them.
     """
 
     codes: Codes = Codes.INTEGERS
     bits: int = 4
     group: int | None = 128
     zeros: bool = False
+    narrow: bool = False
     ordered: bool = False
     inputs: Inputs = Inputs.AS_THEY_ARE
     layout: Layout | None = None
@@ -99,16 +101,20 @@ class Coded:
         return 1 if self.group is None else -(-inputs // self.group)
 
     def parts(self, weight: Param) -> tuple[Param, ...]:
-        """Codes, scales, zeros; where they are ordered, the inputs' order and the groups' ends too. A rank has every
-        group that some of its inputs are in, of ordered ones all."""
+        """Codes, scales, zeros or outer scales; where they are ordered, the inputs' order and the groups' ends too. A
+        rank has every group that some of its inputs are in, of ordered ones all."""
         weight = replace(weight, scheme=None)
         outputs, inputs = weight.shape
         groups = self.num_groups(inputs)
         shard = weight.shard
         if shard.dim == 1:
             shard = WHOLE if self.ordered else replace(shard, each=Each(inputs, self.group or inputs))
-        scale = replace(weight, shape=(outputs, groups), dtype="float32", shard=shard)
+        scale = replace(weight, shape=(outputs, groups), dtype="uint8" if self.narrow else "float32", shard=shard)
         held = [replace(scale, name=f"{weight.stem}.scale")]
+        if self.narrow:
+            by_output = weight.shard if weight.shard.dim == 0 else WHOLE
+            outer = replace(weight, name=f"{weight.stem}.outer", shape=(outputs,), dtype="float32", shard=by_output)
+            held.append(outer)
         if self.zeros:
             held.append(replace(scale, name=f"{weight.stem}.zero"))
         if self.ordered:

@@ -26,6 +26,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+EXPERTS = {"num_hidden_layers": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 STRETCHED = {**LLAMA3, "rope_theta": 500000.0}
 MODELS = {
     model.name: model
@@ -37,6 +38,9 @@ MODELS = {
             "layer_types": ["sliding_attention", "full_attention"],
         }),
         TinyModel("gemma2-plain", "gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 24}),
+        TinyModel("smollm3-default", "smollm3", {"attention_bias": True}),  # its fourth layer does not rotate
+        TinyModel("qwen2_moe", "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+        TinyModel("qwen3_moe", "qwen3_moe", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
     )
 }  # fmt: skip
 
@@ -85,6 +89,14 @@ CASES = [
     ("gemma", "BF16"),
     ("gemma2-plain", "Q4_0"),
     ("gemma3-pattern", "Q8_0"),
+    ("phi3", "Q4_0"),
+    ("phi3-longrope", "F16"),
+    ("granite", "Q8_0"),
+    ("smollm3-default", "Q4_1"),
+    ("mixtral", "Q4_0"),
+    ("qwen2_moe", "Q8_0"),
+    ("qwen3_moe", "F16"),
+    ("qwen3_moe", "Q4_1"),
 ]
 
 
@@ -99,7 +111,9 @@ def test_logits_equal_those_of_transformers_with_the_same_weights(
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (2, 2)])
-@pytest.mark.parametrize(("model", "kind"), [("wide", "mixed"), ("llama-mha-tied", "Q4_1")])
+@pytest.mark.parametrize(
+    ("model", "kind"), [("wide", "mixed"), ("llama-mha-tied", "Q4_1"), ("phi3", "Q4_1"), ("mixtral", "Q4_0")]
+)
 def test_ranks_equal_one_rank(
     model: str, kind: str, tp_size: int, pp_size: int, ranks: RankProcesses, tiny_folder: TinyFolder, tmp_path: Path
 ) -> None:

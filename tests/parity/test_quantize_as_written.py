@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from tandem.configs.errors import SettingsError
+from tandem.workers.gguf.gguf_folder import gguf_folder
 from tandem.workers.quantize.quantize_settings import QuantizeSettings
-from tests.support.packed_models import quantized, random_ids, undone
+from tests.support.gguf_files import save_gguf
+from tests.support.packed_models import quantized, random_ids, tensors_in, undone
 from tests.support.tiny_models import BY_NAME, load_peer, save_tiny_model
 
 TinyFolder = Callable[[str], Path]
@@ -61,6 +63,21 @@ def test_all_experts_have_one_form_which_is_that_of_linear_layers(
     (linear,) = (one["weights"] for one in groups if one["targets"] == ["Linear"])
     assert forms == {(linear["num_bits"], linear["group_size"])}
     assert not any(".experts." in target for one in groups for target in one["targets"])
+
+
+@pytest.mark.parametrize(
+    ("model", "left_out"), [("phi3", "self_attn.qkv_proj"), ("qwen3_moe", "mlp.experts.1.up_proj")]
+)
+def test_layers_of_gguf_that_are_left_out_are_written_as_the_family_has_them(
+    model: str, left_out: str, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    """A fused tensor, and a part of a stack."""
+    file, plain = save_gguf(tiny_folder(model), tmp_path / "m.gguf", lambda name: "F16")
+    name = f"model.layers.1.{left_out}"
+    quantized(gguf_folder(file), tmp_path / "out", settings("rtn", ignore=(name,)), count=2)
+    found, expected = tensors_in(tmp_path / "out"), tensors_in(plain)
+    assert torch.equal(found[f"{name}.weight"].float(), expected[f"{name}.weight"])
+    assert f"{name.replace('layers.1', 'layers.0')}.weight_packed" in found
 
 
 def test_a_head_is_left_out_by_the_name_that_transformers_has(tiny_folder: TinyFolder, tmp_path: Path) -> None:

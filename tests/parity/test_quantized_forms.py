@@ -100,7 +100,7 @@ def test_ranks(name: str, ranks: RankProcesses, tmp_path: Path) -> None:
     equal_on_ranks(quantized, ranks, 2, 2)
 
 
-@each("gguf", soon=("awq",))
+@each(soon=("awq", "gguf"))
 def test_whole_experts(name: str, ranks: RankProcesses, tmp_path: Path) -> None:
     folder = tiny(name, tmp_path)
     if name != "mxfp4":
@@ -177,9 +177,3 @@ def test_batch_invariance_refuses_fp8(name: str, tmp_path: Path) -> None:
     quantized, _ = served(name, tmp_path)
     with pytest.raises(SettingsError, match="it is not to be had with fp8 weights, which no kernel multiplies"):
         LLM(str(quantized), batch_invariant=True)
-
-
-def test_gguf_refuses_experts(tmp_path: Path) -> None:
-    save_gguf(tiny("gguf", tmp_path), tmp_path / "m.gguf", lambda name: "Q4_1", {"llama.expert_count": 4})
-    with pytest.raises(SettingsError, match=r"llama\.expert_count is 4, which is not read"):
-        gguf_folder(tmp_path / "m.gguf")

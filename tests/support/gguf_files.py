@@ -5,6 +5,8 @@ Each pack function takes a matrix [outputs, inputs] and returns its rows of byte
 """
 
 import json
+import math
+import re
 import shutil
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +27,35 @@ NAMES = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps", "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
 }  # fmt: skip
 OF_GEMMA2 = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-ARCHITECTURES = {"gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    "gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+}  # fmt: skip
+IN_PAIRS = ("llama", "mistral", "mixtral", "granite", "smollm3")
+"""Families that llama.cpp's converter permutes q and k of (LlamaModel and what inherits undo_permute from it)."""
+IN_F32 = ("mlp.gate.", "block_sparse_moe.gate.", "shared_expert_gate.")
+NUMBERS_OF = {
+    "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+    "expert_count": ("num_local_experts", "num_experts"), "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}  # fmt: skip
+"""Metadata that converters write where config.json has the key, or one of them."""
 
 
 # ---- the file ----
@@ -78,24 +102,32 @@ def save_gguf(
     name in the folder. more: metadata. parts: files; the first is returned."""
     config = json.loads((folder / "config.json").read_text())
     given, plain, tensors = load_file(folder / "model.safetensors"), {}, []
+    stacks: dict[str, tuple[str, tuple[int, ...], dict[int, bytes]]] = {}
     for name, tensor in given.items():
         array = tensor.float().numpy()
-        of = kind(name) if array.ndim == 2 else "F32"
+        of = kind(name) if array.ndim == 2 and not any(router in name for router in IN_F32) else "F32"
         if name.endswith("norm.weight") and "gemma" in config["model_type"]:
             array = array + 1
-        turned = config["model_type"] in ("llama", "mistral") and name.split(".")[-2] in ("q_proj", "k_proj")
+        turned = config["model_type"] in IN_PAIRS and name.split(".")[-2] in ("q_proj", "k_proj")
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         if turned:
             array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
         data, found = PACK[of](array)
-        tensors.append((name_in_gguf(name, config["model_type"]), of, array.shape, data.tobytes()))
+        if (expert := re.search(r"\.experts\.(\d+)", name)) is not None:
+            stack = stacks.setdefault(name.replace(expert[0], ".experts"), (of, array.shape, {}))
+            stack[2][int(expert[1])] = data.tobytes()
+        else:
+            sizes = array.shape[1:] if "shared_expert_gate" in name else array.shape
+            tensors.append((name_in_gguf(name, config["model_type"]), of, sizes, data.tobytes()))
         if turned:
             found = found.reshape(heads, -1, 2, *found.shape[1:]).swapaxes(1, 2).reshape(found.shape)
         if name.endswith("norm.weight") and "gemma" in config["model_type"]:
             found = found - 1
         plain[name] = torch.from_numpy(np.ascontiguousarray(found, np.float32))
-    if (factors := _rope_factors(config)) is not None:
-        tensors.append(("rope_freqs.weight", "F32", factors.shape, factors.tobytes()))
+    for name, (of, sizes, parts_of) in stacks.items():
+        data_of_all = b"".join(parts_of[expert] for expert in sorted(parts_of))
+        tensors.append((name_in_gguf(name, config["model_type"]), of, (len(parts_of), *sizes), data_of_all))
+    tensors += [(name, "F32", factors.shape, factors.tobytes()) for name, factors in _rope_factors(config).items()]
     metadata = {**metadata_of(config), **(more or {})}
     files = [file] if parts == 1 else [
         file.with_name(f"{file.stem}-{part:05}-of-{parts:05}.gguf") for part in range(1, parts + 1)
@@ -109,7 +141,8 @@ def save_gguf(
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    name, rope = ARCHITECTURES.get(config["model_type"], config["model_type"]), config["rope_parameters"]
+    kind, rope = config["model_type"], config["rope_parameters"]
+    name = ARCHITECTURES.get(kind, kind)
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     found = {
         "context_length": config["max_position_embeddings"],
@@ -124,12 +157,21 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
     }
-    if "gemma" in name or name == "mistral":
+    if "gemma" in name or kind in ("mistral", "mixtral", "phi3"):
         found["attention.sliding_window"] = config.get("sliding_window") or 0
     if name == "gemma2":
         found["attn_logit_softcapping"] = float(config["attn_logit_softcapping"])
         found["final_logit_softcapping"] = float(config["final_logit_softcapping"])
-    name = "llama" if name == "mistral" else name
+    if kind == "phi3":
+        found["rope.dimension_count"] = int(dim * rope.get("partial_rotary_factor", 1.0))
+        trained = found["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+        if "long_factor" in rope:
+            scale = config["max_position_embeddings"] / trained
+            found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(trained))
+    for key, names in NUMBERS_OF.items():
+        for one in (names,) if isinstance(names, str) else names:
+            if one in config:
+                found[key] = config[one]
     return {"general.architecture": name, **{f"{name}.{key}": value for key, value in found.items()}}
 
 
@@ -142,11 +184,16 @@ def name_in_gguf(name: str, kind: str) -> str:
     return f"blk.{layer}.{names[inside]}.{suffix}"
 
 
-def _rope_factors(config: Mapping[str, Any]) -> Array | None:
-    """What llama.cpp's converter writes for Llama 3.1."""
+def _rope_factors(config: Mapping[str, Any]) -> Mapping[str, Array]:
+    """What llama.cpp's converter writes for Llama 3.1, and for Phi 3 of long contexts."""
     rope = config["rope_parameters"]
+    if "long_factor" in rope:
+        return {
+            f"rope_factors_{length}.weight": np.array(rope[f"{length}_factor"], np.float32)
+            for length in ("long", "short")
+        }
     if rope.get("rope_type") != "llama3":
-        return None
+        return {}
     dim, factors = config["head_dim"], []
     low, high = (rope["original_max_position_embeddings"] / rope[f"{end}_freq_factor"] for end in ("low", "high"))
     for place in range(dim // 2):
@@ -160,7 +207,7 @@ def _rope_factors(config: Mapping[str, Any]) -> Array | None:
                 rope["high_freq_factor"] - rope["low_freq_factor"]
             )
             factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return np.array(factors, np.float32)
+    return {"rope_freqs.weight": np.array(factors, np.float32)}
 
 
 # ---- blocks ----

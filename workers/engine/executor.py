@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of ranks that are ready. num_blocks: KV blocks that every rank holds (the least of all ranks).
 
-    store: the tiers below the device; None: none. tier_notes: startup messages about missing kernels, streamed
-    weights, adapters, captures and the tiers, or why there are no tiers. kv_dtype: element type of the blocks; None:
+    store: the tiers below the device; None: none. kernel_notes: startup messages about kernels that are missing, or
+    were tuned, and what helps; tier_notes: about streamed weights, adapters, captures and the tiers, or why there are
+    no tiers. kv_dtype: element type of the blocks; None:
     dtype. adapter_pages: device pages for LoRA adapters, the least of all ranks; 0: none. captures: of each rank, where
     they are made at the start.
     """
@@ -36,6 +37,7 @@ class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True):
     rank_pids: tuple[int, ...] = ()
     num_ranks: int = 1
     store: "TieredStore | None" = None
+    kernel_notes: tuple[str, ...] = ()
     tier_notes: tuple[str, ...] = ()
     kv_dtype: str | None = None
     adapter_pages: int = 0

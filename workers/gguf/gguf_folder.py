@@ -19,13 +19,14 @@ from tandem.configs.environment import cache_folder
 from tandem.configs.errors import SettingsError
 from tandem.parallel.stored.gguf_header import PART, gguf_parts, read_gguf
 from tandem.parallel.stored.headers import GGUF_INDEX, write_places
-from tandem.workers.gguf.gguf_config import gguf_config, gguf_row, gguf_tensors
+from tandem.workers.gguf.gguf_config import gguf_config
+from tandem.workers.gguf.gguf_names import gguf_row, gguf_tensors
 from tandem.workers.text.generation_config import FILE as GENERATION
 from tandem.workers.text.generation_config import read_file
 from tandem.workers.text.vocabulary.gguf_vocabulary import text_files
 
 SUFFIX: Final = ".gguf"
-VERSION: Final = 1
+VERSION: Final = 2
 """A number for what is written: folders of others are not read."""
 UNUSED_S: Final = 60 * 86400
 LOAD_FORMAT: Final = "--load-format"

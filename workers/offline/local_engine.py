@@ -141,6 +141,8 @@ class LocalEngine:
         try:
             ready = self.executor.start()
             self.facts = model_facts(settings, ready)
+            for note in ready.kernel_notes:
+                log.warning("%s", note)
             warn_of_pool(settings.cache, self.facts, log)
             self.engine = engine = build_engine(settings, self.facts, self.executor, ready, self._thread)
         except BaseException:

@@ -10,6 +10,7 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,26 +85,25 @@ class PackedCheckpoint:
     def _from_gguf(self, name: str, params: list[Param]) -> WrittenTensor:
         """Returns a tensor of GGUF as the family's checkpoints have it; a table of vocabulary is read as it is written,
         part by part."""
-        own = {param.name: param for param in self._walk.table}
-        (param,) = params
-        source = own[param.name]
+        own, param = {param.name: param for param in self._walk.table}, params[0]
         if param.role in (Role.EMBEDDING, Role.HEAD) and len(param.shape) == 2:
             size = self._own.itemsize * param.shape[0] * param.shape[1]
 
             def pieces() -> Iterator[memoryview]:
-                for _, rows in self._walk.vocabulary(source):
+                for _, rows in self._walk.vocabulary(own[param.name]):
                     yield from of_memory(name, rows.to(self._own)).pieces()
 
             kind = of_memory(name, torch.empty(0, dtype=self._own)).dtype
             return WrittenTensor(name, kind, param.shape, size, pieces)
-        found: list[torch.Tensor] = []
-        self._walk.fill([ParameterSlot((source,), found.append)])
-        return self._dense(name, params, {param.name: found[0]})
+        found: dict[str, torch.Tensor] = {}
+        self._walk.fill([ParameterSlot((own[one.name],), partial(found.__setitem__, one.name)) for one in params])
+        return self._dense(name, params, found)
 
     def _dense(self, name: str, params: list[Param], values: Mapping[str, torch.Tensor]) -> WrittenTensor:
         dtype = self.dtype_of(params[0])
         if self.is_gguf:
-            return dense_tensor(name, params, values, dtype, params[0].shape)
+            rows = params[0].source.rows or params[0].shape[0]
+            return dense_tensor(name, params, values, dtype, (rows, *params[0].shape[1:]))
         stored = self._walk.checkpoint.tensors_of(params[0])[0]
         return dense_tensor(name, params, values, dtype, stored.shape)
 

@@ -208,13 +208,16 @@ class _Projection:
 
 
 def _experts(model: TunedModel, layers: Sequence[LayerParams], device: torch.device, loads: Loads) -> Iterator[Tunable]:
-    """Yields both projections of experts, with few rows each and with many."""
+    """Yields both projections of dense experts, with few rows each and with many; codes have tiles of their own
+    (triton_code_gemm.py), which are not tuned."""
     for spec, own in zip(model.spec.layers, layers, strict=True):
         if not isinstance(spec.mlp, Moe):
             continue
         here = [each for each in own.experts if all(param.local_elements(model.mesh) for param in each)]
         for merge in ("up", "down"):
             weights, _ = here[0].merged(merge)
+            if any(weight.scheme is not None for weight in weights):
+                continue
             outputs = sum(weight.span(0, model.mesh).length for weight in weights)
             sizes = len(here), outputs, weights[0].span(1, model.mesh).length
             projection = _Projection(sizes, min(spec.mlp.top_k, len(here)), merge == "up", model.dtype, device)

@@ -145,6 +145,8 @@ class LocalDispatch:
         ready = self._executor.start()
         facts = model_facts(self._settings, ready)
         warn_of_model(self._settings, read_spec(self._settings), log)
+        for note in ready.kernel_notes:
+            log.warning("%s", note)
         warn_of_pool(self._settings.cache, facts, log)
         return build_engine(self._settings, facts, self._executor, ready, sink)
 

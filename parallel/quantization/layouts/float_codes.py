@@ -81,14 +81,17 @@ class Fp4Rows:
         from tandem.parallel.quantization.unpacking import cut_columns, nibbles
 
         codes_OI = cut_columns(nibbles(found[-1].to(torch.uint8)), column_cut(weight, mesh, 2))
-        scale_OG = found[0].float() if self.outer is not None else exponents(found[0])
-        if self.outer is not None:
-            outer = found[1].float()
-            scale_OG = scale_OG * outer if self.multiplies else scale_OG / outer
+        scale_OG, outer_O = found[0].clone(), None
+        if self.outer is None:
+            scale_OG = exponents(found[0])
+        else:
+            outer = found[1].float().view(1)
+            outer_O = (outer if self.multiplies else 1 / outer).expand(len(codes_OI)).contiguous()
         table = table_of(Coded(Codes.E2M1))
         assert table is not None
         group, ends_G = groups_of(self.group, weight, mesh)
-        return CodedWeight(codes_OI, scale_OG.contiguous(), 4, group, None, table.to(codes_OI.device), ends_G)
+        table = table.to(codes_OI.device)
+        return CodedWeight(codes_OI, scale_OG.contiguous(), 4, group, None, table, ends_G, outer_O=outer_O)
 
 
 def exponents(stored: "torch.Tensor") -> "torch.Tensor":

@@ -321,7 +321,7 @@ def test_bad_values_are_refused_by_their_flags() -> None:
     [
         ("dtype", "int8", "auto, bfloat16, float16, float32"),
         ("dtype", 16, "auto, bfloat16, float16, float32"),
-        ("quantization", "exl2", "int8, w8a8, int4, w4a8, nf4, fp8, auto-round, awq"),
+        ("quantization", "exl2", "int8, w8a8, int4, w4a8, nf4, fp8, auto-round, auto_awq"),
         ("load_format", "pt", "safetensors, gguf, dummy"),
         ("kv_cache_dtype", "fp8_e5m2", "auto, bfloat16, fp8, fp8_e4m3, int8"),
         ("device", "tpu", "cpu, cuda"),

@@ -247,7 +247,7 @@ from tandem.workers.build import open_executor
 
 flags = {"device": "cpu", "cpu_threads": 1, "tensor_parallel_size": TP}
 ranks = open_executor(build_settings(str(DEMO_MODEL), flags).engine)
-for note in ranks.start().tier_notes:
+for note in ranks.start().kernel_notes:
     print(note)
 ranks.close()
 """

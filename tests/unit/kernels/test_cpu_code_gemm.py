@@ -51,6 +51,7 @@ FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "four inputs": (100, 4, {"group": 4}),
     "E2M1": (70, 96, {"group": 32, "table": E2M1}),
     "E2M1 by 16": (70, 96, {"group": 16, "table": E2M1, "zeros": True}),
+    "E2M1 by 16, narrow scales": (70, 96, {"group": 16, "table": E2M1, "narrow": True}),
     "NF4": (96, 192, {"group": 64, "table": NF4}),
     "3 bits": (64, 100, {"group": 64, "bits": 3, "zeros": True}),
     "8 bits": (64, 96, {"group": 32, "bits": 8, "zeros": True}),
@@ -78,14 +79,19 @@ def coded(
     bits: int = 4,
     table: torch.Tensor | None = None,
     zeros: bool = False,
+    narrow: bool = False,
     ordered: bool = False,
     ends: list[int] | None = None,
     seed: int = 0,
 ) -> CodedWeight:
-    """A random weight."""
+    """A random weight. narrow: scales are all finite numbers of E4M3, also the negative ones, which no writer makes."""
     generator = torch.Generator().manual_seed(seed)
     groups = -(-inputs // group) if ends is None else len(ends)
-    scale_OG = (torch.rand(outputs, groups, generator=generator) + 0.5).mul_(0.01)
+    scale_OG, outer_O = (torch.rand(outputs, groups, generator=generator) + 0.5).mul_(0.01), None
+    if narrow:
+        finite = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
+        drawn = finite.repeat(-(-outputs * groups // len(finite)))[: outputs * groups].view(outputs, groups)
+        scale_OG, outer_O = drawn.contiguous().view(torch.float8_e4m3fn), torch.rand(outputs, generator=generator)
     return CodedWeight(
         torch.randint(0, 2**bits, (outputs, inputs), generator=generator, dtype=torch.uint8),
         scale_OG,
@@ -95,6 +101,7 @@ def coded(
         table,
         None if ends is None else torch.tensor(ends, dtype=torch.int32),
         torch.randperm(inputs, generator=generator) if ordered else None,
+        outer_O,
     )
 
 
@@ -129,7 +136,7 @@ def bound(weight: CodedWeight, x: torch.Tensor, planes: int) -> torch.Tensor:
     values = values_of(weight.table, weight.bits, PLANES[x.dtype])
     assert values is not None
     half_unit = values.unit / 2 if len(values.tables) > 1 else 0.0
-    scale_OI = weight.scale_OG.double()[:, weight.group_of_I]
+    scale_OI = weight.wide_scale_OG.double()[:, weight.group_of_I].abs()
     of_values = half_unit * (x_TI.abs().sum(1, keepdim=True) * scale_OI.amax(1))
     if len(values.tables) == 2 and planes == 2:  # products of lower bytes are left out
         of_values += (2**7 * step_T1) * (2**7 * values.unit) * scale_OI.sum(1)

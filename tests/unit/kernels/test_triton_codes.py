@@ -41,6 +41,7 @@ FORMS: dict[str, Scheme] = {
     "nf4": Coded(Codes.NF4, group=64),
     "fp4-odd": Coded(Codes.FP4, group=24),
     "e2m1-16": Coded(Codes.E2M1, group=16),
+    "e2m1-16-narrow": Coded(Codes.E2M1, group=16, narrow=True),
     "e2m1-32": Coded(Codes.E2M1, group=32),
     "int8-128-zeros": Coded(bits=8, zeros=True),
     "int5-48": Coded(bits=5, group=48),
@@ -216,11 +217,12 @@ def experts_of(
         (torch.float32, (Coded(Codes.E2M1, group=32),), True, 3),
         (torch.float32, (Coded(group=32, zeros=True), Coded(group=32, zeros=True)), False, 40),
         (torch.float32, (Coded(group=40, ordered=True), Coded(group=40, ordered=True)), False, 3),
+        (torch.float32, (Coded(Codes.E2M1, group=16, narrow=True),) * 2, False, 3),
         (torch.float16, (Int8Rows(),), False, 3),
         (torch.float32, (Int8Rows(Inputs.INT8), Coded(group=40, inputs=Inputs.INT8)), True, 3),
         (torch.float16, (Coded(Codes.E4M3, 8, 32),), False, 60),
     ],
-    ids=["e2m1", "merged", "ordered", "int8", "mixed", "e4m3"],
+    ids=["e2m1", "merged", "ordered", "narrow", "int8", "mixed", "e4m3"],
 )
 def test_experts_are_those_of_the_twin(
     dtype: torch.dtype, schemes: tuple[Scheme, ...], biased: bool, tokens: int

@@ -191,16 +191,22 @@ CONFIG = {
     "rope_parameters": {"rope_theta": 10000.0},
 }  # fmt: skip
 TABLE = ("token_embd.weight", "F32", (8, 256), bytes(8 * 1024))
+
+
+def of(name: str) -> dict[str, Any]:
+    """The metadata of CONFIG as that of another architecture."""
+    found = {key.replace("llama.", f"{name}."): value for key, value in metadata_of(CONFIG).items()}
+    return {**found, "general.architecture": name}
+
+
 REFUSED: list[tuple[dict[str, Any], list[Any], str]] = [
     ({"general.architecture": "mamba"}, [], "GGUF of the architecture 'mamba' is not read; read are llama, qwen2"),
-    *(({"general.architecture": name}, [], f"the architecture '{name}' is not read") for name in ("phi3", "granite")),
-    (
-        {"general.architecture": "smollm3"},
-        [],
-        "the architecture 'smollm3' is not read; .*from their checkpoints in safe",
-    ),
+    ({"general.architecture": "granitemoe"}, [], "'granitemoe' is not read; .*from their checkpoints in safe"),
     ({"general.type": "adapter"}, [], "is GGUF of a adapter, not of a model"),
-    ({"llama.expert_count": 8}, [], "llama.expert_count is 8, which is not read"),
+    ({"llama.expert_count": 8}, [], "llama.expert_used_count is None, want a number"),
+    ({**of("granite"), "granite.rope.scaling.finetuned": False}, [], "granite.rope.scaling.finetuned is false"),
+    (of("granite"), [], "granite.embedding_scale is None, want a number"),
+    ({**of("qwen3"), "qwen3.expert_count": 8}, [], "qwen3.expert_count is 8, which is not read"),
     ({"llama.attention.head_count_kv": [4, 2]}, [], r"head_count_kv is \[4, 2\], want a positive integer for all"),
     ({"llama.rope.dimension_count": 32}, [], "dimension_count is 32, where a head has 64 elements"),
     ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, [], "'longrope', read: linear, yarn"),

@@ -9,7 +9,8 @@ import pytest
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.configs.platform_facts import CUDA, PLATFORM_FACTS
-from tandem.parallel.params import Scheme
+from tandem.parallel.mesh import Mesh
+from tandem.parallel.params import Param, Scheme, Source
 from tandem.parallel.quantization.schemes import Coded, Codes, Inputs, Int8Rows
 from tandem.parallel.quantization.weight_plan import DENSE, WeightPlan
 from tandem.workers.models.spec.weights.names import KV_SCALES_UNUSED
@@ -207,6 +208,16 @@ def test_modelopt_names_with_stars() -> None:
     assert KV_SCALES_UNUSED in plan.remarks
 
 
+def test_scales_of_nvfp4_are_a_byte_each_as_the_checkpoint_has_them() -> None:
+    """Of 64 outputs and 128 inputs: codes, scales of 8 groups of an output, and one of each output."""
+    modelopt = plan_of(quant_method="modelopt", quantization={"quant_algo": "NVFP4", "group_size": 16})
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    for plan in (modelopt, tensors({"targets": ["Linear"], "weights": weights}, "nvfp4-pack-quantized")):
+        scheme = scheme_at(plan, Q)
+        weight = Param(name="x.weight", shape=(64, 128), role="x", source=Source(("x.weight",)), scheme=scheme)
+        assert weight.held_bytes(Mesh(), 2) == 64 * (128 // 2 + 8 + 4)
+
+
 def test_bitsandbytes_leaves_the_head_out_unless_it_is_told_otherwise() -> None:
     four = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     assert not plan_of(**four).head
@@ -276,7 +287,13 @@ def test_older_checkpoints_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
     ("stored", "flag", "words"),
     [
         (GPTQ, "gptq_marlin", None),
+        (GPTQ, "auto_gptq", None),
         (AWQ, "awq", None),
+        (AWQ, "auto_awq", None),
+        (ROUND, "auto-round", None),
+        (ROUND, "inc", None),
+        (GPTQ, "inc", r"inc: the checkpoint is quantized already, with gptq \(int4\); without the flag"),
+        (None, "inc", "inc: the checkpoint's weights are not quantized"),
         (AWQ, "gptq", r"gptq: the checkpoint is quantized already, with awq \(int4\); without the flag"),
         (GPTQ, "int8", r"int8: the checkpoint is quantized already, with gptq \(int4\)"),
         (None, "int8", None),

@@ -517,6 +517,19 @@ def test_prefix_is_found_again(llm: LLM) -> None:
     assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].cached_tokens > 0
 
 
+def test_slow_kernels_and_what_helps_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As at the start of a service: here for a CPU that multiplies bytes, and no pairs of bf16."""
+    for name in ("multiplies_by_row", "_multiplies_int8"):
+        monkeypatch.setattr(f"tandem.workers.platforms.cpu.{name}", lambda *_: True)
+    monkeypatch.setattr("tandem.workers.platforms.cpu.obstacle", lambda _: None)
+    with LLM("demo", dtype="float32", max_num_seqs=2):
+        pass
+    (said,) = [one for one in caplog.records if "w8a8 is two to four times as fast" in one.getMessage()]
+    assert (said.name, said.levelname) == ("tandem.offline", "WARNING")
+
+
 def test_two_engines_in_one_process(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """The second with arguments of vLLM that change nothing here: a line of the log for each says why."""
     foreign: dict[str, Any] = {"cuda_graph_sizes": 8, "swap_space": 4, "disable_log_stats": True}

@@ -108,6 +108,14 @@ class Told:
         return told
 
 
+def test_scales_in_e4m3_lose_little() -> None:
+    weight, wide = weight_of(), Coded(Codes.E2M1, group=16)
+    found = [round_to_codes(weight, scheme, WHOLE) for scheme in (wide, replace(wide, narrow=True))]
+    assert found[1].scale_OG.dtype is torch.float8_e4m3fn and found[1].outer_O is not None
+    errors = [float((one.dense_OI() - weight)[8:].square().mean()) for one in found]
+    assert errors[0] < errors[1] < 1.1 * errors[0]
+
+
 def test_the_twin_takes_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = SCHEMES["int4"]
     assert isinstance(scheme, Coded)

@@ -41,6 +41,7 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.platforms.cuda import CudaAccelerator, CudaCapture, CudaPlatform, _triton_obstacle
 from tandem.workers.platforms.open_platform import open_platform
+from tandem.workers.platforms.platform_choices import choices
 from tests.support.traced_accelerator import TracedAccelerator
 
 SETTINGS = EngineSettings(model=ModelSettings(model="m"))
@@ -406,5 +407,8 @@ def test_a_cpu_without_products_of_bf16_pairs_is_told_of_w8a8(monkeypatch: pytes
     (said,) = platform.kernel_notes(torch.bfloat16, DENSE)
     assert "--quantization w8a8 is two to four times as fast" in said
     assert all("w8a8" not in note for note in platform.kernel_notes(torch.bfloat16, AT_LOAD["int4"]))
+    monkeypatch.setattr(cpu, "skinny_gemm", lambda _: None)
+    (linear,) = [choice for choice in choices(platform) if choice.subject == "linear"]
+    assert "--quantization w8a8 is two to four times as fast" in linear.why, "what `tandem doctor` prints"
     monkeypatch.setattr(cpu, "_multiplies_int8", lambda *_: False)
     assert platform.kernel_notes(torch.bfloat16, DENSE) == ()

@@ -26,12 +26,14 @@ def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 
 
-def uses_of(name: str, folder: Path, kv_dtype: torch.dtype = torch.float16, **mesh: Any) -> list[Tunable]:
+def uses_of(
+    name: str, folder: Path, kv_dtype: torch.dtype = torch.float16, quantization: str | None = None, **mesh: Any
+) -> list[Tunable]:
     """Of a tiny model, on loads that are as small."""
     from tandem.workers.attention.triton_paged import Multiprocessors
     from tandem.workers.tuning.model_uses import Load, Loads, tunables_of
 
-    spec = load_spec(save_tiny_model(BY_NAME[name], folder))
+    spec = load_spec(save_tiny_model(BY_NAME[name], folder), quantization=quantization)
     loads = Loads((Load(2, 1, 70),), (Load(1, 18, 20),), ((1,), (4,)), 2**16)
     model = TunedModel(spec, Mesh(**mesh), torch.float16, kv_dtype, 16)
     return tunables_of(model, DEVICE, Multiprocessors(1, 228 * 2**10), loads)
@@ -53,6 +55,8 @@ def test_each_use_of_a_rank_is_there_once(tmp_path: Path) -> None:
         f"2 outputs 192 inputs 64 rows {rows}" for rows in ("few", "many")
     ]
     assert uses_of("deepseek_v2", tmp_path)[0].use[0] == "grouped_product", "latents are not the kernel's"
+    coded = uses_of("gpt_oss", tmp_path, quantization="int4")
+    assert {one.use[0] for one in coded} == {"attend_parts", "attend_tiles"}, "experts that are codes are not"
 
 
 @computes

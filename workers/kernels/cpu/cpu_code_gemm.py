@@ -1,6 +1,6 @@
 """Products with weights that are codes of a few bits, on CPUs with AVX512-VNNI, for any number of rows.
 
-    y[t, o] = s[t] sum_g scale[o, g] sum_{i in g} c[t, i] (value(code[o, i]) - zero[o, g]) + b[o]
+    y[t, o] = s[t] outer[o] sum_g scale[o, g] sum_{i in g} c[t, i] (value(code[o, i]) - zero[o, g]) + b[o]
 
 c, s: x[t] as integers of one to three bytes and their scale (cpu_int8_gemm.py). A value is an integer of one byte, or
 where a table has others of as many as an input (NF4 in bf16: to 2**-16 of its largest; the product of two lower bytes
@@ -11,10 +11,11 @@ themselves.
 
 CpuCodedMethod multiplies with it; its twin is CodedMethod. cpu_experts.py has the products with weights of experts.
 
-The layout, in one piece of memory: codes | scales | zeros | ends of groups | order of inputs. Codes: blocks of 32
-outputs, each [I / 8][32][4], a byte for the codes of inputs i (its lower half) and i + 4 of eight inputs; 8 bits:
-[I / 8][2][32][4]. Each group starts with an eight and is padded to whole ones. Scales and zeros: float32, blocks of
-[G][32]. Ends and order (of weights that have one): int32. T rows, I inputs, O outputs, G groups.
+The layout, in one piece of memory: codes | scales | zeros or outer scales | ends of groups | order of inputs. Codes:
+blocks of 32 outputs, each [I / 8][32][4], a byte for the codes of inputs i (its lower half) and i + 4 of eight inputs;
+8 bits: [I / 8][2][32][4]. Each group starts with an eight and is padded to whole ones. Scales and zeros: float32,
+blocks of [G][32]; scales that have outer ones [O] are a byte each (E4M3), which the kernel widens. Ends and order (of
+weights that have one): int32. T rows, I inputs, O outputs, G groups.
 """
 
 import ctypes
@@ -74,6 +75,7 @@ class CodeLayout:
     values: Values
     has_zeros: bool
     has_order: bool
+    is_narrow: bool = False
 
     @property
     def blocks(self) -> int:
@@ -86,12 +88,13 @@ class CodeLayout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Places in bytes where the parts begin, and where the last one ends: scales, zeros, ends, order."""
+        """Places in bytes where the parts begin, and where the last one ends: scales, zeros or outer scales, ends,
+        order."""
         numbers = self.blocks * BLOCK * self.groups
         sizes = [
             self.blocks * self.held_inputs // EIGHT * self.line,
-            4 * numbers,
-            4 * numbers if self.has_zeros else 0,
+            numbers if self.is_narrow else 4 * numbers,
+            4 * numbers if self.has_zeros else 4 * self.blocks * BLOCK * self.is_narrow,
             4 * self.groups,
             4 * self.inputs if self.has_order else 0,
         ]
@@ -105,20 +108,23 @@ class CodeLayout:
     @property
     def nbytes(self) -> int:
         """Bytes that Coded.parts() counts: without padding."""
-        number_bytes = 8 if self.has_zeros else 4
-        order_bytes = 4 * (self.inputs + self.groups) if self.has_order else 0
-        return -(-self.outputs * self.inputs * self.bits // 8) + self.outputs * self.groups * number_bytes + order_bytes
+        codes = -(-self.outputs * self.inputs * self.bits // 8)
+        order = 4 * (self.inputs + self.groups) if self.has_order else 0
+        if self.is_narrow:
+            return codes + self.outputs * (self.groups + 4) + order
+        return codes + self.outputs * self.groups * (8 if self.has_zeros else 4) + order
 
     @cached_property
     def numbers(self) -> "ctypes.Array[ctypes.c_long]":
         """The struct of cpu_code_gemm.c."""
         scales, zeros, ends, order, _ = self.starts
         zero_at, order_at = (zeros if self.has_zeros else 0), (order if self.has_order else 0)
+        outer_at = zeros if self.is_narrow else 0
         values, spare = self.values, (0,) * TABLE
         offsets = [*values.offsets, *[0] * TABLES][:TABLES]
         tables = [(*table, *spare)[:TABLE] for table in [*values.tables, *[spare] * TABLES][:TABLES]]
         numbers = [
-            self.outputs, self.inputs, self.groups, self.line, scales, zero_at, ends, order_at,
+            self.outputs, self.inputs, self.groups, self.line, scales, zero_at, outer_at, ends, order_at,
             len(values.tables), *offsets, *chain.from_iterable(tables),
         ]  # fmt: skip
         return (ctypes.c_long * len(numbers))(*numbers)
@@ -140,7 +146,7 @@ def layout_of(coded: CodedWeight, dtype: torch.dtype) -> CodeLayout | None:
         held = (inputs + (EIGHT - 1) * min(groups, inputs)) // EIGHT * EIGHT
     bits = NIBBLE_BITS if coded.bits <= NIBBLE_BITS else 8
     has_zeros, has_order = coded.zero_OG is not None, coded.order_I is not None
-    return CodeLayout(outputs, inputs, groups, held, bits, values, has_zeros, has_order)
+    return CodeLayout(outputs, inputs, groups, held, bits, values, has_zeros, has_order, coded.outer_O is not None)
 
 
 def values_of(table: torch.Tensor | None, bits: int, most: int) -> Values | None:
@@ -205,7 +211,9 @@ class CodeGemm:
         held[ends : ends + 4 * layout.groups].view(torch.int32).copy_(ends_G)
         if coded.order_I is not None:
             held[order:end].view(torch.int32).copy_(coded.order_I)
-        held[scales:zeros].view(torch.float32).copy_(_by_block(coded.scale_OG))
+        held[scales:zeros].view(coded.scale_OG.dtype).copy_(_by_block(coded.scale_OG))
+        if coded.outer_O is not None:
+            held[zeros:ends].view(torch.float32)[: layout.outputs].copy_(coded.outer_O)
         if coded.zero_OG is not None:
             held[zeros:ends].view(torch.float32).copy_(_by_block(coded.zero_OG / layout.values.unit))
         codes_OI = _integers(coded.codes_OI, layout).contiguous()

@@ -24,6 +24,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.linear_methods import LinearMethod, MakeMethod, Place, as_given
 from tandem.parallel.params import Param
 from tandem.parallel.quantization.int8 import Int8Method, W8A8Method
+from tandem.parallel.quantization.rounding import CodeGroups
 from tandem.parallel.quantization.schemes import Coded
 from tandem.workers.kernels.cpu.cpu_build import cpu_int8_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
@@ -92,7 +93,7 @@ class CpuInt8Method(Int8Method):
     def _rounded(self, rows_OI: torch.Tensor, scale_O: torch.Tensor) -> torch.Tensor:
         scale_O1 = scale_O[:, None].contiguous()
         middle_O1 = torch.full_like(scale_O1, OFFSET)
-        codes_OI = code_rounding().codes(rows_OI, _all_of(rows_OI), BYTES, scale_O1, middle_O1)
+        codes_OI = code_rounding().codes(rows_OI, BYTES, CodeGroups(_all_of(rows_OI), scale_O1, middle_O1))
         return codes_OI.bitwise_xor_(OFFSET).view(torch.int8)
 
     def _weights_in(self, held: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 
 from tandem.parallel.quantization.code_tables import table_of
-from tandem.parallel.quantization.rounding import TORCH_ROUNDING, Rounding, middles_of
+from tandem.parallel.quantization.rounding import TORCH_ROUNDING, CodeGroups, Rounding, middles_of
 from tandem.parallel.quantization.schemes import Coded
 from tandem.workers.kernels.cpu.cpu_build import cpu_library, cpu_rounding_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
@@ -72,18 +72,12 @@ class CpuRounding(Rounding):
         self._bounds(_dense(weight_OI, ends_G), least_OG.data_ptr(), largest_OG.data_ptr(), torch.get_num_threads())
         return least_OG, largest_OG
 
-    def codes(
-        self,
-        weight_OI: torch.Tensor,
-        ends_G: torch.Tensor,
-        scheme: Coded,
-        scale_OG: torch.Tensor,
-        zero_OG: torch.Tensor,
-    ) -> torch.Tensor:
+    def codes(self, weight_OI: torch.Tensor, scheme: Coded, groups: CodeGroups) -> torch.Tensor:
         table = table_of(scheme)
         if table is not None and len(table) > TABLE:
-            return TORCH_ROUNDING.codes(weight_OI, ends_G, scheme, scale_OG, zero_OG)
-        weight_OI, scale_OG, zero_OG = _taken(weight_OI), scale_OG.contiguous(), zero_OG.contiguous()
+            return TORCH_ROUNDING.codes(weight_OI, scheme, groups)
+        weight_OI, ends_G = _taken(weight_OI), groups.ends_G
+        scale_OG, zero_OG = groups.scale_OG.contiguous(), groups.zero_OG.contiguous()
         codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8)
         places, middles = (None, None) if table is None else middles_of(table)
         if middles is not None:

@@ -16,7 +16,7 @@
 /* How a weight is held: the numbers of cpu_code_gemm.py's CodeLayout, places in bytes; 0: there is none. tables: what
    codes of 4 bits mean, less offset, up to three bytes of it: the highest first. */
 typedef struct {
-  long outputs, inputs, groups, line, scale_at, zero_at, ends_at, order_at, planes;
+  long outputs, inputs, groups, line, scale_at, zero_at, outer_at, ends_at, order_at, planes;
   long offsets[3], tables[3][16];
 } layout;
 #define NIBBLES (BLOCK * TOGETHER / 2) /* `line`: bytes of eight inputs of a block; the other one is BLOCK * TOGETHER */
@@ -44,6 +44,7 @@ INLINE void add_products(__m512i *sum, __m512i values, __m512i inputs) {
 typedef struct {
   const uint8_t *codes;        /* of the first group */
   const float *scales, *zeros; /* of the block; zeros: may be none */
+  const uint8_t *narrow;       /* scales in E4M3 instead; else none */
   const int32_t *ends;
   long first, last, groups;
   long offset;      /* what values have been raised by */
@@ -58,12 +59,22 @@ typedef struct {
   long apart;
 } work;
 
+/* Floats of 16 numbers in E4M3. Their bits are those of half floats 2**8 times as small, subnormal ones too; the two codes
+   of NaN become 480. */
+INLINE __m512 of_e4m3(const uint8_t *at) {
+  const __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)at));
+  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(128)), 8);
+  const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(127)), 7);
+  return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256));
+}
+
 /* Adds what a group's sums stand for to the results. */
 INLINE void add_group(const work *t, long g, const __m512i *sum, __m512 *result, const int R, const int P) {
   __m512 scale[VECTORS], zero[VECTORS];
   TILE_UNROLLED for (int v = 0; v < VECTORS; v++) {
     const long at = g * BLOCK + v * LANES;
-    scale[v] = _mm512_mul_ps(_mm512_loadu_ps(t->scales + at), _mm512_set1_ps(t->factor));
+    scale[v] = t->narrow ? of_e4m3(t->narrow + at) : _mm512_loadu_ps(t->scales + at);
+    scale[v] = _mm512_mul_ps(scale[v], _mm512_set1_ps(t->factor));
     zero[v] = _mm512_setzero_ps();
     if (t->zeros) zero[v] = _mm512_mul_ps(_mm512_loadu_ps(t->zeros + at), _mm512_set1_ps(1 / t->factor));
   }
@@ -195,6 +206,7 @@ static void multiply_all(const layout *l, const uint8_t *held, long block, const
   for (long g = 0; g < l->groups; g++) all += eights_of(ends, g);
   work run = {.codes = held + block * all * l->line,
               .scales = (const float *)(held + l->scale_at) + numbers,
+              .narrow = l->outer_at ? held + l->scale_at + numbers : 0,
               .zeros = l->zero_at ? (const float *)(held + l->zero_at) + numbers : 0, .ends = ends, .groups = l->groups,
               .x = rows->codes, .results = results};
   for (; run.first < l->groups; run.first = run.last, run.codes += eights * l->line, run.x += eights * TOGETHER) {
@@ -213,6 +225,7 @@ static void multiply_all(const layout *l, const uint8_t *held, long block, const
 static void multiply_block(const layout *l, const uint8_t *held, long block, const rounded_rows *rows, long first, long end,
                            float unit, const element *bias, element *out, long out_stride, long outputs) {
   const long parts = (end - first + GROUP_ROWS - 1) / GROUP_ROWS;
+  const float *outer = l->outer_at ? (const float *)(held + l->outer_at) + block * BLOCK : 0;
   for (long part = 0; part < parts; part++) {
     const long begin = first + (end - first) * part / parts, stop = first + (end - first) * (part + 1) / parts;
     float results[GROUP_ROWS * BLOCK];
@@ -221,6 +234,7 @@ static void multiply_block(const layout *l, const uint8_t *held, long block, con
     for (long row = begin; row < stop; row++)
       for (long o = 0; o < BLOCK && o < outputs; o += LANES) {
         floats y = (floats)_mm512_loadu_ps(results + (row - begin) * BLOCK + o) * (rows->scales[row] * unit);
+        if (outer) y *= (floats)_mm512_loadu_ps(outer + o);
         if (bias) y += load_some(bias + o, outputs - o);
         store_some(out + row * out_stride + o, y, outputs - o);
       }

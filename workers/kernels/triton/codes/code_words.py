@@ -1,10 +1,11 @@
 """WordLayout: a CodedWeight in the form that triton_code_gemm.py multiplies, in one piece of memory. Imports no Triton.
 
-codes | scales | zeros | order | parts. Codes of up to four bits: words of eight, in steps of the kernel, which are four
-parts of 16 or 32 inputs; word j of a step has at bits 4 p + 16 h the code of input 2 j + h of part p. So one mask finds
-the codes of two neighbours, which a kernel turns into 16-bit floats at once, and those of all words are a part. More
-bits: a byte each, as they are. Scales and zeros: float32 [G, O]. Order: int32, the input that a column multiplies, -1
-for one that is padding. Parts: int32, the group of each 16 columns.
+codes | scales | zeros or outer scales | order | parts. Codes of up to four bits: words of eight, in steps of the
+kernel, which are four parts of 16 or 32 inputs; word j of a step has at bits 4 p + 16 h the code of input 2 j + h of
+part p. So one mask finds the codes of two neighbours, which a kernel turns into 16-bit floats at once, and those of all
+words are a part. More bits: a byte each, as they are. Scales and zeros: float32 [G, O]; scales that have outer ones,
+float32 [O], are a byte each (E4M3). Order: int32, the input that a column multiplies, -1 for one that is padding.
+Parts: int32, the group of each 16 columns.
 
 Groups that a step of the kernel divides, or that whole parts make up, stand as they are, and there is no order unless
 the weight has one. Any others are padded to whole parts, each of which has a group in the list; a shape decides how
@@ -88,6 +89,7 @@ class WordLayout:
     meaning: Meaning
     has_zeros: bool
     has_order: bool
+    is_narrow: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -96,12 +98,13 @@ class WordLayout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Places in bytes where scales, zeros, order and parts begin, and where the piece ends."""
+        """Places in bytes where scales, zeros or outer scales, order and parts begin, and where the piece ends."""
         numbers, lists = 4 * self.outputs * self.groups, 4 * self.columns
+        outer = 4 * self.outputs if self.is_narrow else 0
         sizes = (
             self.outputs * self.columns // (2 if self.is_packed else 1),
-            numbers,
-            numbers if self.has_zeros else 0,
+            numbers // 4 if self.is_narrow else numbers,
+            numbers if self.has_zeros else outer,
             lists if self.has_order else 0,
             lists // PART if self.scaled is Scaled.LIST else 0,
         )
@@ -137,12 +140,14 @@ class WordLayout:
         self._fill(held[scales:zeros], weight.scale_OG)
         if weight.zero_OG is not None:
             self._fill(held[zeros:order], weight.zero_OG)
+        if weight.outer_O is not None:
+            self._fill(held[zeros:order], weight.outer_O[:, None])
         codes_OC = words_of(codes_OC, self.step) if self.is_packed else codes_OC
         held[: codes_OC.nbytes].view(codes_OC.shape[0], -1).copy_(codes_OC.contiguous().view(torch.uint8))
         return held
 
     def _fill(self, held: torch.Tensor, number_OG: torch.Tensor) -> None:
-        held.view(torch.float32)[: number_OG.numel()].view(self.groups, self.outputs).copy_(number_OG.T)
+        held.view(number_OG.dtype)[: number_OG.numel()].view(-1, self.outputs).copy_(number_OG.T)
 
 
 def layout_of(weight: CodedWeight) -> WordLayout:
@@ -159,8 +164,20 @@ def layout_of(weight: CodedWeight) -> WordLayout:
         columns += (PART - 1) * min(groups, inputs)
     columns = -(-columns // step) * step
     meaning, has_zeros = meaning_of(weight.table, weight.bits), weight.zero_OG is not None
+    is_narrow = weight.outer_O is not None
     return WordLayout(
-        outputs, inputs, groups, weight.group, weight.bits, columns, step, scaled, meaning, has_zeros, has_order
+        outputs,
+        inputs,
+        groups,
+        weight.group,
+        weight.bits,
+        columns,
+        step,
+        scaled,
+        meaning,
+        has_zeros,
+        has_order,
+        is_narrow,
     )
 
 

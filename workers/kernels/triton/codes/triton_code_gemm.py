@@ -1,6 +1,6 @@
 """Products with weights that are codes of a few bits, for GPUs in Triton, for any number of rows.
 
-    y[t, o] = s[t] sum_g scale[o, g] sum_{i in g} x[t, i] (value(code[o, i]) - zero[o, g]) + b[o]
+    y[t, o] = s[t] outer[o] sum_g scale[o, g] sum_{i in g} x[t, i] (value(code[o, i]) - zero[o, g]) + b[o]
 
 A program multiplies some rows by some outputs' weights, over all inputs or over one of several spans of them; it reads
 each word of codes once, ahead of its use, and turns it into 16-bit floats in registers: integers and small floats by
@@ -8,7 +8,7 @@ their bits, which are those of a float but for its exponent, others by a table o
 are exact, but for tables that 16 bits round (NF4) and zeros that are no integers. Tensor cores sum a group's products
 in float32; the group's scale multiplies the sum. Up to FEW_ROWS rows are one tile, whose spans fill the device; more
 take larger tiles, unsplit. Sums of spans are added in order by triton_few_rows.py. s: scales of rows that were rounded
-(triton_code_inputs.py), else left out.
+(triton_code_inputs.py), else left out. outer: where scales are E4M3 (NARROW_SCALES), in place of zeros; else left out.
 
 Weights are held as code_words.py says, int8 rows too, as codes from 0 on. The twins are CodedMethod,
 Int8Method and W8A8Method. Imported only where Triton is installed. T rows, I inputs, O outputs, G groups, S spans, E
@@ -120,6 +120,15 @@ def byte_values(byte, like, table, KIND: tl.constexpr, OFFSET: tl.constexpr):
     return value.to(like.dtype.element_ty)
 
 
+@triton.jit
+def wide_scales(scale, NARROW_SCALES: tl.constexpr):
+    """Returns scales in float32. scale: float32, or codes of E4M3, uint8."""
+    if NARROW_SCALES:
+        code = scale.to(tl.int16)
+        scale = (((code & 128) << 8) | ((code & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return scale
+
+
 # ---- products ----
 
 
@@ -127,7 +136,8 @@ def byte_values(byte, like, table, KIND: tl.constexpr, OFFSET: tl.constexpr):
 def scaled_sums(
     x, at_row, here, codes, scales, zeros, parts, table, o, outputs, inputs, columns, group, begin, end,
     BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, ZEROS: tl.constexpr,
-    SCALED: tl.constexpr, STEP_INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    SCALED: tl.constexpr, STEP_INPUTS: tl.constexpr, NARROW_SCALES: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """Returns sums [OUTPUTS, ROWS], float32, over the steps from begin to end. at_row: where rows of x begin; o: the
     outputs; columns: codes of an output that are held, and numbers of a row of x: inputs, and padding to a multiple of
@@ -175,11 +185,14 @@ def scaled_sums(
             elif SCALED == STEP:
                 sums = tl.dot(value, right, sums, input_precision="ieee")
             else:
-                total += tl.dot(value, right, input_precision="ieee") * tl.load(scales + of_group)[:, None]
+                scale = wide_scales(tl.load(scales + of_group), NARROW_SCALES)
+                total += tl.dot(value, right, input_precision="ieee") * scale[:, None]
         if SCALED == STEP:
-            total += sums * tl.load(scales + of_group)[:, None]
+            total += sums * wide_scales(tl.load(scales + of_group), NARROW_SCALES)[:, None]
     if SCALED == WHOLE:
-        total *= tl.load(scales + own, mask=seen, other=0.0)[:, None]
+        total *= wide_scales(tl.load(scales + own, mask=seen, other=0), NARROW_SCALES)[:, None]
+    if NARROW_SCALES:
+        total *= tl.load(zeros + own)[:, None]
     return total
 
 
@@ -187,8 +200,8 @@ def scaled_sums(
 def multiply_codes(
     x, codes, scales, zeros, parts, table, of_row, bias, y, rows, outputs, inputs, columns, x_stride, group, span,
     BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, ZEROS: tl.constexpr,
-    SCALED: tl.constexpr, STEP_INPUTS: tl.constexpr, ROUNDED: tl.constexpr, BIASED: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    SCALED: tl.constexpr, STEP_INPUTS: tl.constexpr, NARROW_SCALES: tl.constexpr, ROUNDED: tl.constexpr,
+    BIASED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """Writes y [S, T, O]: sums over spans of inputs, in float32, or the whole product if there is one span, with the
     bias then. of_row: scales [T] of rounded rows. span: steps of one. Programs: O / OUTPUTS, S, T / ROWS."""
@@ -199,7 +212,7 @@ def multiply_codes(
     end = tl.minimum(begin + span, columns // STEP_INPUTS)
     total = scaled_sums(
         x, t.to(tl.int64) * x_stride, here, codes, scales, zeros, parts, table, o, outputs, inputs, columns, group,
-        begin, end, BITS, KIND, OFFSET, ZEROS, SCALED, STEP_INPUTS, ROWS, OUTPUTS,
+        begin, end, BITS, KIND, OFFSET, ZEROS, SCALED, STEP_INPUTS, NARROW_SCALES, ROWS, OUTPUTS,
     )  # fmt: skip
     if ROUNDED:
         total *= tl.load(of_row + t, mask=here, other=0.0)[None, :]
@@ -214,8 +227,8 @@ def multiply_expert_codes(
     x, codes, scales, zeros, parts, table, of_row, bias, y, order, ends, outputs, inputs, columns, x_stride, group,
     codes_room, room, experts, top_k,
     BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, ZEROS: tl.constexpr,
-    SCALED: tl.constexpr, STEP_INPUTS: tl.constexpr, ROUNDED: tl.constexpr, BIASED: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, GATHERS: tl.constexpr,
+    SCALED: tl.constexpr, STEP_INPUTS: tl.constexpr, NARROW_SCALES: tl.constexpr, ROUNDED: tl.constexpr,
+    BIASED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, GATHERS: tl.constexpr,
 ):  # fmt: skip
     """y[r] = x[row of r] multiplied by the weight of r's expert, in the order of the groups, as grouped_product
     (triton_experts.py) does. codes_room, room: elements from one expert's codes and float32 numbers to the next's.
@@ -238,9 +251,10 @@ def multiply_expert_codes(
         of_expert = expert.to(tl.int64) * room
         steps = columns // STEP_INPUTS
         total = scaled_sums(
-            x, row * x_stride, here, codes + expert.to(tl.int64) * codes_room, scales + of_expert, zeros + of_expert,
+            x, row * x_stride, here, codes + expert.to(tl.int64) * codes_room,
+            scales + of_expert * (4 if NARROW_SCALES else 1), zeros + of_expert,
             parts + of_expert, table, o, outputs, inputs, columns, group, 0, steps,
-            BITS, KIND, OFFSET, ZEROS, SCALED, STEP_INPUTS, ROWS, OUTPUTS,
+            BITS, KIND, OFFSET, ZEROS, SCALED, STEP_INPUTS, NARROW_SCALES, ROWS, OUTPUTS,
         )  # fmt: skip
         if ROUNDED:
             total *= tl.load(of_row + row, mask=here, other=0.0)[None, :]
@@ -256,8 +270,8 @@ def multiply_expert_codes(
 
 class CodeTensors(NamedTuple):
     """A weight's parts, of one matrix or of a stack of E. codes: int32 words or uint8; scales, zeros: float32, from
-    [.., G, O] on, any tensor for zeros and parts that are not; table: of x's dtype. Experts are codes_room codes apart,
-    and room numbers."""
+    [.., G, O] on, any tensor for zeros and parts that are not; scales of E4M3: uint8, zeros their outer scales [.., O];
+    table: of x's dtype. Experts are codes_room codes apart, and room numbers of float32."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -281,13 +295,14 @@ class CodeShape(NamedTuple):
     has_zeros: bool
     scaled: int
     step: int
+    is_narrow: bool = False
 
     @property
     def constants(self) -> dict[str, Any]:
         """Arguments that kernels are compiled for."""
         return {
             "BITS": self.bits, "KIND": self.kind, "OFFSET": self.offset, "ZEROS": self.has_zeros,
-            "SCALED": self.scaled, "STEP_INPUTS": self.step,
+            "SCALED": self.scaled, "STEP_INPUTS": self.step, "NARROW_SCALES": self.is_narrow,
         }  # fmt: skip
 
 

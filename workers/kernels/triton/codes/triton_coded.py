@@ -47,7 +47,8 @@ def shape_of(layout: WordLayout) -> CodeShape:
     """Returns the sizes and constants of a weight's product."""
     bits, (kind, offset, _) = (4 if layout.is_packed else 8), layout.meaning
     sizes = layout.outputs, layout.inputs, layout.columns, layout.group
-    return CodeShape(*sizes, bits, int(kind), offset, layout.has_zeros, int(layout.scaled), layout.step)
+    is_narrow = layout.is_narrow
+    return CodeShape(*sizes, bits, int(kind), offset, layout.has_zeros, int(layout.scaled), layout.step, is_narrow)
 
 
 class HeldCodes(NamedTuple):
@@ -63,11 +64,12 @@ class HeldCodes(NamedTuple):
         scales, zeros, order, parts, _ = layout.starts
         words = held.view(torch.int32)
         codes = words if layout.is_packed else held
-        numbers = held.view(torch.float32)[..., scales // 4 :]
+        floats = held.view(torch.float32)
+        numbers = held[..., scales:] if layout.is_narrow else floats[..., scales // 4 :]
         tensors = CodeTensors(
             codes,
             numbers,
-            held.view(torch.float32)[..., zeros // 4 :] if layout.has_zeros else numbers,
+            floats[..., zeros // 4 :] if layout.has_zeros or layout.is_narrow else numbers,
             words[..., parts // 4 :] if layout.scaled is Scaled.LIST else words,
             _table(layout.meaning, dtype, held.device),
             codes.shape[-1],
@@ -135,6 +137,8 @@ class TritonCodedMethod(CodedMethod):
     def take_coded(self, weight: CodedWeight, bias_O: torch.Tensor | None) -> None:
         layout = self.layout = layout_of(weight)
         numbers = layout.groups * layout.outputs * (8 if layout.has_zeros else 4)
+        if layout.is_narrow:
+            numbers = (layout.groups + 4) * layout.outputs
         order_bytes = 4 * (layout.inputs + layout.groups) if weight.order_I is not None else 0
         size = layout.outputs * layout.inputs
         self.nbytes = (-(-size // 2) if layout.is_packed else size) + numbers + order_bytes

@@ -69,8 +69,9 @@ def _scheme(group: Fields, form: str, remarks: dict[str, None]) -> Scheme | None
     columns = size if strategy in ("group", "tensor_group") else block[1] if strategy == "block" and block else None
     rows = {"tensor": 0, "block": block[0] if block else 1}.get(strategy, 1)
     if form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-        layout = Fp4Rows("weight_packed", columns or 16, "weight_global_scale" if form.startswith("nv") else None)
-        return Coded(Codes.E2M1, 4, columns or 16, inputs=rounds, layout=layout)
+        is_nv = form.startswith("nv")
+        layout = Fp4Rows("weight_packed", columns or 16, "weight_global_scale" if is_nv else None)
+        return Coded(Codes.E2M1, 4, columns or 16, narrow=is_nv, inputs=rounds, layout=layout)
     if kind == "float":
         if bits != 8:
             raise weights.refused("num_bits", bits, "of floats, read: 8")

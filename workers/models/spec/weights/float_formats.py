@@ -58,7 +58,7 @@ def modelopt(fields: Fields) -> WeightPlan:
     else:
         group = inside.group("group_size", NVFP4_GROUP) or NVFP4_GROUP
         layout = Fp4Rows("weight", group, "weight_scale_2", multiplies=True)
-        scheme = Coded(Codes.E2M1, 4, group, layout=layout)
+        scheme = Coded(Codes.E2M1, 4, group, narrow=True, layout=layout)
     inside.ignore("group_size")
     names = (*inside.texts("exclude_modules"), *inside.texts("ignore"))
     remarks: tuple[str, ...] = (STATIC,)

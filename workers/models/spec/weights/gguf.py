@@ -1,5 +1,6 @@
 """quantization_config of a GGUF file, as gguf_config.py writes it, to a WeightPlan. Torch-free."""
 
+import re
 from typing import Final
 
 from tandem.configs.errors import UnsupportedModelError
@@ -10,6 +11,14 @@ from tandem.workers.models.spec.weights.fields import Fields
 METHOD: Final = "gguf"
 BLOCKS, IN_PAIRS, WHOLE_NORMS = "blocks", "heads_in_pairs", "whole_norms"
 IN_PAIRS_OF: Final = r".*\.self_attn\.[qk]_proj"
+EXPERT: Final = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+ANY: Final = "*"
+"""Stands for every expert in names of layers, whose matrices are one tensor in the file."""
+
+
+def of_any_expert(module: str) -> str:
+    """Returns the name of a layer, with ANY in place of an expert's index."""
+    return EXPERT.sub(ANY, module)
 
 
 def gguf(fields: Fields) -> WeightPlan:
@@ -20,7 +29,8 @@ def gguf(fields: Fields) -> WeightPlan:
         assert blocks is not None
         if kind not in FORMS:
             raise UnsupportedModelError(f"{blocks.where}: {kind} is not read; read are {', '.join(FORMS)}", "MODEL")
-        rules.append(Rule(exactly(blocks.texts(kind)), GgufBlocks(kind).scheme))
+        layers = exactly(blocks.texts(kind)).replace(re.escape(ANY), r"\d+")
+        rules.append(Rule(layers, GgufBlocks(kind).scheme))
     in_pairs = IN_PAIRS_OF if fields.flag(IN_PAIRS) else None
     departures = Departures(in_pairs, fields.flag(WHOLE_NORMS), tables=True)
     return WeightPlan(tuple(rules), METHOD, departures=departures)

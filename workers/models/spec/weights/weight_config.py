@@ -38,9 +38,12 @@ BESIDE: Final = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf
 NAMES: Final[Mapping[str, str]] = {
     "gptq": "gptq",
     "gptq_marlin": "gptq",
+    "auto_gptq": "gptq",
     "awq": "awq",
     "awq_marlin": "awq",
+    "auto_awq": "awq",
     "auto-round": "auto-round",
+    "inc": "auto-round",
     "compressed-tensors": "compressed-tensors",
     "fp8": "fp8",
     "fbgemm_fp8": "fbgemm_fp8",
@@ -48,6 +51,7 @@ NAMES: Final[Mapping[str, str]] = {
     "modelopt_fp4": "modelopt",
     "bitsandbytes": "bitsandbytes",
     "mxfp4": "mxfp4",
+    "gpt_oss_mxfp4": "mxfp4",
     "gguf": "gguf",
 }
 """Values of --quantization that name what a checkpoint holds, and its quant_method."""
