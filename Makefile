@@ -17,7 +17,7 @@ TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t
 
 .PHONY: torch-named install dev serve real-model check check-kernels ui check-ui format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization bench-quality \
-  bench-invariant bench-speculation bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
+  bench-invariant bench-speculation bench-drafts bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
   bench-lora bench-moe bench-gpu bench-client bench-observability performance model-table reference docs release release-check clean help
 
 help: ## show these goals
@@ -183,6 +183,9 @@ bench-scaling: $(DEV) ## groups from none to three and back, with long streams o
 
 bench-speculation: $(DEV) ## n-gram speculation: acceptance, and speed-up by acceptance, A-B-A-B
 	$(BIN)/python -m benchmarks.engine.speculation $(ARGS)
+
+bench-drafts: $(DEV) ## drafts of a model or a head (ARGS="--draft DIR"), by batch, on the grown demo or a model, A-B-A-B
+	$(BIN)/python -m benchmarks.engine.drafted_pairs $(ARGS)
 
 bench-batching: $(DEV) ## continuous, dynamic and static batching, and what idle rows predict
 	$(BIN)/python -m benchmarks.engine.batching $(ARGS)

@@ -95,12 +95,12 @@ class Bench:
 
     def __init__(self, rows: int, plain: Engine, drafting: Engine, sinks: Sequence[TimelineSink]) -> None:
         self.rows = rows
-        self._engines, self._sinks = (plain, drafting), sinks
+        self.engines, self._sinks = (plain, drafting), sinks
         self._runs = 0
 
     def seconds(self, with_drafts: bool, jobs: Sequence[Job]) -> float:
         """Time of all jobs."""
-        engine, sink = self._engines[with_drafts], self._sinks[with_drafts]
+        engine, sink = self.engines[with_drafts], self._sinks[with_drafts]
         self._runs += 1
         began_s = time.perf_counter()
         run_jobs(engine, sink, jobs, self.rows, f"run{self._runs}")
@@ -116,20 +116,20 @@ class Bench:
 
     def compare(self, name: str, jobs: Sequence[Job], repeats: int) -> Outcome:
         """A-B-A-B."""
-        before, steps = self._engines[1].stats().drafts, self._engines[1].stats().steps
+        before, steps = self.engines[1].stats().drafts, self.engines[1].stats().steps
         speed_up = [self.seconds(False, jobs) / self.seconds(True, jobs) for _ in range(repeats)]
-        after = self._engines[1].stats().drafts
+        after = self.engines[1].stats().drafts
         assert before is not None and after is not None
         drafts = after.num_draft_tokens - before.num_draft_tokens
         acceptance = (after.num_accepted - before.num_accepted) / drafts if drafts else 0.0
         tokens = repeats * sum(job.output_len for job in jobs)
-        row_steps = (self._engines[1].stats().steps - steps) * min(self.rows, len(jobs))
+        row_steps = (self.engines[1].stats().steps - steps) * min(self.rows, len(jobs))
         return Outcome(name, acceptance, tokens / row_steps, speed_up)
 
     def predicted(self, acceptance: float) -> float:
         """The speed-up at an acceptance by the measured costs: tokens of a step over its relative time, with as many
         drafts as are best."""
-        drafting = self._engines[1].drafting
+        drafting = self.engines[1].drafting
         assert drafting is not None
         prices, tokens, best = drafting.costs.prices(self.rows), 1.0, 1.0
         for most in range(1, DRAFTS + 1):

@@ -53,7 +53,7 @@ class TappedDecoder(Decoder):
         states behind the final norm, all [T, H]."""
         embedded_TH = self._embedded(batch)
         assert embedded_TH is not None, "all layers are here"
-        inputs, found = self._inputs(batch, kv, embedded_TH), {}
+        inputs, found = self._inputs(batch, kv, embedded_TH, ()), {}
         branch_TH: torch.Tensor | None = None
         for place, (layer, layer_kv) in enumerate(zip(self._layers, inputs.kv.layers, strict=True)):
             if place in taps:
