@@ -72,7 +72,7 @@ class StepRoom(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What a step has left of its tokens, until the next step: what the last layer adds, the residual stream, and the
+    """Rests of a step, of all its tokens, until the next one: what the last layer adds, the residual stream, and the
     stream before each of Decoder.taps; [T, H] each."""
 
     branch_TH: torch.Tensor

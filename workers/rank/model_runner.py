@@ -33,6 +33,7 @@ from tandem.workers.rank.captured.framed_step import ReplayOutcome, clean_reject
 from tandem.workers.rank.captured.replays import Replays, SampledPlaces
 from tandem.workers.rank.captured.ruled_draw import RuledSampling
 from tandem.workers.rank.drafters.draft_rank import LoadedDraft
+from tandem.workers.rank.drafters.step_record import DecodedStep, ReadsSteps
 from tandem.workers.rank.drafts import Drafts, propose
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.launched_steps import OUT_OF_MEMORY, LaunchedSteps, StepHandle, StepTokens, StepWork
@@ -43,7 +44,7 @@ from tandem.workers.rank.step_exchanges import StepExchanges, StepVerdict
 from tandem.workers.sampling.prompt_logprobs import PromptScorer, Scored, ScoredRows
 from tandem.workers.sampling.sampler import Drawn, Sampling
 from tandem.workers.sampling.sampling_table import EDITS, READS_LATE, READS_ON_HOST
-from tandem.workers.speculation.proposer import DecodedStep, MakeProposer, ReadsSteps
+from tandem.workers.speculation.proposer import MakeProposer
 
 if TYPE_CHECKING:
     from tandem.parallel.pipeline import StageLink

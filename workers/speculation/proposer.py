@@ -6,13 +6,12 @@ a row may have (drafting.py).
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem.configs.schema import SpeculativeSettings
-from tandem.workers.models.decoder import Heard
 from tandem.workers.platforms.device_rows import DeviceRows, Guess
 from tandem.workers.speculation.ngram import find_continuation
 
@@ -33,30 +32,6 @@ class Proposer(Protocol):
     def propose(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
         """Returns the drafts of each row, in the order of `rows`: 0 to max_drafts ids of the vocabulary, the next
         tokens in order. An empty list costs nothing."""
-        ...
-
-
-class DecodedStep(NamedTuple):
-    """A step that the model has computed on this rank. rows_R, begin_R: its rows and the first position of each;
-    starts: int64 [R + 1], their places among the step's tokens; heard: of these, until the next step."""
-
-    rows_R: npt.NDArray[np.int64]
-    begin_R: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    heard: Heard
-
-
-@runtime_checkable
-class ReadsSteps(Proposer, Protocol):
-    """A proposer that goes on from what the model has computed. Of each step one of propose() and catch_up() is called,
-    then read()."""
-
-    def read(self, step: DecodedStep) -> None:
-        """Takes what a step has left."""
-        ...
-
-    def catch_up(self) -> None:
-        """Does what propose() does, in a step without drafts."""
         ...
 
 

@@ -32,7 +32,7 @@ class DraftOdds:
         self.new_chance = FIRST
         self.accepted = [0] * most
         self.by_place = [1.0] * most
-        """By place, the chance of a draft there, relative to the mean of all places."""
+        """Chances by place, relative to the mean of all places."""
         self._new_tried, self._new_right = FEW, FEW * FIRST
         self._tried, self._right = [0.0] * most, [0.0] * most
 

@@ -30,7 +30,7 @@ PROBE_STEP = 0.25
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
 """Output tokens from one such try of a sequence to the next; they double."""
 ASK_EVERY = 8
-"""Where no drafts pay, sequences are asked what theirs would bring once in so many steps."""
+"""Steps: where no drafts pay, sequences are asked what theirs would bring once in so many steps."""
 EMPTY_STEPS, LONGEST_EMPTY_PAUSE = 4, 16
 """Steps without a guess before a pause, and the longest such pause in output tokens."""
 GUESS_FADE = 0.95

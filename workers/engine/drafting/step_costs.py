@@ -27,7 +27,7 @@ LEAST_S = 1e-9
 MEASURE_EVERY = 64
 """One step in so many goes without drafts, to see what it takes."""
 REACH = 0.25
-"""How far from the rows that were measured the first line is believed, as a share of their mean."""
+"""Distance from the rows that were measured, within which the first line is believed, as a share of their mean."""
 
 
 class FadingLine:

@@ -58,7 +58,7 @@ class LoadedDraft:
 
 @dataclass(frozen=True, slots=True)
 class DraftOrder:
-    """What a draft is loaded for: the group's settings, this rank's place and platform, the dtypes of weights and KV,
+    """The order of a draft: the group's settings, this rank's place and platform, the dtypes of weights and KV,
     the windows of the groups of layers, and the rank's part of the model."""
 
     settings: EngineSettings

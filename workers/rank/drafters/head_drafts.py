@@ -18,8 +18,8 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import DeviceRows, StepRows
 from tandem.workers.rank.drafters.eagle_head import EagleHead
 from tandem.workers.rank.drafters.guess_draw import DraftBlocks, DraftRows, GuessDraw
-from tandem.workers.rank.drafters.step_record import Computed, StepRecord
-from tandem.workers.speculation.proposer import DecodedStep, ProposalRow
+from tandem.workers.rank.drafters.step_record import Computed, DecodedStep, StepRecord
+from tandem.workers.speculation.proposer import ProposalRow
 
 Ints = npt.NDArray[np.int64]
 REST_AFTER: Final = 64

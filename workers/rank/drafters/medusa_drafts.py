@@ -14,8 +14,8 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import DeviceRows
 from tandem.workers.rank.drafters.guess_draw import DraftRows, GuessDraw
 from tandem.workers.rank.drafters.medusa_heads import MedusaHeads
-from tandem.workers.rank.drafters.step_record import StepRecord
-from tandem.workers.speculation.proposer import DecodedStep, ProposalRow
+from tandem.workers.rank.drafters.step_record import DecodedStep, StepRecord
+from tandem.workers.speculation.proposer import ProposalRow
 
 Normed = Callable[[Heard, torch.Tensor], torch.Tensor]
 """Returns the hidden states [S, H] after the model's final norm at indices S of a step's tokens."""

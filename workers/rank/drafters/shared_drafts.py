@@ -12,7 +12,8 @@ import torch
 
 from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.workers.platforms.base import Platform
-from tandem.workers.speculation.proposer import DecodedStep, ProposalRow, Proposer, ReadsSteps
+from tandem.workers.rank.drafters.step_record import DecodedStep, ReadsSteps
+from tandem.workers.speculation.proposer import ProposalRow, Proposer
 
 log = logging.getLogger(__name__)
 

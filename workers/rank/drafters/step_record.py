@@ -4,16 +4,40 @@ A step's tensors last until the next one, in which its rows may have been freed,
 rejected: what counts of a row is what the row table says has been computed.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem.workers.models.decoder import Heard
 from tandem.workers.rank.drafters.guess_draw import DraftRows
-from tandem.workers.speculation.proposer import DecodedStep
+from tandem.workers.speculation.proposer import Proposer
 
 Ints = npt.NDArray[np.int64]
+
+
+class DecodedStep(NamedTuple):
+    """A step that the model has computed on this rank. rows_R, begin_R: its rows and the first position of each;
+    starts: int64 [R + 1], their places among the step's tokens; heard: of these, until the next step."""
+
+    rows_R: npt.NDArray[np.int64]
+    begin_R: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    heard: Heard
+
+
+@runtime_checkable
+class ReadsSteps(Proposer, Protocol):
+    """A proposer that goes on from what the model has computed. Of each step one of propose() and catch_up() is called,
+    then read()."""
+
+    def read(self, step: DecodedStep) -> None:
+        """Takes what a step has left."""
+        ...
+
+    def catch_up(self) -> None:
+        """Does what propose() does, in a step without drafts."""
+        ...
 
 
 class Computed(NamedTuple):

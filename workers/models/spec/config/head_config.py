@@ -163,7 +163,7 @@ def _eagle_params(folder: Path, spec: ArchSpec, model: ArchSpec, size: int, read
 
 
 PREFIXES: Final = ("midlayer.", "layers.0.", "model.layers.0.", "model.midlayer.")
-"""What names of the layer's tensors begin with, as different makers write them."""
+"""Beginnings of the names of the layer's tensors, as different makers write them."""
 
 
 def _within(param: Param) -> Param:
