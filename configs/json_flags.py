@@ -18,7 +18,7 @@ LORA_MODULES = "--lora-modules"
 MODULE_KEYS = ("name", "path", "base_model_name")
 SPECULATIVE_CONFIG = "--speculative-config"
 COMMON_KEYS = ("method", "num_speculative_tokens")
-DRAFT_MODEL = "draft_model"
+DRAFT_MODEL, OWN_LAYERS = "draft_model", "mtp"
 
 
 def looks_like_module(word: str) -> bool:
@@ -63,6 +63,8 @@ def draft_settings(value: Any) -> SpeculativeSettings:
     if isinstance(value, Mapping):
         if value.get("method") is None and value.get("model") is not None:
             value = {**value, "method": DRAFT_MODEL}
+        if value.get("method") == "deepseek_mtp":  # vLLM's older name
+            value = {**value, "method": OWN_LAYERS}
         _check_keys(value)
     try:
         settings = msgspec.convert(value, SpeculativeSettings)

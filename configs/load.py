@@ -17,7 +17,7 @@ import yaml
 from tandem.configs.autoscaling import AUTOSCALING_KEYS, checked_autoscaling
 from tandem.configs.errors import SettingsError
 from tandem.configs.foreign_flags import SAME_VALUES, check_foreign, is_foreign, unfolded
-from tandem.configs.json_flags import draft_settings, module_text, served_names
+from tandem.configs.json_flags import OWN_LAYERS, draft_settings, module_text, served_names
 from tandem.configs.options import OPTIONS, Option, option_named, parse_size
 from tandem.configs.platform_facts import DEVICE_FLAGS, PLATFORM_FACTS, idle_lines
 from tandem.configs.schema import GatewaySettings, ModelSettings, ServiceSettings
@@ -86,13 +86,14 @@ def build_settings(
 
 
 def _with_draft(settings: ServiceSettings) -> ServiceSettings:
-    """Returns the settings with those of the draft model beside the model's, so that each machine finds both."""
+    """Returns the settings with those of the draft model beside the model's, so that each machine finds both. Layers of
+    the model that guess are in its own folder."""
     drafts, model = settings.engine.speculative, settings.engine.model
-    if drafts is None or drafts.model is None:
+    if drafts is None or (drafts.model is None and drafts.method != OWN_LAYERS):
         return settings
     draft = ModelSettings(
-        model=drafts.model,
-        revision=drafts.revision,
+        model=drafts.model or model.model,
+        revision=drafts.revision if drafts.model else model.revision,
         quantization=drafts.quantization,
         dtype=model.dtype,
         load_format="dummy" if model.load_format == "dummy" else "safetensors",

@@ -115,6 +115,8 @@ DRAFT_METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": MODEL_KEYS,
     "eagle3": MODEL_KEYS,
+    "eagle": MODEL_KEYS,
+    "mtp": (),
     "medusa": MODEL_KEYS,
 }
 """The methods of --speculative-config, each with its own keys: fields of SpeculativeSettings."""

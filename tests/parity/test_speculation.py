@@ -28,7 +28,7 @@ from tandem.workers.offline.inputs import as_prompts
 from tandem.workers.offline.llm import RequestOutput
 from tandem.workers.offline.outputs import Logprob, OfflineRun, OpenOutput, end_output
 from tests.support.adapters import save_random_adapter
-from tests.support.draft_models import random_eagle, random_medusa, shorter_demo
+from tests.support.draft_models import random_eagle, random_eagle_one, random_medusa, shorter_demo
 from tests.support.free_drafts import free_drafts
 from tests.support.paged_rows import prompt_ids
 
@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "draft model": {},
     "draft model, offload": {"kv_cache_dtype": "int8", "num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
     "draft model, tp2": {"tensor_parallel_size": 2},
-    "eagle3, tp2": {"tensor_parallel_size": 2},
+    "eagle, tp2": {"tensor_parallel_size": 2},
     "eagle3, preemption": {"num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
     "medusa": {"max_num_batched_tokens": 24},
     "draft model, bfloat16": {"dtype": "bfloat16", "batch_invariant": True, "max_num_batched_tokens": 24},
@@ -60,9 +60,14 @@ CROWDED = {
 EXACT = {"bfloat16", "draft model, bfloat16"}
 """Cases in which log probabilities are equal to the last bit, as logits are (--batch-invariant)."""
 COMMON: dict[str, Any] = {"max_num_seqs": 8, "enable_lora": True, "dtype": "float32", "cpu_threads": 1}
-DRAFTS = {"draft_model": shorter_demo, "eagle3": random_eagle, "medusa": random_medusa}
+DRAFTS = {
+    "draft_model": shorter_demo,
+    "eagle": random_eagle_one,
+    "eagle3": random_eagle,
+    "medusa": random_medusa,
+}
 """Writers of what guesses, by method."""
-RANDOM = ("eagle3", "medusa")
+RANDOM = ("eagle", "medusa")
 """Heads with random weights, which are right by chance."""
 NEAR = 1e-3
 """Of log probabilities; float32, sums in another order."""

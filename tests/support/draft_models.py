@@ -81,6 +81,43 @@ def random_eagle(folder: Path, *, own_embedding: bool = False, normed_residual: 
     return _written(folder, config, tensors)
 
 
+def random_eagle_one(folder: Path) -> Path:
+    """Writes an EAGLE-1 head for the demo, without an embedding and a head of its own."""
+    rng = torch.Generator().manual_seed(4)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng) * shape[-1] ** -0.5
+
+    tensors = {
+        "fc.weight": drawn(HIDDEN, 2 * HIDDEN),
+        "fc.bias": drawn(HIDDEN),
+        "layers.0.post_attention_layernorm.weight": 1 + drawn(HIDDEN),
+        "layers.0.self_attn.q_proj.weight": 3 * drawn(HEADS * DIM, HIDDEN),
+        "layers.0.self_attn.k_proj.weight": 3 * drawn(KV_HEADS * DIM, HIDDEN),
+        "layers.0.self_attn.v_proj.weight": drawn(KV_HEADS * DIM, HIDDEN),
+        "layers.0.self_attn.o_proj.weight": 2 * drawn(HIDDEN, HEADS * DIM),
+        "layers.0.mlp.gate_proj.weight": drawn(WIDTH, HIDDEN),
+        "layers.0.mlp.up_proj.weight": drawn(WIDTH, HIDDEN),
+        "layers.0.mlp.down_proj.weight": drawn(HIDDEN, WIDTH),
+    }
+    config = {
+        "architectures": ["EagleLlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": WIDTH,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": DIM,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "vocab_size": VOCAB,
+    }
+    return _written(folder, config, tensors)
+
+
 def random_medusa(folder: Path, heads: int = 3) -> Path:
     """Writes Medusa's heads for the demo, of blocks of two layers."""
     rng = torch.Generator().manual_seed(5)

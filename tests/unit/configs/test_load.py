@@ -362,7 +362,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"method": "eagle", "num_speculative_tokens": 3}, "method 'eagle': one of ngram"),
+        ({"method": "eagles", "num_speculative_tokens": 3}, "method 'eagles': one of ngram"),
         ({**NGRAM, "num_speculative_tokens": 99}, "num_speculative_tokens 99: from 1 to 16"),
         ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens 0: from 1 to 16"),
         ({**NGRAM, "prompt_lookup_max": 0}, "prompt_lookup_max 0: at least 1"),

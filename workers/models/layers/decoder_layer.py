@@ -14,7 +14,7 @@ from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.layers.attention_layer import AttentionLayer
 from tandem.workers.models.layers.layer_inputs import LayerInputs
 from tandem.workers.models.layers.mlp import MLP
-from tandem.workers.models.layers.norms import AddNorm, make_norm
+from tandem.workers.models.layers.norms import AddNorm, NoNorm, make_norm
 from tandem.workers.models.spec.arch import LayerSpec, Mla, Moe
 from tandem.workers.models.spec.parameter_names import Role
 from tandem.workers.models.spec.parameters import NORMS_OF, LayerParams
@@ -55,6 +55,10 @@ class DecoderLayer:
         self._post_norms: tuple[AddNorm, AddNorm] | None = None
         if Role.ATTENTION_POST_NORM in norms:
             self._post_norms = norm(Role.ATTENTION_POST_NORM), norm(Role.MLP_POST_NORM)
+
+    def leave_out_norm(self) -> None:
+        """Has no norm before attention, as the first layer of some heads."""
+        self._attention_norm = NoNorm()
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ guesses (shared_drafts.py).
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -18,14 +19,14 @@ from tandem.configs.json_flags import SPECULATIVE_CONFIG
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.checkpoint import DummySource, ParameterSlot, WeightSource, load
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.embedding import VocabParallelEmbedding
+from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.params import Param
 from tandem.parallel.stored.headers import weight_files
 from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
-from tandem.workers.models.spec.config.head_config import IGNORED, HeadSpec
+from tandem.workers.models.spec.config.head_config import HeadSpec, StreamParams
 from tandem.workers.models.spec.kv_layout import KVLayout, layouts_of
 from tandem.workers.planning.resolve import draft_spec, drafts_here, read_spec
 from tandem.workers.planning.stored_model import open_checkpoint
@@ -35,9 +36,10 @@ from tandem.workers.rank.drafters.draft_model import DraftModel
 from tandem.workers.rank.drafters.eagle_head import EagleHead, Embed
 from tandem.workers.rank.drafters.guess_draw import DraftBlocks, DraftRows
 from tandem.workers.rank.drafters.head_drafts import HeadDrafts
-from tandem.workers.rank.drafters.medusa_drafts import MedusaDrafts
+from tandem.workers.rank.drafters.medusa_drafts import MedusaDrafts, Normed
 from tandem.workers.rank.drafters.medusa_heads import MedusaHeads
 from tandem.workers.rank.drafters.shared_drafts import SharedDrafts
+from tandem.workers.rank.drafters.stream_head import Logits, StreamHead
 from tandem.workers.speculation.proposer import MakeProposer, Proposer, make_proposer
 
 
@@ -163,6 +165,26 @@ def _eagle3(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
     )
 
 
+def _stream(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
+    """Loads an EAGLE-1 or EAGLE-2 head, or an MTP layer."""
+    assert isinstance(spec, HeadSpec) and spec.spec is not None and isinstance(spec.params, StreamParams)
+    platform, model, longest = asked.platform, asked.model, spec.spec.max_position_embeddings
+    embed, embed_bytes = (_no_embedding, 0) if _has_embedding(spec) else _embedding(asked)
+    logits, head_bytes = (None, 0) if spec.params.head is not None else _model_head(asked)
+    head = StreamHead(spec, platform, asked.dtype, asked.kv_dtype, embed, logits, _normed(model))
+    weight_bytes = embed_bytes + head_bytes + _load(asked, spec, head)
+    return LoadedDraft(
+        layouts_of(spec.layers, 1, asked.windows),
+        weight_bytes,
+        lambda kv, table, rows: HeadDrafts(head, None, model.vocab_size, longest, kv, table, rows, platform),
+    )
+
+
+def _normed(model: Decoder) -> Normed:
+    """Returns what gives the hidden states after the model's final norm."""
+    return lambda heard, at: model.normed(heard.branch_TH, heard.residual_TH, at)
+
+
 def _medusa(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
     assert isinstance(spec, HeadSpec) and spec.most is not None
     heads, model, platform, most = (
@@ -175,15 +197,15 @@ def _medusa(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
     return LoadedDraft(
         (),
         weight_bytes,
-        lambda _, table, rows: MedusaDrafts(
-            heads, most, lambda heard, at: model.normed(heard.branch_TH, heard.residual_TH, at), table, rows, platform
-        ),
+        lambda _, table, rows: MedusaDrafts(heads, most, _normed(model), table, rows, platform),
     )
 
 
 DRAFTERS: Final[dict[str, Callable[[DraftOrder, ArchSpec | HeadSpec], LoadedDraft]]] = {
     "draft_model": _draft_model,
     "eagle3": _eagle3,
+    "eagle": _stream,
+    "mtp": _stream,
     "medusa": _medusa,
 }
 """Loaders of drafts with weights, by the `method` of --speculative-config; those without any are in PROPOSERS."""
@@ -198,7 +220,7 @@ class _Slots(Protocol):
 
 def _load(asked: DraftOrder, spec: HeadSpec, head: _Slots) -> int:
     """Fills a head's parameters; returns their bytes."""
-    return _fill(asked, head.slots(), Path(asked.draft.model), spec.params, IGNORED)
+    return _fill(asked, head.slots(), Path(asked.draft.model), spec.params, spec.ignored)
 
 
 def _fill(
@@ -229,17 +251,29 @@ def _embedding(asked: DraftOrder) -> tuple[Embed, int]:
     that one."""
     if asked.context.world_size == 1:
         return asked.model.embed, 0
-    spec = read_spec(asked.settings)
     embedding = VocabParallelEmbedding(asked.model.parameters.embedding, ParallelContext.single())
+    return embedding, _read_whole(asked, embedding)
+
+
+def _model_head(asked: DraftOrder) -> tuple[Logits, int]:
+    """Returns the model's head for a head that has none, as _embedding() does the embedding."""
+    if asked.context.world_size == 1:
+        return lambda hidden_SH: asked.model.logits(hidden_SH, None), 0
+    make = partial(asked.platform.linear, dtype=asked.dtype)
+    head = VocabParallelHead(asked.model.parameters.head, ParallelContext.single(), make)
+    return head, _read_whole(asked, head)
+
+
+def _read_whole(asked: DraftOrder, part: _Slots) -> int:
+    """Reads a part of the model of which this rank has only some, whole; returns its bytes."""
     source: WeightSource
     if asked.draft.load_format == "dummy":
         source = DummySource(asked.draft.seed or 0, asked.dtype, asked.platform.device)
     else:
         model = asked.settings.model
-        checkpoint = open_checkpoint(Path(model.model), spec, model.hf_overrides)
+        checkpoint = open_checkpoint(Path(model.model), read_spec(asked.settings), model.hf_overrides)
         source = SafetensorsSource(checkpoint, asked.platform.read_ahead)
-    size = load([*embedding.slots()], source, dtype=asked.dtype, device=asked.platform.device, progress=False)
-    return embedding, size
+    return load([*part.slots()], source, dtype=asked.dtype, device=asked.platform.device, progress=False)
 
 
 def _ids_of(folder: Path, count: int, platform: Platform) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""HeadDrafts: guesses of an EAGLE head, token after token, from what the model has computed of the rows.
+"""HeadDrafts: guesses of an EAGLE head or an MTP layer, token after token, from what the model has computed of rows.
 
 The head has KV for each token that it has read, in the model's blocks. It reads the tokens of a step at the beginning
 of the next one, when the tokens behind them are known, whether or not a row has drafts in it; else it would miss what
@@ -7,16 +7,18 @@ no guesses. R rows of a pass, Q of them with a guess.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.workers.attention.backend import KVTensors
+from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.kernels.step_arrays import StepArrays
+from tandem.workers.models.decoder import Heard
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import DeviceRows, StepRows
-from tandem.workers.rank.drafters.eagle_head import EagleHead
 from tandem.workers.rank.drafters.guess_draw import DraftBlocks, DraftRows, GuessDraw
 from tandem.workers.rank.drafters.step_record import Computed, DecodedStep, StepRecord
 from tandem.workers.speculation.proposer import ProposalRow
@@ -27,13 +29,23 @@ REST_AFTER: Final = 64
 MISSED: Final = -1
 
 
+class VectorHead(Protocol):
+    """A head that goes from vector to vector: EagleHead, StreamHead, whose methods say more."""
+
+    def vectors(self, heard: Heard, at: torch.Tensor) -> torch.Tensor: ...
+
+    def forward(
+        self, ids_T: torch.Tensor, vectors_TH: torch.Tensor, batch: ForwardBatch, kv: KVTensors
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class HeadDrafts:
     """A Proposer that ReadsSteps. ids: the model's id of each id of the head, int64; None: the same. max_len: positions
     that the head has. kv, table, rows: of the model's runner."""
 
     def __init__(
         self,
-        head: EagleHead,
+        head: VectorHead,
         ids: torch.Tensor | None,
         vocab_size: int,
         max_len: int,

@@ -51,6 +51,8 @@ def _head_hint(draft: Path, method: str) -> str:
             return "; it holds Medusa's heads: give method medusa"
         if "Eagle3" in "".join(config["architectures"]):
             return "; it is an EAGLE-3 head: give method eagle3"
+        if "Eagle" in "".join(config["architectures"]):
+            return "; it is an EAGLE head: give method eagle"
     return ""
 
 

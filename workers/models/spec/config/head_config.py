@@ -1,4 +1,4 @@
-"""HeadSpec: a head that guesses tokens from what the model it was made for has computed (EAGLE-3, Medusa).
+"""HeadSpec: a head that guesses tokens from what the model it was made for has computed (EAGLE, MTP, Medusa).
 
 Torch-free. A head's folder has a config.json and tensors as its makers publish them and vLLM reads them; the model's
 own parts that it uses, such as the embedding, are not in it. Read by draft_config.py, computed by
@@ -48,6 +48,31 @@ class EagleParams:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamParams:
+    """The parameters of an EAGLE-1 or EAGLE-2 head, or of an MTP layer. mix: makes one vector of the embedding and the
+    hidden state; bare_first: no norm stands before the first layer's attention. head, embedding: None where the head
+    reads the model's."""
+
+    mix: Param
+    mix_bias: Param | None
+    token_norm: NormParams | None
+    hidden_norm: NormParams | None
+    layers: tuple[LayerParams, ...]
+    bare_first: bool
+    norm: NormParams | None
+    head: Param | None
+    embedding: Param | None
+
+    def __iter__(self) -> Iterator[Param]:
+        yield self.mix
+        for norm in (self.token_norm, self.hidden_norm, self.norm):
+            yield from norm or ()
+        for layer in self.layers:
+            yield from layer
+        yield from (param for param in (self.mix_bias, self.head, self.embedding) if param is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class MedusaParams:
     """The parameters of Medusa's heads: of each the layers of its block, weight and bias, and its vocabulary table."""
 
@@ -66,14 +91,16 @@ class HeadSpec:
     """A head. spec: of its layer, as a Llama of one; None without a layer, and so without KV. taps: layers of the model
     before which it reads the residual stream; (): it reads the last hidden state. most: guesses of a row that it can
     make; None: any number. vocab_size: ids among which it guesses, mapped to the model's by d2t where they are fewer.
-    normed_residual: the layer adds to the normed vector (norm_before_residual)."""
+    normed_residual: the layer adds to the normed vector (norm_before_residual). ignored: endings of tensors of its
+    files that are not its own."""
 
-    params: EagleParams | MedusaParams
+    params: EagleParams | StreamParams | MedusaParams
     vocab_size: int
     spec: ArchSpec | None = None
     taps: tuple[int, ...] = ()
     most: int | None = None
     normed_residual: bool = False
+    ignored: tuple[str, ...] = IGNORED
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -122,7 +149,74 @@ def read_medusa(folder: Path, model: ArchSpec, quantization: str | None) -> Head
     return HeadSpec(MedusaParams(blocks, tables), vocab, most=heads)
 
 
+def read_eagle(folder: Path, model: ArchSpec, quantization: str | None) -> HeadSpec:
+    """Reads an EAGLE-1 or EAGLE-2 head (Li et al. 2024) for a model, which shares the model's head and, without one of
+    its own, the embedding. UnsupportedModelError for one of another model, and for an EAGLE-3 head."""
+    config = _config(folder)
+    if "Eagle3" in "".join(config.get("architectures") or ()):
+        raise UnsupportedModelError(f"{folder} is an EAGLE-3 head: give method eagle3", "MODEL")
+    as_llama = {**config, "architectures": [LLAMA], "model_type": "llama", "tie_word_embeddings": False}
+    spec = spec_from_config(as_llama)
+    if (spec.hidden_size, spec.vocab_size) != (model.hidden_size, model.vocab_size):
+        words = f"{folder} is a head for models of {spec.hidden_size} x {spec.vocab_size}, not "
+        raise UnsupportedModelError(f"{words}{model.hidden_size} x {model.vocab_size}", "MODEL")
+    spec = replace(spec, weights=chosen_plan(spec.weights, quantization))
+    table, size, fc = parameters_of(spec), spec.hidden_size, ("fc.weight", "model.fc.weight")
+    first = replace(table.layers[0], weights=_without(table.layers[0].weights, Role.ATTENTION_NORM))
+    mix = replace(table.layers[0].weights[Role.Q], role="fc", merge="fc", shape=(size, 2 * size), **_named(fc[0]))
+    names = ("fc.bias", "model.fc.bias")
+    bias = replace(mix, shape=(size,), name=names[0], source=Source(names), scheme=None, init=Init.ZEROS)
+    embedding = replace(table.embedding, **_named("embed_tokens.weight"))
+    params = StreamParams(
+        mix=mix,
+        mix_bias=bias if _has(folder, names) else None,
+        token_norm=None,
+        hidden_norm=None,
+        layers=tuple(_renamed(layer) for layer in (first, *table.layers[1:])),
+        bare_first=True,
+        norm=None,
+        head=None,
+        embedding=embedding if _has(folder, embedding.source.names) else None,
+    )
+    return HeadSpec(params, spec.vocab_size, spec)
+
+
+def read_mtp(folder: Path, model: ArchSpec, quantization: str | None) -> HeadSpec:
+    """Reads the first layer behind a model's last that was trained to guess the next token but one (DeepSeek-V3, 2024),
+    from the model's own folder. UnsupportedModelError for a model without any."""
+    del quantization  # the model's own
+    if not model.extra_layers:
+        raise UnsupportedModelError(f"{folder}: its config.json names no layer that guesses (MTP)", "MODEL")
+    number = model.num_layers
+    longer = replace(model, layers=(*model.layers, model.layers[-1]), tie_word_embeddings=False)
+    table = parameters_of(longer)
+    stem, layer = f"model.layers.{number}.", table.layers[number]
+    size, norm = model.hidden_size, layer.weights[Role.ATTENTION_NORM]
+
+    def normed(name: str) -> NormParams:
+        return NormParams(replace(norm, role=name, name=stem + name, source=Source((f"{stem}{name}.weight",))))
+
+    mix = replace(norm, role="eh_proj", merge="eh_proj", shape=(size, 2 * size), init=Init.NORMAL)
+    head, embedding = f"{stem}shared_head.head.weight", f"{stem}embed_tokens.weight"
+    params = StreamParams(
+        mix=replace(mix, name=f"{stem}eh_proj.weight", source=Source((f"{stem}eh_proj.weight",))),
+        mix_bias=None,
+        token_norm=normed("enorm"),
+        hidden_norm=normed("hnorm"),
+        layers=(layer,),
+        bare_first=False,
+        norm=normed("shared_head.norm"),
+        head=replace(table.head, name=head, source=Source((head,))) if _has(folder, (head,)) else None,
+        embedding=replace(table.embedding, name=embedding, source=Source((embedding,)))
+        if _has(folder, (embedding,))
+        else None,
+    )
+    return HeadSpec(params, model.vocab_size, replace(longer, layers=longer.layers[-1:]), ignored=("",))
+
+
 HEADS: Final[Mapping[str, Callable[[Path, ArchSpec, str | None], HeadSpec]]] = {
+    "eagle": read_eagle,
+    "mtp": read_mtp,
     "eagle3": read_eagle3,
     "medusa": read_medusa,
 }
@@ -164,6 +258,21 @@ def _eagle_params(folder: Path, spec: ArchSpec, model: ArchSpec, size: int, read
 
 PREFIXES: Final = ("midlayer.", "layers.0.", "model.layers.0.", "model.midlayer.")
 """Beginnings of the names of the layer's tensors, as different makers write them."""
+
+
+def _without(weights: Mapping[Role, Param], left_out: Role) -> dict[Role, Param]:
+    return {role: param for role, param in weights.items() if role is not left_out}
+
+
+def _renamed(layer: LayerParams) -> LayerParams:
+    """Returns the parameters of a Llama's layer under the names of an EAGLE head."""
+
+    def named(param: Param) -> Param:
+        stem = param.name.removeprefix("model.")
+        return replace(param, source=replace(param.source, names=(stem, param.name)))
+
+    weights, biases = ({role: named(one) for role, one in part.items()} for part in (layer.weights, layer.biases))
+    return replace(layer, weights=weights, biases=biases)
 
 
 def _within(param: Param) -> Param:
