@@ -7,7 +7,7 @@
 #ifdef VNNI
 #include "cpu_code_vnni.h"
 #else
-#include "cpu_code_words.h"
+#include "cpu_code_avx2.h"
 #endif
 const int code_gemm_digit_bytes = sizeof(digit);
 
@@ -41,10 +41,8 @@ static void round_row(const layout *l, const uint8_t *held, const element *x, el
     for (long i = 0; i < l->inputs; i++) sorted[i] = x[order[i]];
     x = sorted;
   }
-  for (long g = 0, start = 0; g < l->groups; g++) {
-    round_inputs_of(x + start, ends[g] - start, steps, planes, codes, stride, sums + g, l->groups);
-    codes += eights_of(ends, g) * TOGETHER;
-    start = ends[g];
+  for (long g = 0, start = 0, at = 0; g < l->groups; at += eights_of(ends, g) * TOGETHER, start = ends[g], g++) {
+    round_group(l, x + start, ends[g] - start, steps, planes, codes, at, stride, sums + g, l->groups);
     if (!l->zero_at) continue;
     totals[g] = 0;
     for (int d = 0; d < DIGITS(planes); d++) totals[g] = totals[g] * 256 + sums[d * l->groups + g];
@@ -62,7 +60,7 @@ void code_gemm(const layout *l, const uint8_t *held, float unit, const element *
   for (long row = 0; row < rows; row++)
     round_row(l, held, x + row * x_stride, sorted + row * l->inputs, planes, codes + row * digits * stride, stride,
               row_scales + row, sums + row * digits * l->groups, totals + row * l->groups);
-  const rounded_rows all = {codes, stride, row_scales, sums, totals, digits};
+  const rounded_rows all = {codes, stride, row_scales, sums, totals, planes};
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long block = 0; block < blocks; block++) {
     const long o = block * BLOCK;
@@ -110,7 +108,7 @@ void grouped_code_gemm(const layout *l, const uint8_t *held, long expert_bytes, 
               planes, codes + row * digits * stride, stride, row_scales + row, sums + row * digits * l->groups,
               totals + row * l->groups);
   }
-  const rounded_rows all = {codes, stride, row_scales, sums, totals, digits};
+  const rounded_rows all = {codes, stride, row_scales, sums, totals, planes};
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
   for (long item = 0; item < count * runs; item++) {
     const long expert = used[item / runs], begin = expert ? ends[expert - 1] : 0, first = item % runs * run;

@@ -36,5 +36,5 @@ typedef struct {
   const float *scales; /* [row] */
   const int32_t *sums; /* of a group's digits: [row][digit][groups] */
   const float *totals; /* of a group's integers: [row][groups], where there are zeros */
-  int digits;
+  int planes; /* bytes of an input */
 } rounded_rows;

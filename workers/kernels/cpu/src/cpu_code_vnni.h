@@ -1,7 +1,6 @@
 /* Products of codes with bytes of inputs, on CPUs with VNNI. Follows cpu_code_layout.h. */
 #include "cpu_rounding.h"
 
-#define round_inputs_of round_inputs
 #define VECTORS 2    /* of 16 outputs */
 #define RUN 64       /* eights of inputs whose codes stay in the L1 cache while rows pass over them */
 #define TILE_BYTES 8 /* bytes of inputs of a tile: with their results and what feeds them, 16 sums fill the registers */
@@ -130,24 +129,24 @@ static tile *const TILES_OF[2][TILE_BYTES][2] = {{BYTE_TILES}, {WHOLE_TILES}};
    multiplied by the lower byte of values: the lower is as far below as what has been rounded. */
 static void multiply_run(const layout *l, const rounded_rows *rows, long first, long count, work run, long table,
                          const uint8_t *next) {
-  const int planes = table && rows->digits == 2 ? 1 : rows->digits, is_last = table == l->planes - 1;
+  const int planes = table && rows->planes == 2 ? 1 : rows->planes, is_last = table == l->planes - 1;
   const long most = TILE_BYTES / planes, tiles = (count + most - 1) / most;
   uint8_t values[64];
   for (int i = 0; i < 64; i++) values[i] = l->tables[table][i % 16];
   run.table = _mm512_loadu_si512(values);
   run.offset = l->offsets[table];
-  run.factor = planes < rows->digits ? 256 : 1;
+  run.factor = planes < rows->planes ? 256 : 1;
   for (long lower = table + 1; lower < l->planes; lower++) run.factor *= 256;
-  run.stride = rows->stride * (rows->digits / planes);
-  run.sums_stride = l->groups * (rows->digits / planes);
+  run.stride = rows->stride * (rows->planes / planes);
+  run.sums_stride = l->groups * (rows->planes / planes);
   if (table) run.zeros = 0;
   const int8_t *x = run.x;
   float *results = run.results;
   for (long t = 0, row = 0, height; t < tiles; t++, row += height) {
     const int fetches = is_last && t < 2 && next;
     height = (count - row + tiles - t - 1) / (tiles - t);
-    run.x = x + (first + row) * rows->digits * rows->stride;
-    run.sums = rows->sums + (first + row) * rows->digits * l->groups;
+    run.x = x + (first + row) * rows->planes * rows->stride;
+    run.sums = rows->sums + (first + row) * rows->planes * l->groups;
     run.totals = rows->totals + (first + row) * l->groups;
     run.results = results + row * BLOCK;
     run.ahead = fetches ? next + 64 * t : run.codes;
@@ -177,4 +176,10 @@ static void multiply_all(const layout *l, const uint8_t *held, long block, const
     for (long table = 0; table < l->planes; table++)
       multiply_run(l, rows, first, count, run, table, next < held + l->scale_at ? next : 0);
   }
+}
+
+/* Rounds the inputs of a group, from the input `at` of a row on. */
+INLINE void round_group(const layout *l, const element *x, long inputs, float steps, int planes, digit *codes, long at,
+                        long stride, int32_t *sums, long sums_stride) {
+  round_inputs(x, inputs, steps, planes, codes + at, stride, sums, sums_stride);
 }

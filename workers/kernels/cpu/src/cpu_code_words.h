@@ -1,7 +1,5 @@
 /* Products of codes with inputs of two bytes, on CPUs with AVX2 and without VNNI: pairs of integers of 16 bits. Follows
    cpu_code_layout.h. A value is an integer from -128 to 255, so that 256 products of one sum fit into int32. */
-#include "cpu_rounding.h"
-
 #define LANE_BYTES 32 /* of a vector: 8 sums, or 8 pairs of integers */
 #define LANE_SUMS 8
 #define CHUNK 32     /* eights of inputs of which a sum is taken */
@@ -16,13 +14,15 @@ typedef enum { PLAIN, TABLE, WIDE } meaning;
 /* What a tile multiplies: some eights of one group of one block by some rows. */
 typedef struct {
   const uint8_t *codes;
-  const digit *x; /* of the first row: [row][digit][stride] */
-  long stride, eights;
+  const char *x;       /* integers of the first row: [row][digit][stride] */
+  long stride, eights; /* bytes from one digit to the next */
   const float *scales, *zeros; /* of the group: [BLOCK]; zeros: may be none */
   const float *totals;         /* of the first row's group, the next row's `groups` further */
   long groups;
   float factor; /* of the scales, a power of two */
   __m256i table, offset;
+  long at_once, raised; /* of cpu_code_bytes.h: eights of a sum of 16 bits, and what values have been raised by */
+  const int32_t *sums;  /* of the first row's group, as totals */
   float *results; /* [row][BLOCK] */
 } work;
 
@@ -51,10 +51,11 @@ INLINE void undo(const work *t, const uint8_t *w, int v, const meaning kind, __m
   }
 }
 
-INLINE __m256i two_inputs(const digit *x) {
-  int32_t both;
-  memcpy(&both, x, sizeof both);
-  return _mm256_set1_epi32(both);
+/* Four bytes of inputs, for all outputs: two integers, or four. */
+INLINE __m256i spread(const char *x) {
+  int32_t four;
+  memcpy(&four, x, sizeof four);
+  return _mm256_set1_epi32(four);
 }
 
 /* Adds products of pairs. As intrinsics gcc 12 multiplies all rows before it adds, and spills the sums. */
@@ -87,17 +88,17 @@ INLINE void multiply_few(const work *t, const int R, const int P, const meaning 
   const int together = R * P <= 2 ? V : V / 2;
   for (int o = 0; o < V; o += together) {
     const uint8_t *w = t->codes + o * LANE_BYTES;
-    const digit *x = t->x;
+    const char *x = t->x;
     __m256i sum[FEW_ROWS * V];
     TILE_UNROLLED for (int i = 0; i < R * P * together; i++) sum[i] = _mm256_setzero_si256();
-    for (long e = 0; e < t->eights; e++, w += line, x += TOGETHER) {
+    for (long e = 0; e < t->eights; e++, w += line, x += 4 * PAIRS) {
       if (!o) TILE_UNROLLED for (int at = 0; at < line; at += 64) _mm_prefetch((const char *)w + AHEAD + at, _MM_HINT_T0);
       TILE_UNROLLED for (int v = 0; v < together; v++) {
         __m256i pair[PAIRS];
         undo(t, w, v, kind, pair);
         TILE_UNROLLED for (int i = 0; i < R * P; i++)
           TILE_UNROLLED for (int p = 0; p < PAIRS; p++)
-            add_products(sum + i * together + v, pair[p], two_inputs(x + i * t->stride + 2 * p));
+            add_products(sum + i * together + v, pair[p], spread(x + i * t->stride + 4 * p));
       }
     }
     add_sums(t, o * LANE_SUMS, sum, R, P, together);
@@ -108,13 +109,14 @@ INLINE void multiply_few(const work *t, const int R, const int P, const meaning 
 INLINE void multiply_many(const work *t, const digit *values, const int R, const int P) {
   enum { V = 2 };
   for (long o = 0; o < BLOCK; o += V * LANE_SUMS) {
-    const digit *w = values + 2 * o, *x = t->x;
+    const digit *w = values + 2 * o;
+    const char *x = t->x;
     __m256i sum[TILE_ROWS * V];
     TILE_UNROLLED for (int i = 0; i < R * P * V; i++) sum[i] = _mm256_setzero_si256();
-    for (long p = 0; p < t->eights * PAIRS; p++, w += 2 * BLOCK, x += 2) {
+    for (long p = 0; p < t->eights * PAIRS; p++, w += 2 * BLOCK, x += 4) {
       const __m256i first = load_bytes(w), second = load_bytes(w + 2 * LANE_SUMS);
       TILE_UNROLLED for (int i = 0; i < R * P; i++) {
-        const __m256i inputs = two_inputs(x + i * t->stride);
+        const __m256i inputs = spread(x + i * t->stride);
         add_products(sum + i * V, first, inputs);
         add_products(sum + i * V + 1, second, inputs);
       }
@@ -157,72 +159,9 @@ INLINE void undo_all(const work *t, const meaning kind, digit *values) {
     }
 }
 
-/* All rows times the codes of a chunk, which are undone once for more than FEW_ROWS of them. */
-static void multiply_chunk(work chunk, meaning kind, long count, int digits) {
-  const int few = count * digits <= FEW_ROWS;
-  const long most = (few ? FEW_ROWS : TILE_ROWS) / digits, tiles = (count + most - 1) / most;
-  digit values[CHUNK * TOGETHER * BLOCK];
-  if (few) {
-    FEW_TILES[digits - 1][count - 1][kind](&chunk);
-    return;
-  }
-  if (kind == PLAIN) undo_all(&chunk, PLAIN, values);
-  else if (kind == TABLE) undo_all(&chunk, TABLE, values);
-  else undo_all(&chunk, WIDE, values);
-  for (long t = 0, height; t < tiles; t++) {
-    height = (count + tiles - t - 1) / (tiles - t);
-    MANY_TILES[digits - 1][height - 1](&chunk, values);
-    count -= height;
-    chunk.x += height * digits * chunk.stride;
-    chunk.totals += height * chunk.groups;
-    chunk.results += height * BLOCK;
-  }
-}
-
-/* Sets and returns what codes mean by one of their tables. */
-static meaning look_up_in(const layout *l, long table, work *chunk) {
-  uint8_t values[LANE_BYTES];
-  int is_plain = !l->offsets[table];
-  for (int i = 0; i < LANE_BYTES; i++) {
-    values[i] = l->tables[table][i % 16];
-    is_plain = is_plain && values[i] == i % 16;
-  }
-  chunk->table = load_bytes(values);
-  chunk->offset = _mm256_set1_epi16((int16_t)l->offsets[table]);
-  chunk->factor = 1;
-  for (long lower = table + 1; lower < l->planes; lower++) chunk->factor *= 256;
-  return l->line > NIBBLES ? WIDE : is_plain ? PLAIN : TABLE;
-}
-
-/* Up to GROUP_ROWS rows times one block, chunk by chunk of each group. */
-static void multiply_all(const layout *l, const uint8_t *held, long block, const rounded_rows *rows, long first, long count,
-                         float *results) {
-  const int32_t *ends = (const int32_t *)(held + l->ends_at);
-  const long numbers = block * BLOCK * l->groups;
-  long all = 0;
-  for (long g = 0; g < l->groups; g++) all += eights_of(ends, g);
-  work chunk = {.codes = held + block * all * l->line, .x = rows->codes + first * rows->digits * rows->stride,
-                .stride = rows->stride, .groups = l->groups, .results = results};
-  for (long g = 0; g < l->groups; g++) {
-    long left = eights_of(ends, g);
-    for (int is_first = 1; left; left -= chunk.eights, is_first = 0) {
-      chunk.eights = left < CHUNK ? left : CHUNK;
-      for (long table = 0; table < l->planes; table++) {
-        const meaning kind = look_up_in(l, table, &chunk);
-        chunk.scales = (const float *)(held + l->scale_at) + numbers + g * BLOCK;
-        chunk.zeros = l->zero_at && is_first && !table ? (const float *)(held + l->zero_at) + numbers + g * BLOCK : 0;
-        chunk.totals = rows->totals + first * l->groups + g;
-        multiply_chunk(chunk, kind, count, rows->digits);
-      }
-      chunk.codes += chunk.eights * l->line;
-      chunk.x += chunk.eights * TOGETHER;
-    }
-  }
-}
-
 /* Inputs as integers, each eight in the order of its pairs, up to whole vectors; three bytes: two digits, of which the
    second has one byte. sums: of each digit, `sums_stride` apart. */
-INLINE void round_inputs_of(const element *x, long inputs, float steps, int planes, digit *codes, long stride, int32_t *sums,
+INLINE void round_words(const element *x, long inputs, float steps, int planes, digit *codes, long stride, int32_t *sums,
                             long sums_stride) {
   const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
   __m256i total[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
