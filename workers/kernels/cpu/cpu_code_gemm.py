@@ -169,7 +169,7 @@ def _unit_of(numbers: Sequence[float]) -> float | None:
 
 
 class Digits(NamedTuple):
-    """What an input is held in: so many integers, of so many bytes."""
+    """The integers that an input is held in: how many, and their bytes."""
 
     number: int
     size: int

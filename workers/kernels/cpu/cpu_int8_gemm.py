@@ -113,7 +113,7 @@ class CpuInt8Method(_RoundedInC):
 class Int8CodesMethod(_RoundedInC):
     """Int8 weights as codes of 8 bits, of which all of an output are one group."""
 
-    def __init__(self, gemm: CodeGemm, weights: Sequence[Param], context: ParallelContext, place: Place) -> None:
+    def __init__(self, weights: Sequence[Param], context: ParallelContext, place: Place, gemm: CodeGemm) -> None:
         super().__init__(weights, context, place)
         self._gemm = gemm
 
@@ -227,6 +227,6 @@ def _methods(dtype: torch.dtype, planes: int, twin: type[Int8Method]) -> MakeMet
             return twin(weights, context, place)
         if kernel is not None and inputs % QUAD == 0:
             return CpuInt8Method(kernel, planes, weights, context, place)
-        return twin(weights, context, place) if codes is None else Int8CodesMethod(codes, weights, context, place)
+        return twin(weights, context, place) if codes is None else Int8CodesMethod(weights, context, place, codes)
 
     return make

@@ -27,18 +27,16 @@ static void undo_chunk(const work *chunk, meaning kind, void *values) {
   else undo_all(chunk, WIDE, values);
 }
 
-/* All rows times the codes of a chunk, which are undone once for more than FEW_ROWS of them. */
+/* All rows times the codes of a chunk, which are undone once for more than MOST_FEW digits. */
 static void multiply_chunk(work chunk, meaning kind, long count, int digits) {
-  const long most = TILE_ROWS / digits, tiles = (count + most - 1) / most;
-  if (count * digits <= FEW_ROWS) {
-    (chunk.at_once ? FEW_BYTE_TILES[count - 1][kind] : FEW_TILES[digits - 1][count - 1][kind])(&chunk);
-    return;
-  }
+  const int few = count * digits <= MOST_FEW;
+  const long most = (few ? FEW_ROWS : TILE_ROWS) / digits, tiles = (count + most - 1) / most;
   digit values[CHUNK * TOGETHER * BLOCK];
-  undo_chunk(&chunk, kind, values);
+  if (!few) undo_chunk(&chunk, kind, values);
   for (long t = 0, height; t < tiles; t++) {
     height = (count + tiles - t - 1) / (tiles - t);
-    if (chunk.at_once) MANY_BYTE_TILES[height - 1](&chunk, (uint8_t *)values);
+    if (few) (chunk.at_once ? FEW_BYTE_TILES[height - 1][kind] : FEW_TILES[digits - 1][height - 1][kind])(&chunk);
+    else if (chunk.at_once) MANY_BYTE_TILES[height - 1](&chunk, (uint8_t *)values);
     else MANY_TILES[digits - 1][height - 1](&chunk, values);
     count -= height;
     chunk.x += height * digits * chunk.stride;

@@ -5,7 +5,8 @@
 #define CHUNK 32     /* eights of inputs of which a sum is taken */
 #define PAIRS 4      /* of inputs in an eight: (0, 2), (1, 3), (4, 6), (5, 7), as their codes are apart by shifts */
 #define TILE_ROWS 6  /* digits of inputs of a tile: times two vectors of outputs, 12 sums and what feeds them */
-#define FEW_ROWS 4   /* digits up to which a tile undoes the codes that it reads */
+#define FEW_ROWS 4   /* digits of a tile that undoes the codes that it reads */
+#define MOST_FEW 8   /* digits up to which such tiles multiply */
 #define AHEAD 1024   /* bytes by which codes are fetched before they are read */
 
 /* What codes are: 4 bits that are values, 4 bits of a table, or bytes; the last two less an offset. */
