@@ -137,7 +137,7 @@ class StackedExperts:
     def _place_of(self, index: int) -> Place:
         def take(held: torch.Tensor) -> tuple[torch.Tensor, None]:
             if self._waiting == len(self._experts):
-                self._stack = held.new_empty(len(self._experts), *held.shape)
+                self._stack = self._room(held)
             mine = self._stack[index].copy_(held)
             self._waiting -= 1
             if not self._waiting:
@@ -145,6 +145,10 @@ class StackedExperts:
             return mine, None
 
         return take
+
+    def _room(self, held: torch.Tensor) -> torch.Tensor:
+        """Returns memory for as many forms as there are experts. held: the first one's."""
+        return held.new_empty(len(self._experts), *held.shape)
 
     def _finish(self) -> None:
         """All experts are there."""

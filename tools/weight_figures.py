@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tools.result_files import percent, read_json, span, table, whole
+from tools.result_files import NUMBER, found, percent, read_json, span, table, whole
 
 LOADING_GOAL = 1.3
 NAMES = {"bf16": "bf16", "int8": "`int8`", "w8a8": "`w8a8`"}
@@ -47,8 +47,8 @@ stories in windows of {options["window"]}:
 
 def codes_section() -> str:
     """How fast weights of 4 bits are beside bf16 and int8, by the CPU time of one thread."""
-    found = read_json("quantization-4bit.json")
-    steps, options = found["steps"], found["options"]
+    record = read_json("quantization-4bit.json")
+    steps, options = record["steps"], record["options"]
     names = [name for name in CODES if name in steps["weight_bytes"]]
 
     def cells(words: str, case: dict[str, Any]) -> list[str]:
@@ -80,7 +80,22 @@ CPU time.
 
 Forms whose inputs keep their precision (`int8`, `int4`, NF4) are for few rows; `w8a8` and `w4a8` round inputs to a
 byte and are ahead of bf16 at any number of rows. A decode of one row takes int4 to two thirds of the roofline. This run
-is older than [huge pages for weights](decisions/110-a-kernel-for-codes.md)."""
+is older than [huge pages for weights](decisions/110-a-kernel-for-codes.md).
+
+CPUs with AVX2 and no VNNI have [tiles of their own](decisions/120-codes-without-vnni.md). `python -m
+benchmarks.kernels.weight_forms`: the products of a layer of that shape alone, in turns, CPU time of one thread of an
+AMD EPYC whose hypervisor hides AVX512, while other work took 92 to 95 % of the machine, caches included:
+
+{table(["rows", "bf16, ms", *(f"times as fast: {name}" for name in CODES.values())], _without_vnni())}
+
+NF4 takes two passes there and is for memory alone."""
+
+
+def _without_vnni() -> list[list[str]]:
+    """Rows of a table: a layer's products in bf16, and how many times as fast each form is."""
+    forms = ", ".join(rf"{form} [\d.]+ ms \({NUMBER}\)" for form in CODES)
+    pattern = rf"(\d+) rows: bf16 {NUMBER} ms \([\d.]+\), {forms}; other_cpu"
+    return [list(row) for row in found(pattern, "weight-forms-avx2.txt")]
 
 
 def beside_peers(record: Any) -> list[list[str]]:

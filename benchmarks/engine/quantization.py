@@ -28,7 +28,7 @@ from benchmarks.record import RESULTS, write_record
 from tandem import LLM, SamplingParams
 from tandem.parallel.mesh import Mesh
 from tandem.parallel.quantization.weight_plan import AT_LOAD, DENSE, WeightPlan
-from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
+from tandem.workers.kernels.cpu.cpu_int8_gemm import multiplies_int8
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.rank.kv_cache import block_bytes
 
@@ -141,8 +141,8 @@ def main() -> None:
     options = parser.parse_args()
     if (options.checkpoint is None) != (options.text is None):
         parser.error("--checkpoint and --text go together")
-    if int8_kernel(BF16) is None:
-        parser.error("this CPU or compiler lacks AVX512-VNNI; torch multiplies int8 weights, slower than bf16")
+    if not multiplies_int8(BF16):
+        parser.error("this CPU or compiler lacks AVX2; torch multiplies int8 weights, slower than bf16")
     torch.set_num_threads(options.threads)
     figures: dict[str, Any] = {}
     if options.checkpoint is not None:

@@ -17,13 +17,14 @@ from tandem.workers.kernels.cpu import cpu_code_gemm, cpu_experts, cpu_int8_gemm
 
 @contextmanager
 def rounded_by_parts(tp_size: int, *, whole_experts: bool = False) -> Iterator[None]:
-    """Twins of products, built and called within, multiply as `tp_size` ranks do. whole_experts: each is on one."""
+    """Twins of products, built and called within, multiply as `tp_size` ranks do; so do int8 weights as codes, whose
+    products are not their twin's to the last bit. whole_experts: each is on one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_code_gemm, "code_gemm", lambda dtype, planes: None)
         patch.setattr(cpu_experts, "grouped_code_gemm", lambda dtype, planes: None)
         patch.setattr(cpu_int8_gemm, "int8_kernel", lambda dtype: None)
         patch.setattr(cpu_experts, "grouped_int8_kernel", lambda dtype: None)
-        for method in (CodedMethod, W8A8Method):
+        for method in (CodedMethod, W8A8Method, cpu_int8_gemm.Int8CodesMethod):
             _by_parts(patch, method, tp_size, whole_experts)
         yield
 

@@ -40,6 +40,9 @@ class HugePages:
 
 WEIGHTS = HugePages()
 """The memory that kernels hold weights in."""
+STACKS = HugePages()
+"""The memory of stacks of experts: pieces of their own, as those of WEIGHTS also have the forms of single experts,
+which are freed when they have been stacked."""
 
 
 def _piece(size: int) -> torch.Tensor:

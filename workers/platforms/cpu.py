@@ -352,9 +352,9 @@ def _int8(dtype: torch.dtype, scheme: Int8Rows) -> MakeMethod:
 
 
 def _multiplies_int8(dtype: torch.dtype, scheme: Int8Rows) -> bool:
-    from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
+    from tandem.workers.kernels.cpu.cpu_int8_gemm import multiplies_int8
 
-    return int8_kernel(dtype) is not None
+    return multiplies_int8(dtype)
 
 
 def _coded(dtype: torch.dtype, scheme: Coded) -> MakeMethod:
@@ -398,8 +398,10 @@ def _slow_schemes(dtype: torch.dtype, plan: WeightPlan) -> tuple[str, ...]:
 
 
 def _w8a8_notes(dtype: torch.dtype, plan: WeightPlan) -> tuple[str, ...]:
-    """Returns a line on what helps where dense bf16 is slow."""
-    if plan.schemes or not multiplies_by_row(dtype) or not _multiplies_int8(dtype, Int8Rows()):
+    """Returns a line on what helps where dense bf16 is slow, and bytes are multiplied at once."""
+    from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel
+
+    if plan.schemes or not multiplies_by_row(dtype) or int8_kernel(dtype) is None:
         return ()
     return (f"this CPU multiplies no pairs of bf16: {W8A8_HELPS}, if the model's answers stand it",)
 

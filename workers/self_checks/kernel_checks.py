@@ -24,7 +24,7 @@ from tandem.workers.attention.latents.latent_heads import LatentHeads
 from tandem.workers.attention.latents.torch_latents import TorchLatents
 from tandem.workers.attention.torch_sdpa import TorchAttention
 from tandem.workers.kernels.cpu import cpu_build
-from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_kernel, int8_methods, w8a8_methods
+from tandem.workers.kernels.cpu.cpu_int8_gemm import int8_methods, multiplies_int8, w8a8_methods
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import skinny_gemm
 from tandem.workers.kernels.expert_ops import ExpertOps, RouterWeights, TorchExperts
@@ -303,8 +303,8 @@ def _products(make: MakeMethod) -> str:
 
 def _int8_gemm() -> str:
     errors = []
-    if int8_kernel(BF16) is None:
-        raise CPU.no_kernel("the CPU and its compiler must know AVX512-VNNI", "torch multiplies int8 weights")
+    if not multiplies_int8(BF16):
+        raise CPU.no_kernel("the CPU and its compiler must know AVX2", "torch multiplies int8 weights")
     for rows, inputs, outputs in GEMMS:
         x, weight = CPU.noise(rows, inputs), CPU.noise(outputs, inputs)
         column = Param(name="x.weight", shape=(outputs, inputs), role="x", source=Source(("x.weight",)), merge="x")

@@ -103,7 +103,7 @@ def test_an_engine_does_not_start() -> None:
 
 
 @pytest.mark.parametrize(
-    "missing", ["cpu_invariant_library", "cpu_library", "cpu_lora_library", "cpu_experts_library", "int8_kernel"]
+    "missing", ["cpu_invariant_library", "cpu_library", "cpu_lora_library", "cpu_experts_library", "multiplies_int8"]
 )
 def test_a_machine_without_a_kernel(missing: str) -> None:
     """torch would compute instead, and otherwise for other rows."""
@@ -114,10 +114,10 @@ def test_a_machine_without_a_kernel(missing: str) -> None:
         "cpu_library": lambda: platform.fused_ops(torch.float32),
         "cpu_lora_library": lambda: platform.lora_ops(torch.float32),
         "cpu_experts_library": lambda: platform.experts(torch.float32),
-        "int8_kernel": lambda: platform.linear((weight,), ALONE, dtype=torch.float32),
+        "multiplies_int8": lambda: platform.linear((weight,), ALONE, dtype=torch.float32),
     }
     with (
-        mock.patch.object(cpu_int8_gemm if missing == "int8_kernel" else cpu_invariant, missing, return_value=None),
+        mock.patch.object(cpu_int8_gemm if missing == "multiplies_int8" else cpu_invariant, missing, return_value=None),
         pytest.raises(SettingsError, match="kernel") as refused,
     ):
         asked[missing]()

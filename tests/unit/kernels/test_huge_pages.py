@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.parallel.context import ParallelContext
+from tandem.parallel.expert_methods import ExpertParams, StackedExperts
+from tandem.parallel.params import Param, Source
+from tandem.parallel.quantization.schemes import Coded
+from tandem.workers.kernels.cpu.cpu_build import cpu_invariant_library
+from tandem.workers.kernels.cpu.cpu_code_gemm import code_gemm
 from tandem.workers.kernels.huge_pages import HUGE_PAGE, HugePages
+from tandem.workers.kernels.invariant.row_gemm import RowMethod, row_methods
+from tandem.workers.platforms.cpu import CpuPlatform
 
 
 def flags_at(address: int) -> set[str]:
@@ -73,6 +81,35 @@ def test_a_piece_is_freed_with_its_last_weight(monkeypatch: pytest.MonkeyPatch) 
     assert [piece() is None for piece in pieces] == [True, False]
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without huge pages")
+HAS_HUGE_PAGES = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without huge pages"
+)
+
+
+@HAS_HUGE_PAGES
 def test_the_system_is_asked_for_huge_pages() -> None:
     assert "hg" in flags_at(HugePages().zeros(1).data_ptr())
+
+
+@HAS_HUGE_PAGES
+def test_dense_weights_of_the_row_gemm_are_in_huge_pages() -> None:
+    library = cpu_invariant_library(torch.bfloat16)
+    if library is None:
+        pytest.skip("needs a C compiler")
+    method = row_methods(library, None)((), ParallelContext.single())
+    method.take(torch.ones(64, 8, dtype=torch.bfloat16), None)
+    assert isinstance(method, RowMethod) and method._packed is not None
+    assert "hg" in flags_at(method._packed.data_ptr())
+
+
+@HAS_HUGE_PAGES
+def test_stacks_of_experts_are_in_huge_pages() -> None:
+    if code_gemm(torch.bfloat16, 2) is None:
+        pytest.skip("needs a CPU with AVX2, and a C compiler")
+    weight = Param(name="x", shape=(32, 32), role="x", source=Source(("x",)), merge="x", scheme=Coded())
+    experts = [ExpertParams((weight,), ()) for _ in range(2)]
+    stack = CpuPlatform().experts(torch.bfloat16).method(experts, ParallelContext.single())
+    assert isinstance(stack, StackedExperts)
+    for slot in stack.slots():
+        slot.accept(torch.ones(32, 32))
+    assert "hg" in flags_at(stack.weights().data_ptr())

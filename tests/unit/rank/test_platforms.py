@@ -397,11 +397,12 @@ def test_quantized_weights_without_a_kernel_are_said(monkeypatch: pytest.MonkeyP
 
 
 def test_a_cpu_without_products_of_bf16_pairs_is_told_of_w8a8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where bytes are multiplied, and nothing has been chosen."""
+    """Where VNNI multiplies bytes, and nothing has been chosen."""
     from tandem.workers.platforms import cpu
 
-    for name in ("multiplies_by_row", "_multiplies_int8"):
-        monkeypatch.setattr(cpu, name, lambda *_: True)
+    kernel = "tandem.workers.kernels.cpu.cpu_int8_gemm.int8_kernel"
+    monkeypatch.setattr(cpu, "multiplies_by_row", lambda _: True)
+    monkeypatch.setattr(kernel, lambda _: object())
     monkeypatch.setattr(cpu, "obstacle", lambda _: None)
     platform = cpu.CpuPlatform()
     (said,) = platform.kernel_notes(torch.bfloat16, DENSE)
@@ -410,5 +411,5 @@ def test_a_cpu_without_products_of_bf16_pairs_is_told_of_w8a8(monkeypatch: pytes
     monkeypatch.setattr(cpu, "skinny_gemm", lambda _: None)
     (linear,) = [choice for choice in choices(platform) if choice.subject == "linear"]
     assert "--quantization w8a8 is two to four times as fast" in linear.why, "what `tandem doctor` prints"
-    monkeypatch.setattr(cpu, "_multiplies_int8", lambda *_: False)
+    monkeypatch.setattr(kernel, lambda _: None)
     assert platform.kernel_notes(torch.bfloat16, DENSE) == ()

@@ -22,7 +22,7 @@ from tandem.workers.kernels.cpu import cpu_build, cpu_skinny_gemm
 from tandem.workers.kernels.cpu.attention.cpu_latent_attention import CpuLatentAttention
 from tandem.workers.kernels.cpu.cpu_experts import CpuExperts, DenseExperts, Int8Experts
 from tandem.workers.kernels.cpu.cpu_fused_ops import CpuFusedOps
-from tandem.workers.kernels.cpu.cpu_int8_gemm import CpuInt8Method
+from tandem.workers.kernels.cpu.cpu_int8_gemm import CpuInt8Method, Int8CodesMethod, int8_kernel
 from tandem.workers.kernels.cpu.cpu_kv_quant import CpuKVStore
 from tandem.workers.kernels.cpu.cpu_lora import CpuLora
 from tandem.workers.kernels.cpu.cpu_sampling import CpuSampling
@@ -42,6 +42,7 @@ from tests.support.platforms import replaced
 from tests.support.traced_accelerator import TracedAccelerator, traced_platform
 
 CHECKS = {check.name: check for check in all_checks()}
+INT8_METHOD = CpuInt8Method if int8_kernel(torch.bfloat16) else Int8CodesMethod
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -96,7 +97,7 @@ def replay_spoiled(original: Callable[..., Any]) -> Callable[..., Any]:
         ("kernel KV quantization", CpuKVStore, "gather", result_spoiled, "what is read from torch.int8 differs"),
         ("kernel skinny GEMM", cpu_skinny_gemm._Product, "__call__", result_spoiled, "differs from its torch twin"),
         ("kernel row GEMM", RowMethod, "apply", result_spoiled, "differs from its torch twin"),
-        ("kernel int8 GEMM", CpuInt8Method, "apply", result_spoiled, "differs from its torch twin by 0.0"),
+        ("kernel int8 GEMM", INT8_METHOD, "apply", result_spoiled, "differs from its torch twin by 0.0"),
         ("kernel experts", DenseExperts, "apply", result_spoiled, "differs from its torch twin by 0.0"),
         ("kernel experts", Int8Experts, "apply", result_spoiled, "differs from its torch twin by 0.0"),
         ("kernel experts", CpuExperts, "combine", result_spoiled, "differs from its torch twin by 0.0"),
@@ -166,7 +167,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Platform:
     )
     for module in (kernel_checks, step_checks):
         monkeypatch.setattr(module, "CpuPlatform", lambda *_, **__: made)
-    monkeypatch.setattr(kernel_checks, "int8_kernel", lambda _: None)
+    monkeypatch.setattr(kernel_checks, "multiplies_int8", lambda _: False)
     for module in (kernel_checks, cpu):
         monkeypatch.setattr(module, "skinny_gemm", lambda _: None)
         monkeypatch.setattr(module, "multiplies_by_row", lambda _: False)

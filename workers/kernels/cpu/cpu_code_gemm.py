@@ -174,6 +174,18 @@ def _unit_of(numbers: Sequence[float]) -> float | None:
     return next((unit for unit in units if all((number / unit).is_integer() for number in numbers)), None)
 
 
+class Digits(NamedTuple):
+    """The integers that an input is held in: how many, and their bytes."""
+
+    number: int
+    size: int
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, planes: int) -> "Digits":
+        size = ctypes.c_int.in_dll(library, "code_gemm_digit_bytes").value
+        return cls(-(-planes // size), size)
+
+
 class WorkRoom(NamedTuple):
     """Memory for the rows of one call. places: where integers of the inputs begin, their stride, and where their
     scales, sums, totals and sorted inputs begin."""
@@ -182,9 +194,10 @@ class WorkRoom(NamedTuple):
     places: tuple[int, ...]
 
     @classmethod
-    def of(cls, layout: CodeLayout, rows: int, planes: int, element_bytes: int) -> "WorkRoom":
+    def of(cls, layout: CodeLayout, rows: int, digits: Digits, element_bytes: int) -> "WorkRoom":
         stride = -(-layout.held_inputs // LANES) * LANES + LANES
-        codes, scales, sums = rows * planes * stride, 4 * rows, 4 * rows * planes * layout.groups
+        codes, scales = rows * digits.number * digits.size * stride, 4 * rows
+        sums = 4 * rows * digits.number * layout.groups
         totals = 4 * rows * layout.groups if layout.has_zeros else 0
         inputs = rows * layout.inputs * element_bytes if layout.has_order else 0
         memory = torch.empty(codes + scales + sums + totals + inputs, dtype=torch.uint8)
@@ -200,15 +213,13 @@ class CodeGemm:
         self._kernel = Kernel(
             library, "code_gemm", POINTER, POINTER, REAL, POINTER, NUMBER, POINTER, POINTER, *WORK, COUNT, NUMBER, COUNT
         )
-        self._pack = Kernel(library, "pack_codes", POINTER, POINTER, POINTER, COUNT)
-        self._planes = planes
+        self._pack = Kernel(library, "pack_codes", POINTER, POINTER, NUMBER, NUMBER, POINTER, COUNT)
+        self._planes, self._digits = planes, Digits.of(library, planes)
 
     def pack(self, coded: CodedWeight, layout: CodeLayout) -> torch.Tensor:
         """Returns the weight in its layout, uint8 [layout.room]."""
-        held = WEIGHTS.zeros(layout.room)
+        held = self.room(layout, _ends(coded))
         scales, zeros, ends, order, end = layout.starts
-        ends_G = _ends(coded)
-        held[ends : ends + 4 * layout.groups].view(torch.int32).copy_(ends_G)
         if coded.order_I is not None:
             held[order:end].view(torch.int32).copy_(coded.order_I)
         held[scales:zeros].view(coded.scale_OG.dtype).copy_(_by_block(coded.scale_OG))
@@ -216,9 +227,19 @@ class CodeGemm:
             held[zeros:ends].view(torch.float32)[: layout.outputs].copy_(coded.outer_O)
         if coded.zero_OG is not None:
             held[zeros:ends].view(torch.float32).copy_(_by_block(coded.zero_OG / layout.values.unit))
-        codes_OI = _integers(coded.codes_OI, layout).contiguous()
-        self._pack(layout.numbers, codes_OI.data_ptr(), held.data_ptr(), torch.get_num_threads())
+        self.fill(layout, held, 0, _integers(coded.codes_OI, layout).contiguous())
         return held
+
+    def room(self, layout: CodeLayout, ends_G: torch.Tensor) -> torch.Tensor:
+        """Returns memory for a weight, uint8 [layout.room]: zeros, and where its groups end."""
+        held, ends = WEIGHTS.zeros(layout.room), layout.starts[2]
+        held[ends : ends + 4 * layout.groups].view(torch.int32).copy_(ends_G)
+        return held
+
+    def fill(self, layout: CodeLayout, held: torch.Tensor, first: int, codes_OI: torch.Tensor) -> None:
+        """Writes codes, uint8, from the output `first` on into what room() returned. Those of 8 bits are raised by
+        their offset."""
+        self._pack(layout.numbers, codes_OI.data_ptr(), first, len(codes_OI), held.data_ptr(), torch.get_num_threads())
 
     def __call__(
         self, layout: CodeLayout, held: torch.Tensor, x_TI: torch.Tensor, bias_O: torch.Tensor | None
@@ -228,7 +249,7 @@ class CodeGemm:
         assert x_TI.shape[1] == layout.inputs and (bias_O is None or bias_O.dtype is x_TI.dtype)
         rows = len(x_TI)
         y_TO = torch.empty(rows, layout.outputs, dtype=x_TI.dtype)
-        work = WorkRoom.of(layout, rows, self._planes, x_TI.element_size())
+        work = WorkRoom.of(layout, rows, self._digits, x_TI.element_size())
         self._kernel(
             layout.numbers, held.data_ptr(), layout.values.unit, x_TI.data_ptr(), x_TI.stride(0),
             None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(),
@@ -245,7 +266,7 @@ class GroupedCodeGemm:
             library, "grouped_code_gemm", POINTER, POINTER, NUMBER, REAL, POINTER, NUMBER, POINTER, POINTER, *WORK,
             COUNT, POINTER, POINTER, NUMBER, NUMBER, COUNT,
         )  # fmt: skip
-        self._planes = planes
+        self._planes, self._digits = planes, Digits.of(library, planes)
 
     def __call__(
         self,
@@ -261,7 +282,7 @@ class GroupedCodeGemm:
         assert x.stride(1) == 1 and x.shape[1] == layout.inputs
         rows = len(groups.order_P)
         y_PO = torch.empty(rows, layout.outputs, dtype=x.dtype)
-        work = WorkRoom.of(layout, rows, self._planes, x.element_size())
+        work = WorkRoom.of(layout, rows, self._digits, x.element_size())
         self._kernel(
             layout.numbers, held_E.data_ptr(), held_E.stride(0), layout.values.unit, x.data_ptr(), x.stride(0),
             None if bias_EO is None else bias_EO.data_ptr(), y_PO.data_ptr(),

@@ -45,11 +45,20 @@ from tandem.workers.kernels.cpu.cpu_int8_gemm import (
 )
 from tandem.workers.kernels.cpu.weight_blocks import in_blocks
 from tandem.workers.kernels.expert_ops import ExpertOps, RouterWeights, TorchExperts
+from tandem.workers.kernels.huge_pages import STACKS
 from tandem.workers.models.spec.arch import ClampedSwiglu, Moe, Scoring
 
 LANES = 16
 SCORINGS = (Scoring.SOFTMAX, Scoring.TOP_SOFTMAX, Scoring.SIGMOID)
 """The order is that of cpu_experts.c."""
+
+
+class _InHugePages(StackedExperts):
+    """Experts whose stack a step reads from huge pages."""
+
+    def _room(self, held: torch.Tensor) -> torch.Tensor:
+        memory = STACKS.zeros(len(self._experts) * held.nbytes)
+        return memory.view(held.dtype).view(len(self._experts), *held.shape)
 
 
 class DenseBlocks:
@@ -70,7 +79,7 @@ class DenseBlocks:
         self._place(in_blocks(weight_OI, self._together))
 
 
-class DenseExperts(StackedExperts):
+class DenseExperts(_InHugePages):
     """The products with dense weights. kernel: grouped_gemm; together: inputs that it multiplies at once."""
 
     def __init__(
@@ -97,7 +106,7 @@ class DenseExperts(StackedExperts):
         return y_PO
 
 
-class Int8Experts(StackedExperts):
+class Int8Experts(_InHugePages):
     """The products with int8 weights. kernel: grouped_int8_gemm; planes: bytes of an input."""
 
     def __init__(
@@ -126,7 +135,7 @@ class Int8Experts(StackedExperts):
         return y_PO
 
 
-class CodeExperts(StackedExperts):
+class CodeExperts(_InHugePages):
     """The products with weights that are codes. make: CpuCodedMethods."""
 
     def __init__(

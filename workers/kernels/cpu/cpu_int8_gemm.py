@@ -1,5 +1,5 @@
-"""Products with int8 weights on CPUs with AVX512-VNNI, for any number of rows. Twins: parallel/quantization/int8.py.
-cpu_experts.py has those with the weights of experts.
+"""Products with int8 weights on CPUs with AVX512-VNNI or AVX2, for any number of rows. Twins:
+parallel/quantization/int8.py. cpu_experts.py has those with the weights of experts.
 
     y[t, o] = (sum_i c[t, i] W[o, i]) s[t] scale[o] + b[o]      c, s: x[t] as integers and their scale
 
@@ -11,11 +11,12 @@ pairs of bf16 do, and spares the conversion of weights, which takes longer than 
 bound by reading weights in either case.
 
 The layout: blocks of 64 outputs, each [I / 4][64][4], padded to a whole block; numbers + 128, without sign. The scales
-follow, so that one piece of memory has it all. T rows, I inputs, O outputs.
+follow, so that one piece of memory has it all. CPUs without VNNI multiply them as codes of 8 bits, in the layout of
+cpu_code_gemm.py. T rows, I inputs, O outputs.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -28,19 +29,36 @@ from tandem.parallel.quantization.rounding import CodeGroups
 from tandem.parallel.quantization.schemes import Coded
 from tandem.workers.kernels.cpu.cpu_build import cpu_int8_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel
+from tandem.workers.kernels.cpu.cpu_code_gemm import BLOCK as CODE_BLOCK
+from tandem.workers.kernels.cpu.cpu_code_gemm import EIGHT, CodeGemm, CodeLayout, Values, code_gemm
 from tandem.workers.kernels.cpu.weight_blocks import code_rounding, in_blocks
 from tandem.workers.kernels.huge_pages import WEIGHTS
 
 BLOCK, QUAD, LANES = 64, 4, 16
 BYTES = Coded(bits=8, group=None, zeros=True)
 OFFSET = 128
+INTEGERS = Values(1.0, (OFFSET,), (tuple(range(256)),))
 MOST_INPUTS = 2**16
 """Sums of more products of bytes could leave int32."""
 PLANES = {torch.bfloat16: 2, torch.float32: 3}
 """Bytes of an input that is not to lose precision."""
 
 
-class CpuInt8Method(Int8Method):
+class _RoundedInC(Int8Method):
+    """Int8 weights that are made by compiled passes."""
+
+    def _largest(self, rows_OI: torch.Tensor) -> torch.Tensor:
+        least_O1, largest_O1 = code_rounding().bounds(rows_OI, _all_of(rows_OI))
+        return torch.maximum(-least_O1, largest_O1)[:, 0]
+
+    def _rounded(self, rows_OI: torch.Tensor, scale_O: torch.Tensor) -> torch.Tensor:
+        scale_O1 = scale_O[:, None].contiguous()
+        middle_O1 = torch.full_like(scale_O1, OFFSET)
+        codes_OI = code_rounding().codes(rows_OI, BYTES, CodeGroups(_all_of(rows_OI), scale_O1, middle_O1))
+        return codes_OI.bitwise_xor_(OFFSET).view(torch.int8)
+
+
+class CpuInt8Method(_RoundedInC):
     """Int8 weights in the kernel's layout, multiplied by inputs of `planes` bytes."""
 
     def __init__(
@@ -86,21 +104,48 @@ class CpuInt8Method(Int8Method):
         start = first // BLOCK
         self._weights_in(held)[start : start + len(quads)] = quads.view(torch.uint8)
 
-    def _largest(self, rows_OI: torch.Tensor) -> torch.Tensor:
-        least_O1, largest_O1 = code_rounding().bounds(rows_OI, _all_of(rows_OI))
-        return torch.maximum(-least_O1, largest_O1)[:, 0]
-
-    def _rounded(self, rows_OI: torch.Tensor, scale_O: torch.Tensor) -> torch.Tensor:
-        scale_O1 = scale_O[:, None].contiguous()
-        middle_O1 = torch.full_like(scale_O1, OFFSET)
-        codes_OI = code_rounding().codes(rows_OI, BYTES, CodeGroups(_all_of(rows_OI), scale_O1, middle_O1))
-        return codes_OI.bitwise_xor_(OFFSET).view(torch.int8)
-
     def _weights_in(self, held: torch.Tensor) -> torch.Tensor:
         return held[: self._weight_bytes].view(-1, self._shape[1] // QUAD, BLOCK, QUAD)
 
     def _scales_in(self, held: torch.Tensor) -> torch.Tensor:
         return held[self._weight_bytes :].view(torch.float32)
+
+
+class Int8CodesMethod(_RoundedInC):
+    """Int8 weights as codes of 8 bits, of which all of an output are one group."""
+
+    def __init__(self, weights: Sequence[Param], context: ParallelContext, place: Place, gemm: CodeGemm) -> None:
+        super().__init__(weights, context, place)
+        self._gemm = gemm
+
+    def apply(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if self._arrive is not None:
+            self._arrive()
+        return self._gemm(self._layout, self._held, x_TI, self._bias_O)
+
+    @cached_property
+    def _layout(self) -> CodeLayout:
+        outputs, inputs = self._shape
+        return CodeLayout(
+            outputs, inputs, 1, -(-inputs // EIGHT) * EIGHT, 8, INTEGERS, has_zeros=False, has_order=False
+        )
+
+    @property
+    def weight_OI(self) -> torch.Tensor:
+        (outputs, inputs), layout = self._shape, self._layout
+        halves = self._held[: layout.starts[0]].view(layout.blocks, -1, 2, CODE_BLOCK, EIGHT // 2)
+        rows_OI = halves.permute(0, 3, 1, 2, 4).reshape(-1, layout.held_inputs)[:outputs, :inputs]
+        return rows_OI.bitwise_xor(OFFSET).view(torch.int8)
+
+    def _room(self, device: torch.device) -> torch.Tensor:
+        return self._gemm.room(self._layout, torch.tensor([self._shape[1]], dtype=torch.int32))
+
+    def _fill(self, held: torch.Tensor, first: int, rows_OI: torch.Tensor) -> None:
+        self._gemm.fill(self._layout, held, first, rows_OI.contiguous().view(torch.uint8) ^ OFFSET)
+
+    def _scales_in(self, held: torch.Tensor) -> torch.Tensor:
+        scales, end, *_ = self._layout.starts
+        return held[scales:end].view(torch.float32)
 
 
 def _all_of(rows_OI: torch.Tensor) -> torch.Tensor:
@@ -167,14 +212,22 @@ def grouped_int8_kernel(dtype: torch.dtype) -> Kernel | None:
     )  # fmt: skip
 
 
+def multiplies_int8(dtype: torch.dtype) -> bool:
+    """True if a kernel multiplies int8 weights by inputs of `dtype` on this CPU."""
+    return int8_kernel(dtype) is not None or code_gemm(dtype, 1) is not None
+
+
 def _methods(dtype: torch.dtype, planes: int, twin: type[Int8Method]) -> MakeMethod:
     """Returns what makes compiled methods of weights whose inputs the kernel can read, else twins."""
     kernel = int8_kernel(dtype)
+    codes = code_gemm(dtype, planes) if kernel is None and planes else None
 
     def make(weights: Sequence[Param], context: ParallelContext, /, place: Place = as_given) -> LinearMethod:
         inputs = weights[0].span(1, context.mesh).length
-        if kernel is None or inputs % QUAD or inputs > MOST_INPUTS:
+        if inputs > MOST_INPUTS or not inputs:
             return twin(weights, context, place)
-        return CpuInt8Method(kernel, planes, weights, context, place)
+        if kernel is not None and inputs % QUAD == 0:
+            return CpuInt8Method(kernel, planes, weights, context, place)
+        return twin(weights, context, place) if codes is None else Int8CodesMethod(weights, context, place, codes)
 
     return make

@@ -22,14 +22,16 @@ from tandem.parallel.quantization.rounding import TORCH_ROUNDING, CodeGroups, Ro
 from tandem.parallel.quantization.schemes import Coded
 from tandem.workers.kernels.cpu.cpu_build import cpu_library, cpu_rounding_library
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, REAL, Kernel
+from tandem.workers.kernels.huge_pages import HugePages
 
 BLOCK = 64
 CACHE_LINE = 64
 TABLE = 16
 
 
-def in_blocks(weight_OI: torch.Tensor, together: int) -> torch.Tensor:
-    """Returns a weight in the layout, [blocks, I / k, 64, k] with k = `together`, which divides I."""
+def in_blocks(weight_OI: torch.Tensor, together: int, memory: HugePages | None = None) -> torch.Tensor:
+    """Returns a weight in the layout, [blocks, I / k, 64, k] with k = `together`, which divides I. memory: to hold it
+    in, for weights that stay."""
     outputs, inputs = weight_OI.shape
     kernel, unit_bytes = pack_kernel(weight_OI.dtype), together * weight_OI.element_size()
     if kernel is None or unit_bytes not in (2, 4):
@@ -37,7 +39,8 @@ def in_blocks(weight_OI: torch.Tensor, together: int) -> torch.Tensor:
     assert inputs % together == 0, (inputs, together)
     weight_OI = weight_OI.contiguous()
     blocks = -(-outputs // BLOCK)
-    packed = torch.empty(blocks * BLOCK * inputs * weight_OI.element_size(), dtype=torch.uint8)
+    size = blocks * BLOCK * inputs * weight_OI.element_size()
+    packed = torch.empty(size, dtype=torch.uint8) if memory is None else memory.zeros(size)
     assert packed.data_ptr() % CACHE_LINE == 0
     kernel(weight_OI.data_ptr(), packed.data_ptr(), outputs, inputs // together, unit_bytes, torch.get_num_threads())
     return packed.view(weight_OI.dtype).view(blocks, inputs // together, BLOCK, together)

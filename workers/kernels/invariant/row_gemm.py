@@ -26,6 +26,7 @@ from tandem.parallel.params import Param
 from tandem.workers.kernels.cpu.cpu_calls import COUNT, NUMBER, POINTER, Kernel, Scratch
 from tandem.workers.kernels.cpu.cpu_skinny_gemm import DEPTH, CpuSkinnyGemm
 from tandem.workers.kernels.cpu.weight_blocks import BLOCK, in_blocks
+from tandem.workers.kernels.huge_pages import WEIGHTS
 
 FEW = 6
 """Rows that are multiplied as they are."""
@@ -61,7 +62,7 @@ class RowMethod(LinearMethod):
     def take(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         _, inputs = self._shape = weight_OI.shape[0], weight_OI.shape[1]
         self.nbytes = weight_OI.nbytes
-        self._packed, self._arrive = self._place(in_blocks(weight_OI, 1).view(-1, inputs, BLOCK))
+        self._packed, self._arrive = self._place(in_blocks(weight_OI, 1, WEIGHTS).view(-1, inputs, BLOCK))
         self._bias_O = bias_O
 
     def apply(self, x_TI: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-/* Rows of inputs as integers of 1, 2 or 3 bytes, for products that sum integers. Follows cpu_vector.h and needs AVX512.
-   See cpu_int8_gemm.py for the meaning. */
+/* Rows of inputs as integers of 1, 2 or 3 bytes, for products that sum integers. Follows cpu_vector.h. See
+   cpu_int8_gemm.py for the meaning. */
 #define MOST_PLANES 3
 
 /* What a row's inputs are multiplied by to be rounded. One byte: the largest becomes 127. More: a power of two, so that
@@ -14,14 +14,30 @@ INLINE float steps_per_one(float largest, int planes) {
   return largest * steps > most ? steps / 2 : steps;
 }
 
-/* Returns what a row's inputs are multiplied by, and sets what their integers are. */
-INLINE float row_steps(const element *x, long inputs, int planes, float *scale) {
-  __m512i largest = _mm512_setzero_si512(); /* as bits, which order NaN above all others */
+/* The largest absolute value as bits, which order NaN above all others. */
+INLINE uint32_t largest_bits(const element *x, long inputs) {
+#ifdef __AVX512F__
+  __m512i largest = _mm512_setzero_si512();
   for (long i = 0; i < inputs; i += LANES) {
     const __m512i bits = _mm512_and_si512((__m512i)load_some(x + i, inputs - i), _mm512_set1_epi32(0x7fffffff));
     largest = _mm512_max_epu32(largest, bits);
   }
-  const uint32_t bits = _mm512_reduce_max_epu32(largest);
+  return _mm512_reduce_max_epu32(largest);
+#else
+  ints largest = {0};
+  for (long i = 0; i < inputs; i += LANES) {
+    const ints bits = (ints)load_some(x + i, inputs - i) & 0x7fffffff;
+    largest = (ints)choose_lanes(bits > largest, (floats)bits, (floats)largest);
+  }
+  int32_t most = 0;
+  for (int lane = 0; lane < LANES; lane++) most = largest[lane] > most ? largest[lane] : most;
+  return most;
+#endif
+}
+
+/* Returns what a row's inputs are multiplied by, and sets what their integers are. */
+INLINE float row_steps(const element *x, long inputs, int planes, float *scale) {
+  const uint32_t bits = largest_bits(x, inputs);
   float most;
   memcpy(&most, &bits, sizeof most);
   const float steps = steps_per_one(most, planes);
@@ -29,6 +45,7 @@ INLINE float row_steps(const element *x, long inputs, int planes, float *scale) 
   return steps;
 }
 
+#ifdef __AVX512F__
 /* Inputs as integers of `planes` bytes, the highest first: codes[plane][stride], zeros behind them up to whole vectors.
    Sets the sums of each plane: sums[plane * sums_stride]. */
 INLINE void round_inputs(const element *x, long inputs, float steps, int planes, int8_t *codes, long stride, int32_t *sums,
@@ -46,3 +63,4 @@ INLINE void round_inputs(const element *x, long inputs, float steps, int planes,
   }
   for (int plane = 0; plane < planes; plane++) sums[plane * sums_stride] = _mm512_reduce_add_epi32(total[plane]);
 }
+#endif
