@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tandem.cluster.cli.quality.quantize import _lines
 from tandem.configs.errors import SettingsError
 from tandem.workers.quantize.quantize_settings import QuantizeSettings
 from tests.support.packed_models import quantized, random_ids, undone
@@ -42,6 +44,20 @@ def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
     assert against["max_kl"] == pytest.approx(kl.max(), rel=1e-4)
     assert against["agreement"] == (own.argmax(-1) == ref.argmax(-1)).mean()
     assert against["perplexity"] == pytest.approx(np.exp(-np.mean([ref[i, ids[i + 1]] for i in range(31)])), rel=1e-5)
+
+
+def test_layers_that_gptq_cannot_round_are_named(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """Inputs that are always 0 have sums without an inverse."""
+    shutil.copytree(tiny_folder("llama-gqa"), source := tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"].zero_()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    report = quantized(source, tmp_path / "out", settings("gptq"), count=2)
+    rows = [one for layer in report["layers"] for one in layer["linears"]]
+    without = [one for one in rows if one["no_inverse"]]
+    assert [name.rpartition(".")[2] for one in without for name in one["layers"]][:3] == ["q_proj", "k_proj", "v_proj"]
+    assert all(("layers.1.self_attn" in one["layers"][0]) == (one["rounded"] == "nearest") for one in rows)
+    assert any("no inverse: 4, such as model.layers.1.self_attn.q_proj" in line for line in _lines(report, source))
 
 
 def config_of(folder: Path) -> Any:

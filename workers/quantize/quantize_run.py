@@ -11,20 +11,21 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b, file_digest, sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
 from tandem.parallel.stored.headers import weight_files
-from tandem.workers.evaluation.judgement import Judgement, verdict_of
+from tandem.workers.evaluation.judgement import verdict_of
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.family_rows.families import family_of
 from tandem.workers.platforms.base import Platform
 from tandem.workers.quantize.calibration_text import Sequences, length_of, of_file, written_by_model
 from tandem.workers.quantize.files.tensor_file import write_text
-from tandem.workers.quantize.layer_quantizer import LayerQuantizer, measured
+from tandem.workers.quantize.head_scores import scores_by_parts
+from tandem.workers.quantize.layer_quantizer import LayerQuantizer
 from tandem.workers.quantize.layer_walk import LayerWalk, OpenLayer
 from tandem.workers.quantize.packed_checkpoint import PackedCheckpoint
 from tandem.workers.quantize.quantize_settings import OWN, QuantizeSettings
@@ -33,8 +34,6 @@ from tandem.workers.quantize.rounding.mixed_bits import MIXED, MeasuredUnit, cho
 from tandem.workers.quantize.rounding.recorded_linear import RecordedLinear
 from tandem.workers.quantize.work_folder import FLAG, REPORT, WorkFolder
 
-LOGITS_BYTES: Final = 2**26
-"""Size of logits that are compared at a time."""
 Say = Callable[[str], None]
 
 
@@ -187,6 +186,7 @@ class _QuantizeRun:
                 hidden, behind = (self._work.hidden("measured", place, self._shape) for place in (index, index + 1))
                 layer.begin_record(layer.linears)
                 behind.write(map(layer.run, hidden.read(range(count))))
+                layer.end_record(layer.linears)
                 units += [self._measured(linear) for linear in self._quantized(layer)]
                 hidden.remove()
                 self._say(f"layer {index + 1} of {self._source.spec.num_layers} measured")
@@ -200,7 +200,8 @@ class _QuantizeRun:
         few = quantizer.grid_of(linear)
         many = IntegerGrid(MIXED[1], few.group, few.symmetric, few.scale_dtype)
         elements = sum(param.num_elements for param in linear.params)
-        return MeasuredUnit(unit_of(linear), elements, measured(linear, few), measured(linear, many))
+        errors = map(linear.error_by_nearest, (few, many))
+        return MeasuredUnit(unit_of(linear), elements, *errors)
 
     def _quantized(self, layer: OpenLayer) -> Iterator[RecordedLinear]:
         yield from (one for one in layer.linears if not all(map(self._settings.leaves, one.params)))
@@ -275,18 +276,10 @@ class _QuantizeRun:
 
     def _verdict(self) -> dict[str, Any]:
         """Returns how the result differs from the dense model on text that it was not calibrated with."""
-        count, judgement = self._source.spec.num_layers, Judgement()
+        count = self._source.spec.num_layers
         dense, quantized = (self._work.hidden(stream, count, self._shape) for stream in ("dense", "quantized"))
-        step = max(1, LOGITS_BYTES // (4 * self._source.spec.vocab_size))
         streams = zip(dense.read(range(len(self._judged))), quantized.read(self._judged), strict=True)
-        for number, (dense_WH, quantized_WH) in enumerate(streams):
-            ids = self._sequences.judged[number]
-            normed = self._walk.normed(dense_WH), self._walk.normed(quantized_WH)
-            for start in range(0, self._length - 1, step):
-                rows = slice(start, min(start + step, self._length - 1))
-                ref_TV, own_TV = (self._walk.logits(one[rows]).log_softmax(-1) for one in normed)
-                judgement.add(number, start + 1, ids[start + 1 : rows.stop + 1], own_TV, ref_TV)
-        return verdict_of(judgement.scores(), 0).as_json()
+        return verdict_of(scores_by_parts(self._walk, self._sequences.judged, streams), 0).as_json()
 
 
 def _drift(dense: Iterator[torch.Tensor], quantized: Iterator[torch.Tensor]) -> float:
