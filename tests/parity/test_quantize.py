@@ -51,7 +51,8 @@ def small(method: str, bits: float = 4, **more: Any) -> QuantizeSettings:
     [
         ("llama-mqa-biased", small("gptq", 3)),
         ("llama-many-files", small("gptq", act_order=False, symmetric=True)),
-        ("phi3", small("awq")),  # q, k and v in one tensor
+        ("llama-gqa", small("gptq", 4.5, head=True)),  # of 8 bits
+        ("phi3", small("awq", head=True)),  # q, k and v in one tensor
         ("bloom", small("gptq", 2)),  # q, k and v in turn, head by head
         ("gptj", small("rtn", 8, symmetric=True, group_size=None)),  # heads' elements in another order
         ("gemma", small("awq")),  # norms are stored less one

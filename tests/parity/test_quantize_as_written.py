@@ -34,9 +34,9 @@ def logprobs(folder: Path, ids: list[int]) -> np.ndarray[Any, np.dtype[np.float6
 
 
 def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
-    """Of norms, biases and ignored layers too, which have bf16 after a scale was divided out of them."""
+    """Of norms, biases, the head and ignored layers too, which have bf16 after a scale was divided out of them."""
     source, ids = save_tiny_model(BY_NAME["llama-mqa-biased"], tmp_path, dtype=torch.bfloat16), random_ids(25)[-1]
-    judged = quantized(source, tmp_path / "out", settings("awq", ignore=("re:.*gate_proj",)))["judged"]
+    judged = quantized(source, tmp_path / "out", settings("awq", ignore=("re:.*gate_proj",), head=True))["judged"]
     own, ref = logprobs(undone(tmp_path / "out", tmp_path / "undone"), ids), logprobs(source, ids)
     assert judged["perplexity"] == pytest.approx(np.exp(-np.mean([own[i, ids[i + 1]] for i in range(31)])), rel=1e-5)
     against, kl = judged["against"], (np.exp(ref) * (ref - own)).sum(-1)
@@ -82,6 +82,8 @@ def test_all_experts_have_one_form_which_is_that_of_linear_layers(
 def test_a_head_is_left_out_by_the_name_that_transformers_has(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     quantized(tiny_folder("gpt_neox"), tmp_path / "out", settings("rtn"))
     assert {"embed_out", "lm_head"} <= set(config_of(tmp_path / "out")["ignore"])
+    with pytest.raises(SettingsError, match="the head is stored as embed_out"):
+        quantized(tiny_folder("gpt_neox"), tmp_path / "head", settings("rtn", head=True))
 
 
 def test_a_run_that_ends_while_it_tidies_up_is_complete(

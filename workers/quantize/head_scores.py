@@ -4,35 +4,49 @@ memory at a time: the head is read once, and no row of logits is ever whole.
 N tokens that are scored, P tokens of a part of the vocabulary, W tokens of a sequence, H hidden size.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
 import torch
 
 from tandem.workers.evaluation.judgement import Judgement, TokenScores
-from tandem.workers.quantize.layer_walk import LayerWalk
+from tandem.workers.quantize.head_quantizer import QuantizedHead
+from tandem.workers.quantize.layer_walk import LayerWalk, LogitsOf
 
 HIDDEN_BYTES: Final = 2**26
 """Size of the hidden states of both models that go through the head together; one sequence's at least."""
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def scores_by_parts(walk: LayerWalk, judged: Sequence[Sequence[int]], streams: Iterable[Pair]) -> TokenScores:
+def scores_by_parts(
+    walk: LayerWalk, judged: Sequence[Sequence[int]], streams: Iterable[Pair], head: QuantizedHead | None = None
+) -> TokenScores:
     """Returns the scores of all tokens but the first of each sequence. judged: ids; streams: of each sequence the
-    hidden states [W, H] of the dense and of the quantized model."""
+    hidden states [W, H] of the dense and of the quantized model; head: of the quantized model, None for the same."""
     judgement = Judgement()
     count = max(1, HIDDEN_BYTES // (8 * walk.num_tokens * walk.spec.hidden_size))
     numbered = enumerate(streams)
     while some := list(islice(numbered, count)):
         states = [[walk.normed(one)[:-1] for one in pair] for _, pair in some]
+        if head is not None:
+            states = [[dense_NH, head.inputs(quantized_NH)] for dense_NH, quantized_NH in states]
         rows = [RunningScores(torch.tensor(judged[number][1:])) for number, _ in some]
-        for first, logits_of in walk.head_parts():
+        for first, dense_logits, logits in _heads(walk, head):
             for own, (dense_NH, quantized_NH) in zip(rows, states, strict=True):
-                own.add(first, logits_of(quantized_NH), logits_of(dense_NH))
+                own.add(first, logits(quantized_NH), dense_logits(dense_NH))
         for (number, _), own in zip(some, rows, strict=True):
             judgement.take(number, 1, judged[number][1:], own.columns())
     return judgement.scores()
+
+
+def _heads(walk: LayerWalk, head: QuantizedHead | None) -> Iterator[tuple[int, LogitsOf, LogitsOf]]:
+    """Yields parts of both models' heads: the first token, and what makes logits of the dense and of the other."""
+    if head is None:
+        yield from ((first, logits, logits) for first, logits in walk.head_parts())
+        return
+    for (first, dense_logits), (_, logits) in zip(walk.head_parts(), walk.head_parts(head.rows), strict=True):
+        yield first, dense_logits, logits
 
 
 class RunningScores:

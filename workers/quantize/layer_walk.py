@@ -42,6 +42,7 @@ BLOCK_SIZE = 16
 PART_BYTES = 2**24
 """Bytes, in float32, of a vocabulary table that is read at a time, and the most of any tensors that are read ahead."""
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]
+RowsOf = Callable[[slice], torch.Tensor]
 
 
 class OpenLayer:
@@ -167,15 +168,17 @@ class LayerWalk:
         self.fill(list(norm.slots()))
         return norm.alone(hidden_WH)
 
-    def head_parts(self) -> Iterator[tuple[int, LogitsOf]]:
+    def head_parts(self, weights: RowsOf | None = None) -> Iterator[tuple[int, LogitsOf]]:
         """Yields the head in parts, in order: the first token of a part, and what makes logits [T, part of V] of hidden
-        states [T, H] that normed() has returned."""
+        states [T, H] that normed() has returned. weights: in place of the checkpoint's."""
         make = partial(UndoneMethod, torch.float32)
         for mesh in self._parts():
             head = VocabParallelHead(self.table.head, ParallelContext(mesh), make, self.table.head_bias)
-            self.fill([*head.bias_slots(), *head.slots()], mesh)
-            if len(head.own_ids):
-                yield head.own_ids.start, partial(self._logits, head)
+            self.fill([*head.bias_slots(), *(head.slots() if weights is None else ())], mesh)
+            if len(own := head.own_ids):
+                if weights is not None:
+                    head.accept(weights(slice(own.start, own.stop)))
+                yield own.start, partial(self._logits, head)
 
     def _logits(self, head: VocabParallelHead, normed_TH: torch.Tensor) -> torch.Tensor:
         logits_TP = head.own(normed_TH, torch.empty(len(normed_TH), len(head.own_ids))).mul_(self.spec.logit_scale)

@@ -24,6 +24,8 @@ from tandem.workers.models.spec.family_rows.families import family_of
 from tandem.workers.platforms.base import Platform
 from tandem.workers.quantize.calibration_text import Sequences, length_of, of_file, written_by_model
 from tandem.workers.quantize.files.tensor_file import write_text
+from tandem.workers.quantize.head_quantizer import NAME as HEAD_NAME
+from tandem.workers.quantize.head_quantizer import QuantizedHead, check_head, head_grid, quantize_head
 from tandem.workers.quantize.head_scores import scores_by_parts
 from tandem.workers.quantize.layer_quantizer import LayerQuantizer
 from tandem.workers.quantize.layer_walk import LayerWalk, OpenLayer
@@ -113,12 +115,14 @@ class _QuantizeRun:
         self._length = length_of(settings, source.spec.max_position_embeddings)
         if given is not None:
             self._length = len(given.judged[0])
-        self._sequences = given or self._text()
         self._walk = LayerWalk(source.folder, source.spec, platform, self._length)
         self._checkpoint = PackedCheckpoint(self._walk, source.folder, settings)
+        if settings.head:
+            check_head(source.spec, self._checkpoint.module_of(self._checkpoint.table.head))
         settings.check_ignored([*(param.module for param in self._checkpoint.table), self._checkpoint.table.head_name])
         self._shape = (self._length, source.spec.hidden_size)
         self._bits: Mapping[str, int] = {}
+        self._sequences = given or self._text()
 
     def run(self) -> dict[str, Any]:
         started_s, state = time.monotonic(), self._work.state
@@ -235,11 +239,15 @@ class _QuantizeRun:
         work, rows = self._work, self._work.state["rows"]
         grids = self._grids()
         if work.kept("report") is None:
-            written = self._checkpoint.names_of({name: None for row in rows for name in row["names"]})
-            self._checkpoint.write_rest(work.shard(len(rows)), written)
-            work.put("report", self._report(grids))
+            head = self._head()
+            names = [name for row in rows for name in row["names"]]
+            if head is not None:
+                self._checkpoint.write_head(work.shard(len(rows) + 1), head.matrix)
+                names.append(self._checkpoint.table.head.name)
+            self._checkpoint.write_rest(work.shard(len(rows)), self._checkpoint.names_of(names))
+            work.put("report", self._report(grids, head))
         report = work.kept("report")
-        shards = [work.shard(place) for place in range(len(rows) + 1)]
+        shards = [work.shard(place) for place in range(len(rows) + 1 + self._settings.head)]
         report["bytes"] = self._checkpoint.finish(work.output, shards, grids)
         report["source_bytes"] = sum(tensor.nbytes for tensor in self._walk.checkpoint.tensors)
         write_text(work.output / REPORT, f"{json.dumps(report, indent=1)}\n")
@@ -258,10 +266,24 @@ class _QuantizeRun:
                 found[self._checkpoint.module_of(params[name])] = IntegerGrid(
                     own["bits"], own["group"], self._settings.symmetric, dtype
                 )
+        if self._settings.head:
+            found[HEAD_NAME] = self._head_grid
         return found
 
-    def _report(self, grids: Mapping[str, IntegerGrid]) -> dict[str, Any]:
-        judged = self._verdict()
+    @property
+    def _head_grid(self) -> IntegerGrid:
+        dtype = self._checkpoint.dtype_of(self._checkpoint.table.head)
+        return head_grid(self._settings, self._source.spec.hidden_size, dtype)
+
+    def _head(self) -> QuantizedHead | None:
+        if not self._settings.head:
+            return None
+        hidden = self._work.hidden("quantized", self._source.spec.num_layers, self._shape)
+        calibration = hidden.read(range(len(self._sequences.calibration)))
+        return quantize_head(self._walk, self._settings, self._head_grid, calibration)
+
+    def _report(self, grids: Mapping[str, IntegerGrid], head: QuantizedHead | None) -> dict[str, Any]:
+        judged = self._verdict(head)
         rows = [{k: v for k, v in row.items() if k not in ("names", "matrices")} for row in self._work.state["rows"]]
         return {
             "model": self._source.model,
@@ -271,15 +293,16 @@ class _QuantizeRun:
             "quantized_layers": len(grids),
             "judged": judged,
             "layers": rows,
+            "head": head and head.row,
             "made_of": self._work.state["made_of"],
         }
 
-    def _verdict(self) -> dict[str, Any]:
+    def _verdict(self, head: QuantizedHead | None) -> dict[str, Any]:
         """Returns how the result differs from the dense model on text that it was not calibrated with."""
         count = self._source.spec.num_layers
         dense, quantized = (self._work.hidden(stream, count, self._shape) for stream in ("dense", "quantized"))
         streams = zip(dense.read(range(len(self._judged))), quantized.read(self._judged), strict=True)
-        return verdict_of(scores_by_parts(self._walk, self._sequences.judged, streams), 0).as_json()
+        return verdict_of(scores_by_parts(self._walk, self._sequences.judged, streams, head), 0).as_json()
 
 
 def _drift(dense: Iterator[torch.Tensor], quantized: Iterator[torch.Tensor]) -> float:

@@ -66,6 +66,10 @@ def quantize(
         list[str] | None,
         _own("--ignore", "NAME", "A layer that stays as it is, or re:EXPRESSION; may be given several times."),
     ] = None,
+    quantize_head: Annotated[
+        bool,
+        typer.Option("--quantize-head", help="The head (lm_head) too, in the same form; refused where it is tied."),
+    ] = False,
     seed: Annotated[int, _own("--seed", "N", "Of the choice of text, and of what the model writes. Default: 0.")] = 0,
     revision: Annotated[str | None, _own("--revision", "TEXT", "Branch, tag or commit of a hub id.")] = None,
     cpu_threads: Annotated[
@@ -82,7 +86,7 @@ def quantize(
     """
     if cpu_threads is not None and cpu_threads < 1:
         raise SettingsError(f"{cpu_threads}: at least 1", "--cpu-threads")
-    text = {"calib": calib, "calib_tokens": calib_tokens, "length": calib_length, "seed": seed}
+    text = {"calib": calib, "calib_tokens": calib_tokens, "length": calib_length, "seed": seed, "head": quantize_head}
     settings = _settings(method, bits, group_size, symmetric, act_order, alpha, ignore=tuple(ignore or ()), **text)
     report = _run(model, revision, settings, output, cpu_threads)
     typer.echo(json.dumps(report, indent=1) if as_json else "\n".join(_lines(report, output)))
@@ -156,6 +160,7 @@ def _lines(report: dict[str, Any], output: Path) -> list[str]:
     saved = report["bytes"] / report["source_bytes"]
     return [
         *table(cells),
+        *([f"head        error {head['error']:.4f}, {head['bits']} bits"] if (head := report.get("head")) else []),
         *_fold_lines(report),
         *_nearest_lines("too few tokens passed them", few),
         *_nearest_lines("sums over their inputs have no inverse", without),

@@ -43,14 +43,29 @@ class GptqRounder:
     act_order: bool = False
 
     def __call__(self, weight_OI: torch.Tensor, stats: InputStats, grid: IntegerGrid, /) -> RoundedMatrix:
-        inputs = weight_OI.shape[1]
-        order_I = torch.arange(inputs)
+        return self.prepared(stats)(weight_OI, grid)
+
+    def prepared(self, stats: InputStats) -> "PreparedGptq":
+        """Returns what rounds any outputs that have these inputs. NoInverseError."""
+        order_I = torch.arange(len(stats.products_II))
         if self.act_order:
             order_I = stats.products_II.diagonal().argsort(descending=True, stable=True)
-        factor_II = _factor(stats.products_II, order_I if self.act_order else None)
-        state = _Rounding(grid, *grid.scales_of(weight_OI), order_I // grid.size_of(inputs), not self.act_order)
-        codes_OI = state.run(weight_OI[:, order_I], factor_II)
-        return grid.matrix(codes_OI[:, order_I.argsort()], state.scale_OG, state.zero_OG)
+        return PreparedGptq(self.act_order, order_I, _factor(stats.products_II, order_I if self.act_order else None))
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGptq:
+    """GPTQ for some inputs. order_I: in which they are rounded; factor_II: in that order."""
+
+    act_order: bool
+    order_I: torch.Tensor
+    factor_II: torch.Tensor
+
+    def __call__(self, weight_OI: torch.Tensor, grid: IntegerGrid) -> RoundedMatrix:
+        group_I = self.order_I // grid.size_of(weight_OI.shape[1])
+        state = _Rounding(grid, *grid.scales_of(weight_OI), group_I, not self.act_order)
+        codes_OI = state.run(weight_OI[:, self.order_I], self.factor_II)
+        return grid.matrix(codes_OI[:, self.order_I.argsort()], state.scale_OG, state.zero_OG)
 
 
 @dataclass(slots=True)
