@@ -13,8 +13,8 @@ LEAST_BYTES: Final = 2**22
 
 
 def free_at_once() -> None:
-    """From now on pieces of LEAST_BYTES and more are the system's as soon as they are freed. Does nothing where the C
-    library has no mallopt()."""
+    """Makes pieces of LEAST_BYTES and more the system's as soon as they are freed, from now on. Does nothing where the
+    C library has no mallopt()."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, LEAST_BYTES)

@@ -19,7 +19,7 @@ from tandem.workers.quantize.rounding.recorded_linear import InputStats
 from tandem.workers.quantize.rounding.rounders import GptqRounder, NoInverseError
 
 NAME: Final = "lm_head"
-"""What transformers calls every head: one that is stored under another name is not found by it when it is quantized."""
+"""The name that transformers has for every head: of a quantized one it finds no other."""
 FLAG: Final = "--quantize-head"
 
 

@@ -50,8 +50,8 @@ def _heads(walk: LayerWalk, head: QuantizedHead | None) -> Iterator[tuple[int, L
 
 
 class RunningScores:
-    """What judgement.scores_of_rows() finds in whole rows, of logits that come part by part of the vocabulary. next_N:
-    the tokens that came."""
+    """Scores that judgement.scores_of_rows() finds in whole rows, of logits that come part by part of the vocabulary.
+    next_N: the tokens that came."""
 
     def __init__(self, next_N: torch.Tensor) -> None:
         self._next_N = next_N

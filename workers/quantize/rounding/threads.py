@@ -13,7 +13,7 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within it torch computes with one thread."""
+    """Makes torch compute with one thread until the end of the block."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
