@@ -233,4 +233,5 @@ perplexity there is {dense:.2f}. KL is from that, in nats a token; forms are com
 which flatters no other row: `int4`, `w4a8` and the folders of `tandem quantize` have groups of 128, `nf4` of 64. There
 weights are rounded a second time, and a model of 135 million parameters loses more than large ones do: compare rows
 with each other, not with other tables. Those folders were calibrated on 2,048 tokens of the same novel, behind the
-scored ones. Of `quantize`'s other methods, and of 3 and 8 bits, there is no row yet."""
+scored ones. Of `quantize`'s other methods, and of 3 and 8 bits, there is no row yet;
+`python -m benchmarks.quality.methods --text FILE` makes them, one after another, from one calibration."""

@@ -51,7 +51,8 @@ def small(method: str, bits: float = 4, **more: Any) -> QuantizeSettings:
     [
         ("llama-mqa-biased", small("gptq", 3)),
         ("llama-many-files", small("gptq", act_order=False, symmetric=True)),
-        ("phi3", small("awq")),  # q, k and v in one tensor
+        ("llama-gqa", small("gptq", 4.5, head=True)),  # of 8 bits
+        ("phi3", small("awq", head=True)),  # q, k and v in one tensor
         ("bloom", small("gptq", 2)),  # q, k and v in turn, head by head
         ("gptj", small("rtn", 8, symmetric=True, group_size=None)),  # heads' elements in another order
         ("gemma", small("awq")),  # norms are stored less one
@@ -124,6 +125,29 @@ def test_smoothquant_takes_outliers_away_that_w8a8_suffers_from(tiny_folder: Tin
     assert smooth < 0.3 * plain
     weights = load_peer(save_dequantized(folder, tmp_path / "weights"))(torch.tensor([IDS])).logits[0]
     assert distance(logits_of(folder, "int8"), weights) < 0.01 * plain, "int8 keeps 16 bits of its inputs"
+
+
+def test_inputs_are_rounded_as_vllm_rounds_them(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """In steps of 1/127 of a token's largest. compressed-tensors, by itself, takes steps of 1/127.5: another rounding
+    of each input, as far from ours as int8 inputs are from exact ones."""
+    quantized(tiny_folder("llama-mqa-biased"), tmp_path / "out", small("smoothquant", 8))
+    plain, found = undone(tmp_path / "out", tmp_path / "undone"), logits_of(tmp_path / "out")
+    of_steps = {steps: distance(found, logits_with_rounded_inputs(plain, steps)) for steps in (127, 127.5)}
+    assert of_steps[127] < 0.02 < of_steps[127.5]  # a last bit may round an input otherwise, and all that follows
+
+
+def logits_with_rounded_inputs(folder: Path, steps: float) -> torch.Tensor:
+    """Of transformers, whose linear layers but the head round their inputs token by token."""
+
+    def rounded(layer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        scale = given[0].abs().amax(-1, keepdim=True) / steps
+        return ((given[0] / scale).round().clamp(-128, 127) * scale,)
+
+    model = load_peer(folder)
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(rounded)
+    return model(torch.tensor([IDS])).logits[0]  # type: ignore[no-any-return]
 
 
 def digest(folder: Path) -> dict[str, str]:

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tandem.cluster.cli.quality.quantize import _lines
 from tandem.configs.errors import SettingsError
 from tandem.workers.gguf.gguf_folder import gguf_folder
 from tandem.workers.quantize.quantize_settings import QuantizeSettings
@@ -34,9 +36,9 @@ def logprobs(folder: Path, ids: list[int]) -> np.ndarray[Any, np.dtype[np.float6
 
 
 def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
-    """Of norms, biases and ignored layers too, which have bf16 after a scale was divided out of them."""
+    """Of norms, biases, the head and ignored layers too, which have bf16 after a scale was divided out of them."""
     source, ids = save_tiny_model(BY_NAME["llama-mqa-biased"], tmp_path, dtype=torch.bfloat16), random_ids(25)[-1]
-    judged = quantized(source, tmp_path / "out", settings("awq", ignore=("re:.*gate_proj",)))["judged"]
+    judged = quantized(source, tmp_path / "out", settings("awq", ignore=("re:.*gate_proj",), head=True))["judged"]
     own, ref = logprobs(undone(tmp_path / "out", tmp_path / "undone"), ids), logprobs(source, ids)
     assert judged["perplexity"] == pytest.approx(np.exp(-np.mean([own[i, ids[i + 1]] for i in range(31)])), rel=1e-5)
     against, kl = judged["against"], (np.exp(ref) * (ref - own)).sum(-1)
@@ -44,6 +46,20 @@ def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
     assert against["max_kl"] == pytest.approx(kl.max(), rel=1e-4)
     assert against["agreement"] == (own.argmax(-1) == ref.argmax(-1)).mean()
     assert against["perplexity"] == pytest.approx(np.exp(-np.mean([ref[i, ids[i + 1]] for i in range(31)])), rel=1e-5)
+
+
+def test_layers_that_gptq_cannot_round_are_named(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """Inputs that are always 0 have sums without an inverse."""
+    shutil.copytree(tiny_folder("llama-gqa"), source := tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"].zero_()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    report = quantized(source, tmp_path / "out", settings("gptq"), count=2)
+    rows = [one for layer in report["layers"] for one in layer["linears"]]
+    without = [one for one in rows if one["no_inverse"]]
+    assert [name.rpartition(".")[2] for one in without for name in one["layers"]][:3] == ["q_proj", "k_proj", "v_proj"]
+    assert all(("layers.1.self_attn" in one["layers"][0]) == (one["rounded"] == "nearest") for one in rows)
+    assert any("no inverse: 4, such as model.layers.1.self_attn.q_proj" in line for line in _lines(report, source))
 
 
 def config_of(folder: Path) -> Any:
@@ -83,6 +99,8 @@ def test_layers_of_gguf_that_are_left_out_are_written_as_the_family_has_them(
 def test_a_head_is_left_out_by_the_name_that_transformers_has(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     quantized(tiny_folder("gpt_neox"), tmp_path / "out", settings("rtn"))
     assert {"embed_out", "lm_head"} <= set(config_of(tmp_path / "out")["ignore"])
+    with pytest.raises(SettingsError, match="the head is stored as embed_out"):
+        quantized(tiny_folder("gpt_neox"), tmp_path / "head", settings("rtn", head=True))
 
 
 def test_a_run_that_ends_while_it_tidies_up_is_complete(

@@ -105,6 +105,11 @@ class Judgement:
             self._columns.append(scores_of_rows(logprobs_NV[own], next_N[own], ref))
         self._where += [(text, position + index, token) for index, token in enumerate(next_ids)]
 
+    def take(self, text: int, position: int, next_ids: Sequence[int], scores: list[torch.Tensor]) -> None:
+        """Takes what scores_of_rows() would return of rows as add() takes them."""
+        self._columns.append(scores)
+        self._where += [(text, position + index, token) for index, token in enumerate(next_ids)]
+
     def scores(self) -> TokenScores:
         """Returns what was taken. ValueError for nothing."""
         if not self._where:

@@ -16,9 +16,9 @@ from tandem.workers.models.spec.arch import LayerSpec
 from tandem.workers.quantize.layer_walk import OpenLayer
 from tandem.workers.quantize.quantize_settings import QuantizeSettings
 from tandem.workers.quantize.rounding.folds import Fold, folds_of
-from tandem.workers.quantize.rounding.integer_grid import IntegerGrid, RoundedMatrix
+from tandem.workers.quantize.rounding.integer_grid import IntegerGrid, RoundedMatrix, pieces_of
 from tandem.workers.quantize.rounding.recorded_linear import RecordedLinear
-from tandem.workers.quantize.rounding.rounders import GptqRounder, Rounder, to_nearest
+from tandem.workers.quantize.rounding.rounders import GptqRounder, NoInverseError, Rounder, to_nearest
 from tandem.workers.quantize.rounding.scale_search import apply_fold, awq_scale, smooth_scale
 
 ENOUGH_TOKENS: Final = 64
@@ -64,7 +64,8 @@ class LayerQuantizer:
                     self._round(linear, found)
                 linear.stats = None
         for name, matrix in found.matrices.items():
-            layer.values[name].copy_(matrix.dense_OI())
+            for rows in pieces_of(*matrix.codes_OI.shape):
+                layer.values[name][rows] = matrix.rows(rows).dense_OI()
         for param in layer.params:
             if param.name in found.changed and param.name not in found.matrices:
                 as_written(param, layer.values[param.name], self._dtype_of(param))
@@ -117,33 +118,26 @@ class LayerQuantizer:
         stats, grid = linear.stats, self.grid_of(linear)
         assert stats is not None
         is_few = linear.params[0].expert is not None and stats.tokens < ENOUGH_TOKENS
-        rounder = to_nearest if is_few else self._rounder
-        matrix, dense_OI = rounder(linear.weight(), stats, grid), linear.weight()
-        error = _ratio(stats.error(matrix.dense_OI().sub_(dense_OI)), stats.error(dense_OI))
+        matrix, has_inverse = None, True
+        if not is_few:
+            try:
+                matrix = self._rounder(linear.weight(), stats, grid)
+            except NoInverseError:
+                has_inverse = False
+        by_gptq = matrix is not None and self._settings.method == "gptq"
+        matrix = matrix or to_nearest(linear.weight(), stats, grid)
         for param in linear.params:
             if not self._settings.leaves(param):
-                found.matrices[param.name] = _rows(matrix, linear.rows_of(param))
+                found.matrices[param.name] = matrix.rows(linear.rows_of(param))
         row = {"layers": _modules(linear), "bits": grid.bits, "group": grid.group, "tokens": stats.tokens}
-        row |= {"rounded": "nearest" if rounder is to_nearest else "gptq", "error": error}
-        found.rows.append({**row, "few_tokens": is_few})
-
-
-def measured(linear: RecordedLinear, grid: IntegerGrid) -> float:
-    """Returns the share of a linear layer's outputs, by squares, that rounding to nearest would change."""
-    assert linear.stats is not None
-    weight_OI = linear.weight()
-    return _ratio(linear.stats.error(grid.round(weight_OI).dense_OI().sub_(weight_OI)), linear.stats.error(weight_OI))
+        row |= {"rounded": "gptq" if by_gptq else "nearest", "error": linear.error(matrix)}
+        found.rows.append({**row, "few_tokens": is_few, "no_inverse": not has_inverse})
 
 
 def as_written(param: Param, value: torch.Tensor, dtype: torch.dtype) -> None:
     """Rounds a parameter, in place, to what a checkpoint stores of it, so that what is measured is what is served."""
     add = param.source.add
     value.copy_((value - add).to(dtype).float() + add)
-
-
-def _rows(matrix: RoundedMatrix, rows: slice) -> RoundedMatrix:
-    zero_OG = None if matrix.zero_OG is None else matrix.zero_OG[rows]
-    return RoundedMatrix(matrix.codes_OI[rows], matrix.scale_OG[rows], zero_OG, matrix.grid)
 
 
 def _batches(linears: Sequence[RecordedLinear]) -> Iterator[list[RecordedLinear]]:

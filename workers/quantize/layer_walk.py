@@ -5,7 +5,7 @@ Vocabulary tables are read in parts, as ranks would read theirs. Everything is c
 tokens, H hidden size, V vocabulary, I inputs, O outputs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,10 @@ from tandem.workers.quantize.rounding.recorded_linear import InputStats, Recorde
 from tandem.workers.rank.kv_cache import KVCache
 
 BLOCK_SIZE = 16
-PART_BYTES = 2**25
-"""Bytes, in float32, of a vocabulary table that is read at a time."""
+PART_BYTES = 2**24
+"""Bytes, in float32, of a vocabulary table that is read at a time, and the most of any tensors that are read ahead."""
+LogitsOf = Callable[[torch.Tensor], torch.Tensor]
+RowsOf = Callable[[slice], torch.Tensor]
 
 
 class OpenLayer:
@@ -82,6 +84,13 @@ class OpenLayer:
         self.begin_record(linears)
         for hidden_WH in hidden:
             self.run(hidden_WH)
+        self.end_record(linears)
+
+    def end_record(self, linears: Sequence[RecordedLinear]) -> None:
+        """Completes the sums, which later runs must not add to."""
+        for linear in linears:
+            assert linear.stats is not None
+            linear.stats.finish()
 
     def _seen(self, slot: ParameterSlot) -> ParameterSlot:
         """Returns the slot, of what is no linear layer's weight, that notes where its parameters are."""
@@ -118,7 +127,8 @@ class LayerWalk:
 
     def fill(self, slots: Sequence[ParameterSlot], mesh: Mesh = Mesh()) -> None:
         """Reads the parameters of slots, in float32."""
-        source = SafetensorsSource(self.checkpoint, self._platform.read_ahead)
+        bounds = self._platform.read_ahead._replace(many=PART_BYTES, pair=PART_BYTES)
+        source = SafetensorsSource(self.checkpoint, bounds)
         load(slots, source, dtype=torch.float32, device=self._platform.device, progress=False, mesh=mesh)
 
     def inputs(self, hidden_WH: torch.Tensor, layer: int) -> LayerInputs:
@@ -158,19 +168,23 @@ class LayerWalk:
         self.fill(list(norm.slots()))
         return norm.alone(hidden_WH)
 
-    def logits(self, normed_TH: torch.Tensor) -> torch.Tensor:
-        """Returns logits [T, V] of hidden states that normed() has returned."""
-        logits_TV = torch.empty(len(normed_TH), self.spec.vocab_size)
+    def head_parts(self, weights: RowsOf | None = None) -> Iterator[tuple[int, LogitsOf]]:
+        """Yields the head in parts, in order: the first token of a part, and what makes logits [T, part of V] of hidden
+        states [T, H] that normed() has returned. weights: in place of the checkpoint's."""
         make = partial(UndoneMethod, torch.float32)
         for mesh in self._parts():
             head = VocabParallelHead(self.table.head, ParallelContext(mesh), make, self.table.head_bias)
-            self.fill([*head.bias_slots(), *head.slots()], mesh)
-            own = head.own_ids
-            logits_TV[:, own.start : own.stop] = head.own(normed_TH, torch.empty(len(normed_TH), len(own)))
-        logits_TV.mul_(self.spec.logit_scale)
+            self.fill([*head.bias_slots(), *(head.slots() if weights is None else ())], mesh)
+            if len(own := head.own_ids):
+                if weights is not None:
+                    head.accept(weights(slice(own.start, own.stop)))
+                yield own.start, partial(self._logits, head)
+
+    def _logits(self, head: VocabParallelHead, normed_TH: torch.Tensor) -> torch.Tensor:
+        logits_TP = head.own(normed_TH, torch.empty(len(normed_TH), len(head.own_ids))).mul_(self.spec.logit_scale)
         if (softcap := self.spec.final_softcap) is not None:
-            logits_TV.div_(softcap).tanh_().mul_(softcap)
-        return logits_TV
+            logits_TP.div_(softcap).tanh_().mul_(softcap)
+        return logits_TP
 
     def _parts(self) -> Iterator[Mesh]:
         """Yields the ranks that would share a vocabulary table."""

@@ -8,7 +8,7 @@ byte from a checkpoint in safetensors, or of GGUF in the model's dtype.
 import json
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from tandem.workers.quantize.files.tensor_file import WrittenTensor, of_file, of
 from tandem.workers.quantize.layer_quantizer import LayerOutcome
 from tandem.workers.quantize.layer_walk import LayerWalk, OpenLayer
 from tandem.workers.quantize.quantize_settings import QuantizeSettings
-from tandem.workers.quantize.rounding.integer_grid import IntegerGrid
+from tandem.workers.quantize.rounding.integer_grid import IntegerGrid, RoundedMatrix
 
 UNCOPIED: Final = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
 HEAD: Final = "lm_head"
@@ -69,6 +69,12 @@ class PackedCheckpoint:
                 yield from quantized_tensors(name, parts, packs=not self._settings.rounds_inputs)
             elif any(one.name in outcome.changed for one in params):
                 yield self._dense(name, params, layer.values)
+
+    def write_head(self, file: Path, matrix: RoundedMatrix) -> None:
+        """Writes a quantized head."""
+        parts = [QuantizedParam(self.table.head, matrix)]
+        name, packs = self._stored_name(self.table.head), not self._settings.rounds_inputs
+        write_tensors(file, list(quantized_tensors(name, parts, packs=packs)))
 
     def write_rest(self, file: Path, written: set[str]) -> None:
         """Writes all that no layer's file has. written: names of stored tensors that are in these in some form."""
@@ -123,9 +129,9 @@ class PackedCheckpoint:
         """Returns the name of the stored layer."""
         return self._stored_name(param).rpartition(".")[0]
 
-    def names_of(self, outcomes: Mapping[str, Any]) -> set[str]:
-        """Returns the stored tensors that parameters are written in otherwise than as they were. outcomes: by name."""
-        return {self._stored_name(self._named[name]) for name in outcomes}
+    def names_of(self, params: Iterable[str]) -> set[str]:
+        """Returns the stored tensors that parameters, by name, are written in otherwise than as they were."""
+        return {self._stored_name(self._named[name]) for name in params}
 
     # ---- the files beside ----
 
@@ -179,8 +185,8 @@ class PackedCheckpoint:
         matrices = [param for layer in self.table.layers for param in layer.matrices]
         routers = [layer.weights[Role.ROUTER] for layer in self.table.layers if Role.ROUTER in layer.weights]
         names = [self.module_of(param) for param in (*matrices, *routers)]
-        heads = self.table.head_name, HEAD  # transformers calls the head so, however it is stored
-        return list(dict.fromkeys((*(name for name in names if name not in grids), *heads)))
+        names += [self.table.head_name, HEAD]  # transformers calls the head so, however it is stored
+        return list(dict.fromkeys(name for name in names if name not in grids))
 
     def _experts(self) -> list[str]:
         layers = (expert for layer in self.table.layers for expert in layer.experts)
@@ -237,7 +243,7 @@ def _targets(grids: Mapping[str, IntegerGrid], experts: Sequence[str]) -> dict[I
         if grid == most:
             continue
         leaf = module.rpartition(".")[2]
-        target = rf"re:.*\.{leaf}$" if len(by_leaf[leaf]) == 1 else module
+        target = rf"re:.*\.{leaf}$" if len(by_leaf[leaf]) == 1 and leaf != module else module
         if target not in found.setdefault(grid, []):
             found[grid].append(target)
     return found

@@ -11,19 +11,22 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
-from tandem.workers.evaluation.judgement import Judgement, verdict_of
+from tandem.workers.evaluation.judgement import verdict_of
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.family_rows.families import family_of
 from tandem.workers.platforms.base import Platform
 from tandem.workers.quantize.calibration_text import Sequences, length_of, of_file, written_by_model
 from tandem.workers.quantize.files.tensor_file import write_text
-from tandem.workers.quantize.layer_quantizer import LayerQuantizer, measured
+from tandem.workers.quantize.head_quantizer import NAME as HEAD_NAME
+from tandem.workers.quantize.head_quantizer import QuantizedHead, check_head, head_grid, quantize_head
+from tandem.workers.quantize.head_scores import scores_by_parts
+from tandem.workers.quantize.layer_quantizer import LayerQuantizer
 from tandem.workers.quantize.layer_walk import LayerWalk, OpenLayer
 from tandem.workers.quantize.packed_checkpoint import PackedCheckpoint
 from tandem.workers.quantize.quantize_settings import OWN, QuantizeSettings
@@ -32,8 +35,6 @@ from tandem.workers.quantize.rounding.mixed_bits import MIXED, MeasuredUnit, cho
 from tandem.workers.quantize.rounding.recorded_linear import RecordedLinear
 from tandem.workers.quantize.work_folder import FLAG, REPORT, WorkFolder, weights_digest
 
-LOGITS_BYTES: Final = 2**26
-"""Size of logits that are compared at a time."""
 Say = Callable[[str], None]
 
 
@@ -113,12 +114,14 @@ class _QuantizeRun:
         self._length = length_of(settings, source.spec.max_position_embeddings)
         if given is not None:
             self._length = len(given.judged[0])
-        self._sequences = given or self._text()
         self._walk = LayerWalk(source.folder, source.spec, platform, self._length)
         self._checkpoint = PackedCheckpoint(self._walk, source.folder, settings)
+        if settings.head:
+            check_head(source.spec, self._checkpoint.module_of(self._checkpoint.table.head))
         settings.check_ignored([*(param.module for param in self._checkpoint.table), self._checkpoint.table.head_name])
         self._shape = (self._length, source.spec.hidden_size)
         self._bits: Mapping[str, int] = {}
+        self._sequences = given or self._text()
 
     def run(self) -> dict[str, Any]:
         started_s, state = time.monotonic(), self._work.state
@@ -186,6 +189,7 @@ class _QuantizeRun:
                 hidden, behind = (self._work.hidden("measured", place, self._shape) for place in (index, index + 1))
                 layer.begin_record(layer.linears)
                 behind.write(map(layer.run, hidden.read(range(count))))
+                layer.end_record(layer.linears)
                 units += [self._measured(linear) for linear in self._quantized(layer)]
                 hidden.remove()
                 self._say(f"layer {index + 1} of {self._source.spec.num_layers} measured")
@@ -199,7 +203,8 @@ class _QuantizeRun:
         few = quantizer.grid_of(linear)
         many = IntegerGrid(MIXED[1], few.group, few.symmetric, few.scale_dtype)
         elements = sum(param.num_elements for param in linear.params)
-        return MeasuredUnit(unit_of(linear), elements, measured(linear, few), measured(linear, many))
+        errors = map(linear.error_by_nearest, (few, many))
+        return MeasuredUnit(unit_of(linear), elements, *errors)
 
     def _quantized(self, layer: OpenLayer) -> Iterator[RecordedLinear]:
         yield from (one for one in layer.linears if not all(map(self._settings.leaves, one.params)))
@@ -233,11 +238,15 @@ class _QuantizeRun:
         work, rows = self._work, self._work.state["rows"]
         grids = self._grids()
         if work.kept("report") is None:
-            written = self._checkpoint.names_of({name: None for row in rows for name in row["names"]})
-            self._checkpoint.write_rest(work.shard(len(rows)), written)
-            work.put("report", self._report(grids))
+            head = self._head()
+            names = [name for row in rows for name in row["names"]]
+            if head is not None:
+                self._checkpoint.write_head(work.shard(len(rows) + 1), head.matrix)
+                names.append(self._checkpoint.table.head.name)
+            self._checkpoint.write_rest(work.shard(len(rows)), self._checkpoint.names_of(names))
+            work.put("report", self._report(grids, head))
         report = work.kept("report")
-        shards = [work.shard(place) for place in range(len(rows) + 1)]
+        shards = [work.shard(place) for place in range(len(rows) + 1 + self._settings.head)]
         report["bytes"] = self._checkpoint.finish(work.output, shards, grids)
         report["source_bytes"] = sum(tensor.nbytes for tensor in self._walk.checkpoint.tensors)
         write_text(work.output / REPORT, f"{json.dumps(report, indent=1)}\n")
@@ -256,10 +265,24 @@ class _QuantizeRun:
                 found[self._checkpoint.module_of(params[name])] = IntegerGrid(
                     own["bits"], own["group"], self._settings.symmetric, dtype
                 )
+        if self._settings.head:
+            found[HEAD_NAME] = self._head_grid
         return found
 
-    def _report(self, grids: Mapping[str, IntegerGrid]) -> dict[str, Any]:
-        judged = self._verdict()
+    @property
+    def _head_grid(self) -> IntegerGrid:
+        dtype = self._checkpoint.dtype_of(self._checkpoint.table.head)
+        return head_grid(self._settings, self._source.spec.hidden_size, dtype)
+
+    def _head(self) -> QuantizedHead | None:
+        if not self._settings.head:
+            return None
+        hidden = self._work.hidden("quantized", self._source.spec.num_layers, self._shape)
+        calibration = hidden.read(range(len(self._sequences.calibration)))
+        return quantize_head(self._walk, self._settings, self._head_grid, calibration)
+
+    def _report(self, grids: Mapping[str, IntegerGrid], head: QuantizedHead | None) -> dict[str, Any]:
+        judged = self._verdict(head)
         rows = [{k: v for k, v in row.items() if k not in ("names", "matrices")} for row in self._work.state["rows"]]
         return {
             "model": self._source.model,
@@ -269,23 +292,16 @@ class _QuantizeRun:
             "quantized_layers": len(grids),
             "judged": judged,
             "layers": rows,
+            "head": head and head.row,
             "made_of": self._work.state["made_of"],
         }
 
-    def _verdict(self) -> dict[str, Any]:
+    def _verdict(self, head: QuantizedHead | None) -> dict[str, Any]:
         """Returns how the result differs from the dense model on text that it was not calibrated with."""
-        count, judgement = self._source.spec.num_layers, Judgement()
+        count = self._source.spec.num_layers
         dense, quantized = (self._work.hidden(stream, count, self._shape) for stream in ("dense", "quantized"))
-        step = max(1, LOGITS_BYTES // (4 * self._source.spec.vocab_size))
         streams = zip(dense.read(range(len(self._judged))), quantized.read(self._judged), strict=True)
-        for number, (dense_WH, quantized_WH) in enumerate(streams):
-            ids = self._sequences.judged[number]
-            normed = self._walk.normed(dense_WH), self._walk.normed(quantized_WH)
-            for start in range(0, self._length - 1, step):
-                rows = slice(start, min(start + step, self._length - 1))
-                ref_TV, own_TV = (self._walk.logits(one[rows]).log_softmax(-1) for one in normed)
-                judgement.add(number, start + 1, ids[start + 1 : rows.stop + 1], own_TV, ref_TV)
-        return verdict_of(judgement.scores(), 0).as_json()
+        return verdict_of(scores_by_parts(self._walk, self._sequences.judged, streams, head), 0).as_json()
 
 
 def _drift(dense: Iterator[torch.Tensor], quantized: Iterator[torch.Tensor]) -> float:

@@ -26,7 +26,7 @@ class QuantizeSettings:
     """method: see METHODS. bits: of a weight; between 4 and 8 an average. group_size: inputs that share a scale, None
     for all of an output. calib: a file of text, or OWN. calib_tokens: to calibrate with, in sequences of length
     tokens, None for at most 512. alpha: SmoothQuant's share. ignore: layers that stay as they are, as
-    compressed-tensors names them."""
+    compressed-tensors names them. head: the head is quantized too."""
 
     method: str = "gptq"
     bits: float = 4
@@ -39,6 +39,7 @@ class QuantizeSettings:
     seed: int = 0
     alpha: float = 0.5
     ignore: tuple[str, ...] = ()
+    head: bool = False
 
     @property
     def is_mixed(self) -> bool:

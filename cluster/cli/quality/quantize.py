@@ -66,6 +66,10 @@ def quantize(
         list[str] | None,
         _own("--ignore", "NAME", "A layer that stays as it is, or re:EXPRESSION; may be given several times."),
     ] = None,
+    quantize_head: Annotated[
+        bool,
+        typer.Option("--quantize-head", help="The head (lm_head) too, in the same form; refused where it is tied."),
+    ] = False,
     seed: Annotated[int, _own("--seed", "N", "Of the choice of text, and of what the model writes. Default: 0.")] = 0,
     revision: Annotated[str | None, _own("--revision", "TEXT", "Branch, tag or commit of a hub id.")] = None,
     cpu_threads: Annotated[
@@ -82,7 +86,7 @@ def quantize(
     """
     if cpu_threads is not None and cpu_threads < 1:
         raise SettingsError(f"{cpu_threads}: at least 1", "--cpu-threads")
-    text = {"calib": calib, "calib_tokens": calib_tokens, "length": calib_length, "seed": seed}
+    text = {"calib": calib, "calib_tokens": calib_tokens, "length": calib_length, "seed": seed, "head": quantize_head}
     settings = _settings(method, bits, group_size, symmetric, act_order, alpha, ignore=tuple(ignore or ()), **text)
     report = _run(model, revision, settings, output, cpu_threads)
     typer.echo(json.dumps(report, indent=1) if as_json else "\n".join(_lines(report, output)))
@@ -125,8 +129,10 @@ def _run(
     model: str, revision: str | None, settings: "QuantizeSettings", output: Path, cpu_threads: int | None
 ) -> dict[str, Any]:
     from tandem.workers.platforms.cpu import CpuPlatform
+    from tandem.workers.quantize.freed_memory import free_at_once
     from tandem.workers.quantize.quantize_run import open_source, quantize
 
+    free_at_once()
     source = open_source(model, find_model(model, revision, "MODEL", WEIGHTS))
     try:
         return quantize(source, settings, output.expanduser(), CpuPlatform.open(cpu_threads, 1), say)
@@ -138,12 +144,15 @@ def _run(
 def _lines(report: dict[str, Any], output: Path) -> list[str]:
     """The table of layers, and what became of the model."""
     cells = [["layer", "bits", "error", "worst", "hidden states", "seconds"]]
-    few = []
+    few, without = [], []
     for row in report["layers"]:
-        linears = row["linears"] or [{"layers": ["-"], "error": 0.0, "bits": "-", "few_tokens": False}]
+        linears = row["linears"] or [
+            {"layers": ["-"], "error": 0.0, "bits": "-", "few_tokens": False, "no_inverse": False}
+        ]
         worst = max(linears, key=lambda one: one["error"])
         bits = "/".join(dict.fromkeys(str(one["bits"]) for one in linears))
         few += [module for one in linears if one["few_tokens"] for module in one["layers"]]
+        without += [module for one in linears if one["no_inverse"] for module in one["layers"]]
         error, drift = f"{worst['error']:.4f}", f"{row['drift']:.4f}"
         leaf = worst["layers"][0].rpartition(".")[2]
         cells.append([str(row["layer"]), bits, error, leaf, drift, f"{row['seconds']:.1f}"])
@@ -151,8 +160,10 @@ def _lines(report: dict[str, Any], output: Path) -> list[str]:
     saved = report["bytes"] / report["source_bytes"]
     return [
         *table(cells),
+        *([f"head        error {head['error']:.4f}, {head['bits']} bits"] if (head := report.get("head")) else []),
         *_fold_lines(report),
-        *([f"rounded to nearest, as too few tokens passed them: {len(few)}, such as {few[0]}"] if few else []),
+        *_nearest_lines("too few tokens passed them", few),
+        *_nearest_lines("sums over their inputs have no inverse", without),
         f"perplexity  {judged['perplexity']:.4f}, of the model before {against['perplexity']:.4f}",
         f"KL          {against['mean_kl']:.5f} nats a token, the same first choice at {against['agreement']:.1%}, "
         f"over {judged['tokens']} tokens",
@@ -160,6 +171,11 @@ def _lines(report: dict[str, Any], output: Path) -> list[str]:
         f"seconds     {report['seconds']:.0f}",
         f"written to  {output}; tandem serve {output}",
     ]
+
+
+def _nearest_lines(why: str, modules: list[str]) -> list[str]:
+    """A line about layers that gptq has not rounded."""
+    return [f"rounded to nearest, as {why}: {len(modules)}, such as {modules[0]}"] if modules else []
 
 
 def _fold_lines(report: dict[str, Any]) -> list[str]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 
 LEAST_SCALE = 1e-8
+PIECE_BYTES = 2**22
+"""Size, in float32, of the weights that are rounded at a time: what is computed of them stays in caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,11 @@ class RoundedMatrix:
     scale_OG: torch.Tensor
     zero_OG: torch.Tensor | None
     grid: "IntegerGrid"
+
+    def rows(self, rows: slice) -> "RoundedMatrix":
+        """Returns some outputs."""
+        zero_OG = None if self.zero_OG is None else self.zero_OG[rows]
+        return RoundedMatrix(self.codes_OI[rows], self.scale_OG[rows], zero_OG, self.grid)
 
     def dense_OI(self) -> torch.Tensor:
         """Returns the weights that it stands for, float32."""
@@ -65,10 +72,23 @@ class IntegerGrid:
 
     def round(self, weight_OI: torch.Tensor) -> RoundedMatrix:
         """Returns each weight's nearest value (round to nearest)."""
-        groups = weight_OI.unflatten(1, (-1, self.size_of(weight_OI.shape[1])))
-        scale_OG1, zero_OG1 = (one.unflatten(0, groups.shape[:2]) for one in self.scales(groups.flatten(0, 1)))
-        codes_OGB = self.nearest(groups, scale_OG1, zero_OG1)
-        return self.matrix(codes_OGB.flatten(1).to(torch.uint8), scale_OG1[..., 0], zero_OG1[..., 0])
+        outputs, inputs = weight_OI.shape
+        codes_OI = torch.empty(outputs, inputs, dtype=torch.uint8)
+        scale_OG, zero_OG = self.scales_of(weight_OI)
+        for rows in pieces_of(outputs, inputs):
+            groups = weight_OI[rows].unflatten(1, (-1, self.size_of(inputs)))
+            codes_OI[rows] = self.nearest(groups, scale_OG[rows, :, None], zero_OG[rows, :, None]).flatten(1)
+        return self.matrix(codes_OI, scale_OG, zero_OG)
+
+    def scales_of(self, weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the scales and the zeros of all groups, float32 [O, G]."""
+        outputs, inputs = weight_OI.shape
+        found_2OG = torch.empty(2, outputs, inputs // self.size_of(inputs))
+        for rows in pieces_of(outputs, inputs):
+            groups = weight_OI[rows].reshape(-1, self.size_of(inputs))
+            for place, one in enumerate(self.scales(groups)):
+                found_2OG[place, rows] = one.view(-1, found_2OG.shape[2])
+        return found_2OG[0], found_2OG[1]
 
     def matrix(self, codes_OI: torch.Tensor, scale_OG: torch.Tensor, zero_OG: torch.Tensor) -> RoundedMatrix:
         """Returns codes, scales and zeros as they are written."""
@@ -78,3 +98,9 @@ class IntegerGrid:
     def _written(self, scale: torch.Tensor) -> torch.Tensor:
         written = scale.clamp_(min=LEAST_SCALE).to(self.scale_dtype).float()
         return torch.where(written > 0, written, torch.finfo(self.scale_dtype).tiny)
+
+
+def pieces_of(outputs: int, inputs: int) -> list[slice]:
+    """Returns ranges of outputs whose weights are at most PIECE_BYTES, or one output's."""
+    step = max(1, PIECE_BYTES // (4 * inputs))
+    return [slice(first, min(first + step, outputs)) for first in range(0, outputs, step)]

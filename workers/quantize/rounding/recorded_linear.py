@@ -3,7 +3,8 @@
 T tokens, I inputs, O outputs. Everything in float32.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -12,11 +13,16 @@ from tandem.parallel.linear_methods import Place, as_given
 from tandem.parallel.params import Param
 from tandem.parallel.quantization.coded import UndoneMethod
 from tandem.parallel.quantization.int8 import quantize_inputs
+from tandem.workers.quantize.rounding.integer_grid import IntegerGrid, RoundedMatrix, pieces_of
+from tandem.workers.quantize.rounding.threads import one_thread
+
+STRIPS = 4
+"""Parts of the products of inputs, of which what is left of the diagonal is not computed: it mirrors the rest."""
 
 
 class InputStats:
     """Sums over the inputs x_TI of a linear layer: x.T @ x, of which any rounding's error in its outputs follows; |x|;
-    and the largest |x| of each input."""
+    and the largest |x| of each input. They are whole behind finish()."""
 
     def __init__(self, inputs: int) -> None:
         self.tokens = 0
@@ -27,10 +33,21 @@ class InputStats:
     def add(self, x_TI: torch.Tensor) -> None:
         """Adds the inputs of some tokens."""
         self.tokens += len(x_TI)
-        self.products_II.addmm_(x_TI.T, x_TI)
+        for strip in self._strips():
+            self.products_II[strip, strip.start :].addmm_(x_TI[:, strip].T, x_TI[:, strip.start :])
         self.magnitude_I += x_TI.abs().sum(0)
         if len(x_TI):
             torch.maximum(self.largest_I, x_TI.abs().amax(0), out=self.largest_I)
+
+    def finish(self) -> None:
+        """Completes the sums: no tokens come any more."""
+        for strip in self._strips():
+            self.products_II[strip.stop :, strip] = self.products_II[strip, strip.stop :].T
+
+    def _strips(self) -> Iterator[slice]:
+        inputs = len(self.products_II)
+        step = -(-inputs // STRIPS)
+        yield from (slice(first, min(first + step, inputs)) for first in range(0, inputs, step))
 
     def divide(self, scale_I: torch.Tensor) -> None:
         """Makes them the sums of inputs that are divided by a scale."""
@@ -38,9 +55,20 @@ class InputStats:
         self.magnitude_I.div_(scale_I)
         self.largest_I.div_(scale_I)
 
-    def error(self, change_OI: torch.Tensor) -> float:
-        """Returns the sum, over tokens and outputs, of the squares that a change of the weights adds to outputs."""
-        return max(0.0, float((change_OI @ self.products_II).mul_(change_OI).sum(dtype=torch.float64)))
+    def error(self, outputs: int, change_of: Callable[[slice], torch.Tensor]) -> float:
+        """Returns the sum, over tokens and outputs, of the squares that a change of the weights adds to outputs.
+        change_of: makes the change [.., I] of some outputs, which are asked for piece by piece."""
+        total = 0.0
+        for rows in pieces_of(outputs, len(self.products_II)):
+            with one_thread():  # small operations
+                change_OI = change_of(rows)
+            for strip in self._strips():
+                product_OJ = change_OI[:, strip] @ self.products_II[strip, strip.start :]
+                with one_thread():
+                    product_OJ.mul_(change_OI[:, strip.start :])
+                    product_OJ[:, strip.stop - strip.start :].mul_(2)  # what mirrors it counts too
+                    total += float(product_OJ.sum(dtype=torch.float64))
+        return max(0.0, total)
 
 
 class RecordedLinear(UndoneMethod):
@@ -64,6 +92,18 @@ class RecordedLinear(UndoneMethod):
             codes_TI, scale_T1 = quantize_inputs(x_TI)
             x_TI = codes_TI * scale_T1
         return super().apply(x_TI)
+
+    def error(self, matrix: RoundedMatrix) -> float:
+        """Returns what a rounding of the weights adds to outputs, as a share of these, by lengths."""
+        assert self.stats is not None, "no inputs were recorded"
+        weight_OI = self.weight()
+        change = self.stats.error(len(weight_OI), lambda rows: matrix.rows(rows).dense_OI().sub_(weight_OI[rows]))
+        whole = self.stats.error(len(weight_OI), lambda rows: weight_OI[rows])
+        return math.sqrt(change / whole) if whole > 0 else 0.0
+
+    def error_by_nearest(self, grid: IntegerGrid) -> float:
+        """Returns error() of rounding to nearest."""
+        return self.error(grid.round(self.weight()))
 
     def rows_of(self, param: Param) -> slice:
         """Returns the outputs of one of its projections."""

@@ -5,8 +5,6 @@ over the calibration text stay as near as they can: by the inverse of the matrix
 inputs, B of a block.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +12,7 @@ import torch
 
 from tandem.workers.quantize.rounding.integer_grid import IntegerGrid, RoundedMatrix
 from tandem.workers.quantize.rounding.recorded_linear import InputStats
+from tandem.workers.quantize.rounding.threads import one_thread
 
 BLOCK = 128
 """Inputs whose changes are added to all later ones at once."""
@@ -21,8 +20,12 @@ DAMPING = (0.01, 0.1, 1.0)
 """Shares of the mean diagonal that are added to it, the next where the matrix has no inverse with one."""
 
 
+class NoInverseError(ArithmeticError):
+    """The sums over a matrix's inputs have no inverse: they are 0, or no numbers, or too alike."""
+
+
 class Rounder(Protocol):
-    """A way to round. stats: of the matrix's inputs."""
+    """A way to round. stats: of the matrix's inputs. NoInverseError."""
 
     def __call__(self, weight_OI: torch.Tensor, stats: InputStats, grid: IntegerGrid, /) -> RoundedMatrix: ...
 
@@ -40,20 +43,29 @@ class GptqRounder:
     act_order: bool = False
 
     def __call__(self, weight_OI: torch.Tensor, stats: InputStats, grid: IntegerGrid, /) -> RoundedMatrix:
-        products_II, inputs = stats.products_II, weight_OI.shape[1]
-        order_I = torch.arange(inputs)
+        return self.prepared(stats)(weight_OI, grid)
+
+    def prepared(self, stats: InputStats) -> "PreparedGptq":
+        """Returns what rounds any outputs that have these inputs. NoInverseError."""
+        order_I = torch.arange(len(stats.products_II))
         if self.act_order:
-            order_I = products_II.diagonal().argsort(descending=True, stable=True)
-            products_II = products_II[order_I][:, order_I]
-        factor_II, found = _factor(products_II), grid.round(weight_OI)
-        if factor_II is None:
-            return found
-        middle_OG = torch.full(found.scale_OG.shape, float(grid.middle))
-        zero_OG = middle_OG if found.zero_OG is None else found.zero_OG.float()
-        state = _Rounding(grid, found.scale_OG.float(), zero_OG, order_I // grid.size_of(inputs), not self.act_order)
-        codes_OI = torch.empty_like(found.codes_OI)
-        codes_OI[:, order_I] = state.run(weight_OI[:, order_I], factor_II)
-        return grid.matrix(codes_OI, state.scale_OG, state.zero_OG)
+            order_I = stats.products_II.diagonal().argsort(descending=True, stable=True)
+        return PreparedGptq(self.act_order, order_I, _factor(stats.products_II, order_I if self.act_order else None))
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGptq:
+    """GPTQ for some inputs. order_I: in which they are rounded; factor_II: in that order."""
+
+    act_order: bool
+    order_I: torch.Tensor
+    factor_II: torch.Tensor
+
+    def __call__(self, weight_OI: torch.Tensor, grid: IntegerGrid) -> RoundedMatrix:
+        group_I = self.order_I // grid.size_of(weight_OI.shape[1])
+        state = _Rounding(grid, *grid.scales_of(weight_OI), group_I, not self.act_order)
+        codes_OI = state.run(weight_OI[:, self.order_I], self.factor_II)
+        return grid.matrix(codes_OI[:, self.order_I.argsort()], state.scale_OG, state.zero_OG)
 
 
 @dataclass(slots=True)
@@ -77,7 +89,7 @@ class _Rounding:
         codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8)
         for first in range(0, inputs, step):
             block = slice(first, min(first + step, inputs))
-            with _one_thread():  # thousands of small operations
+            with one_thread():  # thousands of small operations
                 error_OB = self._block(weight_OI, factor_II, block, codes_OI)
             weight_OI[:, block.stop :].addmm_(error_OB, factor_II[block, block.stop :], alpha=-1)
         return codes_OI
@@ -104,30 +116,26 @@ class _Rounding:
         return error_BO.T
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _factor(products_II: torch.Tensor) -> torch.Tensor | None:
-    """Returns the upper Cholesky factor of the inverse of the products of inputs; None where there is none."""
+def _factor(products_II: torch.Tensor, order_I: torch.Tensor | None) -> torch.Tensor:
+    """Returns the upper Cholesky factor of the inverse of the products of inputs, in an order. NoInverseError."""
     diagonal_I = products_II.diagonal()
+    if order_I is not None:
+        diagonal_I = diagonal_I[order_I]
     mean = diagonal_I.mean()
     if not bool(mean > 0) or not bool(mean.isfinite()):
-        return None
-    for share in DAMPING:
-        damped_II = products_II.clone()
+        raise NoInverseError
+    for share in DAMPING:  # each matrix goes when the next is there: two of them at a time
+        damped_II = products_II.clone() if order_I is None else products_II[order_I[:, None], order_I]
         # an input that is always 0 says nothing: its weights are rounded by themselves
         damped_II.diagonal().copy_(torch.where(diagonal_I > 0, diagonal_I + share * mean, mean))
         lower_II, failed = torch.linalg.cholesky_ex(damped_II)
+        del damped_II
         if failed:
             continue
-        factor_II, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower_II), upper=True)
+        inverse_II = torch.cholesky_inverse(lower_II)
+        del lower_II
+        factor_II, failed = torch.linalg.cholesky_ex(inverse_II, upper=True)
+        del inverse_II
         if not failed and bool(factor_II.isfinite().all()):
             return factor_II
-    return None
+    raise NoInverseError

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from tandem.workers.quantize.rounding.folds import Fold
-from tandem.workers.quantize.rounding.integer_grid import IntegerGrid
+from tandem.workers.quantize.rounding.integer_grid import IntegerGrid, pieces_of
 from tandem.workers.quantize.rounding.recorded_linear import InputStats, RecordedLinear
+from tandem.workers.quantize.rounding.threads import one_thread
 
 STEPS = 20
 LEAST = 1e-4
@@ -105,9 +106,10 @@ def _mean_shares(fold: Fold, grid_of: GridOf) -> torch.Tensor:
     """Returns each input's mean |w|, as a share of the largest |w| of the weight's group."""
     sums, outputs = torch.zeros(fold.linears[0].inputs), 0
     for linear in fold.linears:
-        weight_OI = linear.weight().abs()
-        groups = weight_OI.unflatten(1, (-1, grid_of(linear).size_of(linear.inputs)))
-        sums += (groups / groups.amax(-1, keepdim=True).clamp(min=LEAST)).flatten(1).sum(0)
+        weight_OI, size = linear.weight(), grid_of(linear).size_of(linear.inputs)
+        for rows in pieces_of(*weight_OI.shape):
+            groups = weight_OI[rows].abs().unflatten(1, (-1, size))
+            sums += (groups / groups.amax(-1, keepdim=True).clamp(min=LEAST)).flatten(1).sum(0)
         outputs += len(weight_OI)
     return sums / outputs
 
@@ -116,14 +118,14 @@ def _centred(scale_I: torch.Tensor) -> torch.Tensor:
     return (scale_I / (scale_I.max() * scale_I.min()).sqrt()).clamp_(min=LEAST)
 
 
-def _change(linear: RecordedLinear, scale_I: torch.Tensor, grid: IntegerGrid) -> torch.Tensor:
+def _change(weight_OI: torch.Tensor, scale_I: torch.Tensor, grid: IntegerGrid) -> torch.Tensor:
     """Returns what rounding changes of weights whose inputs have a scale."""
-    weight_OI = linear.weight()
     return grid.round(weight_OI * scale_I).dense_OI().div_(scale_I).sub_(weight_OI)
 
 
 def _error(linear: RecordedLinear, scale_I: torch.Tensor, grid: IntegerGrid) -> float:
-    return _stats(linear).error(_change(linear, scale_I, grid))
+    weight_OI = linear.weight()
+    return _stats(linear).error(len(weight_OI), lambda rows: _change(weight_OI[rows], scale_I, grid))
 
 
 def _protected(fold: Fold, magnitude_I: torch.Tensor, scale_I: torch.Tensor, grid_of: GridOf) -> float:
@@ -131,10 +133,12 @@ def _protected(fold: Fold, magnitude_I: torch.Tensor, scale_I: torch.Tensor, gri
     salient = magnitude_I.topk(max(1, round(SALIENT * len(magnitude_I)))).indices
 
     def own(scale_I: torch.Tensor) -> torch.Tensor:
-        parts = (
-            _change(linear, scale_I, grid_of(linear)).square_().sum(0) * _stats(linear).products_II.diagonal()
-            for linear in fold.linears
-        )
-        return torch.stack(list(parts)).sum(0)[salient]
+        total_I = torch.zeros_like(scale_I)
+        for linear in fold.linears:
+            weight_OI, squares_I = linear.weight(), _stats(linear).products_II.diagonal()
+            for rows in pieces_of(*weight_OI.shape):
+                total_I += _change(weight_OI[rows], scale_I, grid_of(linear)).square_().sum(0) * squares_I
+        return total_I[salient]
 
-    return float((own(scale_I) < own(torch.ones_like(scale_I))).float().mean())
+    with one_thread():
+        return float((own(scale_I) < own(torch.ones_like(scale_I))).float().mean())

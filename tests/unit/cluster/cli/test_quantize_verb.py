@@ -51,6 +51,7 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (("--calib", "/nowhere/text"), "--calib", "/nowhere/text: No such file"),
         (("--calib", TEXT, "--calib-length", "100000"), "--calib-length", "beyond the model's context"),
         (("--calib-tokens", "1"), "--calib-tokens", "1: at least 2"),
+        (("--quantize-head", *SMALL), "--quantize-head", "the table of embeddings too"),
         (("--ignore", "re:("), "--ignore", "no regular expression"),
         (("--ignore", "re:.*experts"), "--ignore", "re:.*experts: no layer of the model is called so; one is model."),
     ],
