@@ -27,7 +27,7 @@ from tandem.workers.planning.model_source import find_model
 from tests.support.paged_rows import prompt_ids
 
 TinyFolder = Callable[[str], Path]
-SMALL = DistillSettings(hidden=64, steps=70, answers=2, max_tokens=48, places=3)
+SMALL = DistillSettings(hidden=64, steps=120, answers=2, max_tokens=48, places=3)
 WORDS = ("dog", "cat", "fox", "bear", "owl", "hen", "frog", "duck", "goat", "mouse", "horse", "sheep")
 """What the prompts are about; a tenth of them judges."""
 
