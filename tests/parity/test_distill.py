@@ -116,6 +116,7 @@ class _Itself:
     taps = ()
     ids = None
     trained_places = 1
+    learning_rate = 0.0
 
     def __init__(self, target: TargetModel) -> None:
         self._target = target

@@ -55,11 +55,12 @@ class Training:
         self._answers = answers
         self._settings = settings
         self._work = work
-        rate, self._parameters = settings.learning_rate, list(student.module.parameters())
-        assert rate is not None, "settings are checked"
-        self._rate = rate
+        self._rate, self._parameters = (
+            settings.learning_rate or student.learning_rate,
+            list(student.module.parameters()),
+        )
         self._read_s = 0.0
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=self._rate, betas=(0.9, 0.95), weight_decay=0.01)
 
     def run(self, say: Say) -> int:
         """Learns until the steps are done; returns how many there were."""
