@@ -27,7 +27,7 @@ from tandem.workers.planning.model_source import find_model
 from tests.support.paged_rows import prompt_ids
 
 TinyFolder = Callable[[str], Path]
-SMALL = DistillSettings(hidden=64, steps=70, answers=2, max_tokens=48, places=3)
+SMALL = DistillSettings(hidden=64, steps=120, answers=2, max_tokens=48, places=3)
 WORDS = ("dog", "cat", "fox", "bear", "owl", "hen", "frog", "duck", "goat", "mouse", "horse", "sheep")
 """What the prompts are about; a tenth of them judges."""
 
@@ -116,6 +116,7 @@ class _Itself:
     taps = ()
     ids = None
     trained_places = 1
+    learning_rate = 0.0
 
     def __init__(self, target: TargetModel) -> None:
         self._target = target

@@ -1,8 +1,7 @@
 """DistillSettings: what is made of a target, checked; everything by which two runs may differ in what they write.
 Torch-free."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from tandem.configs.errors import SettingsError
@@ -15,7 +14,6 @@ TEMPERATURES: Final = (0.7, 1.0)
 """Temperatures of the answers to learn from, in turn."""
 DRAFT_VOCABULARY: Final = 32000
 """Tokens of an EAGLE-3 head's vocabulary unless the user says otherwise, as most published ones have it."""
-LEARNING_RATES: Final[Mapping[str, float]] = {DRAFT: 3e-3, EAGLE: 1e-3, MEDUSA: 1e-3}
 LONGEST_RUN: Final = 16
 """The most places, as of --speculative-config."""
 
@@ -25,7 +23,7 @@ class DistillSettings:
     """method: see METHODS. minutes: for answers and training together; steps: of training, in place of what the minutes
     leave. layers: of a draft model, or of a Medusa head's block. hidden, heads: of a draft model. draft_vocab: of an
     EAGLE-3 head. places: tokens that are guessed ahead, of which the report tells, and a Medusa has as many heads.
-    answers: to a prompt, at most. max_tokens: of an answer."""
+    answers: to a prompt, at most. max_tokens: of an answer. learning_rate: the highest; None: the student's own."""
 
     method: str = DRAFT
     minutes: float = 10.0
@@ -41,7 +39,7 @@ class DistillSettings:
     seed: int = 0
 
     def checked(self) -> "DistillSettings":
-        """Returns them as they are used. SettingsError, by flag, for values that there are not or do not fit."""
+        """Returns them. SettingsError, by flag, for values that there are not or do not fit."""
         if self.method not in METHODS:
             raise SettingsError(f"{self.method}: there are {', '.join(METHODS)}", "METHOD")
         if not 0 < self.minutes < float("inf"):
@@ -63,7 +61,7 @@ class DistillSettings:
         if self.learning_rate is not None and not 0 < self.learning_rate < 1:
             raise SettingsError(f"{self.learning_rate:g}: between 0 and 1", "--learning-rate")
         self._check_unread()
-        return replace(self, learning_rate=self.learning_rate or LEARNING_RATES[self.method])
+        return self
 
     def _check_unread(self) -> None:
         """SettingsError for flags that the method does not read."""

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from tandem.configs.errors import SettingsError
 from tandem.workers.distill.distill_settings import DistillSettings
-from tandem.workers.distill.student import STEMS, LayerShape, LearnedLayer, LearnedNorm, begin, shifted
+from tandem.workers.distill.student import STEMS, LayerShape, LearnedLayer, LearnedNorm, begin, rate_of, shifted
 from tandem.workers.distill.target_model import AnswerStates
 from tandem.workers.models.spec.arch import ArchSpec, Gqa
 from tandem.workers.models.spec.family_rows.families import family_of
@@ -78,6 +78,7 @@ class DraftStudent:
         self._llama = _Llama(self.shape, settings.layers, spec.vocab_size)
         self.module: nn.Module = self._llama
         begin(self.module, generator)
+        self.learning_rate = rate_of(3e-3, 128, self.shape.hidden_size)
 
     def hidden(self, states: AnswerStates, places: int) -> list[torch.Tensor]:
         """Implements Student."""

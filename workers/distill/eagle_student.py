@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tandem.configs.errors import UnsupportedModelError
 from tandem.workers.distill.draft_student import EPS, MULTIPLE, llama_keys
-from tandem.workers.distill.student import LayerShape, LearnedLayer, LearnedNorm, begin, shifted
+from tandem.workers.distill.student import LayerShape, LearnedLayer, LearnedNorm, begin, rate_of, shifted
 from tandem.workers.distill.target_model import AnswerStates, TargetModel
 from tandem.workers.models.spec.arch import ArchSpec, Gated, Gqa, NormKind
 
@@ -77,6 +77,7 @@ class EagleStudent:
         self._head = _Head(self.shape, len(ids))
         self.module: nn.Module = self._head
         begin(self._head, generator)
+        self.learning_rate = rate_of(1e-3, 256, self.shape.hidden_size)
         device, norm = target.platform.device, target.spec.final_norm
         with torch.no_grad():
             self._head.fc.weight.zero_()[:, -self.shape.hidden_size :] = torch.eye(self.shape.hidden_size)

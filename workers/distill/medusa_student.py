@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from tandem.workers.distill.distill_settings import DistillSettings
-from tandem.workers.distill.student import shifted
+from tandem.workers.distill.student import rate_of, shifted
 from tandem.workers.distill.target_model import AnswerStates, TargetModel
 
 
@@ -57,6 +57,7 @@ class MedusaStudent:
         self._heads = _Heads(rows_VH.clone().cpu(), settings.places, settings.layers)
         self.module: nn.Module = self._heads
         self.trained_places = settings.places
+        self.learning_rate = rate_of(1e-3, 256, target.spec.hidden_size)
 
     def hidden(self, states: AnswerStates, places: int) -> list[torch.Tensor]:
         """Implements Student."""

@@ -28,12 +28,13 @@ SPREAD: Final = 0.02
 class Student(Protocol):
     """A pupil of the target. module: its parameters. taps: the target's layers before which it reads the residual
     stream. ids: the target's ids of its own vocabulary, ascending; None: all. trained_places: how many places a step
-    learns."""
+    learns. learning_rate: the highest that suits it, less for wider ones."""
 
     module: nn.Module
     taps: tuple[int, ...]
     ids: torch.Tensor | None
     trained_places: int
+    learning_rate: float
 
     def hidden(self, states: AnswerStates, places: int) -> list[torch.Tensor]:
         """Returns for each place what its head reads, [B, W, H], by the token s that the chain starts behind."""
@@ -138,6 +139,11 @@ def shifted(x_BW: torch.Tensor, by: int) -> torch.Tensor:
     else:
         out[:, -by:] = x_BW[:, :by]
     return out
+
+
+def rate_of(highest: float, width: int, hidden_size: int) -> float:
+    """Returns a learning rate: the highest up to a width, and behind it the less the wider a student is."""
+    return highest * min(1.0, width / hidden_size)
 
 
 def begin(module: nn.Module, generator: torch.Generator) -> None:

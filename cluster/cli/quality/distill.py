@@ -52,7 +52,8 @@ def distill(
     answers: Annotated[int, _own("--answers", "N", "Answers to each prompt, at most. Default: 8.")] = 8,
     max_tokens: Annotated[int, _own("--max-tokens", "N", "Tokens of an answer, at most. Default: 256.")] = 256,
     learning_rate: Annotated[
-        float | None, _own("--learning-rate", "X", "The highest. Default: draft 0.003, others 0.001.")
+        float | None,
+        _own("--learning-rate", "X", "The highest. Default: draft 0.003, others 0.001; less where they are wide."),
     ] = None,
     seed: Annotated[int, _own("--seed", "N", "Of answers, of the order, and of new weights. Default: 0.")] = 0,
     revision: Annotated[str | None, _own("--revision", "TEXT", "Branch, tag or commit of a hub id.")] = None,
