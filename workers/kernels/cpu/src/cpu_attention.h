@@ -5,6 +5,18 @@
 #define LINE (64 / (int)sizeof(stored)) /* elements of a cache line */
 #define PAIR (2 * LANES)
 
+/* sum + a * b, rounded once where the CPU can. Compilers do so by themselves in some loops and not in others, and a query's
+   bits must not depend on the loop. */
+INLINE floats fused(floats sum, floats a, floats b) {
+#if defined(SIXTEEN)
+  return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif LANES == 8 && defined(__FMA__)
+  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  return sum + a * b;
+#endif
+}
+
 /* A product of q and k: pairs of bf16 where the CPU multiplies them, floats elsewhere. */
 #if ELEMENT == 1 && STORED == 0 && defined(SIXTEEN) && defined(__AVX512BF16__)
 #define PAIRED
@@ -28,7 +40,7 @@ typedef floats operand;
 typedef float query_part;
 INLINE operand load_query(const query_part *at) { floats x; memcpy(&x, at, sizeof x); return x; }
 INLINE operand load_key(const stored *at, int left) { return load_stored_some(at, left); }
-INLINE floats multiply_add(floats sum, operand a, operand b) { return sum + a * b; }
+INLINE floats multiply_add(floats sum, operand a, operand b) { return fused(sum, a, b); }
 INLINE void copy_query(query_part *to, const element *q, long dim, long padded) {
   for (long i = 0; i < padded; i += LANES) {
     const floats x = i < dim ? load_some(q + i, dim - i) : (floats){};

@@ -9,7 +9,7 @@
 
 #define MAX_DIM 256
 #define MAX_TILE 4
-#define SPAN 4 /* tokens that all heads read before the next ones: they are contiguous, so the reads stream */
+#define SPAN (LANES == 8 ? 16 : 4) /* tokens that all heads read before the next ones: contiguous, so the reads stream */
 
 /* What all tasks of a call share. padded: a head's elements in scratch memory. slopes, sinks: of query heads, or null;
    softcap: 0 for none. */
@@ -81,8 +81,9 @@ INLINE void add_token(floats sum[][2], const stored *value, const stored *next, 
   load_two(x, value, left);
   prefetch(next, left);
   UNROLLED for (int g = 0; g < G; g++) {
-    sum[g][0] += weight[g] * x[0];
-    if (left > LANES) sum[g][1] += weight[g] * x[1];
+    const floats factor = (floats){} + weight[g];
+    sum[g][0] = fused(sum[g][0], factor, x[0]);
+    if (left > LANES) sum[g][1] = fused(sum[g][1], factor, x[1]);
   }
 }
 
@@ -117,8 +118,9 @@ INLINE void span_values(const work *w, const span *s, long h, const float *score
         floats x[2];
         load_two(x, value + j * s->token + i * LANES, PAIR);
         UNROLLED for (int g = 0; g < G; g++) {
-          sum[g][i] += weight[j * G + g] * x[0];
-          sum[g][i + 1] += weight[j * G + g] * x[1];
+          const floats factor = (floats){} + weight[j * G + g];
+          sum[g][i] = fused(sum[g][i], factor, x[0]);
+          sum[g][i + 1] = fused(sum[g][i + 1], factor, x[1]);
         }
       }
     }
