@@ -62,7 +62,7 @@ class QueryRows:
             self._heads = num_heads, width
             queries = self._queries()
             pieces = _pieces(queries, window, self._most_parts) if len(queries.token) else ()
-            works = [DecodeWork(piece, window, self._batch.block_size) for piece in pieces]
+            works = [DecodeWork(piece, window, self._batch.block_size, self._kernel.together) for piece in pieces]
             self._works[window] = works
             for work in works:
                 self._kernel.reserve(work, num_heads, width)

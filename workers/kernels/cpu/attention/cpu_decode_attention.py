@@ -1,9 +1,10 @@
-"""Paged decode attention for CPUs: each row has one query and reads its K and V in place, once.
+"""Paged decode attention for CPUs: each row has a few queries and reads its K and V in place, once for all of them.
 
     out[r, n] = softmax_j(cap(scale * q[r, n] . k[j, n / G]) - slope[n] * (p - j)) v[j, n / G]
 
 over the visible positions j of row r, whose query is at p; a head's sink takes its share of the softmax and adds
-nothing.
+nothing. Queries one behind the other, as those of a token and its drafts, are computed together, and each as it would
+be alone, to the last bit: what they share is read, not summed.
 
 A row's context is split into partitions, so that one long row keeps all threads busy; partitions are merged by their
 maxima and weights (flash-decoding, Dao et al. 2023); positions before a window are not read. bf16 and fp32, computed in
@@ -28,6 +29,8 @@ from tandem.workers.kernels.kv_store import LayerKV
 from tandem.workers.models.spec.arch import AttentionParams
 
 PARTITION_TOKENS = 128
+TOGETHER = 8
+"""Queries of a row that are computed together at most: their sums stay in the L2 cache."""
 LANES = 16
 Ints = npt.NDArray[np.int64]
 
@@ -57,14 +60,15 @@ class DecodeTable:
 class DecodeWork:
     """Queries under one window, split into partitions, for all layers with that window, whatever their block tables.
 
-    tasks: int32 [tasks, 5]: row of the block table, token, first position, last position + 1, the query's position.
-    rows: int32 [rows, 3]: token, first task, last task + 1. Captured calls read the queries that set_queries was last
-    given. most_parts: tasks of a row; room: of how many tasks a kernel holds the sums at a time, where it does not hold
-    all.
+    tasks: int32 [tasks, 7]: row of the block table, token, first position, last position + 1, the first query's
+    position, queries, place of its sums. rows, one for each query: int32 [rows, 5]: token, place of its first sums,
+    how many there are, queries that have sums together, which of them it is. Captured calls read the queries that
+    set_queries was last given. together: queries of a task, at most. most_parts: tasks of a row; room: of how many
+    tasks a kernel holds the sums at a time, where it does not hold all.
     """
 
-    def __init__(self, queries: Queries, window: int | None, block_size: int) -> None:
-        self._window, self._block_size = window, block_size
+    def __init__(self, queries: Queries, window: int | None, block_size: int, together: int) -> None:
+        self._window, self._block_size, self._together = window, block_size, together
         self.tasks, self.rows = ctypes.c_void_p(), ctypes.c_void_p()
         self.num_tasks, self.num_rows = ctypes.c_long(), ctypes.c_long()
         self.scratch_size, self.room = ctypes.c_long(), ctypes.c_long()
@@ -72,43 +76,67 @@ class DecodeWork:
 
     def set_queries(self, queries: Queries) -> None:
         """Replaces the queries, of which there is one at least."""
-        self._held = tasks, rows = partitions(queries, self._window, self._block_size)
+        self._held = tasks, rows = partitions(queries, self._window, self._block_size, self._together)
         self.longest = int((tasks[:, 3] - tasks[:, 2]).max())
-        self.most_parts = int((rows[:, 2] - rows[:, 1]).max())
+        self.most_parts, self.most_queries = int(rows[:, 2].max()), int(tasks[:, 5].max())
+        self.num_sums = int(tasks[:, 5].sum())
         self.tasks.value, self.rows.value = tasks.ctypes.data, rows.ctypes.data
         self.num_tasks.value, self.num_rows.value = len(tasks), len(rows)
 
 
 def partitions(
-    queries: Queries, window: int | None, block_size: int
+    queries: Queries, window: int | None, block_size: int, together: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Returns tasks and rows as in DecodeWork: contexts are cut at multiples of PARTITION_TOKENS."""
     size = max(1, PARTITION_TOKENS // block_size) * block_size
     row, token, end = queries
-    first = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
+    lead, count = _groups(queries, together)
+    group = np.arange(len(lead)).repeat(count)  # of each query
+    seen = np.zeros_like(end) if window is None else np.maximum(end - window, 0)  # the first position
+    first, last = seen[lead], end[lead + count - 1]
     hidden = first // size
-    counts = (end - 1) // size - hidden + 1
-    ends = counts.cumsum()
-    of = np.arange(len(counts)).repeat(counts)
-    start = (np.arange(len(of)) + (hidden - ends + counts)[of]) * size
-    last = end[of]
-    tasks = np.empty((len(of), 5), np.int32)
-    tasks[:, 0], tasks[:, 1], tasks[:, 4] = row[of], token[of], last - 1
-    tasks[:, 2], tasks[:, 3] = np.maximum(start, first[of]), np.minimum(start + size, last)
-    rows = np.empty((len(counts), 3), np.int32)
-    rows[:, 0], rows[:, 1], rows[:, 2] = token, ends - counts, ends
+    parts = (last - 1) // size - hidden + 1
+    begins = parts.cumsum() - parts  # first task of each group
+    of = np.arange(len(lead)).repeat(parts)
+    start = (np.arange(len(of)) + (hidden - begins)[of]) * size
+    sums = count[of].cumsum() - count[of]
+    tasks = np.empty((len(of), 7), np.int32)
+    tasks[:, 0], tasks[:, 1], tasks[:, 4] = row[lead][of], token[lead][of], end[lead][of] - 1
+    tasks[:, 2], tasks[:, 3] = np.maximum(start, first[of]), np.minimum(start + size, last[of])
+    tasks[:, 5], tasks[:, 6] = count[of], sums
+    own = seen // size  # number of the first partition that a query sees
+    rows = np.empty((len(row), 5), np.int32)
+    rows[:, 0], rows[:, 1] = token, sums[begins[group] + own - hidden[group]]
+    rows[:, 2], rows[:, 3] = (end - 1) // size - own + 1, count[group]
+    rows[:, 4] = np.arange(len(row)) - lead[group]
     return tasks, rows
+
+
+def _groups(queries: Queries, together: int) -> tuple[Ints, Ints]:
+    """Returns the first query and the number of those that are computed together: of one row, one behind the other, at
+    most `together`, as evenly as may be."""
+    row, token, end = queries
+    follows = (row[1:] == row[:-1]) & (token[1:] == token[:-1] + 1) & (end[1:] == end[:-1] + 1)
+    begins = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    lengths = np.diff(begins, append=len(row))
+    pieces = -(-lengths // together)
+    run = np.arange(len(begins)).repeat(pieces)
+    piece = np.arange(len(run)) - (pieces.cumsum() - pieces)[run]
+    lead = begins[run] + piece * lengths[run] // pieces[run]
+    return lead, np.diff(lead, append=len(row))
 
 
 class CpuDecodeAttention:
     """The compiled kernel for one element type. It keeps scratch memory between calls, so it serves one thread."""
 
+    together = TOGETHER
+
     def __init__(self, library: ctypes.CDLL) -> None:
         self._partials, self._scratch, self._of_heads = Scratch(), Scratch(), OfHeads()
         self._attend = Kernel(
             library, "decode_attention", POINTER, NUMBER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, NUMBER,
-            POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, REAL, REAL,
-            POINTER, POINTER, COUNT,
+            POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER, REAL,
+            REAL, POINTER, POINTER, COUNT,
         )  # fmt: skip
 
     @classmethod
@@ -120,8 +148,9 @@ class CpuDecodeAttention:
     def reserve(self, work: DecodeWork, num_heads: int, head_dim: int) -> None:
         """Reserves memory for this work, before each step's first call with it."""
         padded = up_to(2 * LANES, head_dim)
-        work.scratch_size.value = num_heads * (padded + up_to(LANES, work.longest))  # of a thread: queries and scores
-        self._partials.reserve(work.num_tasks.value * up_to(LANES, num_heads * (padded + 2)))
+        scores = up_to(LANES, work.longest) + (LANES if work.most_queries > 1 else 0)
+        work.scratch_size.value = work.most_queries * num_heads * (padded + scores)  # of a thread: queries and scores
+        self._partials.reserve(work.num_sums * up_to(LANES, num_heads * (padded + 2)))
         self._scratch.reserve(torch.get_num_threads() * work.scratch_size.value)
 
     def attend(
@@ -142,7 +171,8 @@ class CpuDecodeAttention:
             q_TND.data_ptr(), q_TND.stride(0), kv.keys.data_ptr(), kv.values.data_ptr(), address(kv.key_scales),
             address(kv.value_scales), out_TND.data_ptr(), table.address, table.stride, work.tasks, work.num_tasks,
             work.rows, work.num_rows, self._partials.address, self._scratch.address, work.scratch_size,
-            num_heads, kv.keys.shape[2], head_dim, kv.keys.shape[1], params.scale, params.softcap or 0.0,
+            num_heads, kv.keys.shape[2], head_dim, kv.keys.shape[1], params.window or 0, params.scale,
+            params.softcap or 0.0,
             self._of_heads.array(params.slopes), self._of_heads.array(params.sinks), torch.get_num_threads(),
         )  # fmt: skip
 

@@ -39,6 +39,8 @@ cost a third of a decode's time."""
 class CpuLatentAttention:
     """The compiled kernels for one element type. It keeps scratch memory between calls, so it serves one thread."""
 
+    together = 1
+
     def __init__(self, library: ctypes.CDLL) -> None:
         assert ctypes.c_int.in_dll(library, "latent_most_width").value == MOST_LATENT
         self._partials, self._scratch = Scratch(), Scratch()

@@ -5,8 +5,20 @@
 #define LINE (64 / (int)sizeof(stored)) /* elements of a cache line */
 #define PAIR (2 * LANES)
 
+/* sum + a * b, rounded once where the CPU can. Compilers do so by themselves in some loops and not in others, and a query's
+   bits must not depend on the loop. */
+INLINE floats fused(floats sum, floats a, floats b) {
+#if defined(SIXTEEN)
+  return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif LANES == 8 && defined(__FMA__)
+  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  return sum + a * b;
+#endif
+}
+
 /* A product of q and k: pairs of bf16 where the CPU multiplies them, floats elsewhere. */
-#if ELEMENT == 1 && STORED == 0 && defined(__AVX512BF16__)
+#if ELEMENT == 1 && STORED == 0 && defined(SIXTEEN) && defined(__AVX512BF16__)
 #define PAIRED
 #define WIDE 32
 typedef __m512i operand;
@@ -28,7 +40,7 @@ typedef floats operand;
 typedef float query_part;
 INLINE operand load_query(const query_part *at) { floats x; memcpy(&x, at, sizeof x); return x; }
 INLINE operand load_key(const stored *at, int left) { return load_stored_some(at, left); }
-INLINE floats multiply_add(floats sum, operand a, operand b) { return sum + a * b; }
+INLINE floats multiply_add(floats sum, operand a, operand b) { return fused(sum, a, b); }
 INLINE void copy_query(query_part *to, const element *q, long dim, long padded) {
   for (long i = 0; i < padded; i += LANES) {
     const floats x = i < dim ? load_some(q + i, dim - i) : (floats){};
@@ -53,8 +65,13 @@ INLINE void load_even_odd(floats *value, const uint16_t *at, int left) {
 INLINE void even_odd_in_order(floats *sum, int vectors) {
   for (int i = 0; i + 1 < vectors; i += 2) {
     const floats even = sum[i], odd = sum[i + 1];
+#if LANES == 8
+    sum[i] = __builtin_shuffle(even, odd, (ints){0, 8, 1, 9, 2, 10, 3, 11});
+    sum[i + 1] = __builtin_shuffle(even, odd, (ints){4, 12, 5, 13, 6, 14, 7, 15});
+#else
     sum[i] = __builtin_shuffle(even, odd, (ints){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
     sum[i + 1] = __builtin_shuffle(even, odd, (ints){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+#endif
   }
 }
 
@@ -79,6 +96,13 @@ INLINE void in_order(floats *sum, int vectors) { (void)sum, (void)vectors; }
 
 /* The sum of each of four vectors' lanes. */
 INLINE void sum_four(const floats *x, float *sums) {
+#if LANES == 8
+  const ints low = {0, 8, 2, 10, 4, 12, 6, 14}, first = {0, 1, 8, 9, 4, 5, 12, 13};
+  const floats a = __builtin_shuffle(x[0], x[1], low) + __builtin_shuffle(x[0], x[1], low + 1);
+  const floats b = __builtin_shuffle(x[2], x[3], low) + __builtin_shuffle(x[2], x[3], low + 1);
+  floats c = __builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, first + 2); /* four sums in each half */
+  c += __builtin_shuffle(c, (ints){4, 5, 6, 7, 0, 1, 2, 3});
+#else
   const ints low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
   const ints first = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
   const floats a = __builtin_shuffle(x[0], x[1], low) + __builtin_shuffle(x[0], x[1], low + 2);
@@ -86,6 +110,7 @@ INLINE void sum_four(const floats *x, float *sums) {
   floats c = __builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, first + 2); /* four sums in each quarter */
   c += __builtin_shuffle(c, (ints){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
   c += __builtin_shuffle(c, (ints){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+#endif
   memcpy(sums, &c, 4 * sizeof *sums);
 }
 

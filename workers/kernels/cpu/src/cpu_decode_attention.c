@@ -1,19 +1,22 @@
-/* Paged attention of rows with one query each, for CPUs. See cpu_decode_attention.py for shapes and meaning.
+/* Paged attention of rows with few queries each, for CPUs. See cpu_decode_attention.py for shapes and meaning.
    HEAD_DIM: elements of a head, so that loops over them are unrolled; 0 for any number. */
 #include <omp.h>
 
+#ifndef __AVX512F__
+#define LANES 8
+#endif
 #include "cpu_attention.h"
 
 #define MAX_DIM 256
 #define MAX_TILE 4
-#define SPAN 4 /* tokens that all heads read before the next ones: they are contiguous, so the reads stream */
+#define SPAN (LANES == 8 ? 16 : 4) /* tokens that all heads read before the next ones: contiguous, so the reads stream */
 
 /* What all tasks of a call share. padded: a head's elements in scratch memory. slopes, sinks: of query heads, or null;
    softcap: 0 for none. */
 typedef struct {
   const stored *keys, *values;
   const float *key_scales, *value_scales; /* of each token and KV head, where SCALED */
-  long heads, kv_heads, dim, padded, block_size;
+  long heads, kv_heads, dim, padded, block_size, window; /* window: 0 for none */
   float scale, softcap;
   const float *slopes, *sinks;
 } work;
@@ -78,8 +81,9 @@ INLINE void add_token(floats sum[][2], const stored *value, const stored *next, 
   load_two(x, value, left);
   prefetch(next, left);
   UNROLLED for (int g = 0; g < G; g++) {
-    sum[g][0] += weight[g] * x[0];
-    if (left > LANES) sum[g][1] += weight[g] * x[1];
+    const floats factor = (floats){} + weight[g];
+    sum[g][0] = fused(sum[g][0], factor, x[0]);
+    if (left > LANES) sum[g][1] = fused(sum[g][1], factor, x[1]);
   }
 }
 
@@ -105,7 +109,7 @@ INLINE void span_values(const work *w, const span *s, long h, const float *score
   }
   const stored *value = s->from + h * D, *next = s->next + h * D;
   if (__builtin_constant_p(D) && D % PAIR == 0 && G <= 2) { /* all sums stay in registers */
-    floats sum[MAX_TILE][128 / LANES];
+    floats sum[2][128 / LANES];
     UNROLLED for (int g = 0; g < G; g++)
       UNROLLED for (int i = 0; i < D / LANES; i++) memcpy(&sum[g][i], sums + g * P + i * LANES, sizeof(floats));
     for (long j = 0; j < s->count; j++) {
@@ -114,8 +118,9 @@ INLINE void span_values(const work *w, const span *s, long h, const float *score
         floats x[2];
         load_two(x, value + j * s->token + i * LANES, PAIR);
         UNROLLED for (int g = 0; g < G; g++) {
-          sum[g][i] += weight[j * G + g] * x[0];
-          sum[g][i + 1] += weight[j * G + g] * x[1];
+          const floats factor = (floats){} + weight[j * G + g];
+          sum[g][i] = fused(sum[g][i], factor, x[0]);
+          sum[g][i + 1] = fused(sum[g][i + 1], factor, x[1]);
         }
       }
     }
@@ -134,12 +139,16 @@ INLINE void span_values(const work *w, const span *s, long h, const float *score
     add_two(sums + whole, value + whole, next + whole, s->token, weight, s->count, P, left, G);
 }
 
-/* A head's scores to weights. first: the position of the first score; query: of the query; count: of scores; length:
-   with padding. */
-INLINE void softmax_head(const work *w, float *row, long n, long first, long query, long count, long length,
-                         float *stats) {
+/* A head's scores to weights. first: the position of the first score; query: of the query; count: of scores. */
+INLINE void softmax_head(const work *w, float *row, long n, long first, long query, long count, float *stats) {
+  const long length = (count + LANES - 1) / LANES * LANES;
   if (w->softcap > 0 || w->slopes) {
-    const floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const floats lane = {
+        0, 1, 2, 3, 4, 5, 6, 7,
+#if LANES == 16
+        8, 9, 10, 11, 12, 13, 14, 15,
+#endif
+    };
     const float slope = w->slopes ? w->slopes[n] : 0;
     for (long j = 0; j < length; j += LANES) {
       floats x;
@@ -160,87 +169,140 @@ INLINE void softmax_head(const work *w, float *row, long n, long first, long que
     default: call(4);            \
   }
 
-/* One partition of one row's context, all heads. partial: the sums of all heads, then each one's maximum and weight. */
-static void attend_partition(const work *w, const element *q, float *partial, float *scratch, const int32_t *blocks,
-                             long first, long last, long query_position) {
+/* One partition of one row's context, for all heads of `queries` queries of that row, one behind the other. The vectors of
+   the queries and heads that share KV head h are h * group * queries + i, i of query i / group and of its i % group-th
+   head. first, last: what any of them sees, each up to its own position. */
+typedef struct {
+  const int32_t *blocks;
+  long first, last, position, queries; /* position: of the first query */
+} part;
+
+INLINE long seen_from(const work *w, const part *p, long query) {
+  const long begin = w->window ? p->position + query + 1 - w->window : 0;
+  return begin > p->first ? begin : p->first;
+}
+INLINE long seen_until(const part *p, long query) {
+  return p->position + query + 1 < p->last ? p->position + query + 1 : p->last;
+}
+INLINE long vector_of(const work *w, long queries, long query, long n) {
+  const long group = w->heads / w->kv_heads;
+  return n / group * group * queries + query * group + n % group;
+}
+
+/* Tokens position to stop of keys or values, within a block; next: what is read after them. */
+INLINE span span_of(const work *w, const part *p, const stored *from, const float *scales, long position, long stop,
+                    const stored *next) {
+  const long slot = slot_of(p->blocks, w->block_size, position), token = w->kv_heads * w->dim;
+  return (span){from + slot * token, next, scales + (SCALED ? slot * w->kv_heads : 0), stop - position, token};
+}
+
+static void part_scores(const work *w, const part *p, const query_part *query, float *scores, long length) {
   const int D = HEAD_DIM ? HEAD_DIM : w->dim;
-  const long group = w->heads / w->kv_heads, token = w->kv_heads * w->dim;
-  const long length = (last - first + LANES - 1) / LANES * LANES; /* of a head's scores, padded */
-  query_part *query = (query_part *)scratch;
-  float *scores = scratch + w->heads * w->padded, *stats = partial + w->heads * w->padded;
-  for (long n = 0; n < w->heads; n++) copy_query(query + n * w->padded, q + n * w->dim, w->dim, w->padded);
-  for (long position = first; position < last;) {
-    const long stop = span_end(position, last, w->block_size), slot = slot_of(blocks, w->block_size, position);
-    const stored *next = stop < last ? w->keys + slot_of(blocks, w->block_size, stop) * token
-                                     : w->values + slot_of(blocks, w->block_size, first) * token;
-    const span s = {w->keys + slot * token, next, w->key_scales + (SCALED ? slot * w->kv_heads : 0), stop - position,
-                    token};
-    for (long h = 0; h < w->kv_heads; h++) {
-      for (long n = h * group; n < (h + 1) * group; n += MAX_TILE) {
-        const long tile = (h + 1) * group - n;
-        float *score = scores + n * length + position - first;
+  const long token = w->kv_heads * w->dim, vectors = w->heads / w->kv_heads * p->queries;
+  for (long position = p->first, stop; position < p->last; position = stop) {
+    stop = span_end(position, p->last, w->block_size);
+    const stored *next = stop < p->last ? w->keys + slot_of(p->blocks, w->block_size, stop) * token
+                                        : w->values + slot_of(p->blocks, w->block_size, p->first) * token;
+    const span s = span_of(w, p, w->keys, w->key_scales, position, stop, next);
+    for (long h = 0; h < w->kv_heads; h++)
+      for (long n = h * vectors; n < (h + 1) * vectors; n += MAX_TILE) {
+        const long tile = (h + 1) * vectors - n;
+        float *score = scores + n * length + position - p->first;
 #define SCORE(G) span_scores(w, &s, h, query + n * w->padded, score, length, D, G)
         TILES(SCORE)
       }
-    }
-    position = stop;
-  }
-  for (long n = 0; n < w->heads; n++)
-    softmax_head(w, scores + n * length, n, first, query_position, last - first, length, stats + 2 * n);
-  memset(partial, 0, w->heads * w->padded * sizeof *partial);
-  for (long position = first; position < last;) {
-    const long stop = span_end(position, last, w->block_size), slot = slot_of(blocks, w->block_size, position);
-    const stored *from = w->values + slot * token;
-    const stored *next = stop < last ? w->values + slot_of(blocks, w->block_size, stop) * token : from;
-    const span s = {from, next, w->value_scales + (SCALED ? slot * w->kv_heads : 0), stop - position, token};
-    for (long h = 0; h < w->kv_heads; h++) {
-      for (long n = h * group; n < (h + 1) * group; n += MAX_TILE) {
-        const long tile = (h + 1) * group - n;
-        const float *score = scores + n * length + position - first;
-#define SUM(G) span_values(w, &s, h, score, length, partial + n * w->padded, D, G)
-        TILES(SUM)
-      }
-    }
-    position = stop;
   }
 }
 
-/* The sum of a row's partitions, for one head. */
-static void merge_partitions(const work *w, const float *partials, long partial_size, long tasks, long n,
-                             element *out) {
+/* The values of a span, for the vectors from n on: in tiles where all of a tile see all of it, else one by one. */
+INLINE void weigh_span(const work *w, const part *p, long h, long n, long tile, long position, long stop,
+                       const stored *next, const float *scores, long length, float *sums, const int D) {
+  const long group = w->heads / w->kv_heads, of = n - h * group * p->queries;
+  const long last = of + (tile < MAX_TILE ? tile : MAX_TILE) - 1;
+  if (seen_from(w, p, last / group) <= position && stop <= seen_until(p, of / group)) {
+    const span s = span_of(w, p, w->values, w->value_scales, position, stop, next);
+    const float *score = scores + n * length + position - p->first;
+#define SUM(G) span_values(w, &s, h, score, length, sums + n * w->padded, D, G)
+    TILES(SUM)
+    return;
+  }
+  for (long i = of; i <= last; i++, n++) {
+    const long from = seen_from(w, p, i / group), until = seen_until(p, i / group);
+    const long begin = from > position ? from : position, end = until < stop ? until : stop;
+    if (begin >= end) continue;
+    const span s = span_of(w, p, w->values, w->value_scales, begin, end, next);
+    span_values(w, &s, h, scores + n * length + begin - p->first, length, sums + n * w->padded, D, 1);
+  }
+}
+
+static void part_values(const work *w, const part *p, const float *scores, long length, float *sums) {
+  const int D = HEAD_DIM ? HEAD_DIM : w->dim;
+  const long token = w->kv_heads * w->dim, vectors = w->heads / w->kv_heads * p->queries;
+  memset(sums, 0, w->heads * p->queries * w->padded * sizeof *sums);
+  for (long position = p->first, stop; position < p->last; position = stop) {
+    stop = span_end(position, p->last, w->block_size);
+    const long ahead = slot_of(p->blocks, w->block_size, stop < p->last ? stop : position);
+    for (long h = 0; h < w->kv_heads; h++)
+      for (long n = h * vectors; n < (h + 1) * vectors; n += MAX_TILE)
+        weigh_span(w, p, h, n, (h + 1) * vectors - n, position, stop, w->values + ahead * token, scores, length, sums, D);
+  }
+}
+
+/* partial: the sums of all vectors, then each one's maximum and weight. */
+static void attend_part(const work *w, const part *p, const element *q, long q_stride, float *partial, float *scratch) {
+  const long all = w->heads * p->queries, more = p->queries > 1 ? LANES : 0; /* one may begin behind the first token */
+  const long length = (p->last - p->first + LANES - 1) / LANES * LANES + more; /* of a vector's scores, padded */
+  query_part *query = (query_part *)scratch;
+  float *scores = scratch + all * w->padded, *stats = partial + all * w->padded;
+  for (long i = 0; i < p->queries; i++)
+    for (long n = 0; n < w->heads; n++)
+      copy_query(query + vector_of(w, p->queries, i, n) * w->padded, q + i * q_stride + n * w->dim, w->dim, w->padded);
+  part_scores(w, p, query, scores, length);
+  for (long i = 0; i < p->queries; i++) {
+    const long from = seen_from(w, p, i), count = seen_until(p, i) - from;
+    for (long n = 0; n < w->heads && count > 0; n++) {
+      const long v = vector_of(w, p->queries, i, n);
+      softmax_head(w, scores + v * length + from - p->first, n, from, p->position + i, count, stats + 2 * v);
+    }
+  }
+  part_values(w, p, scores, length, partial);
+}
+
+/* The sum of one head of a query over its row's partitions. row: token, first partition's place among partials, how many
+   there are, queries of each, which of them it is. */
+static void merge_parts_of(const work *w, const float *partials, long partial_size, const int32_t *row, long n,
+                           element *out) {
   floats sum[MAX_DIM / LANES];
-  const long stats = w->heads * w->padded + 2 * n;
-  const float weight = merge_parts(sum, partials, partial_size, tasks, n * w->padded, stats, w->dim,
-                                   w->sinks ? w->sinks + n : 0);
+  const long v = vector_of(w, row[3], row[4], n), stats = w->heads * row[3] * w->padded + 2 * v;
+  const float weight = merge_parts(sum, partials + row[1] * partial_size, row[3] * partial_size, row[2],
+                                   v * w->padded, stats, w->dim, w->sinks ? w->sinks + n : 0);
   in_order(sum, (w->dim + LANES - 1) / LANES);
-  for (long i = 0; i < w->dim; i += LANES) store_some(out + n * w->dim + i, sum[i / LANES] / weight, w->dim - i);
+  out += (row[0] * w->heads + n) * w->dim;
+  for (long i = 0; i < w->dim; i += LANES) store_some(out + i, sum[i / LANES] / weight, w->dim - i);
 }
 
 void decode_attention(const element *q, long q_stride, const stored *keys, const stored *values,
                       const float *key_scales, const float *value_scales, element *out, const int32_t *table,
                       long table_stride, const int32_t *tasks, long num_tasks, const int32_t *rows, long num_rows,
                       float *partials, float *scratch, long scratch_stride, long heads, long kv_heads, long dim,
-                      long block_size, float scale, float softcap, const float *slopes, const float *sinks,
-                      int threads) {
+                      long block_size, long window, float scale, float softcap, const float *slopes,
+                      const float *sinks, int threads) {
   const long padded = (dim + PAIR - 1) / PAIR * PAIR;
   const long partial_size = (heads * (padded + 2) + LANES - 1) / LANES * LANES;
-  const work w = {keys, values, key_scales, value_scales, heads, kv_heads, dim, padded, block_size, scale, softcap,
-                  slopes, sinks};
+  const work w = {keys, values, key_scales, value_scales, heads, kv_heads, dim, padded, block_size, window, scale,
+                  softcap, slopes, sinks};
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(dynamic, 1)
     for (long t = 0; t < num_tasks; t++) {
-      const int32_t *task = tasks + 5 * t; /* row of the table, token, first position, last position + 1, the query's */
-      attend_partition(&w, q + task[1] * q_stride, partials + t * partial_size,
-                       scratch + omp_get_thread_num() * scratch_stride, table + task[0] * table_stride, task[2],
-                       task[3], task[4]);
+      /* row of the table, token, first position, last position + 1, the first query's, queries, place among partials */
+      const int32_t *task = tasks + 7 * t;
+      const part p = {table + task[0] * table_stride, task[2], task[3], task[4], task[5]};
+      attend_part(&w, &p, q + task[1] * q_stride, q_stride, partials + task[6] * partial_size,
+                  scratch + omp_get_thread_num() * scratch_stride);
     }
 #pragma omp for schedule(static) collapse(2)
     for (long r = 0; r < num_rows; r++)
-      for (long n = 0; n < heads; n++) {
-        const int32_t *row = rows + 3 * r; /* token, first task, last task + 1 */
-        merge_partitions(&w, partials + row[1] * partial_size, partial_size, row[2] - row[1], n,
-                         out + row[0] * heads * dim);
-      }
+      for (long n = 0; n < heads; n++) merge_parts_of(&w, partials, partial_size, rows + 5 * r, n, out);
   }
 }

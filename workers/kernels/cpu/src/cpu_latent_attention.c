@@ -217,12 +217,12 @@ void latent_attention(const element *q, const stored *plane, const float *scales
   const work w = {plane, scales, heads, width, padded, rank, padded_rank, block_size, scale};
 #pragma omp parallel num_threads(threads)
   for (long begin = 0, end; begin < num_rows; begin = end) {
-    const long first = rows[3 * begin + 1]; /* of a row: token, first task, last task + 1 */
-    for (end = begin + 1; end < num_rows && rows[3 * end + 2] - first <= room;) end++;
-    const long last = rows[3 * end - 1];
+    const long first = rows[5 * begin + 1]; /* of a row: token, first task, how many */
+    for (end = begin + 1; end < num_rows && rows[5 * end + 1] + rows[5 * end + 2] - first <= room;) end++;
+    const long last = rows[5 * end - 4] + rows[5 * end - 3];
 #pragma omp for schedule(dynamic, 1)
     for (long i = first * sets; i < last * sets; i++) {
-      const int32_t *task = tasks + 5 * (i / sets); /* row of the table, token, first position, last position + 1 */
+      const int32_t *task = tasks + 7 * (i / sets); /* row of the table, token, first position, last position + 1 */
       const long n = i % sets * TOGETHER, count = heads - n < TOGETHER ? heads - n : TOGETHER;
       float *part = partials + (i / sets - first) * size;
       attend_part(&w, q + (task[1] * heads + n) * width, part + n * padded_rank, part + heads * padded_rank + 2 * n,
@@ -231,8 +231,8 @@ void latent_attention(const element *q, const stored *plane, const float *scales
     }
 #pragma omp for schedule(static)
     for (long i = begin * heads; i < end * heads; i++) {
-      const int32_t *row = rows + 3 * (i / heads);
-      merge_head(&w, partials + (row[1] - first) * size, size, row[2] - row[1], i % heads,
+      const int32_t *row = rows + 5 * (i / heads);
+      merge_head(&w, partials + (row[1] - first) * size, size, row[2], i % heads,
                  out + (row[0] * heads + i % heads) * rank);
     }
   }

@@ -2,8 +2,8 @@
 #include "cpu_vector.h"
 
 #define BLOCK 64 /* outputs of one block of the packed weight */
-#define RUN 128  /* inputs whose weights stay in the L1 cache while rows pass over them */
-#define FEW 6    /* rows whose inputs are not widened beforehand */
+#define RUN 128  /* inputs whose weights stay in the L1 cache while rows pass over them: the next ones would drive them out */
+#define FEW 6    /* rows whose inputs are widened run by run */
 #if defined(__AVX512F__) || defined(__AVX2__)
 const int row_gemm_fills_registers = 1; /* elsewhere a tile's sums may not fit into them */
 #endif
@@ -62,18 +62,17 @@ INLINE void add_run(float *sums, part sum, int first) {
 #endif
 
 /* Few rows: R of them times P parts of a block's outputs over one run of inputs, which are summed one by one, in order;
-   then the run's sum is added to those before it. sums: [row][BLOCK]. */
-INLINE void multiply(const element *w, const element *x, long x_stride, float *sums, long count, int first, const int R,
-                     const int P) {
+   then the run's sum is added to those before it. x: [row][RUN]. sums: [row][BLOCK]. */
+INLINE void multiply(const element *w, const float *x, float *sums, long count, int first, const int R, const int P) {
   part sum[TILE_SUMS];
   UNROLLED for (int i = 0; i < R * P; i++) sum[i] = (part){};
   for (long i = 0; i < count; i++) {
     part weight[P];
     UNROLLED for (int p = 0; p < P; p++) weight[p] = load_part(w + i * BLOCK + p * PART);
     UNROLLED for (int v = 0; v < P * PART * (int)sizeof(element); v += 64)
-      __builtin_prefetch((const char *)(w + (i + RUN) * BLOCK) + v, 0, 3);
+      __builtin_prefetch((const char *)(w + (i + RUN) * BLOCK) + v, 0, P * PART == BLOCK ? 3 : 2); /* see RUN */
     UNROLLED for (int r = 0; r < R; r++) {
-      const float input = widened(x[r * x_stride + i]);
+      const float input = x[r * RUN + i];
       UNROLLED for (int p = 0; p < P; p++) sum[r * P + p] += weight[p] * input;
     }
   }
@@ -81,10 +80,10 @@ INLINE void multiply(const element *w, const element *x, long x_stride, float *s
     UNROLLED for (int p = 0; p < P; p++) add_run(sums + r * BLOCK + p * PART, sum[r * P + p], first);
 }
 
-typedef void tile(const element *, const element *, long, float *, long, int);
-#define TILE(R)                                                                                            \
-  static void tile_##R(const element *w, const element *x, long xs, float *s, long n, int first) {         \
-    for (int o = 0; o < BLOCK; o += PARTS(R) * PART) multiply(w + o, x, xs, s + o, n, first, R, PARTS(R)); \
+typedef void tile(const element *, const float *, float *, long, int);
+#define TILE(R)                                                                                        \
+  static void tile_##R(const element *w, const float *x, float *s, long n, int first) {                \
+    for (int o = 0; o < BLOCK; o += PARTS(R) * PART) multiply(w + o, x, s + o, n, first, R, PARTS(R)); \
   }
 TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 static tile *const TILES[FEW] = {tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
@@ -102,16 +101,30 @@ static void finish(const float *sums, long width, const element *bias, element *
     }
 }
 
+/* A run of each row's inputs as floats: a row's are read again for each part of the outputs. wide: [row][RUN]. */
+INLINE void widen_run(const element *x, long x_stride, long rows, long count, float *wide) {
+  for (long row = 0; row < rows; row++, x += x_stride, wide += RUN) {
+    long i = 0;
+    for (; i + PART <= count; i += PART) {
+      const part given = load_part(x + i);
+      memcpy(wide + i, &given, sizeof given);
+    }
+    for (; i < count; i++) wide[i] = widened(x[i]);
+  }
+}
+
 /* Up to FEW rows: each tile widens the weights that it reads. */
 static void multiply_few(const element *weight, const element *x, long x_stride, const element *bias, element *out,
                          long rows, long inputs, long outputs) {
   const long blocks = (outputs + BLOCK - 1) / BLOCK;
 #pragma omp for schedule(static)
   for (long block = 0; block < blocks; block++) {
-    float sums[FEW * BLOCK];
-    for (long from = 0; from < inputs; from += RUN)
-      TILES[rows - 1](weight + (block * inputs + from) * BLOCK, x + from, x_stride, sums,
-                      inputs - from < RUN ? inputs - from : RUN, from == 0);
+    float sums[FEW * BLOCK], wide[FEW * RUN];
+    for (long from = 0; from < inputs; from += RUN) {
+      const long count = inputs - from < RUN ? inputs - from : RUN;
+      widen_run(x + from, x_stride, rows, count, wide);
+      TILES[rows - 1](weight + (block * inputs + from) * BLOCK, wide, sums, count, from == 0);
+    }
     const long o = block * BLOCK;
     finish(sums, BLOCK, bias ? bias + o : 0, out + o, outputs, rows, outputs - o);
   }

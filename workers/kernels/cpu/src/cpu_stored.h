@@ -2,8 +2,8 @@
    load_stored() * UNIT is the stored value; where SCALED, times the scale of its token and head. */
 #include "cpu_vector.h"
 
-typedef int8_t bytes __attribute__((vector_size(16)));
-typedef int16_t shorts __attribute__((vector_size(32)));
+typedef int8_t bytes __attribute__((vector_size(LANES)));
+typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
 
 #define SCALED (STORED == 1 || STORED == 2)
 #define UNIT (STORED == 2 ? 256.0f : 1.0f)
@@ -17,8 +17,10 @@ INLINE void store_stored(stored *at, floats x) { store(at, x); }
 typedef int8_t stored;
 #define LARGEST 127.0f
 INLINE floats load_stored(const stored *at) {
-#ifdef __AVX512F__
+#ifdef SIXTEEN
   return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
+#elif defined(__AVX2__) && LANES == 8
+  return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
 #else
   bytes x;
   memcpy(&x, at, sizeof x);
@@ -36,17 +38,17 @@ typedef int8_t stored; /* sign, 4 bits of exponent with bias 7, 3 bits of mantis
 #define LARGEST 448.0f
 /* The value / 256: an e4m3 code, moved 7 bits up, is the fp16 of that. */
 INLINE floats load_stored(const stored *at) {
-#ifdef __AVX512F__
+#ifdef SIXTEEN
   const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at));
   return (floats)_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80)));
 #elif defined(__F16C__)
   bytes narrow;
   memcpy(&narrow, at, sizeof narrow);
   const shorts wide = (__builtin_convertvector(narrow, shorts) << 7) & (int16_t)0xbf80;
-  __m128i half[2];
-  __m256 x[2];
+  __m128i half[LANES / 8];
+  __m256 x[LANES / 8];
   memcpy(half, &wide, sizeof wide);
-  UNROLLED for (int i = 0; i < 2; i++) x[i] = _mm256_cvtph_ps(half[i]);
+  UNROLLED for (int i = 0; i < LANES / 8; i++) x[i] = _mm256_cvtph_ps(half[i]);
   floats all;
   memcpy(&all, x, sizeof all);
   return all;

@@ -1,28 +1,36 @@
-/* Sixteen floats at a time, and the element type of one library: ELEMENT is 0 for float32, 1 for bfloat16.
-   Plain GNU C vectors, which any CPU's compiler maps to its own. */
+/* LANES floats at a time, and the element type of one library: ELEMENT is 0 for float32, 1 for bfloat16.
+   Plain GNU C vectors, which any CPU's compiler maps to its own. Those that are wider than the CPU's are kept in memory:
+   a source whose time they would take defines 8 LANES where there are no vectors of sixteen. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX512F__) || defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#ifndef LANES
+#define LANES 16
+#endif
+#if defined(__AVX512F__) && LANES == 16
+#define SIXTEEN /* a vector is a register of AVX512 */
+#endif
+#if defined(SIXTEEN) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define MASKED /* parts of vectors are read and written under a mask */
 #endif
 
-#define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 16")
 
-typedef float floats __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint32_t words __attribute__((vector_size(64)));
-typedef uint16_t halves __attribute__((vector_size(32)));
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 INLINE floats load_bf16(const uint16_t *at) {
-#ifdef __AVX512F__ /* compilers turn the portable conversion into two instructions */
+#ifdef SIXTEEN /* compilers turn the portable conversion into two instructions */
   return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at)), 16);
+#elif defined(__AVX2__) && LANES == 8
+  return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at)), 16);
 #else
   halves x;
   memcpy(&x, at, sizeof x);
@@ -37,7 +45,7 @@ INLINE words rounded_bits(floats x) {
   return (nearest & ~is_nan) | (0x7fc00000u & is_nan);
 }
 INLINE void store_bf16(uint16_t *at, floats x) {
-#ifdef __AVX512F__
+#ifdef SIXTEEN
   _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16((__m512i)(rounded_bits(x) >> 16)));
 #else
   halves narrow = __builtin_convertvector(rounded_bits(x) >> 16, halves);
@@ -86,6 +94,14 @@ INLINE void store_some(element *at, floats x, long count) {
 #endif
 }
 
+#if LANES == 8
+INLINE float sum_lanes(floats x) {
+  x += __builtin_shuffle(x, (ints){4, 5, 6, 7, 0, 1, 2, 3});
+  x += __builtin_shuffle(x, (ints){2, 3, 0, 1, 6, 7, 4, 5});
+  x += __builtin_shuffle(x, (ints){1, 0, 3, 2, 5, 4, 7, 6});
+  return x[0];
+}
+#else
 INLINE float sum_lanes(floats x) {
   x += __builtin_shuffle(x, (ints){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
   x += __builtin_shuffle(x, (ints){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
@@ -93,6 +109,7 @@ INLINE float sum_lanes(floats x) {
   x += __builtin_shuffle(x, (ints){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
   return x[0];
 }
+#endif
 
 INLINE floats choose_lanes(ints mask, floats yes, floats no) {
   return (floats)((mask & (ints)yes) | (~mask & (ints)no));
