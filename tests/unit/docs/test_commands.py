@@ -11,7 +11,7 @@ from tandem.cluster.adapters import adapter_metrics
 from tandem.cluster.fleet import engine_metrics
 from tandem.cluster.gateway.http.gateway_metrics import GatewayMetrics
 from tandem.cluster.tenants import tenant_service
-from tandem.workers.engine.base import drafting, expert_reports, request_figures, stats
+from tandem.workers.engine.base import draft_record, expert_reports, request_figures, stats
 from tests.support.verbs import run_verb_here
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,7 +35,7 @@ def test_it_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_metrics_that_the_guides_list_exist() -> None:
     gateway = GatewayMetrics(CollectorRegistry(), "tandem", "demo")
     served = generate_latest(gateway.registry).decode() + generate_latest(gateway.tenants).decode()
-    tables = (engine_metrics, adapter_metrics, stats, request_figures, drafting, expert_reports)
+    tables = (engine_metrics, adapter_metrics, stats, request_figures, draft_record, expert_reports)
     code = "".join(Path(str(table.__file__)).read_text() for table in tables)
     known = set(re.findall(r"^# TYPE tandem:(\w+)", served, re.M)) | set(re.findall(r'"(\w+)"|:(\w+)"', code))
     names = {name for pair in known for name in ([pair] if isinstance(pair, str) else pair)}
