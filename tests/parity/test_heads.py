@@ -19,7 +19,7 @@ from tandem.workers.rank.drafters.head_drafts import HeadDrafts
 from tandem.workers.rank.drafters.medusa_drafts import MedusaDrafts
 from tandem.workers.speculation.proposer import ProposalRow
 from tests.support.draft_models import DEMO, DIM, HEADS, KV_HEADS, TAPS, random_eagle, random_eagle_one, random_medusa
-from tests.support.free_drafts import free_drafts
+from tests.support.free_drafts import constant_drafts
 from tests.support.tiny_models import BY_NAME, load_peer, save_tiny_model
 
 PROMPTS = ["Once upon a time there was a little dog. The little dog was red. ", "The cat sat", "Say: a boat. " * 4]
@@ -30,7 +30,7 @@ GUESSES = 3
 @pytest.fixture(scope="module", autouse=True)
 def _drafts_pay() -> Iterator[None]:
     threads = torch.get_num_threads()
-    with free_drafts():
+    with constant_drafts():
         yield
     torch.set_num_threads(threads)
 

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from tandem import LLM, SamplingParams
+from tandem.workers.platforms.device_rows import StepTensors
+from tandem.workers.rank.drafters.draft_model import DraftModel
 from tests.support.adapters import load_adapted_peer, save_random_adapter
 from tests.support.engine_invariants import check_invariants
+from tests.support.free_drafts import free_drafts
 from tests.support.tiny_models import TinyModel, greedy_after, load_peer, save_tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
@@ -99,6 +102,38 @@ def test_texts_from_a_small_pool_are_those_of_transformers(
         check_invariants(engine)
         assert stats.used_blocks == stats.reserved_blocks == 0 or stats.offload is not None
         assert stats.preemptions or folder.name == "all", "the pool is not too small for all at once"
+
+
+def test_a_draft_model_writes_no_block_that_was_given_back(
+    folder: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model as its own draft: when it first reads a long prompt, windows have given the first blocks back, and they
+    may be another row's, in planes where that has KV of the model."""
+    passes, batch, least = DraftModel._guess, StepTensors.batch, [0]
+    wrong: list[tuple[int, int]] = []
+
+    def watched(self: StepTensors, *lists: Any, **more: Any) -> Any:
+        groups = (self[2], self[5]), *self.further_groups
+        least.append(min(int(ids.min()) for group in groups for ids in group))
+        return batch(self, *lists, **more)
+
+    def guess(self: DraftModel, step: Any, drafts: Any) -> Any:
+        tables = {seq.row: seq.table.block_ids for seq in llm._engine.scheduler.rows.sequences}
+        groups = len(self._table.windows)
+        for row, begin, end in zip(step.rows_R.tolist(), step.begin_R.tolist(), step.end_R.tolist(), strict=True):
+            for at in range(begin // BLOCK * groups, -(-end // BLOCK) * groups if end > begin else 0):
+                if at % groups in self._groups and tables[row][at] != self._table.block_ids[row, at]:
+                    wrong.append((row, at))
+        return passes(self, step, drafts)
+
+    monkeypatch.setattr(StepTensors, "batch", watched)
+    monkeypatch.setattr(DraftModel, "_guess", guess)
+    drafts = {"model": str(folder), "num_speculative_tokens": 3}
+    with free_drafts(), serving(folder, num_gpu_blocks_override=400, speculative_config=drafts) as llm:
+        assert answers(llm, PROMPTS[2:4]) == [[answer] for answer in wanted[2:4]]
+        stats = llm._engine.stats().drafts
+        assert stats is not None and stats.num_accepted > 40
+    assert not wrong and min(least) == 0
 
 
 def test_a_conversation_finds_its_kv_and_choices_share_it(folder: Path, wanted: list[list[int]]) -> None:

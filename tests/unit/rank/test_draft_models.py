@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -17,13 +17,22 @@ import torch
 from tandem import LLM, SamplingParams
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
+from tandem.workers.messages.step import StepPlan
+from tandem.workers.models.decoder import Heard
 from tandem.workers.planning.resolve import draft_spec
-from tandem.workers.rank.drafters import draft_model
+from tandem.workers.platforms.cpu import CpuPlatform
+from tandem.workers.rank.drafters import draft_model, head_drafts
 from tandem.workers.rank.drafters.draft_model import DraftModel
-from tandem.workers.speculation.proposer import ProposalRow
-from tests.support.draft_models import DEMO, shorter_demo
-from tests.support.free_drafts import free_drafts
+from tandem.workers.rank.drafters.eagle_head import EagleHead
+from tandem.workers.rank.drafters.guess_draw import GuessDraw
+from tandem.workers.rank.drafters.head_drafts import HeadDrafts
+from tandem.workers.rank.row_table import RowTable
+from tandem.workers.speculation.proposer import DecodedStep, ProposalRow
+from tests.support.draft_models import DEMO, random_eagle, random_medusa, shorter_demo
+from tests.support.free_drafts import constant_drafts, free_drafts
 from tests.support.in_process import runner_of
+from tests.unit.rank.test_model_runner import VOCAB
+from tests.unit.rank.test_out_of_memory import bind
 
 PROMPTS = ["Once upon a time there was a little dog. The little dog", "The cat", "A boat sails over the lake. " * 3]
 GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
@@ -44,9 +53,9 @@ def shorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shorter_demo(tmp_path_factory.mktemp("draft") / "shorter")
 
 
-def opened(draft: Path | str | None, **settings: Any) -> LLM:
+def opened(draft: Path | str | None, method: str = "draft_model", **settings: Any) -> LLM:
     if draft is not None:
-        settings["speculative_config"] = {"model": str(draft), "num_speculative_tokens": 4}
+        settings["speculative_config"] = {"method": method, "model": str(draft), "num_speculative_tokens": 4}
     return LLM("demo", dtype="float32", cpu_threads=1, num_gpu_blocks_override=64, **settings)
 
 
@@ -130,6 +139,45 @@ def test_a_draft_whose_context_is_full_guesses_no_more(tmp_path: Path, plain: li
         assert texts(llm) == plain
         drafts = llm._engine.stats().drafts
         assert drafts is not None and 0 < drafts.num_draft_tokens < 20 * sum(each.n for each in PARAMS)
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "medusa"])
+def test_a_drafter_without_memory_guesses_nothing_and_ends_nothing(
+    kind: str, tmp_path: Path, plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the model's own step would: it is planned again, and the group goes on."""
+    kinds: dict[str, Any] = {"draft_model": shorter_demo, "eagle3": random_eagle, "medusa": random_medusa}
+    calls, places = [0], [(GuessDraw, "prepare"), (EagleHead, "vectors")]
+
+    def failing(method: Any) -> Any:
+        def call(*given: Any) -> Any:
+            calls[0] += 1
+            if calls[0] % 5 == 3:
+                raise torch.OutOfMemoryError("no room")
+            return method(*given)
+
+        return call
+
+    for owner, name in places:
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+    with constant_drafts(), opened(kinds[kind](tmp_path / kind), kind) as llm:
+        assert texts(llm) == plain
+        drafts = llm._engine.stats().drafts
+        assert calls[0] > 20 and drafts is not None and drafts.num_draft_tokens > 0
+
+
+def test_a_head_that_has_rested_guesses_nothing_of_a_row_that_began_meanwhile() -> None:
+    """Its KV lacks what it has not read, so its guesses would be wrong."""
+    table, step, nothing = RowTable(2, 64, 4, VOCAB), Heard(torch.zeros(4, 1), torch.zeros(4, 1), ()), cast(Any, None)
+    head = HeadDrafts(nothing, None, VOCAB, 64, nothing, table, nothing, CpuPlatform())
+    table.apply(StepPlan(step_id=1, new_rows=bind(), work=[]))
+    for _ in range(head_drafts.REST_AFTER):
+        head.catch_up()
+    row = ProposalRow(0, table.known(0), 2)
+    for begin, end in ((0, 4), (4, 5), (5, 6)):
+        head.read(DecodedStep(np.array([0]), np.array([begin]), np.array([0, end - begin]), step))
+        table.num_computed[0] = end
+        assert head.propose([row]) == [()], "the head itself was not asked"
 
 
 # ---- refusals ----

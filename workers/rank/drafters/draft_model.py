@@ -16,12 +16,14 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.device_rows import DeviceRows, StepRows
+from tandem.workers.platforms.device_rows import DeviceRows, StepRows, StepTensors
 from tandem.workers.rank.drafters.guess_draw import DraftBlocks, DraftRows, GuessDraw
+from tandem.workers.rank.drafters.no_memory import unless_full
 from tandem.workers.speculation.proposer import ProposalRow
 
 Ints = npt.NDArray[np.int64]
@@ -48,12 +50,18 @@ class DraftModel:
         self._decoder, self._max_len, self._kv = decoder, max_len, kv
         self._table, self._rows = table, rows
         self._draw = GuessDraw(table, platform)
-        self._group = next(iter(kv.draft.layers)).group
+        self._groups = sorted({layer.group for layer in kv.draft.layers})
+        self._has_windows = any(table.windows[group] is not None for group in self._groups)
         self._read = np.zeros(len(table.lives), np.int64)  # tokens of a row that the draft has read
         self._lives = np.full_like(self._read, -1)  # of the rows of which that is known
 
     def propose(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
         """Returns guesses of each row, none for one whose tokens are not all read yet."""
+        return unless_full(lambda: self._guesses(rows), [()] * len(rows))
+
+    # ---- inside ----
+
+    def _guesses(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
         numbers = np.array([row.row for row in rows], np.int64)
         known = np.array([len(row.token_ids) for row in rows], np.int64)
         most = np.array([row.max_drafts for row in rows], np.int64)
@@ -71,14 +79,14 @@ class DraftModel:
             self._read[numbers[goes_on]] += 1
         return [*drafts]
 
-    # ---- inside ----
-
     def _first_pass(self, numbers: Ints, known: Ints, most: Ints) -> _Pass:
         """Returns the pass over what the draft has not read of the rows, up to CATCH_UP tokens beside the last ones."""
         self._follow(numbers, known)
         begin, room = self._read[numbers], CATCH_UP
         end = begin.copy()
         for place in np.flatnonzero(most).tolist():
+            if self._has_windows:
+                begin[place] = max(begin[place], self._first_held(int(numbers[place])) * self._table.block_size)
             lacking = int(known[place] - 1 - begin[place])
             end[place] = known[place] if lacking <= room else begin[place] + room
             room -= min(lacking, room)
@@ -99,26 +107,36 @@ class DraftModel:
 
     def _found(self, row: int) -> int:
         """Returns how many of a row's first tokens the draft has read, as the row's blocks say."""
-        filled = self._kv.drafted[self._blocks(row)]
+        first = self._first_held(row)
+        filled = self._kv.drafted[self._blocks(row)[first:, 0]]
         is_full = filled >= self._table.block_size
         whole = len(filled) if is_full.all() else int(is_full.argmin())
-        return whole * self._table.block_size + (int(filled[whole]) if whole < len(filled) else 0)
+        return (first + whole) * self._table.block_size + (int(filled[whole]) if whole < len(filled) else 0)
 
     def _blocks(self, row: int) -> Ints:
-        """Returns the row's blocks of the draft's layers, in order, up to the first that a window has given back."""
-        groups = len(self._table.windows)
-        ids = self._table.block_ids[row, self._group : self._table.num_blocks[row] * groups : groups]
-        return ids[: int((ids < 0).argmax())].astype(np.int64) if (ids < 0).any() else ids.astype(np.int64)
+        """Returns the row's blocks of the groups of the draft's layers, [blocks, groups]; below 0 for those that a
+        window has given back, which are the first ones."""
+        table, groups = self._table, len(self._table.windows)
+        ids = table.block_ids[row, : table.num_blocks[row] * groups].reshape(-1, groups)
+        return ids[:, self._groups].astype(np.int64)
+
+    def _first_held(self, row: int) -> int:
+        """Returns the first place from which on all blocks of a row are its own, for all layers of the draft. Those
+        ahead of what windows see from behind the last full block may have been given to others, which nobody tells."""
+        if not self._has_windows:
+            return 0
+        size, full = self._table.block_size, int(self._table.num_computed[row]) // self._table.block_size
+        windows = [self._table.windows[group] for group in self._groups]
+        seen = max(0 if window is None else max(0, full * size - window + 1) // size for window in windows)
+        return max(seen, int((self._blocks(row) < 0).any(axis=1).sum()))
 
     def _note(self, first: _Pass) -> None:
         """Notes in the blocks what a first pass has read: tokens that are known stay what they are."""
         size = self._table.block_size
         for row, begin, end in zip(first.rows_R.tolist(), first.begin_R.tolist(), first.end_R.tolist(), strict=True):
             if end > begin:
-                blocks = self._blocks(row)[begin // size : -(-end // size)]
-                self._kv.drafted[blocks] = np.minimum(size, end - size * np.arange(begin // size, -(-end // size)))[
-                    : len(blocks)
-                ]
+                places = np.arange(begin // size, -(-end // size))
+                self._kv.drafted[self._blocks(row)[places, 0]] = np.minimum(size, end - size * places)
         self._read[first.rows_R] = first.end_R
 
     def _guess(self, step: _Pass, drafts: list[list[int]]) -> npt.NDArray[np.bool_]:
@@ -138,6 +156,8 @@ class DraftModel:
         wanted = starts[1:][places] - 1
         step_rows = StepRows(rows_R, begin_R, end_R, starts, lens_R, wanted, rows_Q, None, None)
         tensors = self._rows.step(step_rows, arrays)
+        if self._has_windows:
+            tensors = _held(tensors)
         batch = tensors.batch(lens_R.tolist(), end_R.tolist(), self._table.block_size)
         logits_QV = self._decoder.forward(batch, self._kv.draft, None)
         if sampling is None:
@@ -148,3 +168,14 @@ class DraftModel:
                 self._table.draft(int(step.rows_R[place]), drafts[place])
                 guessed[place] = True
         return guessed
+
+
+def _held(tensors: StepTensors) -> StepTensors:
+    """Returns a pass's tensors with another block of the row in place of each that a window has given back: the first
+    tokens that are read of a row see ahead of them, where there is nothing."""
+
+    def own(table_RN: torch.Tensor) -> torch.Tensor:
+        return torch.where(table_RN < 0, table_RN.amax(1, keepdim=True), table_RN)
+
+    further = tuple(group._replace(block_table_RN=own(group.block_table_RN)) for group in tensors.further_groups)
+    return tensors._replace(block_table_RN=own(tensors.block_table_RN), further_groups=further)

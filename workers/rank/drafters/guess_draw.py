@@ -56,7 +56,11 @@ class GuessDraw:
         table = self._table
         sampling = Sampling(rows_Q, positions_Q, table.sampling, table.history, self._ops, arrays.send, reports=False)
         if sampling.prepares_late:
+            errors = table.sampling.grammars.errors
+            known = dict(errors)
             sampling.prepare_late(arrays.send)
+            errors.clear()  # a grammar that fails behind a guess has not failed the row
+            errors.update(known)
         return sampling
 
     def draw(self, sampling: Sampling, logits_QV: torch.Tensor) -> list[int | None]:

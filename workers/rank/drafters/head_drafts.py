@@ -20,6 +20,7 @@ from tandem.workers.models.decoder import Heard
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import DeviceRows, StepRows
 from tandem.workers.rank.drafters.guess_draw import DraftBlocks, DraftRows, GuessDraw
+from tandem.workers.rank.drafters.no_memory import unless_full
 from tandem.workers.rank.drafters.step_record import Computed, DecodedStep, StepRecord
 from tandem.workers.speculation.proposer import ProposalRow
 
@@ -64,13 +65,21 @@ class HeadDrafts:
     def read(self, step: DecodedStep) -> None:
         if self._idle < REST_AFTER:
             self._record.keep(step)
+        else:
+            self._know(step.rows_R)
+            self._read[step.rows_R] = MISSED
 
     def catch_up(self) -> None:
         self._idle += 1
-        self._absorb((), {})
+        unless_full(lambda: self._absorb((), {}), None)
 
     def propose(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
         self._idle = 0
+        return unless_full(lambda: self._guesses(rows), [()] * len(rows))
+
+    # ---- inside ----
+
+    def _guesses(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
         asked = {row.row: row for row in rows if len(row.token_ids) + row.max_drafts <= self._max_len}
         drafts: dict[int, list[int]] = {}
         numbers, vectors_QH = self._absorb(asked.keys(), drafts)
@@ -85,8 +94,6 @@ class HeadDrafts:
             last = torch.tensor([drafts[row][-1] for row in own])
             numbers, vectors_QH = self._pass(step, last, vectors_QH[goes_on], step.first_R, drafts)
 
-    # ---- inside ----
-
     def _absorb(self, asked: Collection[int], drafts: dict[int, list[int]]) -> tuple[list[int], torch.Tensor]:
         """Reads the last step, and guesses a token of each row that asks for it and of which nothing was missed.
         Returns as _pass() does."""
@@ -94,6 +101,7 @@ class HeadDrafts:
         computed = None if kept is None else self._follow(kept[0])
         if kept is None or computed is None or not len(computed.rows_R):
             return [], torch.empty(0)
+        self._read[computed.rows_R] = MISSED  # if there is no memory for the pass
         lens_R = computed.end_R - computed.begin_R
         row_T = np.repeat(np.arange(len(lens_R)), lens_R)
         inside_T = np.arange(len(row_T)) - np.repeat(np.cumsum(lens_R) - lens_R, lens_R)
@@ -102,23 +110,29 @@ class HeadDrafts:
         at_T = torch.from_numpy(computed.first_R[row_T] + inside_T)
         vectors_TH = self._head.vectors(kept[1], self._platform.accelerator.to_device(at_T))
         asks = np.flatnonzero([row in asked for row in computed.rows_R.tolist()])
+        guessed = self._pass(computed, torch.from_numpy(ids_T), vectors_TH, asks, drafts)
         self._read[computed.rows_R] = computed.end_R
-        return self._pass(computed, torch.from_numpy(ids_T), vectors_TH, asks, drafts)
+        return guessed
 
     def _follow(self, computed: Computed) -> Computed:
         """Returns the rows of which the head has read all that comes before, and notes those that it has missed
         something of."""
-        table, rows_R = self._table, computed.rows_R
-        if len(self._read) < len(table.lives):
-            more = len(table.lives) - len(self._read)
+        rows_R = computed.rows_R
+        is_whole = self._know(rows_R) | (self._read[rows_R] == computed.begin_R)
+        self._read[rows_R[~is_whole]] = MISSED
+        keeps = is_whole & (self._table.num_known[rows_R] > computed.end_R)
+        return Computed(*(column[keeps] for column in computed))
+
+    def _know(self, rows_R: Ints) -> npt.NDArray[np.bool_]:
+        """Notes whose rows these are; returns which of them are new here."""
+        lives = self._table.lives
+        if len(self._read) < len(lives):
+            more = len(lives) - len(self._read)
             self._read = np.append(self._read, np.zeros(more, np.int64))
             self._lives = np.append(self._lives, np.full(more, -1, np.int64))
-        is_new = self._lives[rows_R] != table.lives[rows_R]
-        self._lives[rows_R] = table.lives[rows_R]
-        is_whole = is_new | (self._read[rows_R] == computed.begin_R)
-        self._read[rows_R[~is_whole]] = MISSED
-        keeps = is_whole & (table.num_known[rows_R] > computed.end_R)
-        return Computed(*(column[keeps] for column in computed))
+        is_new: npt.NDArray[np.bool_] = self._lives[rows_R] != lives[rows_R]
+        self._lives[rows_R] = lives[rows_R]
+        return is_new
 
     def _pass(
         self, step: Computed, ids_T: torch.Tensor, vectors_TH: torch.Tensor, asks: Ints, drafts: dict[int, list[int]]

@@ -14,6 +14,7 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import DeviceRows
 from tandem.workers.rank.drafters.guess_draw import DraftRows, GuessDraw
 from tandem.workers.rank.drafters.medusa_heads import MedusaHeads
+from tandem.workers.rank.drafters.no_memory import unless_full
 from tandem.workers.rank.drafters.step_record import DecodedStep, StepRecord
 from tandem.workers.speculation.proposer import ProposalRow
 
@@ -38,6 +39,11 @@ class MedusaDrafts:
         """There is nothing to keep up with."""
 
     def propose(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
+        return unless_full(lambda: self._guesses(rows), [()] * len(rows))
+
+    # ---- inside ----
+
+    def _guesses(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
         drafts: dict[int, list[int]] = {row.row: [] for row in rows}
         kept = self._record.take()
         if kept is None:

@@ -5,7 +5,6 @@ the first rank tells the others, by a sum to which they add nothing, before any 
 drafts, D drafts of a row at most.
 """
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +13,6 @@ from tandem.parallel.exchange.step_collectives import StepCollectives
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.drafters.step_record import DecodedStep, ReadsSteps
 from tandem.workers.speculation.proposer import ProposalRow, Proposer
-
-log = logging.getLogger(__name__)
 
 
 class SharedDrafts:
@@ -28,7 +25,7 @@ class SharedDrafts:
     def propose(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
         told = torch.zeros((len(rows), 1 + self._most), dtype=torch.int64)
         if self._own is not None:
-            for place, drafts in enumerate(self._guessed(self._own, rows)):
+            for place, drafts in enumerate(self._own.propose(rows)):
                 told[place, 0] = len(drafts)
                 told[place, 1 : 1 + len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
         accelerator = self._platform.accelerator
@@ -43,12 +40,3 @@ class SharedDrafts:
     def catch_up(self) -> None:
         if isinstance(self._own, ReadsSteps):
             self._own.catch_up()
-
-    @staticmethod
-    def _guessed(own: Proposer, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
-        """Returns nothing for all rows where the device runs out of memory: the peers wait for an answer."""
-        try:
-            return own.propose(rows)
-        except torch.OutOfMemoryError as error:
-            log.warning("no drafts in this step: %s", error)
-            return [()] * len(rows)
