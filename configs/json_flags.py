@@ -5,7 +5,7 @@ name=path, which is what AdapterSettings holds. --speculative-config: each metho
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -19,6 +19,12 @@ MODULE_KEYS = ("name", "path", "base_model_name")
 SPECULATIVE_CONFIG = "--speculative-config"
 COMMON_KEYS = ("method", "num_speculative_tokens")
 DRAFT_MODEL, OWN_LAYERS = "draft_model", "mtp"
+SUFFIX_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "suffix_decoding_max_tree_depth": (lambda depth: 2 <= depth <= 256, "from 2 to 256"),
+    "suffix_decoding_max_cached_requests": (lambda count: 0 <= count <= 1_000_000, "from 0 to 1000000"),
+    "suffix_decoding_max_spec_factor": (lambda factor: 0 < factor <= MAX_DRAFTS, f"above 0, up to {MAX_DRAFTS}"),
+    "suffix_decoding_min_token_prob": (lambda share: 0 <= share <= 1, "from 0 to 1"),
+}
 
 
 def looks_like_module(word: str) -> bool:
@@ -100,6 +106,10 @@ def _check_ranges(settings: SpeculativeSettings) -> None:
         length = getattr(settings, key)
         if length is not None and length < 1:
             raise SettingsError(f"{key} {length}: at least 1", SPECULATIVE_CONFIG)
+    for key, (is_in, words) in SUFFIX_RANGES.items():
+        limit = getattr(settings, key)
+        if limit is not None and not is_in(limit):
+            raise SettingsError(f"{key} {limit}: {words}", SPECULATIVE_CONFIG)
     fewest, most = settings.lookup_range
     if fewest > most:
         raise SettingsError(f"prompt_lookup_min {fewest}: at most prompt_lookup_max {most}", SPECULATIVE_CONFIG)

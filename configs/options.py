@@ -113,6 +113,12 @@ MAX_DRAFTS = 16
 MODEL_KEYS = ("model", "revision", "quantization", "draft_tensor_parallel_size")
 DRAFT_METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "suffix": (
+        "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_cached_requests",
+        "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    ),
     "draft_model": MODEL_KEYS,
     "eagle3": MODEL_KEYS,
     "eagle": MODEL_KEYS,
@@ -247,8 +253,9 @@ OPTIONS: tuple[Option, ...] = (
            "for it. Default: no limit.", lambda v: v > 0, "above 0"),
     Option("speculative_config", "engine.speculative", SpeculativeSettings, STEP,
            f"Speculative decoding, as a JSON object with vLLM's keys: method ({', '.join(DRAFT_METHODS)}), "
-           "num_speculative_tokens; of ngram: prompt_lookup_max, prompt_lookup_min; of the others: model, "
-           "revision, quantization. Default: off."),
+           "num_speculative_tokens; of ngram: prompt_lookup_max, prompt_lookup_min; of suffix: "
+           "suffix_decoding_max_tree_depth, suffix_decoding_max_cached_requests, suffix_decoding_max_spec_factor, "
+           "suffix_decoding_min_token_prob; of the others: model, revision, quantization. Default: off."),
     Option("batching_policy", "engine.scheduler.batching_policy", BatchingPolicyName, STEP,
            "Who joins running requests. continuous: whoever there is room for, in every step. static: nobody; when all "
            "have ended, those that wait are the next batch. dynamic: the same, but a batch begins when it is full or "

@@ -4,7 +4,7 @@ configs/load.py builds them from flags, a YAML file or a Ray Serve `args` mappin
 the user gave them: None stands for a setting that is decided later, from the model or the machine.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -164,6 +164,15 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.device
 
 
+class SuffixLimits(NamedTuple):
+    """The keys suffix_decoding_* of SpeculativeSettings, with vLLM's defaults."""
+
+    max_tree_depth: int = 24
+    max_cached_requests: int = 10000
+    max_spec_factor: float = 1.0
+    min_token_prob: float = 0.1
+
+
 class SpeculativeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Speculative decoding, the object of --speculative-config, with vLLM's keys."""
 
@@ -173,6 +182,12 @@ class SpeculativeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     # is given, else the other's value.
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    # Of method "suffix" (SuffixLimits has the defaults): the most tokens that a match and the guesses behind it have;
+    # recent answers that are kept; guesses for each matched token; the least share of the matches that agree on one
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
     # The model of method "draft_model": a folder or a hub id, its revision, how its weights are held
     model: str | None = None
     revision: str | None = None
@@ -186,6 +201,12 @@ class SpeculativeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         if fewest is None:
             fewest = NGRAM_TOKENS if most is None else most
         return fewest, fewest if most is None else most
+
+    @property
+    def suffix_limits(self) -> SuffixLimits:
+        """The keys suffix_decoding_*, with vLLM's defaults."""
+        given = ((name, getattr(self, f"suffix_decoding_{name}")) for name in SuffixLimits._fields)
+        return SuffixLimits(**{name: value for name, value in given if value is not None})
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
-"""Speculation, by n-grams, a draft model or heads, changes no token: random requests of every kind on one engine with
-drafts and one without, in float32 and, with --batch-invariant, in bfloat16, whatever happens to them on the way (prefix
-hits, preemption, lower tiers, adapters, TP2), and requests that another engine resumes, as a second group does when the
-first is lost.
+"""Speculation, by n-grams, suffixes, a draft model or heads, changes no token: random requests of every kind on one
+engine with drafts and one without, in float32 and, with --batch-invariant, in bfloat16, whatever happens to them on the
+way (prefix hits, preemption, lower tiers, adapters, TP2), and requests that another engine resumes, as a second group
+does when the first is lost.
 
 Prompts repeat themselves, so that there is something to look up. Sampling is among a few tokens: among hundreds, some
 draw falls nearer to a border than float32 can tell.
@@ -35,6 +35,7 @@ from tests.support.paged_rows import prompt_ids
 BASE = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
 VOCAB = 700
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 5, "suffix_decoding_max_spec_factor": 2.0}
 CASES: dict[str, dict[str, Any]] = {
     "room for all": {},
     "preemption": {"num_gpu_blocks_override": 24, "enable_prefix_caching": False},
@@ -42,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "small chunks": {"max_num_batched_tokens": 24},
     "tp2": {"tensor_parallel_size": 2},
     "bfloat16": {"dtype": "bfloat16", "batch_invariant": True},
+    "suffix, tp2": {"tensor_parallel_size": 2},
     "draft model": {},
     "draft model, offload": {"kv_cache_dtype": "int8", "num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
     "draft model, tp2": {"tensor_parallel_size": 2},
@@ -94,7 +96,7 @@ def case(request: pytest.FixtureRequest) -> str:
 def config(case: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     method = case.partition(",")[0].replace(" ", "_")
     if (write := DRAFTS.get(method)) is None:
-        return NGRAM
+        return SUFFIX if method == "suffix" else NGRAM
     return {
         "method": method,
         "model": str(write(tmp_path_factory.mktemp("draft") / method)),

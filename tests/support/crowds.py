@@ -34,7 +34,7 @@ from tandem.workers.rank.launched_steps import StepHandle
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.start.captures import sizes_of
-from tandem.workers.speculation.proposer import make_guess, make_proposer
+from tandem.workers.speculation.proposers import make_guess, make_proposer
 from tests.support.lora_ranks import put_all
 from tests.support.platforms import GpuOnHost, NoGraphs, replaced
 from tests.support.slot_lora import SlotLora

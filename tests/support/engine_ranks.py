@@ -86,7 +86,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class EngineCase:
-    """One history. drafts: of a row in a step, at most. is_hybrid: layers with a window give KV blocks back.
+    """One history. drafts: of a row in a step, at most, by `method`. is_hybrid: layers with windows give blocks back.
     late: a step's outcome is on the device until somebody waits for it, as on a GPU; prompt_ranks: those that learn it
     at once all the same. replays: captures are made at the start, by the recorded-graph twin, as on a GPU."""
 
@@ -100,6 +100,7 @@ class EngineCase:
     max_num_batched_tokens: int = 16
     most_rows: int = 4
     drafts: int = 0
+    method: str = "ngram"
     is_hybrid: bool = True
     replays: bool = False
     prompt_ranks: tuple[int, ...] = ()
@@ -116,7 +117,7 @@ class EngineCase:
             ),
             device=DeviceSettings(device="cpu"),
             speculative=SpeculativeSettings(
-                method="ngram", num_speculative_tokens=self.drafts, prompt_lookup_max=2, prompt_lookup_min=1
+                method=self.method, num_speculative_tokens=self.drafts, prompt_lookup_max=2, prompt_lookup_min=1
             )
             if self.drafts
             else None,

@@ -8,6 +8,7 @@ position depends on nothing but the position (kernels/gumbel_noise.py). All TP r
 propose and accept alike. R rows of the step, S sampled tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from tandem.workers.messages.step import StepPlan
 from tandem.workers.platforms.device_rows import NO_DRAFT
 from tandem.workers.rank.row_table import RowTable
-from tandem.workers.speculation.proposer import ProposalRow, Proposer
+from tandem.workers.speculation.proposer import EndedRow, LearnsOutputs, ProposalRow, Proposer
 
 Ints = npt.NDArray[np.int64]
 
@@ -85,3 +86,15 @@ def propose(proposer: Proposer, plan: StepPlan, table: RowTable) -> Drafts | Non
         table.draft(row, drafts)
     counts_R = np.fromiter((len(ids.get(work.row, ())) for work in plan.work), np.int64, len(plan.work))
     return Drafts(counts_R, ids)
+
+
+def learn_ended(proposer: Proposer | None, plan: StepPlan, table: RowTable, settle: Callable[[], None]) -> None:
+    """Tells a proposer that learns from them which rows end with a plan, freed or bound anew, and what they have said.
+    The table has rolled back but not applied the plan. settle: enters the tokens of all earlier steps, so that ranks
+    tell the same whenever they learn of them; those of steps that failed never come."""
+    rows = dict.fromkeys((*plan.freed_rows, *(init.row for init in plan.new_rows)))
+    held = [row for row in rows if row < len(table.num_known) and table.num_known[row] > table.prompt_len[row]]
+    if not held or not isinstance(proposer, LearnsOutputs):
+        return
+    settle()
+    proposer.learn([EndedRow(table.settled(row), int(table.prompt_len[row])) for row in held])

@@ -44,7 +44,7 @@ from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.start.captures import sizes_of
 from tandem.workers.rank.transfers.grammar_lanes import open_grammar_lanes
 from tandem.workers.rank.transfers.lanes import Lanes
-from tandem.workers.speculation.proposer import make_guess
+from tandem.workers.speculation.proposers import make_guess
 from tandem.workers.structured.grammar_store import GrammarStore, TokenizerUnusable
 from tandem.workers.text.generation_config import generation_of
 from tandem.workers.tuning.tuned_start import TunedModel, start_tiles

@@ -34,7 +34,7 @@ from tandem.workers.rank.captured.replays import Replays, SampledPlaces
 from tandem.workers.rank.captured.ruled_draw import RuledSampling
 from tandem.workers.rank.drafters.draft_rank import LoadedDraft
 from tandem.workers.rank.drafters.step_record import DecodedStep, ReadsSteps
-from tandem.workers.rank.drafts import Drafts, propose
+from tandem.workers.rank.drafts import Drafts, learn_ended, propose
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.launched_steps import OUT_OF_MEMORY, LaunchedSteps, StepHandle, StepTokens, StepWork
 from tandem.workers.rank.pooler import Pooled, Pooler
@@ -133,6 +133,7 @@ class ModelRunner:
             self._steps.settle_all()
         self._on_device = True
         self.kv.clear_slots(self._table.roll_back(plan.rolled_back))
+        learn_ended(self._proposer, plan, self._table, self._steps.settle_all)
         self.kv.clear(self._table.apply(plan))
         self.kv.copy(plan.block_copies)
         self._awaits += plan.awaits

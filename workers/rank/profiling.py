@@ -15,7 +15,7 @@ from tandem.workers.rank.batch import build_batch, preparing
 from tandem.workers.rank.drafts import Drafts
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.row_table import RowTable
-from tandem.workers.speculation.proposer import make_guess
+from tandem.workers.speculation.proposers import make_guess
 
 
 def fullest_plan(

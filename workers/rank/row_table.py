@@ -118,6 +118,10 @@ class RowTable:
         """The row's known tokens, a view."""
         return self.token_ids[row, : self.num_known[row]]
 
+    def settled(self, row: int) -> npt.NDArray[np.int32]:
+        """The row's known tokens whose values are here, a view."""
+        return self.token_ids[row, : self.num_known[row] - self.num_unread[row]]
+
     def draft(self, row: int, token_ids: Sequence[int]) -> None:
         """Writes drafts behind the row's known tokens. They do not count as known."""
         start = int(self.num_known[row])

@@ -357,6 +357,7 @@ def test_drafts_beside_several_stages_are_refused() -> None:
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize(
@@ -369,6 +370,11 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
         ({**NGRAM, "prompt_lookup_min": -1}, "prompt_lookup_min -1: at least 1"),
         ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min 4: at most prompt_lookup_max 3"),
         ({**NGRAM, "draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size 1: not a key of method 'ngram'"),
+        ({**NGRAM, "suffix_decoding_max_tree_depth": 8}, "suffix_decoding_max_tree_depth 8: not a key of method"),
+        ({**SUFFIX, "suffix_decoding_max_tree_depth": 1}, "suffix_decoding_max_tree_depth 1: from 2 to 256"),
+        ({**SUFFIX, "suffix_decoding_max_cached_requests": -1}, "suffix_decoding_max_cached_requests -1: from 0 to"),
+        ({**SUFFIX, "suffix_decoding_max_spec_factor": 0}, "suffix_decoding_max_spec_factor 0.0: above 0, up to 16"),
+        ({**SUFFIX, "suffix_decoding_min_token_prob": 1.5}, "suffix_decoding_min_token_prob 1.5: from 0 to 1"),
         ({**NGRAM, "lookup": 1}, "lookup 1: not a key; known are method, num_speculative_tokens, prompt_lookup_max"),
     ],
 )

@@ -2,8 +2,10 @@
 step, and the same tokens come as without it. Ranks are threads here, each with an engine of its own.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.messages.step import NOT_FINITE
 from tandem.workers.planning import graph_room
 from tandem.workers.rank.launched_steps import OUT_OF_MEMORY
+from tandem.workers.speculation.proposer import EndedRow
+from tandem.workers.speculation.suffix import SuffixProposer
 from tests.support.engine_ranks import EngineCase, Fault, Share, Told, run_engine
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.tiny_models import TinyModel, save_tiny_model
@@ -67,6 +71,7 @@ def serve(
     late: bool = False,
     large: int = 13,
     drafts: int = 0,
+    method: str = "ngram",
     replays: bool = False,
     prompt_ranks: tuple[int, ...] = (),
 ) -> list[Told]:
@@ -79,6 +84,7 @@ def serve(
         faults,
         late,
         drafts=drafts,
+        method=method,
         replays=replays,
         prompt_ranks=prompt_ranks,
     )
@@ -197,6 +203,25 @@ def test_so_it_is_where_the_host_learns_of_it_a_step_late(
 ) -> None:
     drafts = data.draw(st.sampled_from([0, 3]), "drafts") if group[1] == 1 else 0
     check(serve(folder, *group, *data.draw(faults_of(group[0] * group[1])), late=True, drafts=drafts), wanted)
+
+
+@settings(max_examples=10)
+@given(late=st.booleans(), data=st.data())
+def test_ranks_learn_alike_from_rows_that_end(folder: Path, wanted: Told, late: bool, data: st.DataObject) -> None:
+    """Whichever of them runs out of memory, and though it knows a step's tokens late."""
+    learnt: dict[int, list[tuple[list[int], int]]] = {}
+    learn = SuffixProposer.learn
+
+    def noted(self: SuffixProposer, rows: Sequence[EndedRow]) -> None:
+        said = [(row.token_ids.tolist(), row.prompt_len) for row in rows if len(row.token_ids) > row.prompt_len]
+        learnt.setdefault(id(self), []).extend(said)
+        learn(self, rows)
+
+    with mock.patch.object(SuffixProposer, "learn", noted):
+        told = serve(folder, 2, 1, *data.draw(faults_of(2)), late=late, drafts=3, method="suffix")
+    check(told, wanted)
+    one, other = learnt.values()
+    assert one == other and len(one) >= 2
 
 
 # ---- ranks that replay ----

@@ -10,7 +10,8 @@ from tandem.configs.schema import SpeculativeSettings
 from tandem.workers.platforms.device_rows import NO_DRAFT
 from tandem.workers.speculation.ngram import find_continuation
 from tandem.workers.speculation.ngram_on_device import NgramOnDevice
-from tandem.workers.speculation.proposer import ProposalRow, make_proposer
+from tandem.workers.speculation.proposer import ProposalRow
+from tandem.workers.speculation.proposers import make_proposer
 
 
 def plain(tokens: list[int], shortest: int, longest: int, most: int) -> list[int]:

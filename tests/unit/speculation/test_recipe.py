@@ -14,7 +14,8 @@ from tandem.configs.load import build_settings
 from tandem.configs.options import DRAFT_METHODS
 from tandem.configs.schema import SpeculativeSettings
 from tandem.workers.rank.drafters.draft_rank import DRAFTERS
-from tandem.workers.speculation.proposer import PROPOSERS, ProposalRow
+from tandem.workers.speculation.proposer import ProposalRow
+from tandem.workers.speculation.proposers import PROPOSERS
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add a proposer")[2].partition("\n## ")[0]

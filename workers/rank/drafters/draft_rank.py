@@ -40,7 +40,8 @@ from tandem.workers.rank.drafters.medusa_drafts import MedusaDrafts, Normed
 from tandem.workers.rank.drafters.medusa_heads import MedusaHeads
 from tandem.workers.rank.drafters.shared_drafts import SharedDrafts
 from tandem.workers.rank.drafters.stream_head import Logits, StreamHead
-from tandem.workers.speculation.proposer import MakeProposer, Proposer, make_proposer
+from tandem.workers.speculation.proposer import MakeProposer, Proposer
+from tandem.workers.speculation.proposers import make_proposer
 
 
 def _nothing() -> None:
