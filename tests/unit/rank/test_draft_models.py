@@ -26,8 +26,9 @@ from tandem.workers.rank.drafters.draft_model import DraftModel
 from tandem.workers.rank.drafters.eagle_head import EagleHead
 from tandem.workers.rank.drafters.guess_draw import GuessDraw
 from tandem.workers.rank.drafters.head_drafts import HeadDrafts
+from tandem.workers.rank.drafters.step_record import DecodedStep
 from tandem.workers.rank.row_table import RowTable
-from tandem.workers.speculation.proposer import DecodedStep, ProposalRow
+from tandem.workers.speculation.proposer import ProposalRow
 from tests.support.draft_models import DEMO, random_eagle, random_medusa, shorter_demo
 from tests.support.free_drafts import constant_drafts, free_drafts
 from tests.support.in_process import runner_of
