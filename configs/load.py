@@ -339,9 +339,10 @@ def _check_together(settings: ServiceSettings) -> None:
     if devices is not None and ranks > devices and ranks % devices:
         why = f"{devices} devices of a node do not divide the {ranks} ranks of a stage (--tensor-parallel-size)"
         raise SettingsError(why, "--devices-per-node")
-    if engine.speculative is not None and engine.parallel.pipeline_parallel_size > 1:
-        stages = engine.parallel.pipeline_parallel_size
-        raise SettingsError(f"does not work with --pipeline-parallel-size {stages} yet", "--speculative-config")
+    stages = engine.parallel.pipeline_parallel_size
+    if engine.speculative is not None and engine.speculative.method == "eagle3" and stages > 1:
+        why = f"method eagle3 does not work with --pipeline-parallel-size {stages}: it reads layers of other stages"
+        raise SettingsError(why, "--speculative-config")
     _check_adapters(settings)
     _check_doors(settings.gateway)
     if any(not name.strip() for name in engine.model.served_model_name):

@@ -27,7 +27,7 @@ class SharedDrafts:
     def propose(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
         told = torch.zeros((len(rows), 1 + self._most), dtype=torch.int64)
         if self._own is not None:
-            for place, drafts in enumerate(self._guessed(self._own, rows)):
+            for place, drafts in enumerate(guessed(self._own, rows)):
                 told[place, 0] = len(drafts)
                 told[place, 1 : 1 + len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
         accelerator = self._platform.accelerator
@@ -43,11 +43,12 @@ class SharedDrafts:
         if isinstance(self._own, ReadsSteps):
             self._own.catch_up()
 
-    @staticmethod
-    def _guessed(own: Proposer, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
-        """Returns nothing for all rows where the device runs out of memory: the peers wait for an answer."""
-        try:
-            return own.propose(rows)
-        except torch.OutOfMemoryError as error:
-            log.warning("no drafts in this step: %s", error)
-            return [()] * len(rows)
+
+def guessed(own: Proposer, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
+    """Returns a proposer's guesses; nothing for all rows where the device runs out of memory: others wait for an
+    answer."""
+    try:
+        return own.propose(rows)
+    except torch.OutOfMemoryError as error:
+        log.warning("no drafts in this step: %s", error)
+        return [()] * len(rows)
