@@ -1,7 +1,7 @@
 """Speculation, by n-grams, suffixes, a draft model or heads, changes no token: random requests of every kind on one
 engine with drafts and one without, in float32 and, with --batch-invariant, in bfloat16, whatever happens to them on the
-way (prefix hits, preemption, lower tiers, adapters, TP2), and requests that another engine resumes, as a second group
-does when the first is lost.
+way (prefix hits, preemption, lower tiers, adapters, TP2, PP2), and requests that another engine resumes, as a second
+group does when the first is lost.
 
 Prompts repeat themselves, so that there is something to look up. Sampling is among a few tokens: among hundreds, some
 draw falls nearer to a border than float32 can tell.
@@ -42,19 +42,23 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
     "small chunks": {"max_num_batched_tokens": 24},
     "tp2": {"tensor_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2, "num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
     "bfloat16": {"dtype": "bfloat16", "batch_invariant": True},
     "suffix, tp2": {"tensor_parallel_size": 2},
     "draft model": {},
     "draft model, offload": {"kv_cache_dtype": "int8", "num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
     "draft model, tp2": {"tensor_parallel_size": 2},
+    "draft model, pp2": {"pipeline_parallel_size": 2},
     "eagle, tp2": {"tensor_parallel_size": 2},
     "eagle3, preemption": {"num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
     "medusa": {"max_num_batched_tokens": 24},
+    "medusa, pp2": {"pipeline_parallel_size": 2},
     "draft model, bfloat16": {"dtype": "bfloat16", "batch_invariant": True, "max_num_batched_tokens": 24},
 }
 CROWDED = {
     "preemption": {"preempted"},
     "offload": {"preempted", "found", "loaded"},
+    "pp2": {"preempted", "found", "loaded"},
     "draft model, offload": {"preempted", "found", "loaded"},
     "eagle3, preemption": {"preempted", "found", "loaded"},
 }
@@ -108,7 +112,7 @@ def config(case: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 def engines(case: str, config: dict[str, Any]) -> Iterator[tuple[LLM, LLM]]:
     """One engine with drafts, one without; both with one adapter. The one without is always a single rank."""
     threads = torch.get_num_threads()
-    alone = {flag: value for flag, value in CASES[case].items() if flag != "tensor_parallel_size"}
+    alone = {flag: value for flag, value in CASES[case].items() if not flag.endswith("_parallel_size")}
     with (
         LLM("demo", speculative_config=config, **COMMON | CASES[case]) as drafting,
         LLM("demo", **COMMON | alone) as plain,

@@ -91,7 +91,7 @@ class ResultApplier:
                 continue
             if seq.status is running:
                 seq.num_computed += work.num_tokens
-            if work.max_drafts:
+            if work.max_drafts or work.num_guesses:
                 self._return_drafts(seq, work, row)
             if row is not None and row.prompt_logprobs is not None:
                 self._pass_on(seq, row.prompt_logprobs, out)
@@ -155,6 +155,7 @@ class ResultApplier:
             drafts = row.num_drafts, len(row.token_ids) - 1
             row = self._accept_drafts(seq, row)
         tokens += row.token_ids
+        seq.guesses = row.draft_ids
         token = tokens[-1]
         self.collector.generation_tokens += len(row.token_ids)
         if seq.last_token_s is None:
@@ -190,9 +191,11 @@ class ResultApplier:
         )
 
     def _return_drafts(self, seq: Sequence, work: RowWork, row: RowResult | None) -> None:
-        """Notes that a plan with drafts has returned; nothing may have been guessed."""
+        """Notes that a plan with drafts, or guesses for the next one, has returned; nothing may have been guessed."""
         seq.num_drafts -= work.max_drafts
-        if self._drafting is not None and row is not None and not row.num_drafts:
+        if self._drafting is None or row is None:
+            return
+        if not (row.draft_ids if work.num_guesses else row.num_drafts):
             self._drafting.observe_none(seq.drafting, len(seq.tokens))
 
     def _accept_drafts(self, seq: Sequence, row: RowResult) -> RowResult:
@@ -204,7 +207,7 @@ class ResultApplier:
         if num_tokens <= num_accepted:
             self.collector.wasted_tokens += num_accepted + 1 - num_tokens
             logprobs = None if row.logprobs is None else row.logprobs[:num_tokens]
-            row = RowResult(row=row.row, token_ids=row.token_ids[:num_tokens], logprobs=logprobs)
+            row = RowResult(row=row.row, token_ids=row.token_ids[:num_tokens], logprobs=logprobs)  # it has ended
         seq.num_known += num_tokens - 1
         if seq.status is SequenceStatus.RUNNING:
             seq.num_scheduled += num_tokens - 1

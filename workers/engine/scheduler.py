@@ -24,6 +24,7 @@ from tandem.workers.engine.base.in_flight_step import InFlightStep
 from tandem.workers.engine.base.sequence import RequestState, Sequence, SequenceStatus
 from tandem.workers.engine.base.step_limit import StepLimit
 from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.drafting.draft_places import NONE, draft_places
 from tandem.workers.engine.drafting.drafting import Drafting
 from tandem.workers.engine.observers.chunk_limiter import ChunkLimiter
 from tandem.workers.engine.row_admission import RowAdmission
@@ -42,7 +43,7 @@ class Scheduler:
     relay (PP > 1): sampled tokens return to the ranks in plans, so a sequence waits for its sample; otherwise ranks
     append it themselves, and the next step may be planned before it is known. depth: plans that may be in flight.
     rules: who may be queued and have a row, in order; `probation` among them. turns: who shares a step. tiers: those
-    below the device; None: none. drafting: None: no speculative decoding; it does not go with `relay`.
+    below the device; None: none. drafting: None: no speculative decoding.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Scheduler:
         self._turns = turns
         self._chunk_limiter = chunk_limiter
         self._relay = relay
-        self._drafting = drafting
+        self._drafts = draft_places(drafting, relay=relay)
         self._depth = depth
         self._budget = settings.max_num_batched_tokens
         num_rows = min(settings.max_num_seqs, self._budget)
@@ -222,7 +223,7 @@ class Scheduler:
         in_turns = relay and self.alone is None  # so that each stage has a step
         num_rows = len(self.rows.sequences)
         most = -(-num_rows // self._depth) if in_turns else num_rows
-        most_drafts = 0 if self._drafting is None else self._most_drafts()
+        most_drafts = self._most_drafts(most)
         for seq in running:
             known = seq.num_known
             if known - seq.num_scheduled != 1:
@@ -233,9 +234,9 @@ class Scheduler:
             if relay and (known != len(seq.tokens) or step.num_decode >= most):
                 continue
             table = seq.table
-            num_drafts = self._num_drafts(seq, most_drafts - step.num_drafts) if most_drafts else 0
-            if relay or known + seq.num_drafts > table.capacity or table.may_share or num_drafts:
-                work = self._grow(step, seq, num_drafts)
+            drafts = self._drafts_of(seq, most_drafts - step.num_drafts) if most_drafts else NONE
+            if relay or known + seq.num_drafts > table.capacity or table.may_share or drafts[0]:
+                work = self._grow(step, seq, *drafts)
                 if work is None:
                     continue
                 add_work(work)
@@ -248,37 +249,37 @@ class Scheduler:
             step.num_decode += 1
         return prefills
 
-    def _most_drafts(self) -> int:
-        """Returns how many drafts the next step may have in all; the other half of a step is left for prefills."""
-        assert self._drafting is not None
+    def _most_drafts(self, most_rows: int) -> int:
+        """Returns how many drafts the next step may have in all; the other half of a step is left for prefills.
+        most_rows: that decode in it."""
+        if self._drafts is None:
+            return 0
         most = min(self._budget // 2 - len(self.rows.sequences), self._chunk_limiter.limit() // 2)
         if most <= 0 or self._limit.is_reduced:
             return 0
         num_decode = sum(seq.num_known - seq.num_scheduled == 1 for seq in self.rows.sequences)
-        return most if num_decode and self._drafting.begin_step(num_decode) else 0
+        return most if self._drafts.begin_step(min(num_decode, most_rows)) else 0
 
-    def _num_drafts(self, seq: Sequence, most: int) -> int:
-        """Returns how many drafts, up to `most`, seq may have in the step; none may come behind its last token."""
-        assert self._drafting is not None
-        most = min(most, seq.max_len - seq.num_known - seq.num_drafts - 1)
-        if most <= 0 or seq.state is self.alone:
-            return 0
-        return min(most, self._drafting.budget(seq.drafting, seq.num_known))
+    def _drafts_of(self, seq: Sequence, most: int) -> tuple[int, int]:
+        """Returns as DraftPlaces.of() does; a request that is alone has none."""
+        assert self._drafts is not None
+        return NONE if seq.state is self.alone else self._drafts.of(seq, most)
 
-    def _grow(self, step: InFlightStep, seq: Sequence, num_drafts: int) -> RowWork | None:
+    def _grow(self, step: InFlightStep, seq: Sequence, num_drafts: int, num_guesses: int) -> RowWork | None:
         """Returns one token of work with drafts, new blocks or tokens that ranks lack; None if seq gets no blocks. For
         drafts alone nobody is preempted, and no block is taken that running sequences will need soon."""
         known = seq.num_known
         most = known + seq.num_drafts
-        missing = self._manager.lacks(seq.table, most + num_drafts)
+        missing = self._manager.lacks(seq.table, most + num_drafts + num_guesses)
         if missing > max(0, self._manager.pool.num_allocatable - self.rows.reserve):
-            num_drafts = 0
-        added = self._extend_or_preempt(seq, most + num_drafts)
+            num_drafts = num_guesses = 0
+        end = most + num_drafts + num_guesses  # a draft model has KV of guesses
+        added = self._extend_or_preempt(seq, end)
         if added is None:
             return None
         replaced: list[tuple[int, int]] = []
         if seq.table.may_share:
-            copies = self._manager.make_writable(seq.table, seq.num_scheduled, most + num_drafts, step.step_id)
+            copies = self._manager.make_writable(seq.table, seq.num_scheduled, end, step.step_id)
             assert copies is not None, "forks leave no shared block to a running writer (see share_prompt)"
             step.block_copies.extend((copy.source, copy.destination) for copy in copies)
             replaced = [(copy.table_index, copy.destination) for copy in copies]
@@ -287,6 +288,7 @@ class Scheduler:
         seq.num_drafts += num_drafts
         step.num_drafts += num_drafts
         step.most_drafts = max(step.most_drafts, num_drafts)
+        step.num_guesses += num_guesses
         return RowWork(
             row=seq.row,
             num_tokens=1,
@@ -295,6 +297,8 @@ class Scheduler:
             token_ids=lacking,
             replaced_blocks=replaced,
             max_drafts=num_drafts,
+            draft_ids=seq.guesses[:num_drafts] if self._relay else [],
+            num_guesses=num_guesses,
         )
 
     def _extend_or_preempt(self, seq: Sequence, num_tokens: int) -> list[int] | None:

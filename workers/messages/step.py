@@ -65,6 +65,10 @@ class RowWork(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=Tr
     # of so many of the tokens, from the first on, the log probabilities of the token behind are wanted
     # (prompt_logprobs)
     num_scored: int = 0
+    # with PP > 1 the row's drafts, max_drafts of them; otherwise the ranks guess them when the step begins
+    draft_ids: list[int] = []
+    # with PP > 1: how many tokens may be guessed behind those that the step samples, for the row's next step
+    num_guesses: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="step"):
@@ -106,6 +110,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=
     num_drafts: int = 0  # guessed ones, accepted or not
     embedding: bytes | None = None  # of a row with a Pool: float32, little-endian
     prompt_logprobs: PromptLogprobs | None = None  # of the tokens of the prompt behind the num_scored ones
+    draft_ids: list[int] = []  # guessed behind token_ids, up to RowWork.num_guesses
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False, array_like=True, kw_only=True, tag="result"):

@@ -1,5 +1,6 @@
-"""Draft tokens of a step on one rank: asked of the proposer before the forward pass, or guessed on the device
-(workers/platforms/tensor_rows.py), and accepted or not when its tokens are known.
+"""Draft tokens of a step on one rank: asked of the proposer before the forward pass, guessed on the device
+(workers/platforms/tensor_rows.py), or, with several stages, named by the plan; and accepted or not when its tokens are
+known.
 
 Called by model_runner.py. The model computes a row's last token and its drafts at once, and a token is sampled behind
 each. A draft is accepted while it equals the token sampled in its place; the first one that does not is replaced by
@@ -11,10 +12,12 @@ propose and accept alike. R rows of the step, S sampled tokens.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tandem.workers.messages.step import StepPlan
+from tandem.offload.copies.accelerator import DeviceEvent
+from tandem.workers.messages.step import RowResult, StepPlan, StepResult
 from tandem.workers.platforms.device_rows import NO_DRAFT
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.speculation.proposer import EndedRow, LearnsOutputs, ProposalRow, Proposer
@@ -50,6 +53,15 @@ class Drafts:
     def on_device(cls, plan: StepPlan) -> "Drafts":
         """Return as many as the plan allows, so that their number is known before they are guessed."""
         return cls(np.fromiter((work.max_drafts for work in plan.work), np.int64, len(plan.work)), None)
+
+    @classmethod
+    def of_plan(cls, plan: StepPlan, table: RowTable) -> "Drafts | None":
+        """Return those that the plan names, None without any, and write them behind the rows' known tokens."""
+        ids = {work.row: work.draft_ids for work in plan.work if work.draft_ids}
+        for row, drafts in ids.items():
+            table.draft(row, drafts)
+        counts_R = np.fromiter((work.max_drafts for work in plan.work), np.int64, len(plan.work))
+        return cls(counts_R, ids) if ids else None
 
 
 def accept(rows_S: Ints, ids_S: Ints, drafts_S: Ints) -> list[Accepted]:
@@ -98,3 +110,35 @@ def learn_ended(proposer: Proposer | None, plan: StepPlan, table: RowTable, sett
         return
     settle()
     proposer.learn([EndedRow(table.settled(row), int(table.prompt_len[row])) for row in held])
+
+
+class NextDrafts:
+    """Guesses for the next steps of a step's rows, where the model is split into stages, on the rank that samples
+    (decision 129): the first stage must have a step's drafts before the last one begins it. The coordinator gets them
+    with the sampled tokens, and gives both to all stages in the next plan; on a device the host waits for the step.
+
+    record: makes a timed event behind the work given to the device so far."""
+
+    def __init__(self, proposer: Proposer, table: RowTable, record: Callable[[], DeviceEvent]) -> None:
+        self._proposer, self._table, self._record = proposer, table, record
+
+    def added(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Returns a step's result with guesses for its rows that the plan asks some for."""
+        most = {work.row: work.num_guesses for work in plan.work if work.num_guesses}
+        asked = [row for row in result.rows if row.row in most and row.token_ids and row.error is None]
+        if not asked:
+            return result
+        began = self._record()
+        drafts = self._guess(asked, most)
+        ended = self._record()
+        ended.wait()
+        seconds = ended.seconds_since(began)
+        rows = [msgspec.structs.replace(row, draft_ids=drafts.get(row.row, [])) for row in result.rows]
+        return msgspec.structs.replace(result, rows=rows, draft_s=seconds, device_s=result.device_s + seconds)
+
+    def _guess(self, asked: list[RowResult], most: dict[int, int]) -> dict[int, list[int]]:
+        """Returns each row's guesses."""
+        with self._table.ahead({row.row: row.token_ids for row in asked}):
+            rows = [ProposalRow(row.row, self._table.known(row.row), most[row.row]) for row in asked]
+            drafts = self._proposer.propose(rows)
+        return {row.row: [*own[: row.max_drafts]] for row, own in zip(rows, drafts, strict=True)}

@@ -58,6 +58,7 @@ class StepWork:
     pooled: Pooled | None = None  # its embeddings
     scored: Scored | None = None  # the log probabilities of its prompts
     guessing: tuple[DeviceEvent, DeviceEvent] | None = None  # events around what a proposer has done
+    host_drafts_S: torch.Tensor | None = None  # as of StepTokens, which ranks of several stages get in a later plan
 
 
 class StepHandle:
@@ -125,6 +126,13 @@ class LaunchedSteps:
         if step.done.is_done():
             self.settle(step)
         return step
+
+    def amend(self, step: StepHandle, added: Callable[[StepResult], StepResult]) -> None:
+        """Waits for the newest step, and has its result, unless it failed, be what is added to it."""
+        result = step.result()
+        if result is not None and result.failure is None:
+            step.step_result = added(result)
+            self._last_done = self._record()
 
     def settle(self, last: StepHandle) -> None:
         """Waits for all steps up to `last`, enters their tokens into the row table and makes their results."""
@@ -205,6 +213,8 @@ class LaunchedSteps:
                 self._fill_accepted(tokens, accepted)
         if work.drawn is None:
             return []
+        if tokens is None and work.host_drafts_S is not None:
+            accepted = accept(rows_S, work.drawn.host_ids_S.numpy(), work.host_drafts_S.numpy())
         return _row_results(rows_S.tolist(), work.drawn.collect(), work.errors, accepted)
 
     def _fill(self, tokens: StepTokens) -> None:

@@ -91,7 +91,7 @@ class LoadedRank:
 
             link = StageLink(context, self.spec.hidden_size, self.dtype, self.platform.device)
         proposer = make_of(self.settings, context, self.platform, self.draft, kv, table)
-        guess = make_guess(self.settings.speculative)
+        guess = make_guess(self.settings.speculative) if context.pp_size == 1 else None
         runner = ModelRunner(
             decoder, context, kv, table, self.platform, link, proposer, guess, self.settings.scored_rows
         )

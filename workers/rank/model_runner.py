@@ -34,7 +34,7 @@ from tandem.workers.rank.captured.replays import Replays, SampledPlaces
 from tandem.workers.rank.captured.ruled_draw import RuledSampling
 from tandem.workers.rank.drafters.draft_rank import LoadedDraft
 from tandem.workers.rank.drafters.step_record import DecodedStep, ReadsSteps
-from tandem.workers.rank.drafts import Drafts, learn_ended, propose
+from tandem.workers.rank.drafts import Drafts, NextDrafts, learn_ended, propose
 from tandem.workers.rank.kv_cache import KVCache
 from tandem.workers.rank.launched_steps import OUT_OF_MEMORY, LaunchedSteps, StepHandle, StepTokens, StepWork
 from tandem.workers.rank.pooler import Pooled, Pooler
@@ -88,6 +88,8 @@ class ModelRunner:
         ops = self._ops = platform.sampling_ops() if self._samples else None  # compiled now, not in the first step
         self._prepare = None if ops is None else preparing(table, ops, is_ahead=self._rows.is_ahead)
         self._appends = context.pp_size == 1
+        is_next = self._samples and not self._appends
+        self._next = NextDrafts(self._proposer, table, self.record) if is_next and self._proposer else None
         self._steps = LaunchedSteps(table, kv, samples=self._samples, record=self.record)
         self._replays = Replays(self._samples)
         self._awaits: list[int] = []
@@ -134,11 +136,16 @@ class ModelRunner:
         self._on_device = True
         self.kv.clear_slots(self._table.roll_back(plan.rolled_back))
         learn_ended(self._proposer, plan, self._table, self._steps.settle_all)
+        if not self._appends:
+            self.kv.clear_slots(self._table.take_told(plan))
         self.kv.clear(self._table.apply(plan))
         self.kv.copy(plan.block_copies)
         self._awaits += plan.awaits
         computed, failure = self._compute_or_fail(plan) if plan.work else (None, None)
-        return self._steps.add(plan, began, computed, failure)
+        step = self._steps.add(plan, began, computed, failure)
+        if self._next is not None and any(work.num_guesses for work in plan.work):
+            self._steps.amend(step, partial(self._next.added, plan))
+        return step
 
     def close(self) -> None:
         """No plan may follow. Idempotent."""
@@ -203,6 +210,8 @@ class ModelRunner:
         nothing the host proposes none, as all ranks know by then; the device would have guessed as many as for any
         other."""
         self._guessing = None
+        if not self._appends:
+            return Drafts.of_plan(plan, self._table)
         if self._proposer is None:
             return None
         if not any(work.max_drafts for work in plan.work):
@@ -305,7 +314,7 @@ class ModelRunner:
         errors = {**self._table.sampling.grammars.errors, **self._table.errors}
         is_replayed = self._replays.now is not None
         work = StepWork(batch, drafts, drawn, tokens, received, errors, verdict, is_replayed, pooled, scored)
-        return replace(work, guessing=self._guessing)
+        return replace(work, guessing=self._guessing, host_drafts_S=host_drafts_S)
 
     def _draw_ruled(self, sampling: RuledSampling, outcome: ReplayOutcome) -> Drawn:
         """Draws by a capture behind the step's."""

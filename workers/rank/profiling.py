@@ -73,7 +73,7 @@ def run_fullest_steps(
         kv = KVCache.allocate(decoder.kv_layouts, num_blocks, size, kv_dtype, platform)
         table = RowTable(len(plan.work), max_model_len, size, vocab_size, windows=windows)
         table.apply(plan)
-        guess = make_guess(settings.speculative)
+        guess = make_guess(settings.speculative) if context.pp_size == 1 else None
         drafts = Drafts.on_device(plan) if any(work.max_drafts for work in plan.work) else None
         if drafts is not None and guess is None:
             drafts = Drafts(drafts.counts_R, {})  # those of the host, wherever they come from

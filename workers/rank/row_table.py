@@ -4,7 +4,8 @@ Called by model_runner.py. Ranks own the last token and the computed count of a 
 columns are preallocated numpy arrays: a step of decode rows is a few gathers. Knows no tensors, no device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,38 @@ class RowTable:
             if work.new_block_ids or work.token_ids or work.replaced_blocks:
                 self._extend(work, fresh)
         return fresh
+
+    def take_told(self, plan: StepPlan) -> Ints:
+        """Counts the drafts that the plan's tokens tell to be accepted (PP > 1): those of the row's last step, whose
+        tokens these are, but for the last one. Comes before apply().
+
+        Returns the KV slots of the rejected drafts: only the last stage knows whether something harmful is there.
+        """
+        slots = [np.empty(0, np.int64)]
+        for work in plan.work:
+            if work.token_ids and (num_drafts := int(self.max_accepted[work.row])):
+                num_accepted = len(work.token_ids) - 1
+                self.num_computed[work.row] += num_accepted
+                self.max_accepted[work.row] = 0
+                start = int(self.num_computed[work.row])
+                slots.append(self._slots(work.row, start, num_drafts - num_accepted))
+        return np.concatenate(slots)
+
+    @contextmanager
+    def ahead(self, sampled: Mapping[int, Sequence[int]]) -> Iterator[None]:
+        """Counts tokens that the last stage has sampled, by row, as known and all but the last as computed, as they
+        will be once a plan has brought them to all stages."""
+        rows = [*sampled]
+        known, computed = self.num_known[rows], self.num_computed[rows]
+        for row, token_ids in sampled.items():
+            self.draft(row, token_ids)
+        counts = np.fromiter(map(len, sampled.values()), np.int64, len(rows))
+        self.num_known[rows] += counts
+        self.num_computed[rows] += counts - 1
+        try:
+            yield
+        finally:
+            self.num_known[rows], self.num_computed[rows] = known, computed
 
     def roll_back(self, rows: Sequence[tuple[int, int, int]]) -> Ints:
         """Sets (row, known tokens, computed tokens) back to what they were before steps that failed.

@@ -74,7 +74,7 @@ class Row:
     sampling: RowSampling
     blocks: list[int] = field(default_factory=list)
     slot: int | None = None
-    unsent: int | None = None
+    unsent: list[int] | None = None
     failed_load_of: int | None = None
     pool: Pool | None = None
     states: dict[int, int] = field(default_factory=dict)
@@ -302,8 +302,8 @@ class FakeExecutor:
             assert work.row in self.rows, f"row {work.row} used before it was bound"
             row = self.rows[work.row]
             if row.unsent is not None:
-                assert list(work.token_ids) == [row.unsent], "the coordinator must send back the sampled token"
-                row.tokens.append(row.unsent)
+                assert list(work.token_ids) == row.unsent, "the coordinator must send back the sampled tokens"
+                row.tokens += row.unsent
                 row.unsent = None
             else:
                 assert not work.token_ids, "ranks know this token already"
@@ -318,15 +318,17 @@ class FakeExecutor:
             assert work.num_tokens > 0 and end <= len(row.tokens), "work beyond the known tokens"
             assert work.samples == (end == len(row.tokens)), "samples exactly at the last known token"
             room = len(row.blocks) // len(self.windows) * self.block_size
-            assert end + work.max_drafts <= room, "the table does not cover the tokens"
-            assert not work.max_drafts or (self.stages == 1 and work.samples and work.num_tokens == 1), "drafts"
+            assert end + work.max_drafts + work.num_guesses <= room, "the table does not cover the tokens"
+            assert not work.max_drafts + work.num_guesses or (work.samples and work.num_tokens == 1), "drafts"
+            assert len(work.draft_ids) == (work.max_drafts if self.stages > 1 else 0), "who guesses"
+            assert not work.num_guesses or self.stages > 1, "drafts are guessed when a step begins"
 
     def _check_writes(self, plan: StepPlan) -> None:
         """No block is written that another row of this plan, or of a plan in flight, reads or writes."""
         named: dict[int, set[int]] = {}
         for work in plan.work:
             row = self.rows[work.row]
-            used = -(-(row.computed + work.num_tokens + work.max_drafts) // self.block_size)
+            used = -(-(row.computed + work.num_tokens + work.max_drafts + work.num_guesses) // self.block_size)
             for group in range(len(self.windows)):
                 for place in range(self._first_seen(row, group) // self.block_size, used):
                     named.setdefault(self._block(row, group, place), set()).add(id(row))
@@ -341,7 +343,7 @@ class FakeExecutor:
 
     def _written(self, row: Row, work: RowWork) -> slice:
         """The row's blocks that a plan may write, by their places."""
-        end = row.computed + work.num_tokens + work.max_drafts
+        end = row.computed + work.num_tokens + work.max_drafts + work.num_guesses
         groups = len(self.windows)
         return slice(row.computed // self.block_size * groups, -(-end // self.block_size) * groups)
 
@@ -438,7 +440,9 @@ class FakeExecutor:
             )
             self.tiers.num_failed_loads += 1
             chain = [GARBAGE[1]] * len(chain)
-        drafts = self._propose(row, chain, work.max_drafts) if work.max_drafts else []
+        drafts = [*work.draft_ids]
+        if work.max_drafts and self.stages == 1:
+            drafts = self._propose(row, chain, work.max_drafts)
         chain = self._extended(chain, drafts)
         end = row.computed + work.num_tokens
         for position in range(row.computed, end + len(drafts)):
@@ -448,9 +452,21 @@ class FakeExecutor:
         row.computed = end
         if not work.samples:
             return None
-        if drafts:
-            return self._verify(work.row, row, chain, drafts)
-        return self._sample(work.row, row, chain[-1]) if row.pool is None else self._pool(work.row, row, chain)
+        if row.pool is not None:
+            return self._pool(work.row, row, chain)
+        known = len(row.tokens)
+        result = self._verify(work.row, row, chain, drafts) if drafts else self._sample(work.row, row, chain[-1])
+        return result if self.stages == 1 else self._relayed(work, row, chain[:known], result)
+
+    def _relayed(self, work: RowWork, row: Row, chain: list[int], result: RowResult) -> RowResult:
+        """The stages get a row's tokens in a later plan; what may come behind them is guessed now."""
+        known = len(chain)
+        row.unsent = row.tokens[known:]
+        guesses: list[int] = []
+        if work.num_guesses:
+            guesses = self._propose(row, self._extended(chain, row.unsent), work.num_guesses)
+        del row.tokens[known:]
+        return msgspec.structs.replace(result, draft_ids=guesses)
 
     def _pool(self, number: int, row: Row, chain: list[int]) -> RowResult:
         assert row.pool is not None and len(row.tokens) == row.prompt_len, "it generates"
@@ -497,10 +513,7 @@ class FakeExecutor:
     def _sample(self, number: int, row: Row, context: int) -> RowResult:
         num_output = len(row.tokens) - row.prompt_len
         token = fake_token(row.sampling, context, len(row.tokens), num_output, self.vocab_size)
-        if self.stages > 1:
-            row.unsent = token
-        else:
-            row.tokens.append(token)
+        row.tokens.append(token)
         if (row.sampling.seed, row.sampling.choice, num_output) in self.fail_at:
             return RowResult(row=number, token_ids=[], error="logits are not finite")
         return RowResult(row=number, token_ids=[token])

@@ -12,6 +12,7 @@ MODES = [
     pytest.param({"stages": 4}, id="pp4"),
     pytest.param({"drafts": 3}, id="drafts"),
     pytest.param({"drafts": 5, "asynchronous": True}, id="async drafts"),
+    pytest.param({"stages": 2, "drafts": 3}, id="pp2 drafts"),
 ]
 ONE_TOKEN_MODES = [mode for mode in MODES if "drafts" not in mode.values[0]]
 """In which a step gives a sequence one token."""

@@ -33,10 +33,11 @@ MODES: list[dict[str, Any]] = [
     {"windows": (None, 9), "num_blocks": 50, "asynchronous": True, "drafts": 3},
     {"windows": (11,), "num_blocks": 21, "asynchronous": True, "caching": False},
     {"windows": (5, None), "num_blocks": 60, "stages": 2, "tiers": TierPlan(host_slots=80)},
+    {"num_blocks": 40, "stages": 3, "drafts": 4},
 ]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["sync", "drafts", "all", "pp2-tiers"])
+@pytest.mark.parametrize("mode", MODES, ids=["sync", "drafts", "all", "pp2-tiers", "pp3-drafts"])
 def test_answers_are_right_whatever_happens(mode: dict[str, Any]) -> None:
     """Prompts of many chunks that begin alike, several choices of some, in pools that hold few of them; now and then a
     step fails for lack of memory. Each token is compared with the KV that it sees (fake_executor.py)."""

@@ -355,6 +355,32 @@ def test_who_may_have_its_last_token_in_a_plan_in_flight_holds_up_nobody():
     assert [work.row for work in d.planned().work] == [long.row] and short.status is SequenceStatus.RUNNING
 
 
+def test_stages_get_what_was_guessed_at_the_end_of_the_step_before():
+    """None comes behind the last token, and steps are without drafts for a while after one that failed."""
+    d = Bench(depth=2, relay=True, drafting=AlwaysDrafts(3))
+    seq = d.add(3, most=7)
+    d.step()
+    (first,) = d.planned().work
+    assert (first.token_ids, first.draft_ids, first.num_guesses) == ([7], [], 3)
+    d.back()
+    seq.guesses = [8, 9, 6]
+    (work,) = d.planned().work
+    assert (work.draft_ids, work.max_drafts, work.num_guesses) == ([8, 9, 6], 3, 0), "five tokens are left"
+    d.scheduler.take_back(d.flights.pop())
+    plan = d.planned()
+    assert plan.rolled_back == [(seq.row, 5, 4)]
+    assert (plan.work[0].token_ids, plan.work[0].draft_ids) == ([], []), "the stages know the token by now"
+
+
+def test_a_guess_behind_the_last_token_is_left_out():
+    d = Bench(relay=True, drafting=AlwaysDrafts(3))
+    seq = d.add(3, most=3)
+    d.step()
+    seq.guesses = [8, 9, 6]
+    (work,) = d.planned().work
+    assert (work.draft_ids, work.num_guesses) == ([8], 0)
+
+
 def test_who_waits_for_the_next_batch_holds_up_nobody_of_this_one():
     """As those of it that were preempted, behind one that has come since with a higher priority."""
 

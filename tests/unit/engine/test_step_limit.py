@@ -90,7 +90,7 @@ def test_an_engine_has_whole_steps_again_after_some_that_were_good() -> None:
     failing=st.sets(st.integers(1, 60), max_size=25),
     room=st.integers(1, 20),
     asynchronous=st.booleans(),
-    shape=st.sampled_from([{"stages": 1}, {"stages": 2}, {"stages": 3}, {"drafts": 4}]),
+    shape=st.sampled_from([{"stages": 1}, {"stages": 2}, {"stages": 3}, {"drafts": 4}, {"stages": 2, "drafts": 4}]),
     num_blocks=st.sampled_from([12, 20, 64]),
     host_slots=st.sampled_from([0, 30]),
     aborted=st.integers(0, 12),

@@ -18,7 +18,7 @@ MODES = [
     {"drafts": 4, "asynchronous": True},
     {"windows": (None, 9, 9), "asynchronous": True, "num_blocks": 96},
     {"windows": (13,), "drafts": 4, "asynchronous": True},
-    {"windows": (None, 6), "stages": 2, "num_blocks": 64},
+    {"windows": (None, 6), "stages": 2, "num_blocks": 64, "drafts": 3},
 ]
 
 

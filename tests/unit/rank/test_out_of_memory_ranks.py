@@ -13,13 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.parallel.context import ParallelContext
+from tandem.workers.engine.drafting.drafting import Drafting
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.messages.step import NOT_FINITE
 from tandem.workers.planning import graph_room
 from tandem.workers.rank.launched_steps import OUT_OF_MEMORY
-from tandem.workers.speculation.proposer import EndedRow
+from tandem.workers.speculation.ngram import NgramProposer
+from tandem.workers.speculation.proposer import EndedRow, ProposalRow
 from tandem.workers.speculation.suffix import SuffixProposer
 from tests.support.engine_ranks import EngineCase, Fault, Share, Told, run_engine
+from tests.support.free_drafts import free_drafts
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.tiny_models import TinyModel, save_tiny_model
 
@@ -192,7 +195,7 @@ def faults_of(num_ranks: int) -> st.SearchStrategy[list[Fault]]:
 def test_any_rank_may_run_out_at_any_operation(
     folder: Path, wanted: Told, group: tuple[int, int], data: st.DataObject
 ) -> None:
-    drafts = data.draw(st.sampled_from([0, 3]), "drafts") if group[1] == 1 else 0
+    drafts = data.draw(st.sampled_from([0, 3]), "drafts")
     check(serve(folder, *group, *data.draw(faults_of(group[0] * group[1])), drafts=drafts), wanted)
 
 
@@ -201,7 +204,7 @@ def test_any_rank_may_run_out_at_any_operation(
 def test_so_it_is_where_the_host_learns_of_it_a_step_late(
     folder: Path, wanted: Told, group: tuple[int, int], data: st.DataObject
 ) -> None:
-    drafts = data.draw(st.sampled_from([0, 3]), "drafts") if group[1] == 1 else 0
+    drafts = data.draw(st.sampled_from([0, 3]), "drafts")
     check(serve(folder, *group, *data.draw(faults_of(group[0] * group[1])), late=True, drafts=drafts), wanted)
 
 
@@ -224,13 +227,41 @@ def test_ranks_learn_alike_from_rows_that_end(folder: Path, wanted: Told, late: 
     assert one == other and len(one) >= 2
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["now", "late"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stages_that_are_told_drafts_may_run_out(
+    folder: Path, wanted: Told, rank: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some guesses are right, and some are not. Each rank has an engine of its own, which hears of the same ones."""
+    known = {request.request_id: request.prompt_token_ids for request in requests_of(2, 9, 13)}
+    answers = [[*known[name], *tokens] for (name, _), tokens in wanted.tokens.items()]
+    told_of: list[tuple[int, int]] = []
+
+    def propose(self: NgramProposer, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
+        ends = [(row, row.token_ids.tolist()) for row in rows]
+        found = [next((a[len(ids) :] for a in answers if a[: len(ids)] == ids), []) for _, ids in ends]
+        return [
+            [*right[: row.max_drafts - 1], 5][: row.max_drafts] for (row, _), right in zip(ends, found, strict=True)
+        ]
+
+    observe = Drafting.observe
+    monkeypatch.setattr(NgramProposer, "propose", propose)
+    monkeypatch.setattr(
+        Drafting, "observe", lambda self, record, *counts: (told_of.append(counts), observe(self, record, *counts))[1]
+    )
+    with free_drafts():
+        told = serve(folder, 1, 2, Fault(rank, 5, 0, 9), late=late, drafts=3)
+    check(told, wanted)
+    assert told[0].failures and any(0 < right < drafts for drafts, right in told_of)
+
+
 # ---- ranks that replay ----
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2), (4, 1)], ids=["tp2", "tp2pp2", "tp4"])
 def test_ranks_that_replay_say_the_same(folder: Path, wanted: Told, tp: int, pp: int, drafts: int) -> None:
-    told = serve(folder, tp, pp, drafts=drafts if pp == 1 else 0, replays=True)
+    told = serve(folder, tp, pp, drafts=drafts, replays=True)
     assert all(one.tokens == wanted.tokens for one in told)
     assert len({one.num_replays for one in told}) == 1 and told[0].num_replays >= 5
 
@@ -253,7 +284,7 @@ def test_a_rank_that_runs_out_in_a_replayed_step_launches_it_on_padding(
 def test_any_rank_that_replays_may_run_out_at_any_operation(
     folder: Path, wanted: Told, group: tuple[int, int], data: st.DataObject
 ) -> None:
-    drafts = data.draw(st.sampled_from([0, 3]), "drafts") if group[1] == 1 else 0
+    drafts = data.draw(st.sampled_from([0, 3]), "drafts")
     check(serve(folder, *group, *data.draw(faults_of(group[0] * group[1])), drafts=drafts, replays=True), wanted)
 
 

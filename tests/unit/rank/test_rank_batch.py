@@ -191,6 +191,31 @@ def test_what_is_read_on_a_device_has_the_drafts_behind_the_known_tokens(guessed
         table.fill(np.arange(2), [20 + step] * 2)
 
 
+@pytest.mark.parametrize("tokens", [[9, 7, 3], [5], [9, 7, 8, 4]], ids=["some", "none", "all"])
+def test_stages_learn_from_the_next_plan_which_drafts_were_accepted(tokens: list[int]) -> None:
+    """Their KV counts as computed, that of the others is named. The last stage counts them ahead while it guesses."""
+    table, drafts = RowTable(1, 40, 4, VOCAB), [9, 7, 8]
+    work = RowWork(row=0, num_tokens=1, samples=True, new_block_ids=[5, 3, 8], max_drafts=3, draft_ids=drafts)
+    plan = StepPlan(step_id=1, work=[work], new_rows=[init(0, [1, 2, 3, 4, 5], 4)])
+    table.apply(plan)
+    own = Drafts.of_plan(plan, table)
+    assert own is not None and own.ids == {0: drafts} and own.total == 3
+    batch = build_batch(plan, table, CpuPlatform().rows(table, None), own)
+    assert batch.forward.input_ids_T.tolist() == [5, *drafts]
+    with table.ahead({0: tokens}):
+        assert table.known(0).tolist() == [1, 2, 3, 4, 5, *tokens]
+        assert table.num_computed[0] == 4 + len(tokens)
+    assert (table.num_known[0], table.num_computed[0]) == (5, 5)
+    told = StepPlan(step_id=2, work=[RowWork(row=0, num_tokens=1, samples=True, token_ids=tokens)])
+    rejected = table.take_told(told)
+    assert rejected.tolist() == [13, 14, 15][len(tokens) - 1 :], "slots of the block of positions 4 to 7"
+    table.apply(told)
+    assert table.known(0).tolist() == [1, 2, 3, 4, 5, *tokens]
+    batch = build_batch(told, table, CpuPlatform().rows(table, None))
+    assert batch.forward.positions_T.tolist() == [4 + len(tokens)]
+    assert not len(table.take_told(told)), "a step without drafts"
+
+
 def test_history_is_prompt_and_output() -> None:
     table = RowTable(1, 20, 4, VOCAB)
     table.apply(StepPlan(step_id=1, work=[], new_rows=[init(0, [3, 4])]))

@@ -21,6 +21,7 @@ class InFlightStep:
     num_decode: int = 0
     num_drafts: int = 0  # the most that its rows may have together
     most_drafts: int = 0  # the most that one of them may have
+    num_guesses: int = 0  # tokens that may be guessed for the rows' next steps (PP > 1)
     num_prefill_tokens: int = 0
 
     @property
@@ -33,6 +34,13 @@ class InFlightStep:
         if not self.num_drafts:
             return 0
         return sum(row.num_drafts for row in result.rows) + result.num_unguessed
+
+    def guessed(self, num_drafts: int, result: StepResult) -> tuple[int, int]:
+        """Returns how many tokens the ranks were asked to guess in this step, and how many they have guessed.
+        num_drafts: of num_computed_drafts."""
+        if self.num_guesses:
+            return self.num_guesses, sum(len(row.draft_ids) for row in result.rows)
+        return self.num_drafts, num_drafts
 
     def plan(self, freed_rows: list[int], known_failure: int, rolled_back: list[tuple[int, int, int]]) -> StepPlan:
         """Returns the plan for the ranks."""

@@ -62,6 +62,7 @@ class Sequence:
     num_computed: int = 0
     num_drafts: int = 0
     drafting: DraftRecord = field(default_factory=DraftRecord)
+    guesses: list[int] = field(default_factory=list)  # the next tokens behind `tokens`, as a rank guesses (PP > 1)
     num_sent: int = 0  # leading tokens that the ranks know (PP > 1)
     bound_step: int = 0  # the first plan of its present or last row, 0: it never had one
     last_step: int = 0  # the newest plan that names it

@@ -123,11 +123,15 @@ class Drafting(StepObserver):
     def returned(self, step: InFlightStep, num_drafts: int, result: StepResult) -> None:
         """Implements StepObserver."""
         self._saved_s += PROBE_SHARE * result.device_s
-        if step.num_drafts:
-            self._allowed = GUESS_FADE * self._allowed + step.num_drafts
-            self._guessed = GUESS_FADE * self._guessed + num_drafts
+        allowed, guessed = step.guessed(num_drafts, result)
+        if allowed:
+            self._allowed = GUESS_FADE * self._allowed + allowed
+            self._guessed = GUESS_FADE * self._guessed + guessed
         if not step.num_prefill_tokens:
-            self.costs.observe(step.num_decode, num_drafts, step.most_drafts, result.device_s, result.draft_s)
+            seconds, draft_s = result.device_s, result.draft_s
+            if step.num_guesses and not num_drafts:  # they are the next step's
+                seconds, draft_s = seconds - draft_s, 0.0
+            self.costs.observe(step.num_decode, num_drafts, step.most_drafts, seconds, draft_s)
 
     # ---- inside ----
 

@@ -111,15 +111,18 @@ def make_of(
     kv: DraftBlocks,
     table: DraftRows,
 ) -> MakeProposer | None:
-    """Returns what makes the rank's proposer over its rows; None without speculative decoding. loaded: its draft, where
-    it has one."""
+    """Returns what makes the rank's proposer over its rows; None without speculative decoding, and with several stages
+    on all ranks but the one that samples. loaded: its draft, where it has one."""
+    has_stages = context.pp_size > 1
+    if has_stages and not drafts_here(context.mesh):
+        return None
     if settings.model.draft is None:
         proposer = make_proposer(settings.speculative)
         return None if proposer is None else lambda _: proposer
 
     def make(rows: DeviceRows) -> Proposer:
         own = None if loaded is None else loaded.make(kv, table, rows)
-        if context.tp_size == 1 and own is not None:
+        if own is not None and (context.tp_size == 1 or has_stages):
             return own
         return SharedDrafts(own, context.tp, settings.max_drafts, platform)
 
