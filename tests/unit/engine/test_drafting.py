@@ -28,7 +28,7 @@ from tandem.workers.engine.waiting.probation import PROBATION_TOKENS, probation_
 from tandem.workers.messages.step import RowResult, RowWork, StepPlan, StepResult
 
 MOST = 5
-DEPTH1, ASYNC = {"asynchronous": False}, {"asynchronous": True}
+DEPTH1, ASYNC, PP2 = {"asynchronous": False}, {"asynchronous": True}, {"stages": 2}
 Chances = Callable[[int, int, int], float]
 """Of a draft to be right behind right ones, by step, row and place."""
 
@@ -232,8 +232,8 @@ def test_what_was_not_guessed_says_nothing() -> None:
     assert drafting.stats().num_drafts == 0
 
 
-@pytest.mark.parametrize("mode", [DEPTH1, ASYNC], ids=["depth1", "async"])
-def test_an_engine_drafts_what_is_accepted_and_stops_what_is_not(mode: dict[str, bool]) -> None:
+@pytest.mark.parametrize("mode", [DEPTH1, ASYNC, PP2], ids=["depth1", "async", "pp2"])
+def test_an_engine_drafts_what_is_accepted_and_stops_what_is_not(mode: dict[str, Any]) -> None:
     def step_s(plan: StepPlan) -> float:
         return 0.01 + 0.001 * sum(work.num_tokens + work.max_drafts for work in plan.work)
 
@@ -266,7 +266,7 @@ def test_drafts_are_accepted_up_to_the_end_of_the_sequence() -> None:
 
 
 def all_kinds_of_histories(
-    tiers: TierPlan | None = None, modes: tuple[dict[str, Any], ...] = (DEPTH1, ASYNC)
+    tiers: TierPlan | None = None, modes: tuple[dict[str, Any], ...] = (DEPTH1, ASYNC, PP2)
 ) -> Counter[str]:
     """Requests that share prompts, end amid drafts and go on where others ended, in a large pool and in one that they
     thrash: a wrong block is soon found by content. Returns how many sequences were preempted and how many tokens were
@@ -371,8 +371,8 @@ def test_drafts_in_flight_that_are_forgotten_are_caught(monkeypatch: pytest.Monk
     """The blocks of the next step are then too few for what the ranks may know by then."""
     grow = Scheduler._grow
 
-    def defective(self: Scheduler, step: InFlightStep, seq: Sequence, num_drafts: int) -> RowWork | None:
-        work = grow(self, step, seq, num_drafts)
+    def defective(self: Scheduler, step: InFlightStep, seq: Sequence, *drafts: int) -> RowWork | None:
+        work = grow(self, step, seq, *drafts)
         seq.num_drafts = 0
         return work
 
