@@ -63,6 +63,11 @@ CROWDED = {
     "eagle3, preemption": {"preempted", "found", "loaded"},
 }
 """What must happen to a crowd in these cases; in the others prefixes are found."""
+MARKS = dict.fromkeys(
+    ("suffix, tp2", "draft model, tp2", "draft model, pp2", "eagle, tp2", "medusa, pp2", "draft model, bfloat16"),
+    pytest.mark.parity,
+)
+"""Cases of make parity: ranks in processes of their own take long to start."""
 EXACT = {"bfloat16", "draft model, bfloat16"}
 """Cases in which log probabilities are equal to the last bit, as logits are (--batch-invariant)."""
 COMMON: dict[str, Any] = {"max_num_seqs": 8, "enable_lora": True, "dtype": "float32", "cpu_threads": 1}
@@ -91,7 +96,7 @@ def _no_measured_times() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
