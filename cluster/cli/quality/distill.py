@@ -62,7 +62,9 @@ def distill(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON; progress goes to stderr.")] = False,
 ) -> None:
-    """Make a draft model or a head that guesses TARGET's tokens, of TARGET's own answers.
+    """Make a draft or a head that guesses a model's tokens.
+
+    It learns of TARGET's own answers.
 
     TARGET answers the prompts at temperatures 0.7 and 1, for at most half of the minutes; then the student learns its
     distributions. A tenth of the prompts judges: distill_report.json says how many guesses are kept, place by place,

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -112,10 +113,7 @@ DEEP, SHORT = 100_000, 40
 
 @pytest.mark.parametrize(
     ("mode", "max_queued"),
-    [
-        pytest.param(*mode.values, most, id=f"{mode.id} {most}")
-        for mode, most in zip(MODES, [DEEP, SHORT] * 3, strict=True)
-    ]
+    [pytest.param(*mode.values, most, id=f"{mode.id} {most}") for mode, most in zip(MODES, cycle([DEEP, SHORT]))]
     + [pytest.param(*MODES[0].values, SHORT, id=f"depth1 {SHORT}")],
 )
 def test_tn_06_a_flood_leaves_the_other_tenant_its_first_tokens(mode, max_queued):

@@ -11,7 +11,6 @@ from tandem.offload.weights.layer_placement import spread
 from tandem.parallel import checkpoint
 from tandem.parallel.checkpoint import ParameterSlot
 from tandem.parallel.context import ParallelContext
-from tandem.parallel.linear_methods import can_pack
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.decoder import Decoder, attention_of, build_decoder
 from tandem.workers.models.spec.arch import ArchSpec
@@ -33,6 +32,10 @@ KV_DTYPES = {
     "int8": torch.int8,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
+
+
+def packs(dtype: torch.dtype) -> bool:
+    return CpuPlatform().packs(dtype)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +75,11 @@ def test_bytes_of_every_rank_are_predicted(root: Path, name: str) -> None:
         for rank in range(tp * pp):
             mesh = Mesh(tp, pp, rank)
             decoder = rank_of(spec, folder, mesh, dtype)
-            assert rank_weights(spec, mesh, 4, can_pack(dtype)).total_bytes == decoder.weight_bytes, (tp, pp, rank)
+            assert rank_weights(spec, mesh, 4, packs(dtype)).total_bytes == decoder.weight_bytes, (
+                tp,
+                pp,
+                rank,
+            )
             for kind, stored in KV_DTYPES.items():
                 wanted = block_bytes(decoder.kv_layouts, BLOCK_SIZE, stored)
                 assert BLOCK_SIZE * kv_token_bytes(spec, mesh, kind) == wanted, kind
@@ -83,7 +90,7 @@ def test_bytes_in_half_precision(root: Path, dtype: torch.dtype) -> None:
     folder = save_tiny_model(BY_NAME["qwen2"], root)
     spec = load_spec(folder)
     decoder = rank_of(spec, folder, Mesh(), dtype)
-    assert rank_weights(spec, Mesh(), 2, can_pack(dtype)).total_bytes == decoder.weight_bytes
+    assert rank_weights(spec, Mesh(), 2, packs(dtype)).total_bytes == decoder.weight_bytes
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-mqa-biased", "mixtral", "qwen2_moe", "gpt2", "gemma2"])
@@ -95,10 +102,10 @@ def test_bytes_of_quantized_weights_are_predicted(root: Path, name: str) -> None
     for tp, pp, dtype in [(1, 1, torch.bfloat16), (2, 1, torch.bfloat16), (1, 2, torch.float32), (2, 2, torch.float16)]:
         for rank in range(tp * pp):
             mesh = Mesh(tp, pp, rank)
-            weights = rank_weights(spec, mesh, dtype.itemsize, can_pack(dtype))
+            weights = rank_weights(spec, mesh, dtype.itemsize, packs(dtype))
             decoder = rank_of(spec, folder, mesh, dtype, (0,))
             assert weights.total_bytes == decoder.weight_bytes, mesh
-            assert weights.total_bytes < rank_weights(dense, mesh, dtype.itemsize, can_pack(dtype)).total_bytes
+            assert weights.total_bytes < rank_weights(dense, mesh, dtype.itemsize, packs(dtype)).total_bytes
             assert 1 <= decoder.stream.host_bytes / weights.layer_bytes < 1.8, mesh  # whole blocks of 64 outputs
             decoder.close()
 
