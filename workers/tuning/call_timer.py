@@ -9,6 +9,8 @@ from tandem.workers.graphs.cuda_graphs import CaptureGraph
 
 CALLS = 10
 REPEATS = 5
+AHEAD = 2048
+"""Rows and columns of the products that calls are queued behind."""
 
 
 def device_seconds(accelerator: Accelerator, work: Callable[[], object], repeats: int = 10) -> float:
@@ -46,7 +48,7 @@ def queued_seconds(accelerator: Accelerator, device: torch.device, call: Callabl
     """Returns the time of a call on the device, the least of some turns. Makes it as often whatever it takes, so that
     all ranks may time a sum; calls are queued behind products, of a third of a millisecond on a device of 2022, so that
     none waits for its launch, nor is captured, which one rank could fail to do."""
-    ahead = torch.zeros(2048, 2048, dtype=torch.bfloat16, device=device)
+    ahead = torch.zeros(AHEAD, AHEAD, dtype=torch.bfloat16, device=device)
     times = []
     for _ in range(2 + REPEATS):
         for _ in range(16):
