@@ -30,7 +30,7 @@ def peak_of(layers, vocabulary):
     quantized(folder, Path(sys.argv[1]) / f"{name}-out", QuantizeSettings(method="rtn"), count=2)
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 peak_of(1, 512)
-print(json.dumps([peak_of(2, 512), peak_of(8, 512), peak_of(1, 49152)]))
+print(json.dumps([peak_of(2, 512), peak_of(20, 512), peak_of(1, 49152)]))
 """
 
 
@@ -41,7 +41,7 @@ def test_memory_does_not_grow_with_layers_or_with_the_vocabulary(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     few, many, wide = json.loads(done.stdout.splitlines()[-1])
     layer, table = 4 * (3 * 256 * 1536 + 2 * 256 * 256), 4 * 49152 * 256
-    assert many - few < 4 * layer, "six layers more"
+    assert many - few < 4 * layer, "eighteen layers more; a peak varies by two"
     assert wide - few < table, "a table, of which there are two"
 
 
