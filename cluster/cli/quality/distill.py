@@ -10,73 +10,70 @@ from typing import Annotated, Any
 import typer
 
 from tandem.cluster.cli.base.terminal import say, table
-from tandem.cluster.cli.quality.quantize import WEIGHTS
-from tandem.configs.errors import SettingsError
+from tandem.cluster.cli.quality.run_flags import (
+    WEIGHTS,
+    AsJson,
+    CpuThreads,
+    Revision,
+    check_threads,
+    model_argument,
+    own_flag,
+)
 from tandem.workers.planning.model_source import find_model
-
-
-def _own(flag: str, metavar: str, words: str) -> Any:
-    return typer.Option(flag, metavar=metavar, help=words, show_default=False)
 
 
 def distill(
     method: Annotated[
         str, typer.Argument(metavar="METHOD", help="draft (a small Llama), eagle (an EAGLE-3 head) or medusa.")
     ],
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="Folder, GGUF file, hub id, or `demo` (the bundled model).")
-    ],
+    target: Annotated[str, model_argument("TARGET")],
     prompts: Annotated[
         Path,
-        _own("--prompts", "FILE", "A prompt a line; .jsonl: `prompt`, text to continue, or `messages`."),
+        own_flag("--prompts", "FILE", "A prompt a line; .jsonl: `prompt`, text to continue, or `messages`."),
     ],
-    out: Annotated[Path, _own("--out", "DIR", "Folder for the draft or head, new or empty.")],
-    minutes: Annotated[float, _own("--minutes", "X", "For answers and training together. Default: 10.")] = 10.0,
+    out: Annotated[Path, own_flag("--out", "DIR", "Folder for the draft or head, new or empty.")],
+    minutes: Annotated[float, own_flag("--minutes", "X", "For answers and training together. Default: 10.")] = 10.0,
     steps: Annotated[
-        int | None, _own("--steps", "N", "Steps of training. Default: as many as the minutes leave time for.")
+        int | None, own_flag("--steps", "N", "Steps of training. Default: as many as the minutes leave time for.")
     ] = None,
-    layers: Annotated[int, _own("--layers", "N", "draft: its layers; medusa: a head's. Default: 1.")] = 1,
+    layers: Annotated[int, own_flag("--layers", "N", "draft: its layers; medusa: a head's. Default: 1.")] = 1,
     hidden: Annotated[
-        int | None, _own("--hidden", "N", "draft: its hidden size. Default: an eighth of TARGET's.")
+        int | None, own_flag("--hidden", "N", "draft: its hidden size. Default: an eighth of TARGET's.")
     ] = None,
     heads: Annotated[
-        int | None, _own("--heads", "N", "draft: its heads. Default: as many of TARGET's size as fit.")
+        int | None, own_flag("--heads", "N", "draft: its heads. Default: as many of TARGET's size as fit.")
     ] = None,
     draft_vocab: Annotated[
         int | None,
-        _own("--draft-vocab", "N", "eagle: tokens that it knows, TARGET's most frequent. Default: 32000, or all."),
+        own_flag("--draft-vocab", "N", "eagle: tokens that it knows, TARGET's most frequent. Default: 32000, or all."),
     ] = None,
     places: Annotated[
-        int, _own("--num-speculative-tokens", "N", "Guesses that the report tells of; medusa: its heads. Default: 4.")
+        int,
+        own_flag("--num-speculative-tokens", "N", "Guesses that the report tells of; medusa: its heads. Default: 4."),
     ] = 4,
-    answers: Annotated[int, _own("--answers", "N", "Answers to each prompt, at most. Default: 8.")] = 8,
-    max_tokens: Annotated[int, _own("--max-tokens", "N", "Tokens of an answer, at most. Default: 256.")] = 256,
+    answers: Annotated[int, own_flag("--answers", "N", "Answers to each prompt, at most. Default: 8.")] = 8,
+    max_tokens: Annotated[int, own_flag("--max-tokens", "N", "Tokens of an answer, at most. Default: 256.")] = 256,
     learning_rate: Annotated[
         float | None,
-        _own("--learning-rate", "X", "The highest. Default: draft 0.003, others 0.001; less where they are wide."),
+        own_flag("--learning-rate", "X", "The highest. Default: draft 0.003, others 0.001; less where they are wide."),
     ] = None,
-    seed: Annotated[int, _own("--seed", "N", "Of answers, of the order, and of new weights. Default: 0.")] = 0,
-    revision: Annotated[str | None, _own("--revision", "TEXT", "Branch, tag or commit of a hub id.")] = None,
-    cpu_threads: Annotated[
-        int | None, _own("--cpu-threads", "N", "Threads to compute with. Default: all cores.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON; progress goes to stderr.")] = False,
+    seed: Annotated[int, own_flag("--seed", "N", "Of answers, of the order, and of new weights. Default: 0.")] = 0,
+    revision: Revision = None,
+    cpu_threads: CpuThreads = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make a draft or a head that guesses a model's tokens.
 
-    It learns of TARGET's own answers.
-
-    TARGET answers the prompts at temperatures 0.7 and 1, for at most half of the minutes; then the student learns its
-    distributions. A tenth of the prompts judges: distill_report.json says how many guesses are kept, place by place,
-    greedily and under the sampling of `tandem serve`, before and after, and what that would save here. What is written
-    vLLM reads as well. The same command goes on with a run that was ended.
+    It learns from the model's own answers. TARGET answers the prompts at temperatures 0.7 and 1, for at most half of
+    the minutes; then the student learns its distributions. A tenth of the prompts judges: distill_report.json says how
+    many guesses are kept, place by place, greedily and under the sampling of `tandem serve`, before and after, and what
+    that would save here. What is written vLLM reads as well. The same command goes on with a run that was ended.
     """
     from tandem.workers.distill.distill_run import DistillTarget
     from tandem.workers.distill.distill_run import distill as run
     from tandem.workers.distill.distill_settings import DistillSettings
 
-    if cpu_threads is not None and cpu_threads < 1:
-        raise SettingsError(f"{cpu_threads}: at least 1", "--cpu-threads")
+    check_threads(cpu_threads)
     settings = DistillSettings(
         method=method,
         minutes=minutes,

@@ -5,40 +5,44 @@ The work is workers/quantize/; this module reads flags and prints the report.
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tandem.cluster.cli.base.terminal import say, table
+from tandem.cluster.cli.quality.run_flags import (
+    WEIGHTS,
+    AsJson,
+    CpuThreads,
+    Revision,
+    check_threads,
+    model_argument,
+    own_flag,
+)
 from tandem.configs.errors import SettingsError
-from tandem.workers.planning.hub import TEXT, Wanted
 from tandem.workers.planning.model_source import find_model
 
 if TYPE_CHECKING:
     from tandem.workers.quantize.quantize_settings import QuantizeSettings
 
-WEIGHTS: Final = Wanted(TEXT.patterns, weights=True)
-
-
-def _own(flag: str, metavar: str, words: str) -> Any:
-    return typer.Option(flag, metavar=metavar, help=words, show_default=False)
-
 
 def quantize(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder, GGUF file, hub id, or `demo` (the bundled model).")
-    ],
-    output: Annotated[Path, _own("--output", "DIR", "Folder for the quantized model, new or empty.")],
+    model: Annotated[str, model_argument("MODEL")],
+    output: Annotated[Path, own_flag("--output", "DIR", "Folder for the quantized model, new or empty.")],
     method: Annotated[
-        str, _own("--method", "NAME", "rtn (nearest), gptq, awq or smoothquant (int8 inputs too). Default: gptq.")
+        str, own_flag("--method", "NAME", "rtn (nearest), gptq, awq or smoothquant (int8 inputs too). Default: gptq.")
     ] = "gptq",
     bits: Annotated[
         float | None,
-        _own("--bits", "X", "2, 3, 4 or 8 of a weight, or an average from 4 to 8 (4.5). Default: 4; smoothquant: 8."),
+        own_flag(
+            "--bits", "X", "2, 3, 4 or 8 of a weight, or an average from 4 to 8 (4.5). Default: 4; smoothquant: 8."
+        ),
     ] = None,
     group_size: Annotated[
         int | None,
-        _own("--group-size", "N", "Inputs that share a scale; -1: all of an output. Default: 128; smoothquant: -1."),
+        own_flag(
+            "--group-size", "N", "Inputs that share a scale; -1: all of an output. Default: 128; smoothquant: -1."
+        ),
     ] = None,
     symmetric: Annotated[
         bool | None, typer.Option("--sym/--asym", help="Without zeros, or with. Default: --sym.", show_default=False)
@@ -53,29 +57,31 @@ def quantize(
     ] = None,
     calib: Annotated[
         str,
-        _own("--calib", "FILE|own", "Text to calibrate with: .txt, or .jsonl with `text`; own: the model writes it."),
+        own_flag(
+            "--calib", "FILE|own", "Text to calibrate with: .txt, or .jsonl with `text`; own: the model writes it."
+        ),
     ] = "own",
-    calib_tokens: Annotated[int, _own("--calib-tokens", "N", "Tokens to calibrate with. Default: 16384.")] = 16384,
+    calib_tokens: Annotated[int, own_flag("--calib-tokens", "N", "Tokens to calibrate with. Default: 16384.")] = 16384,
     calib_length: Annotated[
-        int | None, _own("--calib-length", "N", "Tokens of a sequence. Default: 512, or the model's context.")
+        int | None, own_flag("--calib-length", "N", "Tokens of a sequence. Default: 512, or the model's context.")
     ] = None,
     alpha: Annotated[
-        float | None, _own("--alpha", "X", "smoothquant: how much of the range moves from inputs. Default: 0.5.")
+        float | None, own_flag("--alpha", "X", "smoothquant: how much of the range moves from inputs. Default: 0.5.")
     ] = None,
     ignore: Annotated[
         list[str] | None,
-        _own("--ignore", "NAME", "A layer that stays as it is, or re:EXPRESSION; may be given several times."),
+        own_flag("--ignore", "NAME", "A layer that stays as it is, or re:EXPRESSION; may be given several times."),
     ] = None,
     quantize_head: Annotated[
         bool,
         typer.Option("--quantize-head", help="The head (lm_head) too, in the same form; refused where it is tied."),
     ] = False,
-    seed: Annotated[int, _own("--seed", "N", "Of the choice of text, and of what the model writes. Default: 0.")] = 0,
-    revision: Annotated[str | None, _own("--revision", "TEXT", "Branch, tag or commit of a hub id.")] = None,
-    cpu_threads: Annotated[
-        int | None, _own("--cpu-threads", "N", "Threads to compute with. Default: all cores.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON; progress goes to stderr.")] = False,
+    seed: Annotated[
+        int, own_flag("--seed", "N", "Of the choice of text, and of what the model writes. Default: 0.")
+    ] = 0,
+    revision: Revision = None,
+    cpu_threads: CpuThreads = None,
+    as_json: AsJson = False,
 ) -> None:
     """Round MODEL's weights to a few bits and write them.
 
@@ -84,8 +90,7 @@ def quantize(
     with the error of each layer, and perplexity and KL against MODEL on text that it was not calibrated with. The same
     command goes on with a run that was ended.
     """
-    if cpu_threads is not None and cpu_threads < 1:
-        raise SettingsError(f"{cpu_threads}: at least 1", "--cpu-threads")
+    check_threads(cpu_threads)
     text = {"calib": calib, "calib_tokens": calib_tokens, "length": calib_length, "seed": seed, "head": quantize_head}
     settings = _settings(method, bits, group_size, symmetric, act_order, alpha, ignore=tuple(ignore or ()), **text)
     report = _run(model, revision, settings, output, cpu_threads)
