@@ -3,6 +3,7 @@ weights."""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,32 @@ TAPS = (1, 2, 4)
 KNOWN = 96
 """Ids that a random EAGLE-3 head guesses among: every eighth of the demo's."""
 
+OF_LAYER: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIM,
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "vocab_size": VOCAB,
+}
+"""Keys of a head of one layer like a Llama's."""
+
+
+def _drawing(seed: int) -> Callable[..., torch.Tensor]:
+    """Draws matrices and vectors that keep the size of what they multiply."""
+    rng = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=rng) * shape[-1] ** -0.5
+
 
 def random_eagle(folder: Path, *, own_embedding: bool = False, normed_residual: bool = False) -> Path:
     """Writes an EAGLE-3 head for the demo as its makers do."""
-    rng = torch.Generator().manual_seed(3)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=rng) * shape[-1] ** -0.5
-
+    drawn = _drawing(3)
     ids = torch.arange(KNOWN) * 8 + 1
     tensors = {
         "fc.weight": drawn(HIDDEN, len(TAPS) * HIDDEN),
@@ -61,19 +80,8 @@ def random_eagle(folder: Path, *, own_embedding: bool = False, normed_residual: 
     if own_embedding:
         tensors["embed_tokens.weight"] = drawn(VOCAB, HIDDEN)
     config = {
+        **OF_LAYER,
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": WIDTH,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": DIM,
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
-        "vocab_size": VOCAB,
         "draft_vocab_size": KNOWN,
         "norm_before_residual": normed_residual,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [*TAPS], "use_aux_hidden_state": True},
@@ -83,11 +91,7 @@ def random_eagle(folder: Path, *, own_embedding: bool = False, normed_residual: 
 
 def random_eagle_one(folder: Path) -> Path:
     """Writes an EAGLE-1 head for the demo, without an embedding and a head of its own."""
-    rng = torch.Generator().manual_seed(4)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=rng) * shape[-1] ** -0.5
-
+    drawn = _drawing(4)
     tensors = {
         "fc.weight": drawn(HIDDEN, 2 * HIDDEN),
         "fc.bias": drawn(HIDDEN),
@@ -100,21 +104,7 @@ def random_eagle_one(folder: Path) -> Path:
         "layers.0.mlp.up_proj.weight": drawn(WIDTH, HIDDEN),
         "layers.0.mlp.down_proj.weight": drawn(HIDDEN, WIDTH),
     }
-    config = {
-        "architectures": ["EagleLlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": WIDTH,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": DIM,
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
-        "vocab_size": VOCAB,
-    }
+    config = {**OF_LAYER, "architectures": ["EagleLlamaForCausalLM"]}
     return _written(folder, config, tensors)
 
 
