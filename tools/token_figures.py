@@ -36,7 +36,35 @@ is what the measured times of steps give for that acceptance, at least 1.
 {table(head, rows)}
 
 Where nothing is accepted, drafting switches itself off after some steps of each answer. Each run is one batch, over
-when its last answer is: at four rows a draft that shortens one answer shows only if it shortens all."""
+when its last answer is: at four rows a draft that shortens one answer shows only if it shortens all.
+
+{_drafts_of_a_model()}"""
+
+
+def _drafts_of_a_model() -> str:
+    """What the drafts of a distilled model bring on the grown demo, by batch."""
+    found = read_json("drafts-grown.json")
+    options = found["options"]
+    rows = [
+        [
+            str(outcome["rows"]),
+            percent(outcome["acceptance"]),
+            f"{outcome['tokens_per_step']:.2f}",
+            f"{statistics.median(outcome['speed_up']):.2f} ({span(outcome['speed_up'])})",
+            f"{statistics.median(outcome['cpu_speed_up']):.2f}",
+        ]
+        for outcome in found["outcomes"]
+    ]
+    head = ["rows", "accepted", "tokens a row and step", "times as fast (runs)", "by CPU time"]
+    return f"""### Drafts of a model
+
+`make bench-drafts`: the demo model in a body of 0.44 billion parameters with the same logits
+([grown](serving/distilling.md#the-demo-model-grown): it takes a large model's time, and is none that anybody trained),
+with a draft that `tandem distill` made for it, up to {options["drafts"]} drafts, greedy, prompts that distilling did
+not see; {options["dtype"]}, {options["threads"]} thread, {options["repeats"]} pairs in turns, on two cores of an AMD
+EPYC with AVX2 and without AVX512, where float32 is bound by memory.
+
+{table(head, rows)}"""
 
 
 def sampling_section() -> str:

@@ -60,7 +60,7 @@ class PairOutcome:
 
 def settings_with(settings: EngineSettings, options: argparse.Namespace) -> EngineSettings:
     """Returns the settings with the draft of the options."""
-    draft = str(DEMO if options.draft == "demo" else options.draft)
+    draft = str(DEMO if options.draft == Path("demo") else options.draft)
     speculative = SpeculativeSettings(method=options.method, model=draft, num_speculative_tokens=options.drafts)
     model = replace(
         settings.model, draft=ModelSettings(model=draft, quantization=options.quantization, dtype=settings.model.dtype)
@@ -106,7 +106,7 @@ def compare(bench: Bench, rows: int, jobs: Sequence[Job], repeats: int) -> PairO
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draft", required=True, help="a folder of tandem distill, or demo")
+    parser.add_argument("--draft", type=Path, required=True, help="a folder of tandem distill, or demo")
     parser.add_argument("--method", default="draft_model", choices=("draft_model", "eagle3", "medusa"))
     parser.add_argument("--target", default="grown", help=f"grown, or {MODELS}")
     parser.add_argument("--quantization", default=None, help="of the draft's weights, made at load")
