@@ -16,10 +16,11 @@ import torch
 
 from benchmarks.models import DEMO
 from benchmarks.workload import Job
+from tandem.workers.kernels.sampling_ops import Change
 from tandem.workers.messages.step import RowSampling
 from tandem.workers.rank.model_runner import ModelRunner
 from tandem.workers.sampling.processors.chain import ProcessorChain
-from tandem.workers.sampling.processors.logits_processor import SampledRows
+from tandem.workers.sampling.processors.logits_processor import Reads, SampledRows
 from tandem.workers.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,8 @@ KEY = 16
 class Dictated:
     """A LogitsProcessor that makes each row write the answer of its prompt."""
 
+    reads = Reads.TOKENS
+
     def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
         self._answers = answers
 
@@ -43,14 +46,21 @@ class Dictated:
         """Every row has an answer."""
         return True
 
-    def apply(self, logits_SV: torch.Tensor, rows: SampledRows) -> None:
+    def prepare(self, rows: SampledRows) -> Change | None:
         """Raises the next token of the answer. Behind its end, where drafts may lead, nothing changes."""
         columns = []
         for row, position in rows:
             tokens, prompt_len = rows.history(row, position)
             answer = self._answers[tuple(tokens[:KEY].tolist())]
             columns.append(np.array(answer[position - prompt_len :][:1], np.int64))
-        logits_SV[rows.at(columns)] = RAISED
+        if not any(map(len, columns)):
+            return None
+        at = rows.at(columns)
+
+        def change(logits_SV: torch.Tensor) -> None:
+            logits_SV[at()] = RAISED
+
+        return change
 
     def free(self, row: int) -> None:
         """Nothing is kept by row."""

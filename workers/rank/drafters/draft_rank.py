@@ -160,7 +160,7 @@ def _eagle3(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
     embed, embed_bytes = _embedding(asked) if not _has_embedding(spec) else (_no_embedding, 0)
     head = EagleHead(spec, platform, asked.dtype, asked.kv_dtype, embed)
     weight_bytes = embed_bytes + _load(asked, spec, head)
-    ids = None if spec.vocab_size == vocab_size else _ids_of(Path(asked.draft.model), spec.vocab_size, platform)
+    ids = None if spec.vocab_size == vocab_size else _ids_of(asked, spec.vocab_size)
     asked.model.taps = spec.taps
     return LoadedDraft(
         layouts_of(spec.layers, 1, asked.windows),
@@ -280,12 +280,19 @@ def _read_whole(asked: DraftOrder, part: _Slots) -> int:
     return load([*part.slots()], source, dtype=asked.dtype, device=asked.platform.device, progress=False)
 
 
-def _ids_of(folder: Path, count: int, platform: Platform) -> torch.Tensor:
+def _ids_of(asked: DraftOrder, count: int) -> torch.Tensor:
     """Returns the model's id of each id of a head with fewer: its own plus what d2t says. SettingsError where there is
-    no d2t."""
+    no d2t, and where it names ids that the model lacks."""
+    folder, most = Path(asked.draft.model), asked.model.vocab_size
+    if asked.draft.load_format == "dummy":
+        return asked.platform.accelerator.to_device(torch.arange(count))
     for file in weight_files(folder):
         with safe_open(file, "pt") as tensors:
             if "d2t" in tensors.keys():  # noqa: SIM118 - it is no mapping
                 far = tensors.get_tensor("d2t").to(torch.int64)
-                return platform.accelerator.to_device(far + torch.arange(count))
+                ids = far + torch.arange(count) if far.shape == (count,) else torch.tensor([-1])
+                if ids.min() < 0 or ids.max() >= most or len(ids.unique()) != count:
+                    words = f"{file}: d2t must name {count} different ids below the model's {most}"
+                    raise SettingsError(words, "MODEL")
+                return asked.platform.accelerator.to_device(ids)
     raise SettingsError(f"{folder}: no tensor d2t says which ids of the model its {count} are", "MODEL")

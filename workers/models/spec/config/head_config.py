@@ -111,22 +111,25 @@ def read_eagle3(folder: Path, model: ArchSpec, quantization: str | None) -> Head
     """Reads an EAGLE-3 head (Li et al. 2025) for a model. UnsupportedModelError for one that is none, or that is for
     another model."""
     config = _config(folder)
-    if "Eagle3" not in "".join(config.get("architectures") or ()):
+    if "Eagle3" not in str(config.get("architectures")):
         raise UnsupportedModelError(f"{folder}: {config.get('architectures')} is no EAGLE-3 head", "MODEL")
-    size, reads = int(config["hidden_size"]), int(config.get("target_hidden_size") or model.hidden_size)
+    size = _whole(folder, config, "hidden_size")
+    reads = _whole(folder, config, "target_hidden_size", model.hidden_size)
     if reads != model.hidden_size:
         words = f"{folder} is a head for models of hidden size {reads}; this one has {model.hidden_size}"
         raise UnsupportedModelError(words, "MODEL")
-    own = config.get("eagle_config") or {}
-    half = model.num_layers // 2
-    taps = tuple(own.get("eagle_aux_hidden_state_layer_ids") or (2, half, model.num_layers - 3))
-    if any(not 0 <= tap <= model.num_layers for tap in taps):
-        raise UnsupportedModelError(f"{folder} reads layers {taps} of a model of {model.num_layers}", "MODEL")
-    vocab = int(config.get("draft_vocab_size") or config["vocab_size"])
+    taps = _taps(folder, config, model.num_layers)
+    vocab = _whole(folder, config, "draft_vocab_size", _whole(folder, config, "vocab_size", model.vocab_size))
+    if vocab > model.vocab_size:
+        words = f"{folder}: draft_vocab_size {vocab} is more than the model's {model.vocab_size} tokens"
+        raise UnsupportedModelError(words, "MODEL")
     as_llama = {**config, "architectures": [LLAMA], "model_type": "llama", "vocab_size": vocab}
     spec = spec_from_config({**as_llama, "tie_word_embeddings": False, "num_hidden_layers": 1})
     spec = replace(spec, weights=chosen_plan(spec.weights, quantization))
     params = _eagle_params(folder, spec, model, size, len(taps) * reads)
+    if params.embedding is None and size != model.hidden_size:
+        words = f"{folder} has no embedding, and its hidden_size {size} is not the model's {model.hidden_size}"
+        raise UnsupportedModelError(words, "MODEL")
     return HeadSpec(params, vocab, spec, taps, None, bool(config.get("norm_before_residual", False)))
 
 
@@ -138,9 +141,10 @@ def read_medusa(folder: Path, model: ArchSpec, quantization: str | None) -> Head
         raise UnsupportedModelError(f"quantization {quantization!r} is not made of Medusa's heads", "MODEL")
     if "medusa_num_heads" not in config:
         raise UnsupportedModelError(f"{folder}: its config.json has no medusa_num_heads", "MODEL")
-    heads, layers = int(config["medusa_num_heads"]), int(config.get("medusa_num_layers", 1))
-    size, vocab = int(config.get("hidden_size", model.hidden_size)), int(config.get("vocab_size", model.vocab_size))
-    kept = int(config.get("truncated_vocab_size") or vocab)
+    heads, layers = _whole(folder, config, "medusa_num_heads"), _whole(folder, config, "medusa_num_layers", 1)
+    size = _whole(folder, config, "hidden_size", model.hidden_size)
+    vocab = _whole(folder, config, "vocab_size", model.vocab_size)
+    kept = _whole(folder, config, "truncated_vocab_size", vocab)
     if (size, vocab, kept) != (model.hidden_size, model.vocab_size, model.vocab_size):
         words = f"{folder} has heads of {size} x {vocab} ({kept} kept), the model {model.hidden_size} x "
         raise UnsupportedModelError(f"{words}{model.vocab_size}", "MODEL")
@@ -153,7 +157,7 @@ def read_eagle(folder: Path, model: ArchSpec, quantization: str | None) -> HeadS
     """Reads an EAGLE-1 or EAGLE-2 head (Li et al. 2024) for a model, which shares the model's head and, without one of
     its own, the embedding. UnsupportedModelError for one of another model, and for an EAGLE-3 head."""
     config = _config(folder)
-    if "Eagle3" in "".join(config.get("architectures") or ()):
+    if "Eagle3" in str(config.get("architectures")):
         raise UnsupportedModelError(f"{folder} is an EAGLE-3 head: give method eagle3", "MODEL")
     as_llama = {**config, "architectures": [LLAMA], "model_type": "llama", "tie_word_embeddings": False}
     spec = spec_from_config(as_llama)
@@ -229,6 +233,26 @@ def _config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(f"{folder / 'config.json'} cannot be read: {error}", "MODEL") from error
     return found if isinstance(found, dict) else {}
+
+
+def _whole(folder: Path, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Returns a key of config.json, a whole number from 1 on; the default where it is absent or null."""
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedModelError(f"{folder}: {key} {value!r} in config.json must be a whole number above 0", "MODEL")
+    return value
+
+
+def _taps(folder: Path, config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Returns the layers before which an EAGLE-3 head reads the stream; where none are named, those of its paper."""
+    own = config.get("eagle_config")
+    named = own.get("eagle_aux_hidden_state_layer_ids") if isinstance(own, dict) else None
+    taps = (2, num_layers // 2, num_layers - 3) if named is None else named
+    is_list = isinstance(taps, list | tuple) and len(set(map(str, taps))) == len(taps) > 0
+    if not is_list or any(not isinstance(tap, int) or not 0 <= tap <= num_layers for tap in taps):
+        words = f"{folder} reads before layers {taps!r} of a model that has {num_layers}"
+        raise UnsupportedModelError(words, "MODEL")
+    return tuple(taps)
 
 
 def _eagle_params(folder: Path, spec: ArchSpec, model: ArchSpec, size: int, reads: int) -> EagleParams:
