@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tandem import LLM, SamplingParams
 from tandem.configs.errors import SettingsError
@@ -29,7 +30,7 @@ from tandem.workers.rank.drafters.head_drafts import HeadDrafts
 from tandem.workers.rank.drafters.step_record import DecodedStep
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.speculation.proposer import ProposalRow
-from tests.support.draft_models import DEMO, random_eagle, random_medusa, shorter_demo
+from tests.support.draft_models import DEMO, random_eagle, random_eagle_one, random_medusa, shorter_demo
 from tests.support.free_drafts import constant_drafts, free_drafts
 from tests.support.in_process import runner_of
 from tests.unit.rank.test_model_runner import VOCAB
@@ -183,6 +184,8 @@ def test_a_head_that_has_rested_guesses_nothing_of_a_row_that_began_meanwhile() 
 
 # ---- refusals ----
 
+TAPPED = "eagle_aux_hidden_state_layer_ids"
+
 
 def spec_of(draft: Path, **config: Any) -> Any:
     settings = {"speculative_config": {"model": str(draft), "num_speculative_tokens": 2, **config}}
@@ -226,3 +229,61 @@ def test_a_draft_that_is_not_there_is_refused_with_its_flag() -> None:
     with pytest.raises(SettingsError, match=r"model: \./nowhere: no such folder") as caught:
         opened("./nowhere")
     assert caught.value.flag == "--speculative-config"
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "value", "words"),
+    [
+        ("eagle3", "hidden_size", None, "hidden_size None in config.json must be a whole number above 0"),
+        ("eagle3", "hidden_size", 128, "its hidden_size 128 is not the model's 256"),
+        ("eagle3", "target_hidden_size", 512, "hidden size 512; this one has 256"),
+        ("eagle3", "draft_vocab_size", "many", "draft_vocab_size 'many' in config.json"),
+        ("eagle3", "draft_vocab_size", 1024, "draft_vocab_size 1024 is more than the model's 768 tokens"),
+        (
+            "eagle3",
+            "eagle_config",
+            {TAPPED: [1, 2, 9]},
+            r"layers \[1, 2, 9\] of a model that has 4",
+        ),
+        ("eagle3", "eagle_config", {TAPPED: "all"}, "layers 'all' of a model"),
+        ("eagle3", "architectures", ["LlamaForCausalLM"], "is no EAGLE-3 head"),
+        ("eagle", "vocab_size", 512, "a head for models of 256 x 512, not 256 x 768"),
+        ("eagle", "architectures", ["LlamaForCausalLMEagle3"], "give method eagle3"),
+        ("medusa", "medusa_num_heads", 0, "medusa_num_heads 0 in config.json"),
+        ("medusa", "vocab_size", 512, "heads of 256 x 512"),
+        ("draft_model", "architectures", ["LlamaForCausalLMEagle3"], "it is an EAGLE-3 head: give method eagle3"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_by_what_is_wrong(
+    tmp_path: Path, method: str, key: str, value: Any, words: str
+) -> None:
+    write = {"eagle": random_eagle_one, "medusa": random_medusa}.get(method, random_eagle)
+    folder = write(tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text()) | {key: value}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SettingsError, match=words) as caught:
+        spec_of(folder, method=method)
+    assert caught.value.flag == "--speculative-config"
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"), [([700] * 96, "d2t must name 96 different ids below the model's 768"), (None, "no tensor d2t")]
+)
+def test_ids_that_the_model_lacks_are_refused(tmp_path: Path, ids: list[int] | None, words: str) -> None:
+    folder = random_eagle(tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["d2t"]
+    if ids is not None:
+        tensors["d2t"] = torch.tensor(ids)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 2}
+    with pytest.raises(SettingsError, match=words) as caught:
+        LLM("demo", dtype="float32", cpu_threads=1, num_gpu_blocks_override=64, speculative_config=config)
+    assert caught.value.flag == "--speculative-config"
+
+
+def test_a_model_without_mtp_layers_is_told_so() -> None:
+    with pytest.raises(SettingsError, match="names no layer that guesses"):
+        draft_spec(
+            build_settings(str(DEMO), {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}).engine
+        )
