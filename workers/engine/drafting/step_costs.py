@@ -20,6 +20,9 @@ ROWS_TO_DOUBLE = 16.0
 """Rows that take as long as what a step takes at least, as long as nothing tells."""
 SUPPOSED = 0.03
 """Weight of the guess that a draft takes as long as one more row: a tenth of one measured step's."""
+COLD = 4
+"""First steps with drafts that count for no more than what is expected: what ranks run for the first time, they make
+then. One such step would end drafts for hundreds of steps, as a sequence without drafts shows nothing."""
 HICCUP = 3.0
 """No step counts for more than so many times what is expected: the machine did something else meanwhile."""
 LEAST_S = 1e-9
@@ -88,6 +91,7 @@ class StepCosts:
         self._plain, self._drafted, self._guessed = FadingLine(ROWS_TO_DOUBLE), FadingLine(0.0), FadingLine(0.0)
         self._idle_s = 0.0  # spent on guessing in steps without drafts
         self._since_plain = 0
+        self._cold = COLD  # steps that are still to come
 
     @property
     def has_tried(self) -> bool:
@@ -108,7 +112,8 @@ class StepCosts:
         elif self._plain.weight:
             self._since_plain += 1
             prices = self.prices(num_rows)
-            seconds = min(seconds, HICCUP * prices.seconds(num_drafts, most))
+            seconds = min(seconds, (1.0 if self._cold else HICCUP) * prices.seconds(num_drafts, most))
+            self._cold = max(0, self._cold - 1)
             draft_s = min(draft_s, seconds)
             weight = min(1.0, num_drafts / num_rows) ** 2
             keep = 1.0 - (1.0 - DRAFT_FADE) * weight
