@@ -17,7 +17,7 @@ TIMED   = t0=$$(date +%s); $(1) && echo "tandem: $(2) took $$(( $$(date +%s) - t
 
 .PHONY: torch-named install dev serve real-model check check-kernels ui check-ui format quick test parity gpu gpu-run chaos lab launch fuzz mutate bench clients bench-engine bench-serve \
   bench-attention bench-latents bench-startup bench-load bench-sampling bench-structured bench-quantization bench-quality \
-  bench-invariant bench-speculation bench-drafts bench-routing bench-overload bench-scaling bench-batching bench-fairness bench-multiturn bench-weight-stream \
+  bench-invariant bench-speculation bench-drafts bench-routing bench-routes bench-overload bench-scaling bench-simulated bench-simulated-routes bench-batching bench-fairness bench-multiturn bench-weight-stream \
   bench-lora bench-moe bench-gpu bench-client bench-observability performance model-table reference docs release release-check clean help
 
 help: ## show these goals
@@ -95,7 +95,7 @@ quick: $(DEV) ## the unit tests that say most for their time, for while you work
 # Threads that wait for each other sleep: on cores that others want too, those that spin take their time from them.
 # Compiled Python files are kept, also where the environment says otherwise: each service starts ten processes.
 # An older CPU is imitated by hiding instructions from kernels and torch's libraries (configs/environment.py).
-test: $(DEV) ## all tests but those of check; some 12 minutes on 2 fast cores, thrice that on slow ones. ISA=avx512 or avx2 imitates an older CPU
+test: $(DEV) ## all tests but those of check; some 19 minutes on 2 cores, half as long again on slow ones. ISA=avx512 or avx2 imitates an older CPU
 	env -u PYTHONDONTWRITEBYTECODE OMP_WAIT_POLICY=passive TANDEM_CPU_ISA=$(ISA) $(BIN)/python -m pytest tests --ignore=tests/architecture -n 4
 
 chaos: $(DEV) ## long histories of faults and thrash, not part of test
@@ -172,14 +172,23 @@ bench-startup: $(DEV) ## seconds to the first answer, idle CPU and memory of all
 bench-load: $(DEV) ## loading a checkpoint over merely reading its file, with the page cache cold and warm, in turns
 	MALLOC_MMAP_THRESHOLD_=131072 $(BIN)/python -m benchmarks.engine.loading $(ARGS)
 
-bench-routing: $(DEV) ## the choice of a group in a gateway, with 16, 64 and 256 groups
+bench-routing: $(DEV) ## the choice of a group in a gateway, with 16, 64 and 256 groups, and its index of KV
 	$(BIN)/python -m benchmarks.service.routing $(ARGS)
+
+bench-routes: $(DEV) ## what each routing policy makes of conversations and other loads, on toy groups; some 5 minutes
+	$(BIN)/python -m benchmarks.service.route_replay $(ARGS)
 
 bench-overload: $(DEV) ## goodput, refusals and memory at 0.5 to 3 times the capacity
 	$(BIN)/python -m benchmarks.service.overload $(ARGS)
 
 bench-scaling: $(DEV) ## groups from none to three and back, with long streams over each change; some 6 minutes, and a plot
 	$(BIN)/python -m benchmarks.service.scaling $(ARGS)
+
+bench-simulated: $(DEV) ## the simulator beside a real run of four groups; some 10 minutes
+	$(BIN)/python -m benchmarks.service.simulated $(ARGS)
+
+bench-simulated-routes: $(DEV) ## routing policies on the virtual clock: hits and first tokens of each load, with 8 and 64 groups
+	$(BIN)/python -m benchmarks.service.simulated_routes $(ARGS)
 
 bench-speculation: $(DEV) ## n-gram speculation: acceptance, and speed-up by acceptance, A-B-A-B
 	$(BIN)/python -m benchmarks.engine.speculation $(ARGS)

@@ -10,6 +10,9 @@ is far smaller than such a model's would be.
 Equal logits: the residual stream gets zeros in its further columns, which norms weigh by sqrt(narrow / wide), as they
 divide by the root of a mean over more columns, and whose eps is as much smaller. Further heads and MLP rows have random
 weights behind columns of zeros of o_proj and down_proj; in further layers these are all zeros.
+
+A draft model reads tokens alone, so that the demo's is its draft. Medusa's heads read the hidden state: the demo's are
+made as wide (grown_heads()), and guess what they guess for the demo.
 """
 
 import argparse
@@ -55,6 +58,31 @@ def grown_folder(
         new = folder / "model.safetensors.new"
         save_file(made, new, metadata={"format": "pt"})
         new.replace(folder / "model.safetensors")
+    return folder
+
+
+def grown_heads(heads: Path, target: Path) -> Path:
+    """The folder of the demo's Medusa heads for a target of grown_folder(), made beside it: equal guesses, and the
+    weights that heads of its size read. Further rows of the blocks are random, further columns of the tables zeros."""
+    config = json.loads((heads / "config.json").read_text())
+    narrow, wide = config["hidden_size"], json.loads((target / "config.json").read_text())["hidden_size"]
+    generator = torch.Generator().manual_seed(1)
+    made: Tensors = {}
+    for name, tensor in load_file(heads / "model.safetensors").items():
+        if name.startswith("lm_heads"):
+            made[name] = torch.zeros(len(tensor), wide, dtype=tensor.dtype)
+            made[name][:, :narrow] = tensor
+        elif tensor.dim() == 1:
+            made[name] = torch.zeros(wide, dtype=tensor.dtype)
+            made[name][:narrow] = tensor
+        else:
+            made[name] = (torch.randn(wide, wide, generator=generator) * SPREAD).to(tensor.dtype)
+            made[name][:narrow] = 0
+            made[name][:narrow, :narrow] = tensor
+    folder = target.with_name(f"{target.name}-medusa")
+    folder.mkdir(exist_ok=True)
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": wide}, indent=1))
     return folder
 
 

@@ -38,18 +38,12 @@ from tandem.configs.autoscaling import check_policy, goals_of
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import settings_from_serve_args
 from tandem.configs.platform_facts import steps_line
-from tandem.configs.schema import ServiceSettings
+from tandem.configs.schema import RoutingPolicyName, ServiceSettings
 from tandem.configs.secrets import with_secrets
 from tandem.workers.planning.model_source import model_digest, named_node
 
 log = logging.getLogger("ray.serve.tandem")
 FreeResources = Callable[[Mapping[str, str]], Sequence[Mapping[str, float]]]
-ROUTER = RequestRouterConfig(
-    request_router_class="tandem.cluster.routing.serve_router.GroupRouter",
-    request_routing_stats_period_s=2.0,
-    initial_backoff_s=0.02,
-    max_backoff_s=0.5,
-)
 PRIVATE_REDIS = (
     "no redis_url: the private Redis is a process on the head node, reached over the network without TLS, with its "
     "data in Ray's session folder; `redis_config: {redis_url: ...}` names one that outlives the head"
@@ -97,6 +91,17 @@ def build(args: dict[str, Any]) -> Application:
     return build_app(settings, facts, lambda labels: [*free_resources(labels), *coming_resources(labels)])
 
 
+def router_config(policy: RoutingPolicyName) -> RequestRouterConfig:
+    """Returns what Serve needs to know of our router, with that policy in the gateways."""
+    return RequestRouterConfig(
+        request_router_class="tandem.cluster.routing.router.serve_router.GroupRouter",
+        request_router_kwargs={"policy": policy},
+        request_routing_stats_period_s=2.0,
+        initial_backoff_s=0.02,
+        max_backoff_s=0.5,
+    )
+
+
 def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResources = lambda labels: ()) -> Application:
     """Builds the application for pinned settings, which every process resolves on its own machine. Needs a connection
     to Ray. free: what each node with such labels has left, where this version may replace another: as far as there is
@@ -107,6 +112,8 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResource
         shutdown_timeout_s=settings.shutdown_timeout_s,
         may_sleep=least_groups(settings) == 0,
         is_scaled=goals_of(settings.autoscaling_config) is not None,
+        record_mib=settings.logs.record_mib,
+        record=settings.logs.record,
     )
     shape = group_shape(settings.engine.parallel, facts.device)
     options = group_options(settings, shape, MAX_ONGOING_REQUESTS)
@@ -115,7 +122,8 @@ def build_app(settings: ServiceSettings, facts: ServiceFacts, free: FreeResource
         asked = surge_percent(max_groups(settings), shape.bundles, room)
     options["max_surge_percent"] = asked
     quiet: dict[str, Any] = QUIET if facts.open_port else {}
-    coordinator = serve.deployment(name=COORDINATOR, request_router_config=ROUTER, **quiet, **options)(Coordinator)
+    router = router_config(settings.gateway.routing_policy)
+    coordinator = serve.deployment(name=COORDINATOR, request_router_config=router, **quiet, **options)(Coordinator)
     groups = coordinator.bind(settings.engine, facts, public_name(settings))
     gateway = serve.deployment(
         name=GATEWAY,

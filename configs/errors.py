@@ -3,6 +3,8 @@
 They are in configs/ because every folder may raise them. Errors of one request are in workers/messages/errors.py.
 """
 
+import re
+
 
 class TandemError(Exception):
     """Base of every error that Tandem raises on purpose."""
@@ -18,7 +20,8 @@ class SettingsError(TandemError):
 
     def __str__(self) -> str:
         message = super().__str__()
-        return message if not self.flag or self.flag in message else f"{self.flag}: {message}"
+        is_named = not self.flag or re.search(rf"(?<![\w-]){re.escape(self.flag)}(?![\w-])", message)
+        return message if is_named else f"{self.flag}: {message}"  # --record is not named by --record-mib
 
 
 class UnsupportedModelError(SettingsError):

@@ -165,7 +165,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "download_dir": "set HF_HUB_CACHE to that folder in the environment instead, or give MODEL as a folder",
     "root_path": "let the proxy in front take the path away; routes begin with /",
     "kv_transfer_config": _NOT_THERE,
-    "kv_events_config": _NOT_THERE,
+    "kv_events_config": "gateways alone are told of KV, over their own channel (--kv-events); there is no publisher",
     "ec_transfer_config": _NOT_THERE,
     "enable_sleep_mode": _NOT_THERE,
     "enable_prompt_embeds": _NOT_THERE,

@@ -359,6 +359,7 @@ def _refuse_unused(settings: ServiceSettings, given: Collection[str]) -> None:
         (engine.scheduler.batching_policy != "dynamic", "needs --batching-policy dynamic", ("batching_max_delay_ms",)),
         (without_drafts and metrics_of_drafts, "needs --speculative-config", ("per_request_spec_decode_metrics",)),
         (not engine.lora.enable_lora, "needs --enable-lora", LORA_SIZES),
+        (not settings.logs.record_mib, "needs --record-mib", ("record",)),
     ):
         for name in names:
             if is_unused and name in given:

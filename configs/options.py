@@ -21,6 +21,8 @@ from tandem.configs.schema import (
     LogLevel,
     Quantization,
     ReasoningParser,
+    RecordMode,
+    RoutingPolicyName,
     SpecDecodeMetrics,
     SpeculativeSettings,
     ToolCallParser,
@@ -220,6 +222,9 @@ OPTIONS: tuple[Option, ...] = (
            lambda v: 1 <= v <= 256 and v & (v - 1) == 0, "a power of two up to 256"),
     Option("enable_prefix_caching", "engine.cache.enable_prefix_caching", bool, CACHE,
            "Reuse the KV of prompts that begin with the same tokens."),
+    Option("kv_events", "engine.cache.kv_events", bool, CACHE,
+           "Groups tell gateways of the prefixes whose KV they have, so that requests can go where theirs is. Nothing "
+           "is told with --no-enable-prefix-caching."),
     Option("disable_hybrid_kv_cache_manager", "engine.cache.disable_hybrid_kv_cache_manager", bool, CACHE,
            "Keep the KV of all tokens in layers with a sliding window too. Default: blocks that no token sees any more "
            "are given back."),
@@ -309,6 +314,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("api_server_count", "gateway.num_gateways", int, HTTP,
            "Number of gateways: HTTP processes that share the port and the work of tokenization and streaming.",
            lambda v: 1 <= v <= 64, "from 1 to 64"),
+    Option("routing_policy", "gateway.routing_policy", RoutingPolicyName, HTTP,
+           "How a gateway chooses the group of a request. joint: load, KV, adapter, share and session in one cost. The "
+           "others look at one of them: least-tokens, adapter, prefix, session; p2c: the better of two by chance; "
+           "round-robin: in turn."),
     Option("ssl_certfile", "gateway.ssl_certfile", str, HTTP,
            "PEM file with the certificate of the port, and those of its issuers: the port then speaks TLS. Default: "
            "plain HTTP."),
@@ -439,6 +448,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("disable_access_log_for_endpoints", "logs.disable_access_log_for_endpoints", str, LOGS,
            "Paths, separated by commas, whose answers have no such line, e.g. /health,/metrics.", _paths,
            "paths that begin with /, separated by commas"),
+    Option("record_mib", "logs.record_mib", int, LOGS,
+           "MiB of memory in which each group keeps its last steps, to be written beside its log and replayed with "
+           "`tandem replay`: when the group is lost, at SIGUSR2, or when an operator asks. Default: 0, nothing.",
+           lambda v: 0 <= v <= 4096, "from 0 to 4096"),
+    Option("record", "logs.record", RecordMode, LOGS,
+           "What a recording's file has. redacted: no token ids of prompts and answers, which a keyed hash of whole "
+           "blocks stands for. full: these too."),
 )  # fmt: skip
 
 

@@ -56,8 +56,11 @@ ReasoningParser = Literal["deepseek_r1", "qwen3", "granite", "openai_gptoss"]
 """Names of REASONING_FORMATS there."""
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+RecordMode = Literal["redacted", "full"]
 NGRAM_TOKENS = 5
 BatchingPolicyName = Literal["continuous", "dynamic", "static"]
+RoutingPolicyName = Literal["joint", "least-tokens", "adapter", "prefix", "session", "p2c", "round-robin"]
+"""Names of POLICIES (cluster/routing/policies/policy_names.py)."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -116,6 +119,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    kv_events: bool = True  # gateways are told of the prefixes that a group has
     disable_hybrid_kv_cache_manager: bool = False  # layers with a window keep all tokens, as others do
     kv_offloading_gib: float | None = None
     kv_disk_path: str | None = None
@@ -266,6 +270,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     state_dir: str | None = None
     # Seconds for its streams when another gateway takes its place (ServiceSettings.replaced_s)
     drain_timeout_s: float = 600.0
+    routing_policy: RoutingPolicyName = "joint"  # how a request's group is chosen
     usage_days: int = 30
     usage_rows: int = 1_000_000
     # Limits of a request. Above one it gets 400, or the status at its line.
@@ -350,6 +355,8 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enable_log_requests: bool = False  # a line for each request that has ended
     disable_uvicorn_access_log: bool = False  # no line for each HTTP answer
     disable_access_log_for_endpoints: str | None = None  # paths, with commas: answers without such a line
+    record_mib: int = 0  # MiB of each group's last steps that it keeps in memory, to be replayed; 0: none
+    record: RecordMode = "redacted"  # what of it is written to a file: all, or nothing that has token ids
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tandem.workers.messages.request import SamplingParams
-    from tandem.workers.messages.sampling_ranges import RequestOutputKind
-    from tandem.workers.messages.structured_outputs import StructuredOutputsParams
+    from tandem.workers.messages.sampling_ranges import RequestOutputKind, StructuredOutputsParams
     from tandem.workers.offline.async_llm import AsyncLLM
     from tandem.workers.offline.embed import PoolingParams
     from tandem.workers.offline.llm import LLM
@@ -25,7 +24,7 @@ PUBLIC = {
     "PoolingParams": "tandem.workers.offline.embed",
     "RequestOutputKind": "tandem.workers.messages.sampling_ranges",
     "SamplingParams": "tandem.workers.messages.request",
-    "StructuredOutputsParams": "tandem.workers.messages.structured_outputs",
+    "StructuredOutputsParams": "tandem.workers.messages.sampling_ranges",
 }
 __all__ = [
     "LLM",

@@ -75,9 +75,11 @@ SHARING = {
     "one service": ("integration/one_service/",),
     "lab": ("lab/test_lab", "lab/test_ranks_of_two_nodes", "lab/test_service_of_two_nodes"),
     "four ranks": (
-        "distributed/test_memory_faults", "parity/test_decoder_parallel", "parity/test_kv_quant_logits",
-        "parity/test_lora_logits", "parity/test_quantized_logits", "parity/test_sinks", "parity/test_streamed_layers",
-        "unit/parallel/test_shared_memory", "unit/rank/test_weight_placement",
+        "distributed/test_memory_faults", "parity/test_decoder_parallel", "parity/test_gguf_checkpoints",
+        "parity/test_kv_quant_logits", "parity/test_lora_logits", "parity/test_made_at_load",
+        "parity/test_quantized_checkpoints", "parity/test_quantized_forms", "parity/test_quantized_logits",
+        "parity/test_sinks", "parity/test_stored_heads", "parity/test_streamed_layers",
+        "unit/graphs/test_replaying_ranks", "unit/parallel/test_shared_memory", "unit/rank/test_weight_placement",
     ),
 }  # fmt: skip
 """Files, or folders of them, that one worker runs one after the other, as they share processes that take long to

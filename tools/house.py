@@ -21,7 +21,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "fleet tenants routing",
         "adapters scaling",
         "group gateway",
-        "deploy",
+        "deploy simulator",
         "app",
         "service",
         "cli",
@@ -62,7 +62,16 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "distill",
         "*",
     ),
-    "workers/engine": ("blocks", "base", "drafting observers", "transfers", "waiting", "adapters", "*", "thread"),
+    "workers/engine": (
+        "blocks",
+        "base",
+        "drafting observers",
+        "transfers",
+        "waiting",
+        "adapters",
+        "*",
+        "recording thread",
+    ),
 }
 """Per folder its rooms from the ground up: a room imports rooms of lower floors only. `*`: modules beside the rooms."""
 

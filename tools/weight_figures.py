@@ -233,5 +233,56 @@ perplexity there is {dense:.2f}. KL is from that, in nats a token; forms are com
 which flatters no other row: `int4`, `w4a8` and the folders of `tandem quantize` have groups of 128, `nf4` of 64. There
 weights are rounded a second time, and a model of 135 million parameters loses more than large ones do: compare rows
 with each other, not with other tables. Those folders were calibrated on 2,048 tokens of the same novel, behind the
-scored ones. Of `quantize`'s other methods, and of 3 and 8 bits, there is no row yet;
-`python -m benchmarks.quality.methods --text FILE` makes them, one after another, from one calibration."""
+scored ones.
+
+{methods_section()}"""
+
+
+def methods_section() -> str:
+    """What each method of `tandem quantize` costs the same model."""
+    found = read_json("quality-methods.json")
+    options, rows = found["options"], found["rows"]
+    one = next(iter(rows.values()))
+    head = ["`--method`", "perplexity", "KL, mean", "median", "99 % below", "same first choice", "MB", "CPU s"]
+
+    def cells(name: str, row: dict[str, Any]) -> list[str]:
+        figures = [f"{row[key]:.3g}" for key in ("mean_kl", "median_kl", "p99_kl")]
+        size, seconds = f"{row['bytes'] / 1e6:.0f}", f"{row['cpu_s']:.0f}"
+        return [name, f"{row['perplexity']:.2f}", *figures, f"{row['agreement']:.1%}", size, seconds]
+
+    missing = "".join(f" `{name}` has no row yet." for name in options["only"] if name not in rows)
+    return f"""`python -m benchmarks.quality.methods --text FILE` tries the methods of
+[`tandem quantize`](serving/quantized.md#quantize-a-model-yourself) on that model: 4 bits in groups of 128 where no
+number stands, W8A8 for smoothquant, all calibrated on the same {options["calib_tokens"]:,} tokens and judged on
+{one["tokens"]:,} others, where the dense model's perplexity is {one["dense"]:.2f}; in float32, with the weights that
+codes stand for.{missing}
+
+{table(head, [cells(name, row) for name, row in rows.items()])}
+
+{producers_section()}"""
+
+
+def producers_section() -> str:
+    """The same tokens judged in bf16: what is made at load, by `tandem quantize`, and by auto-round."""
+    found = read_json("quality-producers.json")
+    rows, auto = found["rows"], found["auto_round"]
+    head = ["weights", "perplexity", "KL, mean", "99 % below", "same first choice"]
+    names = {
+        **{name: f"`--quantization {name}`" for name in ("w8a8", "int4")},
+        **{name: f"`quantize --method {name}`" for name in ("rtn", "awq", "gptq", "smoothquant")},
+        "bf16": "dense",
+        "auto-round": f"auto-round {auto['version']}, {auto['iterations']} iterations",
+    }
+
+    def cells(name: str, row: dict[str, Any]) -> list[str]:
+        beside = row["against"]
+        kl = (f"{beside[key]:.3g}" for key in ("mean_kl", "p99_kl"))
+        return [names[name], f"{row['perplexity']:.2f}", *kl, f"{beside['agreement']:.1%}"]
+
+    return f"""The same tokens in bf16, by `make bench-quality` with those folders, and one that auto-round made of the
+same {auto["calib_tokens"]:,} tokens (4 bits, groups of 128, without zeros, its `iters` of {auto["iterations"]},
+{auto["cpu_s"]} CPU seconds of a core with AVX2). It tunes by gradients how each weight is rounded, which no method of
+`tandem quantize` does, and is nearer the dense model than all of ours in that form. `smoothquant` is nearer than
+`w8a8`, which rounds inputs as they are.
+
+{table(head, [cells(name, row) for name, row in rows.items()])}"""

@@ -85,9 +85,9 @@ def open_executor(settings: EngineSettings) -> RankGroup:
 
 
 def offline_settings(settings: EngineSettings) -> EngineSettings:
-    """Returns the settings for offline use: no queue limit, and one plan at a time with a rank in this process that
-    computes on the CPU, as nothing goes on there while the next step is planned. Sizes of steps that no flag gave are
-    those of this machine's device."""
+    """Returns the settings for offline use: no queue limit, nobody who is told of KV, and one plan at a time with a
+    rank in this process that computes on the CPU, as nothing goes on there while the next step is planned. Sizes of
+    steps that no flag gave are those of this machine's device."""
     from tandem.workers.platforms.open_platform import device_here, is_on_cpu
 
     device, memory_bytes = device_here(settings)
@@ -100,4 +100,4 @@ def offline_settings(settings: EngineSettings) -> EngineSettings:
         max_num_queued_tokens=None,
         async_scheduling=settings.parallel.ranks_per_group > 1 or not is_on_cpu(settings),
     )
-    return replace(settings, scheduler=scheduler)
+    return replace(settings, scheduler=scheduler, cache=replace(settings.cache, kv_events=False))

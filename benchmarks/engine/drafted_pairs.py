@@ -4,10 +4,12 @@
 
 The target `grown` is the demo model in a body of 0.44 billion parameters with the same logits (benchmarks/grown.py): it
 takes the time of a large model and says what the demo says, so a draft that was distilled for the demo is its draft. It
-is no model that anybody trained, and its vocabulary is the demo's. --draft demo is the upper bound: a draft that is
-always right. Prompts are of the kinds that the demo knows (tools/demo_model/prompts.py), from a seed that distilling
-does not use; of another target, the lines of --prompts. Each pair runs A-B-A-B in one process; ratios are medians of
-wall time, and of CPU time beside it, which other work on the machine changes less. JSON goes to out/benchmarks.
+is no model that anybody trained, and its vocabulary is the demo's. Medusa heads of the demo are made as wide. --draft
+demo is the upper bound: a draft that is always right. Prompts are of the kinds that the demo knows
+(tools/demo_model/prompts.py), from a seed that distilling does not use; of another target, the lines of --prompts, read
+as `tandem distill` reads them: what a user says where the target has a chat template, else text to continue. Each pair
+runs A-B-A-B in one process; ratios are medians of wall time, and of CPU time beside it, which other work on the machine
+changes less. JSON goes to out/benchmarks.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from rich.console import Console
 
 from benchmarks.engine.engine_run import TimelineSink, cpu_settings, opened_engine
 from benchmarks.engine.speculation import Bench
-from benchmarks.grown import grown_folder
+from benchmarks.grown import grown_folder, grown_heads
 from benchmarks.models import DEMO, MODELS, find_model
 from benchmarks.record import RESULTS, write_record
 from benchmarks.workload import Job
@@ -58,9 +60,8 @@ class PairOutcome:
         )
 
 
-def settings_with(settings: EngineSettings, options: argparse.Namespace) -> EngineSettings:
-    """Returns the settings with the draft of the options."""
-    draft = str(DEMO if options.draft == Path("demo") else options.draft)
+def settings_with(settings: EngineSettings, options: argparse.Namespace, draft: str) -> EngineSettings:
+    """Returns the settings with a draft in a folder, as the options have it."""
     speculative = SpeculativeSettings(method=options.method, model=draft, num_speculative_tokens=options.drafts)
     model = replace(
         settings.model, draft=ModelSettings(model=draft, quantization=options.quantization, dtype=settings.model.dtype)
@@ -74,7 +75,8 @@ def jobs_for(target: Path, options: argparse.Namespace, count: int) -> list[Job]
     template = find_chat_template(target, None, tokenizer)
     texts: list[str] = []
     if options.prompts is not None:
-        texts = [line for line in options.prompts.read_text().splitlines() if line.strip()][:count]
+        lines = [line for line in options.prompts.read_text().splitlines() if line.strip()][:count]
+        texts = lines if template is None else [template.render([{"role": "user", "content": line}]) for line in lines]
     else:
         for one in prompts(count, UNSEEN_SEED):
             assert template is not None
@@ -110,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--method", default="draft_model", choices=("draft_model", "eagle3", "medusa"))
     parser.add_argument("--target", default="grown", help=f"grown, or {MODELS}")
     parser.add_argument("--quantization", default=None, help="of the draft's weights, made at load")
-    parser.add_argument("--prompts", type=Path, default=None, help="lines to continue; default: the demo kinds")
+    parser.add_argument("--prompts", type=Path, default=None, help="a prompt a line; default: of the demo's kinds")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--rows", default="1,4", help="sequences at once, several with commas")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -124,12 +126,15 @@ def main() -> None:
     console, outcomes = Console(width=160), list[PairOutcome]()
     dtype: torch.dtype = getattr(torch, options.dtype)
     target = grown_folder(dtype) if options.target == "grown" else find_model(options.target, options.dtype)
+    draft: Path = DEMO if options.draft == Path("demo") else options.draft
+    if options.target == "grown" and options.method == "medusa":
+        draft = grown_heads(draft, target)
     for rows in map(int, options.rows.split(",")):
         with ExitStack() as stack:
             settings = cpu_settings(target, options.threads, 1024, dtype=options.dtype, rows=rows)
             sinks = TimelineSink(), TimelineSink()
             plain, _ = stack.enter_context(opened_engine(settings, sinks[0]))
-            drafting, _ = stack.enter_context(opened_engine(settings_with(settings, options), sinks[1]))
+            drafting, _ = stack.enter_context(opened_engine(settings_with(settings, options, str(draft)), sinks[1]))
             bench = Bench(rows, plain, drafting, sinks)
             jobs = jobs_for(target, options, 2 * rows)
             compare(bench, rows, jobs, 1)

@@ -15,12 +15,15 @@ import typer
 from tandem.cluster.cli.base.flags import Command
 from tandem.cluster.cli.base.terminal import GroupedHelp, say
 from tandem.cluster.cli.explain.explain import explain
+from tandem.cluster.cli.live import route_costs
 from tandem.cluster.cli.live.drain import drain
 from tandem.cluster.cli.live.top import top
 from tandem.cluster.cli.quality.distill import distill
 from tandem.cluster.cli.quality.eval_text import evaluate
 from tandem.cluster.cli.quality.quantize import quantize
+from tandem.cluster.cli.replay.replay_file import replay
 from tandem.cluster.cli.shells.completion import completion
+from tandem.cluster.cli.simulate.simulate import simulate
 from tandem.cluster.cli.verbs import adapters, bench, tenants
 from tandem.cluster.cli.verbs.chat import chat, complete
 from tandem.cluster.cli.verbs.check_config import check_config
@@ -40,6 +43,7 @@ VERBS: Mapping[str, Command] = {
     "complete": complete,
     "plan": plan,
     "eval": evaluate,
+    "simulate": simulate,
     "tune": tune,
     "quantize": quantize,
     "distill": distill,
@@ -48,6 +52,7 @@ VERBS: Mapping[str, Command] = {
     "drain": drain,
     "usage": usage,
     "explain": explain,
+    "replay": replay,
     "check-config": check_config,
     "doctor": doctor,
     "completion": completion,
@@ -55,6 +60,7 @@ VERBS: Mapping[str, Command] = {
 GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
     "bench": ("Measure a running service, or the engine in this process.", bench.VERBS),
     "adapters": ("Add, remove and pin LoRA adapters of a running service.", adapters.VERBS),
+    "routes": ("Say where requests to a running service go, and why.", route_costs.VERBS),
     "tenants": ("Add, change and remove tenants of a running service.", tenants.VERBS),
 }
 

@@ -20,6 +20,7 @@ from tandem.cluster.fleet.group_drains import DrainOrder, order_drain
 from tandem.cluster.fleet.group_events import GroupTally, read_tally
 from tandem.cluster.fleet.group_reports import ANSWER_S, GroupReport, GroupReports, decode_record
 from tandem.cluster.fleet.prefix_resets import order_reset
+from tandem.cluster.fleet.recording_orders import order_recording
 from tandem.cluster.state import keys
 from tandem.cluster.state.epoch import Epoch
 from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace
@@ -170,12 +171,16 @@ class FleetView:
         return self._tally
 
     async def read_gateways(self) -> list[GatewayRecord]:
-        """The gateways that have records: all but the only one of a service. RedisUnavailable."""
+        """Returns the records of the gateways that are alive. RedisUnavailable."""
         return await read_gateways(self._redis, self._service)
 
     async def order_drain(self, group: str, timeout_s: float) -> None:
         """Orders a group to drain. RedisUnavailable."""
         await order_drain(self._redis, self._service, group, DrainOrder(timeout_s=timeout_s))
+
+    async def order_recording(self, group: str) -> bytes | None:
+        """Has a group write its recording; returns its answer, None without one in time. RedisUnavailable."""
+        return await order_recording(self._redis, self._service, group)
 
     async def reset_prefix_caches(self, within_s: float = RESET_S) -> list[str]:
         """Orders all groups to forget their prefix caches. Returns those that serve and have not confirmed it after
@@ -310,6 +315,12 @@ async def read_load_s(redis: Commands, service: str) -> float:
 def channel_name(group: str, life: int) -> str:
     """The identity of one life of a group on the token channel."""
     return f"{group}:{life}"
+
+
+def read_channel_name(name: bytes) -> tuple[str, int]:
+    """Returns group and life of a channel_name(); life 0 if it is none."""
+    group, _, life = name.decode(errors="replace").rpartition(":")
+    return group, int(life) if life.isdecimal() else 0
 
 
 def _attempt(call: Callable[[], object], failed: str) -> None:

@@ -1,9 +1,7 @@
-"""Records of the gateways of a service that has several, so that each can show the metrics of all, and of those under
-Serve, where new ones replace old ones.
+"""Records of the gateways of a service, by which groups find them, and each shows the metrics of all.
 
 One port leads to any of them (SO_REUSEPORT, or Serve's proxy), so a scrape of /metrics meets one at random. Each writes
-its metrics to Redis, where there are several; the one that is scraped adds the others'. The only gateway of `tandem
-serve` has no record.
+its metrics to Redis, where there are several; the one that is scraped adds the others'.
 """
 
 import asyncio
@@ -18,6 +16,7 @@ from tandem.cluster.state import keys
 from tandem.cluster.state.heartbeat import Heartbeat, RecordPlace, read_live
 from tandem.cluster.state.redis_client import Commands
 from tandem.cluster.wire.version import are_of_two_kinds
+from tandem.workers.messages.request import ReplyTo
 
 log = logging.getLogger("tandem.fleet")
 PERIOD_S = 2.0
@@ -38,6 +37,8 @@ class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True):
     is_leaving: bool = False  # Serve takes it down, and its streams end
     refused: str = ""  # why the deployment's user_config is not in force
     kind: str = ""  # its wire version and model, as in GroupRecord
+    reply_to: ReplyTo | None = None  # its end of the token channel, at which groups tell it of their KV
+    routing_policy: str = ""  # by which it chooses a group; of a gateway of an older version not known
 
     def is_other(self, kind: str) -> bool:
         """True if groups of this kind can do nothing for it, as far as both are known."""

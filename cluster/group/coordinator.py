@@ -34,16 +34,19 @@ from tandem.cluster.fleet.fleet_view import (
 from tandem.cluster.fleet.group_drains import DrainFollower, DrainOrder
 from tandem.cluster.fleet.group_events import GroupEvent, write_event
 from tandem.cluster.fleet.group_reports import GroupReport, ReportWriter
+from tandem.cluster.fleet.recording_orders import RecordingFollower
 from tandem.cluster.group.engine_opener import EngineOpener
+from tandem.cluster.group.gateway_links import GatewayLinks
 from tandem.cluster.group.gateways_first import are_to_follow, wait_for_gateways
 from tandem.cluster.group.group_log import GroupLog
+from tandem.cluster.group.group_recording import GroupRecording, SignalPipe
 from tandem.cluster.group.last_requests import OtherGroups, drained, time_is_over
 from tandem.cluster.group.node_drain import next_drained
+from tandem.cluster.group.owed_tokens import OwedTokens
 from tandem.cluster.group.ray_ranks import nodes_of_bundles
 from tandem.cluster.group.sharing import Sharing
 from tandem.cluster.ray_private.application_state import application_state
 from tandem.cluster.ray_private.replica_end import on_sigterm, on_taken_down
-from tandem.cluster.routing.outstanding import tokens_by_gateway
 from tandem.cluster.routing.route_hint import RouteHint
 from tandem.cluster.scaling.scaling_figures import ScalingFigures
 from tandem.cluster.state import keys
@@ -117,10 +120,12 @@ class Coordinator:
         self._life = time.time_ns() // 1_000_000
         self._began_s = process_began_s()
         self._load_s = 0.0
+        self._tells_kv = settings.cache.kv_events and settings.cache.enable_prefix_caching
+        self._links_task: asyncio.Task[None] | None = None
         self._figures = ScalingFigures(settings.scheduler.max_num_seqs)
         self._model_name = model_name
         self._state: GroupState = "loading"
-        self._outstanding: dict[tuple[str, int], tuple[str, int]] = {}
+        self._outstanding = OwedTokens()
         self._stopping = False
         self._leaving: asyncio.Task[None] | None = None
         self._far_nodes: list[str] = []
@@ -134,10 +139,17 @@ class Coordinator:
         placement_group = ray.util.get_current_placement_group()
         open_channel = partial(TokenSender, facts.secret, channel_name(self._group, self._life))
         self._thread = EngineThread(_LoopListener(self, self._loop), open_channel)
+        self._recording = GroupRecording(facts, self._group)
         self._opener = EngineOpener(
-            settings, facts, self._group, placement_group, self._thread.lose, self._thread.expect_end
+            settings,
+            facts,
+            self._group,
+            placement_group,
+            self._thread.lose,
+            self._thread.expect_end,
+            self._recording,
         )
-        orders = (keys.reports_asked, keys.prefix_resets, keys.drains)
+        orders = (keys.reports_asked, keys.prefix_resets, keys.drains, keys.recordings_asked)
         own = [key(facts.service_id) for key in orders]
         self._changes = Changes(lambda: self._redis.url, (keys.TENANTS, keys.adapters(model_name), *own))
         self._sharing = Sharing(
@@ -160,14 +172,23 @@ class Coordinator:
         """Loads the model, in the engine's thread, and takes part in the service from then on."""
         on_taken_down(lambda: self._loop.call_soon_threadsafe(self._leave_fleet))
         on_sigterm(lambda: self._loop.call_soon_threadsafe(self._end_soon, "was told to end"))
+        self._signal = SignalPipe(self._loop, self._record_at_signal)
         self._thread.start_engine(self._opener.open, self._opener.close)
         await self._wait_until_opened()
         await wait_for_gateways(self._are_gateways_missing)
         self._changes.start()
         self._sharing.start()
         self._drain_task = self._loop.create_task(self._end_with_nodes(placement_group), name="drain of ranks' nodes")
+        if self._tells_kv:
+            kind = kind_of(self._facts.model_digest)
+            links = GatewayLinks(self._redis, self._facts.service_id, kind, self._thread.follow)
+            self._links_task = self._loop.create_task(links.run(), name="links to gateways")
         orders_to_drain = DrainFollower(self._redis, self._facts.service_id, self._group, self._drain, self._changes)
         self._orders_task = self._loop.create_task(orders_to_drain.run(), name="orders to drain")
+        to_record = RecordingFollower(
+            self._redis, self._facts.service_id, self._group, self._recording.answer, self._changes
+        )
+        self._recordings_task = self._loop.create_task(to_record.run(), name="orders to write recordings")
 
     async def generate(self, payload: bytes, hint: RouteHint) -> bytes:
         """One request, from its dispatch to its end: GenerationRequest in, Ended out, both msgpack below the line of
@@ -181,9 +202,8 @@ class Coordinator:
 
     async def _generate(self, body: memoryview, hint: RouteHint) -> bytes:
         request = msgspec.msgpack.decode(body, type=GenerationRequest)
-        key = (request.request_id, request.attempt)
         answer: asyncio.Future[Ended] = self._loop.create_future()
-        self._outstanding[key] = hint.gateway, hint.cost_tokens
+        key = self._outstanding.begin(request, hint.gateway, hint.cost_tokens)
         adapters = self._sharing.adapters
         if adapters is not None:
             adapters.enter(request.adapter)
@@ -197,7 +217,7 @@ class Coordinator:
             self._thread.abort(Abort(request_id=request.request_id, attempt=request.attempt))
             raise
         finally:
-            self._outstanding.pop(key, None)
+            self._outstanding.end(key)
             if adapters is not None:
                 adapters.leave(request.adapter)
 
@@ -214,11 +234,16 @@ class Coordinator:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Statistics for the routers of all gateways, every few seconds; Serve's controller passes on changes.
-        on_device, on_host: keys of adapters."""
+        on_device, on_host: keys of adapters. copy_share: as in OffloadStats, once it is measured. outstanding_tokens,
+        left_tokens: by gateway, as they were charged and as they are still to come."""
         adapters = self._sharing.adapters
         on_device, on_host = adapters.tiers() if adapters is not None else ([], [])
+        offload = None if self.engine_stats is None else self.engine_stats.offload
+        share = None if offload is None else offload.copy_share
         return {
-            "outstanding_tokens": tokens_by_gateway(self._outstanding.values()),
+            **({} if share is None else {"copy_share": round(share, 2)}),
+            "outstanding_tokens": self._outstanding.charged(),
+            "left_tokens": await self._outstanding.ask_left(self._thread),
             "stalled_s": self._stalled_s(),
             "on_device": on_device,
             "on_host": on_host,
@@ -236,6 +261,8 @@ class Coordinator:
         self._heartbeat_task.cancel()
         self._reports_task.cancel()
         self._log_task.cancel()
+        if self._links_task is not None:
+            self._links_task.cancel()
         self._log.write()
         log.info("group %s ends", self._group)
         self._membership.leave()
@@ -287,12 +314,16 @@ class Coordinator:
         """Ends the process, after the streams got their error: so Serve replaces the group without three failed health
         checks."""
         try:
-            event = GroupEvent("left" if self._thread.is_planned else "lost", self._group, str(error))
-            await asyncio.gather(
-                self._write_event(event), self._leave(), asyncio.sleep(EXIT_DELAY_S), return_exceptions=True
-            )
+            is_lost = not self._thread.is_planned
+            leaving = self._loop.create_task(self._leave(), name="group leaves")  # nobody is sent here meanwhile
+            where = await self._recording.write_at_loss() if is_lost else ""
+            event = GroupEvent("lost" if is_lost else "left", self._group, f"{error}{where}")
+            await asyncio.gather(self._write_event(event), leaving, asyncio.sleep(EXIT_DELAY_S), return_exceptions=True)
         finally:
             os._exit(1)
+
+    def _record_at_signal(self) -> None:
+        self._signal_task = self._loop.create_task(self._recording.write_at_signal(), name="recording at SIGUSR2")
 
     def _leave_fleet(self) -> None:
         """Serve takes the group down: everybody sees it before its requests in flight have ended."""
@@ -416,7 +447,7 @@ class Coordinator:
             running=stats.running if stats is not None else 0,
             idle_waiting=stats.idle.waiting if stats is not None else 0,
             idle_running=stats.idle.running if stats is not None else 0,
-            outstanding_tokens=sum(tokens for _, tokens in self._outstanding.values()),
+            outstanding_tokens=self._outstanding.total,
             kv_used=stats.kv_usage if stats is not None else 0.0,
             kv_tokens=stats.kv_tokens if stats is not None else 0,
             stalled_s=self._stalled_s(),

@@ -1,7 +1,6 @@
 """Builds the engine of one group: ranks over Ray, the scheduler over the ranks. Used on the engine's thread only."""
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,11 @@ from typing import Any
 import ray
 from msgspec.structs import replace
 
+from tandem.cluster.group.group_recording import GroupRecording
 from tandem.cluster.group.ray_ranks import ray_group
 from tandem.cluster.wire.service_facts import ServiceFacts
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_facts
-from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import ExecutorReady
 from tandem.workers.engine.thread.engine_thread import EngineThread
@@ -25,6 +24,7 @@ log = logging.getLogger("tandem.group")
 
 class EngineOpener:
     """Opens one engine and closes its ranks. settings: as they hold on every machine. on_lost, on_told: of ray_group().
+    recording: of the engine.
     rank_pids, notes, loading(), fetching() and silent_s() may be read from any thread."""
 
     def __init__(
@@ -35,7 +35,9 @@ class EngineOpener:
         placement_group: Any,
         on_lost: Callable[[str], None],
         on_told: Callable[[], None],
+        recording: GroupRecording,
     ) -> None:
+        self._recording = recording
         self._settings = with_own_step_log(settings, group)
         self._group = group
         self._host = "127.0.0.1" if facts.single_node else ray.util.get_node_ip_address()
@@ -57,7 +59,7 @@ class EngineOpener:
         log.info("ranks of group %s are ready, with %d KV blocks", self._group, ready.num_blocks)
         for note in self.notes:
             log.info("%s", note)
-        return build_engine(here, facts, self._executor, ready, sink, time.monotonic, sink.begun)
+        return self._recording.engine(here, facts, self._executor, ready, sink)
 
     def loading(self) -> tuple[int, int]:
         """Bytes of weights that are loaded, and of how many; (0, 0) before that is known."""

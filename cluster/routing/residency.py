@@ -9,11 +9,14 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 KEY_CHARS = 16
 EXPECTED_S = 6.0
 """Three periods of reports: longer than an adapter takes from its source, unless that is slow."""
 MOST_HOMES = 4096
-_MASK, _ODD = 2**64 - 1, 0x9E3779B97F4A7C15
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Tier(Enum):
@@ -32,7 +35,7 @@ def adapter_key(digest: str) -> str:
 def home_of(key: str, groups: Sequence[str]) -> str:
     """The group that an adapter which no group holds should go to: all gateways agree, adapters spread evenly, and when
     a group comes or goes only its share moves (rendezvous hashing)."""
-    return groups[_highest(key, [_hash(group) for group in groups])]
+    return groups[_highest(key, _hashes(groups))]
 
 
 class Homes:
@@ -40,13 +43,13 @@ class Homes:
 
     def __init__(self) -> None:
         self._groups: list[str] = []
-        self._hashes: list[int] = []
+        self._hashes = _hashes([])
         self._homes: dict[str, str] = {}
 
     def set_groups(self, groups: Iterable[str]) -> None:
         """The groups from now on, in any order."""
         if (after := sorted(groups)) != self._groups:
-            self._groups, self._hashes = after, [_hash(group) for group in after]
+            self._groups, self._hashes = after, _hashes(after)
             self._homes.clear()
 
     def home(self, key: str) -> str:
@@ -125,9 +128,11 @@ def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def _highest(key: str, hashes: Sequence[int]) -> int:
-    """The place of the highest of the hashes, each mixed with the key's. Arithmetic: hashing each pair takes ten times
-    as long."""
-    named = _hash(key)
-    mixed = [(named ^ one) * _ODD & _MASK for one in hashes]
-    return mixed.index(max(mixed))
+def _hashes(names: Iterable[str]) -> NDArray[np.uint64]:
+    return np.array([_hash(name) for name in names], np.uint64)
+
+
+def _highest(key: str, hashes: NDArray[np.uint64]) -> int:
+    """The place of the highest of the hashes, each mixed with the key's. Arithmetic, which wraps at 64 bits: hashing
+    each pair takes ten times as long."""
+    return int(((hashes ^ np.uint64(_hash(key))) * _ODD).argmax())

@@ -88,6 +88,21 @@ def record_answer(service: str, question: str) -> str:
     return f"tandem:{service}:record:{question}"
 
 
+RECORDINGS_ASKED_TTL_S = 60
+RECORDING_ANSWER_TTL_MS = 60_000
+
+
+def recordings_asked(service: str) -> str:
+    """List of orders to groups to write their recordings (recording_orders.py), announced. At most 64, TTL 60 s,
+    renewed by each. Owner: the gateway that orders."""
+    return f"tandem:{service}:recordings-asked"
+
+
+def recording_answer(service: str, order: str) -> str:
+    """The place of a recording, or why there is none (JSON): the answer to one order. PX 60 s. Owner: the group."""
+    return f"tandem:{service}:recording:{order}"
+
+
 DRAINS_TTL_S = 3600
 
 
@@ -98,12 +113,12 @@ def drains(service: str) -> str:
 
 
 def gateways(service: str) -> str:
-    """Set of gateway ids, where a service has several. TTL 1 h, renewed by every heartbeat. Owner: gateways."""
+    """Set of gateway ids. TTL 1 h, renewed by every heartbeat. Owner: gateways."""
     return f"tandem:{service}:gateways"
 
 
 def gateway(service: str, gateway_id: str) -> str:
-    """GatewayRecord (msgpack) of one of several gateways. PX 10 s, written every 2 s. Owner: that gateway."""
+    """GatewayRecord (msgpack) of one gateway. PX 10 s, written every 2 s. Owner: that gateway."""
     return f"tandem:{service}:gateway:{gateway_id}"
 
 

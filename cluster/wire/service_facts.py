@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tandem.cluster.logs.log_files import LogPlace, hide_messages, open_log, open_requests_log
 from tandem.configs.errors import SettingsError
 from tandem.configs.limits import ANY_PORTS, Ports
-from tandem.configs.schema import Device
+from tandem.configs.schema import Device, RecordMode
 from tandem.workers.messages.channel import new_secret
 
 log = logging.getLogger("ray.serve.tandem")
@@ -47,6 +47,8 @@ class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout_s: float = 30.0  # for the requests of a group that is taken down
     model_digest: str = ""  # of the model that this version serves, empty: not known
     logs: LogPlace | None = LogPlace()  # None: there are no log files
+    record_mib: int = 0  # --record-mib
+    record: RecordMode = "redacted"  # --record
     host_socket: str | None = None  # of the machine's host-tier process; None when ranks hold that memory themselves
 
 

@@ -7,7 +7,7 @@ line only ever gains words at its end.
     tandem VERSION GROUP MODEL\\n      GROUP: the coordinator's, in its answers; MODEL: digest, empty: not known
 """
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Counts up with each change of handle calls or of the token channel that the other end cannot read, and of what is
 sampled for a seed: a stream that moved between two rules would be no text of its seed."""
 _NAME = b"tandem"

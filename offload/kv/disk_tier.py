@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +52,8 @@ class DiskTier:
     def __init__(self, place: Path, capacity_keys: int, block_file_bytes: int, keys: Iterable[bytes] = ()) -> None:
         """Starts the index; open_disk_tier is the public way to make one.
 
-        keys: the stored ones, least recently used first. block_file_bytes: summed over all ranks.
+        keys: the stored ones, least recently used first. block_file_bytes: summed over all ranks. on_change: is told of
+        each key that can be found from now on, or no longer.
         """
         assert capacity_keys > 0 and block_file_bytes > 0
         self.place = place
@@ -68,6 +69,7 @@ class DiskTier:
         self._remains: set[bytes] = set()  # no longer findable, but some rank may still have a file
         self._hits = self._stores = self._evictions = self._failures = 0
         self._owned = ExitStack()
+        self.on_change: Callable[[bytes], None] | None = None
         assert len(self._idle) <= capacity_keys
 
     # ---- queries ----
@@ -108,6 +110,7 @@ class DiskTier:
             victim, _ = self._idle.popitem(last=False)
             self._remains.add(victim)
             self._evictions += 1
+            self._tell(victim)
         self._remains.discard(key)  # its file is about to be replaced
         removed = sorted(self._remains)
         self._remains.clear()
@@ -120,6 +123,7 @@ class DiskTier:
         if self.disabled_reason is None:
             self._idle[key] = None
             self._stores += 1
+            self._tell(key)
 
     def fail_store(self, key: bytes) -> None:
         """Drops the key. Some rank could not write its file, and none is still writing."""
@@ -147,12 +151,15 @@ class DiskTier:
         self._doomed.add(key)
         self._failures += 1
         self._unpin(key)
+        self._tell(key)
 
     def forget_all(self) -> None:
         """Makes all keys unfindable; their files go when the ranks write the next one."""
+        lost = [*self._idle, *self._pins]
         self._remains.update(self._idle)
         self._idle.clear()
         self._doomed.update(self._pins)
+        self._tell(*lost)
 
     def disable(self, reason: str) -> None:
         """Switches the tier off after a disk failure (full, read-only, broken): it finds and stores nothing from now
@@ -188,8 +195,15 @@ class DiskTier:
 
     def _switch_off(self, reason: str) -> None:
         self.disabled_reason = reason
+        lost = [*self._idle, *self._pins]
         self._idle.clear()
         self._doomed.update(self._pins)
+        self._tell(*lost)
+
+    def _tell(self, *keys: bytes) -> None:
+        if self.on_change is not None:
+            for key in keys:
+                self.on_change(key)
 
     def _own(self, lock: "_Lock") -> None:
         self._owned.callback(os.close, lock.descriptor)

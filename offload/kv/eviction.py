@@ -5,7 +5,6 @@ host_tier.py adds the keys that may be evicted and removes them while they are p
 
 import heapq
 from collections import OrderedDict
-from itertools import count
 from typing import Literal, Protocol
 
 Policy = Literal["lru", "cost"]
@@ -69,11 +68,12 @@ class GreedyDual:
         self._values: dict[bytes, tuple[float, int]] = {}
         self._uses: dict[bytes, int] = {}
         self._heap: list[tuple[float, int, bytes]] = []
-        self._ticks = count()
+        self._tick = 0
 
     def add(self, key: bytes, cost: float) -> None:
         self._uses[key] = uses = self._uses.get(key, 0) + 1
-        entry = (self._inflation + uses * cost, next(self._ticks))
+        self._tick += 1
+        entry = (self._inflation + uses * cost, self._tick)
         self._values[key] = entry
         heapq.heappush(self._heap, (*entry, key))
         if len(self._heap) > 4 * len(self._values) + 64:

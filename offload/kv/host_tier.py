@@ -8,7 +8,7 @@ before a slot is used again, so that a group that starts after a crash finds com
       +------------------------+---------------------------+
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tandem.offload.kv.eviction import EvictionPolicy
 from tandem.offload.kv.slot_index import SlotIndex
@@ -25,7 +25,8 @@ class NoIndex:
 
 
 class HostTier:
-    """A KVTier over slots 0..num_slots-1. `found`: (slot, key) of complete blocks that an earlier owner left."""
+    """A KVTier over slots 0..num_slots-1. `found`: (slot, key) of complete blocks that an earlier owner left.
+    on_change: is told of each key that can be found from now on, or no longer."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class HostTier:
         self._writing: dict[bytes, int] = {}
         self._pins: dict[bytes, int] = {}
         self._doomed: set[bytes] = set()  # among _pins: no longer findable, dropped with the last pin
+        self.on_change: Callable[[bytes], None] | None = None
         for slot, key in found:
             if key in self._slots:
                 self._index.clear(slot)
@@ -97,6 +99,7 @@ class HostTier:
         self._slots[key] = slot
         self._index.write(slot, key)
         self._policy.add(key, self._costs[key])
+        self._tell(key)
 
     def fail_store(self, key: bytes) -> None:
         self._free.append(self._writing.pop(key))
@@ -139,6 +142,7 @@ class HostTier:
     def _doom(self, key: bytes) -> None:
         self._doomed.add(key)
         self._index.clear(self._slots[key])
+        self._tell(key)
 
     def _evict(self) -> bool:
         key = self._policy.victim()
@@ -152,6 +156,11 @@ class HostTier:
         del self._costs[key]
         self._index.clear(slot)
         self._free.append(slot)
+        self._tell(key)
+
+    def _tell(self, key: bytes) -> None:
+        if self.on_change is not None:
+            self.on_change(key)
 
     # ---- invariants, for tests ----
 

@@ -8,7 +8,7 @@ moves no bytes.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -20,9 +20,11 @@ MAX_SPILLS = 64
 
 
 class SpillTier(KVTier, Protocol):
-    """A tier below the host. disabled_reason: why it was switched off; None while it is in use."""
+    """A tier below the host. disabled_reason: why it was switched off; None while it is in use. on_change: is told of
+    keys that can be found from now on, or no longer."""
 
     disabled_reason: str | None
+    on_change: Callable[[bytes], None] | None
 
     def prepare_store(self, key: bytes) -> list[bytes] | None:
         """Reserves room for a new block and returns the keys evicted for it; None when it cannot or need not be
@@ -70,6 +72,12 @@ class TieredStore:
     def is_kept(self, key: bytes) -> bool:
         """Returns whether the host has the block or is receiving it, so that a store would be wasted."""
         return self.host.has(key) or self.host.is_writing(key)
+
+    def watch(self, on_change: Callable[[bytes], None]) -> None:
+        """Has on_change(key) called whenever a tier has begun or ceased to have a block."""
+        self.host.on_change = on_change
+        if self.disk is not None:
+            self.disk.on_change = on_change
 
     # ---- commands: each returns a move whose places are pinned until complete() ----
 

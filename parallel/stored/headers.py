@@ -18,6 +18,9 @@ INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 GGUF_INDEX: Final = "tensors.json"
 """Lists the tensors of GGUF files under the model's names, in the folder that is made of them (write_places())."""
+UNFINISHED: Final = "unfinished"
+"""Folder, within that of a result, of what `tandem distill` and `tandem quantize` have until it is complete."""
+STATE: Final = "state.json"
 OTHERS: Final = "consolidated"
 """Names of files with the same weights under the publisher's own names begin so; they lie beside the others."""
 MOST_HEADER_BYTES: Final = 100_000_000
@@ -59,6 +62,13 @@ def is_pointer(file: Path) -> bool:
     """Returns whether git has left a pointer where the file should be."""
     with file.open("rb") as stream:
         return stream.read(40).startswith(b"version https://git-lfs")
+
+
+def unfinished_words(folder: Path) -> str:
+    """Returns why a folder lacks what a model has, where the run is not through that makes it; empty for others."""
+    if not (folder / UNFINISHED / STATE).is_file():
+        return ""
+    return "it is not finished: the command that began it (tandem distill, tandem quantize) goes on where it was"
 
 
 def weight_names(names: Iterable[str]) -> list[str]:

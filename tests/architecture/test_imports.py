@@ -47,7 +47,7 @@ PRODUCT = sources(ROOT)
 TORCH_FREE = (
     "tandem.cluster.gateway.app.routes",
     "tandem.cluster.adapters.checks",
-    "tandem.cluster.routing.serve_router",
+    "tandem.cluster.routing.router.serve_router",
     "tandem.cluster.group.coordinator",
     "tandem.cluster.app",
     "tandem.cluster.cli.main",
@@ -65,8 +65,15 @@ TORCH_FREE = (
     "tandem.cluster.deploy.misfits",
     "tandem.workers.text.tokenizer",
     "tandem.workers.text.chat_template",
+    "tandem.cluster.simulator.simulation",
 )
-RAY_FREE = ("tandem.workers.offline.llm", "tandem.workers.executor.local_ranks", "tandem.workers.rank.rank_server")
+RAY_FREE = (
+    "tandem.workers.offline.llm",
+    "tandem.workers.executor.local_ranks",
+    "tandem.workers.rank.rank_server",
+    "tandem.cluster.simulator.simulation",
+    "tandem.cluster.cli.simulate.simulate",
+)
 Rule = Callable[[Source], Iterator[str]]
 """Yields what is wrong with a file, a line each."""
 
@@ -127,6 +134,13 @@ def strayed_libraries(file: Source) -> Iterator[str]:
 def torch_in_the_torch_free_half(file: Source) -> Iterator[str]:
     if file.name.startswith(TORCH_FREE_FOLDERS) and not file.name.startswith(RANK_SIDE):
         yield from (f"{line}: {module}" for line, module in imports(file) if module.split(".")[0] in TORCH_LIBRARIES)
+
+
+def ray_in_the_simulator(file: Source) -> Iterator[str]:
+    """Ray and torch, also inside functions: the simulator is the product's pure half on a virtual clock."""
+    if file.name.startswith(("cluster/simulator/", "cluster/cli/simulate/")):
+        slow = TORCH_LIBRARIES | {"ray"}
+        yield from (f"{line}: {module}" for line, module in imports(file) if module.split(".")[0] in slow)
 
 
 def code_from_outside(file: Source) -> Iterator[str]:
@@ -200,6 +214,12 @@ def test_the_torch_free_half_never_imports_torch() -> None:
     assert not broken(torch_in_the_torch_free_half)
     assert sees(torch_in_the_torch_free_half, "workers/engine/x.py", "from torch import nn")
     assert {name for name in RANK_SIDE if not (ROOT / name).is_file()} == set()
+
+
+def test_the_simulator_never_imports_ray_or_torch() -> None:
+    """What it imports does not either: it is among TORCH_FREE and RAY_FREE."""
+    assert not broken(ray_in_the_simulator)
+    assert sees(ray_in_the_simulator, "cluster/simulator/x.py", "def f():\n    from ray import serve")
 
 
 def test_nothing_received_can_run_code() -> None:

@@ -46,7 +46,7 @@ RETIRED = {
     "RunningAdapters": "AdapterService.request",
     "MovingRedis": "BackgroundClient",
     "RequestRedis": "RequestClient",
-    "LeastOutstandingTokens": "cluster/routing/policy.py",
+    "LeastOutstandingTokens": "cluster/routing/policies/",
     "TenantWeights": "Sharing.refresh_weights",
     "OpenTenancy": "Tenancy",
     "NoLedger": "Ledger",

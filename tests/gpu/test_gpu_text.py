@@ -12,7 +12,7 @@ from tandem import LLM, SamplingParams
 from tandem.configs.bundled import DEMO_MODEL
 from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.triton.late_kernels import LATE
-from tandem.workers.messages.structured_outputs import StructuredOutputsParams
+from tandem.workers.messages.sampling_ranges import StructuredOutputsParams
 from tests.support.adapters import save_random_adapter
 from tests.support.in_process import runner_of
 from tests.support.paged_rows import prompt_ids

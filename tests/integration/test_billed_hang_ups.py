@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tandem.cluster.state.redis_client import BackgroundClient
 from tandem.cluster.tenants.billing_record import BillingRecord
+from tandem.workers.engine.observers.step_log import StepLog
 from tandem.workers.messages.step import StepPlan
 from tests.support.ends import end_by_a_drain
 from tests.support.service import Service, tandem_serve, wait_for
@@ -61,8 +61,8 @@ class BegunPrompts:
             log.seek(self._read)
             whole, newline, _ = log.read().rpartition(b"\n")
         self._read += len(whole) + len(newline)
-        for line in whole.splitlines():
-            for row in msgspec.json.decode(line, type=StepPlan).new_rows:
+        for line in StepLog.lines(whole + newline):
+            for row in line.new_rows if isinstance(line, StepPlan) else ():
                 if row.prompt_len == PROMPT:
                     self.numbers.add(number_of(row.token_ids))
         return self.numbers

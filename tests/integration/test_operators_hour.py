@@ -41,7 +41,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(state: Path, endpoint: str) -> Any:
     own = ("demo", "-dp", "2", "--device", "cpu", "--dtype", "float32", "--state-dir", str(state))
     logs = ("--enable-log-requests", "--log-format", "json", "--otlp-traces-endpoint", endpoint)
-    return tandem_serve(*own, *logs, "--shutdown-timeout", "60")
+    return tandem_serve(*own, *logs, "--shutdown-timeout", "60", "--record-mib", "8")
 
 
 def verb(service: Service, *words: str, timeout_s: float = 60.0) -> str:
@@ -153,7 +153,12 @@ def test_an_operators_hour(receiver: tuple[Receiver, str], state: Path, tmp_path
 
         wait_for(lambda: service.metric("group_starts_total") == 3, 10, "the start of the new one is counted")
         assert service.metric("group_losses_total") == 1
-        assert "groups lost 1 since the start; the last " in verb(service, "status")
+        lost = verb(service, "status")
+        assert "groups lost 1 since the start; the last " in lost
+        (recording,) = service.state.rglob("*.recording")
+        assert f"its last steps are in {recording}" in lost, "what is said of the loss names its recording"
+        replayed = run_tandem("replay", str(recording), temp=service.temp)
+        assert replayed.returncode == 0 and replayed.stdout.endswith("steps, all plans equal\n"), replayed
         moved = moved_request(service, spans)
         why = verb(service, "explain", moved)
         assert why.startswith(f"request {moved}: length after") and "until it was sent again" in why, why

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import msgspec
 import openai
 import pytest
 
 from tandem.cluster.state.redis_client import BackgroundClient, RedisUnavailable
+from tandem.workers.engine.observers.step_log import StepLog
 from tandem.workers.messages.step import StepPlan
 from tests.support.ends import end_by_a_killed_launcher
 from tests.support.plain_http import plain_http
@@ -170,10 +170,9 @@ def test_a_flood_of_one_tenant_delays_no_other_and_leaves_no_row_idle(closed: Se
 
 
 def plans(step_log: Path) -> list[StepPlan]:
-    """Of all steps until now; the last line may not be whole yet."""
+    """Of all steps until now."""
     (file,) = step_log.parent.iterdir()
-    whole, _, _ = file.read_bytes().rpartition(b"\n")
-    return [msgspec.json.decode(line, type=StepPlan) for line in whole.splitlines()]
+    return StepLog.read(str(file))
 
 
 def lengths(plan: StepPlan) -> list[int]:

@@ -6,7 +6,8 @@ import httpx
 import pytest
 
 from tandem import LLM, SamplingParams
-from tests.lab.ray_nodes import HTTP_PORT, RayNodes, demo, ranks_on
+from tests.lab.ray_nodes import HTTP_PORT, START_S, RayNodes, demo, ranks_on
+from tests.support.service import wait_for
 from tools.lab import Lab
 
 PROMPTS = ["Once upon a time", "The quick brown fox"]
@@ -14,10 +15,15 @@ PROMPTS = ["Once upon a time", "The quick brown fox"]
 
 @pytest.fixture(scope="module")
 def ray_nodes(lab: Lab) -> Iterator[RayNodes]:
-    """No node has room for both bundles of the group: 0.2 and 0.1 of a CPU."""
+    """No node has room for both bundles of the group: 0.2 and 0.1 of a CPU. The gateway is on the second node, as Serve
+    has a proxy on the head and on the nodes of replicas only."""
     ray_nodes = RayNodes(lab)
     ray_nodes.leave_cpus(dict.fromkeys(lab.nodes, 0.25))
-    ray_nodes.deploy(demo({"tensor_parallel_size": 2}))
+    config = demo({"tensor_parallel_size": 2})
+    _, second = lab.nodes.values()
+    config["applications"][0]["args"]["gateway_config"]["label_selector"] = {"node": second.name}
+    ray_nodes.deploy(config)
+    wait_for(lambda: ray_nodes.get("/readyz", at=second) is not None, START_S, "the second node's proxy is ready")
     yield ray_nodes
     ray_nodes.close()
 

@@ -1,5 +1,6 @@
 """Results do not depend on how tokens are split into steps, rows and blocks (float32)."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from tandem.workers.models.decoder import Decoder
+from tests.left_to import rest_in_parity
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.tiny_models import SHALLOW
 
@@ -25,6 +27,11 @@ NAMES = [
 ]
 LENGTH = 61
 CLOSE = {"rtol": 0.0, "atol": 2e-4}
+FAMILIES = (
+    *("phi3-longrope", "cohere", "gpt_neox", "opt", "gptj", "falcon-alibi", "mpt", "gemma3", "stablelm-parallel"),
+    *("qwen2_moe", "mixtral", "granitemoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmo2"),
+)
+"""Of the shallow models, those in make test: one for each kind of attention, rope and MLP."""
 CHUNKS = [(7, 1, 16, 37), (1,) * LENGTH, (60, 1), (3, 58)]
 
 
@@ -33,15 +40,31 @@ def decoder(request: pytest.FixtureRequest, tiny_folder: TinyFolder, make_decode
     return make_decoder(tiny_folder(request.param))
 
 
-@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+OFTEN = {1: ("llama-rope-dynamic", "gemma2", "bloom"), 2: ("mistral-window",), 3: ("gpt2",)}
+"""Models that make test has beyond the first way of cutting a prompt, by the way."""
+
+
+@pytest.mark.parametrize(
+    ("decoder", "chunks"),
+    rest_in_parity(
+        itertools.product(NAMES, CHUNKS),
+        lambda name, chunks: not CHUNKS.index(chunks) or name in OFTEN[CHUNKS.index(chunks)],
+    ),
+    indirect=["decoder"],
+    ids=str,
+)
 def test_chunked_prompt_equals_whole_prompt(decoder: Decoder, chunks: tuple[int, ...]) -> None:
     check_chunks(decoder, chunks)
 
 
 @pytest.mark.parametrize(
-    "chunks", [CHUNKS[0], *(pytest.param(each, marks=pytest.mark.parity) for each in CHUNKS[1:])], ids=str
+    ("name", "chunks"),
+    rest_in_parity(
+        itertools.product([*SHALLOW, "mixtral"], CHUNKS),
+        lambda name, chunks: name in FAMILIES and chunks == CHUNKS[0],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("name", [*SHALLOW, "mixtral"])
 def test_every_family_in_chunks(
     name: str, chunks: tuple[int, ...], tiny_folder: TinyFolder, make_decoder: MakeDecoder
 ) -> None:

@@ -3,7 +3,10 @@ writes the same bytes; guesses are drawn as the target draws; heads compute what
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem import LLM, SamplingParams
-from tandem.workers.distill import training
-from tandem.workers.distill.distill_run import DistillTarget, distill, frequent_ids
+from tandem.configs.errors import SettingsError
+from tandem.workers.distill import step_times, training
+from tandem.workers.distill.distill_run import DistillFolder, DistillTarget, distill, frequent_ids
 from tandem.workers.distill.distill_settings import DistillSettings
 from tandem.workers.distill.eagle_student import EagleStudent, tapped_layers
 from tandem.workers.distill.kept_guesses import measure
@@ -24,6 +28,8 @@ from tandem.workers.distill.target_model import AnswerStates, TargetModel
 from tandem.workers.distill.training import Training, loss_of
 from tandem.workers.offline.inputs import settings_of
 from tandem.workers.planning.model_source import find_model
+from tandem.workers.planning.resolve import read_spec
+from tests.support.free_drafts import constant_drafts
 from tests.support.paged_rows import prompt_ids
 
 TinyFolder = Callable[[str], Path]
@@ -101,6 +107,8 @@ def test_a_run_that_was_ended_writes_the_same_bytes(
             distill(demo, SMALL, prompts, folder, said.append)
         assert not (folder / "config.json").exists()
     assert left[0] < 0 and left[1] == 0
+    with pytest.raises(SettingsError, match="it is not finished: the command that began it"):
+        read_spec(settings_of(folder, {})[0])
     distill(demo, SMALL, prompts, folder, said.append)
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
@@ -139,9 +147,37 @@ def test_the_targets_own_logits_guess_all_that_it_has_drawn() -> None:
             (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
             answers.append(Answer([*prompt, *output.outputs[0].token_ids], len(prompt), 5, temperature))
     target = TargetModel(settings_of("demo", flags)[0])
-    for found in measure(_Itself(target), target, answers, 3):
+    for found in measure(_Itself(target), target, answers, 3, print):
         assert found.places == (1.0, 1.0, 1.0) and found.chains > 30
         assert found.bound is None or found.bound == pytest.approx(1, abs=1e-5)
+        assert found.tokens == pytest.approx((2, 3, 4), rel=0.05), "but for the last step of an answer"
+
+
+class _Other(_Itself):
+    """A student that is a draft model."""
+
+    def hidden(self, states: AnswerStates, places: int) -> list[torch.Tensor]:
+        rows = [Answer(ids, 1, 0, 0.0) for ids in states.ids_BW.tolist()]
+        final_BWH = self._target.states(rows, ()).final_BWH
+        return [shifted(final_BWH, place) for place in range(places)]
+
+
+def test_tokens_a_step_are_those_of_the_engine(learned: tuple[Path, Any]) -> None:
+    """Whose steps begin behind a wrong guess, which is where the next one is wrong more often than elsewhere."""
+    folder, flags = learned[0], {"cpu_threads": 1, "dtype": "float32", "max_model_len": 256}
+    config = {"model": str(folder), "num_speculative_tokens": 3}
+    answers, params = [], SamplingParams(temperature=0.7, seed=5, max_tokens=100, ignore_eos=True)
+    with constant_drafts(), LLM("demo", speculative_config=config, **flags) as llm:
+        for word in WORDS[:6]:
+            prompt = llm.tokenizer.encode(f"Once upon a time there was a {word}", add_special_tokens=True)
+            (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+            answers.append(Answer([*prompt, *output.outputs[0].token_ids], len(prompt), 5, 0.7))
+        drafts = llm._engine.stats().drafts
+    assert drafts is not None and drafts.num_accepted > 20
+    draft, target = (TargetModel(settings_of(model, flags)[0]) for model in (folder, "demo"))
+    (found,) = measure(_Other(draft), target, answers, 3, print)
+    steps = drafts.num_drafts + len(answers)  # the last token of an answer has no draft
+    assert found.tokens[-1] == pytest.approx(99 * len(answers) / steps, rel=0.02)
 
 
 # ---- heads, over a tiny random target ----
@@ -223,6 +259,53 @@ def test_what_medusa_heads_are_written_as(tiny: TargetModel) -> None:
     with torch.no_grad():
         found = student.logits(student.hidden(states, 2)[1], 1)[:, 1:]
     assert torch.allclose(found, tiny.logits(states.final_BWH[:, :-1]), atol=1e-4)
+
+
+def test_what_else_runs_for_a_while_is_in_no_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    def call(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds * (9 if 50 < now_s < 150 else 1)
+
+    monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    assert step_times.timed([partial(call, 1), partial(call, 2), partial(call, 3)]) == pytest.approx([1, 2, 3])
+    assert now_s > 150
+
+
+@pytest.mark.parametrize(
+    ("slower", "runs"), [(8.0, 1), (1 / 3, 1), (1.0, 3)], ids=["busy later", "busy at first", "ended twice"]
+)
+def test_training_takes_the_minutes_that_it_has(
+    slower: float, runs: int, tiny: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else begins or ends on the machine, and however often it is ended: half of ten are the answers'."""
+    now_s, steps = 0.0, 0
+
+    def learn(self: Training, *_: Any) -> float:
+        nonlocal now_s, steps
+        steps += 1
+        now_s += 0.5 if steps <= 40 else 0.5 * slower
+        if runs > 1 and steps in (100, 250):
+            raise KeyboardInterrupt
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self._optimizer.step()
+        return 0.0
+
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(Training, "_learn", learn)
+    settings = DistillSettings(method="medusa", places=1, minutes=10)
+    for run in range(runs):
+        work = DistillFolder(tmp_path / "out", {})
+        work.open()
+        work.state["answer_seconds"] = 300.0
+        one = Training(MedusaStudent(tiny, settings), tiny, Answers(ROWS, []), settings, work)
+        with nullcontext() if run + 1 == runs else pytest.raises(KeyboardInterrupt):
+            done = one.run(lambda _: None)
+        work.close()
+    assert 290 <= work.state["training_seconds"] <= 310
+    assert 290 <= now_s <= 310 + (runs - 1) * 20 and done <= steps <= done + (runs - 1) * 41, "what was not kept again"
 
 
 def test_heads_are_written_and_learn(demo: DistillTarget, prompts: Path, tmp_path: Path) -> None:

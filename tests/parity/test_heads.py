@@ -1,9 +1,10 @@
 """Heads of EAGLE-1 and 3, Medusa and MTP guess what an independent implementation in torch guesses, over transformers'
 hidden states, step by step: after prompts in chunks, found prefixes, and drafts that were refused."""
 
-import dataclasses
 import json
 from collections.abc import Iterator
+from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,20 +12,35 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tandem import LLM, SamplingParams
+from tandem.workers.engine.drafting.drafting import Drafting
 from tandem.workers.rank.drafters.head_drafts import HeadDrafts
 from tandem.workers.rank.drafters.medusa_drafts import MedusaDrafts
+from tandem.workers.rank.drafters.step_record import REST_AFTER
 from tandem.workers.speculation.proposer import ProposalRow
-from tests.support.draft_models import DEMO, DIM, HEADS, KV_HEADS, TAPS, random_eagle, random_eagle_one, random_medusa
+from tests.support.adapters import save_random_adapter
+from tests.support.draft_models import (
+    DEMO,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    MTP_PREFIX,
+    TAPS,
+    random_eagle,
+    random_eagle_one,
+    random_medusa,
+    random_mtp,
+)
 from tests.support.free_drafts import constant_drafts
-from tests.support.tiny_models import BY_NAME, load_peer, save_tiny_model
+from tests.support.tiny_models import load_peer
 
 PROMPTS = ["Once upon a time there was a little dog. The little dog was red. ", "The cat sat", "Say: a boat. " * 4]
 PARAMS = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 GUESSES = 3
+COMMON: dict[str, Any] = {"dtype": "float32", "cpu_threads": 1, "num_gpu_blocks_override": 64}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,24 +52,29 @@ def _drafts_pay() -> Iterator[None]:
 
 
 class Demo:
-    """The demo in transformers."""
+    """The demo in transformers. It computes each text once: tests ask for the same ones."""
 
     def __init__(self) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+        self._found: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    @torch.inference_mode()
     def states(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The taps' hidden states side by side, and the last one after the norm."""
-        found = self.model.model(torch.tensor([ids]), output_hidden_states=True)
+        text = tuple(ids)
+        if text not in self._found:
+            self._found[text] = self._compute(ids)
+        return self._found[text]
+
+    @torch.inference_mode()
+    def _compute(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         layers = self.model.model.layers
-        before = found.hidden_states[:-1]  # the last of them is normed
         behind: list[torch.Tensor] = []
-        with torch.inference_mode():
-            hook = layers[-1].register_forward_hook(
-                lambda _, __, out: behind.append(out[0] if isinstance(out, tuple) else out)
-            )
-            self.model.model(torch.tensor([ids]))
-            hook.remove()
+        hook = layers[-1].register_forward_hook(
+            lambda _, __, out: behind.append(out[0] if isinstance(out, tuple) else out)
+        )
+        found = self.model.model(torch.tensor([ids]), output_hidden_states=True)
+        hook.remove()
+        before = found.hidden_states[:-1]  # the last of them is normed
         taps = [behind[0].view(1, len(ids), -1) if tap == len(layers) else before[tap] for tap in TAPS]
         return torch.cat(taps, -1)[0], found.last_hidden_state[0]
 
@@ -80,9 +101,10 @@ class Eagle:
         self.normed = json.loads((folder / "config.json").read_text())["norm_before_residual"]
         self.demo = demo
 
-    def guesses(self, known: list[int]) -> list[int]:
-        vectors = self.demo.states(known[:-1])[0] @ self.w["fc.weight"].T
-        tokens, found = known[1:], list[int]()
+    def guesses(self, known: list[int], first: int = 0) -> list[int]:
+        """first: token from which on the head has seen the text."""
+        vectors = (self.demo.states(known[:-1])[0] @ self.w["fc.weight"].T)[first:]
+        tokens, found = known[first + 1 :], list[int]()
         for _ in range(GUESSES):
             token, vector = self.step(tokens, vectors)
             found.append(token)
@@ -144,15 +166,19 @@ class Watched:
         return found
 
 
+@lru_cache(maxsize=1)
+def texts_without_drafts() -> list[list[int]]:
+    with LLM("demo", **COMMON) as plain:
+        return [each.outputs[0].token_ids for each in plain.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
 def run(kind: type[Any], method: str, folder: Path, **settings: Any) -> list[tuple[list[int], list[int]]]:
     """What is said while prompts are answered twice; their texts are those of no drafts."""
     watched, config = Watched(kind), {"method": method, "model": str(folder), "num_speculative_tokens": GUESSES}
-    common: dict[str, Any] = {"dtype": "float32", "cpu_threads": 1, "num_gpu_blocks_override": 64}
-    with LLM("demo", **common) as plain:
-        texts = [each.outputs[0].token_ids for each in plain.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    texts = texts_without_drafts()
     with (
         mock.patch.object(kind, "propose", lambda drafter, rows: watched(drafter, rows)),
-        LLM("demo", speculative_config=config, **common | settings) as llm,
+        LLM("demo", speculative_config=config, **COMMON | settings) as llm,
     ):
         for _ in range(2):
             assert [each.outputs[0].token_ids for each in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] == texts
@@ -176,6 +202,74 @@ def test_medusas_heads_guess_as_the_reference_does(demo: Demo, tmp_path: Path) -
     assert len(with_guesses) > 60
     for known, ids in with_guesses:
         assert ids == reference.guesses(known)[: len(ids)]
+
+
+BLOCK = 16
+PAUSE = 2 * REST_AFTER
+
+
+@pytest.fixture
+def paused() -> Iterator[list[int]]:
+    """Drafts begin when an engine has run so many steps as the list's only number says."""
+    left, begin = [PAUSE], Drafting.begin_step
+
+    def begin_step(drafting: Drafting, num_rows: int) -> bool:
+        left[0] -= 1
+        return left[0] < 0 and begin(drafting, num_rows)
+
+    with mock.patch.object(Drafting, "begin_step", begin_step):
+        yield left
+
+
+def guesses_of(llm: LLM, watched: Watched, prompt: Any, **params: Any) -> tuple[list[int], dict[int, list[int]]]:
+    """A text, and the guesses by the tokens that were known."""
+    watched.said.clear()
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, ignore_eos=True, **params), use_tqdm=False)
+    text = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    return text, {len(known): ids for known, ids in watched.said if ids}
+
+
+def test_a_head_that_has_missed_something_goes_on_from_the_next_block(
+    demo: Demo, tmp_path: Path, paused: list[int]
+) -> None:
+    """Of a row that ran while it rested, and of a found prefix that was computed meanwhile, it sees what comes behind;
+    of one that it has read it sees all."""
+    folder, watched = random_eagle(tmp_path / "eagle"), Watched(HeadDrafts)
+    reference = Eagle(folder, demo)
+    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": GUESSES}
+    common: dict[str, Any] = {"dtype": "float32", "cpu_threads": 1, "num_gpu_blocks_override": 64, "block_size": BLOCK}
+    with (
+        mock.patch.object(HeadDrafts, "propose", lambda drafter, rows: watched(drafter, rows)),
+        LLM("demo", speculative_config=config, **common) as llm,
+    ):
+        text, guesses = guesses_of(llm, watched, PROMPTS[0], max_tokens=PAUSE + 64)
+        begun = min(guesses) - 2
+        assert begun % BLOCK == 0 and begun < len(text) - 64 + BLOCK and len(guesses) >= 48
+        assert all(ids == reference.guesses(text[:known], begun)[: len(ids)] for known, ids in guesses.items())
+        for prompt, first in ((text[: begun + 5], begun), (PROMPTS[0], 0)):
+            _, guesses = guesses_of(llm, watched, prompt, max_tokens=24)
+            assert len(guesses) > 20
+            assert all(ids == reference.guesses(text[:known], first)[: len(ids)] for known, ids in guesses.items())
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_rows_that_are_in_every_other_step_have_guesses(method: str, tmp_path: Path) -> None:
+    """Adapters take turns in steps where there are more than --max-loras."""
+    kind, write = {"eagle3": (HeadDrafts, random_eagle), "medusa": (MedusaDrafts, random_medusa)}[method]
+    watched, folder = Watched(kind), write(tmp_path / method)
+    config = {"method": method, "model": str(folder), "num_speculative_tokens": GUESSES}
+    common: dict[str, Any] = {"dtype": "float32", "cpu_threads": 1, "enable_lora": True, "max_loras": 1}
+    adapters = [save_random_adapter(DEMO, tmp_path / f"{i}", rank=4, seed=i, modules=("q_proj",)) for i in range(2)]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    with (
+        mock.patch.object(kind, "propose", lambda drafter, rows: watched(drafter, rows)),
+        LLM("demo", speculative_config=config, num_gpu_blocks_override=64, **common) as llm,
+    ):
+        refs = [llm.load_adapter(adapter) for adapter in adapters]
+        llm.generate([PROMPTS[0], PROMPTS[1]], params, use_tqdm=False, lora_request=refs)
+    steps = [[*group] for _, group in groupby(watched.said, key=lambda one: one[0][:3])]
+    assert len(steps) > 10, "they take turns"
+    assert sum(bool(ids) for _, ids in watched.said) > 30
 
 
 class EagleOne:
@@ -254,22 +348,12 @@ class Mtp:
 
 @torch.inference_mode()
 def test_an_mtp_layer_guesses_as_the_reference_does(tmp_path: Path) -> None:
-    tiny = BY_NAME["deepseek_v3"]
-    folder = save_tiny_model(dataclasses.replace(tiny, changes={**tiny.changes, "num_hidden_layers": 3}), tmp_path)
-    peer, rng = load_peer(folder), torch.Generator().manual_seed(2)
-    size, vocab = peer.config.hidden_size, peer.config.vocab_size
+    folder = random_mtp(tmp_path)
+    peer = load_peer(folder.parent / "whole")
     extra = {
-        "enorm": 1 + torch.randn(size, generator=rng) * 0.1,
-        "hnorm": 1 + torch.randn(size, generator=rng) * 0.1,
-        "eh_proj": torch.randn(size, 2 * size, generator=rng) * size**-0.5,
-        "shared_head.norm": 1 + torch.randn(size, generator=rng) * 0.1,
-        "shared_head.head": torch.randn(vocab, size, generator=rng),
+        name.removeprefix(MTP_PREFIX).removesuffix(".weight"): tensor
+        for name, tensor in load_file(folder / "model-mtp.safetensors").items()
     }
-    named = {f"model.layers.2.{name}.weight": tensor for name, tensor in extra.items()}
-    save_file(named, folder / "model-mtp.safetensors", {"format": "pt"})
-    _with_index(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}))
     reference, watched = Mtp(peer, extra), Watched(HeadDrafts)
     prompts = [list(range(5, 60)), list(range(9, 20))]
     common: dict[str, Any] = {"dtype": "float32", "cpu_threads": 1, "num_gpu_blocks_override": 64}
@@ -283,9 +367,3 @@ def test_an_mtp_layer_guesses_as_the_reference_does(tmp_path: Path) -> None:
     assert len(with_guesses) > 15
     for known, ids in with_guesses:
         assert ids == reference.guesses(known)[: len(ids)]
-
-
-def _with_index(folder: Path) -> None:
-    """Writes the index of a checkpoint of several files."""
-    names = {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))

@@ -122,7 +122,7 @@ def test_a_draft_model_writes_no_block_that_was_given_back(
         groups = len(self._table.windows)
         for row, begin, end in zip(step.rows_R.tolist(), step.begin_R.tolist(), step.end_R.tolist(), strict=True):
             for at in range(begin // BLOCK * groups, -(-end // BLOCK) * groups if end > begin else 0):
-                if at % groups in self._groups and tables[row][at] != self._table.block_ids[row, at]:
+                if at % groups in self._reads._groups and tables[row][at] != self._table.block_ids[row, at]:
                     wrong.append((row, at))
         return passes(self, step, drafts)
 

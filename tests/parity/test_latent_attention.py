@@ -1,5 +1,6 @@
 """Latent attention of every backend against its definition: absorbed and expanded, in pieces, padded, quantized."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from tandem.workers.kernels.kv_store import TorchKVStore
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.models.layers.latent_layer import Heads
 from tandem.workers.models.spec.arch import Mla
+from tests.left_to import rest_in_parity
 from tests.support.paged_rows import PagedRows, prompt_ids
 from tests.support.reference_attention import ReferenceAttention
 from tests.support.tiny_models import BY_NAME, save_tiny_model
@@ -39,9 +41,14 @@ def steps(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> torch.Tensor
 
 
 @pytest.mark.parametrize("always", [None, True, False], ids=["counted", "absorbed", "expanded"])
-@pytest.mark.parametrize("is_bounded", [False, True], ids=["free", "bounded"])
 @pytest.mark.parametrize("bytes_at_once", [None, 40_000, 4096], ids=["at once", "heads in parts", "in pieces"])
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2-lite"])
+@pytest.mark.parametrize(
+    ("name", "is_bounded"),
+    rest_in_parity(
+        itertools.product(["deepseek_v3", "deepseek_v2-lite"], [False, True]),
+        lambda name, is_bounded: is_bounded == (name == "deepseek_v3"),
+    ),
+)
 def test_every_way_equals_the_definition(
     name: str, bytes_at_once: int | None, is_bounded: bool, always: bool | None, tiny_folder: TinyFolder,
     make_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch,

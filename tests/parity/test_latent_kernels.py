@@ -23,7 +23,7 @@ from tests.support.reference_attention import ReferenceAttention
 
 CACHES = [
     (torch.float32, torch.float32),
-    (torch.float32, torch.bfloat16),
+    pytest.param(torch.float32, torch.bfloat16, marks=pytest.mark.parity),
     (torch.float32, torch.int8),
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float8_e4m3fn),

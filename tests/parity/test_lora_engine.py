@@ -91,13 +91,9 @@ CASES: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2},
 }
-IN_PARITY = {"tp2"}
-"""make test has adapters at TP2 in test_batch_invariance.py and test_speculation.py, and in test_lora_ranks.py."""
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.parity) if case in IN_PARITY else case for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_rows_write_what_they_write_alone_merged(case: str, adapters: list[Path], alone: Texts) -> None:
     settings = {"enable_lora": True, "max_loras": 16, "max_lora_rank": 64, "max_num_seqs": 24} | CASES[case]
     with LLM("demo", dtype="float32", **settings) as llm:

@@ -2,6 +2,7 @@
 several, which have the same codes; with adapters, streamed, drafted. Their bytes are those of a plan.
 """
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ from tandem.workers.models.decoder import Decoder, build_decoder
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.planning.sizes import rank_weights
 from tandem.workers.platforms.cpu import CpuPlatform
+from tests.left_to import rest_in_parity
 from tests.support.adapters import save_random_adapter
 from tests.support.decoder_ranks import DecoderCase, RankProcesses, run_case
 from tests.support.dequantized import save_dequantized
@@ -73,8 +75,17 @@ def logits_of(folder: Path, form: str) -> torch.Tensor:
     return torch.cat([rows.step([(0, part)], all_logits=True) for part in (IDS[:30], IDS[30:39], IDS[39:])])
 
 
-@EACH
-@pytest.mark.parametrize("name", ["llama-mqa-biased", "qwen3", "gpt2", "mixtral"])
+OF_OTHERS = {("qwen3", "fp8"), ("gpt2", "int4"), ("mixtral", "nf4"), ("mixtral", "w4a8")}
+"""Models and forms in make test beside every form of the first model."""
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    rest_in_parity(
+        itertools.product(["llama-mqa-biased", "qwen3", "gpt2", "mixtral"], ["int4", "w4a8", "nf4", "fp8"]),
+        lambda *case: case[0] == "llama-mqa-biased" or case in OF_OTHERS,
+    ),
+)
 def test_logits_equal_those_of_transformers_with_rounded_weights(
     form: str, name: str, tiny_folder: TinyFolder, tmp_path: Path
 ) -> None:
@@ -123,10 +134,19 @@ def test_ranks_that_share_groups_round_them_alike(form: str, ranks: RankProcesse
         assert torch.equal(torch.cat(parts, 1), whole[place].dense_OI())
 
 
-@ALL
+CUTS = {
+    ("qwen3", 2, 2, False): ("int4", "w8a8"),
+    ("mixtral", 2, 1, False): ("nf4", "w4a8"),
+    ("mixtral", 2, 1, True): ("fp8", "int8"),
+}
+"""Forms in make test."""
+
+
 @pytest.mark.parametrize(
-    ("name", "tp_size", "pp_size", "experts"),
-    [("qwen3", 2, 2, False), ("mixtral", 2, 1, False), ("mixtral", 2, 1, True)],
+    ("name", "tp_size", "pp_size", "experts", "form"),
+    rest_in_parity(
+        ((*cut, form) for cut in CUTS for form in sorted(AT_LOAD)), lambda *case: case[-1] in CUTS[case[:-1]]
+    ),
 )
 def test_ranks_equal_one_rank(
     form: str, name: str, tp_size: int, pp_size: int, experts: bool, ranks: RankProcesses, tiny_folder: TinyFolder

@@ -1,14 +1,14 @@
 """Speculation, by n-grams, suffixes, a draft model or heads, changes no token: random requests of every kind on one
 engine with drafts and one without, in float32 and, with --batch-invariant, in bfloat16, whatever happens to them on the
 way (prefix hits, preemption, lower tiers, adapters, TP2, PP2), and requests that another engine resumes, as a second
-group does when the first is lost.
+group does when the first is lost. The cases: tests/support/draft_cases.py.
 
 Prompts repeat themselves, so that there is something to look up. Sampling is among a few tokens: among hundreds, some
 draw falls nearer to a border than float32 can tell.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,57 +19,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 
-from tandem import LLM, SamplingParams
+from tandem import LLM, SamplingParams, StructuredOutputsParams
 from tandem.workers.engine.transfers.copy_costs import CopyCosts
 from tandem.workers.messages.request import Abort, AdapterRef, GenerationRequest, ReplyTo, TokenDelta
 from tandem.workers.messages.thinking import ThinkingBudget
 from tandem.workers.offline.inputs import as_prompts
 from tandem.workers.offline.llm import RequestOutput
 from tandem.workers.offline.outputs import Logprob, OfflineRun, OpenOutput, end_output
+from tandem.workers.structured import grammar_store
 from tests.support.adapters import save_random_adapter
-from tests.support.draft_models import random_eagle, random_eagle_one, random_medusa, shorter_demo
+from tests.support.draft_cases import CASES, CROWD, FOUND, NGRAM, RESUMED, SUFFIX
+from tests.support.draft_models import random_eagle, random_eagle_one, random_medusa, random_mtp, shorter_demo
 from tests.support.free_drafts import free_drafts
 from tests.support.paged_rows import prompt_ids
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
 VOCAB = 700
-NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-SUFFIX = {"method": "suffix", "num_speculative_tokens": 5, "suffix_decoding_max_spec_factor": 2.0}
-CASES: dict[str, dict[str, Any]] = {
-    "room for all": {},
-    "preemption": {"num_gpu_blocks_override": 24, "enable_prefix_caching": False},
-    "offload": {"num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
-    "small chunks": {"max_num_batched_tokens": 24},
-    "tp2": {"tensor_parallel_size": 2},
-    "pp2": {"pipeline_parallel_size": 2, "num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
-    "bfloat16": {"dtype": "bfloat16", "batch_invariant": True},
-    "suffix, tp2": {"tensor_parallel_size": 2},
-    "draft model": {},
-    "draft model, offload": {"kv_cache_dtype": "int8", "num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
-    "draft model, tp2": {"tensor_parallel_size": 2},
-    "draft model, pp2": {"pipeline_parallel_size": 2},
-    "eagle, tp2": {"tensor_parallel_size": 2},
-    "eagle3, preemption": {"num_gpu_blocks_override": 24, "kv_offloading_size": 0.05},
-    "medusa": {"max_num_batched_tokens": 24},
-    "medusa, pp2": {"pipeline_parallel_size": 2},
-    "draft model, bfloat16": {"dtype": "bfloat16", "batch_invariant": True, "max_num_batched_tokens": 24},
-}
-CROWDED = {
-    "preemption": {"preempted"},
-    "offload": {"preempted", "found", "loaded"},
-    "pp2": {"preempted", "found", "loaded"},
-    "draft model, offload": {"preempted", "found", "loaded"},
-    "eagle3, preemption": {"preempted", "found", "loaded"},
-}
-"""What must happen to a crowd in these cases; in the others prefixes are found."""
-MARKS = dict.fromkeys(
-    ("suffix, tp2", "draft model, tp2", "draft model, pp2", "eagle, tp2", "medusa, pp2", "draft model, bfloat16"),
-    pytest.mark.parity,
-)
-"""Cases of make parity: ranks in processes of their own take long to start."""
-EXACT = {"bfloat16", "draft model, bfloat16"}
-"""Cases in which log probabilities are equal to the last bit, as logits are (--batch-invariant)."""
 COMMON: dict[str, Any] = {"max_num_seqs": 8, "enable_lora": True, "dtype": "float32", "cpu_threads": 1}
 DRAFTS = {
     "draft_model": shorter_demo,
@@ -78,10 +45,11 @@ DRAFTS = {
     "medusa": random_medusa,
 }
 """Writers of what guesses, by method."""
-RANDOM = ("eagle", "medusa")
+RANDOM = ("eagle", "medusa", "mtp")
 """Heads with random weights, which are right by chance."""
 NEAR = 1e-3
 """Of log probabilities; float32, sums in another order."""
+KNOWN_RANKS = 20
 STORY = "Once upon a time there was a little dog. The little dog was red. "
 STOPS = (" dog", "was", ". ", "little red", "time there")
 
@@ -96,49 +64,62 @@ def _no_measured_times() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
+def marked(cases: Mapping[str, bool]) -> list[Any]:
+    """Parameters with the mark of make parity where they are given True."""
+    return [pytest.param(name, marks=[pytest.mark.parity] if parity else []) for name, parity in cases.items()]
+
+
+@pytest.fixture(scope="module", params=marked({name: case.parity for name, case in CASES.items()}))
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def config(case: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    method = case.partition(",")[0].replace(" ", "_")
-    if (write := DRAFTS.get(method)) is None:
-        return SUFFIX if method == "suffix" else NGRAM
-    return {
-        "method": method,
-        "model": str(write(tmp_path_factory.mktemp("draft") / method)),
-        "num_speculative_tokens": 3,
-    }
+def model(case: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo, but for the layers that only another model has."""
+    return str(random_mtp(tmp_path_factory.mktemp("mtp"))) if CASES[case].method == "mtp" else "demo"
 
 
 @pytest.fixture(scope="module")
-def engines(case: str, config: dict[str, Any]) -> Iterator[tuple[LLM, LLM]]:
+def config(case: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    method = CASES[case].method
+    known = {"ngram": NGRAM, "suffix": SUFFIX, "mtp": {"method": "mtp", "num_speculative_tokens": 3}}
+    if method in known:
+        return known[method]
+    folder = DRAFTS[method](tmp_path_factory.mktemp("draft") / method)
+    return {"method": method, "model": str(folder), "num_speculative_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def engines(case: str, model: str, config: dict[str, Any]) -> Iterator[tuple[LLM, LLM]]:
     """One engine with drafts, one without; both with one adapter. The one without is always a single rank."""
-    threads = torch.get_num_threads()
-    alone = {flag: value for flag, value in CASES[case].items() if not flag.endswith("_parallel_size")}
+    threads, flags = torch.get_num_threads(), CASES[case].flags
+    alone = {flag: value for flag, value in flags.items() if not flag.endswith("_parallel_size")}
     with (
-        LLM("demo", speculative_config=config, **COMMON | CASES[case]) as drafting,
-        LLM("demo", **COMMON | alone) as plain,
+        LLM(model, speculative_config=config, **COMMON | flags) as drafting,
+        LLM(model, **COMMON | alone) as plain,
     ):
         yield drafting, plain
     torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
-def second(case: str, config: dict[str, Any]) -> Iterator[LLM]:
+def second(case: str, model: str, config: dict[str, Any]) -> Iterator[LLM]:
     """The group that resumes: with drafts too, and nobody's KV."""
-    with LLM("demo", speculative_config=config, **COMMON | (CASES[case] if case in EXACT else {})) as llm:
+    flags = {flag: value for flag, value in CASES[case].flags.items() if flag not in CROWD}
+    with LLM(model, speculative_config=config, **COMMON | flags) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_adapter(BASE, tmp_path_factory.mktemp("adapter") / "a", rank=8, seed=3, modules=("q_proj",))
+def adapter(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base, modules = (BASE, "q_proj") if model == "demo" else (Path(model), "o_proj")
+    return save_random_adapter(base, tmp_path_factory.mktemp("adapter") / "a", rank=8, seed=3, modules=(modules,))
 
 
 def params_of(fields: dict[str, Any]) -> SamplingParams:
+    if "structured_outputs" in fields:  # of which few tokens leave nothing
+        fields = {name: value for name, value in fields.items() if name not in ("allowed_token_ids", "bad_words")}
     return SamplingParams(**{"temperature": 0.0, "top_k": 4, "seed": 17, **fields})
 
 
@@ -159,6 +140,12 @@ PARAMS = st.fixed_dictionaries(
         "bad_words": st.lists(st.sampled_from(STOPS), min_size=1, max_size=2).map(tuple),
         "allowed_token_ids": st.integers(40, 400).map(lambda end: tuple(range(3, end))),
         "prompt_logprobs": st.integers(0, 2),
+        "structured_outputs": st.sampled_from(
+            [
+                StructuredOutputsParams(regex=r"( ?(the|little|dog|was|red|[a-z]+)[. ])+"),
+                StructuredOutputsParams(choice=("the little dog", "the little red dog was red", "dog")),
+            ]
+        ),
         "thinking_budget": st.integers(0, 9).map(
             lambda tokens: ThinkingBudget(tokens=tokens, start=(40,), end=(41, 42), inside=True)
         ),
@@ -174,10 +161,18 @@ PROMPTS = PROMPT_IDS | st.integers(1, 3).map(lambda times: STORY * times)
 
 
 def assert_same(case: str, one: list[RequestOutput], other: list[RequestOutput]) -> None:
-    """Equal are tokens, texts, reasons and the ids of the best tokens; log probabilities to a rounding, or exactly."""
-    near = 0.0 if case in EXACT else NEAR
+    """Equal are tokens, texts, reasons and the ids of the best tokens; log probabilities to a rounding, or exactly. An
+    error ends all choices of a request, wherever these are, and its step's part of the prompt's log probabilities: so
+    the texts of several are equal as far as both go, and those of the prompt are not compared."""
+    near = 0.0 if CASES[case].is_exact else NEAR
     for first, again in zip(one, other, strict=True):
-        assert_near(first.prompt_logprobs, again.prompt_logprobs, near)
+        failed = any(each.error for each in (*first.outputs, *again.outputs))
+        if failed and len(first.outputs) > 1:
+            for a, b in zip(first.outputs, again.outputs, strict=True):
+                assert all(token == same for token, same in zip(a.token_ids, b.token_ids, strict=False))
+            continue
+        if not failed:
+            assert_near(first.prompt_logprobs, again.prompt_logprobs, near)
         for a, b in zip(first.outputs, again.outputs, strict=True):
             assert (a.token_ids, a.text, a.finish_reason, a.error) == (b.token_ids, b.text, b.finish_reason, b.error)
             assert_near(a.logprobs, b.logprobs, near)
@@ -190,9 +185,9 @@ def assert_near(one: Any, other: Any, near: float) -> None:
 
 
 def split(places: list[dict[int, Logprob] | None] | None) -> tuple[Any, list[float]]:
-    """(all ids and ranks, all log probabilities)."""
+    """(all ids and ranks, all log probabilities). Ranks far down, of prompts of a random model, hang on roundings."""
     given = [place for place in places or [] if place is not None]
-    ids = [[(token, one.rank) for token, one in place.items()] for place in given]
+    ids = [[(token, min(one.rank, KNOWN_RANKS)) for token, one in place.items()] for place in given]
     return (places is None, ids), [one.logprob for place in given for one in place.values()]
 
 
@@ -212,14 +207,14 @@ def test_drafts_are_accepted_and_refused(case: str, engines: tuple[LLM, LLM]) ->
     """The comparisons above compare something: to prompts that come twice everything happens that the case is for."""
     drafting, plain = engines
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    others = 7 if case in CROWDED else 0
+    others = 7 if CASES[case].happens != FOUND else 0
     crowd = [STORY * 2, *(prompt_ids(20, VOCAB, seed=10 + i) * 3 for i in range(others))]
     for _ in range(2):
         assert_same(case, *(llm.generate(crowd, params, use_tqdm=False) for llm in engines))
     stats = drafting._engine.stats()
     drafts = stats.drafts
     assert drafts is not None and plain._engine.stats().drafts is None
-    least = 0 if case.startswith(RANDOM) else 1
+    least = 0 if CASES[case].method in RANDOM else 1
     assert least <= drafts.num_accepted < drafts.num_draft_tokens
     assert drafts.num_accepted == sum(drafts.accepted_per_position)
     counts = {
@@ -227,7 +222,24 @@ def test_drafts_are_accepted_and_refused(case: str, engines: tuple[LLM, LLM]) ->
         "found": stats.prefix_cache_hits,
         "loaded": 0 if stats.offload is None else stats.offload.blocks["load"],
     }
-    assert {name for name, count in counts.items() if count} >= CROWDED.get(case, {"found"})
+    assert {name for name, count in counts.items() if count} >= CASES[case].happens
+
+
+@pytest.mark.parametrize("case", ["room for all"], indirect=True)
+def test_a_grammars_limit_ends_a_text_where_it_would_without_drafts(case: str, engines: tuple[LLM, LLM]) -> None:
+    """With the same words, and the tokens ahead of it: the limit may be met behind a draft, and the draft be wrong."""
+    reasons = set()
+    for limit in (24, 30, 36):
+        pattern = rf"x{{1,{limit}}}|[ab]*a[ab]{{12}}c"  # another grammar each time, so that it is compiled
+        params = SamplingParams(
+            max_tokens=40, temperature=2.0, seed=5, structured_outputs=StructuredOutputsParams(regex=pattern)
+        )
+        limits = LLParserLimits(max_lexer_states=limit, verbose_errors=False)
+        with mock.patch.object(grammar_store, "LIMITS", limits):
+            answers = [llm.generate(["abab" * 6, "aab" * 8], params, use_tqdm=False) for llm in engines]
+        assert_same(case, *answers)
+        reasons |= {each.outputs[0].finish_reason for each in answers[0]}
+    assert reasons == {"error", "length"}
 
 
 # ---- failover ----
@@ -289,7 +301,7 @@ def moved(
     return output, True
 
 
-@pytest.mark.parametrize("case", ["room for all", "offload", "bfloat16", "draft model"], indirect=True)
+@pytest.mark.parametrize("case", marked(RESUMED), indirect=True)
 @given(prompt=PROMPTS, params=PARAMS, adapted=st.booleans(), cut=st.integers(1, 40), suspect=st.booleans())
 @settings(max_examples=6, deadline=None)
 def test_a_stream_that_another_group_resumes(

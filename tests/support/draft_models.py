@@ -4,11 +4,14 @@ weights."""
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.support.tiny_models import BY_NAME, save_tiny_model
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo" / "model"
 
@@ -126,6 +129,39 @@ def random_medusa(folder: Path, heads: int = 3) -> Path:
         "medusa_num_layers": 2,
     }
     return _written(folder, config, tensors)
+
+
+MTP_PREFIX = "model.layers.2."
+"""Of the names of a layer that stands behind two."""
+
+
+def random_mtp(root: Path, *, dense: bool = False) -> Path:
+    """Writes a DeepSeek-V3 of two layers with the demo's tokenizer and a third one that guesses; returns its folder.
+    root/whole: the same with three layers, for transformers. dense: without experts."""
+    tiny = BY_NAME["deepseek_v3"]
+    changes = {**tiny.changes, "num_hidden_layers": 3, "vocab_size": VOCAB, "max_position_embeddings": 2048}
+    if dense:
+        changes["first_k_dense_replace"] = 3
+    folder = root / "model"
+    shutil.copytree(save_tiny_model(replace(tiny, name="whole", changes=changes), root), folder)
+    config = json.loads((folder / "config.json").read_text())
+    rng, size = torch.Generator().manual_seed(2), config["hidden_size"]
+    extra = {
+        "enorm": 1 + torch.randn(size, generator=rng) * 0.1,
+        "hnorm": 1 + torch.randn(size, generator=rng) * 0.1,
+        "eh_proj": torch.randn(size, 2 * size, generator=rng) * size**-0.5,
+        "shared_head.norm": 1 + torch.randn(size, generator=rng) * 0.1,
+        "shared_head.head": torch.randn(VOCAB, size, generator=rng),
+    }
+    save_file(
+        {f"{MTP_PREFIX}{name}.weight": tensor for name, tensor in extra.items()}, folder / "model-mtp.safetensors"
+    )
+    names = {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+    return folder
 
 
 def _written(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:

@@ -86,9 +86,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class EngineCase:
-    """One history. drafts: of a row in a step, at most, by `method`. is_hybrid: layers with windows give blocks back.
-    late: a step's outcome is on the device until somebody waits for it, as on a GPU; prompt_ranks: those that learn it
-    at once all the same. replays: captures are made at the start, by the recorded-graph twin, as on a GPU."""
+    """One history. drafts: of a row in a step, at most, by `method`, for which there may be a `draft`. is_hybrid:
+    layers with windows give blocks back. late: a step's outcome is on the device until somebody waits for it, as on a
+    GPU; prompt_ranks: those that learn it at once all the same. replays: captures are made at the start, by the
+    recorded-graph twin, as on a GPU; draws: with draws of tokens where late too, which takes longer."""
 
     folder: Path
     tp_size: int
@@ -101,13 +102,25 @@ class EngineCase:
     most_rows: int = 4
     drafts: int = 0
     method: str = "ngram"
+    draft: Path | None = None
     is_hybrid: bool = True
     replays: bool = False
     prompt_ranks: tuple[int, ...] = ()
+    draws: bool = False
+    max_model_len: int | None = None
 
     def settings(self) -> EngineSettings:
+        draft = None if self.draft is None or not self.drafts else ModelSettings(model=str(self.draft), dtype="float32")
+        is_eager = self.late and not self.replays
+        lookup = {"prompt_lookup_max": 2, "prompt_lookup_min": 1} if self.method == "ngram" else {}
         return EngineSettings(
-            model=ModelSettings(model=str(self.folder), dtype="float32", enforce_eager=self.late and not self.replays),
+            model=ModelSettings(
+                model=str(self.folder),
+                dtype="float32",
+                enforce_eager=is_eager,
+                draft=draft,
+                max_model_len=self.max_model_len,
+            ),
             parallel=ParallelSettings(tensor_parallel_size=self.tp_size, pipeline_parallel_size=self.pp_size),
             cache=CacheSettings(
                 block_size=4, num_blocks=self.num_blocks, disable_hybrid_kv_cache_manager=not self.is_hybrid
@@ -116,9 +129,7 @@ class EngineCase:
                 max_num_seqs=self.most_rows, max_num_batched_tokens=self.max_num_batched_tokens
             ),
             device=DeviceSettings(device="cpu"),
-            speculative=SpeculativeSettings(
-                method=self.method, num_speculative_tokens=self.drafts, prompt_lookup_max=2, prompt_lookup_min=1
-            )
+            speculative=SpeculativeSettings(method=self.method, num_speculative_tokens=self.drafts, **lookup)
             if self.drafts
             else None,
         )
@@ -264,7 +275,9 @@ def run_engine(case: EngineCase, context: ParallelContext, share: Share | None =
     if accelerator is not None or case.replays:
         on_host = GpuOnHost(accelerator or HostAccelerator(), recorded if case.replays else None)
         platform = replaced(on_host, memory=lambda: None, lora_ops=lambda dtype: SlotLora())
-        if accelerator is not None:  # each operation of a capture is traced: without those that draw tokens
+        if (
+            accelerator is not None and not case.draws
+        ):  # each operation of a capture is traced: without those that draw tokens
             platform = replaced(platform, sampling_ops=TorchSampling)
         context.tp.group = RecordedCollectives(context.tp.group, context.tp_size)
     if accelerator is None:

@@ -16,6 +16,7 @@ from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.gateway.generation.dispatch import DrainState
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.routing.route_table import RouteTable
 from tandem.workers.messages.errors import GroupLost, RequestRefused
 from tandem.workers.messages.request import (
     Abort,
@@ -120,9 +121,14 @@ class FakeBackend:
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     hold_s: float = 3600.0
     num_resets: int = 0
+    recordings: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     drained: list[tuple[str, float | None]] = field(default_factory=list)
     drain_states: dict[str, DrainState] = field(default_factory=dict)
     unconfirmed: tuple[str, ...] = ()
+    explained: list[tuple[GenerationRequest, RouteHint]] = field(default_factory=list)
+    table: RouteTable | None = None
+    hints: list[RouteHint] = field(default_factory=list)
+    route: str = "g1"  # the group that is noted where a request asks for it
     fleet: tuple[tuple[GroupRecord, GroupReport | None], ...] = ()
     more_metrics: str = ""
     _driver: "asyncio.Task[None] | None" = None
@@ -130,6 +136,9 @@ class FakeBackend:
     def send(self, part: Any, hint: RouteHint) -> None:
         request = part.request
         self.requests.append(request)
+        self.hints.append(hint)
+        if part.route_note is not None:
+            part.route_note.table, part.route_note.group = self.table, self.route
         self.submitted.set()
         if self.refuse is not None:
             raise self.refuse
@@ -171,6 +180,12 @@ class FakeBackend:
     def load(self) -> Mapping[str, float | int | str]:
         return {"num_requests_running": len(self.streams), "num_requests_waiting": 0}
 
+    def route_table(self, request: GenerationRequest, hint: RouteHint) -> RouteTable:
+        self.explained.append((request, hint))
+        if self.table is None:
+            raise RequestRefused("There is no group.", code="service_unavailable", status=503)
+        return self.table
+
     async def groups(self) -> tuple[tuple[GroupRecord, GroupReport | None], ...]:
         return self.fleet
 
@@ -183,6 +198,11 @@ class FakeBackend:
         if (state := self.drain_states.get(target)) is None:
             raise RequestRefused(f"There is no {target}.", code="not_found", status=404, param="target")
         return state
+
+    async def record(self, group: str) -> Mapping[str, Any]:
+        if (found := self.recordings.get(group)) is None:
+            raise RequestRefused(f"There is no group {group}.", code="not_found", status=404, param="group")
+        return found
 
     async def metrics(self, *, with_tenants: bool) -> str:
         del with_tenants

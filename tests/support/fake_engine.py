@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from tandem.workers.engine.base.request_figures import RequestFigures
 from tandem.workers.engine.base.stats import EngineStats
+from tandem.workers.engine.blocks.group_kv import GroupKv
 from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
 from tandem.workers.messages.errors import GroupLost, QueueFull
 from tandem.workers.messages.request import Abort, AdapterRef, Ended, GenerationRequest, TokenDelta, Usage
@@ -17,6 +18,7 @@ class FakeEngine:
 
     def __init__(self, sink: object) -> None:
         self.sink = sink
+        self.kv: GroupKv | None = None  # nobody is told
         self.in_step: list[str] = []
         self.is_alone = False
         self.begun: set[tuple[str, int]] = set()

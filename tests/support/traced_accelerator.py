@@ -33,6 +33,7 @@ has_expired = torch.UntypedStorage._expired
 """What StorageWeakRef.expired() comes to, at a third of its cost; it is asked for all memory at every kernel."""
 MAIN = 0
 POISON = -7
+LOOKS = 32
 READS_ON_HOST = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
 INDEXED = {
     aten.index_select.default,
@@ -126,6 +127,8 @@ class TracedAccelerator:
         self._uploads: dict[int, TracedEvent] = {}
         self._grains: dict[int, int] = {}
         self._storages: dict[int, tuple[StorageWeakRef, int | None]] = {}
+        self._young: dict[int, None] = {}  # of them, those since the last look at all
+        self._looks = 0
         self._freed: defaultdict[int, list[TensorInfo]] = defaultdict(list)
         self.numbers = iter(range(1, 10**9))
         self._here = _Here()
@@ -279,14 +282,21 @@ class TracedAccelerator:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address in self._storages and has_expired(self._storages[address][0].cdata):
-            self._note_freed()
+            self._note_freed(all_of_it=True)
         if address and address not in self._storages:
             self._storages[address] = StorageWeakRef(storage), stream
+            self._young[address] = None
 
-    def _note_freed(self) -> None:
-        """Memory that nobody refers to any more is free on its stream; its address may be another tensor's by now."""
-        freed = [at for at, (storage, _) in list(self._storages.items()) if has_expired(storage.cdata)]
+    def _note_freed(self, *, all_of_it: bool = False) -> None:
+        """Memory that nobody refers to any more is free on its stream; its address may be another tensor's by now. What
+        lives longer, as a capture's tensors do, is looked at once in LOOKS times, or if asked for all of it."""
+        self._looks += 1
+        looked_at = list(self._young)
+        if all_of_it or self._looks % LOOKS == 0:
+            looked_at, self._young = list(self._storages), {}
+        freed = [at for at in looked_at if has_expired(self._storages[at][0].cdata)]
         for address in freed:
+            self._young.pop(address, None)
             _, stream = self._storages.pop(address)
             uses = self.handler.tensors_accessed.accesses.pop(address, None)
             if uses is not None and stream is not None:

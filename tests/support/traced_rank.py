@@ -19,6 +19,7 @@ from tandem.parallel.linear import LinearPart
 from tandem.parallel.params import Span
 from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.kernels.kv_store import NOT_KNOWN
 from tandem.workers.kernels.lora_ops import AdapterRows, TorchLora
 from tandem.workers.lora.device.host_copy import HostCopy
 from tandem.workers.lora.device.layout import ShardShape, pack
@@ -160,7 +161,8 @@ class Rank:
         self.gate = self.runner.gate = LoadGate(self.accelerator)
         self.slab = HostSlab.allocate(BLOCKS, bytes_per_slot(self.kv.planes), self.accelerator)
         copier = self.platform.kv_copier(self.kv.layers, self.slab.bytes_SB)
-        self.lane = MemoryLane(copier, self.slab, self.gate)
+        slots = np.full(BLOCKS, NOT_KNOWN, np.int32)
+        self.lane = MemoryLane(copier, self.slab, self.gate, self.kv.drafted, slots)
         self.steps: deque[tuple[StepHandle, list[Row]]] = deque()
         self.rows: list[Row] = []
         self.free = list(range(BLOCKS))

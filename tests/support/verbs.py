@@ -4,22 +4,39 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
+from functools import cache
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
-from tandem.cluster.cli.main import run_verb
+import typer
+
+from tandem.cluster.cli import main
 from tandem.cluster.process import supervisor
+
+BUILD = main.build_app
+
+
+@cache
+def _command() -> Any:
+    return typer.main.get_command(BUILD())
+
+
+def built_once() -> AbstractContextManager[Any]:
+    """Calls of run_verb() share one command line: typer takes a quarter of a CPU second to make it."""
+    return patch.object(main, "build_app", _command)
 
 
 def run_verb_here(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`tandem ARGUMENTS` with its status and output; it must not begin to start a service."""
     output, errors = (TextIOWrapper(BytesIO(), "utf-8", write_through=True) for _ in range(2))  # some verbs write bytes
     started = patch.object(supervisor, "split", side_effect=AssertionError("it begins to start a service"))
-    with redirect_stdout(output), redirect_stderr(errors), patch.object(sys, "argv", ["tandem", *arguments]), started:
+    argv = patch.object(sys, "argv", ["tandem", *arguments])
+    with redirect_stdout(output), redirect_stderr(errors), argv, started, built_once():
         try:
-            run_verb()
+            main.run_verb()
         except SystemExit as end:
             status = end.code
     assert status is None or isinstance(status, int)

@@ -89,6 +89,28 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         return int(self.input_ids_T.shape[0])
 
+    def without_first(self, blocks: list[int] | None, less_R: torch.Tensor, row_T: torch.Tensor) -> "ForwardBatch":
+        """Returns the batch of rows whose texts begin so many blocks later: they see nothing ahead, and count positions
+        from there. blocks: None in a capture; less_R: the same on the device; row_T: the row of each token."""
+        places_RN = torch.arange(self.block_table_RN.shape[1], device=less_R.device) + less_R[:, None]
+        places_RN.clamp_(max=places_RN.shape[1] - 1)  # of a short row its first block
+        tables = (self.block_table(group).gather(1, places_RN) for group in range(self.num_groups))
+        first_table_RN, *further = tables
+        tokens_R, lens = less_R * self.block_size, self.seq_lens_list
+        if blocks is not None:
+            lens = [length - count * self.block_size for length, count in zip(lens, blocks, strict=True)]
+        return replace(
+            self,
+            positions_T=self.positions_T - tokens_R[row_T],
+            seq_lens=self.seq_lens - tokens_R.int(),
+            seq_lens_list=lens,
+            block_table_RN=first_table_RN,
+            further_groups=tuple(
+                group._replace(block_table_RN=table_RN)
+                for group, table_RN in zip(self.further_groups, further, strict=True)
+            ),
+        )
+
     def shape(self, *, is_loaded: bool) -> StepShape:
         """Returns the step's shape. is_loaded: as there."""
         blocks, has_adapters = self.block_table_RN.shape[1], self.adapters is not None
@@ -140,6 +162,10 @@ class StepCopy(NamedTuple, Generic[T]):
     late_rows_B: T | None = None  # rows_B of a captured step that samples behind the capture, and so on
     late_first_B: T | None = None
     late_count_B: T | None = None
+    most_S: T | None = None  # of a drafter's passes: the guesses of each row
+    asked_S: T | None = None  # the row's place among those that were asked
+    at_T: T | None = None  # the place of each token in the step before, below 0 where a row's last vector is kept
+    skipped_R: T | None = None  # blocks that the drafter does not see
 
 
 OnDevice = StepCopy[torch.Tensor]

@@ -6,7 +6,6 @@ what the student has learned so far. A run that was ended goes on there.
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +23,11 @@ from tandem.workers.distill.kept_guesses import measure
 from tandem.workers.distill.medusa_student import MedusaStudent
 from tandem.workers.distill.own_answers import AnswerRun, Answers, Say
 from tandem.workers.distill.prompt_file import read_prompts
-from tandem.workers.distill.step_times import StepTimes, decode_times, timed
+from tandem.workers.distill.step_times import StepTimes, decode_steps, timed
 from tandem.workers.distill.student import Student
 from tandem.workers.distill.target_model import AnswerStates, TargetModel
 from tandem.workers.distill.training import Training
+from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.offline.inputs import settings_of
 from tandem.workers.offline.llm import LLM
 from tandem.workers.planning.hub import BESIDE_WEIGHTS
@@ -56,7 +56,7 @@ class DistillFolder(WorkFolder):
     flag: ClassVar[str] = "--out"
     report: ClassVar[str] = REPORT
     result: ClassVar[str] = "what was distilled"
-    new_state: ClassVar[Mapping[str, Any]] = {"answer_seconds": 0.0, "training_seconds": 0.0}
+    new_state: ClassVar[Mapping[str, Any]] = {"answer_seconds": 0.0, "training_seconds": 0.0, "step_seconds": 0.0}
 
 
 def distill(
@@ -70,15 +70,9 @@ def distill(
     settings = settings.checked()
     engine = settings_of(target.model, target.flags)[0]
     spec = read_spec(engine)
-    if settings.method == DRAFT:
-        draft_shape(spec, settings)
-    if settings.method == EAGLE:
-        tapped_layers(spec.num_layers)
-    if (settings.draft_vocab or 0) > spec.vocab_size:
-        raise SettingsError(f"{settings.draft_vocab}: the target has {spec.vocab_size} tokens", "--draft-vocab")
-    tokenizer = load_tokenizer(target.folder)
+    _check_fit(settings, spec)
     context = resolve_max_model_len(engine, spec)
-    found = read_prompts(prompts, target.folder, tokenizer, context, settings.seed)
+    found = read_prompts(prompts, target.folder, load_tokenizer(target.folder), context, settings.seed)
     if found.dropped:
         say(f"{found.dropped} prompts are too long for the context of {context} tokens")
     made_of = {
@@ -100,6 +94,16 @@ def distill(
         raise SettingsError(words, DistillFolder.flag) from error
     finally:
         work.close()
+
+
+def _check_fit(settings: DistillSettings, spec: ArchSpec) -> None:
+    """Checks that the target has what the method needs. SettingsError, by flag."""
+    if settings.method == DRAFT:
+        draft_shape(spec, settings)
+    if settings.method == EAGLE:
+        tapped_layers(spec.num_layers)
+    if (settings.draft_vocab or 0) > spec.vocab_size:
+        raise SettingsError(f"{settings.draft_vocab}: the target has {spec.vocab_size} tokens", "--draft-vocab")
 
 
 class _DistillRun:
@@ -129,10 +133,7 @@ class _DistillRun:
         if (before := work.kept("before")) is None:
             before = self._measured()
             work.put("before", before)
-        started_s = time.monotonic()
         steps = Training(self._student, self._model, self._answers, self._settings, work).run(self._say)
-        work.state["training_seconds"] += time.monotonic() - started_s
-        work.save()
         self._round()
         self._write()
         report = {
@@ -155,12 +156,12 @@ class _DistillRun:
     # ---- inside ----
 
     def _measured(self) -> list[dict[str, Any]]:
-        found = measure(self._student, self._model, self._answers.judged, self._settings.places)
+        found = measure(self._student, self._model, self._answers.judged, self._settings.places, self._say)
         return [one.as_json() for one in found]
 
     def _judged(self) -> dict[str, Any]:
         """Returns the acceptance of what was learned, and what it would save."""
-        found = measure(self._student, self._model, self._answers.judged, self._settings.places)
+        found = measure(self._student, self._model, self._answers.judged, self._settings.places, self._say)
         times = self._times()
         rows = []
         for one in found:
@@ -170,14 +171,15 @@ class _DistillRun:
         return {"after": rows, "step_seconds": seconds}
 
     def _times(self) -> StepTimes:
-        target = decode_times(self._model, self._settings.places + 1)
+        is_medusa = self._settings.method == MEDUSA
         if self._settings.method == DRAFT:
             flags = {name: value for name, value in self._target.flags.items() if name != "revision"}
             draft = TargetModel(settings_of(self._work.output, flags)[0], self._model.platform)
-            return StepTimes(target, decode_times(draft, 1)[0], once=False)
-        is_medusa = self._settings.method == MEDUSA
-        guess = timed(partial(_guess, self._student, self._one_state(), self._settings.places if is_medusa else 1))
-        return StepTimes(target, guess, once=is_medusa)
+            (guess,) = decode_steps(draft, 1)
+        else:
+            guess = partial(_guess, self._student, self._one_state(), self._settings.places if is_medusa else 1)
+        *target_s, guess_s = timed([*decode_steps(self._model, self._settings.places + 1), guess])
+        return StepTimes(tuple(target_s), guess_s, once=is_medusa)
 
     def _one_state(self) -> AnswerStates:
         """Returns what a head reads of one token, and the empty place before it."""

@@ -10,6 +10,8 @@ DRAFT: Final = "draft"
 EAGLE: Final = "eagle"
 MEDUSA: Final = "medusa"
 METHODS: Final = (DRAFT, EAGLE, MEDUSA)
+SERVED_AS: Final = {DRAFT: "draft_model", EAGLE: "eagle3", MEDUSA: "medusa"}
+"""The `method` of --speculative-config."""
 TEMPERATURES: Final = (0.7, 1.0)
 """Temperatures of the answers to learn from, in turn."""
 DRAFT_VOCABULARY: Final = 32000

@@ -3,19 +3,22 @@
 The answers' own draws are repeated: the target chose token t as argmax(logits / temperature + noise(seed, t)), and a
 student guesses by the same noise with its own logits (workers/kernels/gumbel_noise.py), greedily at temperature 0. A
 guess is kept where it equals the answer's token and all before it in the chain did: this is what serving counts, to the
-token. Bound: of rejection sampling, the mean of sum(min(p, q)), which no way to accept exceeds (Leviathan et al. 2023).
+token. Steps go on behind what was kept, so they begin more often where guessing is hard than a token does: tokens a
+step are counted by walking the answers as serving does. Bound: of rejection sampling, the mean of sum(min(p, q)), which
+no way to accept exceeds (Leviathan et al. 2023).
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from tandem.workers.distill.own_answers import JUDGED_TEMPERATURES, Answer
+from tandem.workers.distill.own_answers import JUDGED_TEMPERATURES, Answer, Say
 from tandem.workers.distill.student import Student, shifted
 from tandem.workers.distill.target_model import AnswerStates, TargetModel
-from tandem.workers.distill.training import BATCH_TOKENS, by_tokens
+from tandem.workers.distill.training import BATCH_TOKENS, SAY_S, by_tokens
 from tandem.workers.kernels.gumbel_noise import gumbel_noise
 
 NOISE_ROWS: Final = 64
@@ -25,23 +28,21 @@ NOISE_ROWS: Final = 64
 @dataclass(frozen=True, slots=True)
 class Acceptance:
     """Shares of guesses that are kept at one temperature. places: by place, the share of chains whose guesses up to it
-    all are. bound: of the first place; None for greedy answers. chains: how many were begun."""
+    all are. tokens: that a step of the target gives, on average, with 1, 2.. guesses. bound: of the first place; None
+    for greedy answers. chains: how many were begun."""
 
     temperature: float
     places: tuple[float, ...]
+    tokens: tuple[float, ...]
     bound: float | None
     chains: int
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens that a step of the target gives, on average, with a guess of all places."""
-        return 1 + sum(self.places)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "temperature": self.temperature,
             "acceptance_by_place": list(self.places),
-            "tokens_per_step": self.tokens_per_step,
+            "tokens_per_step": self.tokens[-1],
+            "tokens_by_guesses": list(self.tokens),
             "rejection_bound": self.bound,
             "chains": self.chains,
         }
@@ -54,21 +55,41 @@ class _ChainCounts:
         self.kept = [0] * places
         self.begun = [0] * places
         self.bound = 0.0
+        self.steps = [0] * places
+        self.tokens = [0] * places
+
+    def walk(self, kept_W: Sequence[int], first: int, last: int) -> None:
+        """Adds the steps of one answer, by the most guesses of a step. kept_W: guesses behind each token that are kept;
+        first, last: tokens behind which a step may begin."""
+        for place in range(len(self.steps)):
+            at = first
+            while at <= last:
+                given = min(1 + min(kept_W[at], place + 1), last + 1 - at)
+                self.steps[place] += 1
+                self.tokens[place] += given
+                at += given
 
 
 @torch.no_grad()
-def measure(student: Student, target: TargetModel, answers: Sequence[Answer], places: int) -> list[Acceptance]:
-    """Returns the acceptance at each temperature that there are answers of."""
-    found = []
+def measure(
+    student: Student, target: TargetModel, answers: Sequence[Answer], places: int, say: Say
+) -> list[Acceptance]:
+    """Returns the acceptance at each temperature that there are answers of. say: takes lines about progress."""
+    found, judged, said_s = [], 0, time.monotonic()
     for temperature in JUDGED_TEMPERATURES:
         own = [one for one in answers if one.temperature == temperature]
         counts = _ChainCounts(places)
         for part in by_tokens(sorted(own, key=lambda one: len(one.ids)), BATCH_TOKENS):
             _count(counts, student, target, part, target.states(part, student.taps))
+            judged += len(part)
+            if time.monotonic() - said_s >= SAY_S:
+                said_s = time.monotonic()
+                say(f"guessing answers that were kept out: {judged:,} of {len(answers):,}")
         if counts.begun[0]:
             shares = tuple(kept / max(1, begun) for kept, begun in zip(counts.kept, counts.begun, strict=True))
+            tokens = tuple(given / steps for given, steps in zip(counts.tokens, counts.steps, strict=True))
             bound = counts.bound / counts.begun[0] if temperature else None
-            found.append(Acceptance(temperature, shares, bound, counts.begun[0]))
+            found.append(Acceptance(temperature, shares, tokens, bound, counts.begun[0]))
     return found
 
 
@@ -78,6 +99,7 @@ def _count(
     """Adds the chains of some answers, all of one temperature."""
     temperature = answers[0].temperature
     kept_BW = inside_BW = states.chains_BW
+    length_BW = torch.zeros_like(states.ids_BW)
     for place, hidden_BWH in enumerate(student.hidden(states, len(counts.kept))):
         inside_BW = inside_BW & shifted(states.chains_BW, place)
         if not inside_BW.any():
@@ -89,11 +111,15 @@ def _count(
         right_BW = torch.zeros_like(kept_BW)
         right_BW[inside_BW] = guesses_N == shifted(states.ids_BW, place + 1)[inside_BW]
         kept_BW = kept_BW & right_BW
+        length_BW += kept_BW
         counts.kept[place] += int(kept_BW.sum())
         counts.begun[place] += int(inside_BW.sum())
         if place == 0 and temperature:
             theirs_NV = target.logits(states.final_BWH[inside_BW])
             counts.bound += _bound(logits_NV, theirs_NV, student.ids, temperature)
+    for kept_W, begins_W in zip(length_BW.tolist(), states.chains_BW, strict=True):
+        if begins := begins_W.nonzero().flatten().tolist():
+            counts.walk(kept_W, begins[0], begins[-1])
 
 
 def _guesses(

@@ -96,6 +96,10 @@ class AnswerRun:
         state, most_s = self._work.state, SHARE * self._settings.minutes * 60
         for shard in self._judged():
             self._answer(llm, shard)
+            words = (
+                f"{len(shard.prompts)} prompts that are kept out are answered, temperature {shard.temperatures[0]:g}"
+            )
+            self._say(f"answers: {words}; {state['answer_seconds']:.0f} s of {most_s:.0f}")
         shards, tokens = list(self._learned()), 0
         for number, shard in enumerate(shards, 1):
             tokens += self._answer(llm, shard)

@@ -1,12 +1,12 @@
 """StepTimes: what a step of the target costs with and without guesses, and a guess; and what guesses would save.
 
 Measured here and now, for one sequence: by the decoder that serves where the written files are a model, else by the
-torch module that has learned.
+torch module that has learned. All in turns, the least of each: other work on the machine comes and goes within seconds,
+and only adds.
 """
 
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -37,31 +37,32 @@ class StepTimes:
         """Returns how many times as fast decoding would be, and with how many guesses, 0 for none."""
         best, most = 1.0, 0
         for count in range(1, len(self.target)):
-            tokens = 1 + sum(acceptance.places[:count])
             seconds = self.target[count] + self.guess * (1 if self.once else count)
-            if (gain := tokens * self.target[0] / seconds) > best:
+            if (gain := acceptance.tokens[count - 1] * self.target[0] / seconds) > best:
                 best, most = gain, count
         return best, most
 
 
-def decode_times(model: TargetModel, most: int) -> tuple[float, ...]:
-    """Returns the seconds of a decode step that computes 1 to `most` tokens of one sequence, logits and all."""
+def decode_steps(model: TargetModel, most: int) -> list[Callable[[], object]]:
+    """Returns decode steps that compute 1 to `most` tokens of one sequence, logits and all, to be timed."""
     layouts = model.decoder.kv_layouts
     context = min(CONTEXT, model.spec.max_position_embeddings - most)
     blocks = -(-(context + most) // BLOCK_SIZE)
     kv = KVCache.allocate(layouts, blocks, BLOCK_SIZE, model.dtype, model.platform).tensors
-    return tuple(timed(partial(_step, model, kv, context, count)) for count in range(1, most + 1))
+    return [partial(_step, model, kv, context, count) for count in range(1, most + 1)]
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Returns the median of a call's seconds."""
-    call()
-    seconds = []
-    for _ in range(REPEATS):
-        started_s = time.perf_counter()
+def timed(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Returns the least seconds of each call."""
+    least_s = [float("inf")] * len(calls)
+    for call in calls:
         call()
-        seconds.append(time.perf_counter() - started_s)
-    return statistics.median(seconds)
+    for _ in range(REPEATS):
+        for place, call in enumerate(calls):
+            started_s = time.perf_counter()
+            call()
+            least_s[place] = min(least_s[place], time.perf_counter() - started_s)
+    return least_s
 
 
 def _step(model: TargetModel, kv: KVTensors, context: int, count: int) -> None:

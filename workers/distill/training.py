@@ -29,6 +29,8 @@ SORTED: Final = 16
 """Batches whose answers are sorted by length together, so that little is padding."""
 WARM_STEPS: Final = 20
 """Steps whose rate rises; by their time it is known how many fit into the minutes."""
+PLAN_S: Final = 30.0
+"""Seconds after which that is reckoned again, as other work on the machine begins and ends."""
 LEAST_SHARE: Final = 0.25
 """The part of the minutes, at least, that training gets, whatever the answers took."""
 CE: Final = 0.1
@@ -59,21 +61,22 @@ class Training:
             settings.learning_rate or student.learning_rate,
             list(student.module.parameters()),
         )
-        self._read_s = 0.0
+        self._planned, self._counted_s = (0, 0.0), 0.0  # step and time of the last plan; until when time is counted
         self._optimizer = torch.optim.AdamW(self._parameters, lr=self._rate, betas=(0.9, 0.95), weight_decay=0.01)
 
     def run(self, say: Say) -> int:
         """Learns until the steps are done; returns how many there were."""
         step = self._restored()
-        began_s = time.monotonic()
+        began_s, state = time.monotonic(), self._work.state
         self._read(say)
         first, started_s = step, time.monotonic()
-        self._read_s = started_s - began_s
+        state["training_seconds"] += started_s - began_s
         kept_s = said_s = started_s
+        self._planned, self._counted_s = (step, started_s), started_s
         for number, answers in enumerate(self._batches()):
             if number < step:
                 continue
-            total = self._total(number, first, started_s)
+            total = self._total(number)
             if total is not None and number >= total:
                 break
             loss = self._learn(number, total, answers)
@@ -111,19 +114,30 @@ class Training:
         self._optimizer.step()
         return float(loss.detach())
 
-    def _total(self, number: int, first: int, started_s: float) -> int | None:
-        """Returns how many steps there are; None while their time is not known. It is decided once, and kept."""
-        state = self._work.state
+    def _total(self, number: int) -> int | None:
+        """Returns how many steps there are; None while their time is not known. What the minutes leave time for is
+        reckoned by the steps since it last was."""
+        state, now_s = self._work.state, time.monotonic()
         if self._settings.steps is not None:
             return self._settings.steps
-        if "steps" not in state and number - first >= WARM_STEPS:
-            seconds = (time.monotonic() - started_s) / (number - first)
+        taken, since_s = number - self._planned[0], now_s - self._planned[1]
+        if taken >= WARM_STEPS and (since_s >= PLAN_S or "steps" not in state):
+            self._planned = number, now_s
+            self._count(now_s)
             all_s = self._settings.minutes * 60
-            left_s = max(all_s - state["answer_seconds"] - self._read_s, LEAST_SHARE * all_s)
-            state["steps"] = max(2 * WARM_STEPS, int(left_s / seconds))
+            left_s = max(
+                all_s - state["answer_seconds"] - state["training_seconds"], LEAST_SHARE * all_s - state["step_seconds"]
+            )
+            state["steps"] = max(2 * WARM_STEPS, number + int(left_s * taken / since_s))
             self._work.save()
         steps: int | None = state.get("steps")
         return steps
+
+    def _count(self, now_s: float) -> None:
+        """Adds the time since it was last counted to that of all runs."""
+        passed_s, self._counted_s = now_s - self._counted_s, now_s
+        self._work.state["training_seconds"] += passed_s
+        self._work.state["step_seconds"] += passed_s
 
     def _batches(self) -> Iterator[list[Answer]]:
         """Yields the answers of each step, all of them in each round, in another order."""
@@ -146,6 +160,8 @@ class Training:
             moments = self._optimizer.state[parameter]
             found |= {f"{name} {kind}": tensor for kind, tensor in moments.items()}
         write_tensors(self._work.path / FILE, [of_memory(name, tensor.cpu()) for name, tensor in found.items()])
+        self._count(time.monotonic())
+        self._work.save()
 
     def _restored(self) -> int:
         """Takes what an earlier run has learned; returns the number of its steps."""

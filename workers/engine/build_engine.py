@@ -16,6 +16,8 @@ from tandem.workers.engine.base.request_figures import RequestFigures
 from tandem.workers.engine.base.stats import Collector
 from tandem.workers.engine.base.step_observer import StepObserver
 from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.blocks.group_kv import GroupKv
+from tandem.workers.engine.blocks.kv_journal import KvJournal
 from tandem.workers.engine.drafting.drafting import Drafting
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.executor import Executor, ExecutorReady
@@ -32,8 +34,10 @@ from tandem.workers.engine.waiting.grammar_cache import GrammarCache
 from tandem.workers.engine.waiting.max_loras import MaxLoras
 from tandem.workers.engine.waiting.probation import Probation
 from tandem.workers.engine.waiting.waiting_queue import WaitingQueue
+from tandem.workers.messages.kv_events import KvFacts, index_blocks
 
 if TYPE_CHECKING:
+    from tandem.offload.kv.tiered_store import TieredStore
     from tandem.workers.engine.adapters.adapter_cache import AdapterCache
     from tandem.workers.engine.observers.step_log import StepLog
     from tandem.workers.engine.transfers.copy_costs import CopyCosts
@@ -53,14 +57,15 @@ def build_engine(
 
     on_begun(request, cached tokens) is called when a request has got its first row: its prompt is billed from then on.
     """
-    manager, collector = _block_manager(settings, facts, ready), _collector(facts, ready)
+    journal = _journal(settings, facts)
+    manager, collector = _block_manager(settings, facts, ready, journal), _collector(facts, ready)
     waiting = WaitingQueue(clock=clock)
     transfers = TransferManager(executor.transfer, ready.num_ranks, clock)
     costs, offload = _offload(ready, manager, transfers, clock)
     adapters = _adapter_cache(settings, ready, transfers, waiting, clock)
     grammars = GrammarCache(transfers, waiting, clock, settings.scheduler.grammar_timeout_s)
     drafting = Drafting(settings.max_drafts) if settings.max_drafts else None
-    chunk_limiter, step_log = _chunk_limiter(settings), _step_log(settings)
+    chunk_limiter, step_log = _chunk_limiter(settings), _step_log(settings, clock)
     stages = ready.pipeline_parallel_size
     experts = ExpertReports(executor.count_experts, stages, clock) if facts.has_experts else None
     caches = (grammars,) if adapters is None else (adapters, grammars)
@@ -91,6 +96,7 @@ def build_engine(
         adapters=adapters,
         drafting=drafting,
         step_log=step_log,
+        kv=None if journal is None else _group_kv(settings, facts, journal, manager, ready.store),
     )
 
 
@@ -152,12 +158,12 @@ def _adapter_cache(
     return AdapterCache(settings.lora, ready.adapter_pages, transfers, waiting, clock)
 
 
-def _step_log(settings: EngineSettings) -> "StepLog | None":
+def _step_log(settings: EngineSettings, clock: Callable[[], float]) -> "StepLog | None":
     if not settings.step_log:
         return None
     from tandem.workers.engine.observers.step_log import StepLog
 
-    return StepLog(settings.step_log)
+    return StepLog(settings.step_log, clock)
 
 
 def _rules(
@@ -183,7 +189,31 @@ def _observers(*parts: object) -> tuple[StepObserver, ...]:
     return tuple(part for part in parts if isinstance(part, StepObserver))
 
 
-def _block_manager(settings: EngineSettings, facts: ModelFacts, ready: ExecutorReady) -> BlockManager:
+def _journal(settings: EngineSettings, facts: ModelFacts) -> KvJournal | None:
+    """Returns the journal of what gateways are told. None where they are told nothing, or no key tells what a prompt
+    finds: without prefix caching, or where all layers have windows."""
+    cache, groups = settings.cache, facts.kv_groups
+    if not (cache.kv_events and cache.enable_prefix_caching) or (groups is not None and None not in groups.windows):
+        return None
+    return KvJournal(index_blocks(cache.block_size))
+
+
+def _group_kv(
+    settings: EngineSettings,
+    facts: ModelFacts,
+    journal: KvJournal,
+    manager: BlockManager,
+    store: "TieredStore | None",
+) -> GroupKv:
+    if store is not None:
+        store.watch(journal.changed)
+    told = KvFacts("", facts.model_revision, facts.kv_dtype, settings.cache.block_size, journal.index_blocks)
+    return GroupKv(told, journal, manager.pool, store)
+
+
+def _block_manager(
+    settings: EngineSettings, facts: ModelFacts, ready: ExecutorReady, journal: KvJournal | None
+) -> BlockManager:
     return BlockManager(
         ready.num_blocks,
         settings.cache.block_size,
@@ -191,6 +221,7 @@ def _block_manager(settings: EngineSettings, facts: ModelFacts, ready: ExecutorR
         kv_dtype=facts.kv_dtype,
         enable_prefix_caching=settings.cache.enable_prefix_caching,
         groups=facts.kv_groups,
+        journal=journal,
     )
 
 

@@ -7,7 +7,7 @@ makes the plans.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from tandem.workers.engine.base.sequence import SequenceStatus
 from tandem.workers.engine.base.stats import Collector, EngineStats, engine_stats
 from tandem.workers.engine.base.step_observer import StepObserver
 from tandem.workers.engine.blocks.block_manager import BlockManager
+from tandem.workers.engine.blocks.group_kv import GroupKv
 from tandem.workers.engine.drafting.drafting import Drafting
 from tandem.workers.engine.executor import Executor, ExecutorReady
 from tandem.workers.engine.live_requests import LiveRequests, OutputSink
@@ -63,6 +64,7 @@ class Engine:
     adapters: "AdapterCache | None"
     drafting: Drafting | None
     step_log: "StepLog | None"
+    kv: GroupKv | None = None
     _in_flight_steps: deque[InFlightStep] = field(default_factory=deque, init=False)
     _applying: InFlightStep | None = field(default=None, init=False)
 
@@ -199,6 +201,11 @@ class Engine:
             self.step_log.close()
 
     # ---- queries ----
+
+    @property
+    def in_flight_steps(self) -> Sequence[InFlightStep]:
+        """The plans whose results are due, in their order."""
+        return self._in_flight_steps
 
     def stats(self) -> EngineStats:
         """Returns a frozen copy of all counts; O(live sequences)."""

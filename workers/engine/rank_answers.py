@@ -51,6 +51,11 @@ class RankAnswers:
     # ---- queries ----
 
     @property
+    def results(self) -> Collection[StepResult]:
+        """The results that have come and are not taken, in their order."""
+        return self._results
+
+    @property
     def num_results(self) -> int:
         """Results that have come and are not taken."""
         return len(self._results)

@@ -15,6 +15,8 @@ import torch
 
 LARGEST: Final[Mapping[torch.dtype, float]] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SCALE_DTYPE: Final = torch.float32
+NOT_KNOWN: Final = -1
+"""Stands for how much of a block a draft has read, where it comes from a file, or from a process before this one."""
 
 
 class LayerKV:

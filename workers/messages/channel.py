@@ -85,10 +85,17 @@ SILENT_AFTER_S = 10
 """Seconds without an answer to a heartbeat after which a connection counts as lost."""
 
 
-def connect_dealer(
+def connect_dealer(context: zmq.Context[Any], secret: str, endpoint: str, identity: bytes) -> zmq.Socket[Any]:
+    """Returns a DEALER that connects, and reconnects, to a router of the same secret under the name `identity`."""
+    socket = dealer_to(context, secret, endpoint, identity)
+    socket.connect(endpoint)
+    return socket
+
+
+def dealer_to(
     context: zmq.Context[Any], secret: str, endpoint: str, identity: bytes, *, heeds_silence: bool = False
 ) -> zmq.Socket[Any]:
-    """Returns a DEALER that connects, and reconnects, to a router of the same secret under the name `identity`.
+    """Returns the same, not connected yet: who watches its connection has to begin before.
 
     heeds_silence: a connection whose other end has not answered for SILENT_AFTER_S is lost, as it is when the other end
     closes it. Not within one machine, where nothing vanishes and a process may be stopped for as long as one likes.
@@ -104,5 +111,4 @@ def connect_dealer(
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, private)
     socket.setsockopt(zmq.IDENTITY, identity)
-    socket.connect(endpoint)
     return socket

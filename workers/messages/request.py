@@ -11,8 +11,7 @@ import msgspec
 
 from tandem.workers.messages.course import Course
 from tandem.workers.messages.sampling_check import CheckedCalls, check_together, plain_values
-from tandem.workers.messages.sampling_ranges import RequestOutputKind
-from tandem.workers.messages.structured_outputs import StructuredOutputsParams
+from tandem.workers.messages.sampling_ranges import RequestOutputKind, StructuredOutputsParams
 from tandem.workers.messages.thinking import ThinkingBudget
 
 DEFAULT_TENANT = "default"
@@ -198,6 +197,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     def is_idle_work(self) -> bool:
         """True if it is for idle rows only, as a line of a batch is."""
         return self.priority >= IDLE_PRIORITY
+
+    @property
+    def finds_prefix(self) -> bool:
+        """True if its prompt may begin with KV that exists; False if all of it is computed whatever there is. Log
+        probabilities of its prompt are an exception of their own: they are wanted until they have been delivered."""
+        return not (self.sampling.skip_reading_prefix_cache or (self.pool is not None and self.pool.kind == "mean"))
 
     @property
     def is_resumed(self) -> bool:

@@ -19,6 +19,7 @@ from tandem.workers.messages.sampling_ranges import (
     RepetitionPenalty,
     RequestOutputKind,
     Seed,
+    StructuredOutputsParams,
     Temperature,
     Text,
     TokenId,
@@ -26,7 +27,6 @@ from tandem.workers.messages.sampling_ranges import (
     TopP,
     Whole,
 )
-from tandem.workers.messages.structured_outputs import StructuredOutputsParams
 from tandem.workers.messages.thinking import ThinkingBudget
 
 Made = TypeVar("Made", bound=msgspec.Struct)

@@ -206,8 +206,10 @@ class Decoder:
             self._logits(hidden_SH, room.logits_SV if self._head.gathers else None)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings [T, H] of tokens, on the first stage."""
+        """Returns the embeddings [T, H] of tokens, on the first stage, without adapters."""
         assert self._embedding is not None, "only the first stage has the embedding"
+        if self._adapters is not None:
+            self._adapters.begin_layers(None, is_captured=False)
         return self._embedding(ids_T)
 
     def part_of(self, logits_SV: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,8 @@ from tandem.workers.planning.model_source import resolve_model
 
 log = logging.getLogger("tandem.offline")
 Params = TypeVar("Params", bound=msgspec.Struct)
-SERVICE_ONLY = frozenset(("served_model_name", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens"))
+_NAMES = "served_model_name", "data_parallel_size", "max_num_queued_reqs", "max_num_queued_tokens", "kv_events"
+SERVICE_ONLY = frozenset(_NAMES)
 """Engine flags that LLM refuses: they concern only a service."""
 ALSO_OFFLINE = frozenset(("max_logprobs",))
 """Flags of the gateway that LLM takes."""

@@ -5,7 +5,7 @@ captures share one pool for what a step computes, and the memory of its results;
 derived for those who come behind it.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -13,9 +13,10 @@ from tandem.configs.schema import EngineSettings
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.parallel.mesh import Mesh
 from tandem.workers.models.spec.arch import ArchSpec
+from tandem.workers.models.spec.config.head_config import HeadSpec
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.planning.budget import ATTENTION_BYTES, GATHER_BYTES, MOST_PARTS
-from tandem.workers.planning.resolve import kv_groups
+from tandem.workers.planning.resolve import draft_spec, drafts_here, kv_groups
 from tandem.workers.planning.sizes import activation_bytes
 
 DECODE_BUCKETS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), 768, 1024)
@@ -25,6 +26,11 @@ CHUNK_BUCKETS: Final = (64, 128, 192, 256, 384, 512, 768, 1024)
 PADDED_QUERIES: Final = 16
 """Tokens of a row of padding beside chunks; without them it has one."""
 MAX_CAPTURES: Final = 128
+GUESS_ROWS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+GUESS_PLACES: Final = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Rows, and guesses of each, of captured passes of a drafter: a pass costs its weights, whatever its rows are."""
+DRAFT_QUERIES: Final = 2
+"""Tokens that a draft model reads of a row at most, once it has guesses (drafters/draft_ahead.py)."""
 OVERRUN: Final = 64
 """Tokens that a row may hold beyond --max-model-len: sampled before its end is known."""
 NARROWEST_TOKENS: Final = 256
@@ -64,6 +70,37 @@ class CaptureSize(NamedTuple):
     by_shards: bool = False
 
 
+class GuessSize(NamedTuple):
+    """A capture of all passes of a drafter: the rows that it has room for, the most guesses of each, the tokens of the
+    first pass, and the blocks of a row."""
+
+    num_rows: int
+    num_places: int
+    num_tokens: int
+    num_blocks: int
+
+    @property
+    def frame(self) -> CaptureSize:
+        """The room for the arrays of the first pass; rows of padding have several tokens, as beside chunks."""
+        rows = self.num_rows + -(-self.num_tokens // PADDED_QUERIES)
+        return CaptureSize(self.num_tokens, self.num_blocks, False, True, rows, self.num_rows)
+
+
+def guess_sizes(rows: int, places: int, num_blocks: int, *, reads_along: bool) -> list[GuessSize]:
+    """Returns the captures of a drafter that guesses up to so many tokens of a row, of no more rows than there are.
+    num_blocks: of a row, at most; reads_along: it reads what each step has computed, also in steps without drafts."""
+    most, queries = DECODE_BUCKETS[-1], 1 + places if reads_along else DRAFT_QUERIES
+    own_places = [0] * reads_along + [min(count, places) for count in _up_to(GUESS_PLACES, places)]
+    kinds = product([min(count, rows) for count in _up_to(GUESS_ROWS, rows)], own_places)
+    sizes = [GuessSize(count, place, min(count * queries, most), num_blocks) for count, place in kinds]
+    return sizes[:MAX_CAPTURES]
+
+
+def _up_to(buckets: Sequence[int], most: int) -> list[int]:
+    """Returns the buckets up to the first one that holds `most`."""
+    return [bucket for place, bucket in enumerate(buckets) if not place or buckets[place - 1] < most]
+
+
 def capture_sizes(
     settings: EngineSettings,
     max_model_len: int,
@@ -79,17 +116,19 @@ def capture_sizes(
         return []
     scheduler, samples, sizes = settings.scheduler, settings.most_samples, []
     most_tokens, adapted = scheduler.max_num_batched_tokens, (False, True) if settings.lora.enable_lora else (False,)
+    size = settings.cache.block_size
+    widths = table_widths(size, most_blocks(max_model_len, size))
     for has_chunks, buckets, most in ((False, DECODE_BUCKETS, samples), (True, CHUNK_BUCKETS, most_tokens)):
-        keys = {key_of(width, has_chunks): width for width in _table_widths(settings.cache.block_size, max_model_len)}
+        keys = {key_of(width, has_chunks): width for width in widths}
         keys.pop(None, None)
-        own = [bucket for place, bucket in enumerate(buckets) if not place or buckets[place - 1] < most]
+        own = _up_to(buckets, most)
         if has_chunks and most <= PADDED_QUERIES:
             continue  # there are none
         kinds = product(enumerate(keys.values()), adapted, own, (True, False) if by_shards else (False,))
         for (place, width), has_adapters, tokens, parts in kinds:
             rows = min(tokens, scheduler.max_num_seqs) + tokens // PADDED_QUERIES if has_chunks else tokens
-            size = CaptureSize(tokens, width, has_adapters, has_chunks, rows, min(tokens, samples), parts)
-            sizes.append((place, size))
+            own_size = CaptureSize(tokens, width, has_adapters, has_chunks, rows, min(tokens, samples), parts)
+            sizes.append((place, own_size))
     return [size for _, size in sorted(sizes, key=lambda one: one[0])][:MAX_CAPTURES]
 
 
@@ -121,9 +160,9 @@ def table_width(num_blocks: int, block_size: int) -> int:
     return 1 << (max(num_blocks, NARROWEST_TOKENS // block_size) - 1).bit_length()
 
 
-def _table_widths(block_size: int, max_model_len: int) -> list[int]:
-    """The powers of two below the blocks of a row, and these."""
-    most, width, widths = most_blocks(max_model_len, block_size), table_width(1, block_size), []
+def table_widths(block_size: int, most: int) -> list[int]:
+    """Returns the powers of two below the blocks of a row, at most so many, and these."""
+    width, widths = table_width(1, block_size), []
     while width < most:
         widths.append(width)
         width *= 2
@@ -131,7 +170,8 @@ def _table_widths(block_size: int, max_model_len: int) -> list[int]:
 
 
 def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_bytes: int, max_model_len: int) -> int:
-    """Returns the most bytes that a rank's captures take, whichever attention it has."""
+    """Returns the most bytes that a rank's captures take, whichever attention it has, those of its drafter's passes
+    among them."""
     by_shards = mesh.tp_size > 1
     sizes = capture_sizes(settings, max_model_len, lambda num_blocks, has_chunks: has_chunks, by_shards=by_shards)
     if not sizes:
@@ -147,7 +187,31 @@ def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_by
     lists = LIST_BYTES * len({(layer.params.window, layer.attention) for layer in spec.layers})
     results += activation_bytes(spec, mesh, tokens, 0, element_bytes) + ATTENTION_BYTES
     results += lists * (1 + MOST_PARTS + 2 * tokens)  # where attention reads in place, cut by a list a kind of layer
-    return results + max(tables, gathers) + sum(capture_bytes(size, groups) for size in sizes)
+    results += max(tables, gathers) + sum(capture_bytes(size, groups) for size in sizes)
+    return results + _guess_bytes(spec, mesh, settings, element_bytes, max_model_len)
+
+
+def _guess_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_bytes: int, max_model_len: int) -> int:
+    """Returns the most bytes that captured passes of the rank's drafter take: of a model or a head that is whole."""
+    draft = draft_spec(settings) if drafts_here(mesh) and mesh.pp_size == 1 else None
+    if draft is None:
+        return 0
+    reads_along, own = isinstance(draft, HeadSpec), draft.spec if isinstance(draft, HeadSpec) else draft
+    blocks, groups = most_blocks(max_model_len, settings.cache.block_size), kv_groups(settings, spec, max_model_len)
+    rows, places = settings.scheduler.max_num_seqs, settings.max_drafts
+    sizes = guess_sizes(rows, places, blocks, reads_along=reads_along)
+    rows, tokens = max(size.num_rows for size in sizes), max(size.num_tokens for size in sizes)
+    kept = sum(capture_bytes(size.frame, groups) for size in sizes)
+    taps = len(draft.taps) if isinstance(draft, HeadSpec) else 0
+    read = tokens * (6 + taps) * spec.hidden_size * element_bytes  # what heads read of the model, and keep of rows
+    logits = rows * (spec.vocab_size * (3 * 4 + element_bytes) + CANDIDATE_BYTES)
+    arrays = tokens * ARRAY_BYTES + 8 * (rows + 1) * places
+    if own is None:
+        return kept + read + logits + arrays
+    work = activation_bytes(own, Mesh(), tokens, rows, element_bytes) + ATTENTION_BYTES
+    tables = max(TABLE_BYTES * size.frame.num_rows * size.num_blocks * groups.count for size in sizes)
+    gathers = _gather_bytes(own, Mesh(), settings, element_bytes, max_model_len)
+    return kept + read + logits + arrays + work + max(tables, gathers)
 
 
 def capture_bytes(size: CaptureSize, groups: KVGroups) -> int:

@@ -123,7 +123,9 @@ def kv_groups(settings: EngineSettings, spec: ArchSpec, max_model_len: int) -> K
     windows: tuple[int | None, ...] = (None,)
     if not settings.cache.disable_hybrid_kv_cache_manager:
         draft = draft_spec(settings)
-        windows = kv_windows(spec, max_model_len, () if draft is None else draft.layers)
+        layers = () if draft is None else draft.layers
+        if not layers or settings.parallel.tensor_parallel_size == 1:  # else the model's are split, and these whole
+            windows = kv_windows(spec, max_model_len, layers)
     in_flight = settings.steps_in_flight * settings.scheduler.max_num_batched_tokens
     return KVGroups(settings.cache.block_size, windows, in_flight)
 

@@ -5,6 +5,8 @@ one before the host knows it (tensor_rows.py). On CPUs these are the row table's
 T tokens, R rows of a step, S tokens that are sampled, N blocks of the longest row.
 """
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
@@ -87,6 +89,7 @@ class StepDrafts:
     most_R: Ints  # places for drafts of each row
     behind_S: npt.NDArray[np.bool_]  # behind a token that samples comes a draft of its row
     guessed: bool  # the device guesses; else they are in token_ids behind the known tokens
+    guesses_QD: torch.Tensor | None = None  # what was guessed there, by Q rows; None: the rows guess
 
 
 class StepTensors(NamedTuple):
@@ -113,9 +116,11 @@ class StepTensors(NamedTuple):
 
 class DeviceRows(Protocol):
     """One rank's rows on its device, made once from the row table's columns. is_ahead: the device's counts may be
-    ahead of the host's, so that positions come from there. guesses: drafts can be guessed there."""
+    ahead of the host's, so that positions come from there. has_forgotten: it ran out of memory, and does not know what
+    it has: the host must have entered all tokens before the next step is made. guesses: drafts can be guessed there."""
 
     is_ahead: bool
+    has_forgotten: bool
 
     @property
     def guesses(self) -> bool: ...
@@ -180,10 +185,45 @@ class FramedRows(Protocol):
         ...
 
 
+@runtime_checkable
+class PassedRows(Protocol):
+    """DeviceRows over which a drafter runs ahead of the host: passes read tokens that are on the device alone."""
+
+    @property
+    def tokens(self) -> torch.Tensor: ...
+
+    def forgetting(self) -> AbstractContextManager[None]:
+        """Returns what forgets what the device has where it runs out of memory inside: nobody knows which changes it
+        has got, or what a drafter has read. The host then reads all steps ahead."""
+        ...
+
+    def send_passes(self, passes: Sequence[StepRows], beside: StepArrays) -> list[OnDevice]:
+        """Brings the rows of passes to the device, with arrays of their other parts and what columns of these rows have
+        changed, by one copy. They last until the next call. Positions count from the device's known tokens on, which
+        may be ahead by spare_R; the first pass has read_rows. Raises torch.OutOfMemoryError, and has then forgotten."""
+        ...
+
+    def pass_tensors(
+        self, sent: OnDevice, width: int, begin_R: torch.Tensor | None = None, behind: int = 0
+    ) -> StepTensors:
+        """Returns a pass's tensors. width: of block tables; begin_R: int64, the first positions, where the host does
+        not know how far from the known tokens' end these are. input_ids_T are known or noted tokens, so many places
+        behind the positions."""
+        ...
+
+    def known(self, rows_R: torch.Tensor) -> torch.Tensor:
+        """Returns how many tokens of rows the device knows."""
+        ...
+
+    def note_guesses(self, rows_Q: torch.Tensor, place: int, ids_Q: torch.Tensor) -> None:
+        """Notes a guess of each row, so many places behind its known tokens; NO_DRAFT as some token."""
+        ...
+
+
 class HostRows:
     """The columns themselves: tokens are there before the next step is made."""
 
-    is_ahead = guesses = False
+    is_ahead = has_forgotten = guesses = False
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns

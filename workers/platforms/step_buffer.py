@@ -42,7 +42,7 @@ class StepBuffer:
 
     def _room(self, size: int) -> torch.Tensor:
         """Returns the next pinned buffer, which the device has read."""
-        if size > len(self.on_device):
+        if size > len(self.on_device) or not self._staging:
             capacity = max(LEAST_BYTES, 1 << (size - 1).bit_length())
             self.on_device = torch.empty(capacity, dtype=torch.uint8, device=self._device)
             self._staging = [self._accelerator.pinned_memory(capacity) for _ in range(STAGING_BUFFERS)]

@@ -53,6 +53,7 @@ class TensorRows:
         self._guess = guess
         self._buffer = StepBuffer(accelerator, device)
         self._late = StepBuffer(accelerator, device)
+        self._passes = StepBuffer(accelerator, device)
         self._base = np.zeros_like(columns.num_known)
         self._lives = np.full_like(self._base, UNKNOWN)
         self._told = np.full_like(self._base, UNKNOWN)
@@ -68,6 +69,7 @@ class TensorRows:
         self._sampled: tuple[Ints, OnDevice, int, torch.Tensor | None] | None = None
         self._guessed = self._last_token[:0]
         self._is_held = False
+        self.has_forgotten = False
 
     @property
     def guesses(self) -> bool:
@@ -82,7 +84,7 @@ class TensorRows:
         width = int(self._columns.num_blocks[rows.rows_R].max())  # as the plan says, on every rank alike
         packed = self.pack(rows)
         sent = self.send(rows, packed, beside)
-        with self._forgetting():
+        with self.forgetting():
             tensors = self.derived(sent, width, notes=rows.read_rows is not None)
         self.expect(np.asarray(packed.rows_B, np.int64), sent, int(packed.count_B.max(initial=1)) - 1, tensors.drafts_S)
         return tensors
@@ -95,7 +97,7 @@ class TensorRows:
         numbers, sent, most, drafts_S = self._sampled
         if ids_S is not None:
             try:
-                with self._forgetting():
+                with self.forgetting():
                     self.add(sent, most, drafts_S, ids_S)
             except torch.OutOfMemoryError:
                 return False
@@ -142,7 +144,7 @@ class TensorRows:
         )
         if rows.drafts is not None:
             packed = _with_drafts(packed, rows, rows.drafts)
-        if rows.read_rows is not None or (rows.drafts is not None and rows.drafts.guessed):
+        if rows.read_rows is not None or _guesses_here(rows):
             packed = self._with_untold(packed, rows)
         return packed
 
@@ -151,7 +153,7 @@ class TensorRows:
     ) -> OnDevice:
         names = framed_first(packed)
         first = 0 if frame is None else sum(name not in CHANGES for name, _ in names)
-        with self._forgetting():
+        with self.forgetting():
             tensors = iter(self._buffer.fill([*(array for _, array in names), *beside.arrays], first))
             arrays = {name: tensor for (name, _), tensor in zip(names[first:], tensors, strict=False)}
             beside.arrive([*tensors])
@@ -161,10 +163,40 @@ class TensorRows:
             self._take_changes(sent)
             if sent.rows_Q is not None and rows.drafts is not None:
                 self._take_guesses(sent, rows, rows.drafts)
+        self.has_forgotten = False
         return sent
 
     def expect(self, numbers: Ints, sent: OnDevice, most: int, drafts_S: torch.Tensor | None) -> None:
         self._sampled = numbers, sent, most, drafts_S
+
+    # ---- passes of a drafter ----
+
+    def send_passes(self, passes: Sequence[StepRows], beside: StepArrays) -> list[OnDevice]:
+        named = [framed_first(self.pack(rows)) for rows in passes]
+        with self.forgetting():
+            arrays = [array for names in named for _, array in names]
+            tensors = iter(self._passes.fill([*arrays, *beside.arrays]))
+            sent = [OnDevice(**{name: next(tensors) for name, _ in names}) for names in named]
+            beside.arrive([*tensors])
+            self._take_changes(sent[0])
+        self.has_forgotten = False
+        return sent
+
+    def pass_tensors(
+        self, sent: OnDevice, width: int, begin_R: torch.Tensor | None = None, behind: int = 0
+    ) -> StepTensors:
+        if begin_R is not None:
+            sent = sent._replace(back_R=self._num_known[sent.rows_R] - begin_R)
+        tensors = self.derived(sent, width, notes=False)
+        columns_T = (tensors.positions_T + behind).clamp(max=self._tokens.shape[1] - 1)
+        return tensors._replace(input_ids_T=self._tokens[sent.rows_R[sent.place_T], columns_T].long())
+
+    def known(self, rows_R: torch.Tensor) -> torch.Tensor:
+        return self._num_known[rows_R]
+
+    def note_guesses(self, rows_Q: torch.Tensor, place: int, ids_Q: torch.Tensor) -> None:
+        columns_Q = (self._num_known[rows_Q] + place).clamp(max=self._tokens.shape[1] - 1)
+        self._tokens[rows_Q, columns_Q] = ids_Q.clamp(min=0).int()
 
     # ---- inside ----
 
@@ -178,11 +210,11 @@ class TensorRows:
             self._tokens.view(-1).index_copy_(0, sent.told_places, sent.told)
 
     @contextmanager
-    def _forgetting(self) -> Iterator[None]:
-        """Forgets what the device has where it runs out of memory: nobody knows which changes it has got."""
+    def forgetting(self) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError:
+            self.has_forgotten = True
             self._lives.fill(UNKNOWN)
             self._told.fill(UNKNOWN)
             self._blocks.fill(UNKNOWN)
@@ -215,7 +247,7 @@ class TensorRows:
         noted."""
         columns = self._columns
         asked = [np.empty(0, np.int64) if rows.read_rows is None else rows.read_rows]
-        if rows.drafts is not None and rows.drafts.guessed:
+        if _guesses_here(rows) and rows.drafts is not None:
             asked.append(rows.rows_R[rows.drafts.most_R > 0])
         numbers = np.unique(np.concatenate(asked))
         known, accepted = columns.num_known[numbers], columns.num_accepted[numbers]
@@ -270,12 +302,14 @@ class TensorRows:
         return torch.where(seen_GRN, tables_GRN, tables_GRN.gather(2, first_GR1))
 
     def _take_guesses(self, sent: OnDevice, rows: StepRows, drafts: StepDrafts) -> None:
-        """Guesses the step's drafts."""
-        assert self._guess is not None and sent.rows_Q is not None and sent.most_Q is not None, "nothing guesses here"
-        tokens_QL = self._tokens[:, : int(rows.most_R.max())][sent.rows_Q]
-        guesses_QD = self._guess(tokens_QL, self._num_known[sent.rows_Q], sent.most_Q, int(drafts.most_R.max()))
+        """Guesses the step's drafts, unless they are there."""
+        guesses_QD = drafts.guesses_QD
+        if guesses_QD is None:
+            assert self._guess is not None and sent.rows_Q is not None and sent.most_Q is not None, "nothing guesses"
+            tokens_QL = self._tokens[:, : int(rows.most_R.max())][sent.rows_Q]
+            guesses_QD = self._guess(tokens_QL, self._num_known[sent.rows_Q], sent.most_Q, int(drafts.most_R.max()))
         if self._is_held:
-            self._guessed[: guesses_QD.numel()] = guesses_QD.flatten()
+            self._guessed[: guesses_QD.numel()].view(guesses_QD.shape).copy_(guesses_QD)
         else:
             self._guessed = guesses_QD.flatten()
 
@@ -306,6 +340,11 @@ class TensorRows:
             for held in (self._base, self._lives, self._told, self._told_base)
         )
         self._blocks = np.append(self._blocks, np.zeros((more, self._blocks.shape[1]), np.int32), axis=0)
+
+
+def _guesses_here(rows: StepRows) -> bool:
+    """Returns whether drafts are looked up in the rows' tokens here."""
+    return rows.drafts is not None and rows.drafts.guessed and rows.drafts.guesses_QD is None
 
 
 def _with_drafts(packed: StepCopy[Array], rows: StepRows, drafts: StepDrafts) -> StepCopy[Array]:

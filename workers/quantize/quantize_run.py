@@ -21,7 +21,7 @@ from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.config.config_reader import load_spec
 from tandem.workers.models.spec.family_rows.families import family_of
 from tandem.workers.platforms.base import Platform
-from tandem.workers.quantize.calibration_text import Sequences, length_of, of_file, written_by_model
+from tandem.workers.quantize.calibration_text import Sequences, length_of, num_sequences, of_file, written_by_model
 from tandem.workers.quantize.files.tensor_file import write_text
 from tandem.workers.quantize.head_quantizer import NAME as HEAD_NAME
 from tandem.workers.quantize.head_quantizer import QuantizedHead, check_head, head_grid, quantize_head
@@ -155,7 +155,11 @@ class _QuantizeRun:
         found = self._work.kept("text")
         if found is None:
             if self._settings.calib == OWN:
-                self._say("the model writes its own calibration text")
+                count = sum(num_sequences(self._settings, self._length))
+                self._say(
+                    f"the model writes its own calibration text: {count} texts of {self._length} tokens, all at once, "
+                    "so they end together; --calib FILE needs no writing"
+                )
                 own = written_by_model(self._settings, self._source.model, self._source.folder, self._length)
             else:
                 own = of_file(self._settings, self._source.folder, self._length)

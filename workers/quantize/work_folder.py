@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from tandem.configs.errors import SettingsError
-from tandem.parallel.stored.headers import weight_files
+from tandem.parallel.stored.headers import STATE, UNFINISHED, weight_files
 from tandem.workers.quantize.files.hidden_states import HiddenStates
 from tandem.workers.quantize.files.tensor_file import write_text
 
@@ -35,10 +35,10 @@ class WorkFolder:
 
     def __init__(self, output: Path, made_of: Mapping[str, Any]) -> None:
         self.output = output
-        self.path = output / "unfinished"
+        self.path = output / UNFINISHED
         self._leftover = output / "removed"
         self._made_of = json.loads(json.dumps(made_of))
-        self._state_file = self.path / "state.json"
+        self._state_file = self.path / STATE
         self._lock: int | None = None
         self.state: dict[str, Any] = {**deepcopy(dict(self.new_state)), "made_of": self._made_of}
 
@@ -59,7 +59,7 @@ class WorkFolder:
         if self.path.is_dir():
             self._hold()
         if self._state_file.is_file() and any(one != self._state_file for one in self.path.iterdir()):
-            self.state = self._read(self._state_file)
+            self.state |= self._read(self._state_file)
             self._check(self.state["made_of"], "an unfinished run")
             return
         if self.output.exists() and not self.output.is_dir():

@@ -97,7 +97,7 @@ def build_batch(
     sample_rows_S = rows_R[row_S]
     adapters = _adapters(table.adapter_slots[rows_R], lens_R, starts, row_S) if table.num_adapted else None
     slots_T, slots_S = (None, None) if adapters is None else (adapters.slots_T, adapters.slots_S)
-    places = None if drafts is None else StepDrafts(drafts_R, back_S > 1, drafts.ids is None)
+    places = None if drafts is None else StepDrafts(drafts_R, back_S > 1, drafts.ids is None, drafts.guesses_QD)
     logits_rows_S = starts[1:][row_S] - back_S
     positions_S, beside = end_R[row_S] + 1 - back_S, StepArrays()
     most_S = positions_S if spare_R is None else positions_S + spare_R[row_S]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tandem.offload.copies.accelerator import DeviceEvent
 from tandem.workers.messages.step import RowResult, StepPlan, StepResult
@@ -40,19 +41,22 @@ class Accepted:
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Places for drafts in a step. counts_R: int64, how many each row of the plan has. ids: those of each row that has
-    any, by row; None: the device guesses, and NO_DRAFT stands where it has not."""
+    any, by row; None: the device guesses, and NO_DRAFT stands where it has not. guesses_QD: what a GuessesAhead has
+    guessed there; None: the rows do it themselves."""
 
     counts_R: Ints
     ids: dict[int, list[int]] | None
+    guesses_QD: torch.Tensor | None = None
 
     @property
     def total(self) -> int:
         return int(self.counts_R.sum())
 
     @classmethod
-    def on_device(cls, plan: StepPlan) -> "Drafts":
+    def on_device(cls, plan: StepPlan, guesses_QD: torch.Tensor | None = None) -> "Drafts":
         """Return as many as the plan allows, so that their number is known before they are guessed."""
-        return cls(np.fromiter((work.max_drafts for work in plan.work), np.int64, len(plan.work)), None)
+        counts_R = np.fromiter((work.max_drafts for work in plan.work), np.int64, len(plan.work))
+        return cls(counts_R, None, guesses_QD)
 
     @classmethod
     def of_plan(cls, plan: StepPlan, table: RowTable) -> "Drafts | None":

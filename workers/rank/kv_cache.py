@@ -34,7 +34,7 @@ class KVCache:
     layer. Where layers have several groups, the i-th layers of all groups share their planes. pages: the memory without
     such repetitions; page_of: the page of each layer. draft: the layers of a draft model, in the same blocks behind the
     model's; draft_pages: their pages. drafted: int32 [num_blocks], how many tokens of a block, from its first on, have
-    KV of the draft model, as far as this rank knows."""
+    KV of the draft model, as far as this rank knows, or NOT_KNOWN."""
 
     slabs: tuple[torch.Tensor, ...]
     scales: tuple[torch.Tensor, ...]
@@ -122,8 +122,11 @@ class KVCache:
                 self.platform.clear_blocks(memory, block_ids)
 
     def clear_slots(self, slots: npt.NDArray[np.int64]) -> None:
-        """Zeroes slots (block id * block size + offset), for the same reason: a failed step may have left NaN there."""
+        """Zeroes slots (block id * block size + offset), for the same reason: a failed step may have left NaN there. A
+        draft has read a block up to the first of them at most: it may have read on behind a step that failed."""
         if len(slots):
+            block_N, offset_N = np.divmod(slots, self.tensors.block_size)
+            np.minimum.at(self.drafted, block_N, offset_N.astype(np.int32))
             self.clear_on_device(self.platform.accelerator.to_device(torch.from_numpy(slots)))
 
     def clear_on_device(self, slots: torch.Tensor) -> None:

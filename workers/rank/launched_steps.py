@@ -59,6 +59,7 @@ class StepWork:
     scored: Scored | None = None  # the log probabilities of its prompts
     guessing: tuple[DeviceEvent, DeviceEvent] | None = None  # events around what a proposer has done
     host_drafts_S: torch.Tensor | None = None  # as of StepTokens, which ranks of several stages get in a later plan
+    behind_drafts: dict[int, str] = field(default_factory=dict)  # why places fail behind drafts (GrammarMask)
 
 
 class StepHandle:
@@ -215,7 +216,9 @@ class LaunchedSteps:
             return []
         if tokens is None and work.host_drafts_S is not None:
             accepted = accept(rows_S, work.drawn.host_ids_S.numpy(), work.host_drafts_S.numpy())
-        return _row_results(rows_S.tolist(), work.drawn.collect(), work.errors, accepted)
+        sampled = work.drawn.collect()
+        sampled.reasons.update(work.behind_drafts)
+        return _row_results(rows_S.tolist(), sampled, work.errors, accepted)
 
     def _fill(self, tokens: StepTokens) -> None:
         """Enters a step's tokens, but for rows that meanwhile belong to other sequences."""

@@ -109,7 +109,8 @@ class LoadedRank:
         RankReady.has_earlier. OSError or HostTierError when there is no memory."""
         from tandem.workers.rank.transfers.kv_lanes import open_kv_lanes
 
-        runner.gate, has_earlier = open_kv_lanes(lanes, self.facts.rank, runner.kv.layers, tiers, self.platform)
+        kv = runner.kv
+        runner.gate, has_earlier = open_kv_lanes(lanes, self.facts.rank, kv.layers, kv.drafted, tiers, self.platform)
         return has_earlier
 
     def open_adapter_lanes(self, lanes: Lanes) -> None:

@@ -30,9 +30,11 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import NOT_FINITE_ID, Guess
 from tandem.workers.rank.batch import StepBatch, build_batch, preparing
 from tandem.workers.rank.captured.framed_step import ReplayOutcome, clean_rejected
+from tandem.workers.rank.captured.guess_replays import CapturesPasses
 from tandem.workers.rank.captured.replays import Replays, SampledPlaces
 from tandem.workers.rank.captured.ruled_draw import RuledSampling
 from tandem.workers.rank.drafters.draft_rank import LoadedDraft
+from tandem.workers.rank.drafters.shared_drafts import SharedDrafts
 from tandem.workers.rank.drafters.step_record import DecodedStep, ReadsSteps
 from tandem.workers.rank.drafts import Drafts, NextDrafts, learn_ended, propose
 from tandem.workers.rank.kv_cache import KVCache
@@ -40,11 +42,12 @@ from tandem.workers.rank.launched_steps import OUT_OF_MEMORY, LaunchedSteps, Ste
 from tandem.workers.rank.pooler import Pooled, Pooler
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.rank.start.captures import capture_steps
+from tandem.workers.rank.start.guess_captures import GuessOrder
 from tandem.workers.rank.step_exchanges import StepExchanges, StepVerdict
 from tandem.workers.sampling.prompt_logprobs import PromptScorer, Scored, ScoredRows
 from tandem.workers.sampling.sampler import Drawn, Sampling
 from tandem.workers.sampling.sampling_table import EDITS, READS_LATE, READS_ON_HOST
-from tandem.workers.speculation.proposer import MakeProposer
+from tandem.workers.speculation.proposer import GuessesAhead, GuessRow, MakeProposer
 
 if TYPE_CHECKING:
     from tandem.parallel.pipeline import StageLink
@@ -83,6 +86,9 @@ class ModelRunner:
         self._on_device = True
         self._platform = platform
         self._proposer = None if make_proposer is None else make_proposer(self._rows)
+        self._reader = self._proposer if isinstance(self._proposer, ReadsSteps) else None  # slow to ask in each step
+        ahead = self._proposer if self._rows.is_ahead else None
+        self._guesser = ahead if isinstance(ahead, GuessesAhead) else None
         self._scored_rows = scored_rows
         self._exchanges = StepExchanges(context, link, platform)
         ops = self._ops = platform.sampling_ops() if self._samples else None  # compiled now, not in the first step
@@ -108,10 +114,19 @@ class ModelRunner:
 
     def make_captures(self, sizes: Sequence[CaptureSize], max_drafts: int) -> None:
         """Captures steps, in step with all ranks of the stage, where the platform does so before the first one."""
-        kv, parts = self.kv, (self._context, self._platform, sizes, self._ops, max_drafts)
+        kv, parts = self.kv, (self._context, self._platform, sizes, self._ops, max_drafts, self._guess_order())
         made = capture_steps(self._model, kv.tensors, kv.clear_on_device, self._rows, *parts)
         self.captures, self._replays.draws_of = made.report, made.draws_of
         self._replays.graphs = self._model.graphs if isinstance(self._model.graphs, StartGraphs) else None
+
+    def _guess_order(self) -> GuessOrder | None:
+        """Returns what is captured of the drafter of this rank; None without one whose passes a graph may hold."""
+        guesser, table = self._guesser, self._table
+        drafter: object = guesser.own if isinstance(guesser, SharedDrafts) else guesser
+        if self.draft is None or not self._appends or not isinstance(drafter, CapturesPasses):
+            return None
+        max_blocks = table.block_ids.shape[1] // len(table.windows)
+        return GuessOrder(drafter, self.draft.method, table, len(table.lives), max_blocks)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -140,6 +155,8 @@ class ModelRunner:
             self.kv.clear_slots(self._table.take_told(plan))
         self.kv.clear(self._table.apply(plan))
         self.kv.copy(plan.block_copies)
+        if not self._appends and plan.new_rows:
+            self.kv.clear_slots(self._table.tails(plan))
         self._awaits += plan.awaits
         computed, failure = self._compute_or_fail(plan) if plan.work else (None, None)
         step = self._steps.add(plan, began, computed, failure)
@@ -215,15 +232,25 @@ class ModelRunner:
         if self._proposer is None:
             return None
         if not any(work.max_drafts for work in plan.work):
-            if isinstance(self._proposer, ReadsSteps):
-                self._steps.settle_all()
+            if self._reader is not None:
+                if self._guesser is None:
+                    self._steps.settle_all()
                 began = self.record()
-                self._proposer.catch_up()
+                self._reader.catch_up()
                 self._guessing = began, self.record()
+                self._recall()
             return None
         with_drafts = [work.row for work in plan.work if work.max_drafts]
-        if self._rows.guesses and not (self._flags_of(with_drafts) & (READS_LATE | READS_ON_HOST)).any():
-            return Drafts.on_device(plan)
+        if not (self._flags_of(with_drafts) & (READS_LATE | READS_ON_HOST)).any():
+            if self._rows.guesses:
+                return Drafts.on_device(plan)
+            if self._guesser is not None:
+                began = self.record()
+                asked = [GuessRow(work.row, work.max_drafts) for work in plan.work if work.max_drafts]
+                guesses_QD = self._guesser.guess(asked)
+                self._guessing = began, self.record()
+                self._recall()
+                return Drafts.on_device(plan, guesses_QD)
         self._steps.settle_all()
         if self._steps.void(plan.step_id, plan.known_failure) is not None:
             return None
@@ -231,6 +258,11 @@ class ModelRunner:
         drafts = propose(self._proposer, plan, self._table)
         self._guessing = began, self.record()
         return drafts
+
+    def _recall(self) -> None:
+        """Reads the steps ahead where the device has run out of memory over its rows, which it then gets anew."""
+        if self._rows.has_forgotten:
+            self._steps.settle_all()
 
     def _compute(self, plan: StepPlan, drafts: Drafts | None) -> StepWork:
         if self._samples and self._waits_for_tokens(plan):
@@ -284,8 +316,8 @@ class ModelRunner:
             hidden_TH = self._exchanges.receive()
             received = before, self.record()
         output, pooled, scored = self._forward(plan, batch, kv, hidden_TH)
-        if isinstance(self._proposer, ReadsSteps) and self._model.heard is not None:
-            self._proposer.read(DecodedStep(batch.rows_R, batch.begin_R, batch.starts, self._model.heard))
+        if self._reader is not None and self._model.heard is not None:
+            self._reader.read(self._decoded(batch, drafts, self._model.heard))
         self._exchanges.end_layers()
         if not self._context.is_last_stage:
             self._exchanges.send(output)
@@ -314,7 +346,16 @@ class ModelRunner:
         errors = {**self._table.sampling.grammars.errors, **self._table.errors}
         is_replayed = self._replays.now is not None
         work = StepWork(batch, drafts, drawn, tokens, received, errors, verdict, is_replayed, pooled, scored)
-        return replace(work, guessing=self._guessing, host_drafts_S=host_drafts_S)
+        behind_drafts = self._table.sampling.grammars.take_behind_drafts()
+        return replace(work, guessing=self._guessing, host_drafts_S=host_drafts_S, behind_drafts=behind_drafts)
+
+    def _decoded(self, batch: StepBatch, drafts: Drafts | None, heard: Heard) -> DecodedStep:
+        step = batch.rows_R, batch.begin_R, batch.starts, heard
+        if self._guesser is None:
+            return DecodedStep(*step)
+        now = self._replays.now
+        positions_T = batch.forward.positions_T if now is None else ReplayOutcome(*now.outputs).positions_T
+        return DecodedStep(*step, positions_T, np.zeros_like(batch.rows_R) if drafts is None else drafts.counts_R)
 
     def _draw_ruled(self, sampling: RuledSampling, outcome: ReplayOutcome) -> Drawn:
         """Draws by a capture behind the step's."""

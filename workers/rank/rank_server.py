@@ -26,7 +26,7 @@ from tandem.configs.limits import listen
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.groups import init_parallel, use_interface
-from tandem.workers.messages.channel import ChannelContext, connect_dealer
+from tandem.workers.messages.channel import ChannelContext, dealer_to
 from tandem.workers.messages.handshake import (
     AllocateKV,
     FindModel,
@@ -305,8 +305,8 @@ def run_rank(
     setproctitle.setproctitle(f"tandem rank {group} {rank} starting")
     log.info("rank %d of group %s starts in process %d", rank, group, os.getpid())
     context = ChannelContext()
-    socket = connect_dealer(context, secret, endpoint, str(rank).encode(), heeds_silence=True)
-    parent_watch = ParentWatch(socket)
+    socket = dealer_to(context, secret, endpoint, str(rank).encode(), heeds_silence=True)
+    parent_watch = ParentWatch(socket, endpoint)
     encoder = msgspec.msgpack.Encoder()
 
     def send(message: FromRank) -> None:

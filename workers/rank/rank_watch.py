@@ -29,14 +29,15 @@ EXIT_STATUS = 1
 
 
 class ParentWatch:
-    """Watches `socket`'s connection from now until stop(); ends the process CONNECT_S after the start without a first
+    """Connects `socket`, and watches that until stop(); ends the process CONNECT_S after the start without a first
     handshake, or RECONNECT_S after a loss without a reconnect. A coordinator on another machine is lost as well when it
     is silent (channel.py)."""
 
-    def __init__(self, socket: zmq.Socket[Any]) -> None:
+    def __init__(self, socket: zmq.Socket[Any], endpoint: str) -> None:
         self._socket = socket
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
         self._monitor = socket.get_monitor_socket(events)
+        socket.connect(endpoint)  # not before: on a busy machine the handshake is over by then, and nothing tells of it
         self._thread = threading.Thread(target=self._watch, name="parent watch", daemon=True)
         self._thread.start()
 

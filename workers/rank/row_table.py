@@ -101,6 +101,17 @@ class RowTable:
                 slots.append(self._slots(work.row, start, num_drafts - num_accepted))
         return np.concatenate(slots)
 
+    def tails(self, plan: StepPlan) -> Ints:
+        """Returns the KV slots behind the computed tokens of rows that the plan has bound, where these end inside a
+        block (PP > 1). Comes behind apply() and the plan's copies, with which such a block is the row's own.
+
+        Drafts may have been there that were rejected when the row lost its place, which no plan has told of.
+        """
+        slots = [np.empty(0, np.int64)]
+        for init in plan.new_rows:
+            slots.append(self._slots(init.row, init.num_computed, -init.num_computed % self.block_size))
+        return np.concatenate(slots)
+
     @contextmanager
     def ahead(self, sampled: Mapping[int, Sequence[int]]) -> Iterator[None]:
         """Counts tokens that the last stage has sampled, by row, as known and all but the last as computed, as they

@@ -157,12 +157,28 @@ class Sampling:
     ) -> Drawn:
         """Chooses a token per place. logits_SV (float32) is overwritten. device_positions_S: int64, where is_ahead and
         reads_positions. device_tokens_NL: int32, the tokens of all rows of the table, where there are read_rows."""
-        if self._tokens is not None:
-            assert device_positions_S is not None and device_tokens_NL is not None
-            self._tokens.arrive(device_tokens_NL, device_positions_S)
         raw, logprobs = None, None
         if self._logged is not None:
             raw = RawLogprobs.of(logits_SV[self._logged.at()], self._logged.wanted)
+        best_S, ids_S = self.choose(logits_SV, device_positions_S, device_tokens_NL)
+        if raw is not None and self._logged is not None:
+            named = None if self._logged.named is None else self._logged.named()
+            logprobs = raw.of_tokens(ids_S[self._logged.at()], accelerator.to_host, named, self._logged.named_ids)
+        asked = [] if self._logged is None else self._logged.places
+        edited_S = (self._flags_S & EDITS).astype(np.bool_)
+        return Drawn(ids_S, best_S, accelerator.to_host(ids_S), accelerator.to_host(best_S), edited_S, logprobs, asked)
+
+    def choose(
+        self,
+        logits_SV: torch.Tensor,
+        device_positions_S: torch.Tensor | None = None,
+        device_tokens_NL: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the greatest logit of each place, and the token that is chosen there; nothing is copied to the host.
+        Arguments as for draw()."""
+        if self._tokens is not None:
+            assert device_positions_S is not None and device_tokens_NL is not None
+            self._tokens.arrive(device_tokens_NL, device_positions_S)
         for change in self._changes:
             change(logits_SV)
         best_S, ids_S = self._ops.best(logits_SV)
@@ -170,12 +186,7 @@ class Sampling:
             positions_S = device_positions_S if self._known is None else self._known()
             assert positions_S is not None
             self._random(logits_SV, best_S, ids_S, positions_S)
-        if raw is not None and self._logged is not None:
-            named = None if self._logged.named is None else self._logged.named()
-            logprobs = raw.of_tokens(ids_S[self._logged.at()], accelerator.to_host, named, self._logged.named_ids)
-        asked = [] if self._logged is None else self._logged.places
-        edited_S = (self._flags_S & EDITS).astype(np.bool_)
-        return Drawn(ids_S, best_S, accelerator.to_host(ids_S), accelerator.to_host(best_S), edited_S, logprobs, asked)
+        return best_S, ids_S
 
     # ---- inside ----
 

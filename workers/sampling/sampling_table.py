@@ -125,13 +125,15 @@ class SamplingTable:
         self._edits.pop(row, None)
 
     def captured(
-        self, rows_S: Ints, prompt_len_S: Ints, most_entries: int, *, with_rules: bool = False
+        self, rows_S: Ints, prompt_len_S: Ints, most_entries: int, *, with_rules: bool = False, reports: bool = True
     ) -> CapturedSampling | None:
         """Returns how a capture samples these rows, by one sequence of calls for any mix of them. with_rules: by one
-        that carries out rules, which others do not. None where some row asks for more than it holds, or for edits of
-        more tokens than there is room for."""
+        that carries out rules, which others do not. reports: with the log probabilities that rows ask for. None where
+        some row asks for more than it holds, or for edits of more tokens than there is room for."""
         flags_S = self.flags[rows_S]
-        if (flags_S & (BEHIND if with_rules else BEHIND | RULED)).any():
+        if reports and (flags_S & (BEHIND if with_rules else BEHIND | RULED)).any():
+            return None
+        if not reports and any(self._has_more_than_edits(row) for row in rows_S[flags_S & EDITS > 0].tolist()):
             return None
         edits, read_rows = NO_EDITS, None
         if (flags_S & EDITS).any():
@@ -143,6 +145,11 @@ class SamplingTable:
         draws = self.draws(np.arange(len(rows_S)), rows_S)
         draws.factor[flags_S & RANDOM == 0] = 0
         return CapturedSampling(draws, edits, read_rows)
+
+    def _has_more_than_edits(self, row: int) -> bool:
+        """Returns whether a row whose logits change has them changed by more than edits."""
+        edits = self._edits.get(row)
+        return edits is None or edits.has_rules
 
     def needs_whole(self, rows: Ints) -> bool:
         """Returns whether some of these rows cannot be drawn from parts of the vocabulary: the best token and a draw

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tandem.workers.platforms.device_rows import DeviceRows
 
@@ -30,6 +31,24 @@ class Proposer(Protocol):
     def propose(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
         """Returns the drafts of each row, in the order of `rows`: 0 to max_drafts ids of the vocabulary, the next
         tokens in order. An empty list costs nothing."""
+        ...
+
+
+class GuessRow(NamedTuple):
+    """A row that may have drafts, some of whose tokens the host may not have read. max_drafts: as of ProposalRow."""
+
+    row: int
+    max_drafts: int
+
+
+@runtime_checkable
+class GuessesAhead(Proposer, Protocol):
+    """A proposer that also guesses on a device whose rows may be ahead of the host, reading nothing back. It gets the
+    same calls on all TP ranks, and all of them get the same guesses."""
+
+    def guess(self, rows: Sequence[GuessRow]) -> torch.Tensor:
+        """Returns guesses of each row behind the tokens that the device knows, int64 [Q, D] there: the next tokens in
+        order, D the most drafts of any row; NO_DRAFT from the first place on for which nothing is guessed."""
         ...
 
 

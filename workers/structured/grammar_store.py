@@ -5,6 +5,8 @@ steps. llguidance compiles and matches: see docs/decisions/028-structured-output
 """
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -12,13 +14,14 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from tandem.workers.messages.errors import SettingsError
+from tandem.workers.structured.row_grammar import RowGrammar
 from tandem.workers.text.detokenizer import DetokenizerFactory
 from tandem.workers.text.generation_config import GenerationConfig
 from tandem.workers.text.grammars import NO_TOKEN, reason_of, why_no_token_begins
 from tandem.workers.text.tokenizer import ModelTokenizer, load_tokenizer
 
 LIMITS: Final = LLParserLimits(max_lexer_states=10_000, verbose_errors=False)
-"""Limits of a grammar: llguidance's own limits, but for the states of a row's lexer (1 to 2 kB each)."""
+"""Limits of a grammar: llguidance's own limits, but for the states of its lexer (1 to 2 kB each)."""
 
 
 class GrammarRefused(Exception):
@@ -30,9 +33,10 @@ class TokenizerUnusable(Exception):
 
 
 class _Compiled(NamedTuple):
-    """A grammar's matcher, which only copies are made of, and the ticket of the order to compile it."""
+    """A grammar's matcher, which only copies are made of, what makes it, and the ticket of the order to compile it."""
 
     matcher: LLMatcher
+    make: Callable[[], LLMatcher]
     ticket: int
 
 
@@ -46,6 +50,7 @@ class GrammarStore:
         self._eos = frozenset(eos_token_ids)
         self._special: frozenset[int] = frozenset()
         self._compiled: dict[str, _Compiled] = {}
+        self._worn: set[str] = set()
         self._opening = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
 
@@ -67,14 +72,15 @@ class GrammarStore:
         """Compiles a grammar. GrammarRefused says why it cannot be; TokenizerUnusable as open()."""
         self.open()
         assert self._tokenizer is not None
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+        make = partial(LLMatcher, self._tokenizer, text, log_level=0, limits=LIMITS)
+        matcher = make()
         # the first mask takes longest, and not all errors show before it
         begins = matcher.is_error() or self._begins(matcher, matcher.compute_bitmask())
         if not begins or matcher.get_error().startswith(NO_TOKEN):
             raise GrammarRefused(why_no_token_begins(text))
         if matcher.is_error():
             raise GrammarRefused(reason_of(matcher.get_error()))
-        self._compiled[digest] = _Compiled(matcher, ticket)
+        self._compiled[digest] = _Compiled(matcher, make, ticket)
 
     def _begins(self, matcher: LLMatcher, mask: bytes) -> bool:
         """Returns whether a text may be empty or some token begins it. Of a text that only one spelling has, the mask
@@ -94,6 +100,21 @@ class GrammarStore:
         """Returns a matcher at the beginning of a text, to be copied; None if the grammar is not there."""
         compiled = self._compiled.get(digest)
         return None if compiled is None else compiled.matcher
+
+    def row(self, digest: str, stop_token_ids: tuple[int, ...]) -> RowGrammar | None:
+        """Returns the place of a new row, which stops at these ids; None if the grammar is not there."""
+        compiled = self._compiled.get(digest)
+        if compiled is None:
+            return None
+        if digest in self._worn:
+            self._worn.discard(digest)
+            compiled = self._compiled[digest] = compiled._replace(matcher=compiled.make())
+
+        def make() -> LLMatcher:
+            self._worn.add(digest)  # what the rows share is at a limit
+            return compiled.make()
+
+        return RowGrammar(compiled.matcher, self.end_ids(stop_token_ids), make)
 
     def end_ids(self, stop_token_ids: tuple[int, ...]) -> frozenset[int]:
         """Returns the token ids that end a text, for a row that stops at these ids."""

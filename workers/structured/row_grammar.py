@@ -2,8 +2,13 @@
 
 Nothing is delivered to it: it is given the row's output and follows it, so it is right after whatever has changed the
 output, be it rejected drafts, a step that is rolled back, or another group's tokens.
+
+All copies of a matcher share the states of its lexer, of which there are so many at most (LIMITS of grammar_store.py);
+once there are more, every copy fails. So a failure counts only where a matcher of the row's own fails too: neither
+other rows nor drafts that prove wrong end a row.
 """
 
+from collections.abc import Callable
 from enum import Enum
 
 import numpy as np
@@ -27,12 +32,13 @@ class Position(Enum):
 
 class RowGrammar:
     """Follows one row's output. start: a matcher at the beginning, of which copies are made. end_ids: the tokens that
-    end a text."""
+    end a text. make: compiles the grammar again."""
 
-    def __init__(self, start: LLMatcher, end_ids: frozenset[int]) -> None:
+    def __init__(self, start: LLMatcher, end_ids: frozenset[int], make: Callable[[], LLMatcher]) -> None:
         self.end_ids = end_ids
         self.matcher = start.deep_copy()
         self._start = start
+        self._make = make
         self._taken: Tokens = np.empty(FIRST_ROOM, np.int32)
         self._num_taken = 0
 
@@ -49,6 +55,16 @@ class RowGrammar:
                 tokens = []
             tokens.append(token)
         return Position.OPEN if self._take(tokens) else Position.OFF
+
+    def renew(self) -> None:
+        """Goes back to the beginning of the text with a matcher that shares nothing, for the time of a compilation."""
+        self._start = self._make()
+        self.matcher, self._num_taken = self._start.deep_copy(), 0
+
+    @property
+    def is_at_limit(self) -> bool:
+        """True if a limit is reached, maybe by others who share it."""
+        return self.matcher.is_error() and not self.matcher.get_error().startswith(NO_TOKEN)
 
     def error(self) -> str | None:
         """The reason why the grammar has failed, as by its limits; None if it has not."""
@@ -67,7 +83,7 @@ class RowGrammar:
 
     def _go_back(self, num_tokens: int) -> None:
         back = self._num_taken - num_tokens
-        if back and (self.matcher.is_error() or not self.matcher.rollback(back)):
+        if self.matcher.is_error() or (back and not self.matcher.rollback(back)):
             self.matcher, num_tokens = self._start.deep_copy(), 0
         self._num_taken = num_tokens
 

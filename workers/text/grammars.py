@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer, StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from tandem.workers.messages.request import SamplingParams
-from tandem.workers.messages.structured_outputs import StructuredOutputsParams
+from tandem.workers.messages.sampling_ranges import StructuredOutputsParams
 from tandem.workers.text.output.json_schemas import asserting, fault
 
 ONE_OF: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

@@ -85,7 +85,7 @@ def _draft(plan: dict[str, Any]) -> list[str]:
     if not stage["draft_bytes"]:
         return []
     weights, kv = gib(stage["draft_bytes"]), gib(stage["draft_bytes_per_token"])
-    return [f"The draft model is on the first rank of stage {stage['stage']}: {weights} of weights, and {kv} of its KV"]
+    return [f"The draft is on the first rank of stage {stage['stage']}: {weights} of weights, and {kv} of its KV"]
 
 
 def _tier_rows(plan: dict[str, Any]) -> list[list[str]]:

@@ -7,12 +7,14 @@ opened the dispatch. The service's Dispatch is cluster/gateway/generation/serve_
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
 from tandem.cluster.gateway.generation.dispatch import DrainState
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.routing.route_table import RouteTable
 from tandem.configs.schema import EngineSettings
 from tandem.workers.build import model_facts, open_executor
 from tandem.workers.engine.base.stats import EngineStats
@@ -22,7 +24,7 @@ from tandem.workers.engine.thread.engine_thread import EngineThread
 from tandem.workers.executor.rank_group import RankGroup
 from tandem.workers.messages.errors import GroupLost, RequestRefused
 from tandem.workers.messages.refusals import GROUP_ENDED, GROUP_LOST, refused
-from tandem.workers.messages.request import Abort, Ended, ReplyTo, TokenDelta
+from tandem.workers.messages.request import Abort, Ended, GenerationRequest, ReplyTo, TokenDelta
 from tandem.workers.planning.resolve import read_spec
 from tandem.workers.planning.start_notes import warn_of_model, warn_of_pool
 
@@ -121,6 +123,10 @@ class LocalDispatch:
     def load(self) -> Mapping[str, float | int | str]:
         return {"num_requests_running": len(self._attempts), "num_requests_waiting": 0}
 
+    def route_table(self, request: GenerationRequest, hint: RouteHint) -> RouteTable:
+        message = "There is one engine, in this process: nothing is routed."
+        raise RequestRefused(message, code="service_unavailable", status=503)
+
     async def groups(self) -> tuple[()]:
         return ()
 
@@ -133,6 +139,9 @@ class LocalDispatch:
 
     async def drain(self, target: str, timeout_s: float | None) -> DrainState:
         raise RequestRefused("A batch has no groups.", code="not_found", status=404, param="target")
+
+    async def record(self, group: str) -> Mapping[str, Any]:
+        raise RequestRefused("A batch has no groups.", code="not_found", status=404, param="group")
 
     async def metrics(self, *, with_tenants: bool) -> str:
         del with_tenants

@@ -12,11 +12,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tandem.cluster.cli.base.plot_file import check_plot
 from tandem.cluster.cli.base.terminal import say
 from tandem.cluster.cli.bench.arrival_times import due_times, pace_words
 from tandem.cluster.cli.bench.bench_figures import LoadFigures
 from tandem.cluster.cli.bench.bench_flags import FieldFlags, ResultFlags, TargetFlags, TrafficFlags
-from tandem.cluster.cli.bench.bench_plot import check_plot, draw_load
+from tandem.cluster.cli.bench.bench_plot import draw_load
 from tandem.cluster.cli.bench.bench_report import check_file, reasons, record, report_lines, result_file, write_result
 from tandem.cluster.cli.bench.data_sets.choose_data import check_data, make_samples
 from tandem.cluster.cli.bench.data_sets.data_flags import DataFlags

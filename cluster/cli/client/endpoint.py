@@ -6,7 +6,7 @@ It works with any OpenAI-compatible server. It blocks, and has one request at a 
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final
 
 import httpx
@@ -19,6 +19,7 @@ from tandem.configs.errors import SettingsError, TandemError
 CONNECT_S: Final = 5.0
 SILENCE_S: Final = 300.0
 """The longest pause in an answer. A request may wait in the queue for as long."""
+NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 NEAR: Final = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"})
 """Names of the loopback."""
 
@@ -138,9 +139,9 @@ class Endpoint:
         self._check(answer)
         return answer.content
 
-    def post(self, route: str, body: Mapping[str, Any]) -> bytes:
-        """Returns the body of the answer to a POST of a JSON object. NotThere for a 404."""
-        headers = {"content-type": "application/json"}
+    def post(self, route: str, body: Mapping[str, Any], more: Mapping[str, str] = NO_HEADERS) -> bytes:
+        """Returns the body of the answer to a POST of a JSON object. more: headers. NotThere for a 404."""
+        headers = {"content-type": "application/json", **more}
         try:
             answer = self._client.post(route, content=msgspec.json.encode(body), headers=headers)
         except httpx.HTTPError as error:

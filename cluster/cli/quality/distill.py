@@ -4,6 +4,7 @@ The work is workers/distill/; this module reads flags and prints the report.
 """
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,7 +124,18 @@ def _lines(report: dict[str, Any], out: Path) -> list[str]:
         f"{report['parameters']:,} parameters",
         f"gain        predicted, for one sequence: TARGET's step takes {steps} ms for 1, 2.. tokens, a guess {guess}",
         f"written to  {out}",
+        f"to serve    tandem serve {_serving(report, out)}",
     ]
+
+
+def _serving(report: dict[str, Any], out: Path) -> str:
+    """The arguments that serve the target with what was made."""
+    from tandem.workers.distill.distill_settings import SERVED_AS
+
+    settings = report["settings"]
+    method, places = SERVED_AS[settings["method"]], settings["places"]
+    config = json.dumps({"method": method, "model": str(out), "num_speculative_tokens": places})
+    return f"{shlex.quote(report['target'])} --speculative-config {shlex.quote(config)}"
 
 
 def _shares(places: list[float]) -> str:

@@ -13,35 +13,23 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from msgspec.structs import replace
 
 from tandem.cluster.cli.base.flags import with_service_options
 from tandem.cluster.cli.base.plan_report import report
+from tandem.cluster.cli.base.planned_model import PlannedModel, planned_model
 from tandem.cluster.cli.base.terminal import say
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
 from tandem.configs.options import OPTIONS
-from tandem.configs.platform_facts import check_formats, idle_flags, sized
+from tandem.configs.platform_facts import idle_flags
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.stored.headers import INDEX, find_weights, has_other_weights, no_weights, weight_files
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
 from tandem.workers.models.spec.arch import ArchSpec
 from tandem.workers.models.spec.family_rows.families import parameters_of
-from tandem.workers.planning.budget import GIB, available_bytes, check_offload
-from tandem.workers.planning.hub import Wanted
-from tandem.workers.planning.invariance import check_batch_invariant
-from tandem.workers.planning.model_source import find_model, of_draft
-from tandem.workers.planning.planner import GroupPlan, Memory, best_of, layouts, plan_group
-from tandem.workers.planning.resolve import (
-    check_weights,
-    read_spec,
-    resolve_dtype,
-    resolve_kv_dtype,
-    resolve_max_model_len,
-)
+from tandem.workers.planning.planner import GroupPlan, best_of, layouts
 from tandem.workers.planning.stored_model import open_checkpoint
 
-CONFIG = Wanted(("config.json",))
 PLANNED = {
     "revision", "dtype", "quantization", "batch_invariant", "enforce_eager", "max_model_len", "hf_overrides",
     "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel",
@@ -118,47 +106,9 @@ def _check(asked: _Asked) -> None:
         raise SettingsError(f"{asked.num_ranks} must be from 1 to 4096", "--ranks")
 
 
-@dataclass(frozen=True, slots=True)
-class _PlannedModel:
-    """A model and the memory to plan for, with resolved types and context length."""
-
-    settings: EngineSettings
-    spec: ArchSpec
-    memory: Memory
-    dtype: str
-    kv_dtype: str
-    max_model_len: int
-
-    def plan(self, tp_size: int, pp_size: int) -> GroupPlan:
-        parallel = replace(self.settings.parallel, tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size)
-        settings = replace(self.settings, parallel=parallel)
-        return plan_group(settings, self.spec, self.memory, self.dtype, self.kv_dtype, self.max_model_len)
-
-
-def _config_here(model: ModelSettings) -> ModelSettings:
-    """Returns the settings of a model with the folder of its config. SettingsError."""
-    here: ModelSettings = replace(model, model=str(find_model(model.model, model.revision, "MODEL", CONFIG)))
-    return here
-
-
-def _model(name: str, settings: EngineSettings, asked: _Asked) -> _PlannedModel:
-    """Finds the model and resolves the settings that depend on it. SettingsError."""
-    folder = find_model(name, settings.model.revision, "MODEL", CONFIG)
-    draft = of_draft(_config_here, settings.model.draft)
-    settings = replace(settings, model=replace(settings.model, model=str(folder), draft=draft))
-    spec, memory = read_spec(settings), _memory(settings, asked)
-    check_formats(settings, memory.device)
-    check_weights(spec, memory.device)
-    settings = sized(settings, memory.device, memory.device_bytes)
-    check_batch_invariant(settings, spec, memory.device)
-    dtype = resolve_dtype(settings, spec, memory.device)
-    kv_dtype = resolve_kv_dtype(settings, dtype)
-    return _PlannedModel(settings, spec, memory, dtype, kv_dtype, resolve_max_model_len(settings, spec))
-
-
 def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
     """Computes the result as the JSON object that `--json` prints."""
-    model = _model(name, settings, asked)
+    model = planned_model(name, settings, asked.device_memory_gib, asked.host_tier_gib, asked.disk_tier_gib)
     spec, given = model.spec, model.settings.parallel
     num_ranks = asked.num_ranks or given.ranks_per_group
     found = layouts(spec, num_ranks, expert_parallel=given.enable_expert_parallel)
@@ -186,7 +136,7 @@ def _find(name: str, settings: EngineSettings, asked: _Asked) -> dict[str, Any]:
     }
 
 
-def _hint(model: _PlannedModel) -> str | None:
+def _hint(model: PlannedModel) -> str | None:
     """Returns a line on what is faster on this machine's CPU."""
     from tandem.configs.environment import lacks_bf16_products
     from tandem.configs.platform_facts import PLATFORM_FACTS, W8A8_HELPS
@@ -196,27 +146,6 @@ def _hint(model: _PlannedModel) -> str | None:
     if not can_change or not is_dense or not lacks_bf16_products():
         return None
     return f"This CPU multiplies no pairs of bf16: {W8A8_HELPS}."
-
-
-def _memory(settings: EngineSettings, asked: _Asked) -> Memory:
-    """The memory to plan for: of --device-memory, else this machine's. SettingsError when there is no CUDA device, and
-    for flags that this machine has no use for."""
-    from tandem.cluster.deploy import devices
-
-    device, size = devices.device_memory(settings.device.device)
-    if asked.device_memory_gib is not None:
-        size = int(asked.device_memory_gib * GIB)
-    elif size is None:
-        raise SettingsError("there is no CUDA device here to ask; say how many GiB one has", "--device-memory")
-    else:
-        check_offload(settings.device.cpu_offload_gib, host_bytes=0, ranks_on_node=1)
-    return Memory(
-        device=device,
-        device_bytes=size,
-        host_bytes=available_bytes() if asked.device_memory_gib is None else None,
-        host_tier_bytes=int(asked.host_tier_gib * GIB),
-        disk_tier_bytes=int(asked.disk_tier_gib * GIB),
-    )
 
 
 def _stored(model: ModelSettings, spec: ArchSpec, *, is_own: bool) -> StoredCheckpoint | None:

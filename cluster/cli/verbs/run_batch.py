@@ -49,6 +49,7 @@ OF_A_SERVICE = frozenset(
         "usage_days",
         "usage_rows",
         "shutdown_timeout",
+        "kv_events",
         "redis_url",
         "redis_timeout_ms",
     }

@@ -1,6 +1,7 @@
 """`tandem status`: groups, gateways, adapters and tenants of this user's running services, or of an application under
 Serve, from Redis."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,7 +49,8 @@ def _show(shown: ShownService, now: ServiceReading) -> None:
     for gateway in now.gateways:
         leaving = "  leaving" if gateway.is_leaving else ""
         place = f"{on_node(shown, gateway.host)}pid {gateway.pid}"
-        typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}  {place}{leaving}")
+        policy = f"  routing {gateway.routing_policy}" if gateway.routing_policy else ""
+        typer.echo(f"  gateway {gateway.gateway}  requests in flight {gateway.in_flight}{policy}  {place}{leaving}")
         if gateway.refused:
             typer.echo(f"    {gateway.refused}")
     if (failure := now.failure) is not None and all(record.state != "serving" for record in now.groups):
@@ -63,8 +65,9 @@ def _show(shown: ShownService, now: ServiceReading) -> None:
         )
         if record.fetching:
             typer.echo(f"    the model is downloaded: {record.fetching}")
-        if report is not None and (reason := _disk_disabled(report)) is not None:
-            typer.echo(f"    --kv-disk-path was switched off: {reason}")
+        if report is not None:
+            for line in _remarks(report):
+                typer.echo(f"    {line}")
     if (ends := losses(now)) is not None:
         typer.echo(f"  {ends}")
     if now.adapters:
@@ -76,12 +79,17 @@ def _show(shown: ShownService, now: ServiceReading) -> None:
         typer.echo(f"  logs in {shown.logs}")
 
 
-def _disk_disabled(report: "GroupReport") -> str | None:
-    """The reason why a group's disk tier was switched off; None while it is on, or where there is none."""
+def _remarks(report: "GroupReport") -> Iterator[str]:
+    """Lines on a group with drafts, and on one whose disk tier was switched off."""
     from tandem.cluster.fleet.engine_metrics import decode_stats
 
     stats = decode_stats(report)
-    return None if stats is None or stats.offload is None else stats.offload.disk_disabled
+    if stats is None:
+        return
+    if (drafts := stats.drafts) is not None:
+        yield f"drafts accepted {drafts.num_accepted:,} of {drafts.num_draft_tokens:,} since its start"
+    if stats.offload is not None and stats.offload.disk_disabled is not None:
+        yield f"--kv-disk-path was switched off: {stats.offload.disk_disabled}"
 
 
 def _places(entry: "AdapterEntry", now: ServiceReading) -> str:

@@ -1,4 +1,5 @@
-"""GET /admin/groups: the groups and their ranks. POST /reset_prefix_cache: an order to all groups."""
+"""GET /admin/groups: the groups and their ranks. POST /admin/groups/G/record: an order to one, /reset_prefix_cache:
+to all."""
 
 from typing import Any
 
@@ -29,6 +30,15 @@ async def reset_prefix_cache(context: GatewayContext, request: Request, _: Princ
         message = f"The order was given, but {len(left)} groups have not confirmed it yet: {', '.join(sorted(left))}."
         raise RequestRefused(message, code="service_unavailable", status=503)
     return json_response({"status": "ok"})
+
+
+async def record_group(context: GatewayContext, request: Request, _: Principal) -> Response:
+    """Has a group write its last steps to a file beside its log, on its node, for `tandem replay`: needs
+    --record-mib."""
+    for name in request.query_params:
+        raise unsupported(name, f"The query parameter {printable(name)} is not supported.")
+    recording = await context.dispatch.record(request.path_params["group"])
+    return json_response({"object": "recording", **recording})
 
 
 def _shown(record: GroupRecord, report: GroupReport | None) -> dict[str, Any]:

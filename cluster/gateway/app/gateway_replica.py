@@ -55,6 +55,7 @@ from tandem.cluster.gateway.idempotency.key_store import KeyStore
 from tandem.cluster.gateway.records.request_log import open_request_lines
 from tandem.cluster.gateway.records.request_records import RequestRecords
 from tandem.cluster.gateway.responses.response_store import ResponseStore
+from tandem.cluster.gateway.services.prompt_overlaps import PromptOverlaps
 from tandem.cluster.gateway.tracing.tracing import end_within, exporting, open_tracing
 from tandem.cluster.process.exit_watch import ExitWatch
 from tandem.cluster.process.time_to_leave import TimeToLeave
@@ -195,8 +196,7 @@ class Gateway:
         settings = replace(self._settings, engine=engine)
         gateway = settings.gateway
         several = self._has_peers = gateway.num_gateways > 1 or not facts.open_port  # Serve may start more at any time
-        if several or gateway.ssl_ca_certs is not None:  # the launcher has none to ask with
-            self._heartbeat = GatewayHeartbeat(self._redis, facts.service_id, self._record)
+        self._heartbeat = GatewayHeartbeat(self._redis, facts.service_id, self._record)
         adapters = await open_adapter_service(settings, self._redis, facts.service_id, self._most_adapters)
         if adapters is not None:
             self._background = start_adapter_tasks(adapters, settings, self._redis, facts.service_id, self._changes)
@@ -217,7 +217,9 @@ class Gateway:
             access_log=lines.access_log,
             records=RequestRecords(lines.on_record, self._id, self._ask, exporting(tracing)),
             tracing=tracing,
+            find_overlaps=PromptOverlaps(router_view().prefixes, self._text.workers).find,
         )
+        router_view().prefixes.on_error = metrics.overlap_missed
         draining, registries = self._context.draining, (metrics.registry, metrics.tenants)
         self._live = LiveSettings(gateway, lambda now: use_settings(now, self._text, self._context))
         self._leaving = Leaving(
@@ -450,6 +452,8 @@ class Gateway:
             is_leaving=self._leaving.begun,
             refused=self._live.refused,
             kind=kind_of(self._facts.model_digest),
+            reply_to=self._dispatch.reply_to,
+            routing_policy=self._settings.gateway.routing_policy,
         )
 
     async def _open_port(self, app: FastAPI) -> None:

@@ -8,6 +8,7 @@ import msgspec
 
 from tandem.cluster.gateway.admin.adapter_routes import LoadBody, UnloadBody
 from tandem.cluster.gateway.admin.drain_routes import DrainBody
+from tandem.cluster.gateway.admin.route_explain import RouteBody
 from tandem.cluster.gateway.admin.tenant_routes import RotateBody, TenantBody
 from tandem.cluster.gateway.http.auth import AuthLevel
 from tandem.cluster.gateway.http.error_answers import ErrorBody
@@ -25,6 +26,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/admin/drain": DrainBody,
+    "/admin/routes/explain": RouteBody,
     "/admin/tenants": TenantBody,
     "/admin/tenants/{name}": Limits,
     "/admin/tenants/{name}/rotate-key": RotateBody,

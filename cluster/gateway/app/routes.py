@@ -17,7 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.cluster.gateway.admin import adapter_routes, drain_routes, group_routes, request_routes, tenant_routes
+from tandem.cluster.gateway.admin import (
+    adapter_routes,
+    drain_routes,
+    group_routes,
+    request_routes,
+    route_explain,
+    tenant_routes,
+)
 from tandem.cluster.gateway.anthropic import messages
 from tandem.cluster.gateway.anthropic.anthropic_errors import ANTHROPIC_API, AnthropicErrorBody
 from tandem.cluster.gateway.anthropic.messages_body import CountTokensBody, MessagesBody
@@ -165,6 +172,8 @@ def _admin_routes(text: TextServices, accounts: Accounts, context: GatewayContex
     return (
         RouteSpec("POST", "/reset_prefix_cache", admin, partial(group_routes.reset_prefix_cache, context)),
         RouteSpec("GET", "/admin/groups", admin, partial(group_routes.list_groups, context)),
+        RouteSpec("POST", "/admin/routes/explain", admin, partial(route_explain.explain, *tenants, context)),
+        RouteSpec("POST", "/admin/groups/{group}/record", admin, partial(group_routes.record_group, context)),
         RouteSpec("POST", "/admin/drain", admin, partial(drain_routes.drain, *serving)),
         RouteSpec("GET", "/admin/tenants", admin, partial(tenant_routes.list_tenants, accounts)),
         RouteSpec("POST", "/admin/tenants", admin, partial(tenant_routes.add_tenant, *tenants)),

@@ -16,7 +16,12 @@ from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.adapters.sources import roots_of
 from tandem.cluster.gateway.app.model_text import read_model_text
 from tandem.cluster.gateway.generation.dispatch import Dispatch
-from tandem.cluster.gateway.generation.gateway_context import GatewayContext, GatewayTimes
+from tandem.cluster.gateway.generation.gateway_context import (
+    FindOverlaps,
+    GatewayContext,
+    GatewayTimes,
+    no_overlaps,
+)
 from tandem.cluster.gateway.generation.quarantine import Quarantine
 from tandem.cluster.gateway.http.auth import KnownKeys, StaticKeys, TenantKeys
 from tandem.cluster.gateway.http.gateway_metrics import Alone, GatewayMetrics, Peers
@@ -110,6 +115,7 @@ def build_context(
     access_log: AccessLog | None = None,
     records: RequestRecords | None = None,
     tracing: Tracing | None = None,
+    find_overlaps: FindOverlaps = no_overlaps,
 ) -> GatewayContext:
     """peers: None for a service with one gateway. quarantined: digests of prompts that other gateways have in
     quarantine."""
@@ -129,6 +135,7 @@ def build_context(
         access_log=access_log if access_log is not None else AccessLog(),
         records=records if records is not None else RequestRecords(),
         tracing=tracing,
+        find_overlaps=find_overlaps,
     )
 
 

@@ -6,7 +6,7 @@ part: take(), end(). Whether a request is tried again is the Generation's decisi
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -14,7 +14,8 @@ from tandem.cluster.fleet.fleet_view import GroupRecord
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.workers.messages.request import Abort
+from tandem.cluster.routing.route_table import RouteTable
+from tandem.workers.messages.request import Abort, GenerationRequest
 
 
 class DrainingGroup(Struct, frozen=True, kw_only=True):
@@ -90,6 +91,15 @@ class Dispatch(Protocol):
     async def drain(self, target: str, timeout_s: float | None) -> DrainState:
         """Begins the planned end of a group or a node, or says how far it is. timeout_s: for requests that run; None:
         the service's. RequestRefused for what cannot be drained."""
+        ...
+
+    def route_table(self, request: GenerationRequest, hint: RouteHint) -> RouteTable:
+        """Returns what each group would cost a request, which goes nowhere. RequestRefused (503) without a group."""
+        ...
+
+    async def record(self, group: str) -> Mapping[str, Any]:
+        """Has a group write what it has recorded; returns where that is, and what it is. RequestRefused for an unknown
+        group, one that records nothing, and while nobody answers."""
         ...
 
     async def metrics(self, *, with_tenants: bool) -> str:

@@ -2,7 +2,7 @@
 (app/live_settings.py); else nothing changes, except inside the objects it points to."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from tandem.cluster.adapters.adapter_service import AdapterService
@@ -17,6 +17,7 @@ from tandem.cluster.gateway.tracing.tracing import Tracing
 from tandem.cluster.tenants.billing_record import Ledger
 from tandem.cluster.tenants.tenant_admission import Tenancy
 from tandem.workers.engine.waiting.probation import PROBATION_TOKENS
+from tandem.workers.messages.request import GenerationRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,14 @@ class GatewayTimes:
     drain_s: float = 5.0  # for an aborted request's last delta
     usage_s: float = 1.0  # for the counts after a stop string
     unload_s: float = 600.0  # for the last request of an adapter
+
+
+FindOverlaps = Callable[[GenerationRequest], Awaitable[Mapping[str, tuple[int, int]]]]
+
+
+async def no_overlaps(request: GenerationRequest) -> Mapping[str, tuple[int, int]]:
+    """Finds nothing."""
+    return {}
 
 
 @dataclass(kw_only=True)
@@ -56,6 +65,8 @@ class GatewayContext:
     probation_tokens: int = PROBATION_TOKENS
     access_log: AccessLog = field(default_factory=AccessLog)
     records: RequestRecords = field(default_factory=RequestRecords)
+    # what groups have of a request's prompt, as in its RouteHint
+    find_overlaps: FindOverlaps = no_overlaps
     # None when there are no traces
     tracing: Tracing | None = None
     clock: Callable[[], float] = time.monotonic

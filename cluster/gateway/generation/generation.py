@@ -265,12 +265,18 @@ class Generation:
         """Sends the request to a group and waits for its end. Returns the answer of a group that refused or lost it;
         None when the request is over."""
         dispatch = self._context.dispatch
+        overlaps = await self._context.find_overlaps(part.request)
+        if self._closing.is_set() or not part.open_choices:  # meanwhile
+            dispatch.cancel(part)
+            return None
         part.begin_attempt()
         clock = self._context.clock
         began_s = clock()
         try:
-            dispatch.send(part, hint_of(part.request, failover.avoid))
+            dispatch.send(part, hint_of(part.request, failover.avoid, part.session, overlaps))
             sent_s = self._now()
+            for choice in part.kept.keys() - part.request.ended_choices:  # a stop string was found meanwhile
+                self._abort(part, choice)
             ended = await self._until_ended(part)
             if ended is not None and ended.refused is None:
                 return await self._last_deltas(part, ended)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from tandem.cluster.gateway.http.tasks import Aside
+from tandem.cluster.routing.route_table import RouteNote
 from tandem.workers.messages.course import Course
 from tandem.workers.messages.errors import RequestRefused
 from tandem.workers.messages.refusals import lost
@@ -83,6 +84,11 @@ class RequestPart:
     # set by whatever its owner waits for
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
+    # names its session to the router (route_hint.session_key), "" without one
+    session: str = ""
+    # where the client asks why it goes where it goes
+    route_note: RouteNote | None = None
+
     # ---- of all attempts ----
     # by choice that a stop string has ended, its output tokens
     kept: dict[int, int] = field(default_factory=dict)
@@ -134,6 +140,18 @@ class RequestPart:
     def has_new_tokens(self) -> bool:
         """True if the present attempt has delivered any."""
         return any(len(got) > before for got, before in zip(self.delivered, self.before, strict=True))
+
+    @property
+    def mean_tokens(self) -> int | None:
+        """The tokens of a choice in the mean, when all have ended by themselves or by their limit; else None."""
+        if not self.choices or any(choice.finished not in ("stop", "length") for choice in self.choices):
+            return None
+        return round(sum(choice.tokens for choice in self.choices) / len(self.choices))
+
+    @property
+    def was_cut(self) -> bool:
+        """True if a choice has ended by its limit."""
+        return any(choice.finished == "length" for choice in self.choices)
 
     def is_past(self, tokens: int) -> bool:
         """True if the present attempt has delivered so many tokens of each choice that has not ended."""

@@ -1,13 +1,14 @@
 """ServeDispatch: requests go out through the Serve handle, tokens come back over the token channel.
 
 It knows which group runs which attempt, and ends the attempts of groups that are lost, silent or on their way out. What
-follows from an end is the Generation's decision. One event loop only. Next: routing/serve_router.py, which picks the
+follows from an end is the Generation's decision. One event loop only. Next: routing/router/serve_router.py picks the
 group; in the group cluster/group/coordinator.py; here part.py, which takes the deltas.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -15,14 +16,16 @@ import msgspec
 from tandem.cluster.adapters.adapter_metrics import add_adapters
 from tandem.cluster.adapters.adapter_service import AdapterService
 from tandem.cluster.fleet.engine_metrics import Families, add_engines, add_groups
-from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, channel_name
+from tandem.cluster.fleet.fleet_view import FleetView, GroupRecord, channel_name, read_channel_name
 from tandem.cluster.fleet.group_reports import GroupReport
 from tandem.cluster.gateway.generation.dispatch import DrainState
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups, Drains
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.http.tasks import Aside
 from tandem.cluster.ray_private.separate_calls import call_separately
+from tandem.cluster.routing.route_charges import RouteCharges
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.routing.route_table import RouteTable
 from tandem.cluster.routing.router_view import RouterView
 from tandem.cluster.scaling.scaling_watch import ScalingWatch
 from tandem.cluster.state.redis_client import RedisUnavailable
@@ -30,8 +33,9 @@ from tandem.cluster.wire.token_channel import TokenReceiver
 from tandem.cluster.wire.version import OtherVersion, kind_of, with_version, without_version
 from tandem.configs.limits import ANY_PORTS, Ports
 from tandem.workers.messages.errors import RequestRefused
+from tandem.workers.messages.kv_events import KvEvents, KvFacts
 from tandem.workers.messages.refusals import GROUP_UNUSABLE, lost, refused
-from tandem.workers.messages.request import Abort, Ended, Loss, TokenDelta
+from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Loss, TokenDelta
 
 log = logging.getLogger("tandem.groups")
 GAP_S = 1.0
@@ -89,7 +93,9 @@ class ServeDispatch:
         self._adapters = adapters
         self._draining = draining if draining is not None else DrainingGroups(lambda: None, 0.0, self.loop.time)
         self.view = view if view is not None else RouterView()
-        self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap, ports)
+        self._charges = RouteCharges(lambda request_id, tokens: self.view.correct(request_id, tokens))
+        self._receiver = TokenReceiver(secret, host, self._on_deltas, self._on_gap, ports, self._on_kv)
+        self.reply_to = self._receiver.reply_to
         self._parts: dict[str, RequestPart] = {}
         self._unusable: set[str] = set()
         self._last_message_s: dict[bytes, float] = {}
@@ -106,17 +112,25 @@ class ServeDispatch:
     def send(self, part: RequestPart, hint: RouteHint) -> None:
         if self._refusal is not None:
             raise self._refusal
-        reply_to = self._receiver.reply_to
+        reply_to = self.reply_to
         request = part.request = msgspec.structs.replace(part.request, reply_to=reply_to)
-        missing = (record.group for record in self._fleet.missing_for())
-        avoid = {*hint.avoid, *missing, *self._draining.groups, *self._unusable}
-        hint = msgspec.structs.replace(hint, gateway=reply_to.nonce, avoid=tuple(sorted(avoid)))
+        self._parts[request.request_id] = part  # before all that cancel() takes back
+        self._charges.begin(request)
+        hint = self._routed(request, hint)
         payload = self._encode(request)
         method = self._by_value if len(payload) <= MOST_BY_VALUE else self._by_reference
         self.view.sent_to[request.request_id] = None
+        if part.route_note is not None:
+            self.view.notes[request.request_id] = part.route_note
         part.call = call_separately(lambda: method.remote(with_version(payload, model=self._model), hint=hint))
         part.answer = Aside(self._answer(part), part.news.set)
-        self._parts[request.request_id] = part
+
+    def _routed(self, request: GenerationRequest, hint: RouteHint) -> RouteHint:
+        """The hint as the router gets it: with the cost, and all groups that are to be avoided."""
+        missing = (record.group for record in self._fleet.missing_for())
+        avoid = {*hint.avoid, *missing, *self._draining.groups, *self._unusable}
+        cost, gateway = self._charges.cost(request), self._receiver.reply_to.nonce
+        return msgspec.structs.replace(hint, cost_tokens=cost, gateway=gateway, avoid=tuple(sorted(avoid)))
 
     def abort(self, abort: Abort) -> None:
         """Implements Dispatch. While the group is not known, an abort of one choice is held, and the whole request is
@@ -132,9 +146,12 @@ class ServeDispatch:
             _drop(part)
 
     def cancel(self, part: RequestPart) -> None:
+        self.view.prefixes.forget(part.request.request_id)  # noted before it was sent, if it was
         if self._parts.get(part.request.request_id) is part:
             del self._parts[part.request.request_id]
             self.view.sent_to.pop(part.request.request_id, None)
+            self.view.notes.pop(part.request.request_id, None)
+            self._charges.end(part.request.request_id, part.mean_tokens, was_cut=part.was_cut)
         if part.is_complete and part.ended is None:
             self.loop.call_later(CANCEL_AFTER_S, _drop, part)  # its answer is due
             return
@@ -216,6 +233,31 @@ class ServeDispatch:
     async def drain(self, target: str, timeout_s: float | None) -> DrainState:
         return await self._drains.ask(target, timeout_s)
 
+    def route_table(self, request: GenerationRequest, hint: RouteHint) -> RouteTable:
+        self.view.prefixes.forget(request.request_id)  # it is not sent
+        table = None if self.view.explain is None else self.view.explain(self._routed(request, hint))
+        if table is None:
+            message = "This gateway knows no group yet; try again when one serves."
+            raise RequestRefused(message, code="service_unavailable", status=503)
+        return table
+
+    async def record(self, group: str) -> Mapping[str, Any]:
+        record = self._fleet.records.get(group)
+        if record is None:
+            raise RequestRefused(f"There is no group {group[:64]!r}.", code="not_found", status=404, param="group")
+        try:
+            answer = await self._fleet.order_recording(group)
+        except RedisUnavailable as error:
+            message = f"The group cannot be told now, because Redis {error.state}; try again."
+            raise RequestRefused(message, code="service_unavailable", status=503) from None
+        if answer is None:
+            message = f"Group {group} has not answered in time; its log says whether it has written the recording."
+            raise RequestRefused(message, code="service_unavailable", status=503)
+        found: dict[str, Any] = msgspec.json.decode(answer)
+        if (why := found.get("error")) is not None:
+            raise RequestRefused(f"Group {group} has no recording: {why}.", code="not_recorded", status=409)
+        return {"group": group, "node": record.host, **found}
+
     async def metrics(self, *, with_tenants: bool) -> str:
         reports, tally = await asyncio.gather(self._fleet.read_reports(), self._fleet.read_tally())
         redis_unavailable = self._fleet.redis_unavailable
@@ -247,8 +289,13 @@ class ServeDispatch:
         """Ends the attempts of groups without heartbeats and tokens, and of groups that are taken down and whose time
         is nearly over, if there is another group for them; also attempts of which the group has said nothing yet.
         Called about twice a second. A group that sends tokens works, even if its heartbeats do not reach Redis."""
+        with _harmless("what groups have told of their KV was not looked after"):
+            self._look_after_prefixes()
         self._refuse_what_does_not_arrive()
         self._note_other_models()
+        for part in self._parts.values():
+            if part.has_new_tokens:
+                self._charges.look(part.request.request_id, sum(map(len, part.delivered)))
         self._draining.refresh(self._fleet.records.values())
         if not self.has_group(self._draining.groups):
             return
@@ -344,8 +391,27 @@ class ServeDispatch:
             if part.sender is None:
                 self._meet(sender)
                 self._learn_sender(part, sender)
+                with _harmless("what a group has found of a prompt was not compared"):
+                    self._compare(own[0], sender)
             if not part.take(own):
                 self._lose_soon(part)
+
+    def _on_kv(self, sender: bytes, message: KvFacts | KvEvents) -> None:
+        if self.view.prefixes.take(*read_channel_name(sender), message, self.loop.time()):
+            self._receiver.ask_kv(sender)
+
+    def _compare(self, first: TokenDelta, sender: bytes) -> None:
+        """The first delta of an attempt says what its group has found of the prompt."""
+        if first.cached_tokens is not None:
+            group, _ = read_channel_name(sender)
+            if self.view.prefixes.found(first.request_id, group, first.cached_tokens, self.loop.time()):
+                log.info("group %s does not have the KV that it told of, or has more: it is asked anew", group)
+                self._receiver.ask_kv(sender)
+
+    def _look_after_prefixes(self) -> None:
+        running, records = self.view.running or (), self._fleet.records
+        self.view.prefixes.tick(self.loop.time())
+        self.view.prefixes.keep_only(lambda group: group in records or group in running)
 
     def _learn_sender(self, part: RequestPart, sender: bytes) -> None:
         """Its first message has come: its group can be told what was held."""
@@ -381,6 +447,15 @@ class ServeDispatch:
         for part in self._parts.values():
             if part.sender == sender:
                 self._lose_soon(part)
+
+
+@contextmanager
+def _harmless(failed: str) -> Iterator[None]:
+    """Logs what is raised: nothing of a request depends on it."""
+    try:
+        yield
+    except Exception:
+        log.exception(failed)
 
 
 def _drop(part: RequestPart) -> None:

@@ -29,6 +29,7 @@ from tandem.workers.messages.request import Usage
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # vLLM has none either, and they are a third of the series
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
+OVERLAP_BUCKETS = (127, 511, 2047, 8191, 32767)
 E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0)
 
 
@@ -124,6 +125,10 @@ class GatewayMetrics:
         text_seconds = counter("gateway_text_seconds", text, "model_name", "place")
         self._loop_seconds, self._thread_seconds = (text_seconds.labels(model_name, at) for at in ("loop", "thread"))
         self._text_queue = histogram("gateway_text_queue", "How long text work waited for a thread.", TTFT_BUCKETS)
+        text = "Prompt tokens by which a router took its group to have too many (over), or as many or too few (under)."
+        name, labels = f"{prefix}:route_overlap_error_tokens", ("model_name", "direction")
+        errors = Histogram(name, text, labels, buckets=OVERLAP_BUCKETS, registry=registry)
+        self._overlap_over, self._overlap_under = (errors.labels(model_name, way) for way in ("over", "under"))
 
         self._by_tenant = TenantCounters(clock, known)
         of_tenants = partial(counter, registry=self.tenants)
@@ -143,6 +148,10 @@ class GatewayMetrics:
     def moved(self) -> None:
         """Counts a request that goes on with another group."""
         self._moved.inc()
+
+    def overlap_missed(self, tokens: int) -> None:
+        """Counts a prediction of the router. tokens: predicted minus found."""
+        (self._overlap_over if tokens > 0 else self._overlap_under).observe(abs(tokens))
 
     def response_stored(self, outcome: str) -> None:
         """Counts an answer that was to be stored. outcome: stored, too_large or failed."""

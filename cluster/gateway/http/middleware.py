@@ -81,6 +81,8 @@ class RequestMiddleware:
                     own += self._tenancy.headers(tenant)
                 if names := scope.get("tandem.ignored"):
                     own.append(_ignored_header(scope["tandem.request_id"], names))
+                if (note := scope.get("tandem.route_note")) is not None and note.line is not None:
+                    own.append((b"x-tandem-route", note.line.encode("ascii", "replace")))
                 message["headers"] = [*message.get("headers", ()), *own]
                 self._metrics.http_answered(scope.get("tandem.route", "unknown"), message["status"])
             elif len(message.get("body", b"")) > PIECE_BYTES:

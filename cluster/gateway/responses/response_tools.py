@@ -16,7 +16,7 @@ from tandem.cluster.gateway.responses.response_items import check_kind
 from tandem.cluster.gateway.schemas.ignored_fields import Ignorables, IgnoredFields, ignorable
 from tandem.cluster.gateway.schemas.reading import invalid, unsupported
 from tandem.workers.messages.errors import RequestRefused
-from tandem.workers.messages.structured_outputs import StructuredOutputsParams
+from tandem.workers.messages.sampling_ranges import StructuredOutputsParams
 from tandem.workers.text.grammars import GrammarError, checked_grammar
 
 HINTS: Ignorables = {

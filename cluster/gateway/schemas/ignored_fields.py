@@ -17,10 +17,11 @@ _INDEX = re.compile(r"\[\d+\]")
 
 class Ignorable(NamedTuple):
     """A field that is ignored. nothing: its values that ask for nothing, which nobody needs to hear of. is_usual: it is
-    accepted with --strict-fields too."""
+    accepted with --strict-fields too. is_kept: a text there is not ignored, but kept for the router."""
 
     nothing: Neutral = NEVER
     is_usual: bool = False
+    is_kept: bool = False
 
 
 Ignorables = Mapping[str, Mapping[str, Ignorable]]
@@ -34,13 +35,15 @@ def ignorable(*names: str) -> dict[str, Ignorable]:
 
 class IgnoredFields:
     """The ignored fields of one request. names: as the client is told, without indices, in the order of their finding.
-    Only fields that our tables or our code know get there, so that no client writes a header."""
+    Only fields that our tables or our code know get there, so that no client writes a header. kept: by place, the texts
+    of fields that the router heeds."""
 
     def __init__(self, *, is_strict: bool = False) -> None:
         self._is_strict = is_strict
         self._name_of: Callable[[str], str] = str
         self.names: dict[str, None] = {}
         self.left_out: list[int] = []
+        self.kept: dict[str, str] = {}
 
     def leave_out(self, at: int, kind: str, name: str) -> None:
         """Notes a tool of the body that is left out, by its number there: refusals name the others by theirs
@@ -68,7 +71,7 @@ class IgnoredFields:
         """The same fields, for code that knows them by other names. name_of: makes the client's (FieldNames.of)."""
         other = IgnoredFields(is_strict=self._is_strict)
         other._name_of = name_of
-        other.names, other.left_out = self.names, self.left_out
+        other.names, other.left_out, other.kept = self.names, self.left_out, self.kept
         return other
 
     def take_from(self, fields: dict[str, Any], table: Ignorables, at: str = "") -> None:
@@ -97,7 +100,9 @@ class IgnoredFields:
 
     def _drop(self, found: dict[str, Any], name: str, entry: Ignorable, param: str) -> None:
         value = found.pop(name)
-        if value is not None and not entry.nothing.accepts(value):
+        if entry.is_kept and isinstance(value, str):
+            self.kept[param] = value
+        elif value is not None and not entry.nothing.accepts(value):
             self.note(param, not_neutral(param, entry.nothing.words), is_usual=entry.is_usual)
 
 

@@ -11,7 +11,7 @@ HINTS: dict[str, Ignorable] = {
     "store": Ignorable(neutral_values(False)),
     "metadata": Ignorable(neutral_values({}), is_usual=True),
     "safety_identifier": Ignorable(neutral_values(""), is_usual=True),
-    "prompt_cache_key": Ignorable(neutral_values(""), is_usual=True),
+    "prompt_cache_key": Ignorable(neutral_values(""), is_usual=True, is_kept=True),
     "service_tier": Ignorable(neutral_values("auto", "default")),
     "verbosity": Ignorable(neutral_values("medium")),
     **ignorable("prompt_cache_retention", "prompt_cache_options", "prediction"),

@@ -13,7 +13,7 @@ from tandem.cluster.gateway.schemas.generation_body import CommonBody, ResponseF
 from tandem.cluster.gateway.schemas.reading import invalid
 from tandem.configs.schema import GatewaySettings
 from tandem.workers.messages.errors import RequestRefused
-from tandem.workers.messages.structured_outputs import StructuredOutputsParams
+from tandem.workers.messages.sampling_ranges import StructuredOutputsParams
 from tandem.workers.text.grammars import GrammarError, checked_grammar, kind_of
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}

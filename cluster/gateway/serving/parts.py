@@ -10,6 +10,7 @@ from tandem.cluster.gateway.services.model_lookup import ServedModel
 from tandem.cluster.gateway.services.text_services import TextServices
 from tandem.cluster.gateway.serving.prompts import Prompt
 from tandem.cluster.gateway.serving.received import Posted, QueueFields
+from tandem.cluster.gateway.serving.route_wishes import asked_note, route_session
 from tandem.cluster.gateway.serving.sampling_fields import sampling_params
 from tandem.cluster.tenants.tenant import salted
 from tandem.workers.messages.request import GenerationRequest, Pool, SamplingParams
@@ -94,6 +95,7 @@ def request_parts(
     """Makes the parts of one HTTP request, for each prompt one. name: the answer's id; those of the parts are unique
     even when x-request-id is not."""
     requests = _requests(context, posted, model, name, work, pool, text.first_attempt)
+    session, note = route_session(posted.request, posted.principal), asked_note(posted.request, posted.principal)
     return [
         RequestPart(
             request=request,
@@ -101,6 +103,8 @@ def request_parts(
             first_choice=number * one.sampling.n,
             is_open_ended=is_open_ended,
             acceptance=_acceptance(text) if len(work) == 1 and one.sampling.n == 1 else None,
+            session=session,
+            route_note=note if number == 0 else None,
         )
         for number, (request, one) in enumerate(zip(requests, work, strict=True))
     ]

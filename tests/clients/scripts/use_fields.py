@@ -57,10 +57,10 @@ BY_ROUTE = {
     "responses": {
         SERVED: {
             "include": ["reasoning.encrypted_content"], "truncation": "auto", "top_logprobs": 2, "store": False,
-            "chat_template_kwargs": {},
+            "chat_template_kwargs": {}, "prompt_cache_key": "a",
         },
         IGNORED: {
-            "max_tool_calls": 2, "client_metadata": {"a": "b"}, "prompt_cache_key": "a", "text": {"verbosity": "low"},
+            "max_tool_calls": 2, "client_metadata": {"a": "b"}, "text": {"verbosity": "low"},
             "tools": [{"type": "web_search"}],
         },
         REFUSED: {"background": True, "conversation": "a", "tools": [{"type": "code_interpreter"}]},

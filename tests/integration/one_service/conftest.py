@@ -14,7 +14,7 @@ from tests.support.service import Service, tandem_serve, wait_for
 SAID = "The lighthouse keeper's cat has learned to whistle."
 FLAGS = (
     "demo", "-tp", "2", "-dp", "2", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "512",
-    "--log-level", "debug", "--log-format", "json", "--enable-log-requests",
+    "--log-level", "debug", "--log-format", "json", "--enable-log-requests", "--record-mib", "8",
     "--shutdown-timeout", "120",  # longer than any stream lasts on a busy machine
 )  # fmt: skip
 

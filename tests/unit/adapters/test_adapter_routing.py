@@ -2,18 +2,15 @@
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from tandem.cluster.routing.group_loads import GroupLoads
-from tandem.cluster.routing.policy import (
-    MISS_REQUESTS,
-    MISS_TOKENS,
-    NEAR_REQUESTS,
-    adapter_affinity,
-    best_few,
-)
+from tandem.cluster.routing.policies.adapter_affinity import MISS_REQUESTS, MISS_TOKENS, AdapterAffinity
+from tandem.cluster.routing.policies.joint import Joint
+from tandem.cluster.routing.policies.least_tokens import LeastTokens
+from tandem.cluster.routing.policies.routing_policy import NEAR_REQUESTS, RoutingPolicy, choose
 from tandem.cluster.routing.residency import EXPECTED_S, MOST_HOMES, Homes, Residency, Tier, adapter_key, home_of
 from tandem.cluster.routing.route_hint import RouteHint
 
@@ -26,12 +23,12 @@ def order(groups: dict[str, tuple[int, Tier | None]], request: RouteHint = REQUE
     names = list(groups)
     loads = GroupLoads(
         groups=names,
-        outstanding=[tokens for tokens, _ in groups.values()],
-        own=[0] * len(names),
+        outstanding=np.array([tokens for tokens, _ in groups.values()]),
+        own=np.zeros(len(names), np.int64),
         last=[names.index(name) for name in last],
         tiers={tier: [names.index(n) for n, (_, has) in groups.items() if has is tier] for tier in Tier},
     )
-    return "".join(names[i] for i in best_few(adapter_affinity(loads, request), loads, request, lambda near: near[0]))
+    return "".join(names[i] for i in choose(AdapterAffinity(), loads, request, lambda near: near[0]))
 
 
 def test_among_groups_of_similar_load_device_is_before_host_before_none() -> None:
@@ -146,18 +143,11 @@ class _Group:
         self.work = max(0.0, self.work - seconds * self.RATE)
 
 
-Policy = Callable[[GroupLoads, RouteHint], list[float]]
-
-
-def by_tokens_alone(groups: GroupLoads, request: RouteHint) -> list[float]:
-    return list(groups.outstanding)
-
-
 class Outcome:
     """A simulation: 4 groups with room for 8 adapters each, 64 adapters asked for by Zipf's law, Poisson arrivals at
     60 % of what the groups serve, 200 tokens each, reports every 2 s."""
 
-    def __init__(self, policy: Policy, adapters: int = 64, requests: int = 4000, skew: float = 1.0) -> None:
+    def __init__(self, policy: RoutingPolicy, adapters: int = 64, requests: int = 4000, skew: float = 1.0) -> None:
         rng, self.rng = random.Random(7), random.Random(8)
         self.groups = [_Group(f"g{i}") for i in range(4)]
         self.holders: Counter[str] = Counter()
@@ -187,7 +177,7 @@ class Outcome:
         """How many groups held each of these adapters, over all reports."""
         return sum(self.holders[f"k{i:03}"] for i in range(first, last)) / self.reports / (last - first)
 
-    def _route(self, policy: Policy, residency: Residency, key: str, now_s: float) -> _Group:
+    def _route(self, policy: RoutingPolicy, residency: Residency, key: str, now_s: float) -> _Group:
         names = [group.name for group in self.groups]
         for group in self.groups:
             residency.report(group.name, group.reported)
@@ -199,26 +189,29 @@ class Outcome:
         if (home := home_of(key, names)) not in holders:
             tiers[Tier.HOME].append(names.index(home))
         loads = GroupLoads(
-            groups=names, outstanding=[int(group.work) for group in self.groups], own=[0] * len(names), tiers=tiers
+            groups=names,
+            outstanding=np.array([int(group.work) for group in self.groups]),
+            own=np.zeros(len(names), np.int64),
+            tiers=tiers,
         )
         request = RouteHint(request_id="r", cost_tokens=200, adapter=key)
-        return self.groups[best_few(policy(loads, request), loads, request, self.rng.choice)[0]]
+        return self.groups[choose(policy, loads, request, self.rng.choice)[0]]
 
 
-@pytest.fixture(scope="module")
-def affine() -> Outcome:
-    return Outcome(adapter_affinity)
+@pytest.fixture(scope="module", params=[AdapterAffinity, Joint])
+def affine(request: pytest.FixtureRequest) -> Outcome:
+    return Outcome(request.param())
 
 
 def test_most_requests_find_their_adapter_and_no_group_is_left_behind(affine: Outcome) -> None:
-    blind = Outcome(by_tokens_alone)
+    blind = Outcome(LeastTokens())
     print(f"loads {blind.loads} -> {affine.loads}, most work {blind.most_work:.0f} -> {affine.most_work:.0f}")
     assert affine.loads < blind.loads / 2
     assert affine.most_work < blind.most_work + MISS_TOKENS + MISS_REQUESTS * 200
 
 
 def test_popular_adapters_spread_and_rare_ones_do_not(affine: Outcome) -> None:
-    hot = Outcome(adapter_affinity, adapters=1, requests=2000)
+    hot = Outcome(Joint(), adapters=1, requests=2000)
     assert hot.mean_holders(0, 1) > 3.5, "one adapter for all: every group serves it"
     popular, rare = affine.mean_holders(0, 4), affine.mean_holders(32, 64)
     print(f"groups that hold one of the 4 most popular {popular:.2f}, one of the rarer half {rare:.2f}")

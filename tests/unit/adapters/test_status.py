@@ -27,6 +27,7 @@ from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import BackgroundClient, RequestClient
 from tandem.cluster.tenants.quota import Quota
 from tandem.cluster.tenants.store import TenantStore
+from tandem.workers.engine.base.draft_record import DraftStats
 from tandem.workers.engine.base.stats import OffloadStats
 from tests.support.fake_engine import FakeEngine
 from tests.unit.tenants.tenant_rig import Named
@@ -50,7 +51,8 @@ def prepare(url: str) -> None:
         offload = OffloadStats(
             **dict.fromkeys(counts, 0), loaded_tokens=0, blocks={}, copy_s={}, disk_disabled="No space left on device"
         )
-        stats = msgspec.msgpack.encode(dataclasses.replace(FakeEngine(None).stats(), offload=offload))
+        drafts = DraftStats(10, 4000, 1310, (10, 20))
+        stats = msgspec.msgpack.encode(dataclasses.replace(FakeEngine(None).stats(), offload=offload, drafts=drafts))
         record = GroupRecord(group="g0", life=1, model="demo", state="serving", host="h", pid=1)
         given = GroupReport(group="g0", model="demo", adapters=report, stats=stats, rank_pids=[7])
         await redis.command("SADD", keys.groups("s"), "g0")
@@ -94,6 +96,7 @@ def test_adapters_and_tenants_have_a_line_each(server: RedisServer, monkeypatch:
     assert lines[0] == "demo on http://x (pid 1)"
     assert lines[1].startswith("  group g0")
     assert lines[2:] == [
+        "    drafts accepted 1,310 of 4,000 since its start",
         "    --kv-disk-path was switched off: No space left on device",
         "  adapters 2: pirate@aaaaaaaaaaaa device 1, shout@bbbbbbbbbbbb at its source",
         "  tenants 3: acme running 2, free, idle running 0",
@@ -129,7 +132,7 @@ def test_a_service_of_ray_serve_is_named_by_its_application(
         and lines[1].startswith("  group g0")
         and "  node 10.0.0.2  pid 1  " in lines[1]
     )
-    assert lines[3].startswith("  adapters 2: pirate@aaaaaaaaaaaa device 1"), "of the model that its groups serve"
+    assert lines[4].startswith("  adapters 2: pirate@aaaaaaaaaaaa device 1"), "of the model that its groups serve"
     assert _title(monkeypatch, server.url, ApplicationState("RUNNING", "", {})) == "application tandem"
     assert _title(monkeypatch, server.url, ApplicationState("DEPLOYING", "", {})) == "application tandem: updating"
     failed = ApplicationState("DEPLOY_FAILED", "", {"c": "Error:\nRuntimeError: no layers\n"})
@@ -155,7 +158,9 @@ def test_held_requests_and_leaving_gateways_are_shown(server: RedisServer, monke
     prepare(server.url)
     common = {"host": "h", "ready": True, "metrics": b"", "tenant_metrics": b""}
     old = GatewayRecord(gateway="g1", pid=3, in_flight=20, held=12, is_leaving=True, **common)
-    new = GatewayRecord(gateway="g2", pid=4, in_flight=0, refused="user_config: port does not change", **common)
+    new = GatewayRecord(
+        gateway="g2", pid=4, in_flight=0, refused="user_config: port does not change", routing_policy="joint", **common
+    )
 
     async def write() -> None:
         redis = BackgroundClient(server.url)
@@ -170,7 +175,7 @@ def test_held_requests_and_leaving_gateways_are_shown(server: RedisServer, monke
     lines = CliRunner().invoke(build_app(), ["status", "--app", "tandem"], catch_exceptions=False).output.splitlines()
     assert lines[1:4] == [
         "  gateway g1  requests in flight 20  node 10.0.0.2  pid 3  leaving",
-        "  gateway g2  requests in flight 0  node 10.0.0.2  pid 4",
+        "  gateway g2  requests in flight 0  routing joint  node 10.0.0.2  pid 4",
         "    user_config: port does not change",
     ]
 

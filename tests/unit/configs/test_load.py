@@ -45,6 +45,8 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "enable_log_requests": (True, True),
     "disable_uvicorn_access_log": (True, True),
     "disable_access_log_for_endpoints": ("/health, /metrics", "/health, /metrics"),
+    "record_mib": (64, 64),
+    "record": ("full", "full"),
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int8", "int8"),
     "batch_invariant": (True, True),
@@ -73,6 +75,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "num_gpu_blocks_override": (100, 100),
     "block_size": (32, 32),
     "enable_prefix_caching": (False, False),
+    "kv_events": (False, False),
     "disable_hybrid_kv_cache_manager": (True, True),
     "max_num_seqs": (8, 8),
     "max_num_batched_tokens": ("4K", 4096),
@@ -105,6 +108,7 @@ GOOD: dict[str, tuple[Any, Any]] = {
     "port": (9000, 9000),
     "api_server_count": (2, 2),
     "auth": ("required", "required"),
+    "routing_policy": ("p2c", "p2c"),
     "ssl_certfile": ("c.pem", "c.pem"),
     "ssl_keyfile": ("k.pem", "k.pem"),
     "ssl_ca_certs": ("a.pem", "a.pem"),
@@ -169,6 +173,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lora_watch_dir": {"enable_lora": True},
     **{name: {"enable_lora": True} for name in LORA_SIZES},
     "kv_eviction": {"kv_offloading_size": 1},
+    "record": {"record_mib": 64},
     "batching_max_delay_ms": {"batching_policy": "dynamic"},
     "per_request_spec_decode_metrics": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "kv_disk_path": {"kv_offloading_size": 1, "kv_disk_size": 1},
@@ -197,6 +202,9 @@ def test_tiers_that_do_not_go_together_are_refused(values: dict[str, Any], flag:
 
 BAD = [
     ("log_format", "xml"),
+    ("record_mib", -1),
+    ("record_mib", 4097),
+    ("record", "half"),
     ("otlp_traces_endpoint", ""),
     ("otlp_traces_endpoint", "http://user@host:4317"),
     ("otlp_traces_endpoint", "http://"),
@@ -245,6 +253,7 @@ BAD = [
     ("load_format", "pt"),
     ("device", "tpu"),
     ("auth", "off"),
+    ("routing_policy", "fastest"),
     ("ssl_keyfile", "k.pem"),
     ("ssl_ca_certs", "a.pem"),
     ("ssl_cert_reqs", 3),
@@ -405,6 +414,7 @@ def test_an_unknown_setting_is_refused(spelled: str) -> None:
     [
         ({"kv_eviction": "cost"}, "--kv-eviction", "needs --kv-offloading-size"),
         ({"max_loras": 8}, "--max-loras", "needs --enable-lora"),
+        ({"record": "full"}, "--record", "needs --record-mib"),
         ({"max_lora_rank": 16}, "--max-lora-rank", "needs --enable-lora"),
         ({"max_cpu_loras": 4}, "--max-cpu-loras", "needs --enable-lora"),
         ({"lora_memory_bytes": "1M"}, "--lora-memory-bytes", "needs --enable-lora"),
@@ -423,7 +433,7 @@ def test_a_flag_that_would_have_no_effect_is_refused(
     given = {name.replace("_", "-") if dashes else name: value for name, value in values.items()}
     with pytest.raises(SettingsError, match=words) as caught:
         build_settings("m", given)
-    assert caught.value.flag == flag
+    assert caught.value.flag == flag and str(caught.value).startswith(f"{flag}: "), "also if it begins another's name"
     build_settings("m", dict.fromkeys(values))
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.cluster.state import keys
 from tandem.cluster.wire.version import WIRE_VERSION
-from tandem.workers.messages import course, request, structured_outputs, thinking
+from tandem.workers.messages import course, kv_events, request, sampling_ranges, thinking
 
 MESSAGES = Path(__file__).parent / "wire_messages.txt"
 KEYS = Path(__file__).parent / "redis_keys.txt"
@@ -19,7 +19,7 @@ KEYS = Path(__file__).parent / "redis_keys.txt"
 
 def messages() -> list[str]:
     """The wire version, and the fields of each message in their order, which is their place on the wire."""
-    modules = (course, request, structured_outputs, thinking)
+    modules = (course, kv_events, request, sampling_ranges, thinking)
     found = {name: kind for module in modules for name, kind in vars(module).items() if is_message(kind)}
     fields = [f"{name}: {' '.join(kind.__struct_encode_fields__)}" for name, kind in sorted(found.items())]
     return [f"version {WIRE_VERSION}", *fields]

@@ -1,6 +1,6 @@
 """What the engine's tests share: short builders, a sink that checks the stream invariants, a clock, and the oracle."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -194,6 +194,7 @@ def harness(
     asynchronous: bool = False,
     max_model_len: int = 512,
     caching: bool = True,
+    kv_events: bool = True,
     roots: dict[int, str] | None = None,
     fail_at: frozenset[tuple[int, int, int]] = frozenset(),
     stalls: int = 0,
@@ -208,18 +209,19 @@ def harness(
     drafts: int = 0,
     windows: tuple[int | None, ...] = (None,),
     experts: tuple[dict[int, list[int]], ...] = (),
+    build: Callable[..., Engine] = build_engine,
     **scheduler: Any,
 ) -> Harness:
     """An engine over a FakeExecutor; further keywords are SchedulerSettings' fields. patience: steps without progress
     that are no sign of a standstill (late transfers). drafts: --speculative-config's num_speculative_tokens; 0: off.
     adapter_cache, transfers: the real ones or defective. windows: of the groups of layers. experts: loads of
-    experts that each stage reports, by layer."""
+    experts that each stage reports, by layer. build: build_engine(), or what records too."""
     limits = SchedulerSettings(
         **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": asynchronous, **scheduler}
     )
     settings = EngineSettings(
         model=ModelSettings(model="fake"),
-        cache=CacheSettings(block_size=block_size, enable_prefix_caching=caching),
+        cache=CacheSettings(block_size=block_size, enable_prefix_caching=caching, kv_events=kv_events),
         scheduler=limits,
         parallel=ParallelSettings(pipeline_parallel_size=stages),
         lora=LoraSettings(enable_lora=False)
@@ -252,7 +254,7 @@ def harness(
         mock.patch("tandem.workers.engine.adapters.adapter_cache.AdapterCache", adapter_cache),
         mock.patch("tandem.workers.engine.build_engine.TransferManager", transfers),
     ):
-        engine = build_engine(settings, facts, executor, executor.start(), sink, clock, sink.on_begun)
+        engine = build(settings, facts, executor, executor.start(), sink, clock, sink.on_begun)
     return Harness(engine, executor, sink, clock, facts, patience=patience)
 
 

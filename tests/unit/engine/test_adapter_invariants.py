@@ -60,7 +60,7 @@ def test_a_lost_user_is_caught():
         def unbound(self, seq: Sequence) -> None:
             super().unbound(seq)
             if seq.adapter is not None:
-                self._known.of(seq).users.discard(seq.state)
+                self._known.of(seq).users.pop(seq.state, None)
 
     assert_caught(Defect, "is not a user|without its adapter|is not known|only a sequence that has not run")
 

@@ -64,3 +64,14 @@ def test_steps_that_ran_meanwhile_are_not_part_of_the_latency() -> None:
         costs.observe_copy("load", 10, 1e-3, 0.5, beside_steps=True)
     assert costs.copy_s("load", 10) <= before_s
     assert costs.copy_s("load", 7) < costs.recompute_s(112), "a busy engine still copies"
+
+
+def test_the_share_of_a_copy_is_known_once_both_were_measured():
+    costs = CopyCosts(BLOCK_BYTES)
+    assert costs.copy_share(16) is None
+    costs.observe_step(100, 0, 0.1)
+    assert costs.copy_share(16) is None, "no load was seen yet"
+    costs.observe_copy("store", 8, 8e-3, 8e-3)
+    assert costs.copy_share(16) is None
+    assert measured(1e-3, 1.6e-3).copy_share(16) == pytest.approx(0.1, rel=0.01)
+    assert measured(1e-6, 1.6e-3).copy_share(16) > 1

@@ -4,7 +4,7 @@ import pytest
 from builders import Harness, assert_as_expected, harness, request
 from test_engine_outputs import MODES
 
-from tandem.workers.engine.observers.step_log import StepLog
+from tandem.workers.engine.observers.step_log import LoggedTimes, StepLog
 from tandem.workers.messages.request import Abort
 from tandem.workers.messages.step import StepPlan
 
@@ -156,6 +156,11 @@ def test_the_step_log_holds_every_plan(tmp_path):
     h.run()
     h.engine.close()
     assert StepLog.read(path) == h.executor.plans
+    lines = list(StepLog.lines((tmp_path / "steps.jsonl").read_bytes()))
+    times = [line for line in lines if isinstance(line, LoggedTimes)]
+    assert [one.step_id for one in times] == [plan.step_id for plan in h.executor.plans]
+    assert all(one.submitted_s <= one.returned_s for one in times)
+    assert lines.index(times[0]) > 0, "a plan is written when it is sent, its times when it has returned"
     h.add(request("b", 3, 1))
     with pytest.raises(ValueError, match="closed file"):
         h.step()

@@ -361,7 +361,7 @@ CLIENTS: dict[str, tuple[dict[str, Any], set[str]]] = {
             "stream_options": {"include_obfuscation": False},
         },
         {
-            *("store", "metadata", "service_tier", "verbosity", "prediction", "safety_identifier", "prompt_cache_key"),
+            *("store", "metadata", "service_tier", "verbosity", "prediction", "safety_identifier"),
             "prompt_cache_retention",
         },
     ),

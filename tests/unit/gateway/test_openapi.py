@@ -24,7 +24,13 @@ def routes(rig: Rig) -> list[tuple[Route, str, str]]:
 
 
 PAGES = ("/", "/docs", "/ui/{name}", "/openapi.json")
-WITHOUT_BODY = ("/v1/responses/{response_id}/cancel", "/v1/batches/{batch_id}/cancel", "/reset_prefix_cache", "/ping")
+WITHOUT_BODY = (
+    "/v1/responses/{response_id}/cancel",
+    "/v1/batches/{batch_id}/cancel",
+    "/reset_prefix_cache",
+    "/admin/groups/{group}/record",
+    "/ping",
+)
 
 
 @pytest.fixture

@@ -49,7 +49,6 @@ PATCH = 'print("Grüße 😀")\n'
 CODE = f"<call>exec {json.dumps({'input': PATCH})}</call>"
 HINTS: dict[str, Any] = {
     "client_metadata": {"x-codex-installation-id": "1"},
-    "prompt_cache_key": "k",
     "safety_identifier": "s",
     "prompt_cache_retention": "24h",
     "service_tier": "flex",
@@ -421,7 +420,6 @@ async def test_bodies_of_codex_and_of_litellms_bridge() -> None:
             assert final.output[0].encrypted_content == sealed("Hm, a city.")
             assert final.output[2].input == PATCH
             assert raw.headers["x-tandem-ignored"].split(", ") == [
-                "prompt_cache_key",
                 "client_metadata",
                 "text.verbosity",
                 "reasoning.summary",

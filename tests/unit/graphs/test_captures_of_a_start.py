@@ -3,7 +3,10 @@ none later, whatever is asked; the start says them, and metrics count replays.""
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from tandem.configs.bundled import DEMO_MODEL
@@ -14,6 +17,7 @@ from tandem.configs.schema import (
     SchedulerSettings,
     SpeculativeSettings,
 )
+from tandem.parallel.mesh import Mesh
 from tandem.workers.build import model_facts
 from tandem.workers.engine.build_engine import build_engine
 from tandem.workers.executor.in_process_ranks import in_process_group
@@ -21,11 +25,23 @@ from tandem.workers.graphs.cuda_graphs import Replay
 from tandem.workers.graphs.graph_runner import Outputs
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tandem.workers.planning.budget import MIB
-from tandem.workers.planning.graph_room import CHUNK_BUCKETS, DECODE_BUCKETS, capture_sizes
+from tandem.workers.planning.graph_room import (
+    CHUNK_BUCKETS,
+    DECODE_BUCKETS,
+    GuessSize,
+    capture_bytes,
+    capture_sizes,
+    graph_bytes,
+    guess_sizes,
+)
+from tandem.workers.planning.resolve import kv_groups, read_spec
 from tandem.workers.platforms.base import DeviceMemory
 from tandem.workers.platforms.cpu import HostAccelerator
-from tandem.workers.rank.start import captures
+from tandem.workers.rank.captured.guess_replays import GuessMemory, GuessStep
+from tandem.workers.rank.start import captures, guess_captures
+from tests.support.draft_models import random_medusa
 from tests.support.engine_ranks import Told
+from tests.support.free_drafts import free_drafts
 from tests.support.platforms import GpuOnHost, replaced
 from tests.support.recorded_graph import recorded
 
@@ -67,6 +83,68 @@ def test_nothing_is_captured_after_the_start(monkeypatch: pytest.MonkeyPatch, ca
         assert stats.launches["replayed"] >= 8
         assert sum(stats.launches.values()) == stats.steps
         assert all(len(tokens) == 12 for tokens in told.tokens.values()) and len(told.tokens) == 8
+    finally:
+        group.close()
+
+
+def test_passes_of_a_drafter_are_captured_at_the_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start counts them with steps, and the pool leaves the bytes that they keep and take."""
+    monkeypatch.setattr(guess_captures, "PROGRESS_S", 0.0)
+    caplog.set_level("INFO", guess_captures.__name__)
+    made, frames, shared, frame_of = list[int](), dict[GuessSize, int](), set[int](), GuessStep.__init__
+
+    def noted(step: GuessStep, parts: Any, size: GuessSize, memory: GuessMemory) -> None:
+        frame_of(step, parts, size, memory)
+        frames[size] = step._frame.nbytes
+        shared.add(sum(part.nbytes for part in memory))
+
+    def capture(body: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        made.append(1)
+        return recorded(body)
+
+    platform = replaced(GpuOnHost(HostAccelerator(), capture), memory=lambda: DeviceMemory(900 * MIB, 1024 * MIB))
+    monkeypatch.setattr("tandem.workers.rank.rank_server.open_platform", lambda *_: platform)
+    monkeypatch.setattr(GuessStep, "__init__", noted)
+    settings = EngineSettings(
+        model=ModelSettings(
+            model=str(DEMO_MODEL),
+            dtype="float32",
+            max_model_len=200,
+            draft=ModelSettings(model=str(random_medusa(tmp_path / "medusa")), dtype="float32"),
+        ),
+        cache=CacheSettings(num_blocks=60),
+        scheduler=SchedulerSettings(max_num_seqs=2, max_num_batched_tokens=16),
+        speculative=SpeculativeSettings(method="medusa", num_speculative_tokens=3),
+    )
+    model = msgspec.structs.replace(settings.model, draft=None)
+    ngrams = SpeculativeSettings(method="ngram", num_speculative_tokens=3)
+    alone, spec = msgspec.structs.replace(settings, model=model, speculative=ngrams), read_spec(settings)
+    more = graph_bytes(spec, Mesh(), settings, 4, 200) - graph_bytes(spec, Mesh(), alone, 4, 200)
+    group, told = in_process_group(settings), Told()
+    try:
+        ready = group.start()
+        engine, at_start = build_engine(settings, model_facts(settings, ready), group, ready, told), len(made)
+        sizes = guess_sizes(2, 3, 14, reads_along=True)
+        assert [size[:2] for size in sizes] == [(rows, places) for rows in (1, 2) for places in range(4)]
+        assert {size[:3] for size in frames} == {size[:3] for size in sizes}
+        assert all(kept <= capture_bytes(size.frame, kv_groups(settings, spec, 200)) for size, kept in frames.items())
+        assert more > sum(frames.values()) + max(shared) + 3 * 2 * spec.vocab_size * 4, "and logits of two rows"
+        assert engine.stats().captures == {"made": at_start, "failed": 0} and at_start > 2 * len(sizes)
+        assert "one by one" not in caplog.text
+        assert "capturing passes of medusa, of 8 sizes" in caplog.text and "7 of 8 sizes captured" in caplog.text
+        with free_drafts():
+            for number in range(3):
+                sampling = SamplingParams(max_tokens=12, ignore_eos=True, temperature=number % 2, seed=number)
+                prompt = [3 + 7 * number + k for k in range(3 + 9 * number)]
+                request = GenerationRequest(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling)
+                engine.add_request(request)
+            while engine.has_work():
+                engine.turn(0.0)
+        drafts = engine.stats().drafts
+        assert len(made) == at_start and drafts is not None and drafts.num_draft_tokens > 0
+        assert all(len(tokens) == 12 for tokens in told.tokens.values()) and len(told.tokens) == 3
     finally:
         group.close()
 

@@ -27,7 +27,9 @@ from tandem.workers.planning.budget import MIB
 from tandem.workers.platforms.base import DeviceMemory
 from tandem.workers.platforms.cpu import HostAccelerator
 from tests.support.adapters import ref_of, save_random_adapter
+from tests.support.draft_models import random_eagle, random_medusa, shorter_demo
 from tests.support.engine_ranks import Told
+from tests.support.free_drafts import free_drafts
 from tests.support.interpreted import INTERPRETED
 from tests.support.platforms import replaced
 from tests.support.tiny_models import BY_NAME, save_tiny_model
@@ -46,13 +48,16 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"prompt_logprobs": 2},
 )
 
+DRAFTS: dict[str, Any] = {"draft_model": shorter_demo, "eagle3": random_eagle, "medusa": random_medusa}
+
 
 class Case(NamedTuple):
     """A model, and what is asked of its rank. tiny: of tests/support/tiny_models.py; None: the demo. has_adapter: for
-    every second request. launches: kernels that have to be among those of the start."""
+    every second request. method: of drafts. launches: kernels that have to be among those of the start."""
 
     tiny: str | None = None
     drafts: int = 0
+    method: str = "ngram"
     eager: bool = False
     quantization: Any = None
     dtype: Any = "float32"
@@ -66,6 +71,9 @@ CASES = {
     "captured": Case(),
     "eager": Case(eager=True),
     "drafts": Case(drafts=3),
+    "draft model": Case(drafts=3, method="draft_model"),
+    "eagle3": Case(drafts=3, method="eagle3"),
+    "medusa": Case(drafts=3, method="medusa"),
     "experts": Case("qwen3_moe"),
     "codes of experts": Case("qwen3_moe", quantization="int4"),
     "latents": Case("deepseek_v2"),
@@ -98,6 +106,9 @@ def test_requests_launch_no_variant_that_the_start_has_not(
     folder = DEMO_MODEL
     if case.tiny is not None:
         folder = save_tiny_model(BY_NAME[case.tiny], tmp_path)
+    draft = None
+    if case.method in DRAFTS:
+        draft = ModelSettings(model=str(DRAFTS[case.method](tmp_path / "draft")), dtype=case.dtype)
     settings = EngineSettings(
         model=ModelSettings(
             model=str(folder),
@@ -105,14 +116,17 @@ def test_requests_launch_no_variant_that_the_start_has_not(
             max_model_len=200,
             enforce_eager=case.eager,
             quantization=case.quantization,
+            draft=draft,
         ),
         cache=CacheSettings(num_blocks=60),
         scheduler=SchedulerSettings(max_num_seqs=case.rows, max_num_batched_tokens=case.step_tokens),
-        speculative=SpeculativeSettings(method="ngram", num_speculative_tokens=case.drafts) if case.drafts else None,
+        speculative=SpeculativeSettings(method=case.method, num_speculative_tokens=case.drafts)
+        if case.drafts
+        else None,
         lora=LoraSettings(enable_lora=case.has_adapter, max_loras=1, max_lora_rank=8),
     )
     adapter = ref_of(save_random_adapter(folder, tmp_path / "adapter")) if case.has_adapter else None
-    with variants_told() as variants:
+    with variants_told() as variants, free_drafts():
         group, told = in_process_group(settings), Told()
         try:
             ready = group.start()

@@ -43,6 +43,11 @@ class DiskTierMachine(RuleBasedStateMachine):
         self.writing: set[bytes] = set()
         self.files = set(self.order)
         self.disabled = False
+        self.told = set(self.order)
+        self.tier.on_change = self.note_change
+
+    def note_change(self, k):
+        (self.told.add if self.tier.has(k) else self.told.discard)(k)
 
     def evictable(self) -> list[bytes]:
         return [k for k in self.order if not self.reads.get(k)]
@@ -125,7 +130,7 @@ class DiskTierMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         self.tier.check_invariants()
-        assert {k for k in map(key, range(10)) if self.tier.has(k)} == set(self.order)
+        assert {k for k in map(key, range(10)) if self.tier.has(k)} == set(self.order) == self.told
         assert self.tier.stats.keys == len(self.order) and self.tier.stats.bytes == 10 * len(self.order)
         assert len(self.files) <= self.capacity, "more files than the quota allows"
 

@@ -41,6 +41,11 @@ class HostTierMachine(RuleBasedStateMachine):
         self.slots: dict[int, tuple[str, bytes]] = {}
         self.pins: list[bytes] = []
         self.used: list[bytes] = []
+        self.told: set[bytes] = set()
+        self.tier.on_change = self.note_change
+
+    def note_change(self, k):
+        (self.told.add if self.tier.has(k) else self.told.discard)(k)
 
     def slot_of(self, state: str, k: bytes) -> int | None:
         return next((slot for slot, entry in self.slots.items() if entry == (state, k)), None)
@@ -123,7 +128,7 @@ class HostTierMachine(RuleBasedStateMachine):
             return
         self.tier.check_invariants()
         stored = {slot: k for slot, (state, k) in self.slots.items() if state == "stored"}
-        assert {k for k in map(key, range(8)) if self.tier.has(k)} == set(stored.values())
+        assert {k for k in map(key, range(8)) if self.tier.has(k)} == set(stored.values()) == self.told
         assert all(self.tier.slot(k) == slot for slot, k in stored.items())
         assert self.index.slots == stored, "whoever comes after a crash finds whole blocks and no others"
         assert {k for k in map(key, range(8)) if self.tier.is_writing(k)} == set(self.in_state("writing"))

@@ -82,10 +82,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 class Launches:
     """Counts steps of a runner. proposed: with drafts from the host. ahead: launched while a step with drafts was not
-    read, which then still was not. accepted: drafts."""
+    read, which then still was not. guessed, accepted: drafts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.proposed = self.ahead = self.waited = self.accepted = 0
+        self.proposed = self.ahead = self.waited = self.guessed = self.accepted = 0
         launch, settle_one = ModelRunner.launch, LaunchedSteps._settle_one
 
         def counted(runner: ModelRunner, plan: StepPlan) -> StepHandle:
@@ -101,7 +101,9 @@ class Launches:
         def settled(steps: LaunchedSteps, step: StepHandle) -> None:
             settle_one(steps, step)
             if step.step_result is not None:
-                self.accepted += sum(len(row.token_ids) - 1 for row in step.step_result.rows if row.num_drafts)
+                with_drafts = [row for row in step.step_result.rows if row.num_drafts]
+                self.guessed += sum(row.num_drafts for row in with_drafts)
+                self.accepted += sum(len(row.token_ids) - 1 for row in with_drafts)
 
         monkeypatch.setattr(ModelRunner, "launch", counted)
         monkeypatch.setattr(LaunchedSteps, "_settle_one", settled)

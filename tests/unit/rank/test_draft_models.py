@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -18,23 +18,15 @@ from safetensors.torch import load_file, save_file
 from tandem import LLM, SamplingParams
 from tandem.configs.errors import SettingsError
 from tandem.configs.load import build_settings
-from tandem.workers.messages.step import StepPlan
-from tandem.workers.models.decoder import Heard
 from tandem.workers.planning.resolve import draft_spec
-from tandem.workers.platforms.cpu import CpuPlatform
-from tandem.workers.rank.drafters import draft_model, head_drafts
+from tandem.workers.rank.drafters import draft_model
 from tandem.workers.rank.drafters.draft_model import DraftModel
 from tandem.workers.rank.drafters.eagle_head import EagleHead
 from tandem.workers.rank.drafters.guess_draw import GuessDraw
-from tandem.workers.rank.drafters.head_drafts import HeadDrafts
-from tandem.workers.rank.drafters.step_record import DecodedStep
-from tandem.workers.rank.row_table import RowTable
 from tandem.workers.speculation.proposer import ProposalRow
 from tests.support.draft_models import DEMO, random_eagle, random_eagle_one, random_medusa, shorter_demo
 from tests.support.free_drafts import constant_drafts, free_drafts
 from tests.support.in_process import runner_of
-from tests.unit.rank.test_model_runner import VOCAB
-from tests.unit.rank.test_out_of_memory import bind
 
 PROMPTS = ["Once upon a time there was a little dog. The little dog", "The cat", "A boat sails over the lake. " * 3]
 GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
@@ -168,20 +160,6 @@ def test_a_drafter_without_memory_guesses_nothing_and_ends_nothing(
         assert calls[0] > 20 and drafts is not None and drafts.num_draft_tokens > 0
 
 
-def test_a_head_that_has_rested_guesses_nothing_of_a_row_that_began_meanwhile() -> None:
-    """Its KV lacks what it has not read, so its guesses would be wrong."""
-    table, step, nothing = RowTable(2, 64, 4, VOCAB), Heard(torch.zeros(4, 1), torch.zeros(4, 1), ()), cast(Any, None)
-    head = HeadDrafts(nothing, None, VOCAB, 64, nothing, table, nothing, CpuPlatform())
-    table.apply(StepPlan(step_id=1, new_rows=bind(), work=[]))
-    for _ in range(head_drafts.REST_AFTER):
-        head.catch_up()
-    row = ProposalRow(0, table.known(0), 2)
-    for begin, end in ((0, 4), (4, 5), (5, 6)):
-        head.read(DecodedStep(np.array([0]), np.array([begin]), np.array([0, end - begin]), step))
-        table.num_computed[0] = end
-        assert head.propose([row]) == [()], "the head itself was not asked"
-
-
 # ---- refusals ----
 
 TAPPED = "eagle_aux_hidden_state_layer_ids"
@@ -248,10 +226,11 @@ def test_a_draft_that_is_not_there_is_refused_with_its_flag() -> None:
         ("eagle3", "eagle_config", {TAPPED: "all"}, "layers 'all' of a model"),
         ("eagle3", "architectures", ["LlamaForCausalLM"], "is no EAGLE-3 head"),
         ("eagle", "vocab_size", 512, "a head for models of 256 x 512, not 256 x 768"),
-        ("eagle", "architectures", ["LlamaForCausalLMEagle3"], "give method eagle3"),
+        ("eagle", "architectures", ["LlamaForCausalLMEagle3"], "it is a head: give method eagle3"),
         ("medusa", "medusa_num_heads", 0, "medusa_num_heads 0 in config.json"),
         ("medusa", "vocab_size", 512, "heads of 256 x 512"),
-        ("draft_model", "architectures", ["LlamaForCausalLMEagle3"], "it is an EAGLE-3 head: give method eagle3"),
+        ("draft_model", "architectures", ["LlamaForCausalLMEagle3"], "it is a head: give method eagle3"),
+        ("medusa", "medusa_num_heads", None, "medusa_num_heads None in config.json"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_by_what_is_wrong(
@@ -264,6 +243,30 @@ def test_a_head_that_does_not_fit_is_refused_by_what_is_wrong(
     with pytest.raises(SettingsError, match=words) as caught:
         spec_of(folder, method=method)
     assert caught.value.flag == "--speculative-config"
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa"])
+def test_a_draft_of_another_kind_is_refused_with_the_method_that_it_needs(tmp_path: Path, method: str) -> None:
+    """Before anything is started, as `tandem plan` reads no more than this."""
+    kinds = {"eagle": random_eagle_one, "eagle3": random_eagle, "medusa": random_medusa}
+    for kind, write in kinds.items():
+        folder = write(tmp_path / kind)
+        if kind != method:
+            with pytest.raises(SettingsError, match=f"give method {kind}$"):
+                spec_of(folder, method=method)
+    if method != "draft_model":
+        with pytest.raises(SettingsError, match=r"medusa_num_heads|is no EAGLE-3 head|given as draft_model"):
+            spec_of(shorter_demo(tmp_path / "model"), method=method)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa"])
+def test_a_draft_that_is_not_finished_is_named_so(tmp_path: Path, method: str) -> None:
+    """What a run of `tandem distill` leaves that was ended. tests/parity/test_distill.py makes one."""
+    folder = tmp_path / "draft"
+    (folder / "unfinished").mkdir(parents=True)
+    (folder / "unfinished/state.json").write_text("{}")
+    with pytest.raises(SettingsError, match=r"config\.json.*: it is not finished: the command that began it"):
+        spec_of(folder, method=method)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_only_changes_of_block_tables_are_looked_for() -> None:
     again = RowInit(row=0, token_ids=[1] * 12, prompt_len=9, num_computed=0, sampling=GREEDY)
     assert compared([work(0, new_block_ids=ids[0][:6])], freed_rows=[0], new_rows=[again]) == 6
     assert compared([work(0), work(1), work(2)]) == 0
-    with pytest.raises(torch.OutOfMemoryError), rows._forgetting():
+    with pytest.raises(torch.OutOfMemoryError), rows.forgetting():
         raise torch.OutOfMemoryError
     assert compared([work(1)]) == first + 2
 

@@ -6,12 +6,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from tandem.offload.copies.host_slab import HostSlab
 from tandem.offload.copies.kv_copies import CpuCopier, bytes_per_slot
 from tandem.offload.kv.disk_io import SUFFIX
+from tandem.workers.kernels.kv_store import NOT_KNOWN
 from tandem.workers.messages.transfer import CopyKV, Failure, TransferResult, lane_of
 from tandem.workers.platforms.cpu import HostAccelerator
 from tandem.workers.rank.transfers.kv_lanes import DiskLane, MemoryLane
@@ -42,6 +45,11 @@ def by_layer(planes: list[torch.Tensor], count: int) -> list[list[torch.Tensor]]
 
 def slab_for(planes: list[torch.Tensor]) -> HostSlab:
     return HostSlab.allocate(NUM_SLOTS, bytes_per_slot(planes), HostAccelerator())
+
+
+def drafted() -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """What a draft has read of blocks, nothing, and of slots, which nobody knows."""
+    return np.zeros(NUM_BLOCKS, np.int32), np.full(NUM_SLOTS, NOT_KNOWN, np.int32)
 
 
 def carried_out(lane: Any, *ops: CopyKV) -> list[TransferResult]:
@@ -102,6 +110,20 @@ def test_scattered_blocks_come_back_bit_for_bit_and_no_other_is_touched(dtypes):
         assert not now[[0, 1, 3, 4, 6]].any()
 
 
+def test_what_a_draft_has_read_of_blocks_travels_with_them(tmp_path: Path) -> None:
+    """But for blocks of files, of which nobody knows it."""
+    planes = planes_of(torch.float32)
+    slab, gate, (of_blocks, of_slots) = slab_for(planes), LoadGate(HostAccelerator()), drafted()
+    of_blocks[:4] = [0, 3, 4, 2]
+    lane = MemoryLane(CpuCopier([planes], slab.bytes_SB), slab, gate, of_blocks, of_slots)
+    disk = DiskLane(tmp_path, LAYOUT, slab, of_slots)
+    carried_out(lane, store(1, [1, 2, 3], [0, 1, 2]), load(2, [2, 0], [4, 5]))
+    assert of_blocks[4:6].tolist() == [2, 3]
+    carried_out(disk, spill(3, [key(1)], [1]), fetch(4, [key(1)], [0]))
+    carried_out(lane, load(5, [0, 1, 3], [4, 5, 6]))
+    assert of_blocks[4:7].tolist() == [NOT_KNOWN, 4, NOT_KNOWN]
+
+
 def test_a_copy_that_fails_is_an_answer_and_the_next_one_works(monkeypatch):
     planes = planes_of(torch.float32, torch.float32)
     slab, gate = slab_for(planes), LoadGate(HostAccelerator())
@@ -115,7 +137,7 @@ def test_a_copy_that_fails_is_an_answer_and_the_next_one_works(monkeypatch):
         whole(*args)
 
     monkeypatch.setattr(copier, "load", broken)
-    lane = MemoryLane(copier, slab, gate)
+    lane = MemoryLane(copier, slab, gate, *drafted())
     first, second, third = carried_out(lane, store(1, [1, 2], [0, 3]), load(2, [0, 3], [4, 5]), load(3, [3], [6]))
     assert first.failed == [] and first.failure is None and first.copy_s > 0
     assert second.failed == [0, 1] and second.failure == Failure("internal", "RuntimeError: a hook says so")
@@ -154,7 +176,7 @@ def test_a_step_waits_for_its_layer_and_not_for_the_rest(monkeypatch):
     monkeypatch.setattr(copier, "load", halting)
     done: list[TransferResult] = []
     lanes = Lanes(0, done.append)
-    lanes.open("memory", HostAccelerator(), MemoryLane(copier, slab, gate))
+    lanes.open("memory", HostAccelerator(), MemoryLane(copier, slab, gate, *drafted()))
     lanes.put(load(1, [0], [1]))
     turn = gate.in_turn(["a", "b", "c"], [1], range(3))
     seen = [next(turn), next(turn)]
@@ -173,7 +195,7 @@ def disk(tmp_path: Path) -> tuple[DiskLane, HostSlab, Path]:
     slab = HostSlab.allocate(NUM_SLOTS, 64, HostAccelerator())
     for slot in range(NUM_SLOTS):
         slab.slot(slot)[:] = bytes([slot + 1]) * 64
-    return DiskLane(tmp_path, LAYOUT, slab), slab, tmp_path
+    return DiskLane(tmp_path, LAYOUT, slab, drafted()[1]), slab, tmp_path
 
 
 def files(folder: Path) -> list[str]:
@@ -231,5 +253,5 @@ def test_a_failing_disk_is_reported_and_leaves_no_files(disk, monkeypatch, numbe
 def test_a_file_of_another_layout_is_not_taken(disk):
     lane, slab, folder = disk
     carried_out(lane, spill(1, [key(1)], [0]))
-    (done,) = carried_out(DiskLane(folder, b"another digest 1", slab), fetch(2, [key(1)], [3]))
+    (done,) = carried_out(DiskLane(folder, b"another digest 1", slab, drafted()[1]), fetch(2, [key(1)], [3]))
     assert done.failed == [0] and done.failure is not None and done.failure.kind == "source"

@@ -49,12 +49,12 @@ class HashDecoder:
     def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
         assert hidden_TH is None
         kv.layers[0].keys.view(-1)[batch.slot_mapping_T] = batch.input_ids_T.float()
-        rows = {int(end) - 1: row for row, end in enumerate(batch.query_starts[1:])}
+        ends = batch.query_starts[1:].tolist()
         logits_SV = torch.zeros(len(batch.logits_rows_S), VOCAB)
-        for place, last in enumerate(batch.logits_rows_S.tolist()):
-            row = rows[last]
-            length = batch.seq_lens_list[row]
-            assert int(batch.positions_T[last]) == length - 1
+        for place, at in enumerate(batch.logits_rows_S.tolist()):
+            row = sum(end <= at for end in ends)
+            length = batch.seq_lens_list[row] - (ends[row] - 1 - at)  # behind it come drafts
+            assert int(batch.positions_T[at]) == length - 1
             context = kv.layers[0].keys[batch.block_table_RN[row].long()].reshape(-1)[:length].long().tolist()
             logits_SV[place, next_token(context)] = float("nan") if context[0] == self.poison else 9.0
         return logits_SV

@@ -101,6 +101,30 @@ def test_kv_that_a_failed_step_left_is_cleaned_before_anybody_reads_beside_it() 
     assert [*planner.tokens(2)] == expected(PROMPT, 2) and planner.kv.slab.isfinite().all()
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_rejected_drafts_have_left_is_cleaned_though_no_plan_tells_of_them(copied: bool) -> None:
+    """With stages a row's next plan says which drafts were rejected. There is none where the row has lost its place
+    with its blocks kept, and another choice may begin with a copy of the block before."""
+    planner = Planner({})
+    planner.runner._appends = False  # as on a stage of several
+    planner.step(7, True, new_rows=bind())
+    first, second = expected(PROMPT, 2)
+    wrong = [(second + 1) % VOCAB, 0]
+    work = RowWork(row=0, num_tokens=2, samples=True, token_ids=[first, second], max_drafts=2, draft_ids=wrong)
+    result = planner.runner.launch(StepPlan(step_id=2, work=[work])).result()
+    assert result is not None and len(result.rows[0].token_ids) == 1, "position 8, and drafts at 9 and 10"
+    planner.kv.slab[:, 7, 1:3] = float("nan")
+    tokens = [*PROMPT, *expected(PROMPT, 3)]
+    init = RowInit(row=1, token_ids=tokens, prompt_len=len(PROMPT), num_computed=9, sampling=GREEDY)
+    blocks, copies = ([5, 2, 9], [(7, 9)]) if copied else ([5, 2, 7], [])
+    work = RowWork(row=1, num_tokens=1, samples=True, new_block_ids=blocks)
+    freed = [] if copied else [0]
+    again = StepPlan(step_id=3, work=[work], new_rows=[init], freed_rows=freed, block_copies=copies)
+    result = planner.runner.launch(again).result()
+    assert result is not None and result.rows[0].token_ids == expected(PROMPT, 4)[3:]
+    assert planner.kv.slab[:, blocks].isfinite().all()
+
+
 def test_blocks_of_a_plan_made_in_ignorance_are_cleaned_and_copied_before_its_answer() -> None:
     """Afterwards they may be given to a load, whose bytes nothing may overwrite."""
     planner = Planner({0: "out of memory at once"})

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from tandem.configs.schema import CacheSettings, EngineSettings, ModelSettings
@@ -175,6 +176,6 @@ def test_a_disk_that_a_ranks_node_does_not_have_is_named(tmp_path: Path) -> None
     tiers = RankTiers(num_slots=SLOTS, layout=bytes(16), disk_folder=str(folder), disk_word=b"of the coordinator")
     for _ in range(2):
         with pytest.raises(FileNotFoundError, match=r"--kv-disk-path: .*rank1 of the coordinator is not on the node"):
-            open_kv_lanes(Lanes(1, lambda _: None), 1, [], tiers, CpuPlatform())
+            open_kv_lanes(Lanes(1, lambda _: None), 1, [], np.zeros(1, np.int32), tiers, CpuPlatform())
         folder.mkdir(parents=True, exist_ok=True)
         (folder.parent / "LOCK").write_text("of another one")

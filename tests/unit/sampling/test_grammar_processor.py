@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 
 from tandem.workers.kernels.sampling_ops import SamplingOps, TorchSampling
 from tandem.workers.kernels.step_arrays import sending_with
@@ -19,6 +20,7 @@ from tandem.workers.messages.step import GRAMMAR_FAILED, NOTHING_LEFT, RowSampli
 from tandem.workers.platforms.cpu import CpuPlatform
 from tandem.workers.sampling.sampler import Sampled, sample
 from tandem.workers.sampling.sampling_table import SamplingTable
+from tandem.workers.structured import grammar_store
 from tandem.workers.structured.grammar_store import GrammarRefused, GrammarStore
 from tandem.workers.text.grammars import choice, json_schema, lark, regex
 from tandem.workers.text.tokenizer import load_tokenizer
@@ -226,6 +228,56 @@ def test_a_row_whose_grammar_is_missing_or_is_left_gets_an_error() -> None:
     table.bind(0, asks("choice"))
     table.free(1)
     assert not table.grammars.errors
+
+
+MANY_STATES = regex(r"x{1,80}|(a|b)*a(a|b){12}c")
+"""Each place behind its first a may be the one that 12 letters must follow."""
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, rows: int) -> SamplingTable:
+    monkeypatch.setattr(grammar_store, "LIMITS", LLParserLimits(max_lexer_states=30, verbose_errors=False))
+    own = GrammarStore(MODEL, VOCAB, (EOS, END))
+    own.compile("g", MANY_STATES)
+    table = SamplingTable(rows, VOCAB, grammars=own)
+    for row in range(rows):
+        table.bind(row, asks("g"))
+    return table
+
+
+def up_to_the_limit(table: SamplingTable) -> tuple[list[int], str]:
+    """A text of row 0 without drafts, behind whose next token the grammar fails, and why."""
+    output = encode("a")
+    while not table.grammars.errors:
+        run(table, [[*output, *encode("b")]], [(0, len(output) + 1)])
+        output += encode("b")
+        assert len(output) < 30
+    return output[:-1], table.grammars.errors[0]
+
+
+def test_a_limit_behind_a_draft_ends_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft may be wrong; if it is right its place has no token, for the reason that a step without drafts has."""
+    output, reason = up_to_the_limit(limited(monkeypatch, 1))
+    assert "too many states" in reason and len(output) > 2
+    table, places = limited(monkeypatch, 1), [(0, len(output) + i) for i in range(3)]
+    for _ in range(2):
+        changed, sampled = run(table, [output + 2 * encode("b")], places)
+        assert sampled.failed[:2] == [False, True] and not table.grammars.errors
+        assert table.grammars.take_behind_drafts() == {1: reason} and not table.grammars.take_behind_drafts()
+        assert allowed(changed[0]) == set(encode("ab"))
+        changed, sampled = run(table, [output], [(0, len(output))])
+        assert allowed(changed[0]) == set(encode("ab")) and not table.grammars.errors, "another token was chosen"
+
+
+def test_a_limit_that_one_row_reaches_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matchers of a grammar share what the limit is of."""
+    table, short = limited(monkeypatch, 3), encode("ab")
+    output, _ = up_to_the_limit(table)
+    for row in (1, 2):
+        changed, _ = run(table, [short] * 3, [(row, 2), (row, 3)][: 3 - row])
+        assert allowed(changed[0]) == set(encode("ab"))
+    table.bind(0, asks("g"))
+    run(table, [[*output, *encode("b")]], [(0, len(output))])
+    assert not table.grammars.errors, "the row has the limit for itself"
 
 
 def test_a_grammar_that_is_dropped_stays_with_the_rows_that_have_it() -> None:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from tandem.workers.structured.grammar_store import GrammarRefused, GrammarStore
 from tandem.workers.structured.masks import MaskWriter
-from tandem.workers.structured.row_grammar import Position, RowGrammar
+from tandem.workers.structured.row_grammar import Position
 from tandem.workers.text import grammars
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo" / "model"
@@ -90,9 +90,8 @@ def test_a_form_that_no_token_can_begin_is_refused_by_saying_so(tmp_path: Path) 
     for grammar in (grammars.choice(["xa", "ab"]), grammars.regex("x*"), grammars.json_schema({"type": "integer"})):
         store.compile("some", grammar)
     store.compile("stuck", grammars.choice(["aca"]))
-    start = store.start("stuck")
-    assert start is not None
-    row = RowGrammar(start, frozenset({1}))
+    row = store.row("stuck", (1,))
+    assert row is not None
     assert row.move_to(np.array([2], np.int32)) is Position.OPEN and row.error() is None
     row.matcher.compute_bitmask()
     assert row.error() == "no token of the model's vocabulary can follow the text so far"

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import UUID4, BaseModel, Field, Json, SecretStr, TypeAdapter
 
-from tandem.workers.messages.structured_outputs import StructuredOutputsParams
+from tandem.workers.messages.sampling_ranges import StructuredOutputsParams
 from tandem.workers.text.format_list import TOOL_FORMATS
 from tandem.workers.text.grammars import GrammarError, checked_grammar, json_schema, schema_fault
 from tandem.workers.text.output.formats import Tool

@@ -111,7 +111,7 @@ class AdapterCache(AdmissionRule):
         adapter.pending.discard(seq)
         if adapter.served_s is None:
             adapter.served_s, adapter.served_step = self._waited.clock(), seq.bound_step
-        adapter.users.add(seq.state)
+        adapter.users[seq.state] = None
         self._known.touch(adapter)
         seq.adapter_slot = adapter.allocation.slot
 
@@ -158,7 +158,7 @@ class AdapterCache(AdmissionRule):
         ref = state.request.adapter
         adapter = None if ref is None else self._known.get(ref.digest)
         if adapter is not None:
-            adapter.users.discard(state)
+            adapter.users.pop(state, None)
             self._waited.has_changed |= self._is_lacking
 
     def set_pinned(self, refs: Iterable[AdapterRef]) -> None:

@@ -50,7 +50,7 @@ class Adapter:
     placed_s: float = 0.0
     load_s: float = 0.0  # seconds that its moves to the device have taken
     pending: set[Sequence] = field(default_factory=set)  # waiting sequences that it admitted when it was placed
-    users: set[RequestState] = field(default_factory=set)  # requests that have had a row with it
+    users: dict[RequestState, None] = field(default_factory=dict)  # requests that have had a row with it, in order
 
     @property
     def digest(self) -> str:
@@ -63,8 +63,12 @@ class Adapter:
         return self.placed_s if self.served_s is None else self.served_s
 
     def used_by(self) -> list[Sequence]:
-        """Returns the sequences of the requests that use it."""
-        return [seq for state in self.users for seq in state.sequences]
+        """Returns the sequences of the requests that use it, in the order of their arrival."""
+        return [seq for state in sorted(self.users, key=_arrival) for seq in state.sequences]
+
+
+def _arrival(state: RequestState) -> tuple[int, ...]:
+    return state.sequences[0].order
 
 
 class Refusal(NamedTuple):

@@ -42,8 +42,7 @@ class Arrivals:
         eos = frozenset() if params.ignore_eos else self._eos
         digest = None if request.adapter is None else request.adapter.digest
         table = self._manager.new_table(digest, request.cache_salt)
-        computes_all = _needs_all_positions(request) or state.wants_prompt_logprobs or params.skip_reading_prefix_cache
-        table.finds_prefix = not computes_all
+        table.finds_prefix = request.finds_prefix and not state.wants_prompt_logprobs
         return Sequence(
             state=state,
             choice=choice,
@@ -71,11 +70,6 @@ def _max_len(request: GenerationRequest, most: int) -> int:
     if not request.sampling.max_tokens:
         return len(request.prompt_token_ids) + 1
     return min(len(request.prompt_token_ids) + request.sampling.max_tokens, most)
-
-
-def _needs_all_positions(request: GenerationRequest) -> bool:
-    """Returns whether every token of the prompt must be computed, as its hidden state is part of the answer."""
-    return request.pool is not None and request.pool.kind == "mean"
 
 
 def end_of(seq: Sequence) -> FinishReason | None:

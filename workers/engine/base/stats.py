@@ -48,6 +48,8 @@ class OffloadStats:
     host_blocks: Annotated[int, Metric("gauge", "kv_host_blocks", "KV blocks held in host memory.")]
     host_slots: Annotated[int, Metric("gauge", "kv_host_slots", "KV blocks that host memory can hold.")]
     recomputed: int  # preemptions whose KV is computed again
+    # seconds to load a token's KV from host memory over seconds to compute it; None before both were measured
+    copy_share: float | None = None
     disk_disabled: str | None = None  # why the disk tier was switched off at run time; None while it works
 
 

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from tandem.offload.kv.block_key import block_key, group_key, root_key
 from tandem.offload.kv.kv_groups import KVGroups
 from tandem.workers.engine.blocks.block_pool import BlockPool
+from tandem.workers.engine.blocks.kv_journal import KvJournal
 from tandem.workers.engine.blocks.prefix_search import Has, longest_prefix
 
 NEVER = sys.maxsize
@@ -66,7 +67,7 @@ class BlockManager:
     num_promised: the sum over all tables. A promise binds only those who promise, not those who run or get a row.
 
     model_revision, kv_dtype: part of every block's key. enable_prefix_caching: False: no block is found by content.
-    groups: None: one, in which every token sees all before it.
+    groups: None: one, in which every token sees all before it. journal: is told of keys of group 0; None: nobody is.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class BlockManager:
         kv_dtype: str,
         enable_prefix_caching: bool = True,
         groups: KVGroups | None = None,
+        journal: KvJournal | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, journal)
+        self._journal = journal
         self.block_size = block_size
         self.groups = KVGroups(block_size) if groups is None else groups
         self._num_groups = self.groups.count
@@ -260,11 +263,20 @@ class BlockManager:
         full = num_computed // self.block_size
         if self._caching:
             keys = self._keys(table, token_ids, full)
+            self.mark(keys, table.num_committed, full)
             for index in range(table.num_committed * self._num_groups, full * self._num_groups):
                 self.pool.publish(table.block_ids[index], keys[index])
         self._set_committed(table, max(full, table.num_committed))
         if self.groups.has_windows:
             self._give_back(table)
+
+    def mark(self, keys: Sequence[bytes | None], first: int, end: int) -> None:
+        """Tells the journal of the places [first, end) of a chain, whose blocks some tier has or is about to get. keys:
+        of each group in turn for each place of the chain."""
+        if self._journal is not None:
+            for place in self._journal.indexed(first, end):
+                if (key := keys[place * self._num_groups]) is not None:
+                    self._journal.mark(key)
 
     def num_stored(self, table: BlockTable) -> int:
         """Returns the number of published blocks that the table holds."""

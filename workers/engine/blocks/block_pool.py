@@ -16,12 +16,16 @@ PagedAttention (Kwon et al. 2023); eviction is least recently used, unpublished 
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from tandem.workers.engine.blocks.kv_journal import KeyWatch
+
 
 class BlockPool:
-    """States of block ids 0..num_blocks-1. Every operation is O(1) for each block."""
+    """States of block ids 0..num_blocks-1. Every operation is O(1) for each block. watch: hears of keys that enter the
+    index or leave it."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, watch: KeyWatch | None = None) -> None:
         assert num_blocks > 0, "a pool needs a block"
+        self._watch = watch
         self.num_blocks = num_blocks
         self.num_pending = 0
         self.num_reserved = 0
@@ -135,6 +139,8 @@ class BlockPool:
         if self._keys[block_id] is None and key not in self._index:
             self._keys[block_id] = key
             self._index[key] = block_id
+            if self._watch is not None:
+                self._watch.changed(key)
 
     def forget(self, block_id: int) -> None:
         """Removes a block from the index, because its content may be wrong; its users keep it."""
@@ -211,6 +217,8 @@ class BlockPool:
     def _drop_key(self, block_id: int, key: bytes) -> None:
         del self._index[key]
         self._keys[block_id] = None
+        if self._watch is not None:
+            self._watch.changed(key)
 
     # ---- invariants, for tests ----
 

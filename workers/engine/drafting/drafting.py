@@ -30,7 +30,8 @@ PROBE_STEP = 0.25
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
 """Output tokens from one such try of a sequence to the next; they double."""
 ASK_EVERY = 8
-"""Steps: where no drafts pay, sequences are asked what theirs would bring once in so many steps."""
+"""Steps: where no drafts pay, costs are compared, and sequences asked what theirs would bring, once in so many steps:
+a small model's step takes a millisecond, and such a look a hundredth of it."""
 EMPTY_STEPS, LONGEST_EMPTY_PAUSE = 4, 16
 """Steps without a guess before a pause, and the longest such pause in output tokens."""
 GUESS_FADE = 0.95
@@ -49,7 +50,7 @@ class Drafting(StepObserver):
         self._allowed = self._guessed = 1.0  # drafts, with weights that fade
         self._gain = [0.0] * most  # by place, tokens that drafts there would bring, of all rows last asked
         self._rows = [0] * most  # by place, rows for which one there pays
-        self._unasked = 0  # steps since
+        self._unasked = ASK_EVERY  # steps since
         self._rate = 0.0  # tokens a second, at best
         self._least = 1.0  # tokens that a draft has to bring in this step
         self._places = 0  # the most drafts of a row in this step
@@ -61,7 +62,8 @@ class Drafting(StepObserver):
 
     def begin_step(self, num_rows: int) -> bool:
         """Decides for a step in which num_rows rows run. Returns whether any of them may have drafts."""
-        if not self.costs.knows(num_rows):
+        self._unasked += 1
+        if (not (self._places or self._tries) and self._unasked < ASK_EVERY) or not self.costs.knows(num_rows):
             return False
         prices = self.costs.prices(num_rows)
         self._rate = max(self._rate, num_rows / prices.step)
@@ -70,9 +72,6 @@ class Drafting(StepObserver):
         if not self.costs.has_tried:
             self._places = min(self._places, 1)
         self._save(num_rows, prices)
-        self._unasked += 1
-        if not (self._places or self._tries) and self._unasked < ASK_EVERY:
-            return False
         self._unasked = 0
         for place in range(self.most):
             self._gain[place], self._rows[place] = 0.0, 0

@@ -126,14 +126,18 @@ class StepCosts:
         base_s, row_s = self._plain.fit()
         start_s, draft_s = self._drafted.fit(num_rows, num_rows * row_s, SUPPOSED)
         guess_s, place_s = self._guessed.fit()
-        step_s = max(LEAST_S, base_s + row_s * num_rows + self._idle_s)
+        step_s = self._step_s(base_s, row_s, num_rows)
         return Prices(step_s, max(0.0, start_s + guess_s - self._idle_s), draft_s, place_s)
 
     # ---- inside ----
 
+    def _step_s(self, base_s: float, row_s: float, num_rows: int) -> float:
+        """Returns the seconds of a step without drafts, with what guessing for nothing takes."""
+        return max(LEAST_S, base_s + row_s * num_rows + self._idle_s)
+
     def _observe_plain(self, num_rows: int, seconds: float, draft_s: float) -> None:
         if self._plain.reaches(num_rows):
-            seconds = min(seconds, HICCUP * self.prices(num_rows).step)
+            seconds = min(seconds, HICCUP * self._step_s(*self._plain.fit(), num_rows))
         draft_s = min(draft_s, seconds)
         keep = max(DRAFT_FADE, FADE ** (1 + self._since_plain))
         self._since_plain = 0

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,7 @@ import zmq
 from tandem.workers.engine.base.stats import EngineStats
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.engine_loop import EngineLoop
+from tandem.workers.engine.thread.kv_teller import KvLinks, KvTeller
 from tandem.workers.messages.errors import GroupLost, RequestRefused
 from tandem.workers.messages.refusals import GROUP_ENDED, GROUP_LOST, refused
 from tandem.workers.messages.request import Abort, Ended, GenerationRequest, Loss, ReplyTo, TokenDelta
@@ -121,6 +122,7 @@ class EngineThread(threading.Thread):
         """Requests whose calls were cancelled: their counts go out over the token channel."""
         self._reported_at_s = 0.0
         self._engine_loop: EngineLoop | None = None
+        self._kv_teller: KvTeller | None = None
 
     def start_engine(self, open_engine: Callable[["EngineThread"], Engine], close_engine: Callable[[], None]) -> None:
         """Starts the thread, which opens its engine with itself as OutputSink, and closes it at the end."""
@@ -150,6 +152,14 @@ class EngineThread(threading.Thread):
         """Has `run` called with the engine, on its thread; never, when that ends before."""
         self._inbox.append(EngineCall(run))
         self._wake()
+
+    def follow(self, gateways: Sequence[ReplyTo]) -> None:
+        """Tells these gateways of the KV of the engine from now on, and no others; nobody if it has no KvJournal."""
+
+        def follow(engine: Engine) -> None:
+            self._tell_kv(lambda teller: teller.follow(gateways))
+
+        self.call(follow)
 
     def lose(self, message: str) -> None:
         """A rank has died or is frozen: the thread ends with GroupLost, also without work, when it asks no rank for
@@ -200,6 +210,8 @@ class EngineThread(threading.Thread):
         try:
             self._engine = self._open_engine(self)
             opened = True
+            if self._engine.kv is not None and isinstance(self._channel, KvLinks):
+                self._kv_teller = KvTeller(self._engine.kv, self._channel, self._clock)
             self._engine_loop = EngineLoop(self._engine, self, self._clock)
             self._publish(self._clock())
             self._listener.opened()
@@ -224,6 +236,16 @@ class EngineThread(threading.Thread):
                 self._engine.close()
             self._close_engine()
 
+    def _tell_kv(self, tell: Callable[[KvTeller], None]) -> None:
+        """Gateways are told, if any follow. An error there costs no request: they are told no more, and forget what
+        they were told."""
+        try:
+            if self._kv_teller is not None:
+                tell(self._kv_teller)
+        except Exception:
+            log.exception("gateways are told nothing more of the KV of this group")
+            self._kv_teller = None
+
     # ---- Inbox of the engine's loop ----
 
     def take(self, engine: Engine) -> None:
@@ -233,6 +255,7 @@ class EngineThread(threading.Thread):
             raise GroupLost(self._lost)
         self._take_inbox(engine)
         self._take_channel(engine)
+        self._tell_kv(KvTeller.tell)
         now_s = self._clock()
         if now_s - self._reported_at_s >= REPORT_PERIOD_S:
             self._publish(now_s)
@@ -245,6 +268,8 @@ class EngineThread(threading.Thread):
             self._publish(self._clock())
         if self._channel.has_doubtful_link():
             timeout_s = 1.0 if timeout_s is None else min(1.0, timeout_s)
+        if self._kv_teller is not None and (kv_s := self._kv_teller.wait_s()) < math.inf:
+            timeout_s = kv_s if timeout_s is None else min(kv_s, timeout_s)
         self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
 
     def _take_inbox(self, engine: Engine) -> None:

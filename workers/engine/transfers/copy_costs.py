@@ -13,6 +13,8 @@ FOLLOW = 0.25
 MIN_CHUNK = 32
 """Steps with fewer prefill tokens are not used to measure prefill speed."""
 FIRST_BYTES_PER_S: dict[Kind, float] = {"store": 2e9, "load": 2e9, "spill": 2e8, "fetch": 5e8}
+SHARE_BLOCKS = 64
+"""Blocks of a load in copy_share()."""
 FIRST_LATENCY_S = 1e-3
 """Modest guesses, until something is measured."""
 
@@ -24,6 +26,7 @@ class CopyCosts(StepObserver):
         self.num_steps = 0
         self._token_s: float | None = None
         self._decode_s = 0.0
+        self._has_loaded = False
         self._block_s: dict[Kind, float] = {kind: block_bytes / rate for kind, rate in FIRST_BYTES_PER_S.items()}
         self._latency_s: dict[Kind, float] = dict.fromkeys(FIRST_BYTES_PER_S, FIRST_LATENCY_S)
 
@@ -49,6 +52,7 @@ class CopyCosts(StepObserver):
         """Notes one ticket: the copy took copy_s, the ticket elapsed_s. beside_steps: a step has ended since it began,
         so elapsed_s includes the time until the engine looked, and is not a measure of latency.
         """
+        self._has_loaded = self._has_loaded or kind == "load"
         self._block_s[kind] = _follow(self._block_s[kind], copy_s / blocks)
         if not beside_steps:
             self._latency_s[kind] = _follow(self._latency_s[kind], max(0.0, elapsed_s - copy_s))
@@ -60,6 +64,13 @@ class CopyCosts(StepObserver):
     def copy_s(self, kind: Kind, blocks: int) -> float:
         """Returns the seconds of one ticket of that many blocks, its latency included."""
         return self._latency_s[kind] + blocks * self._block_s[kind] if blocks else 0.0
+
+    def copy_share(self, block_size: int) -> float | None:
+        """Returns the seconds to load a long prompt's KV over the seconds to compute it; None before both were
+        measured. block_size: tokens of a block."""
+        if self._token_s is None or not self._has_loaded:
+            return None
+        return self.copy_s("load", SHARE_BLOCKS) / self.recompute_s(SHARE_BLOCKS * block_size)
 
 
 def _follow(average: float, value: float) -> float:

@@ -109,6 +109,7 @@ class KVOffload(LowerTiers):
             loaded_tokens=counts.loaded_tokens,
             disk_disabled=None if disk is None else disk.disabled_reason,
             open_tickets=len(self._open),
+            copy_share=self._costs.copy_share(self._manager.block_size),
         )
 
     def check_invariants(self, awaited: Iterable[object]) -> None:
@@ -176,7 +177,7 @@ class KVOffload(LowerTiers):
             self.counts.recomputed += 1
 
     def forget(self, table: BlockTable) -> None:
-        keys = set(table.keys)
+        keys = dict.fromkeys(table.keys)  # in order: it is that of the slots which become free
         for opened in self._open.values():
             opened.failed.update(place for place, key in enumerate(opened.move.keys) if key in keys)
         for key in keys:
@@ -224,8 +225,10 @@ class KVOffload(LowerTiers):
         manager, pool, store = self._manager, self._manager.pool, self._store
         run: list[int | None] = []
         missing: dict[str, list[bytes]] = {"host": [], "disk": []}
-        found = manager.prefix_keys(
-            seq.table, seq.tokens, lambda key: pool.lookup(key) is not None or store.place(key) is not None
+        found = list(
+            manager.prefix_keys(
+                seq.table, seq.tokens, lambda key: pool.lookup(key) is not None or store.place(key) is not None
+            )
         )
         for key in found:
             block_id = NO_BLOCK if key is None else pool.lookup(key)
@@ -236,6 +239,7 @@ class KVOffload(LowerTiers):
                 missing[place].append(key)
         if not missing["host"] and not missing["disk"]:
             return None
+        manager.mark(found, 0, len(found) // manager.groups.count)  # an earlier group may have left them
         on_device = [block_id for block_id in run if block_id is not None and block_id != NO_BLOCK]
         there = len(manager.match_prefix(seq.table, seq.tokens))
         num_tokens = (len(run) - there) // manager.groups.count * manager.block_size

@@ -118,6 +118,10 @@ class GrammarCache(AdmissionRule):
             self._order_next()
         return waited.take_events()
 
+    def texts(self) -> list[str]:
+        """Returns the grammars that it knows."""
+        return [grammar.text for grammar in self._known.values()]
+
     # ---- the scheduler's side ----
 
     def before_queue(self, seq: Sequence) -> Awaited | None:
@@ -182,19 +186,16 @@ class GrammarCache(AdmissionRule):
                 self._waited.start(DropGrammar(digest=digest))
 
     def _order_next(self) -> None:
-        """Orders grammars that requests want, as long as there is room."""
-        line = sorted(
-            (
-                (self._waited.least_served(state.sequences[0] for state in g.users), g.since_s, d)
-                for d, g in self._known.items()
-                if not g.is_ready and g.ticket is None
-            )
+        """Orders grammars that requests want, as long as there is room. Among equals the one that came first, never by
+        digest: a redacted recording has others (recording/redaction.py)."""
+        line = [(digest, g) for digest, g in self._known.items() if not g.is_ready and g.ticket is None]
+        line.sort(
+            key=lambda one: (self._waited.least_served(state.sequences[0] for state in one[1].users), one[1].since_s)
         )
         compiling = sum(g.ticket is not None and not g.is_late for g in self._known.values())
         taken = sum(g.ticket is not None or g.is_ready for g in self._known.values())
         most = min(MAX_COMPILING - compiling, self._max_ready - taken)
-        for _, _, digest in line[: max(0, most)]:
-            grammar = self._known[digest]
+        for digest, grammar in line[: max(0, most)]:
             late_s = self._timeout_s if self._has_compiled else self._timeout_s + FIRST_EXTRA_S
             order = CompileGrammar(digest=digest, text=grammar.text)
             grammar.ticket = self._waited.start(order, late_s)

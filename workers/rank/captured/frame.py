@@ -13,6 +13,7 @@ from tandem.workers.attention.forward_batch import CHANGES, OnDevice, StepCopy, 
 from tandem.workers.kernels.logit_edits import DTYPES, FILLS, NO_EDITS
 from tandem.workers.kernels.step_arrays import Array
 from tandem.workers.planning.graph_room import PADDED_QUERIES, CaptureSize, most_edits
+from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.step_buffer import places_of, views_of
 from tandem.workers.sampling.sampling_table import CapturedSampling
 
@@ -22,6 +23,19 @@ NOTHING: Final = StepCopy[Array](
     **{name: np.empty(0, np.int32 if name in SHORT else np.int64) for name in (*NEEDED, "slots_T", "slots_S")}
 )
 """The arrays of a step without rows."""
+NO_GUESSES: Final = NOTHING._replace(
+    **{name: np.empty(0, np.int64) for name in ("most_S", "asked_S", "at_T", "skipped_R")}
+)
+"""The arrays of a drafter's passes without rows."""
+
+
+FRAME_BYTES: Final = 320
+"""Bytes of a token in the arrays of a step, with what aligns them."""
+
+
+def frame_memory(num_tokens: int, platform: Platform) -> torch.Tensor:
+    """Allocates memory for the arrays of captures of up to so many tokens."""
+    return platform.zeros((FRAME_BYTES * (num_tokens + 16),), torch.uint8)
 
 
 class PaddingRows(NamedTuple):
@@ -66,6 +80,10 @@ def with_room(
         slots_S=_room(step.slots_S, samples, -1) if size.has_adapters else None,
         behind_S=_room(step.behind_S, samples, -1) if drafts else None,
         draft_T=_room(step.draft_T, tokens, -1) if drafts else None,
+        most_S=_beside(step.most_S, samples, 0),
+        asked_S=_beside(step.asked_S, samples, samples),
+        at_T=_beside(step.at_T, tokens, -1),
+        skipped_R=_beside(step.skipped_R, rows, 0),
         **sampling_arrays(sampling, samples, most_edits(samples)),
         **late,
     )
@@ -94,8 +112,16 @@ class Frame:
     """The arrays of a capture on the device, at the beginning of memory that captures share; `pad` makes all of them
     padding, which is kept there for that."""
 
-    def __init__(self, size: CaptureSize, spare: PaddingRows, memory: torch.Tensor, *, drafts: bool) -> None:
-        padding = with_room(NOTHING, size, spare, None, drafts=drafts)
+    def __init__(
+        self,
+        size: CaptureSize,
+        spare: PaddingRows,
+        memory: torch.Tensor,
+        nothing: StepCopy[Array] = NOTHING,
+        *,
+        drafts: bool,
+    ) -> None:
+        padding = with_room(nothing, size, spare, None, drafts=drafts)
         named = [(name, array) for name, array in framed_first(padding) if name not in CHANGES]
         arrays = [array for _, array in named]
         views = views_of(memory, arrays)
@@ -116,6 +142,11 @@ class Frame:
     def pad(self) -> None:
         """Needs no memory."""
         self.inner[0].copy_(self._padding)
+
+
+def _beside(array: Array | None, count: int, fill: float) -> Any:
+    """Returns the same of an array that only some steps have."""
+    return None if array is None else _room(array, count, fill)
 
 
 def _room(array: Array | None, count: int, fill: float, dtype: Any = np.int64) -> Any:

@@ -6,7 +6,7 @@ guesses (shared_drafts.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from tandem.configs.errors import SettingsError
-from tandem.configs.json_flags import SPECULATIVE_CONFIG
+from tandem.configs.json_flags import DRAFT_MODEL, SPECULATIVE_CONFIG
 from tandem.configs.schema import EngineSettings, ModelSettings
 from tandem.parallel.checkpoint import DummySource, ParameterSlot, WeightSource, load
 from tandem.parallel.context import ParallelContext
@@ -34,11 +34,10 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import DeviceRows
 from tandem.workers.rank.drafters.draft_model import DraftModel
 from tandem.workers.rank.drafters.eagle_head import EagleHead, Embed
-from tandem.workers.rank.drafters.guess_draw import DraftBlocks, DraftRows
+from tandem.workers.rank.drafters.guess_draw import DraftBlocks, DraftRows, GuessRoom
 from tandem.workers.rank.drafters.head_drafts import HeadDrafts
-from tandem.workers.rank.drafters.medusa_drafts import MedusaDrafts, Normed
-from tandem.workers.rank.drafters.medusa_heads import MedusaHeads
-from tandem.workers.rank.drafters.shared_drafts import SharedDrafts
+from tandem.workers.rank.drafters.medusa_drafts import MedusaDrafts, MedusaHeads, Normed
+from tandem.workers.rank.drafters.shared_drafts import SharedDrafts, SharedHeads
 from tandem.workers.rank.drafters.stream_head import Logits, StreamHead
 from tandem.workers.speculation.proposer import MakeProposer, Proposer
 from tandem.workers.speculation.proposers import make_proposer
@@ -51,12 +50,13 @@ def _nothing() -> None:
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
     """A draft whose weights are in memory, in bytes. layouts: of its KV, in the blocks behind the model's. make: its
-    proposer, over a rank's cache and rows."""
+    proposer, over a rank's cache and rows; method: which one."""
 
     layouts: tuple[KVLayout, ...]
     weight_bytes: int
-    make: Callable[[DraftBlocks, DraftRows, DeviceRows], Proposer]
+    make: Callable[[DraftBlocks, DraftRows, DeviceRows, GuessRoom], Proposer]
     close: Callable[[], None] = _nothing
+    method: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ def load_draft(
         return None
     asked = DraftOrder(settings, context, platform, dtype, kv_dtype, windows, model)
     try:
-        return DRAFTERS[settings.speculative.method](asked, spec)
+        method = settings.speculative.method
+        return replace(DRAFTERS[method](asked, spec), method=method)
     except torch.OutOfMemoryError as error:
         words = f"model: the draft's weights do not fit on {platform.device} beside the model's: {error}"
         raise SettingsError(words, SPECULATIVE_CONFIG) from error
@@ -121,10 +122,13 @@ def make_of(
         return None if proposer is None else lambda _: proposer
 
     def make(rows: DeviceRows) -> Proposer:
-        own = None if loaded is None else loaded.make(kv, table, rows)
+        room = GuessRoom(len(table.lives), settings.max_drafts, platform.device)
+        own = None if loaded is None else loaded.make(kv, table, rows, room)
         if own is not None and (context.tp_size == 1 or has_stages):
             return own
-        return SharedDrafts(own, context.tp, settings.max_drafts, platform)
+        has_head = settings.speculative is not None and settings.speculative.method != DRAFT_MODEL
+        kind = SharedHeads if has_head else SharedDrafts
+        return kind(own, context.tp, settings.max_drafts, room, platform)
 
     return make
 
@@ -149,7 +153,7 @@ def _draft_model(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
     return LoadedDraft(
         decoder.kv_layouts,
         decoder.weight_bytes,
-        lambda kv, table, rows: DraftModel(decoder, longest, kv, table, rows, platform),
+        lambda kv, table, rows, room: DraftModel(decoder, longest, kv, table, rows, room, platform),
         decoder.close,
     )
 
@@ -165,7 +169,7 @@ def _eagle3(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
     return LoadedDraft(
         layouts_of(spec.layers, 1, asked.windows),
         weight_bytes,
-        lambda kv, table, rows: HeadDrafts(head, ids, vocab_size, longest, kv, table, rows, platform),
+        lambda kv, table, rows, room: HeadDrafts(head, ids, vocab_size, longest, kv, table, rows, room, platform),
     )
 
 
@@ -180,7 +184,9 @@ def _stream(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
     return LoadedDraft(
         layouts_of(spec.layers, 1, asked.windows),
         weight_bytes,
-        lambda kv, table, rows: HeadDrafts(head, None, model.vocab_size, longest, kv, table, rows, platform),
+        lambda kv, table, rows, room: HeadDrafts(
+            head, None, model.vocab_size, longest, kv, table, rows, room, platform
+        ),
     )
 
 
@@ -201,12 +207,14 @@ def _medusa(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
     return LoadedDraft(
         (),
         weight_bytes,
-        lambda _, table, rows: MedusaDrafts(heads, most, _normed(model), table, rows, platform),
+        lambda _, table, rows, room: MedusaDrafts(
+            heads, most, _normed(model), table, rows, room, platform, appends=asked.context.pp_size == 1
+        ),
     )
 
 
 DRAFTERS: Final[dict[str, Callable[[DraftOrder, ArchSpec | HeadSpec], LoadedDraft]]] = {
-    "draft_model": _draft_model,
+    DRAFT_MODEL: _draft_model,
     "eagle3": _eagle3,
     "eagle": _stream,
     "mtp": _stream,

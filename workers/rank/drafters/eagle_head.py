@@ -5,7 +5,7 @@ embedding of the token behind; what it puts out guesses the token after that, an
 guess. The arithmetic is vLLM's (llama_eagle3.py). T tokens, H hidden size, V ids that the head guesses among.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.linear import ColumnParallelLinear
 from tandem.workers.attention.backend import KVTensors
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.models.decoder import Heard, attention_of
 from tandem.workers.models.layers.attention_layer import AttentionLayer
 from tandem.workers.models.layers.layer_inputs import LayerInputs
@@ -52,7 +52,7 @@ class EagleHead:
         self._norm = make_norm(own.final_norm, params.norm, ops)
         self._head = VocabParallelHead(params.head, alone, make)
         self._rope = RotaryPositions(rope, own.rope_dim, platform.device)
-        self._backend = attention_of(own, platform, dtype, kv_dtype)
+        self._backend, self._dtype = attention_of(own, platform, dtype, kv_dtype), dtype
         self._embedding = None if params.embedding is None else VocabParallelEmbedding(params.embedding, alone)
         self._embed: Embed = embed if self._embedding is None else self._embedding
 
@@ -79,6 +79,10 @@ class EagleHead:
         next_SH = residual_TH[rows_S]
         hidden_SH = self._norm(branch_TH[rows_S], next_SH)  # adds to next_SH in place
         return self._head(hidden_SH), next_SH
+
+    def replay_key(self, shape: StepShape, kv: KVTensors) -> Hashable | None:
+        """Returns as Decoder.replay_key() does."""
+        return self._backend.replay_key(shape, next(iter(kv.layers)), self._dtype)
 
     def slots(self) -> Iterator[ParameterSlot]:
         yield from self._fc.slots()

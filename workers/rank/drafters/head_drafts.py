@@ -2,47 +2,47 @@
 
 The head has KV for each token that it has read, in the model's blocks. It reads the tokens of a step at the beginning
 of the next one, when the tokens behind them are known, whether or not a row has drafts in it; else it would miss what
-only that step has. Where no row has had drafts for some steps it rests, and rows that it has missed something of have
-no guesses. R rows of a pass, Q of them with a guess.
+only that step has. Where no row has had drafts for some steps it rests. Of what it has missed it can have no KV any
+more: it sees such a row from the block on behind which it has read it (KVCache.drafted), as though it began there,
+and where the newest tokens are missing, from the next block on. R rows of a pass, Q of them with a guess.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Final, Protocol
+from collections.abc import Collection, Hashable, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.workers.attention.backend import KVTensors
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import StepShape
 from tandem.workers.kernels.step_arrays import StepArrays
 from tandem.workers.models.decoder import Heard
 from tandem.workers.platforms.base import Platform
-from tandem.workers.platforms.device_rows import DeviceRows, StepRows
-from tandem.workers.rank.drafters.guess_draw import DraftBlocks, DraftRows, GuessDraw
-from tandem.workers.rank.drafters.no_memory import unless_full
-from tandem.workers.rank.drafters.step_record import Computed, DecodedStep, StepRecord
-from tandem.workers.speculation.proposer import ProposalRow
+from tandem.workers.platforms.device_rows import NO_DRAFT, DeviceRows, PassedRows, StepRows
+from tandem.workers.rank.captured.guess_replays import GuessReplays, GuessStep
+from tandem.workers.rank.drafters.guess_draw import DraftBlocks, DraftRows, GuessDraw, GuessRoom, unless_full
+from tandem.workers.rank.drafters.head_ahead import HeadAhead, VectorHead
+from tandem.workers.rank.drafters.step_record import (
+    MISSED,
+    REST_AFTER,
+    Computed,
+    DecodedStep,
+    HeadReads,
+    LastVectors,
+    StepRecord,
+)
+from tandem.workers.speculation.proposer import GuessRow, ProposalRow
 
 Ints = npt.NDArray[np.int64]
-REST_AFTER: Final = 64
-"""Steps without drafts behind which the head reads no more, until a row has some."""
-MISSED: Final = -1
-
-
-class VectorHead(Protocol):
-    """A head that goes from vector to vector: EagleHead, StreamHead, whose methods say more."""
-
-    def vectors(self, heard: Heard, at: torch.Tensor) -> torch.Tensor: ...
-
-    def forward(
-        self, ids_T: torch.Tensor, vectors_TH: torch.Tensor, batch: ForwardBatch, kv: KVTensors
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+NOTHING: Final = Computed(*(np.empty(0, np.int64) for _ in Computed._fields))
 
 
 class HeadDrafts:
-    """A Proposer that ReadsSteps. ids: the model's id of each id of the head, int64; None: the same. max_len: positions
-    that the head has. kv, table, rows: of the model's runner."""
+    """A Proposer that ReadsSteps, and where rows live on a device GuessesAhead that CapturesPasses. ids: the model's id
+    of each id of the head, int64; None: the same. max_len: positions that the head has. kv, table, rows: of the model's
+    runner; room: for guesses of the device."""
+
+    reads_along = True
 
     def __init__(
         self,
@@ -53,31 +53,69 @@ class HeadDrafts:
         kv: DraftBlocks,
         table: DraftRows,
         rows: DeviceRows,
+        room: GuessRoom,
         platform: Platform,
     ) -> None:
         self._head, self._ids, self._vocab_size, self._max_len = head, ids, vocab_size, max_len
-        self._kv, self._table, self._rows, self._platform = kv, table, rows, platform
-        self._draw, self._record = GuessDraw(table, platform), StepRecord(table)
-        self._read = np.zeros(len(table.lives), np.int64)  # tokens of a row that the head has KV of, or MISSED
-        self._lives = np.full_like(self._read, -1)
+        self._kv, self._table, self._rows, self._room, self._platform = kv, table, rows, room, platform
+        self._draw, self._record, self._reads = GuessDraw(table, platform), StepRecord(table), HeadReads(kv, table)
+        self._last = LastVectors(table, platform.accelerator.to_device)
+        self._ahead: HeadAhead | None = None
+        if isinstance(rows, PassedRows):
+            parts = self._draw, self._record, self._reads, self._last
+            self._ahead = HeadAhead(head, self._of_model, max_len, kv.draft, table, rows, platform, parts)
         self._idle = 0
 
     def read(self, step: DecodedStep) -> None:
         if self._idle < REST_AFTER:
             self._record.keep(step)
-        else:
-            self._know(step.rows_R)
-            self._read[step.rows_R] = MISSED
 
     def catch_up(self) -> None:
         self._idle += 1
-        unless_full(lambda: self._absorb((), {}), None)
+        if self._ahead is None:
+            unless_full(lambda: self._absorb((), {}), None)
+        else:
+            ahead = self._ahead
+            unless_full(lambda: ahead.guess(()), None)
 
     def propose(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
         self._idle = 0
-        return unless_full(lambda: self._guesses(rows), [()] * len(rows))
+        if self._ahead is None:
+            return unless_full(lambda: self._guesses(rows), [()] * len(rows))
+        told = self._guessed([GuessRow(row.row, row.max_drafts) for row in rows], waits=True)
+        host_AD = self._platform.accelerator.to_host(told)
+        self._platform.accelerator.event().wait()
+        return [[token for token in own if token >= 0] for own in host_AD.tolist()]
+
+    def guess(self, rows: Sequence[GuessRow]) -> torch.Tensor:
+        self._idle = 0
+        return self._guessed(rows, waits=False)
+
+    # ---- captures ----
+
+    def replay_key(self, num_blocks: int) -> Hashable | None:
+        return self._head.replay_key(StepShape(1, 1, num_blocks), self._kv.draft)
+
+    def hold(self, heard: Heard) -> None:
+        """The vectors of rows stay where they are."""
+        self._last.hold(self._head.vectors(heard, torch.zeros(1, dtype=torch.int64, device=self._platform.device)))
+
+    def passes(self, step: GuessStep) -> None:
+        assert self._ahead is not None, "rows whose tokens the host has"
+        self._ahead.passes(step)
+
+    def take(self, replays: GuessReplays) -> None:
+        assert self._ahead is not None, "rows whose tokens the host has"
+        self._ahead.replays = replays
 
     # ---- inside ----
+
+    def _guessed(self, rows: Sequence[GuessRow], *, waits: bool) -> torch.Tensor:
+        """Returns the guesses of a device."""
+        assert self._ahead is not None, "rows whose tokens the host has"
+        ahead = self._ahead
+        guesses_QD = unless_full(lambda: ahead.guess(rows, waits=waits), None)
+        return self._room.filled(rows, NO_DRAFT) if guesses_QD is None else guesses_QD
 
     def _guesses(self, rows: Sequence[ProposalRow]) -> list[Sequence[int]]:
         asked = {row.row: row for row in rows if len(row.token_ids) + row.max_drafts <= self._max_len}
@@ -95,44 +133,57 @@ class HeadDrafts:
             numbers, vectors_QH = self._pass(step, last, vectors_QH[goes_on], step.first_R, drafts)
 
     def _absorb(self, asked: Collection[int], drafts: dict[int, list[int]]) -> tuple[list[int], torch.Tensor]:
-        """Reads the last step, and guesses a token of each row that asks for it and of which nothing was missed.
-        Returns as _pass() does."""
+        """Reads the last step, and guesses a token of each row that asks for it and whose last token is read. Returns
+        as _pass() does."""
         kept = self._record.take()
-        computed = None if kept is None else self._follow(kept[0])
-        if kept is None or computed is None or not len(computed.rows_R):
+        computed = NOTHING if kept is None else self._follow(kept[0])
+        vectors = [] if kept is None or not len(computed.rows_R) else [self._vectors_of(computed, kept[1])]
+        waiting = self._waiting(set(asked).difference(computed.rows_R.tolist()))
+        if len(waiting):
+            vectors.append(self._last.of(waiting))
+            again = Computed(waiting, self._reads.read[waiting] - 1, self._reads.read[waiting], np.zeros_like(waiting))
+            computed = Computed(*(np.append(one, more) for one, more in zip(computed, again, strict=True)))
+        if not vectors:
             return [], torch.empty(0)
-        self._read[computed.rows_R] = MISSED  # if there is no memory for the pass
-        lens_R = computed.end_R - computed.begin_R
-        row_T = np.repeat(np.arange(len(lens_R)), lens_R)
-        inside_T = np.arange(len(row_T)) - np.repeat(np.cumsum(lens_R) - lens_R, lens_R)
-        behind_T = computed.begin_R[row_T] + inside_T + 1
-        ids_T = self._table.token_ids[computed.rows_R[row_T], behind_T].astype(np.int64)
-        at_T = torch.from_numpy(computed.first_R[row_T] + inside_T)
-        vectors_TH = self._head.vectors(kept[1], self._platform.accelerator.to_device(at_T))
+        row_T, places_T = _places(computed)
+        ids_T = self._table.token_ids[computed.rows_R[row_T], places_T + 1].astype(np.int64)
         asks = np.flatnonzero([row in asked for row in computed.rows_R.tolist()])
-        guessed = self._pass(computed, torch.from_numpy(ids_T), vectors_TH, asks, drafts)
-        self._read[computed.rows_R] = computed.end_R
+        self._reads.read[computed.rows_R] = MISSED  # if there is no memory for the pass
+        guessed = self._pass(computed, torch.from_numpy(ids_T), torch.cat(vectors), asks, drafts)
+        self._reads.read[computed.rows_R] = computed.end_R
+        self._reads.note(computed.rows_R[row_T], places_T)
         return guessed
 
-    def _follow(self, computed: Computed) -> Computed:
-        """Returns the rows of which the head has read all that comes before, and notes those that it has missed
-        something of."""
-        rows_R = computed.rows_R
-        is_whole = self._know(rows_R) | (self._read[rows_R] == computed.begin_R)
-        self._read[rows_R[~is_whole]] = MISSED
-        keeps = is_whole & (self._table.num_known[rows_R] > computed.end_R)
-        return Computed(*(column[keeps] for column in computed))
+    def _vectors_of(self, computed: Computed, heard: Heard) -> torch.Tensor:
+        """Returns the vectors of what a step has computed, and keeps those of the last tokens."""
+        row_T, places_T = _places(computed)
+        at_T = torch.from_numpy(computed.first_R[row_T] + places_T - computed.begin_R[row_T])
+        vectors_TH = self._head.vectors(heard, self._platform.accelerator.to_device(at_T))
+        ends = torch.from_numpy(np.cumsum(computed.end_R - computed.begin_R) - 1)
+        last_RH = vectors_TH[self._platform.accelerator.to_device(ends)]
+        self._last.keep(computed.rows_R, computed.end_R, last_RH)
+        return vectors_TH
 
-    def _know(self, rows_R: Ints) -> npt.NDArray[np.bool_]:
-        """Notes whose rows these are; returns which of them are new here."""
-        lives = self._table.lives
-        if len(self._read) < len(lives):
-            more = len(lives) - len(self._read)
-            self._read = np.append(self._read, np.zeros(more, np.int64))
-            self._lives = np.append(self._lives, np.full(more, -1, np.int64))
-        is_new: npt.NDArray[np.bool_] = self._lives[rows_R] != lives[rows_R]
-        self._lives[rows_R] = lives[rows_R]
-        return is_new
+    def _waiting(self, rows: Collection[int]) -> Ints:
+        """Returns those of rows that are all read, and were not in the last step."""
+        known = self._table.num_known
+        return np.array([row for row in sorted(rows) if self._is_read(row, int(known[row]) - 1)], np.int64)
+
+    def _is_read(self, row: int, num_tokens: int) -> bool:
+        return self._last.has(row, num_tokens) and bool(self._reads.read[row] == num_tokens)
+
+    def _follow(self, computed: Computed) -> Computed:
+        """Returns what the head can read of rows: all, where it has read what comes before or sees the row from a block
+        on behind which it has; else from the next block on."""
+        rows_R, begin_R, size = computed.rows_R, computed.begin_R.copy(), self._table.block_size
+        for at in np.flatnonzero(self._reads.know(rows_R) | (self._reads.read[rows_R] != begin_R)).tolist():
+            skipped = self._reads.lacking(int(rows_R[at]), int(begin_R[at]))
+            self._reads.skipped[rows_R[at]] = skipped
+            begin_R[at] = max(begin_R[at], skipped * size)
+        keeps = (begin_R < computed.end_R) & (self._table.num_known[rows_R] > computed.end_R)
+        self._reads.read[rows_R[~keeps]] = MISSED
+        first_R = computed.first_R + begin_R - computed.begin_R
+        return Computed(rows_R[keeps], begin_R[keeps], computed.end_R[keeps], first_R[keeps])
 
     def _pass(
         self, step: Computed, ids_T: torch.Tensor, vectors_TH: torch.Tensor, asks: Ints, drafts: dict[int, list[int]]
@@ -149,6 +200,12 @@ class HeadDrafts:
         step_rows = StepRows(rows_R, begin_R, end_R, starts, lens_R, wanted, rows_Q, None, None)
         tensors = self._rows.step(step_rows, arrays)
         batch = tensors.batch(lens_R.tolist(), end_R.tolist(), self._table.block_size)
+        skipped_R, to_device = self._reads.skipped[rows_R], self._platform.accelerator.to_device
+        if skipped_R.any():
+            row_T = np.repeat(np.arange(len(rows_R)), lens_R)
+            batch = batch.without_first(
+                skipped_R.tolist(), *(to_device(torch.from_numpy(a)) for a in (skipped_R, row_T))
+            )
         ids_T = self._platform.accelerator.to_device(ids_T)
         logits_QV, next_QH = self._head.forward(ids_T, vectors_TH, batch, self._kv.draft)
         if sampling is None:
@@ -170,3 +227,10 @@ class HeadDrafts:
         whole_QV = logits_QV.new_full((len(logits_QV), self._vocab_size), float("-inf"))
         whole_QV[:, self._ids] = logits_QV
         return whole_QV
+
+
+def _places(computed: Computed) -> tuple[Ints, Ints]:
+    """Returns the row of the step of each token, and its place in that row."""
+    lens_R = computed.end_R - computed.begin_R
+    row_T = np.repeat(np.arange(len(lens_R)), lens_R)
+    return row_T, np.arange(len(row_T)) - (np.cumsum(lens_R) - lens_R - computed.begin_R)[row_T]

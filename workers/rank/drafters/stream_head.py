@@ -6,7 +6,7 @@ the next guess. An MTP layer has norms of both inputs and a norm and a head of i
 arithmetic is vLLM's (llama_eagle.py, deepseek_mtp.py). T tokens, S rows with a guess, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.linear import ColumnParallelLinear
 from tandem.workers.attention.backend import KVTensors
-from tandem.workers.attention.forward_batch import ForwardBatch
+from tandem.workers.attention.forward_batch import ForwardBatch, StepShape
 from tandem.workers.models.decoder import Heard, attention_of
 from tandem.workers.models.layers.arrangements import make_layer
 from tandem.workers.models.layers.decoder_layer import DecoderLayer
@@ -70,7 +70,7 @@ class StreamHead:
         self._own_embedding = None if params.embedding is None else VocabParallelEmbedding(params.embedding, alone)
         self._embed: Embed = embed if self._own_embedding is None else self._own_embedding
         self._ropes = [RotaryPositions(rope, own.rope_dim, platform.device) for rope in own.ropes]
-        self._backend = attention_of(own, platform, dtype, kv_dtype)
+        self._backend, self._dtype = attention_of(own, platform, dtype, kv_dtype), dtype
         self._normed = normed
 
     def vectors(self, heard: Heard, at: torch.Tensor) -> torch.Tensor:
@@ -100,6 +100,10 @@ class StreamHead:
             return self._head(next_SH), next_SH
         hidden_SH = self._norm(branch_SH, next_SH)  # adds to next_SH in place
         return self._head(hidden_SH), next_SH
+
+    def replay_key(self, shape: StepShape, kv: KVTensors) -> Hashable | None:
+        """Returns as Decoder.replay_key() does."""
+        return self._backend.replay_key(shape, next(iter(kv.layers)), self._dtype)
 
     def slots(self) -> Iterator[ParameterSlot]:
         yield from self._mix.slots()

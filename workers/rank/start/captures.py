@@ -26,16 +26,13 @@ from tandem.workers.models.decoder import Decoder
 from tandem.workers.planning.graph_room import CaptureSize, capture_sizes
 from tandem.workers.platforms.base import Platform
 from tandem.workers.platforms.device_rows import DeviceRows, FramedRows
-from tandem.workers.rank.captured.frame import PaddingRows
+from tandem.workers.rank.captured.frame import PaddingRows, frame_memory
 from tandem.workers.rank.captured.framed_step import Clear, FramedStep, StepParts
 from tandem.workers.rank.captured.ruled_draw import DrawReplay, RuledDraw, draw_memory
 from tandem.workers.rank.captured.shard_draw import ShardDraw
+from tandem.workers.rank.start.guess_captures import PROGRESS_S, GuessOrder, capture_guesses
 
 log = logging.getLogger(__name__)
-PROGRESS_S = 5.0
-"""Between two lines about captures."""
-FRAME_BYTES = 320
-"""Bytes of a token in the arrays of a step, with what aligns them."""
 
 
 def sizes_of(decoder: Decoder, kv: KVTensors, settings: EngineSettings, max_model_len: int) -> list[CaptureSize]:
@@ -67,9 +64,10 @@ def capture_steps(
     sizes: Sequence[CaptureSize],
     ops: SamplingOps | None = None,
     max_drafts: int = 0,
+    guesses: GuessOrder | None = None,
 ) -> StartCaptures:
     """Makes the captures, in step with all ranks of the stage, and replays each once. No report where captures are made
-    as steps come. ops: on the rank that samples."""
+    as steps come. ops: on the rank that samples; guesses: on the one that guesses."""
     graphs, began_s = decoder.graphs, time.perf_counter()
     if not isinstance(graphs, StartGraphs) or not isinstance(rows, FramedRows):
         return StartCaptures(None, {})
@@ -80,6 +78,8 @@ def capture_steps(
         graphs.can_replay = False  # such as with streamed layers on one of them
         log.warning("no step is captured: ranks of this stage differ in what they can replay")
     if not sizes or not graphs.can_replay:
+        if guesses is not None:
+            guesses.say("no step is captured")
         return StartCaptures(None, {})
     log.info("capturing %d kinds of steps", len(sizes))
     free = platform.memory()
@@ -100,12 +100,13 @@ def capture_steps(
     counts = {size.num_samples for size, why in failures.items() if why is None}
     is_ruled = len(counts) > 0 and isinstance(fixed, ReportOps)
     draws, undrawn = _ruled_draws(graphs, parts, counts, platform) if is_ruled else ({}, {})
+    passes, unpassed = (0, {}) if guesses is None else capture_guesses(graphs, parts, guesses, platform)
     for size, why in failures.items():
         if why is None and (captured := graphs.find(keys[size], size.num_tokens)) is not None:
             captured.launch()  # the device gets what the first replay takes there
     platform.accelerator.event().wait()
-    total = len(sizes) + len(draws) + len(undrawn)
-    failed = {**{_words(size): why for size, why in failures.items() if why is not None}, **undrawn}
+    total = len(sizes) + len(draws) + len(undrawn) + passes + len(unpassed)
+    failed = {**{_words(size): why for size, why in failures.items() if why is not None}, **undrawn, **unpassed}
     if failed:
         log.warning("%d of %d kinds of steps have no capture, so these run eagerly: %s", len(failed), total, failed)
     report = CaptureReport(total - len(failed), failed, time.perf_counter() - began_s, used_bytes())
@@ -158,7 +159,7 @@ def _parts(
         rows=rows,
         spare=spare,
         room=room,
-        memory=platform.zeros((FRAME_BYTES * (most_tokens + 16),), torch.uint8),
+        memory=frame_memory(most_tokens, platform),
         ops=fixed,
         shards=shards,
         tokens_NL=tokens_NL,

@@ -6,6 +6,8 @@ Opened by loading.py once the KV is allocated.
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tandem.offload.copies.accelerator import Accelerator
@@ -14,30 +16,36 @@ from tandem.offload.copies.kv_copies import BlockCopier, bytes_per_slot
 from tandem.offload.host.host_process import attach, lease_soon
 from tandem.offload.kv.disk_io import DiskBlockError, read_block, remove_block, write_block
 from tandem.offload.kv.disk_tier import LOCK_NAME
+from tandem.workers.kernels.kv_store import NOT_KNOWN
 from tandem.workers.messages.handshake import RankTiers
 from tandem.workers.messages.transfer import CopyKV, Failure
 from tandem.workers.platforms.base import Platform
 from tandem.workers.rank.transfers.lanes import ALL_MOVED, Lanes, Moved
 from tandem.workers.rank.transfers.load_gate import LoadGate
 
+Counts = npt.NDArray[np.int32]
 ATTACH_S = 10.0
 
 
 class MemoryLane:
-    """store and load: between the device and the host slab, with notice of each layer to the gate."""
+    """store and load: between the device and the host slab, with notice of each layer to the gate. drafted: of the
+    device's KVCache; drafted_S: the same of the slots."""
 
-    def __init__(self, copier: BlockCopier, slab: HostSlab, gate: LoadGate) -> None:
+    def __init__(self, copier: BlockCopier, slab: HostSlab, gate: LoadGate, drafted: Counts, drafted_S: Counts) -> None:
         self._copier = copier
         self._slab = slab
         self._gate = gate
+        self._drafted, self._drafted_S = drafted, drafted_S
 
     def move(self, op: CopyKV) -> Moved:
         self._gate.begin(op.ticket)
         try:
             if op.kind == "store":
+                self._drafted_S[op.slots] = self._drafted[op.block_ids]
                 self._copier.store(op.block_ids, op.slots)
             else:
                 assert op.kind == "load", op.kind
+                self._drafted[op.block_ids] = self._drafted_S[op.slots]
                 self._copier.load(op.slots, op.block_ids, self._gate.arrived)
         finally:
             self._gate.end(op.ticket)
@@ -49,12 +57,13 @@ class MemoryLane:
 
 
 class DiskLane:
-    """spill and fetch: between the host slab and this rank's folder."""
+    """spill and fetch: between the host slab and this rank's folder. drafted_S: as of MemoryLane."""
 
-    def __init__(self, folder: Path, layout: bytes, slab: HostSlab) -> None:
+    def __init__(self, folder: Path, layout: bytes, slab: HostSlab, drafted_S: Counts) -> None:
         self._disk = folder
         self._layout = layout
         self._slab = slab
+        self._drafted_S = drafted_S
 
     def move(self, op: CopyKV) -> Moved:
         failed: list[int] = []
@@ -78,6 +87,7 @@ class DiskLane:
 
     def _move_file(self, op: CopyKV, key: bytes, slot: int) -> None:
         if op.kind == "fetch":
+            self._drafted_S[slot] = NOT_KNOWN
             read_block(self._disk, key, self._layout, self._slab.slot(slot))
             return
         if key == op.keys[0]:
@@ -87,10 +97,15 @@ class DiskLane:
 
 
 def open_kv_lanes(
-    lanes: Lanes, rank: int, layers: Sequence[Sequence[torch.Tensor]], tiers: RankTiers, platform: Platform
+    lanes: Lanes,
+    rank: int,
+    layers: Sequence[Sequence[torch.Tensor]],
+    drafted: Counts,
+    tiers: RankTiers,
+    platform: Platform,
 ) -> tuple[LoadGate, bool]:
     """Opens the rank's lanes of KV; returns the gate of their loads, and RankReady.has_earlier. OSError or
-    HostTierError without the memory."""
+    HostTierError without the memory. layers, drafted: of its KVCache."""
     if tiers.disk_folder is not None and not _is_the_coordinators(Path(tiers.disk_folder), tiers.disk_word):
         raise FileNotFoundError(
             f"--kv-disk-path: {tiers.disk_folder} of the coordinator is not on the node of this rank"
@@ -99,9 +114,10 @@ def open_kv_lanes(
     slot_bytes = bytes_per_slot([plane for layer in layers for plane in layer])
     slab, has_earlier = open_slab(rank, tiers, slot_bytes, accelerator)
     gate = LoadGate(accelerator, by_layer=platform.copies_beside)
-    memory = MemoryLane(platform.kv_copier(layers, slab.bytes_SB), slab, gate)
+    drafted_S = np.full(tiers.num_slots, NOT_KNOWN, np.int32)
+    memory = MemoryLane(platform.kv_copier(layers, slab.bytes_SB), slab, gate, drafted, drafted_S)
     if tiers.disk_folder is not None:
-        lanes.open("disk", accelerator, DiskLane(Path(tiers.disk_folder), tiers.layout, slab))
+        lanes.open("disk", accelerator, DiskLane(Path(tiers.disk_folder), tiers.layout, slab, drafted_S))
     lanes.open("memory", accelerator, memory)
     return gate, has_earlier
 

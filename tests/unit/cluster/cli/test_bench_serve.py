@@ -186,7 +186,7 @@ async def test_a_plot_is_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
     async with service() as (_, url):
         done = await tandem("bench", "serve", "--url", url, *SMALL, "--plot", str(tmp_path / "a.svg"))
         assert done.exit_code == 0 and (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
-        monkeypatch.setattr("tandem.cluster.cli.bench.bench_plot.find_spec", lambda name: None)
+        monkeypatch.setattr("tandem.cluster.cli.base.plot_file.find_spec", lambda name: None)
         none = await tandem("bench", "serve", "--url", url, *SMALL, "--plot", str(tmp_path / "b.svg"))
         assert isinstance(none.exception, SettingsError) and "pip install matplotlib" in str(none.exception)
 

@@ -92,7 +92,10 @@ def test_every_flag_and_value_is_in_every_script() -> None:
     assert ("tenants", "rotate-key") in {verb.path for verb in verbs}
     odd = VerbWords(("odd",), "It's [new]: so", (FlagWords(("--odd",), "It's [b]", "A:B", ("x", "y"), True),), ())
     for make in SCRIPTS.values():
-        text = make([*verbs, odd], {"tenants": "Of tenants", "adapters": "Of adapters", "bench": "Of speed"})
+        text = make(
+            [*verbs, odd],
+            {"tenants": "Of tenants", "adapters": "Of adapters", "bench": "Of speed", "routes": "Of costs"},
+        )
         words = set(re.findall(r"[\w-]+", text))
         for verb in (*verbs, odd):
             for flag in verb.flags:

@@ -2,10 +2,13 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from tandem.configs.load import build_settings
+from tandem.workers.planning.resolve import draft_spec
 from tests.support.tiny_models import BY_NAME, save_tiny_model
 from tests.support.verbs import run_verb_here
 from tools.demo_model.prompts import prompts as prompts_of_demo
@@ -32,11 +35,22 @@ def refused(*arguments: object) -> str:
 
 def test_the_command_of_the_page(tmp_path: Path) -> None:
     """With prompts as the page makes them, but fewer."""
-    assert [command[1] for command in COMMANDS] == ["draft", "eagle", "medusa"]
+    assert [command[1] for command in COMMANDS] == ["draft", "eagle", "medusa", "eagle"]
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in prompts_of_demo(40, 0)))
     command = [word.replace("/tmp", str(tmp_path)) for word in COMMANDS[0]]
     done = run_verb_here(*command, *QUICK)
     assert done.returncode == 0 and "written to  " in done.stdout and "tokens a step" in done.stdout, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("to serve")]
+    words = shlex.split(line.removeprefix("to serve"))
+    assert words[:4] == ["tandem", "serve", "demo", "--speculative-config"] and len(words) == 5
+    drafts = {"model": str(tmp_path / "demo-draft"), "num_speculative_tokens": 4}
+    assert json.loads(words[4]) == {"method": "draft_model", **drafts}
+    assert (
+        draft_spec(
+            build_settings(str(ROOT / "configs/demo/model"), {"speculative_config": json.loads(words[4])}).engine
+        )
+        is not None
+    )
     again = run_verb_here(*command, *QUICK, "--json")
     assert "is complete" in again.stderr and json.loads(again.stdout)["training_steps"] == 2
 

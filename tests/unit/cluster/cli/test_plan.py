@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-import tandem.cluster.cli.verbs.plan as plan_command
+from tandem.cluster.cli.base.planned_model import memory_of
 from tandem.cluster.cli.main import build_app, run_verb
 from tandem.cluster.deploy import devices
 from tandem.cluster.deploy.preflight import cpu_weight_bytes
@@ -482,7 +482,7 @@ def test_a_machine_without_gpu_is_asked_for_its_size(large: Path, monkeypatch: p
     monkeypatch.setattr(devices, "cuda_memory_bytes", lambda: None)
     settings = EngineSettings(model=ModelSettings(model=str(large)), device=DeviceSettings(device="cuda"))
     with pytest.raises(SettingsError, match="no CUDA device here") as refused:
-        plan_command._memory(settings, plan_command._Asked(None, 0.0, 0.0, None))
+        memory_of(settings, None, 0.0, 0.0)
     assert refused.value.flag == "--device-memory"
     monkeypatch.setattr(devices, "cuda_memory_bytes", lambda: 7 * GIB)
-    assert plan_command._memory(settings, plan_command._Asked(None, 0.0, 0.0, None)).device_bytes == 7 * GIB
+    assert memory_of(settings, None, 0.0, 0.0).device_bytes == 7 * GIB

@@ -29,6 +29,7 @@ from tandem.cluster.fleet.fleet_view import FleetView, channel_name, group_heart
 from tandem.cluster.gateway.generation import generation, serve_dispatch
 from tandem.cluster.gateway.generation.draining_groups import DrainingGroups
 from tandem.cluster.group import ray_ranks
+from tandem.cluster.routing.route_hint import hint_of
 from tandem.cluster.service import serve_app
 from tandem.cluster.state import keys
 from tandem.cluster.state.redis_client import RedisUnavailable
@@ -117,6 +118,35 @@ async def test_tokens_come_in_order_with_one_end_and_the_bill(service: Service) 
     assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"]
     assert deltas[-1].usage is not None and deltas[-1].usage.completion_tokens == 50
     await until(lambda: not service.client._parts)
+
+
+async def test_requests_are_charged_what_is_expected_and_less_as_tokens_come(slow_service: Service) -> None:
+    client, hints = slow_service.client, slow_service.caller.hints
+    left: list[tuple[str, int]] = []
+    client.view.correct = lambda request_id, tokens: left.append((request_id, tokens))
+    await read_all(await client.submit(request("short", 30)))
+    await until(lambda: not client._parts)
+    slow_service.groups[0].engine.most = slow_service.groups[1].engine.most = 0
+    stream = await client.submit(request("long", 5000, prompt=[100] * 10))
+    await until(lambda: len(hints) == 2)
+    assert [hint.cost_tokens for hint in hints] == [1 + 30, 10 + 30], "limits are no forecast"
+    client.look_after()
+    assert left == []
+    for group in slow_service.groups:
+        group.engine.most = math.inf
+    assert await anext(stream)
+    client.look_after()
+    ((named, rest),) = left
+    assert named == "long" and 0 < rest < 30
+    client.refuse_all(RequestRefused("closing", code="service_unavailable", status=503))
+    with pytest.raises(RequestRefused, match="closing"):
+        await read_all(stream)
+
+
+async def test_a_gateway_without_a_router_explains_no_route(service: Service) -> None:
+    with pytest.raises(RequestRefused, match="knows no group yet") as refused:
+        service.client.route_table(request("r"), hint_of(request("r")))
+    assert refused.value.status == 503
 
 
 async def test_refusing_all_ends_what_runs_and_what_comes_later(slow_service: Service) -> None:

@@ -16,7 +16,7 @@ from tests.support.fake_group import FakeGroup
 from tests.unit.cluster.group.door import Door
 from tests.unit.gateway.rig import CHAT, DEADLINE_S, USER
 
-MOST_TASKS, MOST_TYPES = 2, 22
+MOST_TASKS, MOST_TYPES = 2, 24
 
 
 class OneToken(FakeEngine):

@@ -13,7 +13,7 @@ import pytest
 
 from tandem.cluster.routing.outstanding import tokens_by_gateway
 from tandem.cluster.routing.route_hint import RouteHint
-from tandem.cluster.routing.serve_router import GroupRouter
+from tandem.cluster.routing.router.serve_router import GroupRouter
 
 GROUPS, RATE = 16, 4000.0
 """Groups, and the tokens that each serves in a second, shared by its requests in the order of their arrival."""

@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import msgspec
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cluster.routing.group_loads import GroupLoads
 from tandem.cluster.routing.outstanding import Outstanding, cost_tokens, elsewhere, tokens_by_gateway
-from tandem.cluster.routing.policy import FEW, adapter_affinity, best_few
+from tandem.cluster.routing.policies.adapter_affinity import AdapterAffinity
+from tandem.cluster.routing.policies.routing_policy import FEW, choose
 from tandem.cluster.routing.route_hint import RouteHint, hint_of
 from tandem.workers.messages.request import GenerationRequest, ReplyTo, SamplingParams
 
@@ -21,11 +23,11 @@ def order(loads: dict[str, int], last: str = "", pick: int = 0, own: Mapping[str
     groups = list(loads)
     given = GroupLoads(
         groups=groups,
-        outstanding=list(loads.values()),
-        own=[own.get(name, 0) for name in groups],
+        outstanding=np.array(list(loads.values())),
+        own=np.array([own.get(name, 0) for name in groups]),
         last=[groups.index(name) for name in last],
     )
-    few = best_few(adapter_affinity(given, REQUEST), given, REQUEST, lambda near: near[pick])
+    few = choose(AdapterAffinity(), given, REQUEST, lambda near: near[pick])
     return "".join(groups[i] for i in few)
 
 
@@ -81,7 +83,9 @@ def test_groups_that_are_gone_are_forgotten() -> None:
     outstanding.begin("c2", "h", "t", 7, 0.0)
     outstanding.keep_only(["h"])
     assert (outstanding.here("g"), outstanding.here("h")) == (0, 7)
-    assert outstanding.of_tenant("t", ["g", "h"]) == [0, 7] and outstanding.of_tenant("other", ["h"]) == [0]
+    outstanding.set_groups(["g", "h"])
+    assert outstanding.of_tenant("t").tolist() == [0, 7] and outstanding.of_tenant("other").tolist() == [0, 0]
+    assert outstanding.here_by_group().tolist() == [0, 7]
     outstanding.end("c1", "g")
     assert outstanding.here("g") == 0
 
@@ -89,10 +93,12 @@ def test_groups_that_are_gone_are_forgotten() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abc"), st.integers(0, 50), st.booleans())))
 def test_counts_return_to_nothing(calls: list[tuple[int, str, int, bool]]) -> None:
     outstanding = Outstanding()
+    outstanding.set_groups("abc")
     for call, group, tokens, ends in calls:
         outstanding.end(str(call), group) if ends else outstanding.begin(str(call), group, "t", tokens, 0.0)
         assert all(outstanding.here(g) >= 0 for g in "abc")
-        assert outstanding.of_tenant("t", "abc") == [outstanding.here(g) for g in "abc"]
+        assert outstanding.of_tenant("t").tolist() == [outstanding.here(g) for g in "abc"]
+        assert outstanding.here_by_group().tolist() == [outstanding.here(g) for g in "abc"]
     for call in range(6):
         outstanding.begin(str(call), "a", "t", 1, 0.0)
         outstanding.end(str(call), "a")

@@ -7,6 +7,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +19,17 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Requ
 from ray.serve._private.constants import RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter
 
-from tandem.cluster.app import ROUTER
+from tandem.cluster.app import router_config
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.serve_dispatch import MOST_BY_VALUE, ServeDispatch
 from tandem.cluster.group.coordinator import Coordinator
-from tandem.cluster.routing.policy import FEW
+from tandem.cluster.routing.policies.routing_policy import FEW
 from tandem.cluster.routing.route_hint import hint_of
+from tandem.cluster.routing.route_table import RouteNote
+from tandem.cluster.routing.router.serve_router import GroupRouter
 from tandem.cluster.routing.router_view import router_view
-from tandem.cluster.routing.serve_router import GroupRouter
+from tandem.cluster.routing.told_prefixes import ToldPrefixes
+from tandem.workers.messages.kv_events import KvEvents, KvFacts
 from tandem.workers.messages.request import AdapterRef, GenerationRequest, ReplyTo, SamplingParams
 from tests.support.fake_group import FakeFleet, serving
 
@@ -128,6 +132,18 @@ def test_reports_are_read_when_serve_brings_them(router: GroupRouter, monkeypatc
     assert len(chosen(router, router._replicas_list, pending("c3", 1))) == 1
 
 
+def test_what_a_group_was_sent_is_expected_there(router: GroupRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes, request = ToldPrefixes(), msgspec.structs.replace(LONG, request_id="c1")
+    monkeypatch.setattr(router_view(), "prefixes", prefixes)
+    for group in ("a", "b"):
+        prefixes.take(group, 1, KvFacts("", "revision", "float32", 16, 8), 0.0)
+        prefixes.take(group, 1, KvEvents("", 1, is_snapshot=True), 0.0)
+    prefixes.note("c1", prefixes.overlaps(request))
+    assert chosen(router, [replica("a"), replica("b")], pending("c1", 100))[0] == "a"
+    prefixes.expect_sent()
+    assert prefixes.overlaps(request).overlaps == {"a": (128, 0)}
+
+
 def test_a_group_to_avoid_is_the_last_choice(router: GroupRouter) -> None:
     a, b = replica("a"), replica("b")
     assert chosen(router, [a, b], pending("c1", 100, avoid=("a",))) == ["b", "a"]
@@ -145,6 +161,35 @@ def test_a_request_that_another_group_took_counts_there(router: GroupRouter) -> 
     assert chosen(router, [a, b], request)[0] == "a"
     router.on_request_routed(request, b.replica_id, None)
     assert chosen(router, [a, b], pending("c2", 1))[0] == "a"
+
+
+def test_what_is_left_of_an_answer_counts_to_its_end(router: GroupRouter) -> None:
+    """Serve says late that a request was routed: when its answer is there, or when others have been routed since. The
+    gateway, maybe on another thread than the router, says what is left."""
+    a, b = replica("a"), replica("b")
+    long = pending("c1", 1000)
+    assert chosen(router, [a, b], long)[0] == "a"
+    assert chosen(router, [a, b], pending("c2", 100))[0] == "b"
+    correct = router_view().correct
+    teller = threading.Thread(target=lambda: correct("c1", 5))
+    teller.start()
+    teller.join()
+    assert router._outstanding.here("a") == 1001, "only the router's thread changes what it reads"
+    assert chosen(router, [a, b], pending("c3", 1))[0] == "a"
+    router.on_request_routed(long, a.replica_id, None)
+    assert chosen(router, [a, b], pending("c4", 1))[0] == "a"
+    assert router._outstanding.here("a") == 5 + 2 + 2
+
+
+def test_a_request_has_one_turn_of_round_robin(router: GroupRouter) -> None:
+    router.initialize_state(policy="round-robin")
+    router._pick = lambda near: near[0]
+    a, b = replica("a"), replica("b")
+    first = pending("c1", 1)
+    assert [chosen(router, [a, b], first)[0], chosen(router, [a, b], pending("c2", 1))[0]] == ["a", "b"]
+    router.on_request_routed(first, a.replica_id, None)
+    router.on_request_completed(a.replica_id, "c1")
+    assert chosen(router, [a, b], pending("c3", 1))[0] == "a"
 
 
 async def test_the_gateway_learns_where_serve_sends_a_request(
@@ -196,6 +241,18 @@ def test_what_other_gateways_sent_counts(router: GroupRouter) -> None:
     a = replica("a", outstanding_tokens={"you": 300, "them": 200})
     b = replica("b", outstanding_tokens={"you": 20})
     assert chosen(router, [a, b], pending("c", 5)) == ["b", "a"]
+
+
+def test_of_other_gateways_what_is_left_counts_and_of_this_one_what_was_charged(
+    router: GroupRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = replica("a", outstanding_tokens={"you": 900, "me": 1001}, left_tokens={"you": 10, "me": 5})
+    b = replica("b", outstanding_tokens={"you": 20}, left_tokens={"you": 20})
+    assert chosen(router, [a, b], pending("c", 1000))[0] == "a"
+    for later_s in (1, 70, 140):
+        monkeypatch.setattr(time, "monotonic", lambda at_s=time.monotonic() + later_s: at_s)
+        chosen(router, [a, replica("b")], pending(f"d{later_s}", 1, avoid=("a",)))
+        assert router._outstanding.holds("c"), "the group says that it has it"
 
 
 def test_a_report_that_is_first_seen_after_its_requests_ended_keeps_nobody_away(router: GroupRouter) -> None:
@@ -312,13 +369,111 @@ def test_groups_that_serve_no_longer_lists_are_known(router: GroupRouter, monkey
     assert router_view().running == {"b"}
 
 
+def test_a_policy_is_named_by_the_routers_arguments() -> None:
+    router = GroupRouter.__new__(GroupRouter)
+    with pytest.raises(ValueError, match="'fastest' is not a routing policy; there are joint, "):
+        router.initialize_state(policy="fastest")
+    with pytest.raises(ValueError, match="request_router_kwargs has weight; it takes `policy` only"):
+        router.initialize_state(policy="joint", weight=3)
+    router.initialize_state(policy="round-robin")
+    replicas = [replica(name) for name in "abc"]
+    assert sorted(chosen(router, replicas, pending(f"c{i}", 1))[0] for i in range(3)) == ["a", "b", "c"]
+    config = router_config("session")
+    assert config.request_router_kwargs == {"policy": "session"}
+
+
+def overlapping(call: str, session: str = "", **overlaps: tuple[int, int]) -> Any:
+    asked = pending(call, 100)
+    asked.kwargs["hint"] = msgspec.structs.replace(
+        asked.kwargs["hint"], cost_tokens=1000, overlaps=overlaps, session=session
+    )
+    return asked
+
+
+def test_a_request_goes_where_its_prompt_is_and_costs_less_there(router: GroupRouter) -> None:
+    replicas = [replica("a"), replica("b")]
+    assert chosen(router, replicas, overlapping("c1", b=(900, 0)))[0] == "b"
+    assert router._outstanding.here("b") == 100
+    assert chosen(router, replicas, overlapping("c2", b=(50, 0)))[0] == "a", "b has 100 tokens to come"
+    assert router._outstanding.here("a") == 1000
+
+
+def test_groups_report_how_dear_their_copies_are(router: GroupRouter) -> None:
+    def reports(a: float, b: float) -> list[Any]:
+        return [replica(n, outstanding_tokens={}, copy_share=s) for n, s in (("a", a), ("b", b))]
+
+    both = {"a": (0, 800), "b": (0, 800)}
+    assert chosen(router, reports(0.9, 0.1), overlapping("c1", **both))[0] == "b"
+    router.on_request_completed(replica("b").replica_id, "c1")
+    assert chosen(router, reports(0.1, 0.9), overlapping("c2", **both))[0] == "a"
+
+
+def test_a_session_keeps_its_home_until_that_has_more_to_do(router: GroupRouter) -> None:
+    router._pick = random.Random(3).choice
+    replicas = [replica(f"g{i}") for i in range(8)]
+    homes = set()
+    for i in range(20):
+        homes.add(chosen(router, replicas, overlapping(f"c{i}", session="s"))[0])
+        router.on_request_completed(replica(next(iter(homes))).replica_id, f"c{i}")
+    (home,) = homes
+    chosen(router, replicas, overlapping("busy", session="s"))
+    assert chosen(router, replicas, overlapping("next", session="s"))[0] != home, "a request is worth more than a home"
+
+
+async def test_the_router_says_why_to_who_asks(router: GroupRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    note = RouteNote()
+    monkeypatch.setattr(router_view(), "sent_to", {"c1": None, "c2": None})
+    monkeypatch.setattr(router_view(), "notes", {"c1": note})
+    replicas = [replica("a"), replica("b", outstanding_tokens={"you": 70})]
+    for call in ("c1", "c2"):
+        request = overlapping(call, b=(200, 30))
+        request.future = asyncio.Future()
+        await router.choose_replicas(replicas, request)
+        assert note.line is None or call == "c2"
+        request.future.set_result(replicas[1])
+        await asyncio.sleep(0)
+    assert note.line == "b overlap=200+30 outstanding=70 adapter=- second=a"
+
+
+def test_what_is_said_of_a_choice_by_chance_is_of_that_choice(
+    router: GroupRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that draws two groups draws others the next time."""
+    router.initialize_state(policy="p2c")
+    note = RouteNote()
+    monkeypatch.setattr(router_view(), "notes", {f"c{i}": note for i in range(8)})
+    replicas = [replica(f"g{i}", outstanding_tokens={"you": 1000 * i}) for i in range(16)]
+    for i in range(8):
+        first = chosen(router, replicas, pending(f"c{i}", 1))[0]
+        assert note.table is not None and note.table.groups[0].group == first
+
+
+def test_costs_are_shown_without_a_request(router: GroupRouter) -> None:
+    explain = router_view().explain
+    assert explain is not None
+    router._replicas_list = []
+    assert explain(overlapping("c").kwargs["hint"]) is None, "no group"
+    router._replicas_list = [replica("a", stalled_s=9.0, outstanding_tokens={}), replica("b")]
+    table = explain(overlapping("c", a=(900, 0)).kwargs["hint"])
+    assert table is not None and table.policy == "joint"
+    assert [(one.group, one.cost, one.is_last) for one in table.groups] == [("b", 1000, False), ("a", 100, True)]
+    assert router._outstanding.here("a") == router._outstanding.here("b") == 0
+
+
+def test_what_travels_to_a_group_is_short_and_what_it_was_before() -> None:
+    hint = overlapping("c", session="s", **{f"g{i}": (1, 2) for i in range(256)}).kwargs["hint"]
+    sent = pickle.dumps(hint)
+    assert len(sent) < 400
+    assert pickle.loads(sent) == msgspec.structs.replace(hint, overlaps={}, session="")
+
+
 SENT = """
 import base64, sys
 from unittest.mock import patch
 from ray import cloudpickle
 from ray.serve.request_router import RequestRouter
 from tandem.cluster.routing.router_view import router_view
-from tandem.cluster.routing import serve_router
+from tandem.cluster.routing.router import serve_router
 
 sent = cloudpickle.loads(base64.b64decode(sys.stdin.read()))
 assert sent is not serve_router.GroupRouter
@@ -332,6 +487,6 @@ assert router_view().running == frozenset(), router_view().running
 
 def test_what_the_router_of_a_gateway_sees_is_seen_by_the_gateway() -> None:
     """Serve sends its class by value; a copy's own attributes would be nobody else's."""
-    sent = base64.b64encode(ROUTER.get_serialized_request_router_cls() or b"").decode()
+    sent = base64.b64encode(router_config("joint").get_serialized_request_router_cls() or b"").decode()
     done = subprocess.run([sys.executable, "-c", SENT], input=sent, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

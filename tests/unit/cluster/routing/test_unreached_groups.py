@@ -10,10 +10,10 @@ from ray.serve.request_router import RequestRouter
 
 from tandem.cluster.gateway.generation.part import RequestPart
 from tandem.cluster.gateway.generation.serve_dispatch import UNREACHED_S, ServeDispatch
-from tandem.cluster.routing import serve_router
 from tandem.cluster.routing.route_hint import hint_of
+from tandem.cluster.routing.router import serve_router
+from tandem.cluster.routing.router.serve_router import GroupRouter
 from tandem.cluster.routing.router_view import RouterView, router_view
-from tandem.cluster.routing.serve_router import GroupRouter
 from tandem.cluster.routing.unreached_groups import AGAIN_S, MOST_PAUSE_S, UnreachedGroups
 from tandem.workers.messages.request import GenerationRequest, SamplingParams
 from tests.support.fake_group import FakeFleet, serving

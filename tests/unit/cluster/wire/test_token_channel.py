@@ -10,8 +10,10 @@ import pytest
 import zmq
 
 from tandem.cluster.wire.token_channel import TokenReceiver, TokenSender
+from tandem.configs.limits import Ports
 from tandem.workers.engine.thread.engine_thread import by_gateway
 from tandem.workers.messages.channel import ChannelContext, bind_router
+from tandem.workers.messages.kv_events import KvEvents, KvFacts
 from tandem.workers.messages.request import Abort, ReplyTo, TokenDelta
 
 SECRET = "ab" * 32
@@ -175,3 +177,56 @@ def test_what_nobody_has_closed_does_not_hang_the_garbage_collector() -> None:
     leaving.start()
     leaving.join(10)
     assert not leaving.is_alive()
+
+
+async def test_kv_events_come_in_turn_and_by_themselves(sender: TokenSender) -> None:
+    told: list[object] = []
+    receiver = TokenReceiver(SECRET, "127.0.0.1", lambda s, d: None, told.append, on_kv=lambda s, m: told.append(m))
+    reply_to = receiver.reply_to
+    sender.open(reply_to)
+    messages = [KvFacts(reply_to.nonce, "m", "d", 16, 8), *(KvEvents(reply_to.nonce, n) for n in (1, 5))]
+    assert sender.tell(reply_to, KvEvents("an earlier life", 1))
+    for message in messages:
+        assert sender.tell(reply_to, message)
+    sender.send([(reply_to, [delta("r")])])
+    await until(lambda: len(told) == 3)
+    assert told == messages, "a number that is missing among them is no gap of tokens"
+    assert not sender.tell(ReplyTo(reply_to.endpoint, "another life"), messages[0])
+    assert not sender.tell(ReplyTo("tcp://127.0.0.1:1", "nobody"), messages[0])
+    receiver.close()
+
+
+async def test_a_gateway_asks_for_a_snapshot(end: End, sender: TokenSender) -> None:
+    reply_to = end.receiver.reply_to
+    sender.open(reply_to)
+    sender.send([(reply_to, [delta("r")])])
+    await until(lambda: end.got)
+    end.receiver.ask_kv(b"group:1")
+    end.receiver.ask_kv(b"group:1")
+    asked: list[ReplyTo] = []
+    await until(lambda: sender.receive() or asked.extend(sender.need_snapshot()) or asked)
+    assert set(asked) == {reply_to} and sender.need_snapshot() == []
+
+
+async def test_a_link_that_is_there_again_needs_a_snapshot(sender: TokenSender, poller: zmq.Poller) -> None:
+    end = End()
+    reply_to = end.receiver.reply_to
+    sender.open(reply_to)
+    sender.send([(reply_to, [delta("r")])])
+    await until(lambda: end.got)
+    sender.receive()
+    end.receiver.close()
+
+    def is_doubtful() -> bool:
+        poller.poll(5)
+        sender.receive()
+        return sender.has_doubtful_link()
+
+    await until(is_doubtful)
+    assert not sender.tell(reply_to, KvEvents(reply_to.nonce, 1)) and sender.need_snapshot() == []
+    context, port = ChannelContext(), int(reply_to.endpoint.rpartition(":")[2])
+    again, _ = bind_router(context, SECRET, ports=Ports(port, port))
+    await until(lambda: not is_doubtful())
+    assert sender.need_snapshot() == [reply_to] and sender.tell(reply_to, KvEvents(reply_to.nonce, 1))
+    again.close(0)
+    context.term()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.configs.errors import SettingsError, UnsupportedModelError
-from tandem.parallel.stored.headers import has_other_weights, no_weights
+from tandem.parallel.stored.headers import has_other_weights, no_weights, unfinished_words
 from tandem.workers.models.spec.arch import (
     ArchSpec,
     AttentionParams,
@@ -92,7 +92,8 @@ def _no_config(folder: Path) -> SettingsError:
         return no_weights(str(folder), names)
     if "model_index.json" in names:
         return UnsupportedModelError(f"{folder} holds a pipeline of diffusers: Tandem serves text only", "MODEL")
-    return SettingsError(f"{folder} holds no config.json: it is no folder of a model in transformers' format", "MODEL")
+    why = unfinished_words(folder) or "it is no folder of a model in transformers' format"
+    return SettingsError(f"{folder} holds no config.json: {why}", "MODEL")
 
 
 def spec_from_config(published: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ArchSpec:

@@ -31,7 +31,7 @@ def read_draft(
             return read(Path(draft), spec, of_draft)
         found = load_spec(Path(draft), None, of_draft)
     except SettingsError as error:
-        raise type(error)(f"model: {error.args[0]}{_head_hint(Path(draft), method)}", SPECULATIVE_CONFIG) from error
+        raise type(error)(f"model: {error.args[0]}{_method_hint(Path(draft), method)}", SPECULATIVE_CONFIG) from error
     if found.vocab_size != spec.vocab_size:
         sizes = f"{draft} has a vocabulary of {found.vocab_size} tokens, {folder} one of {spec.vocab_size}"
         raise SettingsError(f"model: {sizes}: a draft model guesses ids of the model's own", SPECULATIVE_CONFIG)
@@ -41,18 +41,14 @@ def read_draft(
     return found
 
 
-def _head_hint(draft: Path, method: str) -> str:
-    """Returns the method that a head needs which was given as a draft model."""
-    if method in HEADS:
-        return ""
-    with suppress(OSError, ValueError, AttributeError):
+def _method_hint(draft: Path, method: str) -> str:
+    """Returns the method that a head needs which was given with another one."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):
         config = json.loads((draft / "config.json").read_text())
-        if "medusa_num_heads" in config:
-            return "; it holds Medusa's heads: give method medusa"
-        if "Eagle3" in "".join(config["architectures"]):
-            return "; it is an EAGLE-3 head: give method eagle3"
-        if "Eagle" in "".join(config["architectures"]):
-            return "; it is an EAGLE head: give method eagle"
+        named = "".join(config.get("architectures") or ())
+        kinds = {"medusa": "medusa_num_heads" in config, "eagle3": "Eagle3" in named, "eagle": "Eagle" in named}
+        needed = next((kind for kind, is_it in kinds.items() if is_it), method)
+        return f"; it is a head: give method {needed}" if needed != method else ""
     return ""
 
 

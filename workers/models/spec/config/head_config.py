@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tandem.configs.errors import UnsupportedModelError
 from tandem.parallel.params import Init, Param, Source
-from tandem.parallel.stored.headers import read_header, weight_files
+from tandem.parallel.stored.headers import read_header, unfinished_words, weight_files
 from tandem.workers.models.spec.arch import ArchSpec, Gqa, LayerSpec
 from tandem.workers.models.spec.config.config_reader import spec_from_config
 from tandem.workers.models.spec.family_rows.families import parameters_of
@@ -158,7 +158,7 @@ def read_eagle(folder: Path, model: ArchSpec, quantization: str | None) -> HeadS
     its own, the embedding. UnsupportedModelError for one of another model, and for an EAGLE-3 head."""
     config = _config(folder)
     if "Eagle3" in str(config.get("architectures")):
-        raise UnsupportedModelError(f"{folder} is an EAGLE-3 head: give method eagle3", "MODEL")
+        raise UnsupportedModelError(f"{folder} is no head of EAGLE-1 or EAGLE-2", "MODEL")
     as_llama = {**config, "architectures": [LLAMA], "model_type": "llama", "tie_word_embeddings": False}
     spec = spec_from_config(as_llama)
     if (spec.hidden_size, spec.vocab_size) != (model.hidden_size, model.vocab_size):
@@ -166,6 +166,9 @@ def read_eagle(folder: Path, model: ArchSpec, quantization: str | None) -> HeadS
         raise UnsupportedModelError(f"{words}{model.hidden_size} x {model.vocab_size}", "MODEL")
     spec = replace(spec, weights=chosen_plan(spec.weights, quantization))
     table, size, fc = parameters_of(spec), spec.hidden_size, ("fc.weight", "model.fc.weight")
+    if weight_files(folder) and not _has(folder, fc):
+        words = f"{folder} has no tensor {fc[0]}: it is no EAGLE head; a model of its own is given as draft_model"
+        raise UnsupportedModelError(words, "MODEL")
     first = replace(table.layers[0], weights=_without(table.layers[0].weights, Role.ATTENTION_NORM))
     mix = replace(table.layers[0].weights[Role.Q], role="fc", merge="fc", shape=(size, 2 * size), **_named(fc[0]))
     names = ("fc.bias", "model.fc.bias")
@@ -231,7 +234,8 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UnsupportedModelError(f"{folder / 'config.json'} cannot be read: {error}", "MODEL") from error
+        words = f"{folder / 'config.json'} cannot be read: {unfinished_words(folder) or error}"
+        raise UnsupportedModelError(words, "MODEL") from error
     return found if isinstance(found, dict) else {}
 
 

@@ -10,16 +10,19 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from tandem.cluster.routing.group_loads import STALLS_AFTER_S, GroupLoads
-from tandem.cluster.routing.outstanding import Outstanding, elsewhere
-from tandem.cluster.routing.policy import Pick, adapter_affinity, best_few
+from tandem.cluster.routing.group_loads import GroupLoads
+from tandem.cluster.routing.outstanding import Outstanding
+from tandem.cluster.routing.policies.policy_names import DEFAULT_POLICY, policy_by_name
+from tandem.cluster.routing.policies.routing_policy import Pick, choose
 from tandem.cluster.routing.residency import Homes, Residency, Tier
 from tandem.cluster.routing.route_hint import RouteHint
+from tandem.cluster.routing.route_table import RouteTable, route_table
+from tandem.cluster.routing.router.router_reports import RouterReports
 from tandem.cluster.routing.router_view import router_view
 
 log = logging.getLogger("ray.serve.tandem")
@@ -31,15 +34,21 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
     """Sends each request to a group that the policy finds cheap. What it sees of groups is in the RouterView of its
     process: attributes of this class are not those that a gateway would import."""
 
-    def initialize_state(self, **kwargs: Any) -> None:
-        assert not kwargs, f"unknown router arguments {sorted(kwargs)}"
+    def initialize_state(self, policy: str = DEFAULT_POLICY, **unknown: Any) -> None:
+        """Takes `request_router_kwargs`. policy: its name. ValueError for a name or a key that there is not."""
+        if unknown:
+            raise ValueError(f"request_router_kwargs has {', '.join(sorted(unknown))}; it takes `policy` only")
+        self._policy_name, self._policy = policy, policy_by_name(policy)
         self._pick: Pick = random.choice
         self._outstanding = Outstanding()
         self._residency = Residency()
         self._homes = Homes()
-        self._reports = _Reports()
+        self._reports = RouterReports()
         self._reconcile_at_s = 0.0
         self._followed: set[str] = set()
+        self._corrections: deque[tuple[str, int]] = deque()
+        router_view().correct = lambda request_id, tokens: self._corrections.append((request_id, tokens))
+        router_view().explain = self.explain
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -55,8 +64,12 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
                 await asyncio.sleep(pause_s)  # Serve tries again at once, for ever, and takes a core for it
             now_s = time.monotonic()
             self._read_reports(candidate_replicas, request.gateway, now_s)
+            self._correct()
             loads = self._loads(request, now_s)
-            few = best_few(adapter_affinity(loads, request), loads, request, self._pick)
+            costs = self._policy.costs(loads, request)
+            if (note := router_view().notes.get(request.request_id)) is not None:
+                note.table = route_table(self._policy_name, costs, loads, request)
+            few = choose(self._policy, loads, request, self._pick, costs)
             self._begin(pending_request, self._reports.groups[few[0]], request)
             self._follow(pending_request, request.request_id)
             ranks = [[candidate_replicas[i]] for i in few]
@@ -65,12 +78,22 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             log.exception("routing failed; any group may take this request")
             return [candidate_replicas]
 
+    def explain(self, request: RouteHint) -> RouteTable | None:
+        """Returns what the groups would cost that request now, which goes nowhere; None if there is no group."""
+        if not self._replicas_list:
+            return None
+        now_s = time.monotonic()
+        self._read_reports(self._replicas_list, request.gateway, now_s)
+        loads = self._loads(request, now_s)
+        return route_table(self._policy_name, self._policy.costs(loads, request), loads, request)
+
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Serve calls this late: for one whole answer only once it is there. So the choice itself counts already, and
         this corrects it when the first rank did not take the request."""
         try:
             router_view().unreached.reached(replica_id.unique_id)
-            if self._outstanding.holds(pending_request.metadata.internal_request_id):
+            counted = self._outstanding.group_of(pending_request.metadata.internal_request_id)
+            if counted not in (None, replica_id.unique_id):
                 self._begin(pending_request, replica_id.unique_id, pending_request.kwargs["hint"])
         except Exception:
             log.exception("a routed request was not counted")
@@ -89,6 +112,7 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         super().update_replicas(replicas)
         alive = frozenset(replica.replica_id.unique_id for replica in replicas)
         router_view().running = alive
+        self._correct()
         self._outstanding.keep_only(alive)
         self._residency.keep_only(alive)
         router_view().unreached.keep_only(alive)
@@ -109,7 +133,9 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
             self._followed.discard(call_id)
             sent_to = router_view().sent_to
             if request_id in sent_to and not choice.cancelled():
-                sent_to[request_id] = choice.result().replica_id.unique_id
+                sent_to[request_id] = group = choice.result().replica_id.unique_id
+                if (note := router_view().notes.get(request_id)) is not None:
+                    note.group = group
 
         self._followed.add(call_id)
         pending_request.future.add_done_callback(chosen)
@@ -117,21 +143,37 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
     def _begin(self, pending_request: PendingRequest, group: str, request: RouteHint) -> None:
         call_id = pending_request.metadata.internal_request_id
         now_s = time.monotonic()
-        self._outstanding.begin(call_id, group, request.tenant, request.cost_tokens, now_s)
+        self._policy.sent(group)
+        cost, all_of_it = request.cost_at(group), request.cost_tokens
+        self._outstanding.begin(
+            call_id, group, request.tenant, cost, now_s, reported=all_of_it, request_id=request.request_id
+        )
+        router_view().prefixes.sent(request.request_id, group, now_s)
         if request.adapter is not None:
             self._residency.sent(group, request.adapter, now_s)
+
+    def _correct(self) -> None:
+        """Takes what the gateway has said of requests that go on: it may be on another thread than Serve's router."""
+        while self._corrections:
+            self._outstanding.correct(*self._corrections.popleft())
 
     def _loads(self, request: RouteHint, now_s: float) -> GroupLoads:
         reports = self._reports
         last = reports.stalling
         if request.avoid:
             last = last | {reports.index[group] for group in request.avoid if group in reports.index}
+        others = reports.elsewhere_total
         return GroupLoads(
             groups=reports.groups,
-            outstanding=self._outstanding.added_to(reports.elsewhere),
-            own=self._outstanding.of_tenant(request.tenant, reports.groups),
+            outstanding=self._outstanding.here_by_group() + reports.elsewhere,
+            own=self._outstanding.of_tenant(request.tenant),
             last=last,
             tiers={} if request.adapter is None else self._tiers(request.adapter, now_s),
+            copy_share=reports.copy_share,
+            late_share=others / max(1, self._outstanding.total + others),
+            tenants=self._outstanding.tenants_with(request.tenant),
+            home=reports.index[self._homes.home(request.session)] if request.session else None,
+            index=reports.index,
         )
 
     def _tiers(self, key: str, now_s: float) -> dict[Tier, list[int]]:
@@ -149,32 +191,11 @@ class GroupRouter(RequestRouter):  # type: ignore[misc]
         reports = self._reports
         is_new = replicas is not reports.replicas or gateway != reports.gateway
         if is_new:
-            reports = self._reports = _Reports(replicas, gateway)
+            reports = self._reports = RouterReports(replicas, gateway)
             self._homes.set_groups(reports.groups)
+            self._outstanding.set_groups(reports.groups)
             for group, stats in zip(reports.groups, reports.stats, strict=True):
                 self._residency.report(group, stats.get("on_device", ()), stats.get("on_host", ()))
         if is_new or now_s >= self._reconcile_at_s:
             self._reconcile_at_s = now_s + RECONCILE_S
             self._outstanding.reconcile(reports.here, now_s)
-
-
-class _Reports:
-    """The reports of the groups of one list of Serve's: columns that stay as they are until the next list."""
-
-    def __init__(self, replicas: Sequence[RunningReplica] = (), gateway: str = "") -> None:
-        self.replicas = replicas
-        self.gateway = gateway
-        self.groups = [replica.replica_id.unique_id for replica in replicas]
-        self.stats: list[Mapping[str, Any]] = [replica.routing_stats or {} for replica in replicas]
-        self.index = {group: place for place, group in enumerate(self.groups)}
-        self.elsewhere: list[tuple[str, int]] = []  # by group the tokens that other gateways have sent
-        self.here: dict[str, int] = {}  # those that this one has sent, of groups that have reported
-        stalling = []  # places of groups that make no progress
-        for place, (group, stats) in enumerate(zip(self.groups, self.stats, strict=True)):
-            tokens: Mapping[str, int] = stats["outstanding_tokens"] if stats else {}
-            self.elsewhere.append((group, elsewhere(tokens, gateway)))
-            if stats:
-                self.here[group] = tokens.get(gateway, 0)
-                if stats.get("stalled_s", 0.0) >= STALLS_AFTER_S:
-                    stalling.append(place)
-        self.stalling = frozenset(stalling)

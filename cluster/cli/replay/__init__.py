@@ -1,0 +1,1 @@
+"""`tandem replay`: a recording of a group again, and its plans computed by ranks."""

@@ -1,0 +1,1 @@
+"""`tandem simulate`: a service on a virtual clock."""
