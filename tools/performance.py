@@ -34,8 +34,8 @@ from tools.service_figures import (
     lost_nodes_section,
     overload_section,
     routes_section,
-    simulated_routes_section,
     scaling_section,
+    simulated_routes_section,
     updates_section,
     watched_section,
 )

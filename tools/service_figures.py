@@ -167,14 +167,14 @@ def simulated_routes_section() -> str:
     head = [
         "load", "groups", "joint finds", "least-tokens", "joint's p50, ms", "least-tokens", "best policy",
     ]  # fmt: skip
-    fleet = read_json("simulated-thousand.json")
+    share, fleet = read_json("simulated-routes.json")["options"]["load"], read_json("simulated-thousand.json")
     (large,) = fleet["runs"]
     figures = large["figures"]
     return f"""## Routing policies in the simulator
 
-`make bench-simulated-routes`, and the same with `--loads trace --trace FILE` on recorded conversations: the service's own
-classes on a virtual clock, at {read_json("simulated-routes.json")["options"]["load"]:g} of what the groups can compute without
-a prefix hit. Share of prompt tokens found in KV, and median of the time to the first token:
+`make bench-simulated-routes`, and the same with `--loads trace --trace FILE` on recorded conversations: the service's
+own classes on a virtual clock, at {share:g} of what the groups can compute without a prefix hit. Share of prompt
+tokens found in KV, and median of the time to the first token:
 
 {table(head, rows)}
 

@@ -3,9 +3,11 @@
     python -m benchmarks.engine.decode_step --model qwen3-0.6b --batch 1 8 16 32 --context 300
     python -m benchmarks.engine.decode_step --batch 16 32 --context 2000 --kv-cache-dtype int8    # beside bf16 KV
     python -m benchmarks.engine.decode_step --eager    # replayed steps beside eager ones (workers/graphs/cpu_graphs.py)
+    python -m benchmarks.engine.decode_step --positions 1 2 5    # steps that check drafts beside steps of one token
 
-Caches, and replayed and eager steps, alternate call by call. The roofline is the greater of the bytes that a step must
-read (weights and every row's KV once) over --bandwidth-gb-s, and its operations over --gflop-s. Weights are random.
+Caches, replayed and eager steps, and numbers of positions alternate call by call. The roofline is the greater of the
+bytes that a step must read (weights and every row's KV once) over --bandwidth-gb-s, and its operations over --gflop-s.
+Weights are random.
 """
 
 import argparse
@@ -93,8 +95,9 @@ def build(
     return spec, decoder, attention
 
 
-def make_batch(query_len: int, seq_lens: list[int]) -> ForwardBatch:
-    """Rows that each compute their last `query_len` tokens; block tables are shuffled over one pool."""
+def make_batch(query_len: int, seq_lens: list[int], *, checks_drafts: bool = False) -> ForwardBatch:
+    """Rows that each compute their last `query_len` tokens; block tables are shuffled over one pool. checks_drafts:
+    with logits of each of these tokens, not of the last alone."""
     width = -(-max(seq_lens) // BLOCK_SIZE)
     shuffled = torch.randperm(len(seq_lens) * width, generator=torch.Generator().manual_seed(0))
     table = shuffled.view(len(seq_lens), width).int()
@@ -108,7 +111,7 @@ def make_batch(query_len: int, seq_lens: list[int]) -> ForwardBatch:
         query_starts=torch.arange(0, count * query_len + 1, query_len, dtype=torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_table_RN=table,
-        logits_rows_S=torch.arange(1, count + 1) * query_len - 1,
+        logits_rows_S=torch.arange(count * query_len) if checks_drafts else torch.arange(1, count + 1) * query_len - 1,
         query_lens_list=[query_len] * count,
         seq_lens_list=seq_lens,
         block_size=BLOCK_SIZE,
@@ -195,6 +198,25 @@ def report(
         print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=40))
 
 
+def report_positions(
+    spec: ArchSpec, decoder: Decoder, attention: Switch, seq_lens: list[int], options: argparse.Namespace
+) -> None:
+    """Prints a line per number of positions that each row computes, with logits of all of them."""
+    batches = [make_batch(count, seq_lens, checks_drafts=True) for count in options.positions]
+    kv = make_kv(spec, int(batches[0].block_table_RN.max()) + 1, getattr(torch, options.dtype))
+    steps = [stepper(decoder, attention, batch, kv) for batch in batches]
+    with OtherCpu() as other:
+        measured = measure(steps, options.seconds, time.process_time if options.cpu_time else time.perf_counter)
+    first = statistics.median(measured[0])
+    for count, times in zip(options.positions, measured, strict=True):
+        median = statistics.median(times)
+        print(
+            f"{len(seq_lens):3d} rows x {count} positions, context {options.context}: median {median * 1e3:8.2f} ms, "
+            f"best {min(times) * 1e3:8.2f} ms, {median / first:.2f} times the first, other_cpu {other.share:.2f}",
+            flush=True,
+        )
+
+
 def kv_dtypes_of(options: argparse.Namespace) -> list[torch.dtype]:
     """The dtypes of the caches, the unquantized one first."""
     return [getattr(torch, options.dtype), *(STORAGE[name] for name in options.kv_cache_dtype)]
@@ -209,6 +231,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", nargs="+", default=[], choices=sorted(STORAGE))
     parser.add_argument("--spread", type=float, default=0.0, help="rows' contexts differ by this share, up and down")
     parser.add_argument("--prompt", type=int, help="one row of this many tokens instead of decodes")
+    parser.add_argument("--positions", type=int, nargs="+", help="tokens of each row, the last of them drafts")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=4.0, help="time spent per line")
     parser.add_argument("--cpu-time", action="store_true", help="CPU time of all threads: for --threads 1, when busy")
@@ -226,7 +249,10 @@ def main() -> None:
     for rows in options.batch:
         steps = [2 * row / max(1, rows - 1) - 1 for row in range(rows)]
         seq_lens = [int(options.context * (1 + options.spread * step)) for step in steps]
-        report(spec, decoder, attention, make_batch(1, seq_lens), options)
+        if options.positions:
+            report_positions(spec, decoder, attention, seq_lens, options)
+        else:
+            report(spec, decoder, attention, make_batch(1, seq_lens), options)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,7 @@ typedef struct {
   const int32_t *sums;  /* of the inputs: [row][plane][groups] */
   const float *totals;  /* of each row's: [row][groups], where there are zeros */
   float *results;       /* [row][BLOCK] */
-  const uint8_t *ahead; /* memory that is read next: two lines of it are fetched with each line, `apart` bytes apart */
-  long apart;
+  const uint8_t *ahead; /* memory that is read next: a line of it is fetched with each line */
 } work;
 
 /* Floats of 16 numbers in E4M3. Their bits are those of half floats 2**8 times as small, subnormal ones too; the two codes
@@ -89,10 +88,7 @@ INLINE void multiply(const work *t, const int R, const int P, const int WIDE) {
       }
     }
     for (long e = 0; e < eights; e++, w += line, ahead += line, x += TOGETHER) {
-      TILE_UNROLLED for (int o = 0; o < line; o += NIBBLES) {
-        _mm_prefetch((const char *)ahead + o, _MM_HINT_T0);
-        _mm_prefetch((const char *)ahead + o + t->apart, _MM_HINT_T0);
-      }
+      TILE_UNROLLED for (int o = 0; o < line; o += NIBBLES) _mm_prefetch((const char *)ahead + o, _MM_HINT_T0);
       TILE_UNROLLED for (int half = 0; half < 2; half++) {
         __m512i values[VECTORS];
         TILE_UNROLLED for (int v = 0; v < VECTORS; v++) {
@@ -135,8 +131,8 @@ TILE(1, 2) TILE(2, 2) TILE(3, 2) TILE(4, 2)
 #endif
 static tile *const TILES_OF[2][TILE_BYTES][2] = {{BYTE_TILES}, {WHOLE_TILES}};
 
-/* Rows [first, first + count) times the groups of a run, by one table of the codes, in tiles of nearly equal height, of
-   which the first two fetch the run after it if the last table is there. Of inputs of two bytes only the higher is
+/* Rows [first, first + count) times the groups of a run, by one table of the codes, in tiles of nearly equal height. Of
+   several the first two fetch the run after it if the last table is there: one alone the CPU's own prefetching serves. Of inputs of two bytes only the higher is
    multiplied by the lower byte of values: the lower is as far below as what has been rounded. */
 static void multiply_run(const layout *l, const rounded_rows *rows, long first, long count, work run, long table,
                          const uint8_t *next) {
@@ -154,14 +150,13 @@ static void multiply_run(const layout *l, const rounded_rows *rows, long first, 
   const int8_t *x = run.x;
   float *results = run.results;
   for (long t = 0, row = 0, height; t < tiles; t++, row += height) {
-    const int fetches = is_last && t < 2 && next;
+    const int fetches = is_last && tiles > 1 && t < 2 && next;
     height = (count - row + tiles - t - 1) / (tiles - t);
     run.x = x + (first + row) * rows->planes * rows->stride;
     run.sums = rows->sums + (first + row) * rows->planes * l->groups;
     run.totals = rows->totals + (first + row) * l->groups;
     run.results = results + row * BLOCK;
     run.ahead = fetches ? next + 64 * t : run.codes;
-    run.apart = fetches && tiles == 1 ? 64 : 0;
     TILES_OF[planes > 1][height - 1][l->line > NIBBLES](&run);
   }
 }

@@ -11,6 +11,7 @@
 #define RUN 64              /* quads that stay in the L1 cache while rows pass over them */
 #define LINE (BLOCK * QUAD) /* bytes of a quad of all outputs of a block */
 #define GROUP 64            /* rows of bytes whose sums are kept at a time */
+#define ALONE_ROWS 16       /* up to so many the CPU's own prefetching keeps up, and asking for lines only takes its place */
 #define TILE_ROWS 6         /* times 4 vectors of outputs: 24 sums and what feeds them fill the registers */
 
 /* The memory that this thread reads next; multiply() fetches `bytes` of it, some lines with each quad. */
@@ -51,12 +52,13 @@ TILES(4)
 #define NAMES(V) {tile_1_##V, tile_2_##V, tile_3_##V, tile_4_##V, tile_5_##V, tile_6_##V}
 static tile *const TILES_OF[2][TILE_ROWS] = {NAMES(2), NAMES(4)};
 
-/* All rows over all inputs, run by run, in tiles of nearly equal height; each fetches its part of the run after it. end:
+/* All rows over all inputs, run by run, in tiles of nearly equal height; of many rows each fetches its part of the next run. end:
    of the weight, behind which nothing is fetched. */
 static void multiply_all(const uint8_t *w, const uint8_t *end, const int8_t *x, long x_stride, int32_t *sums, long rows,
                          long quads, int vectors) {
   const long tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-  const long lines = vectors == 4 ? (RUN * LINE / 64 + tiles - 1) / tiles : 0, a_quad = (lines + RUN - 1) / RUN;
+  const int fetches = vectors == 4 && rows > ALONE_ROWS;
+  const long lines = fetches ? (RUN * LINE / 64 + tiles - 1) / tiles : 0, a_quad = (lines + RUN - 1) / RUN;
   for (long q = 0; q < quads; q += RUN)
     for (long t = 0, row = 0; t < tiles; t++) {
       const long height = (rows - row + tiles - t - 1) / (tiles - t);

@@ -12,6 +12,7 @@
 #define RUN 4                /* blocks that stay in the L1 cache while all rows pass over them */
 #define MAX_ROWS 64
 const int skinny_gemm_max_rows = MAX_ROWS;
+#define ALONE_ROWS 16 /* up to so many the CPU's own prefetching keeps up: asking for lines ahead of it only takes its place */
 #define TILE_ROWS 6 /* times 4 vectors of outputs: 24 sums and what feeds them fill the registers */
 
 /* The memory that this thread reads next; multiply() prefetches it in parts. */
@@ -54,10 +55,10 @@ TILES(4)
 #define NAMES(V) {tile_1_##V, tile_2_##V, tile_3_##V, tile_4_##V, tile_5_##V, tile_6_##V}
 static tile *const TILES_OF[2][TILE_ROWS] = {NAMES(2), NAMES(4)};
 
-/* All rows over one run of blocks, in tiles of nearly equal height; each fetches its part of the run after it. */
+/* All rows over one run of blocks, in tiles of nearly equal height; of many rows each fetches its part of the next run. */
 static void pass(const uint16_t *w, const uint16_t *x, long x_stride, float *sums, long rows, long count, int first,
                  int vectors) {
-  const long tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, lines = vectors == 4 ? SIZE * 2 / 64 : 0;
+  const long tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, lines = vectors == 4 && rows > ALONE_ROWS ? SIZE * 2 / 64 : 0;
   for (long t = 0, row = 0; t < tiles; t++) {
     const long height = (rows - row + tiles - t - 1) / (tiles - t);
     const long begin = lines * t / tiles, end = lines * (t + 1) / tiles;
