@@ -3,6 +3,7 @@
 import statistics
 from typing import Any
 
+from tools.result_files import found as matches
 from tools.result_files import percent, read_json, span, table, whole
 
 
@@ -38,7 +39,24 @@ is what the measured times of steps give for that acceptance, at least 1.
 Where nothing is accepted, drafting switches itself off after some steps of each answer. Each run is one batch, over
 when its last answer is: at four rows a draft that shortens one answer shows only if it shortens all.
 
+{_checked_positions()}
+
 {_drafts_of_a_model()}"""
+
+
+def _checked_positions() -> str:
+    """What a step costs that checks drafts, beside one without."""
+    line = r"(\S+): (\d+) rows x (\d+) positions, context (\d+): .*?, ([\d.]+) times"
+    ratios: dict[tuple[str, str, str], dict[str, str]] = {}
+    for model, rows, count, context, ratio in matches(line, "positions.txt"):
+        ratios.setdefault((model, rows, context), {})[count] = ratio
+    counts = list(next(iter(ratios.values())))[1:]
+    head = ["model", "rows", "context", *(f"{count} positions" for count in counts)]
+    cells = [[*key, *(by_count[count] for count in counts)] for key, by_count in ratios.items()]
+    return f"""A step that checks drafts reads weights and KV once for all of a row's positions. Its CPU time on one
+thread, as times that of a step of one position (`python -m benchmarks.engine.decode_step --positions 1 2 3 5`, bf16):
+
+{table(head, cells)}"""
 
 
 DRAFTED = (

@@ -211,8 +211,9 @@ def report_positions(
     for count, times in zip(options.positions, measured, strict=True):
         median = statistics.median(times)
         print(
-            f"{len(seq_lens):3d} rows x {count} positions, context {options.context}: median {median * 1e3:8.2f} ms, "
-            f"best {min(times) * 1e3:8.2f} ms, {median / first:.2f} times the first, other_cpu {other.share:.2f}",
+            f"{options.model}: {len(seq_lens)} rows x {count} positions, context {options.context}: "
+            f"median {median * 1e3:8.2f} ms, best {min(times) * 1e3:8.2f} ms, {median / first:.2f} times the first, "
+            f"other_cpu {other.share:.2f}",
             flush=True,
         )
 

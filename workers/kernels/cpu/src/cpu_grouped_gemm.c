@@ -60,7 +60,8 @@ TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 static tile *const TILE_OF[TILE_ROWS] = {tile_1, tile_2, tile_3, tile_4, tile_5, tile_6};
 
 /* Up to GROUP rows times one block, run by run, in tiles of nearly equal height. fetches: the block is not in a cache,
-   so each tile fetches its part of the run after its own, within the block. */
+   so each of several tiles fetches its part of the run after its own, within the block; one alone is served by the CPU's
+   own prefetching. */
 static void multiply_all(const element *w, const element *const *x, float *sums, long rows, long steps, int fetches) {
   const long tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, a_step = (LINE_BYTES / 64 + tiles - 1) / tiles * 64;
   for (long s = 0; s < steps; s += RUN) {
@@ -68,7 +69,7 @@ static void multiply_all(const element *w, const element *const *x, float *sums,
     const long bytes = (left < RUN ? left : RUN) * LINE_BYTES; /* of the next run */
     for (long t = 0, row = 0; t < tiles; t++) {
       const long height = (rows - row + tiles - t - 1) / (tiles - t), begin = t * count * a_step;
-      const long here = fetches && begin < bytes ? a_step : 0;
+      const long here = fetches && tiles > 1 && begin < bytes ? a_step : 0;
       TILE_OF[height - 1](w + s * LINE, x + row, s * TOGETHER, sums + row * BLOCK, count, s == 0,
                           (const char *)(w + (s + count) * LINE) + begin, here);
       row += height;
