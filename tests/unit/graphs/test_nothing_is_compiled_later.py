@@ -2,6 +2,7 @@
 request launches has been launched before the rank was ready. The GPU's platform over the host's memory, by Triton's own
 choice of variants; nothing is computed."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,9 +52,16 @@ FIELDS: tuple[dict[str, Any], ...] = (
 DRAFTS: dict[str, Any] = {"draft_model": shorter_demo, "eagle3": random_eagle, "medusa": random_medusa}
 
 
+def change_config(folder: Path, **changes: int) -> None:
+    """Changes a model's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 class Case(NamedTuple):
     """A model, and what is asked of its rank. tiny: of tests/support/tiny_models.py; None: the demo. has_adapter: for
-    every second request. method: of drafts. launches: kernels that have to be among those of the start."""
+    every second request. method: of drafts; draft_heads: query heads of a draft model, where they are not the
+    model's. launches: kernels that have to be among those of the start."""
 
     tiny: str | None = None
     drafts: int = 0
@@ -65,13 +73,16 @@ class Case(NamedTuple):
     launches: tuple[str, ...] = ()
     rows: int = 6
     step_tokens: int = 64
+    draft_heads: int | None = None
 
 
 CASES = {
     "captured": Case(),
     "eager": Case(eager=True),
     "drafts": Case(drafts=3),
-    "draft model": Case(drafts=3, method="draft_model"),
+    "draft model, flash prompts": Case(
+        drafts=3, method="draft_model", dtype="bfloat16", launches=("gather_contexts",), draft_heads=4
+    ),
     "eagle3": Case(drafts=3, method="eagle3"),
     "medusa": Case(drafts=3, method="medusa"),
     "experts": Case("qwen3_moe"),
@@ -109,6 +120,9 @@ def test_requests_launch_no_variant_that_the_start_has_not(
     draft = None
     if case.method in DRAFTS:
         draft = ModelSettings(model=str(DRAFTS[case.method](tmp_path / "draft")), dtype=case.dtype)
+        if case.draft_heads is not None:
+            heads = {"num_attention_heads": case.draft_heads, "num_key_value_heads": case.draft_heads // 4}
+            change_config(Path(draft.model), head_dim=256 // case.draft_heads, **heads)
     settings = EngineSettings(
         model=ModelSettings(
             model=str(folder),
