@@ -11,7 +11,6 @@ against the best policy on every load. JSON: out/benchmarks.
 """
 
 import argparse
-import gc
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from tqdm import tqdm
 from benchmarks.record import RESULTS, write_record
 from benchmarks.service.trace_replay.trace import read_trace
 from tandem.cluster.routing.policies.policy_names import POLICIES
+from tandem.cluster.simulator.few_collections import few_collections
 from tandem.cluster.simulator.loads import LOADS, SimulatedRequest, TraceRow, generated_rows, make_load
 from tandem.cluster.simulator.setup import Setup
 from tandem.cluster.simulator.simulated_group import GroupKind
@@ -118,9 +118,10 @@ def run_cell(work: tuple[argparse.Namespace, Cell]) -> tuple[Cell, dict[str, flo
         kind=kind_of(options), times=times, load=load_of(options, cell.load, cell.groups, times), groups=cell.groups,
         policy=cell.policy, seed=options.seed, gateways=options.gateways,
     )  # fmt: skip
-    gc.disable()  # the process ends with its cell
     began_s = time.process_time()
-    figures = Simulation(setup).run().figures
+    simulation = Simulation(setup)
+    with few_collections() as ended:
+        figures = simulation.run(ended).figures
     return cell, {**figures, "cpu_s": time.process_time() - began_s}
 
 

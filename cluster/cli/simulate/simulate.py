@@ -3,8 +3,6 @@
 cluster/simulator/ computes it. This module reads flags and runs the comparison.
 """
 
-import gc
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +15,7 @@ from tandem.cluster.cli.simulate.simulate_flags import FleetFlags, ShownFlags, T
 from tandem.cluster.cli.simulate.simulate_load import read_load
 from tandem.cluster.cli.simulate.simulate_report import draw_runs, json_report, text_report
 from tandem.cluster.cli.simulate.simulated_service import group_kind, read_service
+from tandem.cluster.simulator.few_collections import few_collections
 from tandem.cluster.simulator.setup import Scaling, Setup, scaling_of
 from tandem.cluster.simulator.simulation import SimulatedRun, Simulation
 from tandem.cluster.simulator.steps.fitted_times import FittedTimes, read_step_times, write_step_times
@@ -35,8 +34,6 @@ SIMULATED = {
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes", "device",
 }  # fmt: skip
 VARIABLES = f"{PREFIX}SIMULATE_"
-COLLECT_EVERY = 5000
-"""Requests between two searches for circles of references: some 70 kB each, of prompts of a thousand tokens."""
 
 
 @with_group("trace", TraceFlags, "Load", VARIABLES)
@@ -89,40 +86,24 @@ def simulate(
         or [settings.engine.parallel.data_parallel_size if scaling is None else scaling.first]
         for policy in fleet.policies(settings.gateway.routing_policy)
     ]
-    runs = _run_all(setups, shown)
+    runs = [_run(setup, shown) for setup in setups]
     typer.echo(json_report(runs, step_times) if shown.json else text_report(runs, scaling is not None), nl=False)
     if plot is not None:
         draw_runs(runs, plot)
 
 
-def _run_all(setups: Sequence[Setup], shown: ShownFlags) -> list[SimulatedRun]:
-    """Runs one after the other. Requests that have ended leave circles of references: these are looked for now and
-    then, and not among the groups, which live as long as the run; else that would take a third of the time."""
-    runs = []
-    gc.disable()
-    try:
-        for setup in setups:
-            simulation = Simulation(setup)
-            gc.collect()
-            gc.freeze()
-            runs.append(_run(simulation, setup, shown))
-            del simulation
-            gc.unfreeze()
-    finally:
-        gc.enable()
-    return runs
-
-
-def _run(simulation: Simulation, setup: Setup, shown: ShownFlags) -> SimulatedRun:
+def _run(setup: Setup, shown: ShownFlags) -> SimulatedRun:
     from tqdm import tqdm
 
-    name = f"{setup.policy}, {setup.groups} groups"
-    with tqdm(total=len(setup.load), unit="request", desc=name, disable=shown.disable_tqdm) as bar:
+    simulation, name = Simulation(setup), f"{setup.policy}, {setup.groups} groups"
+    with (
+        few_collections() as collects,
+        tqdm(total=len(setup.load), unit="request", desc=name, disable=shown.disable_tqdm) as bar,
+    ):
 
         def ended(count: int) -> None:
             bar.update(count)
-            if not bar.n % COLLECT_EVERY:
-                gc.collect()
+            collects(count)
 
         return simulation.run(ended)
 
