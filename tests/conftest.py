@@ -20,6 +20,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 from tandem.configs.environment import imitate_cpu
 from tandem.configs.errors import SettingsError
 from tests.left_to import mark_of
+from tests.support.freed_memory import give_back
 
 if TYPE_CHECKING:
     from tests.support.decoder_ranks import RankProcesses
@@ -64,6 +65,11 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    give_back()
 
 
 KEPT = Path(__file__).resolve().parents[1] / "out" / "tests" / "cache"
