@@ -19,7 +19,6 @@ MODULE_KEYS = ("name", "path", "base_model_name")
 SPECULATIVE_CONFIG = "--speculative-config"
 COMMON_KEYS = ("method", "num_speculative_tokens")
 DRAFT_MODEL, OWN_LAYERS = "draft_model", "mtp"
-HEADS_WITH_KV = ("eagle", "eagle3", OWN_LAYERS)
 SUFFIX_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "suffix_decoding_max_tree_depth": (lambda depth: 2 <= depth <= 256, "from 2 to 256"),
     "suffix_decoding_max_cached_requests": (lambda count: 0 <= count <= 1_000_000, "from 0 to 1000000"),

@@ -17,7 +17,7 @@ import yaml
 from tandem.configs.autoscaling import AUTOSCALING_KEYS, checked_autoscaling
 from tandem.configs.errors import SettingsError
 from tandem.configs.foreign_flags import SAME_VALUES, check_foreign, is_foreign, unfolded
-from tandem.configs.json_flags import HEADS_WITH_KV, OWN_LAYERS, draft_settings, module_text, served_names
+from tandem.configs.json_flags import OWN_LAYERS, draft_settings, module_text, served_names
 from tandem.configs.options import OPTIONS, Option, option_named, parse_size
 from tandem.configs.platform_facts import DEVICE_FLAGS, PLATFORM_FACTS, idle_lines
 from tandem.configs.schema import GatewaySettings, ModelSettings, ServiceSettings
@@ -340,10 +340,6 @@ def _check_together(settings: ServiceSettings) -> None:
     if devices is not None and ranks > devices and ranks % devices:
         why = f"{devices} devices of a node do not divide the {ranks} ranks of a stage (--tensor-parallel-size)"
         raise SettingsError(why, "--devices-per-node")
-    stages = engine.parallel.pipeline_parallel_size
-    if engine.speculative is not None and engine.speculative.method in HEADS_WITH_KV and stages > 1:
-        why = f"method {engine.speculative.method} does not work with --pipeline-parallel-size {stages}"
-        raise SettingsError(why, "--speculative-config")
     _check_adapters(settings)
     _check_doors(settings.gateway)
     if any(not name.strip() for name in engine.model.served_model_name):

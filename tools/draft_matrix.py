@@ -3,7 +3,7 @@
     python -m tools.draft_matrix
 
 The cells follow from the cases of tests/parity/test_speculation.py (tests/support/draft_cases.py) and from what the
-requests of each have. tests/unit/docs/test_draft_matrix.py holds the page up to date, and each refusal by its words.
+requests of each have. tests/unit/docs/test_draft_matrix.py holds the page up to date.
 """
 
 from collections.abc import Callable
@@ -56,11 +56,6 @@ ROWS: Final = (
     Row("`-pp 2`", has("pipeline_parallel_size")),
     Row("bf16 with `--batch-invariant`, to the last bit", lambda _, case: EXACT.items() <= case.flags.items()),
 )
-REFUSED: Final = {
-    (method, "`-pp 2`"): f"method {method} does not work with --pipeline-parallel-size 2"
-    for method in ("eagle", "eagle3", "mtp")
-}
-"""Cells that are refused, with the words."""
 WORDS: Final = """# What drafts are tested with
 
 <!-- Written by tools/draft_matrix.py from tests/support/draft_cases.py. -->
@@ -82,9 +77,7 @@ or temperatures 0.7 and 1, `top_p`, `min_p`, seeds, `n` of 1 or 3, presence, fre
 
 
 def cell(method: str, row: Row) -> str:
-    """Returns what a cell says: a case, of make test if there is one, or that it is refused or not tested."""
-    if (method, row.name) in REFUSED:
-        return "refused"
+    """Returns what a cell says: a case, of make test if there is one, or that it is not tested."""
     names = [name for name, case in CASES.items() if case.method == method and row.tries(name, case)]
     if not names:
         return "not tested"
@@ -99,7 +92,6 @@ def page() -> str:
     lines = [f"| | {' | '.join(f'`{method}`' for method in METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
     lines += [f"| {row.name} | {' | '.join(cell(method, row) for method in METHODS)} |" for row in ROWS]
     tests = [f"- A case `NAME`: `{FILE}::{TEST}[NAME]`; of resumed requests `::{RESUMING}[NAME]`."]
-    tests += [f'- Refused: "{words}".' for words in REFUSED.values()]
     return WORDS + "\n".join(lines) + "\n" + REQUESTS + "\n".join(tests) + "\n"
 
 

@@ -29,6 +29,7 @@ from tandem.workers.planning.resolve import (
     DTYPE_BYTES,
     check_weights,
     draft_spec,
+    drafts_here,
     pooling_facts,
     read_spec,
     resolve_dtype,
@@ -125,7 +126,8 @@ def check_memory(settings: ServiceSettings, elsewhere: int | None = None) -> Non
     spec = read_spec(settings.engine)
     dtype = resolve_dtype(settings.engine, spec, device)
     weights = cpu_weight_bytes(spec, dtype, settings.engine.parallel)
-    weights += draft_bytes(draft_spec(settings.engine), DTYPE_BYTES[dtype], dtype in CPU.packs)
+    (guesses,) = (mesh for mesh in _meshes(settings.engine.parallel) if drafts_here(mesh))
+    weights += draft_bytes(draft_spec(settings.engine), spec, guesses, DTYPE_BYTES[dtype], dtype in CPU.packs)
     free = available_bytes() if elsewhere is None else elsewhere
     if weights * groups > free:
         raise SettingsError(

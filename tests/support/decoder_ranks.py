@@ -91,7 +91,7 @@ def told_to_all(logits_SV: torch.Tensor, count: int, context: ParallelContext) -
 @torch.inference_mode()
 def _run_step(decoder: Decoder, rows: PagedRows, link: StageLink, context: ParallelContext, work: Work) -> torch.Tensor:
     batch = rows.batch(work)
-    hidden_TH = None if context.is_first_stage else link.receive(batch.num_tokens)[0]
+    hidden_TH = None if context.is_first_stage else link.receive(batch.num_tokens)[0].hidden_TH
     with same_collectives(context, batch):
         output = decoder.forward(batch, rows.kv, hidden_TH)
     if not context.is_last_stage:

@@ -1,5 +1,6 @@
 """A Decoder that runs out of memory or computes NaN in chosen forward passes: given to a ModelRunner in tests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,7 +10,7 @@ from tandem.workers.attention.backend import KVTensors
 from tandem.workers.attention.forward_batch import ForwardBatch
 from tandem.workers.graphs.graph_runner import GraphRunner
 from tandem.workers.kernels.lora_ops import AdapterRows
-from tandem.workers.models.decoder import Decoder
+from tandem.workers.models.decoder import Decoder, Heard
 
 Fault = Literal["out of memory at once", "out of memory at the end", "nan"]
 
@@ -27,17 +28,28 @@ class FaultyModel:
     def graphs(self) -> GraphRunner:
         return self.model.graphs
 
-    def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
+    @property
+    def heard(self) -> Heard | None:
+        return self.model.heard
+
+    def forward(
+        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, passed: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         fault = self._begin()
-        output = self.model.forward(batch, kv, hidden_TH)
+        output = self.model.forward(batch, kv, hidden_TH, passed)
         self._end(fault, output)
         return output
 
     def forward_and_pool(
-        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor
+        self,
+        batch: ForwardBatch,
+        kv: KVTensors,
+        hidden_TH: torch.Tensor | None,
+        rows_P: torch.Tensor,
+        passed: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fault = self._begin()
-        output, hidden_PH = self.model.forward_and_pool(batch, kv, hidden_TH, rows_P)
+        output, hidden_PH = self.model.forward_and_pool(batch, kv, hidden_TH, rows_P, passed)
         self._end(fault, hidden_PH)
         return output, hidden_PH
 

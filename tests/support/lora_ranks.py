@@ -69,7 +69,7 @@ def run_adapted(case: AdaptedCase, context: ParallelContext) -> torch.Tensor | N
     with torch.inference_mode():
         for work in case.steps:
             batch = with_adapters(rows.batch(work, case.all_logits), [case.slots[row] for row, _ in work])
-            hidden_TH = None if context.is_first_stage else link.receive(batch.num_tokens)[0]
+            hidden_TH = None if context.is_first_stage else link.receive(batch.num_tokens)[0].hidden_TH
             with same_collectives(context, batch):
                 outputs.append(decoder.forward(batch, rows.kv, hidden_TH))
             if not context.is_last_stage:

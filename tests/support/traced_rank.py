@@ -5,6 +5,7 @@ Its model is a sum over what rows read back, so that a wrong or early read shows
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,7 +69,9 @@ class SumModel:
     graphs = NoGraphs()
     constant = 0
 
-    def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, passed: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         next_T = torch.zeros(batch.num_tokens, dtype=torch.int64)
         for layer in kv.layers:
             value_TD = batch.input_ids_T.float()[:, None].expand(-1, DIM)
@@ -99,7 +102,9 @@ class MixedModel(SumModel):
         self._stream.begin()
         self._adapters = adapters
 
-    def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, passed: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         added = torch.zeros(1, dtype=torch.int64)
         layers = []
         for (weight, arrive), layer in zip(self._stream.in_turn(self._placed), kv.layers, strict=True):

@@ -32,6 +32,7 @@ from tandem.workers.models.layers.positions import RotaryPositions
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Mla, RopeSpec
 from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.kv_layout import kv_layouts
+from tandem.workers.models.spec.stage_taps import StageTaps, stage_taps
 from tandem.workers.planning.sizes import rank_weights
 from tandem.workers.planning.stored_model import open_checkpoint
 from tandem.workers.platforms.base import Platform
@@ -63,7 +64,7 @@ class DecoderAdapters(Protocol):
 
 class StepRoom(NamedTuple):
     """Memory of captured steps: the residual stream, what the last layer adds (on earlier stages their sum), logits;
-    what the decoder's taps hear."""
+    what the stage's own taps hear."""
 
     residual_TH: torch.Tensor
     branch_TH: torch.Tensor
@@ -73,7 +74,8 @@ class StepRoom(NamedTuple):
 
 class Heard(NamedTuple):
     """Rests of a step, of all its tokens, until the next one: what the last layer adds, the residual stream, and the
-    stream before each of Decoder.taps; [T, H] each."""
+    stream before each of the layers that Decoder.listen() was told, as far as these are of this stage or one before it;
+    [T, H] each."""
 
     branch_TH: torch.Tensor
     residual_TH: torch.Tensor
@@ -109,11 +111,10 @@ class Decoder:
         self.weight_bytes = 0
         self._mesh = context.mesh
         self._dtype = dtype
-        self._hidden_size, self._vocab_size = spec.hidden_size, spec.vocab_size
+        self._hidden_size, self._vocab_size, self._num_layers = spec.hidden_size, spec.vocab_size, spec.num_layers
         self._adapters: DecoderAdapters | None = None
-        self.taps: tuple[int, ...] = ()
-        """Layers before which steps keep the residual stream, for heads that read it; the number of layers: behind the
-        last one. Set before the first step."""
+        self.taps = StageTaps()
+        """Layers before which steps keep the residual stream, for heads that read it."""
         self.heard: Heard | None = None
         self.stream = stream
         ropes = spec.ropes
@@ -164,25 +165,38 @@ class Decoder:
         loads = zip(self.layer_ids, (layer.expert_loads_E for layer in self._layers), strict=True)
         return {layer: loads_E for layer, loads_E in loads if loads_E is not None}
 
-    def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
-        """Runs one step. `hidden_TH`: the previous stage's output, None on the first; it may be overwritten.
+    def listen(self, taps: Sequence[int]) -> None:
+        """Has all later steps keep the residual stream before these layers; the number of layers: behind the last one.
+        Every stage is told the same ones."""
+        self.taps = stage_taps(taps, self._num_layers, self._mesh)
+
+    def forward(
+        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, passed: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
+        """Runs one step. `hidden_TH`: the previous stage's output, None on the first; it may be overwritten. passed:
+        [T, H] each, what stages before have kept, as taps.passed says.
 
         Returns the residual stream [T, H] in the weights' dtype for the next stage, or on the last stage logits [S, V]
         in float32, for the batch's `logits_rows_S`: all of them on tp rank 0, none on the others.
         """
-        branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
+        branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH, passed)
         if self._head is None:
             return residual_TH + branch_TH
         return self._logits(self.normed(branch_TH, residual_TH, batch.logits_rows_S))
 
     def forward_and_pool(
-        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor
+        self,
+        batch: ForwardBatch,
+        kv: KVTensors,
+        hidden_TH: torch.Tensor | None,
+        rows_P: torch.Tensor,
+        passed: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step as forward() does, on the last stage. Returns the logits [S, V] and, for the tokens at rows_P
         (indices into T), the hidden states [P, H] after the final norm, in the weights' dtype, whole on every tp
         rank."""
         assert self._head is not None, "only the last stage has the hidden states after all layers"
-        branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH)
+        branch_TH, residual_TH = self._run_layers(batch, kv, hidden_TH, passed)
         hidden_PH = self.normed(branch_TH, residual_TH, rows_P)
         return self._logits(self.normed(branch_TH, residual_TH, batch.logits_rows_S)), hidden_PH
 
@@ -233,7 +247,7 @@ class Decoder:
         residual_TH = torch.zeros((num_tokens, self._hidden_size), dtype=self._dtype, device=device)
         width = self._vocab_size if self._head is None or self._head.gathers else len(self.own_ids)
         logits_SV = torch.zeros((num_samples * (self._head is not None), width), device=device)
-        return StepRoom(residual_TH, residual_TH.clone(), logits_SV, tuple(residual_TH.clone() for _ in self.taps))
+        return StepRoom(residual_TH, residual_TH.clone(), logits_SV, tuple(residual_TH.clone() for _ in self.taps.own))
 
     def logits(self, hidden_PH: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         """Returns the logits [P, V], float32, on tp rank 0, of hidden states that forward_and_pool() has returned, in
@@ -243,17 +257,32 @@ class Decoder:
             self._adapters.begin_head(adapters)
         return self._logits(hidden_PH)
 
+    def hear(self, room: StepRoom, passed: Sequence[torch.Tensor]) -> None:
+        """Keeps what forward_into() has left in a room as forward() keeps a step's. passed: as there."""
+        self._hear_all(room.branch_TH, room.residual_TH, room.taps, passed)
+
+    def _hear_all(
+        self,
+        branch_TH: torch.Tensor,
+        residual_TH: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        passed: Sequence[torch.Tensor],
+    ) -> None:
+        """Keeps the rests of a step. own: of the taps of this stage."""
+        kept = dict(zip((*self.taps.passed, *self.taps.own), (*passed, *own), strict=True))
+        self.heard = Heard(branch_TH, residual_TH, tuple(kept[tap] for tap in self.taps.heard))
+
     def _run_layers(
-        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None
+        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, passed: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (the last layer's MLP output, the residual to add it to), both [T, H]; the next step may overwrite
         both."""
         embedded_TH = self._embedded(batch)
         residual_TH = hidden_TH if embedded_TH is None else embedded_TH
         assert residual_TH is not None, "a later stage needs the hidden states of the one before"
-        inputs = self._inputs(batch, kv, residual_TH, tuple(torch.empty_like(residual_TH) for _ in self.taps))
+        inputs = self._inputs(batch, kv, residual_TH, tuple(torch.empty_like(residual_TH) for _ in self.taps.own))
         branch_TH, residual_TH, *taps = self.graphs.run(self.replay_key(inputs.shape, kv), inputs, self._walk)
-        self.heard = Heard(branch_TH, residual_TH, tuple(taps))
+        self._hear_all(branch_TH, residual_TH, taps, passed)
         return branch_TH, residual_TH
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor | None:
@@ -284,7 +313,7 @@ class Decoder:
         if self._adapters is not None:
             self._adapters.begin_layers(inputs.adapters, is_captured=inputs.is_static)
         branch_TH: torch.Tensor | None = None
-        taps = dict(zip(self.taps, inputs.taps, strict=True))
+        taps = dict(zip(self.taps.own, inputs.taps, strict=True))
         for number, layer, layer_kv in zip(
             self.layer_ids, self.stream.in_turn(self._layers), inputs.kv.layers, strict=True
         ):

@@ -17,7 +17,7 @@ from tandem.workers.models.spec.config.head_config import HeadSpec
 from tandem.workers.models.spec.kv_layout import kv_layouts
 from tandem.workers.planning.budget import ATTENTION_BYTES, GATHER_BYTES, MOST_PARTS
 from tandem.workers.planning.resolve import draft_spec, drafts_here, kv_groups
-from tandem.workers.planning.sizes import activation_bytes
+from tandem.workers.planning.sizes import activation_bytes, tap_bytes
 
 DECODE_BUCKETS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), 768, 1024)
 """Tokens of captured steps without chunks of prompts."""
@@ -188,6 +188,7 @@ def graph_bytes(spec: ArchSpec, mesh: Mesh, settings: EngineSettings, element_by
     results += activation_bytes(spec, mesh, tokens, 0, element_bytes) + ATTENTION_BYTES
     results += lists * (1 + MOST_PARTS + 2 * tokens)  # where attention reads in place, cut by a list a kind of layer
     results += max(tables, gathers) + sum(capture_bytes(size, groups) for size in sizes)
+    results += tap_bytes(draft_spec(settings), spec, mesh, tokens, element_bytes)
     return results + _guess_bytes(spec, mesh, settings, element_bytes, max_model_len)
 
 

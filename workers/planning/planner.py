@@ -26,6 +26,7 @@ from tandem.workers.planning.sizes import (
     draft_bytes,
     kv_token_bytes,
     rank_weights,
+    tap_bytes,
 )
 from tandem.workers.planning.start_notes import pool_notes
 
@@ -158,8 +159,9 @@ def least_bytes(
     tokens, seqs = scheduler.max_num_batched_tokens, settings.most_samples
     adapters = adapter_room(settings.lora, spec, mesh, DTYPE_BYTES[dtype]).device_bytes
     activations = activation_bytes(spec, mesh, tokens, seqs, DTYPE_BYTES[dtype])
+    activations += tap_bytes(draft_spec(settings), spec, mesh, tokens, DTYPE_BYTES[dtype])
     graphs = _graph_bytes(settings, spec, mesh, dtype, kv_dtype, max_model_len, replays=True)
-    drafts = draft_bytes(draft, DTYPE_BYTES[dtype], packs=False)
+    drafts = draft_bytes(draft, spec, mesh, DTYPE_BYTES[dtype], packs=False)
     return kv + drafts + adapters + activations + ATTENTION_BYTES + _row_bytes(settings, max_model_len) + graphs
 
 
@@ -237,13 +239,14 @@ def _stage(
     placement = place_layers(weights.num_layers, weights.layer_bytes, save, weights.may_stream)
     tokens, seqs = scheduler.max_num_batched_tokens, settings.most_samples
     activations = activation_bytes(spec, mesh, tokens, seqs, element)
+    activations += tap_bytes(draft_spec(settings), spec, mesh, tokens, element)
     room = adapter_room(settings.lora, spec, mesh, element)
     graphs = 0
     if not memory.is_shared:
         activations += ATTENTION_BYTES + _row_bytes(settings, max_model_len)
         graphs = _graph_bytes(settings, spec, mesh, dtype, kv_dtype, max_model_len, replays=not placement.streamed)
     draft, windows = _draft_of(settings, mesh), kv_groups(settings, spec, max_model_len).windows
-    of_draft = draft_bytes(draft, element, packs)
+    of_draft = draft_bytes(draft, spec, mesh, element, packs)
     held = weights.fixed_bytes + placement.device_bytes + of_draft + activations + room.device_bytes + graphs
     token_bytes = kv_token_bytes(spec, mesh, kv_dtype, windows, draft)
     return StagePlan(

@@ -12,10 +12,11 @@ from functools import lru_cache
 from tandem.parallel.mesh import Mesh, layer_range
 from tandem.parallel.params import Param
 from tandem.workers.models.spec.arch import ArchSpec, LayerSpec, Mla, Moe
-from tandem.workers.models.spec.config.head_config import HeadSpec
+from tandem.workers.models.spec.config.head_config import HeadSpec, MedusaParams
 from tandem.workers.models.spec.family_rows.families import parameters_of
 from tandem.workers.models.spec.kv_layout import block_layouts, kv_layout, kv_layouts, layouts_of
 from tandem.workers.models.spec.parameters import ParameterTable
+from tandem.workers.models.spec.stage_taps import stage_taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +87,32 @@ def _whole(params: Iterable[Param]) -> int:
     return sum(param.num_elements for param in params)
 
 
-def draft_bytes(draft: ArchSpec | HeadSpec | None, element_bytes: int, packs: bool) -> int:
-    """Returns the bytes of a draft model's or a head's weights, which are whole on one rank. packs: as for
-    rank_weights()."""
+def draft_bytes(draft: ArchSpec | HeadSpec | None, spec: ArchSpec, mesh: Mesh, element_bytes: int, packs: bool) -> int:
+    """Returns the bytes of a draft model's or a head's weights, which are whole on the rank at `mesh`, with tables of
+    the model that a head has none of and this rank not all of. packs: as for rank_weights()."""
     if draft is None:
         return 0
     if isinstance(draft, ArchSpec):
         return rank_weights(draft, Mesh(), element_bytes, packs).total_bytes
-    return sum(param.held_bytes(Mesh(), element_bytes) for param in draft.params)
+    own = sum(param.held_bytes(Mesh(), element_bytes) for param in draft.params)
+    if isinstance(params := draft.params, MedusaParams):
+        return own
+    if params.embedding is None and mesh.world_size > 1:
+        own += _table_of(spec).embedding.local_bytes(Mesh(), element_bytes)
+    if params.head is None and mesh.tp_size > 1:
+        own += _table_of(spec).head.held_bytes(Mesh(), element_bytes)
+    return own
+
+
+def tap_bytes(
+    draft: ArchSpec | HeadSpec | None, spec: ArchSpec, mesh: Mesh, num_tokens: int, element_bytes: int
+) -> int:
+    """Returns the bytes of what a step keeps on the rank at `mesh` for a head that reads several layers, and of the
+    copy for the stage behind."""
+    if not isinstance(draft, HeadSpec) or mesh.tp_rank > 0:
+        return 0
+    heard = len(stage_taps(draft.taps, spec.num_layers, mesh).heard)
+    return heard * (1 + (mesh.pp_rank < mesh.pp_size - 1)) * num_tokens * spec.hidden_size * element_bytes
 
 
 def kv_token_bytes(

@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 
 from tandem.offload.copies.accelerator import DeviceEvent
-from tandem.workers.messages.step import RowResult, StepPlan, StepResult
+from tandem.workers.messages.step import StepPlan, StepResult
 from tandem.workers.platforms.device_rows import NO_DRAFT
+from tandem.workers.rank.drafters.step_record import ReadsSteps
 from tandem.workers.rank.row_table import RowTable
 from tandem.workers.speculation.proposer import EndedRow, LearnsOutputs, ProposalRow, Proposer
 
@@ -119,30 +120,44 @@ def learn_ended(proposer: Proposer | None, plan: StepPlan, table: RowTable, sett
 class NextDrafts:
     """Guesses for the next steps of a step's rows, where the model is split into stages, on the rank that samples
     (decision 129): the first stage must have a step's drafts before the last one begins it. The coordinator gets them
-    with the sampled tokens, and gives both to all stages in the next plan; on a device the host waits for the step.
+    with the sampled tokens, and gives both to all stages in the next plan; on a device the host waits for the step. A
+    proposer that keeps up with steps reads those too for which nothing is guessed.
 
     record: makes a timed event behind the work given to the device so far."""
 
     def __init__(self, proposer: Proposer, table: RowTable, record: Callable[[], DeviceEvent]) -> None:
         self._proposer, self._table, self._record = proposer, table, record
+        self._reader = proposer if isinstance(proposer, ReadsSteps) else None
+
+    def is_due(self, plan: StepPlan) -> bool:
+        """Returns whether something is guessed or read when a plan's step is over."""
+        return bool(plan.work) and (self._keeps_up or any(work.num_guesses for work in plan.work))
 
     def added(self, plan: StepPlan, result: StepResult) -> StepResult:
         """Returns a step's result with guesses for its rows that the plan asks some for."""
         most = {work.row: work.num_guesses for work in plan.work if work.num_guesses}
-        asked = [row for row in result.rows if row.row in most and row.token_ids and row.error is None]
-        if not asked:
+        sampled = {row.row: row.token_ids for row in result.rows if row.token_ids and row.error is None}
+        asked = [row for row in sampled if row in most]
+        if not (asked or self._keeps_up):
             return result
-        began = self._record()
-        drafts = self._guess(asked, most)
+        began, drafts = self._record(), dict[int, list[int]]()
+        with self._table.ahead(sampled):
+            if asked:
+                drafts = self._guess(asked, most)
+            elif self._reader is not None:
+                self._reader.catch_up()
         ended = self._record()
         ended.wait()
         seconds = ended.seconds_since(began)
         rows = [msgspec.structs.replace(row, draft_ids=drafts.get(row.row, [])) for row in result.rows]
         return msgspec.structs.replace(result, rows=rows, draft_s=seconds, device_s=result.device_s + seconds)
 
-    def _guess(self, asked: list[RowResult], most: dict[int, int]) -> dict[int, list[int]]:
-        """Returns each row's guesses."""
-        with self._table.ahead({row.row: row.token_ids for row in asked}):
-            rows = [ProposalRow(row.row, self._table.known(row.row), most[row.row]) for row in asked]
-            drafts = self._proposer.propose(rows)
+    @property
+    def _keeps_up(self) -> bool:
+        return self._reader is not None and self._reader.keeps_up
+
+    def _guess(self, asked: list[int], most: dict[int, int]) -> dict[int, list[int]]:
+        """Returns the guesses of rows."""
+        rows = [ProposalRow(row, self._table.known(row), most[row]) for row in asked]
+        drafts = self._proposer.propose(rows)
         return {row.row: [*own[: row.max_drafts]] for row, own in zip(rows, drafts, strict=True)}

@@ -89,7 +89,8 @@ class LoadedRank:
         if context.pp_size > 1:
             from tandem.parallel.pipeline import StageLink
 
-            link = StageLink(context, self.spec.hidden_size, self.dtype, self.platform.device)
+            counts = len(decoder.taps.passed), len(decoder.taps.heard)
+            link = StageLink(context, self.spec.hidden_size, self.dtype, self.platform.device, *counts)
         proposer = make_of(self.settings, context, self.platform, self.draft, kv, table)
         guess = make_guess(self.settings.speculative) if context.pp_size == 1 else None
         runner = ModelRunner(

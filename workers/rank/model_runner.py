@@ -50,7 +50,7 @@ from tandem.workers.sampling.sampling_table import EDITS, READS_LATE, READS_ON_H
 from tandem.workers.speculation.proposer import GuessesAhead, GuessRow, MakeProposer
 
 if TYPE_CHECKING:
-    from tandem.parallel.pipeline import StageLink
+    from tandem.parallel.pipeline import StageLink, StageOutput
     from tandem.workers.rank.transfers.load_gate import LoadGate
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class ModelRunner:
         self._awaits += plan.awaits
         computed, failure = self._compute_or_fail(plan) if plan.work else (None, None)
         step = self._steps.add(plan, began, computed, failure)
-        if self._next is not None and any(work.num_guesses for work in plan.work):
+        if self._next is not None and self._next.is_due(plan):
             self._steps.amend(step, partial(self._next.added, plan))
         return step
 
@@ -310,17 +310,19 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan, batch: StepBatch, drafts: Drafts | None, kv: KVTensors) -> StepWork:
         """Forward, sampling and pooling."""
-        hidden_TH, received = None, None
+        before, received = None, None
         if not self._context.is_first_stage:
-            before = self.record()
-            hidden_TH = self._exchanges.receive()
-            received = before, self.record()
-        output, pooled, scored = self._forward(plan, batch, kv, hidden_TH)
+            began = self.record()
+            before = self._exchanges.receive()
+            received = began, self.record()
+        output, pooled, scored = self._forward(plan, batch, kv, before)
         if self._reader is not None and self._model.heard is not None:
             self._reader.read(self._decoded(batch, drafts, self._model.heard))
         self._exchanges.end_layers()
         if not self._context.is_last_stage:
-            self._exchanges.send(output)
+            heard = self._model.heard
+            kept = () if heard is None else tuple(tap_TH[: len(output)] for tap_TH in heard.taps)
+            self._exchanges.send(output, kept)
             return StepWork(batch, received=received)
         count, has_drafts = len(batch.sample_rows_S), drafts is not None
         if self._replays.now is None:
@@ -382,9 +384,10 @@ class ModelRunner:
         return sampling.draw(logits_SV, self._platform.accelerator, positions_S, tokens_NL)
 
     def _forward(
-        self, plan: StepPlan, batch: StepBatch, kv: KVTensors, hidden_TH: torch.Tensor | None
+        self, plan: StepPlan, batch: StepBatch, kv: KVTensors, before: "StageOutput | None"
     ) -> tuple[torch.Tensor, Pooled | None, Scored | None]:
-        """The model's output and, where this rank pools rows of the step or scores prompts, the outcome of that."""
+        """The model's output and, where this rank pools rows of the step or scores prompts, the outcome of that.
+        before: the previous stage's."""
         table, step, scored = self._table, None, None
         if table.pooled and self._samples:
             step = self._pooler.begin(plan.work, batch.begin_R, batch.starts, table.pooled)
@@ -392,7 +395,7 @@ class ModelRunner:
             rows = ScoredRows(batch.begin_R, batch.starts, table.token_ids, table.adapter_slots, table.sampling.of)
             scored = self._scorer.begin(plan.work, rows)
         wanted = [each.rows_P for each in (step, scored) if each is not None]
-        output, hidden_PH = self._modelled(batch, kv, hidden_TH, torch.cat(wanted) if wanted else None)
+        output, hidden_PH = self._modelled(batch, kv, before, torch.cat(wanted) if wanted else None)
         if hidden_PH is None:
             return output, None, None
         num_pooled = 0 if step is None else len(step.rows_P)
@@ -402,20 +405,21 @@ class ModelRunner:
         return output, pooled, self._scorer.score(scored, hidden_PH[num_pooled:], self._model.logits)
 
     def _modelled(
-        self, batch: StepBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, rows_P: torch.Tensor | None
+        self, batch: StepBatch, kv: KVTensors, before: "StageOutput | None", rows_P: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output of forward() and, for rows_P, what forward_and_pool() adds; by a replay where there is a
         capture."""
         model, step = self._model, self._replays.step
+        hidden_TH, kept = (None, ()) if before is None else before
         if step is None:
             if rows_P is None:
-                return model.forward(batch.forward, kv, hidden_TH), None
-            return model.forward_and_pool(batch.forward, kv, hidden_TH, rows_P)
+                return model.forward(batch.forward, kv, hidden_TH, kept), None
+            return model.forward_and_pool(batch.forward, kv, hidden_TH, rows_P, kept)
         self._replays.run(step, hidden_TH)
         if self._adds and self._is_drawn(batch):
             self._rows.append(None)
-        residual_TH, branch_TH, logits_SV, taps = step.room
-        model.heard = Heard(branch_TH, residual_TH, taps)
+        residual_TH, branch_TH, logits_SV, _ = step.room
+        model.hear(step.room, kept)
         if not self._context.is_last_stage:
             return branch_TH[: int(batch.starts[-1])], None
         hidden_PH = None if rows_P is None else model.normed(branch_TH, residual_TH, rows_P)

@@ -81,10 +81,13 @@ def run_fullest_steps(
         rows_there = platform.rows(table, guess, keeps_tokens=samples)
         prepare = preparing(table, platform.sampling_ops(), is_ahead=rows_there.is_ahead) if samples else None
         batch = build_batch(plan, table, rows_there, drafts, prepare)
-        hidden_TH = None
+        hidden_TH, kept = None, list[torch.Tensor]()
         if not context.is_first_stage:
             hidden_TH = torch.zeros(batch.forward.num_tokens, hidden_size, dtype=dtype, device=platform.device)
-        output = decoder.forward(batch.forward, kv.tensors, hidden_TH)
+            kept = [torch.zeros_like(hidden_TH) for _ in decoder.taps.passed]
+        output = decoder.forward(batch.forward, kv.tensors, hidden_TH, kept)
+        if not context.is_last_stage and decoder.heard is not None:
+            torch.stack((output, *decoder.heard.taps))  # as much as the message to the next stage
         if batch.sampling is not None:
             positions_S = batch.forward.positions_T[batch.forward.logits_rows_S] + 1
             batch.sampling.draw(output, platform.accelerator, positions_S, rows_there.tokens)

@@ -17,7 +17,7 @@ from tandem.workers.platforms.base import Platform
 from tandem.workers.sampling.prompt_logprobs import pieces_of
 
 if TYPE_CHECKING:
-    from tandem.parallel.pipeline import StageLink
+    from tandem.parallel.pipeline import StageLink, StageOutput
 
 
 class StepVerdict(NamedTuple):
@@ -70,20 +70,21 @@ class StepExchanges:
             more = pieces_of(num_scored) if self._context.is_last_stage else []
             self._context.tp.begin(self._num_tokens, self._num_samples, more, padded)
 
-    def receive(self) -> torch.Tensor:
-        """Returns the hidden states [T, H] of the stage before."""
+    def receive(self) -> "StageOutput":
+        """Returns the output of the stage before."""
         assert self._link is not None
-        hidden_TH, self._failed_1 = self._link.receive(self._num_tokens)
-        return hidden_TH
+        output, self._failed_1 = self._link.receive(self._num_tokens)
+        return output
 
     def end_layers(self) -> None:
         """Notes that the model has made all collectives of the step."""
         self._context.tp.end()
 
-    def send(self, hidden_TH: torch.Tensor) -> None:
-        """Sends hidden states [T, H] to the stage behind, and on what the stages before have said of themselves."""
+    def send(self, hidden_TH: torch.Tensor, kept: Sequence[torch.Tensor]) -> None:
+        """Sends this stage's output, as of StageOutput, to the stage behind, and on what the stages before have said of
+        themselves."""
         assert self._link is not None
-        self._link.send(hidden_TH, self._failed_1)
+        self._link.send(hidden_TH, kept, self._failed_1)
         self._is_over = True
 
     def agree(self, ids_S: torch.Tensor | None) -> StepVerdict | None:

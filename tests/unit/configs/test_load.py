@@ -357,17 +357,6 @@ def test_a_service_that_cannot_be_open_refuses_to_be(values: dict[str, Any], wor
         assert build_settings("m", {"auth": auth, **values}).gateway.auth == auth
 
 
-def test_a_head_that_reads_layers_of_other_stages_is_refused() -> None:
-    stages = {"pipeline_parallel_size": 2}
-    for drafts in (NGRAM, {"method": "medusa", "model": "h", "num_speculative_tokens": 3}):
-        assert build_settings("m", {**stages, "speculative_config": drafts}).engine.max_drafts == 3
-    with pytest.raises(SettingsError, match=r"method eagle3 .* --pipeline-parallel-size 2") as caught:
-        build_settings(
-            "m", {**stages, "speculative_config": {"method": "eagle3", "model": "h", "num_speculative_tokens": 3}}
-        )
-    assert caught.value.flag == "--speculative-config"
-
-
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
 

@@ -1,14 +1,10 @@
-"""docs/serving/drafts-tested.md is what its tool makes: its cases are those of the tests, its refusals are made."""
+"""docs/serving/drafts-tested.md is what its tool makes: its cases are those of the tests."""
 
 import inspect
 
-import pytest
-
-from tandem.configs.errors import SettingsError
-from tandem.configs.load import build_settings
 from tests.parity import test_speculation
 from tests.support.draft_cases import CASES, RESUMED
-from tools.draft_matrix import METHODS, PAGE, REFUSED, REQUESTED, RESUMING, ROWS, TEST, cell, page
+from tools.draft_matrix import METHODS, PAGE, REQUESTED, RESUMING, ROWS, TEST, cell, page
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -22,18 +18,10 @@ def test_cells_are_cases_of_the_tests() -> None:
         assert cases in inspect.getsource(getattr(test_speculation, name if cases == "RESUMED" else "case"))
         assert "case" in inspect.signature(getattr(test_speculation, name)).parameters
     said = {cell(method, row).strip("*") for method in METHODS for row in ROWS}
-    assert said <= {*CASES, "refused", "not tested"}
+    assert said <= {*CASES, "not tested"}
 
 
 def test_requests_have_what_the_page_says() -> None:
     source = inspect.getsource(test_speculation)
     fields = [field for names in REQUESTED.values() for field in names]
     assert [field for field in fields if f'"{field}":' not in source and f"{field}=" not in source] == []
-
-
-@pytest.mark.parametrize(("method", "words"), [(method, words) for (method, _), words in REFUSED.items()])
-def test_what_is_refused_is_refused_in_these_words(method: str, words: str) -> None:
-    draft = {} if method == "mtp" else {"model": "x"}
-    config = {"method": method, "num_speculative_tokens": 2, **draft}
-    with pytest.raises(SettingsError, match=words):
-        build_settings("demo", {"speculative_config": config, "pipeline_parallel_size": 2})

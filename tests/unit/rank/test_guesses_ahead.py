@@ -345,8 +345,9 @@ def test_a_head_that_reads_along_waits_for_nothing(head: tuple[str, Path], monke
         steps[0] += 1
         return steps[0] > 12
 
-    with constant_drafts(), mock.patch.object(LaunchedSteps, "settle_all", side_effect=AssertionError("a wait")):
-        monkeypatch.setattr(Drafting, "begin_step", later)
+    waits = mock.patch.object(LaunchedSteps, "settle_all", side_effect=AssertionError("a wait"))
+    with constant_drafts(), waits, monkeypatch.context() as patch:  # which ends first, so that nothing of it stays
+        patch.setattr(Drafting, "begin_step", later)
         told = served(replace(case, drafts=3))
     assert told.tokens == wanted.tokens and launches.guessed >= 12
 

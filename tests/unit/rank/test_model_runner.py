@@ -4,6 +4,7 @@ So a wrong position, slot, block table, copy or computed count changes the text.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -46,7 +47,9 @@ class HashDecoder:
     graphs = NoGraphs()
     poison: int | None = None
 
-    def forward(self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv: KVTensors, hidden_TH: torch.Tensor | None, passed: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         assert hidden_TH is None
         kv.layers[0].keys.view(-1)[batch.slot_mapping_T] = batch.input_ids_T.float()
         ends = batch.query_starts[1:].tolist()

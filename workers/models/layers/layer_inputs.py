@@ -24,7 +24,7 @@ class LayerInputs:
     backend: AttentionBackend | LatentBackend
     kv: KVTensors  # the cache, the same for all steps of a graph
     num_tokens: int
-    taps: tuple[torch.Tensor, ...] = ()  # [T, H] each, for the residual stream before Decoder.taps
+    taps: tuple[torch.Tensor, ...] = ()  # [T, H] each, for the residual stream before Decoder.taps.own
     _step: AttentionStep | LatentStep | None = None
     _replayable: ReplayableStep | None = None
 

@@ -21,6 +21,7 @@ from tandem.parallel.checkpoint import DummySource, ParameterSlot, WeightSource,
 from tandem.parallel.context import ParallelContext
 from tandem.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from tandem.parallel.params import Param
+from tandem.parallel.quantization.stored_weights import UndoneTable, is_stored
 from tandem.parallel.stored.headers import weight_files
 from tandem.parallel.stored.safetensors_source import SafetensorsSource
 from tandem.parallel.stored.stored_checkpoint import StoredCheckpoint
@@ -73,6 +74,11 @@ class DraftOrder:
     model: Decoder
 
     @property
+    def appends(self) -> bool:
+        """True if what steps sample is added to rows on the device: with one stage."""
+        return self.context.pp_size == 1
+
+    @property
     def draft(self) -> ModelSettings:
         assert self.settings.model.draft is not None
         return self.settings.model.draft
@@ -88,10 +94,13 @@ def load_draft(
     model: Decoder,
 ) -> LoadedDraft | None:
     """Reads the draft on the rank that runs it; None elsewhere, and without one. dtype: of its weights that have no
-    scheme of their own; kv_dtype: of the cache; model: this rank's, whose steps a head reads from now on. SettingsError
-    when it cannot be read, or does not fit into the device's memory."""
-    spec = draft_spec(settings) if drafts_here(context.mesh) else None
-    if spec is None or settings.speculative is None:
+    scheme of their own; kv_dtype: of the cache; model: this rank's, whose steps a head reads from now on, also from
+    stages before the one that runs it. SettingsError when it cannot be read, or does not fit into the device's
+    memory."""
+    spec = draft_spec(settings) if context.tp_rank == 0 else None
+    if isinstance(spec, HeadSpec):
+        model.listen(spec.taps)
+    if spec is None or settings.speculative is None or not drafts_here(context.mesh):
         return None
     asked = DraftOrder(settings, context, platform, dtype, kv_dtype, windows, model)
     try:
@@ -165,11 +174,12 @@ def _eagle3(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
     head = EagleHead(spec, platform, asked.dtype, asked.kv_dtype, embed)
     weight_bytes = embed_bytes + _load(asked, spec, head)
     ids = None if spec.vocab_size == vocab_size else _ids_of(asked, spec.vocab_size)
-    asked.model.taps = spec.taps
     return LoadedDraft(
         layouts_of(spec.layers, 1, asked.windows),
         weight_bytes,
-        lambda kv, table, rows, room: HeadDrafts(head, ids, vocab_size, longest, kv, table, rows, room, platform),
+        lambda kv, table, rows, room: HeadDrafts(
+            head, ids, vocab_size, longest, kv, table, rows, room, platform, appends=asked.appends
+        ),
     )
 
 
@@ -185,7 +195,7 @@ def _stream(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
         layouts_of(spec.layers, 1, asked.windows),
         weight_bytes,
         lambda kv, table, rows, room: HeadDrafts(
-            head, None, model.vocab_size, longest, kv, table, rows, room, platform
+            head, None, model.vocab_size, longest, kv, table, rows, room, platform, appends=asked.appends
         ),
     )
 
@@ -208,7 +218,7 @@ def _medusa(asked: DraftOrder, spec: ArchSpec | HeadSpec) -> LoadedDraft:
         (),
         weight_bytes,
         lambda _, table, rows, room: MedusaDrafts(
-            heads, most, _normed(model), table, rows, room, platform, appends=asked.context.pp_size == 1
+            heads, most, _normed(model), table, rows, room, platform, appends=asked.appends
         ),
     )
 
@@ -263,13 +273,15 @@ def _embedding(asked: DraftOrder) -> tuple[Embed, int]:
     that one."""
     if asked.context.world_size == 1:
         return asked.model.embed, 0
-    embedding = VocabParallelEmbedding(asked.model.parameters.embedding, ParallelContext.single())
-    return embedding, _read_whole(asked, embedding)
+    table, alone = asked.model.parameters.embedding, ParallelContext.single()
+    embedding = VocabParallelEmbedding(table, alone)
+    codes = UndoneTable(table, alone.mesh, asked.dtype, embedding.accept) if is_stored((table,)) else None
+    return embedding, _read_whole(asked, embedding if codes is None else codes)
 
 
 def _model_head(asked: DraftOrder) -> tuple[Logits, int]:
     """Returns the model's head for a head that has none, as _embedding() does the embedding."""
-    if asked.context.world_size == 1:
+    if asked.context.tp_size == 1:
         return lambda hidden_SH: asked.model.logits(hidden_SH, None), 0
     make = partial(asked.platform.linear, dtype=asked.dtype)
     head = VocabParallelHead(asked.model.parameters.head, ParallelContext.single(), make)

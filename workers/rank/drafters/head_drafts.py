@@ -1,10 +1,11 @@
 """HeadDrafts: guesses of an EAGLE head or an MTP layer, token after token, from what the model has computed of rows.
 
 The head has KV for each token that it has read, in the model's blocks. It reads the tokens of a step at the beginning
-of the next one, when the tokens behind them are known, whether or not a row has drafts in it; else it would miss what
-only that step has. Where no row has had drafts for some steps it rests. Of what it has missed it can have no KV any
-more: it sees such a row from the block on behind which it has read it (KVCache.drafted), as though it began there,
-and where the newest tokens are missing, from the next block on. R rows of a pass, Q of them with a guess.
+of the next one, with pipeline stages at the step's end, when the tokens behind them are known, whether or not a row has
+drafts in it; else it would miss what only that step has. Where no row has had drafts for some steps it rests. Of what
+it has missed it can have no KV any more: it sees such a row from the block on behind which it has read it
+(KVCache.drafted), as though it began there, and where the newest tokens are missing, from the next block on. R rows of
+a pass, Q of them with a guess.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -40,7 +41,7 @@ NOTHING: Final = Computed(*(np.empty(0, np.int64) for _ in Computed._fields))
 class HeadDrafts:
     """A Proposer that ReadsSteps, and where rows live on a device GuessesAhead that CapturesPasses. ids: the model's id
     of each id of the head, int64; None: the same. max_len: positions that the head has. kv, table, rows: of the model's
-    runner; room: for guesses of the device."""
+    runner; room: for guesses of the device. appends: what steps sample is added to rows there, else the host has it."""
 
     reads_along = True
 
@@ -55,19 +56,25 @@ class HeadDrafts:
         rows: DeviceRows,
         room: GuessRoom,
         platform: Platform,
+        *,
+        appends: bool,
     ) -> None:
         self._head, self._ids, self._vocab_size, self._max_len = head, ids, vocab_size, max_len
         self._kv, self._table, self._rows, self._room, self._platform = kv, table, rows, room, platform
         self._draw, self._record, self._reads = GuessDraw(table, platform), StepRecord(table), HeadReads(kv, table)
         self._last = LastVectors(table, platform.accelerator.to_device)
         self._ahead: HeadAhead | None = None
-        if isinstance(rows, PassedRows):
+        if appends and isinstance(rows, PassedRows):
             parts = self._draw, self._record, self._reads, self._last
             self._ahead = HeadAhead(head, self._of_model, max_len, kv.draft, table, rows, platform, parts)
         self._idle = 0
 
+    @property
+    def keeps_up(self) -> bool:
+        return self._idle < REST_AFTER
+
     def read(self, step: DecodedStep) -> None:
-        if self._idle < REST_AFTER:
+        if self.keeps_up:
             self._record.keep(step)
 
     def catch_up(self) -> None:

@@ -75,6 +75,7 @@ class MedusaDrafts:
     appends: what steps sample is added to rows there, so that on a device it is GuessesAhead that CapturesPasses."""
 
     reads_along = True
+    keeps_up = False  # with several stages, where this is asked, guesses are made of the step that is just over
 
     def __init__(
         self,

@@ -49,6 +49,10 @@ class SharedDrafts:
 class SharedHeads(SharedDrafts):
     """The same of a head, which ReadsSteps."""
 
+    @property
+    def keeps_up(self) -> bool:
+        return isinstance(self.own, ReadsSteps) and self.own.keeps_up
+
     def read(self, step: DecodedStep) -> None:
         if isinstance(self.own, ReadsSteps):
             self.own.read(step)

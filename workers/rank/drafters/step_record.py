@@ -39,8 +39,14 @@ class DecodedStep(NamedTuple):
 
 @runtime_checkable
 class ReadsSteps(Proposer, Protocol):
-    """A proposer that goes on from what the model has computed. Of each step one of propose() and catch_up() is called,
-    then read()."""
+    """A proposer that goes on from what the model has computed. With one stage each step calls one of propose() and
+    catch_up(), then read(); with several, read(), and when the step is over one of the others, if anything is asked or
+    the proposer keeps up."""
+
+    @property
+    def keeps_up(self) -> bool:
+        """True while it guesses worse behind a step that it has not read, if no row of that was asked for."""
+        ...
 
     def read(self, step: DecodedStep) -> None:
         """Takes what a step has left."""

@@ -6,6 +6,7 @@ Nothing is delivered to it: it reads the row's tokens, and counts only those tha
 import numpy as np
 import numpy.typing as npt
 
+from tandem.configs.options import MAX_DRAFTS
 from tandem.workers.sampling.processors.logits_processor import Ids, Tokens
 
 Counts = npt.NDArray[np.float32]
@@ -21,6 +22,7 @@ class TokenCounts:
         self._with_prompt = with_prompt
         self._num_counted = 0
         self._num_ids = 0
+        self._tail: Tokens = np.empty(0, np.int32)  # the last of those counted
         self._ids: Ids = np.empty(0, np.int64)
         self._counts: Counts = np.empty(0, np.float32)
         self._index_of: dict[int, int] = {}
@@ -28,13 +30,16 @@ class TokenCounts:
     def catch_up(self, token_ids: Tokens, prompt_len: int) -> tuple[Ids, Counts]:
         """Counts the row's known tokens and returns views of ids and counts, valid until the next call.
 
-        Fewer tokens than were counted mean that the last ones were taken back: all are counted again.
+        Fewer tokens than were counted, or others in the place of the last ones, as of guesses, mean that these were
+        taken back: all are counted again.
         """
-        if self._num_counted == 0 or len(token_ids) < self._num_counted:
+        count = self._num_counted
+        same = len(token_ids) >= count > 0 and np.array_equal(token_ids[:count][-MAX_DRAFTS:], self._tail)
+        if not same:
             self._recount(token_ids, prompt_len)
         for token in token_ids[self._num_counted :].tolist():
             self._add(token)
-        self._num_counted = len(token_ids)
+        self._num_counted, self._tail = len(token_ids), token_ids[-MAX_DRAFTS:].copy()
         return self._ids[: self._num_ids], self._counts[: self._num_ids]
 
     def with_drafts(self, token_ids: Tokens) -> tuple[Ids, Counts]:
